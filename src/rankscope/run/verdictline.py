@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rankscope.record.visibletext import visible
 from rankscope.run.companions import companion_environment
-from rankscope.run.findingnotices import findings_in
+from rankscope.run.findingnotices import told_in
 from rankscope.run.outfolder import typed
 
 __all__ = ["verdict_line"]
@@ -67,7 +67,7 @@ def verdict_line(
         process.kill()
         process.communicate()
     if process.returncode not in (0, 1) or not said:
-        first = next((visible(str(found.get("text", ""))) for found in findings_in(out)), "")
+        first = next((visible(str(each["text"])) for each in told_in(out)[0] if "text" in each), "")
         told = f"; first while it ran: {first}" if first else ""
         return f"not judged yet{told}: {asked}"
     verdict, *rest = said.splitlines()
