@@ -87,6 +87,7 @@ def test_a_slow_rank_is_named_with_how_often_and_the_others_wait_for_it(launch: 
     assert worst["own_s"] <= worst["step_s"] and 0.5 < worst["beside_history"] < 2
     assert found["check"]["verdict"] in ("clean", "incomplete") and not found["check"]["findings"]
     assert found["check"]["age_s"] > 0
+    read = open_trace(job.out)
     # every rank has another batch: losses differ, averaged gradients do not
     assert found["loss"]["ranks"] == 3 and found["loss"]["min"] < found["loss"]["max"]
     assert found["grad_norm"]["min"] == pytest.approx(found["grad_norm"]["max"], rel=1e-6)
@@ -102,6 +103,9 @@ def test_a_slow_rank_is_named_with_how_often_and_the_others_wait_for_it(launch: 
     watch = JobWatch(job.out)
     assert wait_until(is_waiting, 60)
     watch.close()
+    step = ended(job)
+    assert wait_until(lambda: ended(job) >= step + 12)  # for longer than a hang needs
+    assert check(read).findings == (), "what was read a while ago does not stand still"
     (job.meeting / "leave").touch()
     assert job.wait() == 0, job.logs
     last = top(job)

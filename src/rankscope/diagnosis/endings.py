@@ -63,7 +63,7 @@ def ended_badly(
     if trace.is_live or ended is not None:
         at = (ended or {}).get("at")
         at_s = None if at is None else datetime.fromisoformat(at).timestamp()
-        last = without_recent(last, step_views, context, at_s)
+        last = without_recent(last, step_views, context, trace.read_s, at_s)
     unrecorded = _unrecorded(trace, last)
     # what others wait for may be what a full spool had no room for
     hangs = [] if unrecorded else list(hangs_of(step_views, context, last, ends))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -221,10 +220,12 @@ def without_recent(
     last: dict[int, LastCall],
     step_views: Sequence[StepView],
     context: CheckContext,
+    read_s: float,
     at_s: float | None = None,
 ) -> dict[int, LastCall]:
-    """Leave out, and tell of, ranks that came to their collective just before `at_s` (now)."""
-    patience = _Patience(step_views, context, time.time() if at_s is None else at_s)
+    """Leave out, and tell of, ranks that came to their collective just before `at_s`: where the job
+    goes on, before its records were read."""
+    patience = _Patience(step_views, context, read_s if at_s is None else at_s)
     recent = {
         rank: (each.waiting, each.time_ns)
         for rank, each in last.items()

@@ -53,6 +53,7 @@ class RunningJob:
         """Incarnation of the job that is read."""
         self._seen_at: dict[StepKey, float] = {}
         """When a step was first seen to have ended on some rank."""
+        self._read_s = 0.0
         self._definitions: Decoded = {}
         self._ends: dict[int, StreamEnd] = {}
         """End markers by rank, as of the last look."""
@@ -76,6 +77,7 @@ class RunningJob:
 
     def read(self, is_stopped: Callable[[], bool]) -> int:
         """Read what is new in every stream, a part of it where that is much; return the bytes."""
+        self._read_s = time.time()
         self._discover()
         share = _LOOK_BYTES // max(1, len(self._streams))
         behind = self._behind() if self.held_bytes > _MOST_HELD else None
@@ -222,7 +224,7 @@ class RunningJob:
             TraceVersionError: a rank wrote a newer record format.
         """
         records = RecordSource(self.document(keys), self._out)
-        return Trace(records, self._out, is_live=True, is_written=False)
+        return Trace(records, self._out, is_live=True, is_written=False, read_s=self._read_s)
 
     def document(self, keys: Iterable[StepKey], began_ns: int | None = None) -> Document:
         """Return setup and some steps as a document; `began_ns` and errors as of `assemble`."""

@@ -228,6 +228,7 @@ def _unfinished(folder: Path, progress: Progress | None) -> Trace:
     )
     from rankscope.tree.unfinished import is_at_work
 
+    read_s = time.time()
     sources = find_streams([folder])
     if not sources:
         finished = _finished(folder)  # between the two looks
@@ -255,7 +256,7 @@ def _unfinished(folder: Path, progress: Progress | None) -> Trace:
     rest = RecordSource(document, folder)
     at_work = is_at_work(folder, rest.head["run"])
     source = GrownSource(tree, rest) if tree.written else rest
-    return Trace(source, folder, is_live=at_work, is_written=False)
+    return Trace(source, folder, is_live=at_work, is_written=False, read_s=read_s)
 
 
 def _understood(folder: Path, read: Any) -> Trace:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -395,7 +396,13 @@ class Trace:
     """One trace: what ran where, how much of it arrived, and the tree."""
 
     def __init__(
-        self, source: TraceSource, path: Path, *, is_live: bool = False, is_written: bool = True
+        self,
+        source: TraceSource,
+        path: Path,
+        *,
+        is_live: bool = False,
+        is_written: bool = True,
+        read_s: float = 0.0,
     ) -> None:
         self.path = path
         """The trace folder."""
@@ -403,6 +410,8 @@ class Trace:
         """True where the tree is not written yet, and somebody is at work who may write it."""
         self.is_written = is_written
         """False where the tree was assembled from the records that were there."""
+        self.read_s = read_s or time.time()
+        """Wall clock when it was read: its records tell of no later time."""
         self.run: Mapping[str, Any] = source.head["run"]
         """The run header, as in docs/trace-format.md."""
         self.completeness: Mapping[str, Any] = source.head["completeness"]
