@@ -5,6 +5,7 @@ Run as a program: it has to decide whether Triton interprets before anything imp
     python -m tests.capture.fusedcases SEED COUNT ELEMENTS      values of so many elements at most
     python -m tests.capture.fusedcases shapes                   whole activations; minutes
     python -m tests.capture.fusedcases spreads                  small spreads, far first rows
+    python -m tests.capture.fusedcases broken                   a kernel that raises
 
 Prints one JSON object: how many values, how many launches, the kernels used, and what went wrong.
 """
@@ -143,6 +144,8 @@ def judge(told: list[str], x: torch.Tensor, ranges: tuple[Ranges, ...] | None, b
     before = len(interpreteddriver.launches)
     digester.read(x, ranges, samples=samples)
     ((_, reading),) = digester.collect(wait=True)
+    if interpreteddriver.failures:
+        raise RuntimeError(told) from interpreteddriver.failures.pop()
     assert len(interpreteddriver.launches) - before == (2 if x.numel() else 0), "launches"
     assert reading is not None, told
     host = Digester(batch_dim).read(x, ranges, samples=samples)
@@ -159,6 +162,16 @@ def judge(told: list[str], x: torch.Tensor, ranges: tuple[Ranges, ...] | None, b
     return reading
 
 
+class BrokenKernel:
+    """A kernel with the arguments of `read_value` that cannot be interpreted."""
+
+    def __init__(self, kernels: Any) -> None:
+        self.arg_names = kernels.read_value.arg_names
+
+    def __getitem__(self, grid: tuple[int, int]) -> Any:
+        raise TypeError(f"no kernel for the grid {grid}")
+
+
 def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
     wrong, count = [], 0
@@ -166,6 +179,9 @@ def main(arguments: list[str]) -> None:
     if arguments == ["spreads"]:
         fusedplan._FEWEST_ROWS = 512  # as large values have them
         cases, judged = spread_cases(), judge_spread
+    elif arguments == ["broken"]:
+        interpreteddriver.fusedkernels.read_value = BrokenKernel(interpreteddriver.fusedkernels)
+        cases = random_cases(1, 1, 50)
     elif arguments != ["shapes"]:
         cases = random_cases(*map(int, arguments))
     for text, case in cases:

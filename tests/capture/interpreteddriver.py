@@ -15,6 +15,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import torch
+from triton.runtime import interpreter
 
 from rankscope.capture.device import fusedkernels
 from rankscope.capture.device.fusedcache import CombineVariant, CompiledImage, ReadVariant
@@ -27,6 +28,8 @@ _LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, *(ctypes.c_uint,) * 7, *(ctypes.c_void_p,) * 3
 )
 THREADS = 128
+LAUNCH_FAILED = 719
+"""As CUDA counts."""
 POINTERS = {"words", "table", "same", "row_keys", "row_offsets", "row_limits", "row_weights",
             "column_keys", "column_offsets", "column_factors", "numbers", "counts",
             "row"}  # fmt: skip
@@ -37,6 +40,24 @@ WORDS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 launches: list[str] = []
 """Names of the kernels that were launched."""
+failures: list[Exception] = []
+"""What launches raised: `LAUNCH_FAILED` is all that the driver's door lets through."""
+
+
+# What the interpreters of older Tritons have wrong, and their compilers right:
+_patch_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_tensor_for_numpy(tensor: Any, *scope: Any) -> None:
+    """Let a number bound a `range`: numpy 2.4 refuses what Triton before 3.7 does for that."""
+    _patch_tensor(tensor, *scope)
+    tensor.__index__ = lambda self: self.handle.data.item()
+
+
+interpreter._patch_lang_tensor = _patch_tensor_for_numpy
+# `tl.minimum` and `tl.maximum` leave a NaN out; numpy's functions of these names keep it
+interpreter.InterpreterBuilder.create_minnumf = lambda self, x, y: self.binary_op(x, y, np.fmin)
+interpreter.InterpreterBuilder.create_maxnumf = lambda self, x, y: self.binary_op(x, y, np.fmax)
 
 
 def find(variant: ReadVariant | CombineVariant) -> CompiledImage:
@@ -75,8 +96,12 @@ def _launch(function: int, x: int, y: int, z: int, *rest: Any) -> int:
         else:
             values[name] = ctypes.c_int32.from_address(at).value
     launches.append(variant.name)
-    with np.errstate(all="ignore"):
-        kernel[(x, y)](**values, **constants)
+    try:
+        with np.errstate(all="ignore"):
+            kernel[(x, y)](**values, **constants)
+    except Exception as error:  # ctypes would print it and say that all went well
+        failures.append(error)
+        return LAUNCH_FAILED
     return 0
 
 

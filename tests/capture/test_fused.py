@@ -19,15 +19,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rankscope.agent.values import onaccelerator
+from rankscope.capture.describe import Describer
 from rankscope.capture.device.devicedigester import DeviceDigester
 from rankscope.capture.device.fusedcache import (
     CombineVariant,
     CompiledImage,
     ReadVariant,
+    compiler_of,
     find_image,
     lock_for_building,
     missing,
+    obstacle,
     save_image,
+    triton_version,
     variants,
 )
 from rankscope.capture.device.fusedforms import FusedReader
@@ -37,7 +42,10 @@ from rankscope.capture.device.hostgpus import architectures_of_host
 from rankscope.capture.device.mix64 import BASE, mix64, powers
 from rankscope.capture.device.resultrow import agree as rows_agree
 from rankscope.capture.digest import Digester
+from rankscope.doctor.condition import Status
+from rankscope.doctor.interpreter import _gpu_kernels
 from rankscope.layout.placement import Ranges
+from rankscope.record.phases import Phase
 from rankscope.record.sketchfactors import product_factors
 from tests.capture.test_device import agree, held_ranges, values
 
@@ -192,7 +200,7 @@ def test_what_a_kernel_that_computes_nonsense_read_is_left_out_and_said_once() -
 @pytest.mark.parametrize(
     ("refused", "message"),
     [({"load": 209}, "refuses the kernel"), ({"find": 500}, "refuses the kernel"),
-     ({"launch": 701}, "refused to launch")],
+     ({"launch": 701}, "refuses to launch read-float32-plain with status 701")],
 )  # fmt: skip
 def test_where_the_driver_refuses_torch_operations_read(
     refused: dict[str, int], message: str
@@ -321,7 +329,10 @@ def child(*command: str, **variables: str) -> Any:
              **variables},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    said = json.loads(done.stdout.splitlines()[-1])
+    if "cannot link" in said:
+        pytest.skip(f"Triton {triton_version()} cannot link for AMD's GPUs: {said['cannot link']}")
+    return said
 
 
 def assert_right(said: Any) -> None:
@@ -339,6 +350,13 @@ def test_interpreted_kernels_give_the_numbers_of_the_host_in_two_launches() -> N
 @needs_triton
 def test_small_spreads_and_first_rows_far_from_all_others_keep_six_digits() -> None:
     assert_right(child("tests.capture.fusedcases", "spreads"))
+
+
+@needs_triton
+def test_what_a_launch_raises_is_told_as_what_it_is() -> None:
+    (text,) = child("tests.capture.fusedcases", "broken")["wrong"]
+    assert "no kernel for the grid" in text
+    assert "refuses to launch" in text and "wrong numbers" not in text
 
 
 @needs_triton
@@ -365,12 +383,18 @@ def test_interpreted_kernels_read_whole_activations() -> None:
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("which", "count"), [((), 5), pytest.param(("more",), 3, marks=pytest.mark.soak)]
+    ("which", "count"),
+    [
+        ("cuda", 4),
+        ("hip", 1),
+        pytest.param("cuda more", 2, marks=pytest.mark.soak),
+        pytest.param("hip more", 1, marks=pytest.mark.soak),
+    ],
 )
 def test_compiled_kernels_spill_nothing_load_once_and_compute_in_the_float_of_the_value(
-    tmp_path: Path, which: tuple[str, ...], count: int
+    tmp_path: Path, which: str, count: int
 ) -> None:
-    found = child("tests.capture.compiledkernels", *which, TRITON_CACHE_DIR=str(tmp_path))
+    found = child("tests.capture.compiledkernels", which, TRITON_CACHE_DIR=str(tmp_path))
     assert len(found) == count
     for name, numbers in found.items():
         assert numbers["spills"] == 0, name
@@ -390,6 +414,56 @@ def test_the_compiler_files_what_is_missing(cache: Path) -> None:
     compiled = find_image("cuda-90", CombineVariant(False))
     assert compiled is not None and compiled.image.startswith(b"\x7fELF")
     assert compiled.threads == 128
+
+
+@needs_triton
+def test_what_triton_cannot_compile_is_told_with_its_reason_and_not_tried_in_every_job(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No Triton compiles for a GPU of 2012."""
+    for variant in list(variants())[1:]:
+        save_image("cuda-30", variant, image(variant))
+    assert compiler_of("cuda-30") is not None
+    told = _gpu_kernels([sys.executable, "-W", "ignore"], ["cuda-30"])
+    sentence = (
+        f"Triton {triton_version()} cannot compile 1 of 41 kernels for cuda-30: combine-float"
+    )
+    assert told.status is Status.NOTE and told.found.startswith(sentence)
+    assert obstacle("cuda-30") in told.found and obstacle("cuda-90") == ""
+    assert compiler_of("cuda-30") is None
+
+    (text,) = remarks_of_a_rank(monkeypatch, "cuda-30")
+    assert sentence in text and "torch operations take the digests" in text
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_a_host_without_triton_is_told_so_where_kernels_are_missing(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, has_kernels: bool
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
+    for variant in variants() if has_kernels else ():
+        save_image("cuda-90", variant, image(variant))
+    remarks = remarks_of_a_rank(monkeypatch, "cuda-90")
+    if has_kernels:  # what the driver of this test does not compute is told
+        assert all("gives wrong numbers" in text for text in remarks)
+    else:
+        (text,) = remarks
+        assert "Triton is not installed" in text
+
+
+def remarks_of_a_rank(monkeypatch: pytest.MonkeyPatch, architecture: str) -> list[str]:
+    """What the trace of a rank with such a GPU says besides its values."""
+    driver = Driver()
+    monkeypatch.setattr(f"{onaccelerator.__name__}.driver_of", lambda device: driver.driver)
+    monkeypatch.setattr(f"{onaccelerator.__name__}.architecture_of", lambda device: architecture)
+    rank = onaccelerator.DeviceValues(batch_dim=0)
+    described, local = Describer(rank=0).describe(values((40, 3), torch.float32))
+    place = onaccelerator.ValuePlace(0, "output", described, Phase.FORWARD, 0, 0)
+    assert rank.read(local, place, samples=True)
+    assert len(rank.collect(wait=True)) == 1
+    remarks = rank.failures()
+    assert rank.failures() == [], "each is told once"
+    return remarks
 
 
 # -- the GPUs of a host

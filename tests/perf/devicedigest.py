@@ -89,13 +89,13 @@ def figures(architecture: str, variant: ReadVariant | CombineVariant) -> tuple[A
     doubles = len(re.findall(r"\.f64", text))
     each = "-"
     if isinstance(variant, ReadVariant):
-        each = f"{instructions_of_loop(kernel.kernel) / ELEMENTS_OF_A_THREAD:.0f}"
+        each = f"{instructions_of_loop(kernel.kernel) / ELEMENTS_OF_A_THREAD:.1f}"
     return registers, spills, kernel.metadata.shared, doubles, loads, each
 
 
 def value_loads(ttir: str) -> int:
     """Loads through pointers that come from the first argument, the value."""
-    held = {"%words"}
+    held = {re.findall(r"tt\.func public @read_value\((%\w+)", ttir)[0]}
     count = 0
     for line in ttir.splitlines():
         result, _, operation = line.strip().partition(" = ")

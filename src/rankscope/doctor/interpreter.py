@@ -8,12 +8,11 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import rankscope
-from rankscope.capture.device.fusedcache import COMPILER, find_image, variants
+from rankscope.capture.device.fusedcache import COMPILER, missing
 from rankscope.doctor.condition import Condition, Status
 
 __all__ = ["interpreter_conditions"]
@@ -146,21 +145,26 @@ def _gpu_kernels(command: Sequence[str], architectures: Sequence[str]) -> Condit
     if not architectures:
         return Condition.ok("GPU kernels", "torch has no GPU to use here")
     for architecture in architectures:
-        if any(find_image(architecture, variant) is None for variant in variants()):
-            with suppress(OSError, subprocess.SubprocessError):
-                subprocess.run(
+        if missing(architecture):
+            try:
+                done = subprocess.run(
                     [*command, "-m", COMPILER, architecture],
                     stdin=subprocess.DEVNULL,
                     capture_output=True,
+                    text=True,
+                    errors="replace",
                     timeout=_LIMIT_S,
                     check=False,
                 )
-        if find_image(architecture, next(variants())) is None:
+                reason = (done.stderr.strip() or "no word").splitlines()[-1]
+            except (OSError, subprocess.SubprocessError) as error:
+                reason = str(error)
+        if missing(architecture):
             return Condition.note(
                 "GPU kernels",
-                f"none for {architecture}: torch operations take the digests, with the same "
+                f"{reason}: torch operations take the digests that need them, with the same "
                 f"numbers and many times the launches",
-                "install triton (torch for CUDA and ROCm brings it), unset RANKSCOPE_KERNEL",
+                "install triton 3.4 to 3.9 (torch for GPUs brings one), unset RANKSCOPE_KERNEL",
             )
     return Condition.ok("GPU kernels", f"compiled for {', '.join(architectures)}")
 

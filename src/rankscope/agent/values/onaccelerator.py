@@ -13,7 +13,7 @@ from rankscope.agent.guard import say
 from rankscope.capture.codefolders import is_off
 from rankscope.capture.describe import Described
 from rankscope.capture.device.devicedigester import DeviceDigester
-from rankscope.capture.device.fusedcache import compiler_of, find_image, variants
+from rankscope.capture.device.fusedcache import compiler_of, find_image, missing, obstacle
 from rankscope.capture.device.fusedforms import FusedReader
 from rankscope.capture.device.gpudriver import architecture_of, driver_of
 from rankscope.capture.reading import ValueNumbers
@@ -59,6 +59,8 @@ class DeviceValues:
         self._batch_dim = batch_dim
         self._lock = threading.RLock()
         self._digesters: dict[torch.device, DeviceDigester] = {}
+        self._remarks: list[str] = []
+        self._uncompiled: set[str] = set()  # architectures: their compiler runs beside the job
         self._told: set[torch.device] = set()
         self._places: dict[tuple[torch.device, int], ValuePlace | HeldValue] = {}
 
@@ -70,7 +72,7 @@ class DeviceValues:
         with self._lock:
             digester = self._digesters.get(device)
             if digester is None:
-                digester = self._digesters[device] = _make_digester(device, self._batch_dim)
+                digester = self._digesters[device] = self._make_digester(device)
             ticket = digester.read(local, place.described.ranges, samples=samples)
             if ticket is None:
                 return False
@@ -100,37 +102,46 @@ class DeviceValues:
                 if digester.failure:
                     lost = [key for key in self._places if key[0] == device]
                     found += [(self._places.pop(key), None) for key in lost]
+            while wait and self._uncompiled:
+                self._tell_missing(self._uncompiled.pop())
             return found
 
     def failures(self) -> list[str]:
-        """Return in words which devices failed, each once."""
+        """Return in words which devices failed and which fused kernels are not used, each once."""
         with self._lock:
             failed = [d for d, digester in self._digesters.items() if digester.failure]
             new = [device for device in failed if device not in self._told]
             self._told.update(new)
-            return [f"no digest came back from {d}: {self._digesters[d].failure}" for d in new]
+            said = [f"no digest came back from {d}: {self._digesters[d].failure}" for d in new]
+            remarks, self._remarks = self._remarks, []
+            return remarks + said
 
+    def _make_digester(self, device: torch.device) -> DeviceDigester:
+        """Return the digester of a device, with the fused kernels where it has any; those that are
+        missing on this host are being compiled then.
+        """
+        driver = driver_of(device)
+        if driver is None:
+            return DeviceDigester(device, self._batch_dim)
+        architecture = architecture_of(device)
+        compiler = compiler_of(architecture)
+        if compiler is None:
+            self._tell_missing(architecture)
+        else:
+            self._uncompiled.add(architecture)
+            for complaint in start_extras([compiler]):
+                self._tell(f"{complaint}: torch operations take the digests, which is slower")
+        reader = FusedReader(device, driver, partial(find_image, architecture))
+        return DeviceDigester(device, self._batch_dim, reader, self._tell)
 
-def _make_digester(device: torch.device, batch_dim: int) -> DeviceDigester:
-    """Return the digester of a device, with the fused kernels where it has any; those that are
-    missing on this host are being compiled then.
-    """
-    driver = driver_of(device)
-    if driver is None:
-        return DeviceDigester(device, batch_dim)
-    architecture = architecture_of(device)
-    compiler = compiler_of(architecture)
-    for complaint in start_extras([] if compiler is None else [compiler]):
-        say(f"{complaint}: torch operations take the digests on {device}, which is slower")
-    if (
-        compiler is None
-        and not is_off()
-        and os.environ.get("LOCAL_RANK", "0") == "0"
-        and find_image(architecture, next(variants())) is None
-    ):
-        say(
-            f"no compiled kernels for {device} ({architecture}): torch operations take digests, "
-            f"with a hundred launches a value. Install triton, and see rankscope doctor"
-        )
-    find = partial(find_image, architecture)
-    return DeviceDigester(device, batch_dim, FusedReader(device, driver, find), say)
+    def _tell_missing(self, architecture: str) -> None:
+        is_told_here = os.environ.get("LOCAL_RANK", "0") == "0" and not is_off()
+        if is_told_here and missing(architecture) and (reason := obstacle(architecture)):
+            self._tell(
+                f"kernels for {architecture} are missing ({reason}): torch operations take the "
+                f"digests that need them, with a hundred launches a value; see rankscope doctor"
+            )
+
+    def _tell(self, text: str) -> None:
+        say(text)
+        self._remarks.append(text[:500])

@@ -232,12 +232,13 @@ class DeviceDigester:
         if form.fused is None:
             return None
         row = buffer.address + 8 * buffer.used
-        with self._accelerator.chosen():
-            variant = form.fused.fill(row, local.data_ptr(), form.stream)
-        if variant is None:
-            self._tell("the driver refused to launch a fused kernel: torch operations read instead")
-        elif variant not in self._distrusted:
-            return variant
+        try:
+            with self._accelerator.chosen():
+                variant = form.fused.fill(row, local.data_ptr(), form.stream)
+            if variant not in self._distrusted:
+                return variant
+        except OSError as error:
+            self._tell(f"{error}: torch operations read instead")
         form.fused = None
         return None
 

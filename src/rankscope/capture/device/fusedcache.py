@@ -13,6 +13,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -33,7 +34,10 @@ __all__ = [
     "find_image",
     "lock_for_building",
     "missing",
+    "obstacle",
+    "save_failure",
     "save_image",
+    "triton_version",
     "variants",
 ]
 
@@ -135,12 +139,9 @@ def find_image(architecture: str, variant: ReadVariant | CombineVariant) -> Comp
     """
     if is_off():
         return None
-    for folder in code_folders():
-        path = folder / _file_name(architecture, variant)
-        if is_safe(folder) and is_ours(path):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                held: Any = msgpack.unpackb(path.read_bytes())
-                return CompiledImage(held["name"], held["image"], held["threads"], held["shared"])
+    for held in _saved(_file_name(architecture, variant)):
+        with contextlib.suppress(KeyError, TypeError):
+            return CompiledImage(held["name"], held["image"], held["threads"], held["shared"])
     return None
 
 
@@ -150,16 +151,36 @@ def save_image(
     """File a compiled kernel; None where there is no folder that is ours alone."""
     held = {"name": image.name, "image": image.image, "threads": image.threads,
             "shared": image.shared}  # fmt: skip
-    for folder in made_folders():
-        with contextlib.suppress(OSError):
-            handle, draft = tempfile.mkstemp(dir=folder, prefix=".draft-")
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(msgpack.packb(held))
-                return Path(draft).replace(folder / _file_name(architecture, variant))
-            finally:
-                Path(draft).unlink(missing_ok=True)
-    return None
+    return _save(_file_name(architecture, variant), held)
+
+
+def save_failure(architecture: str, sentence: str) -> None:
+    """File what this Triton failed to compile, so that no job tries again; "" where it did not."""
+    held = {"triton": triton_version(), "sentence": sentence}
+    _save(f"{architecture}-{_source_key()}.failure", held)
+
+
+def triton_version() -> str:
+    """Return which Triton is installed, told without importing it; "" where none is."""
+    spec = importlib.util.find_spec("triton")
+    text = Path(spec.origin).read_text("utf-8") if spec and spec.origin else ""
+    return "".join(re.findall(r"__version__ = ['\"](.+)['\"]", text)[:1])
+
+
+def obstacle(architecture: str = "") -> str:
+    """Return why kernels cannot be compiled here, "" where they may be; of an architecture, also
+    what this Triton failed to compile for it.
+    """
+    if is_off():
+        return "RANKSCOPE_KERNEL switches compiled code off"
+    if not triton_version():
+        return "Triton is not installed"
+    if next(made_folders(), None) is None:
+        return f"none of the folders {[*map(str, code_folders())]} can be this user's alone"
+    for held in _saved(f"{architecture}-{_source_key()}.failure"):
+        with contextlib.suppress(KeyError, TypeError):
+            return str(held["sentence"]) if held["triton"] == triton_version() else ""
+    return ""
 
 
 @contextlib.contextmanager
@@ -182,11 +203,7 @@ def lock_for_building(architecture: str) -> Iterator[bool]:
 
 
 def missing(architecture: str) -> list[ReadVariant | CombineVariant]:
-    """Return the kernels that still have to be compiled; none where that is switched off, or Triton
-    is not installed.
-    """
-    if is_off() or importlib.util.find_spec("triton") is None:
-        return []
+    """Return the kernels that are not compiled; all where RANKSCOPE_KERNEL asks for none."""
     return [variant for variant in variants() if find_image(architecture, variant) is None]
 
 
@@ -194,13 +211,11 @@ def compiler_of(architecture: str) -> tuple[list[str], Path] | None:
     """Return the command that compiles what is missing, and the file for what it says.
 
     Returns:
-        None where nothing is missing, nothing can be compiled, or no folder is ours alone.
+        None where nothing is missing, nothing can be compiled, or this Triton failed before.
     """
-    if not missing(architecture):
+    if not missing(architecture) or obstacle(architecture):
         return None
-    folder = next(made_folders(), None)
-    if folder is None:
-        return None
+    folder = next(made_folders())
     return [sys.executable, "-m", COMPILER, architecture], folder / f"{architecture}.log"
 
 
@@ -209,6 +224,27 @@ def _source_key() -> str:
     folder = Path(__file__).parent
     source = b"\0".join((folder / name).read_bytes() for name in _SOURCES)
     return hashlib.blake2b(source, digest_size=8).hexdigest()
+
+
+def _saved(name: str) -> Iterator[Any]:
+    for folder in code_folders():
+        path = folder / name
+        if is_safe(folder) and is_ours(path):
+            with contextlib.suppress(OSError, ValueError):
+                yield msgpack.unpackb(path.read_bytes())
+
+
+def _save(name: str, held: dict[str, Any]) -> Path | None:
+    for folder in made_folders():
+        with contextlib.suppress(OSError):
+            handle, draft = tempfile.mkstemp(dir=folder, prefix=".draft-")
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(msgpack.packb(held))
+                return Path(draft).replace(folder / name)
+            finally:
+                Path(draft).unlink(missing_ok=True)
+    return None
 
 
 def _file_name(architecture: str, variant: ReadVariant | CombineVariant) -> str:

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from typing import Any, Final
 
 from rankscope.capture.device.fusedcache import (
@@ -18,7 +18,11 @@ from rankscope.capture.device.fusedcache import (
     ReadVariant,
     lock_for_building,
     missing,
+    obstacle,
+    save_failure,
     save_image,
+    triton_version,
+    variants,
 )
 from rankscope.capture.device.fusedplan import BLOCK
 
@@ -29,6 +33,7 @@ _WARPS: Final = 4
 _MOST_PROCESSES: Final = 8
 _NICENESS: Final = 10
 _MOST_SECONDS: Final = 3600
+_MOST_CHARACTERS: Final = 300  # of what a compiler says
 _TABLES: Final = {
     "table": "*fp32", "same": "*u8", "row_keys": "*i64", "row_offsets": "*i64",
     "row_limits": "*i32", "row_weights": "*fp32", "column_keys": "*i64",
@@ -117,9 +122,15 @@ def _begin(folder: str) -> None:
 def build(architecture: str) -> int:
     """Compile what is missing for an architecture; returns how many kernels that was.
 
-    Nothing where another process is at it.
+    Nothing where another process is at it. The last line on stderr says why kernels are missing
+    still.
     """
+    if reason := obstacle():
+        sys.stderr.write(f"no kernels for {architecture} can be compiled: {reason}\n")
+        return 0
     with lock_for_building(architecture) as is_ours:
+        if not is_ours:
+            sys.stderr.write(f"another process compiles kernels for {architecture} now\n")
         wanted = missing(architecture) if is_ours else []
         if not wanted:
             return 0
@@ -129,10 +140,19 @@ def build(architecture: str) -> int:
             ProcessPoolExecutor(processes, initializer=_begin, initargs=(folder,)) as pool,
         ):
             running = {v.name: pool.submit(_compile_one, architecture, v) for v in wanted}
-            failed = {name: future.exception() for name, future in running.items()}
-        for name, error in failed.items():  # one that does not compile stops no other
-            if error is not None:
-                print(f"{name} for {architecture}: {error}", file=sys.stderr)  # noqa: T201
+            ended = [(name, future.exception()) for name, future in running.items()]
+        failed = [(name, error) for name, error in ended if error is not None]
+        sentence = ""
+        for name, error in reversed(failed):  # one that does not compile stops no other
+            words = " ".join(f"{name}: {type(error).__name__}: {error}".split())
+            sentence = (
+                f"Triton {triton_version()} cannot compile {len(failed)} of {len([*variants()])} "
+                f"kernels for {architecture}: {words[:_MOST_CHARACTERS]}"
+            )
+            sys.stderr.write(f"{sentence}\n")
+        # a full disk or a compiler that was killed says nothing of the next time
+        if not any(isinstance(error, (OSError, BrokenExecutor)) for _, error in failed):
+            save_failure(architecture, sentence)
         return len(wanted)
 
 

@@ -70,7 +70,7 @@ class FusedForm:
         self.held_bytes = sum(table.nbytes for table in tables[:-1])
         """Memory on the device."""
 
-    def fill(self, row: int, words: int, stream: int) -> ReadVariant | None:
+    def fill(self, row: int, words: int, stream: int) -> ReadVariant:
         """Enqueue what computes the row of a value (see `resultrow`).
 
         Args:
@@ -79,12 +79,16 @@ class FusedForm:
             stream: the driver's handle.
 
         Returns:
-            The kernel that reads it; None where the driver refuses: nothing, or a part of it, is
-            enqueued then.
+            The kernel that reads it.
+
+        Raises:
+            OSError: the driver refuses: nothing, or a part of it, is enqueued then.
         """
         self._words.value, self._row.value = words, row
         variant, read = self._read[words % 16 == 0]
-        return variant if read(stream) and self._combine(stream) else None
+        read(stream)
+        self._combine(stream)
+        return variant
 
 
 class FusedReader:

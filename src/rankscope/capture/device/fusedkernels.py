@@ -311,12 +311,14 @@ def read_value(
         if not DOUBLE:
             shares = sums / tl.maximum(held, 1).to(number)
             kept = tl.sum(tl.maximum(squares - sums * shares, 0.0), 0)
-            is_cancelled = tl.sum(squares, 0) > _MOST_CANCELLED * kept
+            is_cancelled = tl.sum(squares, 0) > kept * _MOST_CANCELLED
             if is_cancelled & (is_again + is_centred == 0):
                 is_again = is_again + 1
                 is_centred = is_centred + 1
                 centre = shift + shares
-    if largest <= 0.0:
+    # is_again is 0 here. It is used, so that the loop has a result for each of its arguments:
+    # Triton before 3.9 takes the n-th result for that of the n-th argument, and fails without it.
+    if (largest <= 0.0) | (is_again > 0):
         unit = unit * 0.0
 
     out = (group * tl.num_programs(0) + program).to(tl.int64)

@@ -79,7 +79,7 @@ class LoadedKernel:
 class BoundLaunch:
     """Launches of one kernel over one grid, with the numbers that its arguments then have."""
 
-    __slots__ = ("_arguments", "_before", "_call", "_pointers")
+    __slots__ = ("_arguments", "_before", "_call", "_name", "_pointers")
 
     def __init__(
         self, kernel: LoadedKernel, grid: tuple[int, int], arguments: Sequence[Any]
@@ -89,12 +89,14 @@ class BoundLaunch:
         addresses = [ctypes.addressof(argument) for argument in self._arguments]
         self._pointers = (ctypes.c_void_p * len(addresses))(*addresses)
         image = kernel.image
+        self._name = image.name
         self._before = (kernel.function, *grid, 1, image.threads, 1, 1, image.shared)
 
-    def __call__(self, stream: int) -> bool:
-        """Enqueue; False where the driver refuses."""
+    def __call__(self, stream: int) -> None:
+        """Enqueue; raises OSError where the driver refuses."""
         status: int = self._call(*self._before, stream, self._pointers, None)
-        return status == 0
+        if status != 0:
+            raise OSError(f"the driver refuses to launch {self._name} with status {status}")
 
 
 def driver_of(device: torch.device) -> GpuDriver | None:
