@@ -317,8 +317,11 @@ KINDS = {
 }
 
 CAUSES = {
-    "relay stalled": Kind(inject=stop("relay"), heal=go_on, lasts_s=(7, 14)),
-    "relay restarted": Kind(inject=keep_relays_down, heal=let_relays_come, lasts_s=(10, 10)),
+    # the collector waits 10 s for a relay that is silent (`--rs-drain-seconds`)
+    "relay stalled": Kind(inject=stop("relay"), heal=go_on, lasts_s=(7, 14), may_need_recover=True),
+    "relay restarted": Kind(
+        inject=keep_relays_down, heal=let_relays_come, lasts_s=(10, 10), may_need_recover=True
+    ),
     "spool full, for seconds": Kind(
         inject=fill("spool", 0, 4.3, 5, 9),
         heal=make_room("spool"),

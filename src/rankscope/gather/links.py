@@ -59,6 +59,7 @@ from rankscope.run.eventboard import agreed
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME, VANISHED_NAME
 from rankscope.run.folders import RunHeader
 from rankscope.run.keyfile import read_keys
+from rankscope.run.locks import is_alive
 from rankscope.run.stallrecords import Stall, keep_stall
 from rankscope.spool.replication import StreamEnd, replica_path, write_end
 
@@ -479,7 +480,8 @@ def _alive(shipments: dict[StreamId, Shipment], box: BlackBox | None) -> int:
     many of those: their copies may not be begun."""
     if box is not None and box.streams:
         return sum(held.is_alive for held in box.streams.values())
-    return sum(shipment.is_alive for shipment in shipments.values())
+    # a shipment that a full disk holds up has not seen its rank go
+    return sum(shipment.is_alive and is_alive(shipment.folder) for shipment in shipments.values())
 
 
 def _held(shipments: dict[StreamId, Shipment], box: BlackBox | None) -> int:

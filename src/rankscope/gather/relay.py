@@ -78,6 +78,8 @@ class _Relay:
         self._shipments: dict[StreamId, Shipment] = {}
         self._discovered_at = float("-inf")
         self._job = JobState.UNKNOWN
+        self._is_over = False
+        """What others were told last of a job that holds steps back."""
         self._agent = ""
         self._max_restarts = 0
         self._header: RunHeader | None = None
@@ -221,7 +223,9 @@ class _Relay:
             return JobState.OVER
         shipments = [self._shipments.get(stream) for stream in self._box.streams]
         is_told = all(one is not None and (one.is_open or one.is_done) for one in shipments)
-        return JobState.OVER if self._box.is_settled and is_told else JobState.LAUNCHED
+        # a stream that a full disk refuses is opened again and again: said once, it stays said
+        self._is_over = self._box.is_settled and (self._is_over or is_told)
+        return JobState.OVER if self._is_over else JobState.LAUNCHED
 
     def _has_alive(self) -> bool:
         if self._box is not None and self._box.has_alive:
