@@ -143,14 +143,17 @@ def compare(
             of_asked = asked.steps(one)
             found.calls += sum(step in of_asked for step, _ in one.calls)
             most = max((n for key, n in nodes.items() if key[:2] == (one.rank, life)), default=0)
-            is_open = ends.get((one.rank, life)) == "running"
+            is_running = ends.get((one.rank, life)) == "running"
             for step in sorted(of_asked):
                 lacks = lacking.get(step, [])
+                unasked = "no end of its rank had arrived" if is_running else ""
+                if (one.rank, life, step) in left_out:
+                    unasked = "it dropped records of this step"
                 if step < one.steps and not lacks and nodes[one.rank, life, step] < most:
                     lacks = ["backward, gradients or parameters"]
                 last_step = max((key[2] for key in nodes if key[:2] == (one.rank, life)), default=0)
                 is_at_end = step >= last_step
-                _take_asked(found, asked, one, step, lacks, missing, is_open, is_at_end)
+                _take_asked(found, asked, one, step, lacks, missing, unasked, is_at_end)
             continue
         found.calls += len(one.calls)
         is_missing = one.rank in missing and one.rank in untraced
@@ -170,7 +173,7 @@ def _take_asked(
     step: int,
     lacks: list[str],
     missing: set[int],
-    is_open: bool,
+    unasked: str,
     is_at_end: bool,
 ) -> None:
     """Hold what the trace says of a step that was asked for to whether it is there."""
@@ -182,9 +185,9 @@ def _take_asked(
         if excuses and not is_at_end:  # nobody knows whether a step that is not followed is whole
             found.false += 1
             found.note(f"{where} is there, but the trace says: {excuses[0]}")
-    elif one.rank in missing or (asking and naming == asking) or (not asking and is_open):
+    elif one.rank in missing or (asking and naming == asking) or (not asking and unasked):
         found.named += 1
-        why = excuses or ["no record" if one.rank in missing else "no end of its rank had arrived"]
+        why = excuses or ["no record" if one.rank in missing else unasked]
         found.excuses.update(why)
         if step in asked.own(one):
             found.own_named.append((where, why[0]))
