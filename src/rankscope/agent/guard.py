@@ -126,8 +126,8 @@ class Guard:
 def text_of(error: BaseException) -> str:
     """Return the class of an exception and what it says, the class alone where it cannot say it."""
     texts: list[str] = []
-    attempt(lambda: texts.append(f"{type(error).__name__}: {error}"))
-    return texts[0] if texts else type(error).__name__
+    attempt(lambda: texts.append(str(error)))
+    return ": ".join([type(error).__name__, *filter(None, texts)])
 
 
 def attempt(work: Callable[..., object], *arguments: object) -> Exception | None:

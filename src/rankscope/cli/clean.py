@@ -81,6 +81,8 @@ def command(
                 each.remove()
             gone = [sizes[each.folder] for each in going if not each.folder.exists()]
             echo(f"removed {len(gone)} folder{'s' * (len(gone) != 1)}, {sum(gone):.1f} MiB")
+        else:
+            echo("nothing was removed")
 
 
 def _runs(base: Path, limit_s: float, live: set[Path]) -> Iterator[_Remains]:

@@ -206,6 +206,8 @@ def prepare_run(
             out, made = take_out(asked, request.run_id, maker=maker, is_shared=is_of_all)
             undo.callback(_remove_made, made)
         announcement = collection.announcement(out, None if out == asked else asked)
+        if "last:" in request.settings.get("steps", ""):
+            announcement += ", once something happens"
         announce(out, announcement)
         if request.has_relay:
             header = RunHeader(
