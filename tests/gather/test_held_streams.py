@@ -227,6 +227,33 @@ def test_a_step_that_is_read_in_pieces_is_copied_whole_when_the_ring_is_read_aga
     assert shapes(copied(run_folder)) == expected
 
 
+@pytest.mark.parametrize("lets_go", [False, True])
+def test_eval_steps_before_training_are_copied_beside_train_steps(run_folder: Path, lets_go: bool):
+    rank = Rank(run_folder, steps=2, limit=1 << 20)
+    for step in range(4):
+        rank.step(step, calls=20, mode=Mode.EVAL)
+    for step in range(600 if lets_go else 10):
+        rank.step(step, calls=20)
+    rank.writer.close()
+    last = 599 if lets_go else 9
+    held = HeldStream(run_folder, STREAM)
+    windows = [
+        Window("nonfinite", Mode.EVAL, 0, 2, 2, "eval"),
+        Window("nonfinite", Mode.TRAIN, last - 2, last, last, "train"),
+    ]
+    while held.copy(windows, is_final=True):
+        pass
+    found = copied(run_folder)
+    modes = {(int(row["mode"]), int(row["step"])) for row in found.enters if row["phase"]}
+    train = {(0, step) for step in range(last - 2, last + 1)}
+    assert modes - {(0, 0)} == train | (set() if lets_go else {(1, 0), (1, 1), (1, 2)})
+    missing = [event["missing"] for event in completeness([found], [0])["asked"]]
+    assert [[lack["steps"] for lack in each] for each in missing] == [
+        ["0-2"] if lets_go else [],
+        [],
+    ]
+
+
 def test_of_a_job_that_ends_in_order_nothing_is_copied_until_somebody_asks(run_folder: Path):
     rank = Rank(run_folder, steps=5)
     for step in range(10):

@@ -56,9 +56,39 @@ time.sleep(600)
 """
 
 
+APART = """
+import os, pathlib, sys, time
+import torch
+folder, ways = pathlib.Path(sys.argv[1]), sys.argv[2:]
+rank = int(os.environ["RANK"])
+way, _, at = ways[rank].partition("@")
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for step in range(400):
+    if step == int(at or -1):
+        if way == "leaves":
+            os._exit(0)
+        raise {"raises": ValueError, "stops": KeyboardInterrupt}[way]("on purpose")
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    (folder / f"step.{rank}").write_text(str(step))
+    time.sleep(0.02)
+    if step == 60 and not ways[1].startswith("leaves"):
+        break
+"""
+
+
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     with launching(tmp_path_factory.mktemp("cancelled"), SCRIPT, "--rs-steps", "all") as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    with launching(tmp_path_factory.mktemp("apart"), APART, "--rs-steps", "all") as start:
         yield start
 
 
@@ -116,6 +146,26 @@ def test_a_job_that_stood_still_before_the_signal_was_not_cancelled(launch: Star
     code, report = checked(job.out)
     assert code == 1 and report["verdict"] != "clean", (report, job.logs)
     assert "ended" not in json.loads((job.out / "trace.json").read_bytes())["run"]
+
+
+def test_a_rank_that_was_gone_before_the_signal_is_not_excused_by_it(apart: Start):
+    job = apart(["trains", "leaves@5"])
+    step = job.meeting / "step.0"
+    assert wait_until(lambda: step.exists() and int(step.read_text() or 0) > 30), job.logs
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait() != 0
+    code, report = checked(job.out)
+    assert code == 1 and report["verdict"] != "clean", report
+    assert "ended" not in json.loads((job.out / "trace.json").read_bytes())["run"]
+
+
+@pytest.mark.parametrize("way", ["raises@20", "stops@20"])
+def test_a_rank_that_raised_long_before_the_others_ended_is_a_crash(apart: Start, way: str):
+    job = apart(["trains", way], "--rs-steps", "all", "--monitor-interval", 60)
+    assert job.wait() == 1
+    code, report = checked(job.out)
+    assert (code, report["verdict"]) == (1, "fault"), (report, job.logs)
+    assert [(f["kind"], f["ranks"]) for f in report["findings"] if f["origin"]] == [("crash", [1])]
 
 
 def test_a_black_box_keeps_the_steps_before_a_signal_that_ranks_took_in_order(launch: Start):

@@ -28,6 +28,8 @@ __all__ = ["command"]
 _JUST_BEGUN_S = 60.0
 """A run folder that is younger may be one whose processes take their locks only now."""
 _UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+_SUFFIXES = {"", ".json", ".jsonl", ".safetensors", ".parquet", ".cells", ".settled", ".log"}
+"""Of files inside the folders of a trace."""
 _OF_A_TRACE = OF_A_COLLECTOR | {names.TRACE_NAME, names.VALUES_NAME, "report.html"}
 
 
@@ -132,6 +134,8 @@ def _traces(folder: Path, limit_s: float, live: Collection[Path]) -> Iterator[_R
         if age_s < limit_s or (what == "a trace" and b'"rankscope.trace/' not in begin):
             continue
         others = {path.name for path in trace.iterdir()} - _OF_A_TRACE
+        files = (path for path in trace.rglob("*") if not path.is_dir())
+        others |= {path.name for path in files if path.suffix not in _SUFFIXES} - _OF_A_TRACE
         stays = f"it holds {', '.join(sorted(others))}" if others else ""
         if trace.resolve() in live or is_held(trace / names.COLLECTOR_LOCK_NAME):
             stays = "in use"

@@ -16,6 +16,7 @@ from rankscope.diagnosis.endings import ended_badly, ends_of, is_in_order
 from rankscope.diagnosis.finalreport import made_report
 from rankscope.diagnosis.gradientorigins import innermost_takers, origins_of_gradients
 from rankscope.diagnosis.joins import joins_of
+from rankscope.diagnosis.lastcalls import ORDERLY
 from rankscope.diagnosis.layouts import Layouts
 from rankscope.diagnosis.matchedcollectives import MatchedCollectives
 from rankscope.diagnosis.messages import Message, Messages
@@ -90,6 +91,8 @@ STEP_RULES: Final[tuple[Rule, ...]] = (
 
 _LAST_STEPS: Final = 3
 """How many steps at the end of a job are asked where its ranks stand."""
+_MOST_LOOKED_AT: Final = 256
+"""The same, where ranks that did not end in order made fewer steps."""
 _MOST_STALLS: Final = 16
 """Stalls in the notes of one report, and as evidence of one hang."""
 
@@ -198,8 +201,19 @@ def _of_the_end(trace: Trace, steps: Sequence[Step], context: CheckContext) -> I
     if is_in_order(trace) or not steps:
         return ()
     incarnation = max(step.incarnation for step in steps)
-    final = [step for step in steps if step.incarnation == incarnation][-_LAST_STEPS:]
+    of_life = [step for step in steps if step.incarnation == incarnation]
+    final = of_life[-_LAST_STEPS:]
+    behind = {rank for rank, how in ends_of(trace).items() if how not in ORDERLY}
+    behind -= {rank for step in final for rank in _ranks_of(step)}
+    for step in of_life[-_LAST_STEPS - 1 : -_MOST_LOOKED_AT : -1] if behind else ():
+        if behind & _ranks_of(step):  # a rank that others did not wait for may have ended long ago
+            final.insert(0, step)
+            behind -= _ranks_of(step)
     return ended_badly(trace, context, [step_view_of(step, context.columns) for step in final])
+
+
+def _ranks_of(step: Step) -> set[int]:
+    return {int(rank) for node in step.nodes for rank in node.ranks}
 
 
 def _note_stalls(trace: Trace, context: CheckContext, candidates: Iterable[Candidate]) -> None:

@@ -25,6 +25,7 @@ from rankscope.diagnosis.lastcalls import (
     last_words,
 )
 from rankscope.diagnosis.stepview import CallView, StepView
+from rankscope.errors import TraceError
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
@@ -62,7 +63,7 @@ def ended_badly(
     ended = trace.run.get("ended")
     if trace.is_live or ended is not None:
         at = (ended or {}).get("at")
-        at_s = None if at is None else datetime.fromisoformat(at).timestamp()
+        at_s = None if at is None else _seconds(trace, at)
         last = without_recent(last, step_views, context, trace.read_s, at_s)
     unrecorded = _unrecorded(trace, last)
     # what others wait for may be what a full spool had no room for
@@ -70,6 +71,20 @@ def ended_badly(
     yield from hangs
     if ended is None:  # else no rank failed: the job was ended from outside
         yield from _crashes(trace, context, last, unrecorded, is_explained=bool(hangs))
+
+
+def _seconds(trace: Trace, at: object) -> float:
+    """Return a time of the trace's header.
+
+    Raises:
+        TraceError: it is none.
+    """
+    try:
+        return datetime.fromisoformat(str(at)).timestamp()
+    except ValueError as error:
+        raise TraceError(
+            f"{trace.path}: ended at {str(at)[:60]!r}: the trace is damaged"
+        ) from error
 
 
 def _unrecorded(trace: Trace, last: dict[int, LastCall]) -> dict[int, str]:

@@ -87,7 +87,8 @@ class _State:
     high: int = 0
     """Where the ring was read for the first time."""
     step: int = -1
-    """The step whose records come next."""
+    """The step whose records come next, and its mode."""
+    mode: int = int(Mode.EVAL)
     is_taken: bool = False
     """These records are copied: the step is asked for, and was not copied before this pass."""
     copied: _Runs = field(default_factory=list)
@@ -129,8 +130,8 @@ class HeldStream:
         self._lock: StreamLock | None = None
         self._buffer = bytearray()
         self._index = 0
-        self._last_asked = -1
-        """The last step asked for so far."""
+        self._asked: Sequence[Window] = ()
+        """What is asked for so far."""
         self._marked = (0, 0)
         """What the rank was told last of how far this copy goes."""
         self._written_at = float("-inf")
@@ -252,6 +253,7 @@ class HeldStream:
         if is_behind or state.ring < lowest:
             state.high = max(state.high, state.ring)
             state.ring, state.step, state.calls = lowest, -1, []
+            state.mode = int(Mode.EVAL)
             state.hole, state.dropping = 0 if lowest else -1, []
         after = self._copied_state()
         asked = b""
@@ -265,10 +267,9 @@ class HeldStream:
     def _copy_some(self, windows: Sequence[Window]) -> bool:
         """Copy records; True where more may be there."""
         state, looked_at = self._state, 0
-        mode = Mode.TRAIN if any(w.mode is Mode.TRAIN for w in windows) else Mode.EVAL
-        last = self._last_asked = max(w.last for w in windows)
+        self._asked = windows
         while looked_at < _BUDGET:
-            if state.step > last + 1:  # an accelerator hands out values in the step that follows
+            if self._is_past(windows):
                 return False
             size = _UNIT if state.ring >= state.high else min(_UNIT, state.high - state.ring)
             try:
@@ -278,19 +279,28 @@ class HeldStream:
                 if lowest <= state.ring:
                     raise
                 log(f"{self.stream.name}: bytes {state.ring} to {lowest} were let go too early")
-                state.torn = _with(state.torn, mode, max(0, state.step), state.step)
+                state.torn = _with(state.torn, state.mode, max(0, state.step), state.step)
                 state.hole = max(state.hole, state.step + 1)
                 state.ring, state.step = lowest, -1
                 continue
             if not chunk:
                 return False
             self._copy_kept()  # after the chunk was read: what it names is there
-            chosen, after = self._chosen(records(chunk, is_verified=True), windows, mode)
+            chosen, after = self._chosen(records(chunk, is_verified=True), windows)
             after.ring = state.ring + len(chunk)
             self._add(chosen, after)
             state = self._state
             looked_at += len(chunk)
         return True
+
+    def _is_past(self, windows: Sequence[Window]) -> bool:
+        """True where no record that follows is asked for by now. Eval steps are asked for by
+        themselves before the first train step alone."""
+        state = self._state
+        last = max((w.last for w in windows if w.mode == state.mode), default=-1)
+        is_last_mode = state.mode == Mode.TRAIN or all(w.mode is Mode.EVAL for w in windows)
+        # an accelerator hands out values in the step that follows
+        return bool(windows) and is_last_mode and state.step > last + 1
 
     def _copy_kept(self) -> None:
         while chunk := self.definitions.read_from(self._state.kept, _UNIT):
@@ -303,31 +313,36 @@ class HeldStream:
     def _copied_state(self) -> _State:
         return _State(**asdict(self._state))
 
-    def _chosen(
-        self, found: Records, windows: Sequence[Window], mode: Mode
-    ) -> tuple[bytes, _State]:
+    def _chosen(self, found: Records, windows: Sequence[Window]) -> tuple[bytes, _State]:
         """Return the cells of a chunk that are asked for, and the state after it."""
         after = self._copied_state()
         is_known = after.ring < after.high  # it was read before: what was copied is not again
         positions, rows = found.columns(RecordKind.STEP)
-        begins = (rows["event"] == int(StepEvent.BEGIN)) & (rows["mode"] == int(mode))
+        begins = rows["event"] == int(StepEvent.BEGIN)
+        is_train = rows["mode"] == int(Mode.TRAIN)
+        has_trained = np.logical_or.accumulate(is_train & begins) | (after.mode == Mode.TRAIN)
+        begins &= is_train | ~has_trained  # eval steps between train steps come along
         bounds = [0, *positions[begins].tolist(), len(found)]
         steps = [after.step, *rows["step"][begins].tolist()]
+        modes = [after.mode, *rows["mode"][begins].tolist()]
         if after.hole >= 0 and len(steps) > 1:
-            after.gone = _with(after.gone, mode, after.hole, steps[1] - 1)
-            after.hole = -1
+            self._note_gone(after, modes, steps)
         wanted = np.zeros(len(found), bool)
         sequences = _sequences(found)
         for number, (begin, end, step) in enumerate(zip(bounds, bounds[1:], steps)):
             if number or step < 0:  # else it goes on with the step of the piece before
-                after.step = int(step)
-                is_asked = any(w.mode is mode and w.first <= step <= w.last for w in windows)
-                is_there = is_known and (step < 0 or _has(after.copied, mode, step))
+                after.step, after.mode = int(step), int(modes[number])
+                is_asked = any(
+                    (w.mode == after.mode and w.first <= step <= w.last)
+                    or (w.mode is Mode.TRAIN and after.mode == Mode.EVAL and w.first < 0)
+                    for w in windows
+                )
+                is_there = is_known and (step < 0 or _has(after.copied, after.mode, step))
                 after.is_taken = is_asked and not is_there
             if not after.is_taken:
                 continue
             wanted[begin:end] = True
-            after.copied = _with(after.copied, mode, max(0, after.step), after.step)
+            after.copied = _with(after.copied, after.mode, max(0, after.step), after.step)
             entered = sequences[begin:end][found.kind[begin:end] == RecordKind.ENTER]
             if len(entered):
                 after.calls.append([int(entered.min()), int(entered.max())])
@@ -340,10 +355,28 @@ class HeldStream:
         chosen |= found.kind == RecordKind.DEFINITION
         chosen &= ~np.isin(found.kind, (RecordKind.END, RecordKind.FILLER, RecordKind.GAP))
         if not is_known:
-            chosen |= _gaps(found, windows, mode)
+            chosen |= _gaps(found, windows)
         _note_dropped(after, found)
         notes = self._notes(after, windows)
         return _cells(found, chosen) + notes, after
+
+    def _note_gone(self, after: _State, modes: Sequence[int], steps: Sequence[int]) -> None:
+        """Note which steps were let go before the first ones that begin here, of either mode.
+
+        Args:
+            after: the state, which is changed.
+            modes: of the step that goes on, and of those that begin.
+            steps: their numbers.
+        """
+        if modes[1] == Mode.EVAL:  # the next train step says what is gone of those
+            after.gone = _with(after.gone, Mode.EVAL, after.hole, steps[1] - 1)
+        elif modes[0] == Mode.EVAL:
+            after.gone = _with(after.gone, Mode.EVAL, after.hole, TO_ITS_END)
+        if Mode.TRAIN in modes[1:]:
+            first = steps[modes.index(Mode.TRAIN, 1)]
+            least = after.hole if modes[0] == Mode.TRAIN else 0
+            after.gone = _with(after.gone, Mode.TRAIN, least, first - 1)
+            after.hole = -1
 
     def _notes(self, after: _State, windows: Sequence[Window]) -> bytes:
         """Return what happened, noted on the step at which it did, once that is copied."""
@@ -376,7 +409,9 @@ class HeldStream:
             self._buffer[:] = first_record(self.definitions.read_from(0, _UNIT))
         earlier, state = self._state, self._copied_state()
         if state.hole >= 0 and windows:
-            state.gone = _with(state.gone, windows[-1].mode, state.hole, TO_ITS_END)
+            for mode in {int(window.mode) for window in windows}:
+                least = state.hole if mode == state.mode else 0
+                state.gone = _with(state.gone, mode, least, TO_ITS_END)
         if state.dropping:
             mode, step = state.dropping
             state.torn = _with(state.torn, mode, step, TO_ITS_END)
@@ -424,8 +459,7 @@ class HeldStream:
     def _tell_rank(self) -> None:
         """Mark beside the ring how far the copy goes, so that its rank may let go of that."""
         state = self._state
-        is_past = state.step > self._last_asked + 1  # what follows is of no step asked for so far
-        mark = state.windows, _ALL if is_past else max(0, state.ring)
+        mark = state.windows, _ALL if self._is_past(self._asked) else max(0, state.ring)
         if mark != self._marked and not self._buffer:
             with contextlib.suppress(OSError):  # a full disk: the rank holds more than it needs to
                 mark_copied(self.folder, *mark)
@@ -521,12 +555,12 @@ def _note_dropped(state: _State, found: Records) -> None:
             state.torn = _with(state.torn, mode, first, last)
 
 
-def _gaps(found: Records, windows: Sequence[Window], mode: Mode) -> NDArray[np.bool_]:
+def _gaps(found: Records, windows: Sequence[Window]) -> NDArray[np.bool_]:
     """[R] True for what says that records of steps that are asked for were dropped."""
     chosen = np.zeros(len(found), bool)
     positions, rows = found.columns(RecordKind.GAP)
     for window in windows:
-        is_of = (rows["mode"] == int(mode)) & (rows["first_step"] <= window.last)
+        is_of = (rows["mode"] == int(window.mode)) & (rows["first_step"] <= window.last)
         chosen[positions[is_of & (rows["last_step"] >= max(0, window.first))]] = True
     return chosen
 

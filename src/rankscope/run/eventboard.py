@@ -27,6 +27,8 @@ ABSENT = -1
 """Time of a file that does not exist."""
 _MOST_EVENTS = 256
 """Of one life: what happens after them is not told any more."""
+_OF_ENDS = 16
+"""Of these, for what ends a job."""
 _MOST_CHARACTERS = 500
 MOST_AHEAD: Final = 4
 """Steps that ranks of one job may be apart where something happens; held beyond those asked for."""
@@ -108,7 +110,8 @@ class EventBoard:
             OSError: it cannot be written.
         """
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for number in range(len(self.events()) + 1, _MOST_EVENTS):
+        most = _MOST_EVENTS if event.kind in _SUDDEN else _MOST_EVENTS - _OF_ENDS
+        for number in range(len(self.events()) + 1, most):
             if agree(self._folder, str(number), event.entry) == event.entry:
                 return True
         return False

@@ -164,6 +164,8 @@ def _is_free(path: Path, *, is_shared: bool) -> bool:
 
 def free_out(out: Path, *, is_shared: bool = False) -> Path:
     """Return the folder that a run would take; `is_shared` as of `take_out`."""
+    if not out.name:
+        raise FolderError(f"{out}: is no name for a trace folder; give another with --rs-out")
     if _is_free(out, is_shared=is_shared):
         return out
     siblings = (out.with_name(f"{out.name}-{number}") for number in itertools.count(2))

@@ -146,7 +146,8 @@ _FIELDS: Final[Mapping[str, Mapping[str, Check]]] = {
     "copied": {
         "kept": _size, "ring": _integer, "high": _size, "step": _integer,
         "copied": _list(_run_of_steps), "gone": _list(_run_of_steps),
-        "torn": _list(_run_of_steps), "hole": _integer, "dropping": _list(_size, 2),
+        "torn": _list(_run_of_steps), "hole": _integer, "mode": _within(0, 2),
+        "dropping": _list(_size, 2),
         "calls": _list(_pair), "windows": _number, "noted": _number, "numbers": _number,
         "is_done": _flag, "is_taken": _flag,
     },

@@ -21,8 +21,9 @@ _STEPS_BESIDE: Final = 2
 """Steps before the new ones that are judged with them: some rules look back."""
 _MOST_BYTES: Final = 192 << 20
 """Of records held at a time."""
-_CANCELLED_S: Final = 10.0
-"""So long after the first crash it is told, also if nobody has said how the job ended."""
+_CANCELLED_S: Final = 40.0
+"""So long after the first crash it is told, also if nobody has said how the job ended: torchrun
+gives ranks that it ends 30 s."""
 _LOOK_BYTES: Final = 24 << 20
 """Of records judged at a time, where that is more than one step."""
 

@@ -155,7 +155,9 @@ def how_ended(streams: Sequence[RankStream], end: JobEnd) -> dict[str, str] | No
     if end.how == "failed" or end.has_stood or {EndReason.RAISED, EndReason.RUNNING} & {*ends}:
         return None
     lost = [stream for stream in last if stream.end is EndReason.LOST]
-    if end.signal or (any(is_cut) and not lost):
+    if _left_behind(last, lost):
+        return None
+    if end.signal or all(is_cut):
         cut_ns = (s.ended_ns + s.clock_offset_ns for s, cut in zip(last, is_cut) if cut)
         at_ns = end.at_ns or max(cut_ns)
         if _stood_still(last, at_ns):
@@ -163,7 +165,21 @@ def how_ended(streams: Sequence[RankStream], end: JobEnd) -> dict[str, str] | No
         return {"how": "interrupted", "by": end.signal or "SIGINT", "at": utc_text(at_ns)}
     steps = {tuple(s.steps[["mode", "step"]][-1].tolist()) for s in lost if s.is_idle}
     is_idle = len(steps) == 1 and all(s.is_idle and s.committed == s.received for s in lost)
-    return {"how": "killed"} if is_idle and len(lost) == len(last) else None
+    # torchrun ends ranks like that where one of them failed; frameworks with ranks of their own do
+    # where the job has returned
+    has_agent = any("TORCHELASTIC_RUN_ID" in s.identity.get("environment", ()) for s in last)
+    is_all = is_idle and len(lost) == len(last) and not has_agent
+    return {"how": "killed"} if is_all else None
+
+
+def _left_behind(streams: Iterable[RankStream], lost: Iterable[RankStream]) -> bool:
+    """True where a lost rank had made fewer steps than another rank: it was gone before the rest
+    were ended."""
+
+    def made(stream: RankStream) -> int:
+        return int(stream.steps["step"][stream.steps["mode"] == int(Mode.TRAIN)].max(initial=0))
+
+    return any(max(map(made, streams)) - made(stream) > 1 for stream in lost)
 
 
 def _stood_still(streams: Iterable[RankStream], at_ns: int) -> bool:

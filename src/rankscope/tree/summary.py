@@ -39,7 +39,7 @@ def ended_words(run: Mapping[str, Any]) -> str:
     """Return how a job was ended from outside, "" where it was not."""
     ended = run.get("ended", {})
     if ended.get("how") == "interrupted":
-        return f"interrupted by {ended['by']}"
+        return f"interrupted by {ended.get('by', 'a signal')}"
     return "all ranks were killed between two steps" if ended else ""
 
 
