@@ -44,7 +44,8 @@ JOBS = {
 def unpacked(name: str, folder: Path) -> Path:
     """Unpack the records of a job; return their folder."""
     with tarfile.open(FOLDER / f"{name}.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
+        has_filters = hasattr(tarfile, "data_filter")  # from Python 3.11.4 and 3.10.12 on
+        archive.extractall(folder, **({"filter": "data"} if has_filters else {}))
     return folder
 
 
