@@ -47,8 +47,10 @@ KERNELS: list[ReadVariant | CombineVariant] = [
     *(ReadVariant(kind, True, True) for kind in ("uint8", "int64", "float64")),
     CombineVariant(False),
 ]
-FIGURES = ("registers", "spills", "shared bytes", "float64", "value loads", "instructions")
-"""`instructions` are those an element costs in the loop over rows, without careful readings."""
+FIGURES = ("registers", "stack bytes", "spills", "shared bytes", "float64", "value loads",
+           "instructions")  # fmt: skip
+"""`spills` are loads and stores of the stack in the loop over rows (on AMD's GPUs, registers that
+are spilled anywhere); `instructions`, those an element costs there, without careful readings."""
 SHAPES = [(512,), (4, 512, 512), (8, 2048, 4096), (4096, 4096)]
 ELEMENTS_OF_A_THREAD = 512 // 128
 """Of one turn of the loop over rows: columns of a block by its threads."""
@@ -72,7 +74,7 @@ def compiled() -> None:
 
 
 def figures(architecture: str, variant: ReadVariant | CombineVariant) -> tuple[Any, ...]:
-    """Return FIGURES of a kernel: bytes are spilled, and loads are counted in Triton's own form."""
+    """Return FIGURES of a kernel; loads are counted in Triton's own form."""
     kernel = compile_for(architecture, variant)
     loads = value_loads(kernel.asm["ttir"]) if isinstance(variant, ReadVariant) else "-"
     if architecture.startswith("hip"):
@@ -83,14 +85,15 @@ def figures(architecture: str, variant: ReadVariant | CombineVariant) -> tuple[A
 
         spills = found("vgpr_spill_count") + found("sgpr_spill_count")
         doubles = len(re.findall(r"v_\w+_f64", text))
-        return found("vgpr_count"), spills, kernel.metadata.shared, doubles, loads, "-"
-    text = kernel.asm["ptx"]
-    registers, spills = by_ptxas(text, architecture)
-    doubles = len(re.findall(r"\.f64", text))
-    each = "-"
+        stack = found("private_segment_fixed_size")
+        return found("vgpr_count"), stack, spills, kernel.metadata.shared, doubles, loads, "-"
+    registers, stack = resources(kernel.kernel)
+    doubles = len(re.findall(r"\.f64", kernel.asm["ptx"]))
+    each, spills = "-", "-"
     if isinstance(variant, ReadVariant):
-        each = f"{instructions_of_loop(kernel.kernel) / ELEMENTS_OF_A_THREAD:.1f}"
-    return registers, spills, kernel.metadata.shared, doubles, loads, each
+        count, spills = instructions_of_loop(kernel.kernel)
+        each = f"{count / ELEMENTS_OF_A_THREAD:.1f}"
+    return registers, stack, spills, kernel.metadata.shared, doubles, loads, each
 
 
 def value_loads(ttir: str) -> int:
@@ -109,19 +112,14 @@ def value_loads(ttir: str) -> int:
     return count
 
 
-def instructions_of_loop(cubin: bytes) -> int:
-    """Machine instructions of one turn of the loop over rows, without those of careful readings.
+def instructions_of_loop(cubin: bytes) -> tuple[int, int]:
+    """Machine instructions of one turn of the loop over rows, without those of careful readings,
+    and loads and stores of the stack anywhere in it.
 
-    It is the shortest way through the innermost loop that multiplies: the careful part lies aside.
+    The first is the shortest way through the innermost loop that multiplies: the careful part
+    lies aside.
     """
-    import triton
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        command = [tool, "--dump-sass", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = cuobjdump("--dump-sass", cubin)
     found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", text, re.MULTILINE)
     lines = [(int(address, 16), instruction) for address, instruction in found]
     place = {address: number for number, (address, _) in enumerate(lines)}
@@ -148,28 +146,25 @@ def instructions_of_loop(cubin: bytes) -> int:
         for other in after:
             if number < other <= end:
                 far[other] = min(far.get(other, len(lines)), far[number] + 1)
-    return far[end]
+    return far[end], sum("LDL" in text or "STL" in text for _, text in lines[begin:end])
 
 
-def by_ptxas(ptx: str, architecture: str) -> tuple[int, int]:
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack, where numbers wait that no register holds."""
+    text = cuobjdump("--dump-resource-usage", cubin)
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", text)[0]
+    return int(registers), int(stack)
+
+
+def cuobjdump(option: str, cubin: bytes) -> str:
     import triton
 
-    number = architecture.partition("-")[2]
-    target = f"sm_{number}a" if int(number) >= 90 else f"sm_{number}"
-    binary = Path(triton.__file__).parent / "backends/nvidia/bin"
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
         file.flush()
-        for name in ("ptxas", "ptxas-blackwell"):
-            if not (binary / name).exists():
-                continue
-            command = [binary / name, "-v", f"-arch={target}", file.name, "-o", "/dev/null"]
-            said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
-            registers = re.search(r"Used (\d+) registers", said)
-            spills = re.findall(r"(\d+) bytes spill", said)
-            if registers:
-                return int(registers[1]), sum(map(int, spills))
-    raise SystemExit(f"ptxas refuses: {said}")
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        command = [tool, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def nothing_driver() -> GpuDriver:
@@ -247,7 +242,7 @@ def on_device(call: Callable[[], object], digester: DeviceDigester | None) -> fl
 def model() -> None:
     """A traced step beside a plain one, from instructions, bytes and launches."""
     kernel = compile_for("cuda-90", ReadVariant("bfloat16", True, True))
-    each = instructions_of_loop(kernel.kernel) / ELEMENTS_OF_A_THREAD
+    each = instructions_of_loop(kernel.kernel)[0] / ELEMENTS_OF_A_THREAD
     print(f"computed, not measured; {each:.0f} instructions an element, two launches a value")
     print("| model | what is read | G elements | memory ms | instructions ms | launches ms "
           "| plain step ms | traced / plain |")  # fmt: skip
