@@ -335,9 +335,9 @@ def test_a_job_that_is_over_while_its_collector_is_down_names_what_finishes_it(l
     job = launch("job", ["exit"], "--rs-collector", address, *keys, "--rs-finish-seconds", 1)
     assert job.wait() == 0
     assert f"the collector at {address} has not finished the trace" in job.last_line
-    relay = job.companion("relay")
-    assert relay  # a collector may yet be started there
-    kill(relay)
+    relay = job.companion("relay")  # a collector may yet be started there, for a second more
+    if relay:
+        kill(relay)
     assert wait_until(lambda: not job.companion("relay"))
     made = run_named_command(job.last_line, job.folder)
     assert verified(made)["verdict"] == "clean"
