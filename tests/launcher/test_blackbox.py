@@ -231,7 +231,9 @@ def test_the_steps_before_it_of_all_ranks_are_the_trace(launch: Start, way: str)
         "nan": "is not finite",
         "leap": "gradient norm",
     }
-    assert words[way] in text, (step, text)
+    # peers raise at once where one is killed, and its process is there until torchrun reaps it
+    is_of_peer = way == "kill" and "raised" in text
+    assert words[way] in text or is_of_peer, (step, text)
     # a rank that is gone before the first call of a step never began it
     assert step in ((at - 1, at) if way in ("kill", "raise") else (at,))
     found_kinds = kinds(check(job.out))  # peers wait for one that is gone
