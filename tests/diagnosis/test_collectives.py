@@ -9,6 +9,7 @@ import pytest
 
 from rankscope.record.call import CallStatus
 from rankscope.record.finding import Kind, Verdict
+from rankscope.record.phases import Phase
 from rankscope.record.streams import EndReason
 from rankscope.spool.recordformat import NO_SEQUENCE
 from tests.diagnosis.paper import collective, judged, module, numbers, origins, setup
@@ -52,6 +53,28 @@ def test_other_reduce_ops_are_told_with_both_sides(tmp_path: Path):
         "reduce=sum",
         "reduce=max",
     }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_dtype_is_another_only_where_it_is_that_of_the_same_collective(
+    tmp_path: Path, dtype: str
+):
+    """Rank 1 has one more group: its sum there stands in the place of the one that both make."""
+
+    def write(rank: PaperRank) -> None:
+        with rank.call(class_name="Model") as top:
+            if rank.rank:
+                own = collective(rank, "fc", 0, None, None, parent=top, group="1", members=[1])
+                rank.value(own, "input.0", SUM, phase=Phase.COLLECTIVE, dtype="int64")
+                rank.exit(own)
+            both = collective(rank, "fc", 0, None, None, parent=top, ordinal=rank.rank)
+            given = {"phase": Phase.COLLECTIVE, "ordinal": rank.rank}
+            rank.value(both, "input.0", SUM, **given, dtype=dtype if rank.rank else "float32")
+            rank.exit(both)
+
+    found = judged(tmp_path, 2, write).findings
+    sides = [side["call"].split()[2] for each in found for side in each.evidence["sides"]]
+    assert sorted(sides) == ([] if dtype == "float32" else ["dtype=float32", "dtype=float64"])
 
 
 def test_a_group_that_means_other_members_on_some_ranks_is_told(tmp_path: Path):

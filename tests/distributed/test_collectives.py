@@ -167,7 +167,10 @@ def test_a_group_is_named_with_its_members_and_objects_keep_their_bytes_to_thems
         }
         both = sum((job.own(member) for member in half), torch.zeros(job.SIZE))
         assert digests(reduced["outputs"]) == [digest_of(both)]
-        assert {c["op"] for c in objects} == {"all_gather", "broadcast"}
+        # torch 2.15 gathers objects into one tensor, before into a list
+        gathering = {"all_gather", "all_gather_into_tensor"}
+        assert {c["op"] for c in objects} - gathering == {"broadcast"}
+        assert gathering & {c["op"] for c in objects}
         assert all(c["object"] and c["members"] == [0, 1, 2, 3] for c in objects)
         values = [v for c in objects for v in (*c["inputs"], *c["outputs"])]
         assert values and all(v["flags"] == ["structure_only"] for v in values)

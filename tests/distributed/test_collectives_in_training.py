@@ -101,6 +101,8 @@ def test_a_pipeline_stage_receives_in_the_step_in_which_the_other_sends(
         received: dict[Any, Any] = {}
         for rank in (0, 1):
             for call in collectives(found, rank, step):
+                if call["op"] == "all_reduce":  # torch 2.15: the stages agree before they begin
+                    continue
                 ends = (rank, call["peer"]) if call["op"] == "send" else (call["peer"], rank)
                 kept, slot = (sent, "inputs") if call["op"] == "send" else (received, "outputs")
                 values = [] if call.get("object") else digests(call[slot])

@@ -358,7 +358,7 @@ def _lines(
             for rank, time_ns in zip(issue.ranks.tolist(), times):
                 line = lines[group].setdefault(rank, [])
                 if len(line) < _MOST_ENDS:
-                    text = facts_text(issue, [rank], is_typed=True)
+                    text = facts_text(issue, [rank])
                     value = _given(issue, rank)
                     line.append(
                         _OwnCall(

@@ -83,24 +83,24 @@ class CollectiveWatch:
         self._patched: dict[tuple[int, str], Callable[[], None]] = {}
         """What puts the originals back, by (owner, name) of what is replaced."""
 
-    def put_on(self, *, only_pairs: bool = False) -> None:
+    def put_on(self, *, only_groups: bool = False) -> None:
         """Replace everything that issues a collective or waits for one.
 
         Args:
-            only_pairs: for sends and receives alone, and for what waits for them.
+            only_groups: leave out the operators of functional collectives.
         """
         classes = collective_classes()
         if classes is None:
             return
         self.is_on = True
         group, work, future = classes
-        for name in MESSAGES if only_pairs else (*METHODS, *_COALESCING):
+        for name in (*METHODS, *_COALESCING):
             self._patch(group, name, functools.partial(self._issuing, name))
         for name in _WAITS:
             self._patch(work, name, self._waiting)
         self._patch(future, "wait", self._waiting)
         self._patch(work, "get_future", self._deriving)
-        if only_pairs:
+        if only_groups:
             return
         for name, operator in functional_operators(FUNCTIONAL):
             self._patch(operator, "_op", functools.partial(self._operating, name))

@@ -60,6 +60,9 @@ class CollectiveTracing:
         """By the identity of a parameter; made in a step that asks."""
         self._collectives: Collectives | None = None
         """None until the spool is open."""
+        self.awaits_first = False
+        """No step and no run of a pipeline schedule has begun: what is not a message builds a model.
+        """
 
     def open(
         self, recorder: Recorder, values: ValueReader, tracer: Tracer, table: ModuleTable
@@ -74,11 +77,12 @@ class CollectiveTracing:
         it works on before its first forward of a step.
 
         Args:
-            is_first: nothing was traced yet; only sends and receives are watched then, not what
-                builds a model.
+            is_first: nothing was traced yet; only sends, receives and what a run of a pipeline
+                schedule begins with are taken then, not what builds a model.
         """
+        self.awaits_first = is_first
         if self._is_wanted:
-            self._watch.put_on(only_pairs=is_first)
+            self._watch.put_on(only_groups=is_first)
         if is_first:
             self._messages.begin("start")
 
@@ -93,6 +97,7 @@ class CollectiveTracing:
 
     def put_on(self) -> None:
         """Watch while a traced step runs; safe to call again."""
+        self.awaits_first = False
         if self._is_wanted:
             self._watch.put_on()
             self._tracer.nodes = self._nodes
@@ -132,7 +137,8 @@ class CollectiveTracing:
         if self._collectives is None and (
             self._running(is_message) is None or not self._open_session()
         ):
-            self._messages.lose()
+            if is_message:
+                self._messages.lose()
             return
         if self._collectives is not None:
             self._collectives.begins(state, name, target, args, kwargs)

@@ -200,8 +200,8 @@ class StepMachine:
     # ------------------------------------------------------------------ outside module calls
 
     def step_of_run(self, run: int) -> RunningStep | None:
-        """Return what a message in a run of a pipeline schedule belongs to; None where that is not
-        traced.
+        """Return what a collective outside every module call, in a run of a pipeline schedule,
+        belongs to; None where that is not traced.
         """
         if run == self._eval_run:
             return self._running_eval()

@@ -344,9 +344,11 @@ class Stepping:
         traced.
         """
         is_busy = self.machine.is_inside_optimizer or current_graph_task() != -1
-        run = self._schedules.current() if is_message and not is_busy else None
+        run = None if is_busy else self._schedules.current()
         if run is not None:
             return self.machine.step_of_run(run)
+        if self.collectives.awaits_first and not is_message:
+            return None
         return self.machine.step_of_collective(
             is_message=is_message, is_busy=is_busy, has_gradients=torch.is_grad_enabled()
         )

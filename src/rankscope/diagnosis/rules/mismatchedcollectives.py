@@ -112,20 +112,18 @@ def _other_facts(
             yield _facts_candidate(step_view, context, issues, facts)
 
 
-def facts_text(issue: IssuedCollective, ranks: Sequence[int], *, is_typed: bool = False) -> str:
+def facts_text(issue: IssuedCollective, ranks: Sequence[int]) -> str:
     """Return what must be the same on all ranks, as text.
 
     Args:
         issue: what they issued.
         ranks: those of its ranks that are asked.
-        is_typed: say the dtype even where ranks agree in it.
     """
     facts = [f"{name}={issue.facts[name]}" for name in _FACTS if name in issue.facts]
     values = issue.call.slots.get("input.0")
-    if issue.op in _SAME_SHAPE and values is not None and (is_typed or len(values.views) > 1):
+    if issue.op in _SAME_SHAPE and values is not None:
         own = [view for view in values.views if ranks[0] in view.ranks]
         facts += [f"dtype={view.dtype}" for view in own]
-    if issue.op in _SAME_SHAPE and values is not None:
         shape = next((v.shapes()[r] for r in ranks for v in values.views if r in v.ranks), None)
         facts += [f"shape={list(shape)}"] if shape is not None else []
     return " ".join(facts)
