@@ -136,6 +136,29 @@ def test_a_process_groups_own_methods_are_understood_in_all_their_forms(tmp_path
     assert slots == [["input.0", "output.0"]] * 6 + [[]]
 
 
+class GatheringInto(nn.Module):
+    """Gathers into one tensor, as NCCL can; gloo refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self) -> None:
+        with pytest.raises(RuntimeError, match="does not support gather_single"):
+            dist.gather_single(torch.ones(4), torch.zeros(4), dst=0)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.skipif(not hasattr(dist, "gather_single"), reason="torch before 2.15 has no such call")
+def test_a_gather_into_one_tensor_is_a_collective(tmp_path: Path) -> None:
+    with rankscope.trace(out=tmp_path / "trace", steps="all") as handle, torch.no_grad():
+        GatheringInto()()
+    (node,) = issued(handle.open())
+    facts = node.data["collective"]
+    assert (facts["op"], facts["dst"], node.status) == ("gather_into_tensor", 0, "raised")
+    assert [slot.slot for slot in node.slots] == ["input.0"]
+
+
 class Listener:
     """Counts what it is told."""
 

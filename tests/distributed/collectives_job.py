@@ -103,6 +103,12 @@ def _gather(rank: int, world: int, later: bool) -> Any:
     return dist.gather(own(rank), found, dst=1, async_op=later)
 
 
+def _coalesced_without_wrapper(value: Value, world: int) -> Values:
+    group = dist.group.WORLD.group_name
+    made: Values = torch.ops._c10d_functional.all_reduce_coalesced([value], "sum", group)
+    return made
+
+
 def _scatter(rank: int, world: int, later: bool) -> Any:
     given = parts(own(rank), world) if rank == 1 else None
     return dist.scatter(torch.zeros(SIZE // world), given, src=1, async_op=later)
@@ -205,6 +211,9 @@ CASES: dict[str, Case] = {
         "all_reduce_coalesced", lambda r, w: [total(w)],
         lambda x, w: funcol.all_reduce_coalesced([x], "sum", dist.group.WORLD), **SUM,
     ),
+    "f_raw": _functional(
+        "all_reduce_coalesced", lambda r, w: [total(w)], _coalesced_without_wrapper, **SUM
+    ),
 }  # fmt: skip
 ORDER = [
     (name, later) for name, case in CASES.items() for later in (False, *[True] * case.can_wait)
@@ -223,6 +232,8 @@ class Call(nn.Module):
         found = CASES[self.name].run(dist.get_rank(), dist.get_world_size(), self.later)
         if isinstance(found, torch.Tensor):
             funcol.wait_tensor(found)
+        elif isinstance(found, list) and hasattr(funcol, "wait_tensors"):  # torch 2.15
+            funcol.wait_tensors(found)
         elif isinstance(found, list):
             for tensor in found:
                 funcol.wait_tensor(tensor)

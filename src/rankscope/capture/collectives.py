@@ -71,6 +71,8 @@ METHODS: Final[dict[str, Form]] = {
         "all_gather_into_tensor_coalesced", 0, 1, _COALESCED, 2
     ),
     "gather": Form("gather", 0, 1, _LISTS, 2, "dst"),
+    "gather_single": Form("gather_into_tensor", 0, 1, _BASE, 2, "dst"),
+    "gather_into_tensor": Form("gather_into_tensor", 0, 1, _BASE, 2, "dst"),
     "scatter": Form("scatter", 0, 1, _LISTS, 2, "src"),
     "reduce_scatter": Form("reduce_scatter", 0, 1, _LISTS, 2),
     "reduce_scatter_single": Form("reduce_scatter_tensor", 0, 1, _SCATTERED, 2),

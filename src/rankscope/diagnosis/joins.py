@@ -24,7 +24,7 @@ __all__ = ["joins_of"]
 
 Array = NDArray[Any]
 _ONE_WAY: Final = {"broadcast", "scatter"}
-_TO_ONE: Final = {"reduce", "gather"}
+_TO_ONE: Final = {"reduce", "gather", "gather_into_tensor"}
 
 
 def joins_of(

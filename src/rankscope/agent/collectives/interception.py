@@ -22,7 +22,7 @@ from rankscope.capture.torch_internals.distributed import collective_classes, fu
 __all__ = ["MESSAGES", "CollectiveListener", "CollectiveWatch"]
 
 _WAITS = ("wait", "synchronize")
-_WAIT_TENSOR = ("_c10d_functional", "wait_tensor")
+_WAIT_TENSORS = (("_c10d_functional", "wait_tensor"), ("_c10d_functional", "wait_tensors"))
 MESSAGES = ("send", "recv", "recv_anysource")
 """The methods that have one other rank."""
 _COALESCING = ("_start_coalescing", "_end_coalescing")
@@ -56,7 +56,7 @@ class CollectiveListener(Protocol):
         """The program takes a work's future, and may wait for that."""
 
     def waits(self, state: list[Any], work: Any) -> None:
-        """The program waits for a work, or for the tensor of a functional collective."""
+        """The program waits for a work, or for tensors of functional collectives."""
 
 
 class _Depth(threading.local):
@@ -104,7 +104,7 @@ class CollectiveWatch:
             return
         for name, operator in functional_operators(FUNCTIONAL):
             self._patch(operator, "_op", functools.partial(self._operating, name))
-        for _, operator in functional_operators([_WAIT_TENSOR]):
+        for _, operator in functional_operators(_WAIT_TENSORS):
             self._patch(operator, "_op", self._waiting)
 
     def take_off(self) -> None:

@@ -193,11 +193,10 @@ class Collectives:
 
     def waits(self, state: list[Any], work: Any) -> None:
         """The program waits for a work, or for memory that a functional collective writes."""
-        if isinstance(work, torch.Tensor):
+        if isinstance(work, (torch.Tensor, list)):
             with invisible():
-                call = self._memory.pop(memory_of(work), None)
-            if call is not None:
-                state.append([call])
+                writers = [self._memory.pop(memory_of(each), None) for each in tensors_in(work)]
+            state.append([call for call in writers if call is not None])
             return
         known = self._works.get(id(work))
         if known is not None and known.work() is work:

@@ -21,6 +21,13 @@ _is_jit_tracing: Callable[[], bool] = getattr(_C, "_is_tracing", lambda: False)
 
 _modules, _FX = sys.modules, "torch.fx._symbolic_trace"
 
+
+def _is_fx_tracing() -> bool:
+    fx = _modules.get(_FX)
+    flags = getattr(fx, "_is_fx_tracing_tls", None)  # torch 2.15: a flag for each thread
+    return bool(getattr(fx, "_is_fx_tracing_flag", False) or getattr(flags, "flag", False))
+
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -32,7 +39,7 @@ def is_being_captured() -> bool:
     without fx's flag its proxies are seen as arguments, without the compiler's context its run as a
     call.
     """
-    if _is_jit_tracing() or getattr(_modules.get(_FX), "_is_fx_tracing_flag", False):
+    if _is_jit_tracing() or _is_fx_tracing():
         return True
     if "torch._dynamo" not in _modules:  # asked at every call of a module: cheapest first
         return False
