@@ -148,6 +148,8 @@ def _parse(line: _Line) -> argparse.Namespace:
 
     parser = get_args_parser()
     parser.prog = _PROGRAM
+    if not isinstance(parser.get_default("master_port"), str):  # of PET_MASTER_PORT
+        parser.set_defaults(master_port=None)
     options = [*_OPTIONS, *re.findall(r"--[a-z][\w-]*", parser.format_help())]
     # one line instead of two pages of usage
     parser.error = lambda message: _raise(message, options)  # type: ignore[method-assign]
@@ -160,7 +162,24 @@ def _parse(line: _Line) -> argparse.Namespace:
                 f"{name} stands behind the script {parsed.training_script}, which would get it; "
                 f"put it before: {_PROGRAM} {name} ... {parsed.training_script}"
             )
+    _take_any_port(parsed)
     return parsed
+
+
+def _take_any_port(parsed: argparse.Namespace) -> None:
+    """Have a job of one host that names neither rendezvous nor port take a free port.
+
+    Newer torchruns do so themselves. With that of torch 2.8 every such job takes 29500, and the
+    second job of a host fails.
+    """
+    from torch.distributed.run import parse_min_max_nnodes
+
+    if parsed.master_port is None:
+        is_static = parsed.rdzv_backend == "static" and not parsed.rdzv_endpoint
+        if is_static and parse_min_max_nnodes(parsed.nnodes)[1] == 1:
+            parsed.standalone = True
+        else:
+            parsed.master_port = 29500
 
 
 def _raise(message: str, options: Sequence[str]) -> NoReturn:

@@ -50,7 +50,14 @@ def assets(tmp_path: Path) -> Path:
 
 
 def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     command += [str(HERE / "titan_job.py"), "--module", "titan_job", "--config", "tiny"]
     command += ["--training.steps", "3", "--training.seq-len", "32"]
     command += ["--training.local-batch-size", "2", "--training.global-batch-size", "8"]

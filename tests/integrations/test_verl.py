@@ -29,7 +29,15 @@ JOB = Path(__file__).with_name("verl_job.py")
 
 def train(folder: Path, tool: str, **variables: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(JOB)]
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            str(JOB),
+        ]
         + [tool, str(folder / "profiles")],
         capture_output=True,
         text=True,

@@ -51,6 +51,7 @@ dist.destroy_process_group()
 """
 RUN = [str(BIN / "rankscope"), "run"]
 TORCHRUN = [str(BIN / "torchrun")]
+ON_ONE_HOST = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
 
 
 def start(folder: Path, command: list[str], **variables: str) -> forked.Popen:
@@ -89,9 +90,8 @@ def place(tmp_path: Path) -> Path:
     ("command", "variables"),
     [
         ([*RUN, "--rs-out", "trace", "--nproc-per-node", "2"], {}),
-        ([*TORCHRUN, "--logs-specs", "rankscope", "--nproc-per-node", "2"],
-         {"RANKSCOPE_OUT": "trace"}),
-        ([*TORCHRUN, "--nproc-per-node", "2"], {"RANKSCOPE_OUT": "trace", "RANKSCOPE": "1"}),
+        ([*ON_ONE_HOST, "--logs-specs", "rankscope"], {"RANKSCOPE_OUT": "trace"}),
+        (ON_ONE_HOST, {"RANKSCOPE_OUT": "trace", "RANKSCOPE": "1"}),
         ([sys.executable], {"RANKSCOPE_OUT": "trace", "RANKSCOPE": "1"}),
     ],
     ids=["wrapper", "logs-specs", "variable", "one process"],
@@ -203,7 +203,7 @@ def test_a_block_beside_a_folder_that_is_taken_opens_its_sibling(
 def test_blocks_of_several_ranks_one_after_the_other_open_each_its_own_folder(place: Path):
     (place / "script.py").write_text(BLOCKS)
     done = forked.run(
-        [*TORCHRUN, "--nproc-per-node", "2", "script.py"], cwd=place, capture_output=True,
+        [*ON_ONE_HOST, "script.py"], cwd=place, capture_output=True,
         text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -383,7 +383,12 @@ def test_without_a_launcher_the_trace_comes_all_the_same(tmp_path: Path):
             "RANKSCOPE_STEPS": "last:4",
             "RANKSCOPE_SPOOL": str(tmp_path / "spool"),
         }
-        command = [Path(sys.executable).parent / "torchrun", "--nproc-per-node", "2"]
+        command = [
+            Path(sys.executable).parent / "torchrun",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+        ]
         done = forked.run(
             [*map(str, command), str(tmp_path / "script.py"), str(tmp_path / "meeting"), way, "-"],
             env=environment,

@@ -22,7 +22,7 @@ JOB = Path(__file__).parent / "children_job.py"
     ("command", "variables"),
     [
         ([RANKSCOPE, "run", "--nproc-per-node", "2", JOB, "few"], {}),
-        ([TORCHRUN, "--nproc-per-node", "2", JOB, "before"], {"RANKSCOPE": "1"}),
+        ([*TORCHRUN, "--nproc-per-node", "2", JOB, "before"], {"RANKSCOPE": "1"}),
     ],
     ids=["run", "variable, children before the first step"],
 )
@@ -62,7 +62,7 @@ def test_a_launcher_that_was_given_the_rank_of_its_node_has_traced_ranks(tmp_pat
     script = tmp_path / "script.py"
     script.write_text("import torch; torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()")
     start_forked(
-        [TORCHRUN, "--nproc-per-node", "2", script], tmp_path / "trace",
+        [*TORCHRUN, "--nproc-per-node", "2", script], tmp_path / "trace",
         RANKSCOPE="1", RANK="0", WORLD_SIZE="1",
     )  # fmt: skip
     found = document_of(tmp_path / "trace")["completeness"]["ranks"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ from tests import forked
 from tests.launcher.launches import before_verdict, wait_until_it_watches
 
 pytestmark = pytest.mark.launch
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 WRAPPER = [
     sys.executable,
     "-c",
@@ -170,6 +172,18 @@ def test_the_error_file_of_a_rank_tells_its_exception(tmp_path: Path):
     assert last_lines(done)[0] == (
         "the job failed: rank 0 first, with exit code 1: ValueError: in the file"
     )
+
+
+def test_two_jobs_of_one_host_that_name_no_port_run_beside_each_other(tmp_path: Path):
+    """Port 29500, which torchrun of torch 2.8 takes for every job, is taken."""
+    path = script(tmp_path, ENDS)
+    with socket.socket() as other:
+        with contextlib.suppress(OSError):  # somebody else has it
+            other.bind(("127.0.0.1", 29500))
+            other.listen()
+        done = run(WRAPPER, "--rs-out", tmp_path / "t", path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "rank 0 []\n"
 
 
 def test_what_torchrun_itself_raises_is_how_the_job_failed(tmp_path: Path):
@@ -383,7 +397,7 @@ def test_the_error_file_of_a_failed_rank_is_written_as_torchrun_does(tmp_path: P
 def test_a_signal_ends_the_job_as_it_ends_torchruns(number: signal.Signals, tmp_path: Path):
     ending = "import torch, time; print('up', flush=True); time.sleep(60)"
     path = script(tmp_path, ending)
-    starts = [[*TORCHRUN, "--master-port", "0"], [*WRAPPER, "--rs-out", str(tmp_path / "t")]]
+    starts = [TORCHRUN, [*WRAPPER, "--rs-out", str(tmp_path / "t")]]
     jobs = [
         forked.Popen([*start, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for start in starts

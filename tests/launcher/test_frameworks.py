@@ -48,7 +48,7 @@ def paths(trace: Trace, mode: str) -> list[list[str]]:
 def test_an_accelerate_script_has_one_step_per_optimizer_step_and_its_own_paths(tmp_path: Path):
     script, out = SCRIPTS / "accelerated.py", tmp_path / "trace"
     two = ["--nproc-per-node", "2", script]
-    plain = final([TORCHRUN, *two], tmp_path / "none")
+    plain = final([*TORCHRUN, *two], tmp_path / "none")
     assert final([RANKSCOPE, "run", *two], out) == plain
     trace = open_trace(out)
     assert counted(trace) == {"TRAIN": 4, "EVAL": 2}

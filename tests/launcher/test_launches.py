@@ -100,7 +100,7 @@ def test_ranks_that_a_launchers_variables_number_give_the_same_tree(
 def test_a_script_around_every_rank_is_no_launcher_of_its_own(tmp_path: Path, expected: Any):
     """As `torchrun --no-python numactl.sh`: the shells have other numbers, the run is one."""
     start_forked(
-        [TORCHRUN, "--nproc-per-node", "2", "--no-python", "sh", "-c"]
+        [*TORCHRUN, "--nproc-per-node", "2", "--no-python", "sh", "-c"]
         + [f"{sys.executable} ddp.py; exit $?"],
         tmp_path / "trace",
         RANKSCOPE="1",

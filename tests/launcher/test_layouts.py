@@ -72,7 +72,7 @@ def test_a_file_named_from_here_goes_into_the_trace_and_places_what_was_cut_by_h
 def test_a_bad_file_in_a_variable_is_said_once_and_the_job_trains_untraced(tmp_path: Path) -> None:
     (tmp_path / "layout.toml").write_text("axes = 2")
     done = train(
-        tmp_path, sys.executable, "-m", "torch.distributed.run",
+        tmp_path, sys.executable, "-m", "torch.distributed.run", "--standalone",
         RANKSCOPE="1", RANKSCOPE_LAYOUT=str(tmp_path / "layout.toml"),
         RANKSCOPE_OUT=str(tmp_path / "trace"),
     )  # fmt: skip
@@ -87,7 +87,7 @@ def test_axes_of_another_number_of_ranks_are_said_and_the_job_is_traced_without(
 ) -> None:
     (tmp_path / "layout.toml").write_text(LAYOUT.replace("tp=2", "tp=3"))
     done = train(
-        tmp_path, sys.executable, "-m", "torch.distributed.run",
+        tmp_path, sys.executable, "-m", "torch.distributed.run", "--standalone",
         RANKSCOPE="1", RANKSCOPE_LAYOUT=str(tmp_path / "layout.toml"),
         RANKSCOPE_OUT=str(tmp_path / "trace"),
     )  # fmt: skip

@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 BIN = Path(sys.executable).parent
-TORCHRUN = [str(BIN / "torchrun"), "--nproc-per-node", "2"]
+TORCHRUN = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"]
 RUN = [str(BIN / "rankscope"), "run", "--nproc-per-node", "2"]
 LIFE = """
 import os, pathlib, sys, time, torch

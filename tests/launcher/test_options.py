@@ -121,6 +121,29 @@ def test_torchruns_abbreviations_and_variables_still_work(monkeypatch: pytest.Mo
     assert parsed.training_script_args == ["--x"]
 
 
+@pytest.mark.parametrize(
+    ("words", "variables", "is_any"),
+    [
+        ([], {}, True),
+        (["--nnodes", "1:1"], {}, True),
+        (["--master-port", "29500"], {}, False),
+        ([], {"PET_MASTER_PORT": "29500"}, False),
+        (["--rdzv-endpoint", "127.0.0.1:29500"], {}, False),
+        (["--rdzv-backend", "c10d"], {}, False),
+        (["--nnodes", "2"], {}, False),
+    ],
+)
+def test_a_job_of_one_host_that_names_no_rendezvous_takes_any_port(
+    words: list[str], variables: dict[str, str], is_any: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """As torchrun itself does on newer torches; that of 2.8 takes port 29500."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    parsed = runcommand._parse(runcommand._split([*words, "a.py"]))
+    assert parsed.standalone is is_any
+    assert is_any or int(parsed.master_port) == 29500
+
+
 def test_an_unknown_option_raises_what_the_command_line_catches():
     with pytest.raises(SettingError, match="unrecognized"):
         runcommand._parse(runcommand._split(["--nonsense", "a.py"]))

@@ -38,7 +38,7 @@ def said(
     return done, [line for line in done.stderr.splitlines() if line.startswith("rankscope")]
 
 
-TWO = [TORCHRUN, "--nproc-per-node", "2"]
+TWO = [*TORCHRUN, "--nproc-per-node", "2"]
 
 
 @pytest.mark.parametrize(

@@ -47,11 +47,11 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
 @pytest.mark.parametrize(
     ("begin", "command", "variables"),
     [
-        (start, [TORCHRUN, "--nproc-per-node", "2", "ddp.py"], {"RANKSCOPE": "1"}),
-        (start_forked, [TORCHRUN, "--nproc-per-node", "2", "-m", "ddp"], {"RANKSCOPE": "1"}),
+        (start, [*TORCHRUN, "--nproc-per-node", "2", "ddp.py"], {"RANKSCOPE": "1"}),
+        (start_forked, [*TORCHRUN, "--nproc-per-node", "2", "-m", "ddp"], {"RANKSCOPE": "1"}),
         (
             start_forked,
-            [TORCHRUN, "--logs-specs", "rankscope", "--nproc-per-node", "2", "ddp.py"],
+            [*TORCHRUN, "--logs-specs", "rankscope", "--nproc-per-node", "2", "ddp.py"],
             {},
         ),
         (start, [RANKSCOPE, "run", "--nproc-per-node", "2", "-m", "ddp"], {}),
@@ -68,13 +68,13 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
         ),
         (
             start_forked,
-            [TORCHRUN, "--nproc-per-node", "2", "--redirects", "2"]
+            [*TORCHRUN, "--nproc-per-node", "2", "--redirects", "2"]
             + ["--no-python", sys.executable, "ddp.py"],
             {"RANKSCOPE": "1"},
         ),
         (
             start,
-            [TORCHRUN, "--logs-specs", "rankscope", "--standalone", "--nproc-per-node", "2"]
+            [*TORCHRUN, "--logs-specs", "rankscope", "--standalone", "--nproc-per-node", "2"]
             + ["--no-python", sys.executable, "-I", "-c", ISOLATED],
             {},
         ),
@@ -118,7 +118,7 @@ def test_a_pipe_behind_the_job_sees_its_end_when_the_job_ends(tmp_path: Path):
     """With the variable, whose companions outlive the ranks; the others' are the launcher's own."""
     begin = time.monotonic()
     done = subprocess.run(
-        "RANKSCOPE=1 torchrun one_process.py 2>&1 | cat",
+        "RANKSCOPE=1 torchrun --standalone one_process.py 2>&1 | cat",
         shell=True,
         capture_output=True,
         text=True,
