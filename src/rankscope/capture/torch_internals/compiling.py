@@ -4,6 +4,7 @@ traced.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -104,6 +105,16 @@ def constant_while_tracing(func: Function) -> Function:
     return func
 
 
+def module_with(identity: int) -> torch.nn.Module:
+    """Return the module that has this `id`, which has to be alive.
+
+    A function that torch.compile takes for a constant gets its module in this way: torch 2.8 hands
+    no module to one. Every torch has the compiled code hold for this very module in both ways.
+    """
+    module: torch.nn.Module = ctypes.cast(identity, ctypes.py_object).value
+    return module
+
+
 _unseen: dict[Any, Any] = {}
 
 
@@ -126,14 +137,25 @@ def hook_while_tracing(
 
     torch.compile cannot follow a registration. It follows that the table is another object for a
     while, and since the first one is there again in the end, compiled code changes no module. Read
-    from `vars()` because the attribute of an empty table has no source to write back.
+    from `__dict__` because the attribute of an empty table has no source to write back.
     """
-    kept = vars(module)
+    kept = module.__dict__
     hooks, with_keywords = kept["_forward_hooks"], kept["_forward_hooks_with_kwargs"]
     changed: Any = module
     changed._forward_hooks = {**hooks, _TRACED_HOOK - len(hooks): hook}
     changed._forward_hooks_with_kwargs = {**with_keywords, _TRACED_HOOK - len(hooks): True}
-    return module, hooks, with_keywords
+    # torch 2.8 takes an empty table for a new one, which a hook registered later could not refer to
+    return (
+        module,
+        hooks or _table(id(module), "_forward_hooks"),
+        with_keywords or _table(id(module), "_forward_hooks_with_kwargs"),
+    )
+
+
+@constant_while_tracing
+def _table(identity: int, name: str) -> HookTable:
+    table: HookTable = module_with(identity).__dict__[name]
+    return table
 
 
 _TRACED_HOOK = -1_000_000

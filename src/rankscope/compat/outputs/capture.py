@@ -21,6 +21,7 @@ from rankscope.capture.torch_internals.compiling import (
     constant_while_tracing,
     hook_while_tracing,
     is_compiled_in_place,
+    module_with,
     unhook_after_tracing,
     unseen_by_compiler,
 )
@@ -126,7 +127,7 @@ def _capture(
         if not recorded[key] and isinstance(given, tuple) and given:
             del recorded[key]  # a captured model that this forward calls gave it
     empty = tuple(key for key, found in recorded.items() if not found and key not in capture.said)
-    _warn_of_nothing(model, empty, tuple(capture.absent))
+    _warn_of_nothing(id(model), empty, tuple(capture.absent))
     return with_recorded(outputs, recorded, type(model).__name__)
 
 
@@ -148,14 +149,14 @@ def _run(capture: Capture, call: Callable[[], Any]) -> Any:
 
 
 @constant_while_tracing
-def _warn_of_nothing(model: nn.Module, keys: tuple[str, ...], absent: tuple[str, ...]) -> int:
+def _warn_of_nothing(identity: int, keys: tuple[str, ...], absent: tuple[str, ...]) -> int:
     """Say why nothing was recorded for some outputs; Python shows it once. In the place of those
     that are `absent` a module returned None. Return 0, for torch.compile.
     """
     # those that come with attentions are empty in many a right model
     new = [key for key in keys if key not in WITH_ATTENTIONS]
     if new:
-        why = _why_nothing(model, {*absent} & {*new})
+        why = _why_nothing(module_with(identity), {*absent} & {*new})
         warnings.warn(f"nothing was recorded for {', '.join(new)}: {why}", stacklevel=4)
     return 0
 
@@ -190,7 +191,7 @@ def _run_traced(capture: Capture, call: Callable[[], Any]) -> Any:
         hook_while_tracing(
             capture.model.get_submodule(path), functools.partial(record_traced, capture, taps)
         )
-        for path, taps in paths_to_record(capture.model, tuple(capture.values))
+        for path, taps in paths_to_record(id(capture.model), tuple(capture.values))
     ]
     begun = begin_traced(capture)
     try:

@@ -18,6 +18,7 @@ from torch import nn
 
 from rankscope.capture.torch_internals.compiling import (
     constant_while_tracing,
+    module_with,
     unseen_by_compiler,
 )
 from rankscope.compat.outputs.outputrecorder import Watch, read_declaration
@@ -86,9 +87,10 @@ def modules_to_record(
 
 @constant_while_tracing
 def paths_to_record(
-    model: nn.Module, keys: tuple[str, ...]
+    identity: int, keys: tuple[str, ...]
 ) -> tuple[tuple[str, tuple[Tap, ...]], ...]:
-    """Return the same with a path in place of each module."""
+    """Return the same for the model with this `id`, with a path in place of each module."""
+    model = module_with(identity)
     paths = {id(module): path for path, module in model.named_modules()}
     return tuple((paths[id(module)], taps) for module, taps in modules_to_record(model, keys))
 
