@@ -245,7 +245,7 @@ def test_a_name_of_any_characters_can_be_asked_for_and_reaches_the_terminal_esca
     odd: Trace, tmp_path: Path
 ) -> None:
     found = numbers(odd, tmp_path / "out", f"{ODD}:output", f"{ODD}:input.0")
-    assert [*found] == [f"{ODD}:output", f"{ODD}:input.0"]
+    assert {*found} == {f"{ODD}:output", f"{ODD}:input.0"}
     assert {*numbers(odd, tmp_path / "out", "*b?c*:output")} == {f"{ODD}:output"}
     assert len(numbers(odd, tmp_path / "out", ODD)) > 1
     weight = [f"{ODD}:param:weight", "--phase", "setup"]

@@ -395,7 +395,7 @@ def _values(batch: _Batch, columns: Columns) -> dict[str, Any]:
     made["hash"] = [
         hashes[16 * i : 16 * i + 16] if known else None for i, known in enumerate(is_digested)
     ]
-    made["sketch"] = _lists(columns["values.sketch"][at], ~is_digested)
+    made["sketch"] = _lists(columns["values.sketch"][at], is_digested)
     return made
 
 
@@ -414,7 +414,7 @@ def _samples(batch: _Batch, columns: Columns) -> Iterator[dict[str, Any]]:
         made = _shared(_cut_at(batch, value), SAMPLES)
         made["dim"] = columns["values.sample_dim"][at[value]]
         made["sample"] = sample
-        made["sketch"] = _lists(sketches[first + sample])
+        made["sketch"] = _lists(sketches[first + sample], np.ones(len(sample), np.bool_))
         yield made
 
 
@@ -435,11 +435,11 @@ def _cut_at(batch: _Batch, places: NDArray[np.int64]) -> _Batch:
     return _Batch(batch.owners, batch.owner[places], batch.rank[places], batch.row[places])
 
 
-def _lists(rows: Any, mask: Any = None) -> Any:
-    """Return an array of lists from a matrix, without a Python object per number."""
-    flat = pa.array(np.ascontiguousarray(rows).reshape(-1))
-    width = rows.shape[1]
-    offsets = np.arange(len(rows) + 1, dtype=np.int32) * width
-    return pa.ListArray.from_arrays(
-        pa.array(offsets), flat, mask=None if mask is None else pa.array(mask)
-    )
+def _lists(rows: Any, is_known: Any) -> Any:
+    """Return an array of lists from a matrix, without a Python object per number.
+
+    A list that is not known is null and has no elements: older releases of pyarrow write no other.
+    """
+    flat = pa.array(np.ascontiguousarray(rows[is_known]).reshape(-1))
+    offsets = np.concatenate([[0], np.cumsum(is_known)]).astype(np.int32) * rows.shape[1]
+    return pa.ListArray.from_arrays(pa.array(offsets), flat, mask=pa.array(~is_known))
