@@ -21,7 +21,7 @@ from rankscope.capture.torch_internals.distributed import (
     group_named,
     group_ranks,
 )
-from rankscope.record.collective import Collective
+from rankscope.record.collective import OPS, Collective
 
 _C10D: Final = "torch.distributed.distributed_c10d"
 _BETWEEN: Final = frozenset({_C10D, "torch.distributed.c10d_logger", "typing_extensions"})
@@ -211,12 +211,7 @@ def read_method(
     )
 
 
-_REDUCING: Final = frozenset(
-    {
-        "all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor",
-        "reduce_scatter_tensor_coalesced",
-    }
-)  # fmt: skip
+_REDUCING: Final = frozenset(op for op, facts in OPS.items() if "reduce" in facts)
 
 
 def read_functional(
@@ -257,6 +252,13 @@ def read_functional(
     )
 
 
+def unread(name: str, where: Where) -> Issued:
+    """Return what is known of a call that could not be read: `name` is one of METHODS or OPS."""
+    op = METHODS[name].op if name in METHODS else name if name in OPS else ""
+    collective = Collective(op=op, group="", members=(), issuer=where.issuer, at=where.at)
+    return Issued(collective, (), (), 0)
+
+
 def _is_group(value: object) -> bool:
     return isinstance(value, (str, torch.distributed.ProcessGroup))
 
@@ -295,7 +297,7 @@ def _root_among(name: str, taken: Sequence[Any], kwargs: dict[str, Any]) -> int 
     for key in ("root", "dstRank", "srcRank"):
         if key in kwargs:
             return int(kwargs[key])
-    return next((int(v) for v in taken[1:] if isinstance(v, int)), 0)
+    return next((int(v) for v in taken[1:] if isinstance(v, int)), None)
 
 
 def _reduction_among(taken: Sequence[Any]) -> Any:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.diagnosis.issuedcollectives import issues_of
 from rankscope.diagnosis.layouts import Layouts
 from rankscope.diagnosis.stepview import SlotValues, StepView, sibling_path
+from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
+from rankscope.record.ranklists import ranks_named
+from rankscope.tree.summary import counted
 
 __all__ = ["Coverage"]
 
 Array = NDArray[Any]
 _MOST_NAMED: Final = 3
+_MOST_UNJUDGED: Final = 8
 _ACTIVATIONS: Final = Phase.having(lambda facts: facts.is_activation)
 
 
@@ -37,6 +42,9 @@ class Coverage:
     """True once a value of a module below a root was seen."""
     skipped: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    _lacking: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    """{(what was issued, the fact that is not known of it): its ranks, one for each time}"""
+    _steps_of_no_mode: int = 0
     _seen: set[int] = field(default_factory=set)
     _looked_at: set[int] = field(default_factory=set)
 
@@ -76,6 +84,11 @@ class Coverage:
             layouts: which values have a layout.
             apart: lines of ranks that work on other data.
         """
+        self._steps_of_no_mode += step_view.mode is Mode.UNKNOWN
+        for issue in issues_of(step_view):
+            if issue.lacks:
+                what = "message" if issue.is_message else "collective"
+                self._lacking.setdefault((what, issue.lacks), []).extend(issue.ranks.tolist())
         for call in step_view.calls:
             for values in call.slots.values():
                 if values.dtype == "python":
@@ -101,10 +114,28 @@ class Coverage:
                 path = sibling_path(values.call.path) or "(root)"
                 self.undeclared_names[f"{path}:{values.slot}"] = None
 
+    def unjudged(self) -> Iterator[str]:
+        """Yield a line for every fact that rules need and that is not known."""
+        for (what, fact), ranks in [*self._lacking.items()][:_MOST_UNJUDGED]:
+            yield (
+                f"not judged: order of collectives, messages and hangs of {ranks_named(set(ranks))}"
+                f", because {counted(len(ranks), what)} of theirs {_name(len(ranks))} no {fact}"
+            )
+        if self._steps_of_no_mode:
+            steps = counted(self._steps_of_no_mode, "step")
+            yield (
+                "not judged: batches that ranks have in common, and how many steps each rank took, "
+                f"because {steps} {_name(self._steps_of_no_mode)} no mode"
+            )
+
     def note(self, text: str) -> None:
         """Keep a remark, once."""
         if text not in self.notes:
             self.notes.append(text)
+
+
+def _name(number: int) -> str:
+    return "names" if number == 1 else "name"
 
 
 def _is_of_other_data(values: SlotValues, apart: Sequence[Array]) -> bool:

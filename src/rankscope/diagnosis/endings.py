@@ -15,7 +15,7 @@ import numpy as np
 
 from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
-from rankscope.diagnosis.hangs import hangs_of, without_recent
+from rankscope.diagnosis.hangs import hangs_of, ranks_left_open, without_recent
 from rankscope.diagnosis.lastcalls import (
     MOST_LISTED,
     ORDERLY,
@@ -70,7 +70,8 @@ def ended_badly(
     hangs = [] if unrecorded else list(hangs_of(step_views, context, last, ends))
     yield from hangs
     if ended is None:  # else no rank failed: the job was ended from outside
-        yield from _crashes(trace, context, last, unrecorded, is_explained=bool(hangs))
+        is_explained = bool(hangs) or bool(ranks_left_open(step_views, last, ends))
+        yield from _crashes(trace, context, last, unrecorded, is_explained=is_explained)
 
 
 def _seconds(trace: Trace, at: object) -> float:
@@ -125,7 +126,7 @@ def _crashes(
         context: what is known beyond one step.
         last: {rank: what it did last}
         unrecorded: as of `_unrecorded`.
-        is_explained: a hang was found.
+        is_explained: a hang was found, or ranks stand where one may be that could not be judged.
     """
     # One crash ends a whole job: peers raise because it is gone ("connection closed"), and the
     # launcher kills the rest. Only ranks that no other rank ended may be named. What is asked comes

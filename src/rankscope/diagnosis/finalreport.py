@@ -66,7 +66,7 @@ def made_report(
         undeclared=coverage.undeclared,
         undeclared_names=tuple(coverage.undeclared_names),
         findings=tuple(findings),
-        notes=(*unmatched, *coverage.notes),
+        notes=(*unmatched, *coverage.unjudged(), *coverage.notes),
         lacks=lacks,
     )
 

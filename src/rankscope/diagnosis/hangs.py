@@ -11,13 +11,18 @@ from numpy.typing import NDArray
 
 from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
-from rankscope.diagnosis.issuedcollectives import MESSAGES, IssuedCollective, issues_of
+from rankscope.diagnosis.issuedcollectives import (
+    IssuedCollective,
+    issues_of,
+    known_collectives,
+    ranks_in_doubt,
+)
 from rankscope.diagnosis.lastcalls import MOST_LISTED, ORDERLY, LastCall, last_words
 from rankscope.diagnosis.stepview import CallView, StepView
 from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named, ranks_text
 
-__all__ = ["hangs_of", "without_recent"]
+__all__ = ["hangs_of", "ranks_left_open", "without_recent"]
 
 Array = NDArray[Any]
 _FEWEST_S: Final = 3.0
@@ -51,15 +56,16 @@ def hangs_of(
         ends: {rank: how its stream ends}
     """
     found: list[_Hang] = []
+    left_open = ranks_left_open(step_views, last, ends)
     for step_view in step_views:
-        issues = [i for i in issues_of(step_view) if i.op not in MESSAGES]
+        issues = [*known_collectives(step_view)]
         seen: set[tuple[str, int]] = set()
         for rank, each in sorted(last.items()):
             stands = each.waiting
-            if each.step_view is not step_view or stands is None or stands.op in MESSAGES:
+            if each.step_view is not step_view or stands is None or stands.is_message:
                 continue
             key = (stands.group, stands.sequence)
-            if ends.get(rank) in ORDERLY or key in seen:
+            if ends.get(rank) in ORDERLY or rank in left_open or key in seen:
                 continue
             seen.add(key)
             hang = _hang(step_view, issues, stands, last)
@@ -68,6 +74,22 @@ def hangs_of(
     for hang in found:
         after = [h for h in found if h is not hang and _is_because_of(h, hang, step_views, context)]
         yield _hang_candidate(context, hang, after, last)
+
+
+def ranks_left_open(
+    step_views: Sequence[StepView], last: Mapping[int, LastCall], ends: Mapping[int, str]
+) -> set[int]:
+    """Return the ranks that stand in a collective of which it cannot be said who did not come to
+    it: a fact is missing of it, or of something else that a member issued. Arguments as above."""
+    doubtful = {rank for step_view in step_views for rank in ranks_in_doubt(step_view)}
+    stands = {r: each.waiting for r, each in last.items() if ends.get(r) not in ORDERLY}
+    return {
+        rank
+        for rank, issue in stands.items()
+        if issue is not None
+        and not issue.is_message
+        and (issue.lacks or not doubtful.isdisjoint(issue.members))
+    }
 
 
 def _is_because_of(

@@ -10,20 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.diagnosis.stepview import CallView, StepView
+from rankscope.record.collective import MESSAGES, OPS
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import parse_ranks
 
 __all__ = [
     "EQUAL_OUTPUTS",
-    "MESSAGES",
     "IssuedCollective",
     "fits_shifted",
     "issues_in",
     "issues_of",
+    "known_collectives",
+    "ranks_in_doubt",
 ]
 
 Array = NDArray[Any]
-MESSAGES: Final = frozenset({"send", "recv"})
 EQUAL_OUTPUTS: Final = frozenset(
     {"all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_into_tensor", "broadcast"}
 )
@@ -60,6 +61,21 @@ class IssuedCollective:
         return int(self.facts.get("sequence", 0))
 
     @property
+    def is_message(self) -> bool:
+        """A send or a recv."""
+        return self.op in MESSAGES
+
+    @property
+    def lacks(self) -> str:
+        """The fact that the rules need and the trace does not have, "" where it has all."""
+        if self.op not in OPS:
+            return f"known op ({self.op})" if self.op else "op"
+        if not self.facts.get("group"):
+            return "group"
+        names = ("members", *OPS[self.op])
+        return next((name for name in names if self.facts.get(name) in (None, [])), "")
+
+    @property
     def slot(self) -> str:
         """Name of the call in findings."""
         return f"collective.{self.call.ordinal}"
@@ -77,6 +93,18 @@ def issues_of(step_view: StepView) -> Iterator[IssuedCollective]:
     """Yield what ranks issued in one step."""
     for call in step_view.of(Phase.COLLECTIVE):
         yield from issues_in(call)
+
+
+def known_collectives(step_view: StepView) -> Iterator[IssuedCollective]:
+    """Yield what ranks issued in one step and of which every fact is known, but for messages."""
+    return (each for each in issues_of(step_view) if not (each.is_message or each.lacks))
+
+
+def ranks_in_doubt(step_view: StepView) -> set[int]:
+    """Return the ranks that issued what lacks a fact: it may be one more of any of their groups, so
+    the numbers of the others say nothing."""
+    found = (each.ranks.tolist() for each in issues_of(step_view) if each.lacks)
+    return {rank for ranks in found for rank in ranks}
 
 
 def issues_in(call: CallView) -> Iterator[IssuedCollective]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rankscope.diagnosis.causeorder import Join
 from rankscope.diagnosis.context import CheckContext
-from rankscope.diagnosis.issuedcollectives import MESSAGES, IssuedCollective, issues_of
+from rankscope.diagnosis.issuedcollectives import IssuedCollective, known_collectives
 from rankscope.diagnosis.rules.stages import StageLink, stage_edges
 from rankscope.diagnosis.stepview import StepView
 from rankscope.record.phases import Phase
@@ -39,8 +39,8 @@ def joins_of(
         context: what is known beyond it.
         is_one: says of what ranks issued in the step whether it is one collective.
     """
-    for issue in issues_of(step_view):
-        if len(issue.ranks) > 1 and issue.op not in MESSAGES and is_one(step_view, issue):
+    for issue in known_collectives(step_view):
+        if len(issue.ranks) > 1 and is_one(step_view, issue):
             yield _collective(issue, context)
     for edge in stage_edges(step_view):
         yield from _stage(edge, context)

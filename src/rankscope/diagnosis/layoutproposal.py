@@ -22,12 +22,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.issuedcollectives import MESSAGES
 from rankscope.diagnosis.layoutrecords import GRADIENT_SLOTS, LayoutRecords, SlotKey
 from rankscope.diagnosis.layouts import sorted_lines
 from rankscope.diagnosis.stepview import step_view_of
 from rankscope.layout.infer import is_fsdp_axis
 from rankscope.layout.placement import Mesh, Placement, PlacementKind
+from rankscope.record.collective import MESSAGES
 from rankscope.tree.joinedcolumns import as_arrays
 from rankscope.tree.views import Trace
 

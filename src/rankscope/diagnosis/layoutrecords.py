@@ -66,6 +66,8 @@ class LayoutRecords:
         for call in step_view.calls:
             self.is_fsdp |= any(word.startswith("FSDP") for word in call.node.wrappers)
         for issue in issues_of(step_view):
+            if issue.lacks:
+                continue
             if self.is_fsdp and issue.op.startswith(("all_gather", "reduce_scatter")):
                 continue  # of parameters, not of activations
             axis = self._axis_of(issue.members)

@@ -28,14 +28,15 @@ from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import minority
 from rankscope.diagnosis.issuedcollectives import (
     EQUAL_OUTPUTS,
-    MESSAGES,
     IssuedCollective,
     fits_shifted,
-    issues_of,
+    known_collectives,
+    ranks_in_doubt,
 )
 from rankscope.diagnosis.lastcalls import ORDERLY
 from rankscope.diagnosis.rules.mismatchedcollectives import facts_text
 from rankscope.diagnosis.stepview import StepView
+from rankscope.record.call import Mode
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
@@ -95,6 +96,10 @@ class MatchedCollectives:
     """{(incarnation, rank, mode): (how many steps, the highest number of one)}"""
     _apart: dict[_Group, dict[tuple[int, int], int] | None] = field(default_factory=dict)
     """{group: {(step, rank): number of its first in that step}}; None where that is not known."""
+    _doubtful: set[tuple[int, int]] = field(default_factory=set)
+    """(incarnation, rank) that issued what may be one more of any of its groups"""
+    _unnamed: set[int] = field(default_factory=set)
+    """Incarnations with a step of which the mode is not known"""
     _level: dict[_Group, int] = field(default_factory=dict)
     """{group: the first step in which its ranks may stand apart}"""
 
@@ -102,6 +107,10 @@ class MatchedCollectives:
         """Keep who came to what in one step."""
         if step_view.is_setup:
             return
+        doubtful = ranks_in_doubt(step_view)
+        self._doubtful |= {(step_view.incarnation, rank) for rank in doubtful}
+        if step_view.mode is Mode.UNKNOWN:
+            self._unnamed.add(step_view.incarnation)
         texts = {id(c.ranks): c.ranks for c in step_view.calls if c.phase is not Phase.COLLECTIVE}
         ran = {rank for ranks in texts.values() for rank in ranks.tolist()}
         for rank in ran:
@@ -111,7 +120,7 @@ class MatchedCollectives:
             self._steps[key] = count + 1, max(highest, step_view.step)
         came: dict[_Group, set[int]] = {}
         counts: dict[_Group, set[int]] = {}
-        for issue in _collectives(step_view):
+        for issue in known_collectives(step_view):
             group = _group_of(step_view, issue)
             came.setdefault(group, set()).update(issue.ranks.tolist())
             if not issue.sequence:
@@ -151,6 +160,9 @@ class MatchedCollectives:
         lines, owners = _lines(steps, set(unlike), context)
         found: list[Candidate] = []
         for group in unlike:
+            if self._is_doubtful(group):
+                self._apart[group] = None
+                continue
             found += self._judged_group(group, lines[group], steps, context, ends, final)
         return [c for c in candidates if self._is_left(c, owners)] + found
 
@@ -172,7 +184,7 @@ class MatchedCollectives:
         can have waited for in common, if all ranks ended by themselves: none of them waits for a
         collective that one left out."""
         incarnation, met = group[0], self._groups[group]
-        if any(
+        if self._is_doubtful(group) or any(
             rank in met.came
             and (
                 number < self._last[incarnation, rank]
@@ -189,9 +201,13 @@ class MatchedCollectives:
         self._level[group] = min(found)
         return True
 
+    def _is_doubtful(self, group: _Group) -> bool:
+        """True where its collectives cannot be numbered: one more may be of it."""
+        return any((group[0], rank) in self._doubtful for rank in group[2])
+
     def _are_whole(self, incarnation: int, ranks: Container[int]) -> bool:
         """True where every step of these ranks was traced, from the first on."""
-        return all(
+        return incarnation not in self._unnamed and all(
             count == highest + 1
             for (own, rank, _), (count, highest) in self._steps.items()
             if own == incarnation and rank in ranks
@@ -290,10 +306,6 @@ class MatchedCollectives:
         return len({first[number, rank] for rank in ranks if (number, rank) in first}) <= 1
 
 
-def _collectives(step_view: StepView) -> Iterator[IssuedCollective]:
-    return (issue for issue in issues_of(step_view) if issue.op not in MESSAGES)
-
-
 def _group_of(step_view: StepView, issue: IssuedCollective) -> _Group:
     return step_view.incarnation, issue.group, tuple(sorted(issue.members))
 
@@ -344,7 +356,7 @@ def _lines(
     lines: dict[_Group, dict[int, list[_OwnCall]]] = {group: {} for group in wanted}
     owners: _Owners = {}
     for number, step_view in enumerate(steps):
-        for issue in _collectives(step_view):
+        for issue in known_collectives(step_view):
             group = _group_of(step_view, issue)
             if group not in wanted:
                 continue
@@ -450,7 +462,7 @@ def _candidate(
     at = max(sides[rank].number for rank in blamed.tolist())
     own = next(rank for rank in blamed.tolist() if sides[rank].number == at)
     step_view = steps[at]
-    issue = next(i for i in _collectives(step_view) if i.call.node.id == sides[own].call_id)
+    issue = next(i for i in known_collectives(step_view) if i.call.node.id == sides[own].call_id)
     alike = [(text, ranks[keys == text].tolist()) for text in dict.fromkeys(keys.tolist())]
     listed = "; ".join(f"{ranks_named(some)}: {text}" for text, some in alike)
     return candidate_at(

@@ -18,7 +18,6 @@ import numpy as np
 from rankscope.diagnosis.causeorder import Join
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.issuedcollectives import (
-    MESSAGES,
     IssuedCollective,
     fits_shifted,
     issues_of,
@@ -73,13 +72,18 @@ class Messages:
     _open: set[tuple[int, str, str, int]] = field(default_factory=set)
     """(incarnation, point, group, rank) that received from anybody: whose send that took is not
     known, so no later one is either."""
+    _doubtful: set[tuple[int, int]] = field(default_factory=set)
+    """(incarnation, rank) that sent or received what may have been of any channel."""
 
     def note(self, step_view: StepView, step: int, context: CheckContext) -> None:
         """Keep the messages of one step."""
         for issue in issues_of(step_view):
             since = str(issue.facts.get("since", ""))
             peer = issue.facts.get("peer")
-            if issue.op not in MESSAGES or not since or peer is None:
+            if issue.lacks:
+                doubtful = {(step_view.incarnation, rank) for rank in issue.ranks.tolist()}
+                self._doubtful |= doubtful
+            if issue.lacks or not issue.is_message or not since or peer is None:
                 continue
             for rank in issue.ranks.tolist():
                 if peer == _FROM_ANYBODY:
@@ -99,6 +103,7 @@ class Messages:
             incarnation, since, group, sender, receiver, _ = channel
             sends = self._sends.get(channel, {})
             is_open = (incarnation, since, group, receiver) in self._open
+            is_open |= any((incarnation, rank) in self._doubtful for rank in (sender, receiver))
             if is_open or _are_shifted(sends, receives):
                 continue
             for number, received in receives.items():

@@ -34,9 +34,10 @@ from numpy.typing import NDArray
 
 from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.context import CheckContext, IncarnationState, Left, ParameterUpdate
-from rankscope.diagnosis.issuedcollectives import issues_of
+from rankscope.diagnosis.issuedcollectives import IssuedCollective, issues_of
 from rankscope.diagnosis.replicas import FSDP1_FLAT
 from rankscope.diagnosis.stepview import SlotValues, StepView
+from rankscope.record.collective import OPS
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
@@ -152,13 +153,19 @@ def _is_average(step_view: StepView, unlike: list[Left], flat: list[Left]) -> bo
     every = sum(int(part.counts[0]) for part in unlike)
     handed = dict.fromkeys(np.concatenate([part.ranks for part in unlike]).tolist(), 0)
     for issue in issues_of(step_view):
-        values = issue.call.slots.get("input.0") if issue.op in _EXCHANGED else None
+        values = _exchanged(issue)
         if values is None or (issue.op != "send" and values.agree(values.ranks) is not False):
             continue
         if any(_is_of(values, part) for part in parts):
             for rank in issue.ranks.tolist():
                 handed[rank] = handed.get(rank, 0) + int(values.counts[0])
     return all(2 * count >= every for count in handed.values())
+
+
+def _exchanged(issue: IssuedCollective) -> SlotValues | None:
+    """Return what may carry parameters to other ranks: also what is issued by an unknown op."""
+    is_exchange = issue.op in _EXCHANGED or issue.op not in OPS
+    return issue.call.slots.get("input.0") if is_exchange else None
 
 
 def _is_of(values: SlotValues, part: Left) -> bool:
@@ -192,14 +199,17 @@ def _note_alone(step_view: StepView, incarnation: IncarnationState) -> None:
         return
     handed: dict[int, int] = {}
     for issue in issues_of(step_view):
-        values = issue.call.slots.get("input.0") if issue.op in _EXCHANGED else None
-        peers = {issue.facts.get("peer"), *(issue.members if issue.op == "send" else ())}
+        values = _exchanged(issue)
+        peer = issue.facts.get("peer")
+        peers = {peer, *(issue.members if issue.op == "send" else ())}
         if values is None or len(issue.ranks) == len(issue.members) > len(peers):
             continue
+        # whoever may have taken a message that names no peer
+        takers = ({peer} if peer is not None else peers) - {None}
         for rank in issue.ranks.tolist():
             if _is_own(values, rank, incarnation):
                 count = int(values.counts[values.at(np.array([rank]))[0]])
-                for each in {rank, issue.facts.get("peer", rank)}:
+                for each in {rank, *takers}:
                     handed[each] = handed.get(each, 0) + count
     every = sum(int(part.counts[0]) for part in incarnation.left[-1][0])
     incarnation.handed |= {rank for rank, count in handed.items() if 2 * count >= every}

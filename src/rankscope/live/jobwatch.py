@@ -22,6 +22,7 @@ from rankscope.errors import SpoolError
 from rankscope.live.streamfollower import StreamFollower
 from rankscope.live.streamtail import EndedStep, EnteredCall, StreamTail
 from rankscope.record.call import Mode
+from rankscope.record.collective import MESSAGES
 from rankscope.record.phases import Phase
 from rankscope.record.rankplace import RankPlace, step_label
 from rankscope.record.streams import EndReason, StreamId
@@ -44,7 +45,6 @@ _FIND_S: Final = 5.0
 _QUIET_S: Final = 3.0
 """A rank that has written nothing for that long stands in its asynchronous collective too."""
 _SLOW: Final = 1.1
-_MESSAGES: Final = frozenset({"send", "recv"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,7 +356,7 @@ class JobWatch:
             if call is None:
                 continue
             kind = tail.definitions.get(call.collective, {})
-            if kind.get("op") in _MESSAGES:
+            if kind.get("op") in MESSAGES:
                 peer = kind.get("peer")
                 found[rank] = (peer,) if isinstance(peer, int) and peer >= 0 else ()
                 continue
@@ -384,7 +384,7 @@ def _issued_last(tail: StreamTail) -> dict[Channel, tuple[int, Issue]]:
     found: dict[Channel, tuple[int, Issue]] = {}
     for number, call in tail.issued.items():
         kind = tail.definitions.get(number, {})
-        if not kind or kind.get("op") in _MESSAGES:
+        if not kind or kind.get("op") in MESSAGES:
             continue
         channel = _channel(kind)
         if channel not in found or call.time_ns > found[channel][0]:

@@ -16,6 +16,8 @@ class Mode(enum.IntEnum):
     TRAIN = 0
     EVAL = 1
     """Root forwards without gradients."""
+    UNKNOWN = 2
+    """It is not known which; no agent of today writes it."""
 
     @property
     def word(self) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from rankscope.record.phases import Phase
 
-__all__ = ["ISSUERS", "Collective"]
+__all__ = ["ISSUERS", "MESSAGES", "OPS", "Collective"]
 
 ISSUERS = (
     *(phase.word for phase in Phase if phase.facts.is_activation),
@@ -17,6 +17,30 @@ ISSUERS = (
 )
 """What ran when a collective was issued: a module call, the same run again by checkpointing, a
 backward pass, an optimizer's step, or nothing that rankscope knows."""
+
+OPS: Final[Mapping[str, tuple[str, ...]]] = {
+    "all_reduce": ("reduce",),
+    "all_reduce_coalesced": ("reduce",),
+    "broadcast": ("src",),
+    "reduce": ("reduce", "dst"),
+    "all_gather": (),
+    "all_gather_coalesced": (),
+    "all_gather_into_tensor": (),
+    "all_gather_into_tensor_coalesced": (),
+    "gather": ("dst",),
+    "scatter": ("src",),
+    "reduce_scatter": ("reduce",),
+    "reduce_scatter_tensor": ("reduce",),
+    "reduce_scatter_tensor_coalesced": ("reduce",),
+    "all_to_all": (),
+    "all_to_all_single": (),
+    "barrier": (),
+    "monitored_barrier": (),
+    "send": ("peer",),
+    "recv": ("peer",),
+}
+"""The only list of ops: what each has beside its group and the members of that."""
+MESSAGES: Final = frozenset(op for op, facts in OPS.items() if "peer" in facts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +52,9 @@ class Collective:
     reduce: str | None = None
     """"sum", "avg", "max" ... for ops that reduce."""
     group: str
-    """Name of the process group, as in the definitions of groups."""
+    """Name of the process group, as in the definitions of groups; "" where it is not known."""
     members: tuple[int, ...]
-    """In the group's own order."""
+    """In the group's own order; () where they are not known."""
     is_async: bool = False
     """The program waits for it in a call of its own."""
     src: int | None = None

@@ -28,10 +28,11 @@ from rankscope.capture.collectives import (
     read_functional,
     read_method,
     tensors_in,
+    unread,
 )
 from rankscope.capture.invisible import invisible
 from rankscope.record.call import CallStatus, Mode
-from rankscope.record.collective import Collective
+from rankscope.record.collective import MESSAGES, Collective
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 
@@ -160,11 +161,19 @@ class Collectives:
             return
         where = Where(place.issuer, call_site())
         with invisible():
-            if target is None:
-                issued = read_functional(_OPERATORS[name], args, kwargs, self._groups, where)
-            else:
-                issued = read_method(name, target, args, kwargs, self._groups, where)
-            state.append(self._record(issued, place, is_functional=target is None))
+            is_functional = target is None
+            try:
+                if is_functional:
+                    issued = read_functional(_OPERATORS[name], args, kwargs, self._groups, where)
+                else:
+                    issued = read_method(name, target, args, kwargs, self._groups, where)
+            except Exception:
+                # Were the call left out, it would shift the numbers of those that follow. The rules
+                # say nothing of what may be of any group.
+                issued = unread(name, where)
+                state.append(self._record(issued, place, is_functional=is_functional))
+                raise
+            state.append(self._record(issued, place, is_functional=is_functional))
 
     def ends(self, state: list[Any], result: Any) -> None:
         """The call returned; a collective with a work to wait for goes on."""
@@ -218,6 +227,8 @@ class Collectives:
         ordinal = self._next(
             self._ordinals, (place.mode, place.step, place.micro_batch, place.module)
         )
+        if collective.op in MESSAGES and collective.peer is None:
+            self._messages.lose()
         if collective.peer is not None and self._messages.since:
             collective = dataclasses.replace(collective, since=self._messages.since)
             number = self._messages.next(collective)
@@ -326,6 +337,6 @@ def _is_ended(call: _PendingCollective) -> bool:
 
 def _channel(collective: Collective) -> _Key:
     """Return what the k-th call of one rank and of another must share to be one collective."""
-    if collective.peer is None:
+    if collective.op not in MESSAGES:
         return (collective.group,)
     return collective.group, collective.op, collective.peer, collective.tag

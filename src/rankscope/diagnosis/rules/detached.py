@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
-from rankscope.diagnosis.issuedcollectives import MESSAGES, IssuedCollective, issues_in
+from rankscope.diagnosis.issuedcollectives import IssuedCollective, issues_in
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
@@ -93,7 +93,7 @@ def _needs_gradient(values: SlotValues) -> bool:
 
 def _takes(issue: IssuedCollective, given: list[SlotValues]) -> bool:
     """True where a collective of all members took something like one of these values."""
-    if issue.op in MESSAGES or len(issue.ranks) != len(issue.members):
+    if issue.is_message or issue.lacks or len(issue.ranks) != len(issue.members):
         return False
     taken = issue.call.slots.get("input.0")
     if taken is None or not _needs_gradient(taken):

@@ -19,9 +19,9 @@ from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import ROUNDING, minority, rounding_of, sides
 from rankscope.diagnosis.issuedcollectives import (
     EQUAL_OUTPUTS,
-    MESSAGES,
     IssuedCollective,
     issues_of,
+    known_collectives,
 )
 from rankscope.diagnosis.messages import Message, message_value
 from rankscope.diagnosis.stepview import SlotValues, StepView
@@ -41,8 +41,8 @@ _SLACK: Final = 8
 
 def wrong_exchanges(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
     """Yield a candidate for every collective whose output is not what went in."""
-    for issue in issues_of(step_view):
-        if issue.op not in MESSAGES and len(issue.ranks) == len(issue.members) > 1:
+    for issue in known_collectives(step_view):
+        if len(issue.ranks) == len(issue.members) > 1:
             yield from _judged(step_view, context, issue)
 
 

@@ -18,7 +18,12 @@ from numpy.typing import NDArray
 from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import minority
-from rankscope.diagnosis.issuedcollectives import MESSAGES, IssuedCollective, issues_of
+from rankscope.diagnosis.issuedcollectives import (
+    IssuedCollective,
+    issues_in,
+    issues_of,
+    ranks_in_doubt,
+)
 from rankscope.diagnosis.stepview import StepView
 from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named, ranks_text
@@ -32,14 +37,17 @@ _FACTS: Final = ("op", "reduce", "src", "dst")
 
 def mismatched_collectives(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
     """Yield a candidate for every collective whose sides do not belong together."""
-    issues = [issue for issue in issues_of(step_view) if issue.op not in MESSAGES]
+    doubtful = ranks_in_doubt(step_view)
     by_group: dict[str, list[IssuedCollective]] = {}
-    for issue in issues:
-        by_group.setdefault(issue.group, []).append(issue)
+    for issue in issues_of(step_view):
+        if issue.group and issue.members and not issue.is_message:
+            by_group.setdefault(issue.group, []).append(issue)
     for group in by_group.values():
         meant = {tuple(sorted(issue.members)) for issue in group}
         if len(meant) > 1:
             yield from _other_members(step_view, context, group)
+            continue
+        if doubtful.intersection(*meant):
             continue
         yield from _other_facts(step_view, context, group)
         yield from _swapped(step_view, context, group)
@@ -63,7 +71,7 @@ def _group_candidate(
     step_view: StepView, context: CheckContext, issues: list[IssuedCollective]
 ) -> Candidate:
     call = issues[0].call
-    together = [i for i in issues_of(step_view) if i.call is call]
+    together = [*issues_in(call)]
     ranks = np.concatenate([issue.ranks for issue in issues])
     keys = np.array([str(sorted(i.members)) for i in issues for _ in i.ranks])
     members = np.unique(np.concatenate([issue.ranks for issue in together]))

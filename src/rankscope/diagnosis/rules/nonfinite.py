@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import sides
-from rankscope.diagnosis.issuedcollectives import issues_in
 from rankscope.diagnosis.stepview import SlotValues, StepView, is_input, is_output
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
@@ -138,7 +137,7 @@ def _spoiled(step_view: StepView) -> Iterator[tuple[SlotValues, Array]]:
 
 def _is_of_gradients(values: SlotValues) -> bool:
     """True for what a collective carried that was issued in backward, or by the optimizer."""
-    issuers = (issue.facts.get("issuer") for issue in issues_in(values.call))
+    issuers = (facts.get("issuer") for _, facts in values.call.node.collectives)
     return any(issuer in ("backward", "optimizer") for issuer in issuers)
 
 

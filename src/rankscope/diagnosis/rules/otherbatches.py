@@ -17,7 +17,7 @@ from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.datapeers import root_calls
 from rankscope.diagnosis.distances import sides, sides_text
-from rankscope.diagnosis.issuedcollectives import IssuedCollective, issues_of
+from rankscope.diagnosis.issuedcollectives import IssuedCollective, known_collectives
 from rankscope.diagnosis.stepview import SlotValues, StepView
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
@@ -39,7 +39,7 @@ def other_batches(step_view: StepView, context: CheckContext) -> Iterator[Candid
     if step_view.is_setup:
         return
     seen: set[tuple[int, ...]] = set()
-    for issue in issues_of(step_view):
+    for issue in known_collectives(step_view):
         ranks = tuple(issue.ranks.tolist())
         if ranks in seen or not _sums_a_layer(issue, step_view, context):
             continue

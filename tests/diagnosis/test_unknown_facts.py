@@ -1,0 +1,336 @@
+"""A rule never speaks from a fact that is not there.
+
+Traces of right and of faulty jobs lose one fact at a time, as if the agent had not known it (a
+torch that nobody had seen, say). No fault may appear that was not there; a fault that does not rest
+on the fact is still found; and the report says what it could not judge.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import rankscope
+from rankscope.diagnosis.check import check
+from rankscope.record.call import CallStatus
+from rankscope.record.finding import Kind, Report
+from rankscope.record.ranklists import parse_ranks, ranks_text
+from rankscope.record.streams import EndReason
+from tests.diagnosis.paper import collective, judged, numbers
+from tests.diagnosis.test_pipelines import scheduled
+from tests.diagnosis.test_right_programs import train_apart
+from tests.diagnosis.test_unlike_steps import averages
+from tests.diagnosis.traced import traced
+from tests.distributed import collectives_job
+from tests.distributed.pool import RankPool
+from tests.faults import ranks as fault_ranks
+from tests.faults.rows import BY_NAME
+from tests.faults.runs import FAULTS
+from tests.faults.setup import Setup, Shape
+from tests.tree.ranks_on_paper import PaperRank
+from tests.tree.record_golden import JOBS, rebuilt, unpacked
+
+Facts = dict[str, Any]
+Document = dict[str, Any]
+
+
+# ---- removals ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one rank issued in one call: of the document, changed in place."""
+
+    number: int
+    """Which call it is, in the order of the tree."""
+    rank: int
+    facts: Facts
+
+
+def of_no_peer(call: Call) -> None:
+    call.facts.pop("peer", None)
+
+
+def of_no_group(call: Call) -> None:
+    call.facts["group"] = ""
+
+
+def of_no_members(call: Call) -> None:
+    call.facts["members"] = []
+
+
+def of_no_op(call: Call) -> None:
+    call.facts["op"] = ""
+
+
+def renamed(call: Call) -> None:
+    """A new torch has another word for the op."""
+    call.facts["op"] += "_v2"
+
+
+def everywhere(call: Call, chosen: Call) -> bool:
+    return True
+
+
+def on_one_rank(call: Call, chosen: Call) -> bool:
+    return call.rank == chosen.rank
+
+
+def of_one_call(call: Call, chosen: Call) -> bool:
+    return call.number == chosen.number
+
+
+def once(call: Call, chosen: Call) -> bool:
+    return (call.number, call.rank) == (chosen.number, chosen.rank)
+
+
+def of_one_op(call: Call, chosen: Call) -> bool:
+    return call.facts["op"] == chosen.facts["op"]
+
+
+Scope = Callable[[Call, Call], bool]
+SCOPES: tuple[Scope, ...] = (on_one_rank, of_one_call, once)
+REMOVALS: Mapping[str, tuple[Callable[[Call], None], tuple[Scope, ...]]] = {
+    "peer": (of_no_peer, SCOPES),
+    "group": (of_no_group, SCOPES),
+    "members": (of_no_members, (once,)),
+    "op": (of_no_op, (once,)),
+    "name of the op": (renamed, (*SCOPES, of_one_op)),
+}
+"""What is taken away: from everywhere, and from the calls of a rank, from one call on its ranks or
+on one of them, from all of one op. An empty text or list stands in a trace for what is not known.
+"""
+RESTS_ON: Mapping[str, frozenset[Kind]] = {
+    "peer": frozenset({Kind.COLLECTIVE, Kind.HANG}),
+    "group": frozenset({Kind.COLLECTIVE, Kind.GROUP, Kind.HANG}),
+    "members": frozenset({Kind.COLLECTIVE, Kind.GROUP, Kind.HANG}),
+    "op": frozenset({Kind.COLLECTIVE, Kind.HANG}),
+    "name of the op": frozenset({Kind.COLLECTIVE, Kind.HANG}),
+    "mode": frozenset({Kind.DUPLICATE}),
+}
+"""The kinds of findings that may go with a fact."""
+
+
+def _nodes(document: Document) -> Iterator[dict[str, Any]]:
+    waiting = [node for step in document["steps"] for node in reversed(step["nodes"])]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting.extend(reversed(node["children"]))
+
+
+def calls_of(document: Document) -> list[Call]:
+    """Give each rank facts of its own in every collective, and return them."""
+    calls = []
+    for node in _nodes(document):
+        if node["phase"] == "collective":
+            listed = node.pop("collectives", None) or [node.pop("collective")]
+            every = [
+                (rank, dict(facts, ranks=ranks_text([rank])))
+                for facts in listed
+                for rank in parse_ranks(facts.get("ranks", node["ranks"]))
+            ]
+            node["collectives"] = [facts for _, facts in sorted(every, key=lambda each: each[0])]
+            number = len(calls)
+            calls += [Call(number, rank, facts) for rank, facts in every]
+    return calls
+
+
+def merged(document: Document) -> None:
+    """Have ranks share facts again that are alike, as a trace has them."""
+    for node in _nodes(document):
+        if "collectives" not in node:
+            continue
+        alike: dict[str, list[int]] = {}
+        for facts in node.pop("collectives"):
+            (rank,) = parse_ranks(facts.pop("ranks"))
+            alike.setdefault(json.dumps(facts), []).append(rank)
+        every = [(ranks_text(ranks), json.loads(text)) for text, ranks in alike.items()]
+        if len(every) == 1:
+            node["collective"] = every[0][1]
+        else:
+            node["collectives"] = [{"ranks": ranks, **facts} for ranks, facts in every]
+
+
+def removed(text: str, turn: int | None) -> Iterator[tuple[str, str, Document]]:
+    """Yield what was taken away, from where, and the document without it.
+
+    Args:
+        text: of trace.json.
+        turn: of all places but everywhere only one is taken, by this number; None for all of them.
+    """
+    whole = calls_of(json.loads(text))
+    for fact, (take, scopes) in REMOVALS.items():
+        bearers = [c for c in whole if fact != "peer" or "peer" in c.facts]
+        if not bearers:
+            continue
+        middle = bearers[len(bearers) // 2]
+        chosen = scopes if turn is None else scopes[turn % len(scopes) :][:1]
+        for scope in (everywhere, *chosen):
+            document = json.loads(text)
+            for call in calls_of(document):
+                if scope(call, middle) and (fact != "peer" or "peer" in call.facts):
+                    take(call)
+            merged(document)
+            yield fact, scope.__name__, document
+    for scope in (everywhere, once) if turn is None else ((everywhere, once)[turn % 2],):
+        document = json.loads(text)
+        for step in document["steps"][-1 if scope is once else 0 :]:
+            step["mode"] = "unknown"
+        yield "mode", scope.__name__, document
+
+
+# ---- what is held --------------------------------------------------------------------------------
+
+
+def places(report: Report) -> set[tuple[Any, ...]]:
+    """Where the findings of a report are, and what they are; the mode may be what is not known."""
+    return {
+        (f.severity, f.kind, f.phase.word, f.step, f.micro_batch, f.path, f.slot)
+        for f in report.findings
+    }
+
+
+def hold(trace: Path, turn: int | None) -> Report:
+    """Take every fact away from a trace, and hold each report to that of the whole trace, which is
+    returned. `turn` as of `removed`."""
+    folder = trace.parent / "without"
+    folder.mkdir()
+    for file in trace.iterdir():
+        if file.name != "trace.json":
+            os.symlink(file, folder / file.name)
+    whole = check(trace)
+    assert not any(note.startswith("not judged: ") for note in whole.notes)
+    before = places(whole)
+    text = (trace / "trace.json").read_text()
+    for fact, scope, document in removed(text, turn):
+        (folder / "trace.json").write_text(json.dumps(document))
+        report = check(folder)
+        now = places(report)
+        where = f"without {fact} ({scope})"
+        assert not now - before, where
+        assert not {p for p in before - now if p[1] not in RESTS_ON[fact]}, where
+        assert any(note.startswith("not judged: ") for note in report.notes), where
+
+    return whole
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_golden_jobs_raise_no_fault_for_a_fact_that_is_not_known(tmp_path: Path, name: str) -> None:
+    rebuilt(unpacked(name, tmp_path / "records"), tmp_path / "trace")
+    hold(tmp_path / "trace", [*JOBS].index(name))
+
+
+FAULTY = (
+    "clipping-on-one-rank", "row-reduce-by-hand", "row-reduce-dtensor", "group-order",
+    "collectives-swapped", "from-local-lie", "optimizer-too-early", "same-rows-everywhere",
+    "stale-pipeline-buffer", "context-gradient-kept", "router-gradient-kept", "dtype-left-behind",
+    "sequence-norm-partial",
+)  # fmt: skip
+RIGHT = (
+    "pipeline", "zero", "one-rank-evaluates", "hsdp", "expert-parallel", "fsdp2-uneven",
+    "context-parallel",
+)  # fmt: skip
+BOARD = (*FAULTY, *RIGHT)
+
+
+def of_the_board(pool: RankPool, name: str, folder: Path) -> Path:
+    """Trace a small job of the fault board."""
+    world = BY_NAME[name].ranks[0]
+    shape = Shape(layers=2, hidden=8, context=4, batch=4)
+    setup = Setup(shape=shape, ranks=world, is_faulty=name in FAULTY)
+    return traced(pool, fault_ranks.traced, FAULTS, name, setup, False, folder=folder, world=world)
+
+
+@pytest.mark.parametrize("name", BOARD)
+def test_jobs_of_the_fault_board_raise_no_fault_for_a_fact_that_is_not_known(
+    ranks: RankPool, tmp_path: Path, name: str
+) -> None:
+    report = hold(of_the_board(ranks, name, tmp_path), BOARD.index(name))
+    assert bool(report.findings) is (name in FAULTY)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", BOARD)
+def test_nor_wherever_it_is_taken_away(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    hold(of_the_board(ranks, name, tmp_path), None)
+
+
+def issues_everything(out: str) -> None:
+    """Every collective that torch has."""
+    warnings.simplefilter("ignore")
+    with rankscope.trace(out=out, steps="all"), torch.no_grad():
+        collectives_job.Calls()()
+
+
+def evaluates_alike(out: str) -> None:
+    """Ranks train on data of their own, and all evaluate the same batches."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    held_out = torch.randn(4, 6)
+    torch.manual_seed(1 + dist.get_rank())
+    with rankscope.trace(model, out=out, steps="all"):
+        for _ in range(2):
+            model(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(held_out)
+
+
+LEGAL: Mapping[str, tuple[Any, ...]] = {
+    "every collective": (issues_everything,),
+    "evaluates alike": (evaluates_alike,),
+    "averages by shares": (train_apart, "shares"),
+    "averages what is gathered": (train_apart, "gathered"),
+    "averages with a neighbour": (train_apart, "neighbour"),
+    "unlike steps": (averages, "each", "all", 2, ""),
+    "unlike evaluations": (averages, "eval", "all", 2, ""),
+    "unlike steps, sent": (averages, "sent", "all", 2, ""),
+    "1f1b": (scheduled, "1f1b"),
+}
+"""Right programs of which collectives say that they are right."""
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_programs_that_collectives_show_to_be_right_raise_no_fault_for_a_fact_that_is_not_known(
+    ranks: RankPool, tmp_path: Path, name: str
+) -> None:
+    report = hold(traced(ranks, *LEGAL[name], folder=tmp_path, world=2), [*LEGAL].index(name))
+    assert not report.findings
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_nobody_is_blamed_for_a_wait_of_which_a_fact_is_not_known(
+    tmp_path: Path, is_killed: bool
+) -> None:
+    """A rank does not come: killed with the job, or by an exception of its own, which stays."""
+
+    def write(rank: PaperRank) -> None:
+        top = rank.enter(class_name="Model")
+        with rank.call("first", parent=top) as first:
+            given = numbers(0, 6) + numbers(1, 6)
+            collective(rank, "first", 0, numbers(rank.rank, 6), given, parent=first)
+        head = rank.enter("head", parent=top)
+        if rank.rank == 0:
+            collective(rank, "head", 1, numbers(0, 6), None, parent=head)
+        elif not is_killed:
+            rank.exit(head, CallStatus.RAISED, "ZeroDivisionError: division by zero")
+            rank.exit(top, CallStatus.RAISED, "ZeroDivisionError: division by zero")
+
+    ends = {0: EndReason.LOST, 1: EndReason.LOST if is_killed else EndReason.RAISED}
+    judged(tmp_path, 2, write, ends=ends)
+    kinds = {finding.kind for finding in hold(tmp_path / "trace", None).findings}
+    assert kinds == ({Kind.HANG} if is_killed else {Kind.HANG, Kind.CRASH})
