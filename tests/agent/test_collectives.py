@@ -4,6 +4,7 @@ spans of autograd nodes by which backward finds its module.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,35 @@ def test_a_process_groups_own_methods_are_understood_in_all_their_forms(tmp_path
     assert all(f["async"] for f in facts)
     slots = [[slot.slot for slot in node.slots] for node in issued(found)]
     assert slots == [["input.0", "output.0"]] * 6 + [[]]
+
+
+class Nameless(nn.Module):
+    """Calls a process group that does not know its name, as one of a new torch, then another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            dist.ProcessGroup(0, 1).allreduce(torch.ones(2))  # it has no backend either
+        dist.all_reduce(torch.ones(2))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_call_that_cannot_be_read_is_recorded_as_one_of_an_unknown_group(tmp_path: Path) -> None:
+    """Left out, it would shift the numbers of what follows on this rank."""
+    with rankscope.trace(out=tmp_path / "trace", steps="all") as handle, torch.no_grad():
+        Nameless()()
+    found = handle.open()
+    facts = [node.data["collective"] for node in issued(found)]
+    assert [(f["op"], f["group"], f["members"]) for f in facts] == [
+        ("all_reduce", "", []),
+        ("all_reduce", "0", [0]),
+    ]
+    assert any("ProcessGroup name not set" in str(node.errors) for node in found.walk())
+    (note,) = (n for n in rankscope.check(found).notes if n.startswith("not judged"))
+    assert "rank 0, because 1 collective of theirs names no group" in note
 
 
 class GatheringInto(nn.Module):

@@ -285,6 +285,17 @@ def test_an_environment_whose_start_up_file_fires_is_well(tmp_path: Path) -> Non
     assert wrong(interpreter_conditions((*python, "-I"), BARE)) == {}
 
 
+def test_a_torch_newer_than_all_that_were_tested_is_a_note(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(
+        "__version__ = '99.1.0'\nclass cuda: is_available = staticmethod(lambda: False)\n"
+    )
+    python = environment(tmp_path / "env", a="\n".join([str(tmp_path), *SOURCES, TORCH]))
+    found = interpreter_conditions(python, BARE)
+    (torch,) = (condition for condition in found if condition.name == "torch")
+    assert torch.status is Status.NOTE
+    assert "99.1.0" in torch.found and "nothing is known to be wrong" in torch.found
+
+
 def test_an_interpreter_that_is_not_there_or_has_no_site_packages_is_named() -> None:
     found = wrong(interpreter_conditions(("/nowhere/python",), BARE))
     names(found, "python", "--python")

@@ -24,9 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 from rankscope.diagnosis.check import check
 from rankscope.record.call import CallStatus
-from rankscope.record.finding import Kind, Report
+from rankscope.record.finding import Kind, Report, Verdict
 from rankscope.record.ranklists import parse_ranks, ranks_text
 from rankscope.record.streams import EndReason
+from rankscope.tree.build import build
 from tests.diagnosis.paper import collective, judged, numbers
 from tests.diagnosis.test_pipelines import scheduled
 from tests.diagnosis.test_right_programs import train_apart
@@ -334,3 +335,18 @@ def test_nobody_is_blamed_for_a_wait_of_which_a_fact_is_not_known(
     judged(tmp_path, 2, write, ends=ends)
     kinds = {finding.kind for finding in hold(tmp_path / "trace", None).findings}
     assert kinds == ({Kind.HANG} if is_killed else {Kind.HANG, Kind.CRASH})
+
+
+def test_a_torch_newer_than_all_that_were_tested_is_a_note(tmp_path: Path) -> None:
+    out = tmp_path / "trace"
+    for number, version in enumerate(("2.13.0", "99.1.0+cpu")):
+        rank = PaperRank(tmp_path, number, 2, identity={"versions": {"torch": version}})
+        with rank.call(class_name="Model") as top:
+            rank.value(top, "output", numbers(0))
+        rank.end(EndReason.EXIT)
+        rank.ship(out)
+    build(out)
+    said = json.loads((out / "trace.json").read_text())["run"]["untested"]
+    assert "99.1.0+cpu" in said and "nothing is known to be wrong" in said and "2.13" not in said
+    report = check(out)
+    assert report.verdict is Verdict.CLEAN and said in report.notes

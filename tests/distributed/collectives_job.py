@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -299,7 +300,7 @@ class Ring(nn.Module):
         for work in works:
             work.wait()
         pairs = [
-            dist.P2POp(dist.isend, own(rank, 2), after(rank)),
+            dist.P2POp(dist.isend, own(rank, 2), np.int64(after(rank))),  # torch takes numpy's too
             dist.P2POp(dist.irecv, torch.zeros(SIZE), before(rank)),
         ]
         for work in dist.batch_isend_irecv(pairs):

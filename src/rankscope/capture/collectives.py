@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from types import FrameType
 from typing import Any, Final, NamedTuple
 
@@ -252,9 +253,8 @@ def read_functional(
     )
 
 
-def unread(name: str, where: Where) -> Issued:
-    """Return what is known of a call that could not be read: `name` is one of METHODS or OPS."""
-    op = METHODS[name].op if name in METHODS else name if name in OPS else ""
+def unread(op: str, where: Where) -> Issued:
+    """Return what is known of a call that could not be read: its op, and where it was made."""
     collective = Collective(op=op, group="", members=(), issuer=where.issuer, at=where.at)
     return Issued(collective, (), (), 0)
 
@@ -297,7 +297,7 @@ def _root_among(name: str, taken: Sequence[Any], kwargs: dict[str, Any]) -> int 
     for key in ("root", "dstRank", "srcRank"):
         if key in kwargs:
             return int(kwargs[key])
-    return next((int(v) for v in taken[1:] if isinstance(v, int)), None)
+    return next((int(v) for v in taken[1:] if isinstance(v, Integral)), None)  # also numpy's
 
 
 def _reduction_among(taken: Sequence[Any]) -> Any:

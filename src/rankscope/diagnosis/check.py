@@ -149,7 +149,7 @@ def _checked(
     _note_stalls(trace, context, candidates)
     words = ended_words(trace.run)
     ended = f"the job was ended from outside: {words}" if words else ""
-    for text in (*trace.happened, trace.unread, ended):
+    for text in (trace.run.get("untested", ""), *trace.happened, trace.unread, ended):
         if text:
             context.coverage.note(text)
     joins: list[Join] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +13,10 @@ from typing import Any
 import rankscope
 from rankscope.capture.device.fusedcache import COMPILER, missing
 from rankscope.doctor.condition import Condition, Status
+from rankscope.record.torchversions import OLDEST_TORCH, is_too_old, untested
 
 __all__ = ["interpreter_conditions"]
 
-OLDEST_TORCH = (2, 8)
 _LIMIT_S = 300.0
 _MARK = "rankscope-doctor:"
 _PROBE = f"""
@@ -79,7 +78,7 @@ def interpreter_conditions(
     torch = _torch(found)
     yield torch
     yield _gpu_kernels(command, found["gpus"])
-    yield from _start_up(found, complaint, torch.status is Status.OK)
+    yield from _start_up(found, complaint, torch.status is not Status.FAILED)
 
 
 def _ask(command: Sequence[str], environ: Mapping[str, str]) -> tuple[dict[str, Any] | None, str]:
@@ -127,15 +126,22 @@ def _rankscope(found: Mapping[str, Any]) -> Condition:
 
 
 def _torch(found: Mapping[str, Any]) -> Condition:
-    oldest = ".".join(map(str, OLDEST_TORCH))
     if "torch" not in found:
         return Condition.failed(
-            "torch", f"cannot be imported: {found['no_torch']}", f"install torch {oldest} or newer"
+            "torch",
+            f"cannot be imported: {found['no_torch']}",
+            f"install torch {OLDEST_TORCH} or newer",
         )
-    numbers = re.match(r"(\d+)\.(\d+)", found["torch"])
-    if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST_TORCH:
+    if is_too_old(found["torch"]):
         return Condition.failed(
-            "torch", f"{found['torch']} is too old", f"install torch {oldest} or newer"
+            "torch", f"{found['torch']} is too old", f"install torch {OLDEST_TORCH} or newer"
+        )
+    if doubt := untested(found["torch"]):
+        return Condition.note(
+            "torch",
+            doubt,
+            "look for a newer rankscope; rankscope doctor --script holds your script"
+            " traced to the same script untraced",
         )
     return Condition.ok("torch", found["torch"])
 

@@ -18,6 +18,7 @@ from rankscope.record.notes import Note
 from rankscope.record.ranklists import others_text, parse_ranks, ranks_text
 from rankscope.record.streams import EndReason, StreamState
 from rankscope.record.timetext import utc_text
+from rankscope.record.torchversions import untested
 from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
 from rankscope.run.jobend import JobEnd
 from rankscope.spool.origin import origin_text
@@ -40,6 +41,7 @@ def run_header(streams: Sequence[RankStream]) -> dict[str, Any]:
         "meshes": _meshes(streams),
         "groups": _groups(streams),
         "versions": _shared(streams, "versions"),
+        **_untested(identities),
         "argv": [str(a) for a in first.get("argv") or ()],
         "settings": _shared(streams, "settings"),
         "environment": _shared(streams, "environment"),
@@ -109,6 +111,12 @@ def _texts(value: Any) -> dict[str, str]:
 
 def _shared(streams: Sequence[RankStream], name: str) -> dict[str, str]:
     return next((_texts(s.identity[name]) for s in streams if s.identity.get(name)), {})
+
+
+def _untested(identities: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    versions = {_texts(each.get("versions")).get("torch", "") for each in identities}
+    doubts = [doubt for version in sorted(versions) if (doubt := untested(version))]
+    return {"untested": "; ".join(doubts)} if doubts else {}
 
 
 def _differing(streams: Sequence[RankStream]) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from rankscope.agent.recorder import Recorder
 from rankscope.agent.values.valuereader import ValueReader
 from rankscope.capture.collectives import (
     FUNCTIONAL,
+    METHODS,
     Groups,
     Issued,
     Where,
@@ -162,18 +163,16 @@ class Collectives:
         where = Where(place.issuer, call_site())
         with invisible():
             is_functional = target is None
+            # What cannot be read is recorded too, as of no known group: left out, it would shift the
+            # numbers of what follows on this rank.
+            issued = unread(_OPERATORS[name] if is_functional else METHODS[name].op, where)
             try:
                 if is_functional:
                     issued = read_functional(_OPERATORS[name], args, kwargs, self._groups, where)
                 else:
                     issued = read_method(name, target, args, kwargs, self._groups, where)
-            except Exception:
-                # Were the call left out, it would shift the numbers of those that follow. The rules
-                # say nothing of what may be of any group.
-                issued = unread(name, where)
+            finally:
                 state.append(self._record(issued, place, is_functional=is_functional))
-                raise
-            state.append(self._record(issued, place, is_functional=is_functional))
 
     def ends(self, state: list[Any], result: Any) -> None:
         """The call returned; a collective with a work to wait for goes on."""
