@@ -61,7 +61,7 @@ class CollectiveTracing:
         self._collectives: Collectives | None = None
         """None until the spool is open."""
         self.awaits_first = False
-        """No step, no run of a pipeline schedule has begun: what is not a message builds a model."""
+        """No step and no run of a schedule has begun: what is not a message builds a model."""
 
     def open(
         self, recorder: Recorder, values: ValueReader, tracer: Tracer, table: ModuleTable
