@@ -206,7 +206,7 @@ def _must_be_defined(reduction: Reduction, dtype: torch.dtype) -> None:
     one = _widened(torch.ones(1, dtype=dtype, device="cpu"))
     try:
         _reduced([replace(reduction, size=2)], iter([one, one]))
-    except RuntimeError as error:  # NotImplementedError included
+    except (RuntimeError, TypeError) as error:  # TypeError: torch 2.15
         raise LayoutError(
             f"Partial({reduction.op}) of {dtype} is not defined in torch: {error}"
         ) from error
