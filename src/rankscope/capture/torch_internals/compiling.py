@@ -25,7 +25,7 @@ _modules, _FX = sys.modules, "torch.fx._symbolic_trace"
 
 def _is_fx_tracing() -> bool:
     fx = _modules.get(_FX)
-    flags = getattr(fx, "_is_fx_tracing_tls", None)  # torch 2.15: a flag for each thread
+    flags = getattr(fx, "_is_fx_tracing_tls", None)  # torch 2.14: a flag for each thread
     return bool(getattr(fx, "_is_fx_tracing_flag", False) or getattr(flags, "flag", False))
 
 
