@@ -163,7 +163,7 @@ def test_a_call_that_cannot_be_read_is_recorded_as_one_of_an_unknown_group(tmp_p
     ]
     assert any("ProcessGroup name not set" in str(node.errors) for node in found.walk())
     (note,) = (n for n in rankscope.check(found).notes if n.startswith("not judged"))
-    assert "rank 0, because 1 collective of theirs names no group" in note
+    assert "rank 0, because 1 collective names no group" in note
 
 
 class GatheringInto(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -42,9 +43,8 @@ class Coverage:
     """True once a value of a module below a root was seen."""
     skipped: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    _lacking: dict[tuple[str, str], list[int]] = field(default_factory=dict)
-    """{(what was issued, the fact that is not known of it): its ranks, one for each time}"""
-    _steps_of_no_mode: int = 0
+    _lacking: dict[tuple[str, str], Counter[int]] = field(default_factory=dict)
+    """{(what it is of, the fact that is not known): how often on each rank, of each step}"""
     _seen: set[int] = field(default_factory=set)
     _looked_at: set[int] = field(default_factory=set)
 
@@ -84,11 +84,14 @@ class Coverage:
             layouts: which values have a layout.
             apart: lines of ranks that work on other data.
         """
-        self._steps_of_no_mode += step_view.mode is Mode.UNKNOWN
+        if step_view.mode is Mode.UNKNOWN:
+            self._lacking.setdefault(("step", "mode"), Counter()).update([step_view.step])
         for issue in issues_of(step_view):
             if issue.lacks:
                 what = "message" if issue.is_message else "collective"
-                self._lacking.setdefault((what, issue.lacks), []).extend(issue.ranks.tolist())
+                self._lacking.setdefault((what, issue.lacks), Counter()).update(
+                    issue.ranks.tolist()
+                )
         for call in step_view.calls:
             for values in call.slots.values():
                 if values.dtype == "python":
@@ -116,26 +119,18 @@ class Coverage:
 
     def unjudged(self) -> Iterator[str]:
         """Yield a line for every fact that rules need and that is not known."""
-        for (what, fact), ranks in [*self._lacking.items()][:_MOST_UNJUDGED]:
-            yield (
-                f"not judged: order of collectives, messages and hangs of {ranks_named(set(ranks))}"
-                f", because {counted(len(ranks), what)} of theirs {_name(len(ranks))} no {fact}"
-            )
-        if self._steps_of_no_mode:
-            steps = counted(self._steps_of_no_mode, "step")
-            yield (
-                "not judged: batches that ranks have in common, and how many steps each rank took, "
-                f"because {steps} {_name(self._steps_of_no_mode)} no mode"
-            )
+        for (what, fact), of in [*self._lacking.items()][:_MOST_UNJUDGED]:
+            unjudged = f"order of collectives, messages and hangs of {ranks_named(set(of))}"
+            if what == "step":
+                unjudged = "batches that ranks have in common, and how many steps each rank took"
+            times = counted(of.total(), what)
+            name = "names" if of.total() == 1 else "name"
+            yield f"not judged: {unjudged}, because {times} {name} no {fact}"
 
     def note(self, text: str) -> None:
         """Keep a remark, once."""
         if text not in self.notes:
             self.notes.append(text)
-
-
-def _name(number: int) -> str:
-    return "names" if number == 1 else "name"
 
 
 def _is_of_other_data(values: SlotValues, apart: Sequence[Array]) -> bool:

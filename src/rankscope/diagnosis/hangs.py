@@ -80,15 +80,14 @@ def ranks_left_open(
     step_views: Sequence[StepView], last: Mapping[int, LastCall], ends: Mapping[int, str]
 ) -> set[int]:
     """Return the ranks that stand in a collective of which it cannot be said who did not come to
-    it: a fact is missing of it, or of something else that a member issued. Arguments as above."""
-    doubtful = {rank for step_view in step_views for rank in ranks_in_doubt(step_view)}
-    stands = {r: each.waiting for r, each in last.items() if ends.get(r) not in ORDERLY}
+    it: a fact is missing of it, or of something else that a member issued."""
+    doubtful = set().union(*map(ranks_in_doubt, step_views))
     return {
         rank
-        for rank, issue in stands.items()
-        if issue is not None
-        and not issue.is_message
-        and (issue.lacks or not doubtful.isdisjoint(issue.members))
+        for rank, each in last.items()
+        if (stands := each.waiting) is not None
+        and not (stands.is_message or ends.get(rank) in ORDERLY)
+        and (stands.lacks or not doubtful.isdisjoint(stands.members))
     }
 
 

@@ -69,7 +69,7 @@ class IssuedCollective:
     def lacks(self) -> str:
         """The fact that the rules need and the trace does not have, "" where it has all."""
         if self.op not in OPS:
-            return f"known op ({self.op})" if self.op else "op"
+            return f"known op ({self.op[:40]!r})" if self.op else "op"
         if not self.facts.get("group"):
             return "group"
         names = ("members", *OPS[self.op])

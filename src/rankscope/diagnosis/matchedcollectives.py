@@ -98,8 +98,6 @@ class MatchedCollectives:
     """{group: {(step, rank): number of its first in that step}}; None where that is not known."""
     _doubtful: set[tuple[int, int]] = field(default_factory=set)
     """(incarnation, rank) that issued what may be one more of any of its groups"""
-    _unnamed: set[int] = field(default_factory=set)
-    """Incarnations with a step of which the mode is not known"""
     _level: dict[_Group, int] = field(default_factory=dict)
     """{group: the first step in which its ranks may stand apart}"""
 
@@ -109,15 +107,15 @@ class MatchedCollectives:
             return
         doubtful = ranks_in_doubt(step_view)
         self._doubtful |= {(step_view.incarnation, rank) for rank in doubtful}
-        if step_view.mode is Mode.UNKNOWN:
-            self._unnamed.add(step_view.incarnation)
+        # where the mode is not known, nor is whether a step before it is missing
+        last = _MOST_ENDS if step_view.mode is Mode.UNKNOWN else step_view.step
         texts = {id(c.ranks): c.ranks for c in step_view.calls if c.phase is not Phase.COLLECTIVE}
         ran = {rank for ranks in texts.values() for rank in ranks.tolist()}
         for rank in ran:
             self._last[step_view.incarnation, rank] = number
             key = step_view.incarnation, rank, int(step_view.mode)
             count, highest = self._steps.get(key, (0, -1))
-            self._steps[key] = count + 1, max(highest, step_view.step)
+            self._steps[key] = count + 1, max(highest, last)
         came: dict[_Group, set[int]] = {}
         counts: dict[_Group, set[int]] = {}
         for issue in known_collectives(step_view):
@@ -207,7 +205,7 @@ class MatchedCollectives:
 
     def _are_whole(self, incarnation: int, ranks: Container[int]) -> bool:
         """True where every step of these ranks was traced, from the first on."""
-        return incarnation not in self._unnamed and all(
+        return all(
             count == highest + 1
             for (own, rank, _), (count, highest) in self._steps.items()
             if own == incarnation and rank in ranks

@@ -13,7 +13,7 @@ from typing import Any
 import rankscope
 from rankscope.capture.device.fusedcache import COMPILER, missing
 from rankscope.doctor.condition import Condition, Status
-from rankscope.record.torchversions import OLDEST_TORCH, is_too_old, untested
+from rankscope.record.torchversions import OLDEST_TORCH, is_older, untested
 
 __all__ = ["interpreter_conditions"]
 
@@ -126,23 +126,13 @@ def _rankscope(found: Mapping[str, Any]) -> Condition:
 
 
 def _torch(found: Mapping[str, Any]) -> Condition:
+    remedy = f"install torch {OLDEST_TORCH} or newer"
     if "torch" not in found:
-        return Condition.failed(
-            "torch",
-            f"cannot be imported: {found['no_torch']}",
-            f"install torch {OLDEST_TORCH} or newer",
-        )
-    if is_too_old(found["torch"]):
-        return Condition.failed(
-            "torch", f"{found['torch']} is too old", f"install torch {OLDEST_TORCH} or newer"
-        )
+        return Condition.failed("torch", f"cannot be imported: {found['no_torch']}", remedy)
+    if is_older(found["torch"], OLDEST_TORCH):
+        return Condition.failed("torch", f"{found['torch']} is too old", remedy)
     if doubt := untested(found["torch"]):
-        return Condition.note(
-            "torch",
-            doubt,
-            "look for a newer rankscope; rankscope doctor --script holds your script"
-            " traced to the same script untraced",
-        )
+        return Condition.note("torch", doubt, "look for a newer rankscope; or try: --script")
     return Condition.ok("torch", found["torch"])
 
 

@@ -19,26 +19,15 @@ ISSUERS = (
 backward pass, an optimizer's step, or nothing that rankscope knows."""
 
 OPS: Final[Mapping[str, tuple[str, ...]]] = {
-    "all_reduce": ("reduce",),
-    "all_reduce_coalesced": ("reduce",),
-    "broadcast": ("src",),
-    "reduce": ("reduce", "dst"),
-    "all_gather": (),
-    "all_gather_coalesced": (),
-    "all_gather_into_tensor": (),
-    "all_gather_into_tensor_coalesced": (),
-    "gather": ("dst",),
-    "scatter": ("src",),
-    "reduce_scatter": ("reduce",),
-    "reduce_scatter_tensor": ("reduce",),
+    "all_reduce": ("reduce",), "all_reduce_coalesced": ("reduce",),
+    "reduce": ("reduce", "dst"), "broadcast": ("src",), "scatter": ("src",), "gather": ("dst",),
+    "all_gather": (), "all_gather_coalesced": (),
+    "all_gather_into_tensor": (), "all_gather_into_tensor_coalesced": (),
+    "reduce_scatter": ("reduce",), "reduce_scatter_tensor": ("reduce",),
     "reduce_scatter_tensor_coalesced": ("reduce",),
-    "all_to_all": (),
-    "all_to_all_single": (),
-    "barrier": (),
-    "monitored_barrier": (),
-    "send": ("peer",),
-    "recv": ("peer",),
-}
+    "all_to_all": (), "all_to_all_single": (), "barrier": (), "monitored_barrier": (),
+    "send": ("peer",), "recv": ("peer",),
+}  # fmt: skip
 """The only list of ops: what each has beside its group and the members of that."""
 MESSAGES: Final = frozenset(op for op, facts in OPS.items() if "peer" in facts)
 

@@ -5,28 +5,21 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ["OLDEST_TORCH", "is_too_old", "untested"]
+__all__ = ["OLDEST_TORCH", "is_older", "untested"]
 
 OLDEST_TORCH: Final = "2.8"
 _NEWEST_TESTED: Final = "2.15"
 
 
-def is_too_old(version: str) -> bool:
-    """True for a torch that ranks cannot be traced with."""
-    return _numbers(version, OLDEST_TORCH) < _numbers(OLDEST_TORCH)
+def is_older(version: str, other: str) -> bool:
+    """True where a version is of a minor release before another's; text without one is of none."""
+    numbers = [re.match(r"(\d+)\.(\d+)", each) for each in (version, other)]
+    one, two = (tuple(map(int, each.groups())) if each else () for each in numbers)
+    return bool(one and two) and one < two
 
 
 def untested(version: str) -> str:
     """Return a sentence on a torch that is newer than every one that was tested, else ""."""
-    if _numbers(version, _NEWEST_TESTED) <= _numbers(_NEWEST_TESTED):
-        return ""
-    return (
-        f"torch {version} is newer than {_NEWEST_TESTED}, the newest that this rankscope was "
-        "tested with: nothing is known to be wrong with it, but nobody has looked"
-    )
-
-
-def _numbers(version: str, otherwise: str = "0.0") -> tuple[int, ...]:
-    """Return major and minor number, those of another version where there are none."""
-    found = re.match(r"(\d+)\.(\d+)", version) or re.match(r"(\d+)\.(\d+)", otherwise)
-    return tuple(map(int, found.groups())) if found else ()
+    said = f"torch {version} is newer than {_NEWEST_TESTED}, the newest that was tested with this "
+    said += "rankscope: nothing is known to be wrong with it, but nobody has looked"
+    return said if is_older(_NEWEST_TESTED, version) else ""

@@ -163,7 +163,7 @@ class Collectives:
         where = Where(place.issuer, call_site())
         with invisible():
             is_functional = target is None
-            # What cannot be read is recorded too, as of no known group: left out, it would shift the
+            # What cannot be read is recorded as of no known group: left out, it would shift the
             # numbers of what follows on this rank.
             issued = unread(_OPERATORS[name] if is_functional else METHODS[name].op, where)
             try:
