@@ -1,10 +1,13 @@
-"""A torch without one of the private names: what rests on the name is lost, and nothing else.
+"""Private names of torch: each is there, or known to be gone. And a torch without one loses what
+rests on the name, and nothing else.
 
-Each case runs in a fork made before rankscope is imported, with the name taken out of torch.
+For the second, each case runs in a fork made before rankscope is imported, with the name taken out
+of torch.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -39,6 +42,73 @@ NAMES = [
 """Private names torch itself can do without in the program below."""
 NEEDED = {"torch._C._is_tracing": (2, 15)}
 """From which version on torch asks for one of them in every call of a module."""
+
+_C10D, _STAGE = (
+    "torch.distributed.distributed_c10d",
+    "torch.distributed.pipelining.stage.PipelineStage",
+)
+_HOOKS, _SCHEDULES = "torch.nn.modules.module", "torch.distributed.pipelining.schedules"
+RESTS_ON = [
+    *NAMES,
+    "torch._C._autograd._get_sequence_nr",
+    "torch._C._current_autograd_node",
+    "torch.autograd.Variable._execution_engine.queue_callback",
+    "torch._guards._TLS",
+    "torch.nn.Module._compiled_call_impl",
+    "torch._dynamo.eval_frame._stance",
+    "torch._dynamo.eval_frame.OptimizedModule",
+    "torch._C.DispatchKeySet.raw_repr",
+    *(f"{_C10D}._world.{name}" for name in ("pg_names", "pg_group_ranks", "pg_map")),
+    "torch._C._distributed_c10d._resolve_process_group",
+    "torch._C._distributed_c10d.ProcessGroup._get_backend",
+    "torch._C._distributed_c10d.Backend._get_sequence_number_for_group",
+    "torch._C._distributed_c10d.Work",
+    "torch._C.Future",
+    "torch.distributed._functional_collectives.AsyncCollectiveTensor",
+    *(f"{_HOOKS}._global_forward_{end}" for end in ("pre_hooks", "hooks")),
+    *(f"{_HOOKS}._global_forward_hooks_{end}" for end in ("always_called", "with_kwargs")),
+    *(f"{_HOOKS}._global_backward_{end}" for end in ("pre_hooks", "hooks")),
+    f"{_HOOKS}._has_any_global_hook",
+    f"{_STAGE}._shape_inference",
+    f"{_STAGE}._forward_metadata_inference",
+    f"{_STAGE}._backward_metadata_inference",
+    *(f"{_SCHEDULES}.PipelineSchedule{kind}.step" for kind in ("Single", "Multi")),
+    "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+    "torch.distributed.fsdp._flat_param.FlatParamHandle.uses_sharded_strategy",
+    "torch._tensor_str.PRINT_OPTS",
+]
+SINCE = {
+    "torch.fx._symbolic_trace._is_fx_tracing_tls": (2, 14),
+    f"{_STAGE}._forward_metadata_inference": (2, 12),
+    f"{_STAGE}._backward_metadata_inference": (2, 12),
+}
+"""The first version that has a name, where 2.8 has it not."""
+UNTIL = {
+    "torch.fx._symbolic_trace._is_fx_tracing_flag": (2, 14),  # `_is_fx_tracing_tls`
+    f"{_STAGE}._shape_inference": (2, 12),  # `_forward_metadata_inference` and its like
+}
+"""The first version that has it no more, beside what is read in its place."""
+
+
+def is_there(name: str) -> bool:
+    """Import as much of a dotted name as is a module, and look the rest up."""
+    parts, value = name.split("."), torch
+    for number, part in enumerate(parts[1:], 2):
+        try:
+            value = importlib.import_module(".".join(parts[:number]))
+        except ImportError:
+            if not hasattr(value, part):
+                return False
+            value = getattr(value, part)
+    return True
+
+
+@pytest.mark.parametrize("name", RESTS_ON)
+def test_a_private_name_that_something_rests_on_is_there(name: str) -> None:
+    """Where this fails, torch has moved a name: find what stands in its place."""
+    since, until = SINCE.get(name, (0,)), UNTIL.get(name, (99,))
+    assert is_there(name) == (torch.__version__ >= since and torch.__version__ < until)
+
 
 _PROGRAM = r"""
 import importlib, io, json, os, sys, traceback
