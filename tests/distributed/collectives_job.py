@@ -367,6 +367,32 @@ def run_careless(folder: str) -> list[float]:
     return value.tolist()
 
 
+class IntoOne(nn.Module):
+    """Receives twice into one tensor before it waits, as stages of torch up to 2.10 greet their
+    neighbours, and twice into the halves of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self) -> None:
+        got = torch.zeros(3 * SIZE)
+        places = [got[:SIZE], got[:SIZE], got[SIZE : 2 * SIZE], got[2 * SIZE :]]
+        works: list[Any] = []
+        for tag, place in enumerate(places):
+            if dist.get_rank():
+                works.append(dist.irecv(place, 0, tag=tag))
+            else:
+                works.append(dist.isend(own(0, tag), 1, tag=tag))
+        for work in works:
+            work.wait()
+
+
+def run_into_one(folder: str) -> None:
+    with rankscope.trace(out=Path(folder) / "trace", steps="all"), torch.no_grad():
+        IntoOne()()
+
+
 class Mistaken(nn.Module):
     """Asks for what gloo refuses: to gather into tensors of another size."""
 

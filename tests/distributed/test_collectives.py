@@ -13,7 +13,10 @@ import torch
 
 import rankscope.tree
 from rankscope.capture.digest import Digester
+from rankscope.diagnosis.check import check
+from rankscope.record.finding import Verdict
 from rankscope.record.ranklists import parse_ranks
+from rankscope.tree.reader import open_trace
 from tests.distributed import collectives_job as job
 from tests.distributed.pool import RankPool
 
@@ -187,6 +190,19 @@ def test_what_nobody_waits_for_in_its_step_is_never_read(ranks: RankPool, tmp_pa
     ((root, _), *_rest) = walk(found["steps"][0]["nodes"])
     (output,) = (slot for slot in root["slots"] if slot["slot"] == "output")
     assert [v["flags"] for v in output["values"]] == [["pending", "structure_only"]]
+
+
+def test_what_two_receives_write_into_one_place_is_known_of_neither(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks.run(job.run_into_one, str(tmp_path), world_size=2)
+    calls = collectives(read(tmp_path / "trace"), 1)
+    assert [call["status"] for call in calls] == ["returned"] * 4
+    first, second, *_ = [value.get("flags") for call in calls for value in call["outputs"]]
+    assert first == second == ["pending", "structure_only"]
+    halves = [value for call in calls[2:] for value in call["outputs"]]
+    assert digests(halves) == [digest_of(job.own(0, tag)) for tag in (2, 3)]
+    assert check(open_trace(tmp_path / "trace")).verdict is Verdict.CLEAN
 
 
 def test_what_a_collective_raises_reaches_the_program_unchanged_and_is_written_down(

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-__all__ = ["InFlight", "memory_of"]
+__all__ = ["InFlight", "memory_of", "overlaps"]
 
 
 class InFlight:
@@ -51,3 +51,22 @@ def memory_of(tensor: torch.Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # nested, functorch: they have none
         return None
+
+
+def overlaps(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
+    """True where one of the tensors lies among the elements of one of the others."""
+    spans = [_span(other) for other in others]
+    for memory, first, end in map(_span, tensors):
+        if memory is not None and any(memory == m and first < e and f < end for m, f, e in spans):
+            return True
+    return False
+
+
+def _span(tensor: torch.Tensor) -> tuple[int | None, int, int]:
+    """Return the storage of a tensor, and its first byte there and the one behind its last."""
+    memory, size = memory_of(tensor), tensor.element_size()
+    if memory is None or not tensor.numel():
+        return None, 0, 0
+    first = int(tensor.storage_offset())
+    last = first + sum((n - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride()))
+    return memory, first * size, (last + 1) * size

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rankscope.agent.collectives.busymemory import memory_of
+from rankscope.agent.collectives.busymemory import memory_of, overlaps
 from rankscope.agent.guard import describe_error
 from rankscope.agent.hooks.callstack import EventPlace
 from rankscope.agent.hooks.pythonstack import call_site
@@ -61,6 +61,8 @@ class _PendingCollective:
     is_functional: bool
     """What it returns is what it writes: there is no work to wait for."""
     is_ended: bool = False
+    is_overwritten: bool = False
+    """Another call may have written the same elements meanwhile: nobody knows what this one did."""
 
 
 @dataclass(eq=False, slots=True)
@@ -248,6 +250,10 @@ class Collectives:
         if self._coalescing.calls is not None:
             self._coalescing.calls.append(call)
         self._read(call, "input", issued.inputs)
+        if any(map(self._values.in_flight.has, call.outputs)):
+            for other in list(self._open.values()):
+                if other is not call and overlaps(call.outputs, other.outputs):
+                    call.is_overwritten = other.is_overwritten = True
         self._values.in_flight.add(call.outputs)
         return call
 
@@ -274,7 +280,10 @@ class Collectives:
             return
         with invisible():
             outputs = self._release(call)
-            self._read(call, "output", outputs)
+            if call.is_overwritten:
+                self._leave_unread(call, outputs)
+            else:
+                self._read(call, "output", outputs)
         self._recorder.exit(call.sequence, issued=call.issued)
         self._values.read_pending()
 
@@ -285,9 +294,8 @@ class Collectives:
         with invisible():
             self._values.forget_pending(call.outputs)
             outputs = self._release(call)
-            if status is CallStatus.NOT_WAITED and call.is_selected and self._values.is_on:
-                for number, tensor in enumerate(outputs):
-                    self._describe(tensor, call, f"output.{number}", _PENDING)
+            if status is CallStatus.NOT_WAITED:
+                self._leave_unread(call, outputs)
         self._recorder.exit(call.sequence, status, text, issued=call.issued)
 
     def _release(self, call: _PendingCollective) -> tuple[torch.Tensor, ...]:
@@ -306,6 +314,11 @@ class Collectives:
                 self._describe(tensor, call, slot)
             elif self._values.wants(slot):
                 self._values.read(tensor, call.sequence, slot, Phase.COLLECTIVE, samples=False)
+
+    def _leave_unread(self, call: _PendingCollective, outputs: tuple[torch.Tensor, ...]) -> None:
+        if call.is_selected and self._values.is_on:
+            for number, tensor in enumerate(outputs):
+                self._describe(tensor, call, f"output.{number}", _PENDING)
 
     def _describe(
         self, tensor: torch.Tensor, call: _PendingCollective, slot: str, flags: int = 0
