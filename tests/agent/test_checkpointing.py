@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
 )
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -46,7 +47,7 @@ def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"use_reentrant": False},
-    "no early stop": {"use_reentrant": False, "early_stop": False},
+    "no early stop": {"use_reentrant": False},
     "selective": {
         "use_reentrant": False,
         "context_fn": lambda: create_selective_checkpoint_contexts(policy),
@@ -60,12 +61,13 @@ class Model(nn.Module):
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
-        self.options = options
+        self.options, self.stops_early = options, options is not KINDS["no early stop"]
         self.layers, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(8, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = checkpoint(layer, x, **self.options)
+            with set_checkpoint_early_stop(self.stops_early):
+                x = checkpoint(layer, x, **self.options)
         return self.head(x)
 
 

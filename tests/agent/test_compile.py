@@ -328,10 +328,13 @@ def test_optimizer_states_made_before_any_forward_are_no_step(tmp_path: Path) ->
 
 def test_where_warnings_are_errors_a_compiled_module_runs_traced(tmp_path: Path) -> None:
     """torch 2.13 warns where a compiled module is called while global hooks are on."""
+    program = Program(wrapped, "eager")
+    program()  # torch's imports add filters
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        program()  # in torch 2.8 each compilation adds one
         before = list(warnings.filters)
-        found = traced_unharmed(Program(wrapped, "eager"), tmp_path / "trace")
+        found = traced_unharmed(program, tmp_path / "trace")
         assert list(warnings.filters) == before
     assert len(found.steps) == 3
 

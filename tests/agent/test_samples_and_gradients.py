@@ -15,6 +15,7 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
 )
 
 from rankscope.record.sketchfactors import factors
@@ -121,11 +122,16 @@ def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Ch
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def recompute_to_the_end(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with set_checkpoint_early_stop(False):
+        return checkpoint(block, x, use_reentrant=False)
+
+
 WAYS: dict[str, Callable[..., torch.Tensor]] = {
     "plain": lambda block, x: block(x),
     "reentrant": partial(checkpoint, use_reentrant=True),
     "non-reentrant": partial(checkpoint, use_reentrant=False),
-    "to the end": partial(checkpoint, use_reentrant=False, early_stop=False),
+    "to the end": recompute_to_the_end,
     "selective": partial(
         checkpoint,
         use_reentrant=False,

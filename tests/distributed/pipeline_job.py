@@ -18,6 +18,7 @@ from torch.distributed.pipelining import (
 )
 
 import rankscope
+from tests.torches import HAS_SCHEDULE_EVAL
 from tests.unharmed import differences, numbers_of
 
 MICRO_BATCHES = 4
@@ -49,12 +50,18 @@ def train(kind: Callable[..., Any], *, evaluates: bool = False) -> Callable[[], 
             losses += run(schedule.step, step)
             optimizer.step()
             if evaluates:  # a schedule of its own: its first run infers shapes once more
-                other = ScheduleGPipe(stage_of(model), MICRO_BATCHES, loss_fn=nn.MSELoss())
+                loss = nn.MSELoss() if HAS_SCHEDULE_EVAL else None
+                other = ScheduleGPipe(stage_of(model), MICRO_BATCHES, loss_fn=loss)
                 with torch.no_grad():
-                    losses += run(other.eval, step)
+                    losses += run(evaluate(other), step, has_loss=HAS_SCHEDULE_EVAL)
         return model, optimizer, losses
 
     return program
+
+
+def evaluate(schedule: Any) -> Callable[..., Any]:
+    """Return what runs a schedule forward alone: `step` of one without a loss in torch 2.8."""
+    return schedule.eval if HAS_SCHEDULE_EVAL else schedule.step
 
 
 def stage_of(model: nn.Module, index: int | None = None, stages: int = 0) -> PipelineStage:
@@ -70,7 +77,7 @@ def infer(kind: Callable[..., Any]) -> Callable[[], Any]:
         schedule = kind(stage_of(model), MICRO_BATCHES)
         with torch.no_grad():
             for step in range(STEPS):
-                run(schedule.eval if step == 1 else schedule.step, step, has_loss=False)
+                run(evaluate(schedule) if step == 1 else schedule.step, step, has_loss=False)
         return model, None, []
 
     return program

@@ -10,6 +10,7 @@ from tests.distributed.pool import RankPool
 from tests.faults.rows import BY_NAME, ROWS
 from tests.faults.runs import HANG, Run, every_run, proved
 from tests.faults.setup import Setup, Shape
+from tests.torches import GLOO_SUMS_FOR_AVERAGES
 
 QUICK = (
     "ddp-bypassed",
@@ -28,7 +29,8 @@ def test_a_fault_is_proved_on_and_disproved_off(ranks: RankPool, tmp_path: Path,
     faulty = Setup(ranks=BY_NAME[name].ranks[0], is_faulty=True)
     assert proved(ranks, Run(name=name, setup=faulty), tmp_path / "on")
     right = Setup(ranks=BY_NAME[name].ranks[0])
-    assert not proved(ranks, Run(name=name, setup=right), tmp_path / "off")
+    is_wrong_in_torch = GLOO_SUMS_FOR_AVERAGES and name == "optimizer-too-early"  # of FSDP2
+    assert bool(proved(ranks, Run(name=name, setup=right), tmp_path / "off")) == is_wrong_in_torch
 
 
 @pytest.mark.soak

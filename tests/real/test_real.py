@@ -17,6 +17,7 @@ from tests.faults.board import is_perfect
 from tests.faults.runs import Outcome, Run, proved, scored
 from tests.faults.setup import Setup, Shape
 from tests.real.rows import ROWS, Bug
+from tests.torches import REFUSES_OUTER_AXES
 
 TABLE = "tests.real.rows"
 
@@ -24,6 +25,8 @@ TABLE = "tests.real.rows"
 def run_of(row: Bug, *, is_faulty: bool) -> Run:
     if not row.is_installed:
         pytest.skip(f"needs {row.package}")
+    if is_faulty and REFUSES_OUTER_AXES and row.name.startswith("other-mesh"):
+        pytest.skip("torch 2.8 refuses this mistake: tensor parallelism over an outer axis")
     setup = Setup(shape=Shape(layers=3, hidden=24), ranks=row.ranks[0], is_faulty=is_faulty)
     return Run(name=row.name, setup=setup, table=TABLE)
 

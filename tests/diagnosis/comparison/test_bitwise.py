@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,9 +92,11 @@ def test_a_last_bit_is_found_where_it_begins_though_diff_calls_it_rounding(tmp_p
     alone = one_process(tmp_path / "alone")
 
     def touched(model: nn.Module) -> None:
-        model.down.register_forward_hook(
-            lambda module, given, made: torch.nextafter(made, made + 1)
-        )
+        def one_bit_up(module: nn.Module, given: Any, made: torch.Tensor) -> torch.Tensor:
+            bare = made.detach()  # nextafter has no derivative in torch 2.8
+            return made + (torch.nextafter(bare, bare + 1) - bare)
+
+        model.down.register_forward_hook(one_bit_up)
 
     found = diff_bitwise(alone, one_process(tmp_path / "touched", touched))
     assert found.first is not None

@@ -19,6 +19,7 @@ from tests.diagnosis.traced import traced
 from tests.distributed.pool import RankPool
 from tests.faults import ranks as rank_jobs
 from tests.faults.setup import Setup
+from tests.torches import GLOO_SUMS_FOR_AVERAGES
 
 DTYPES = ("float32", "bfloat16")
 RIGHT = {
@@ -66,8 +67,12 @@ def test_a_right_program_of_any_topology_is_as_one_process(
     ranks: RankPool, alone: dict[str, Path], name: str, dtype: str, tmp_path: Path
 ) -> None:
     report = compared(alone[dtype], of_row(ranks, name, dtype, tmp_path / "t", size=RIGHT[name]))
-    assert [f.message for f in report.findings] == []
-    assert report.verdict.value == "clean"
+    said = [f.message for f in report.findings]
+    if GLOO_SUMS_FOR_AVERAGES and name.startswith(("fsdp2", "hsdp")):  # so it is not right there
+        assert len(said) == 1 and said[0].startswith("(root): all final gradients are ")
+    else:
+        assert said == []
+        assert report.verdict.value == "clean"
     assert all(same is not False for what, same, _ in report.preflight if what != "dtypes")
     fewest = {"sequence-parallel": 40, "context-parallel": 100, "ddp-compiled": 100}
     assert report.compared >= fewest.get(name, 200)

@@ -164,11 +164,12 @@ class Stepping:
         begins.
         """
         machine, root = self.machine, info.root
-        run = self._schedules.current()
         if is_inferring_shapes():  # no part of any step: what it computes is garbage
             step = max(machine.train, 0)
             is_seen = self.hooks.is_tracing
             return Scope(root, Mode.TRAIN, step, None, is_muted=True) if is_seen else None
+        # asked behind that: gradients are off there in torch 2.8, so the run would be for an eval
+        run = self._schedules.current()
         if root is None:
             return self._loose_scope()
         last = self._train_scope if torch.is_grad_enabled() else self._eval_scope
