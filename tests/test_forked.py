@@ -168,7 +168,7 @@ def test_a_forked_launcher_that_is_killed_takes_its_server_along_and_leaves_its_
 
 
 def test_importing_torch_costs_a_fork_next_to_nothing(tmp_path: Path):
-    """What costs is to run the code of its modules, more than a thousand: a fork runs none again."""
+    """What costs is to run the code of hundreds of modules: a fork runs none of them again."""
     script = tmp_path / "script.py"
     script.write_text("import sys; ran = []\n"
                       "sys.addaudithook(lambda event, _: event == 'exec' and ran.append(1))\n"

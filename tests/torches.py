@@ -35,8 +35,8 @@ PRINTS_WIDE = "PRINT_OPTS.sci_mode is None" not in inspect.getsource(torch._tens
 without it."""
 
 STRIDED_SHARDS_ARE_CUT_EVENLY = TORCH < (2, 10)
-"""`distribute_tensor` and `full_tensor` take a `_StridedShard` whose dim does not divide for another
-than FSDP2 over tensor parallelism makes: what `full_tensor` gathers of that is permuted."""
+"""Where a dim does not divide, `_StridedShard` means other rows than FSDP2 over tensor parallelism
+gives a rank: `full_tensor` of these is permuted."""
 
 RUNS_ZERO_BUBBLE = TORCH >= (2, 10)
 """Else `ScheduleZBVZeroBubble` loses its connections over gloo, on two ranks."""
