@@ -36,7 +36,7 @@ without it."""
 
 STRIDED_SHARDS_ARE_CUT_EVENLY = TORCH < (2, 10)
 """Where a dim does not divide, `_StridedShard` means other rows than FSDP2 over tensor parallelism
-gives a rank: `full_tensor` of these is permuted."""
+gives a rank: `full_tensor` of these has wrong rows."""
 
 RUNS_ZERO_BUBBLE = TORCH >= (2, 10)
 """Else `ScheduleZBVZeroBubble` loses its connections over gloo, on two ranks."""
