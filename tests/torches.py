@@ -7,6 +7,7 @@ holds the running torch to them; users are told in docs/questions.md.
 from __future__ import annotations
 
 import inspect
+import re
 from typing import ClassVar
 
 import torch
@@ -64,3 +65,11 @@ def follows_dicts_in_strict_export() -> bool:
     except torch._dynamo.exc.Unsupported:
         return False
     return True
+
+
+def of_program(stdout: str) -> str:
+    """Return what a program printed, without the lines that gloo of torch 2.8 prints there. Ranks
+    print these at once, so that lines are torn.
+    """
+    gloo = re.compile(r"\[Gloo\]|peer ranks|^\d*$")
+    return "".join(line + "\n" for line in stdout.splitlines() if not gloo.search(line))

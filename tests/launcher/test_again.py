@@ -15,6 +15,7 @@ import rankscope
 from tests import forked
 from tests.launcher.ways import BIN, installed
 from tests.ports import free_port
+from tests.torches import of_program
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.launch, pytest.mark.xdist_group("again"), installed]
@@ -207,6 +208,6 @@ def test_blocks_of_several_ranks_one_after_the_other_open_each_its_own_folder(pl
         text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [
+    assert sorted(of_program(done.stdout).splitlines()) == [
         "blocks 2", "blocks 2", "blocks-2 2", "blocks-2 2"
     ], done.stderr  # fmt: skip

@@ -34,6 +34,7 @@ from rankscope.tree.views import Trace
 from tests.faults.model import GPT
 from tests.faults.setup import Shape
 from tests.page.papertraces import PAPER
+from tests.torches import GLOO_SUMS_FOR_AVERAGES
 
 OF_CHECK = ["clean", "pipeline", "nonfinite-origin", "replica-mismatch", *PAPER]
 
@@ -227,6 +228,9 @@ def test_a_page_of_two_runs_tells_errors_in_units_of_noise(trace_of) -> None:
     assert (before <= DistanceClass.BELOW).all()
 
 
+@pytest.mark.skipif(
+    GLOO_SUMS_FOR_AVERAGES, reason="FSDP2's gradients over gloo are wrong in torch 2.8"
+)
 def test_two_topologies_that_agree_have_no_cell_above_noise(trace_of) -> None:
     folder = trace_of("diff-topologies")
     page, report = diff_page(open_trace(folder / "reference"), open_trace(folder / "trace"))
