@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 from tests import forked
 from tests.ports import free_port
+from tests.torches import of_program
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RANKS = {
@@ -115,7 +116,7 @@ def test_losses_gradients_parameters_and_random_state_are_bitwise_those_of_an_un
         train(name, tmp_path / "plain", *options),
         train_traced(name, tmp_path / "traced", *options, out=tmp_path / "trace"),
     ]
-    plain, traced = map(stdout_of, jobs)
+    plain, traced = (of_program(stdout_of(job)) for job in jobs)
     if name in FIRST_LOSS:
         assert plain.startswith(f"step 0 loss {FIRST_LOSS[name]}")
     assert traced == plain
