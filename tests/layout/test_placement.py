@@ -150,7 +150,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, init_device_mesh
-from torch.distributed.tensor.placement_types import _MaskPartial
+from torch.distributed.tensor import placement_types
+if not hasattr(placement_types, "_MaskPartial"):  # torch 2.8 keeps it elsewhere
+    from torch.distributed.tensor._ops import _embedding_ops
+    placement_types._MaskPartial = _embedding_ops._MaskPartial
+_MaskPartial = placement_types._MaskPartial
 import rankscope
 from rankscope.layout.placement import parse_placement
 from rankscope.layout.plan import plan_assembly
