@@ -154,6 +154,7 @@ from torch.distributed.tensor import placement_types
 if not hasattr(placement_types, "_MaskPartial"):  # torch 2.8 keeps it elsewhere
     from torch.distributed.tensor._ops import _embedding_ops
     placement_types._MaskPartial = _embedding_ops._MaskPartial
+    placement_types._MaskPartial.__module__ = placement_types.__name__
 _MaskPartial = placement_types._MaskPartial
 import rankscope
 from rankscope.layout.placement import parse_placement
