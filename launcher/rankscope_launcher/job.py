@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from rankscope.capture.device.hostgpus import compilers_of_host
-from rankscope.capture.kernel import build as build_kernel
+from rankscope.capture.kernel import prepare as prepare_kernel
 from rankscope.errors import RankscopeError, SettingError
 from rankscope.gather.log import ExitOutcome
 from rankscope.run.companions import (
@@ -135,7 +135,8 @@ class TracedJob:
             raise SettingError(
                 f"--rs-ranks selects none of the {shape.world_size} ranks of this job"
             )
-        build_kernel()  # before any rank runs: they only load it
+        if slower := prepare_kernel():  # before any rank runs: they only load it
+            say(slower)
         for complaint in start_extras(compilers_of_host()):
             say(f"{complaint}: torch operations take the digests on GPUs, which is slower")
         launch = f"{shape.run_id}/{os.uname().nodename}/{os.getpid()}/{time.time_ns()}"

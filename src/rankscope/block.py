@@ -29,7 +29,7 @@ from rankscope.agent.values.tensorpolicy import (
 )
 from rankscope.agent.values.tensorstore import free_disk_share
 from rankscope.assembly.rankstreams import StreamBytes
-from rankscope.capture.kernel import build as build_kernel
+from rankscope.capture.kernel import prepare as prepare_kernel
 from rankscope.chunks.scratch import HeldBytes, Scratch
 from rankscope.chunks.writing import ByteArray
 from rankscope.errors import RankscopeError, SettingError, SpoolError
@@ -218,7 +218,8 @@ class _TracedBlock:
         look: Look | None,
         rank_recorder: Callable[[SpoolWriter], Recorder] | None,
     ) -> None:
-        build_kernel()
+        if slower := prepare_kernel():
+            say(slower)
         with ExitStack() as made:  # undone where anything in here fails
             identity = who_am_i()
             run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"

@@ -125,10 +125,8 @@ class Run:
         done.write_text("".join(f"{one['test']}\n" for one in self._outcomes()))
         began = time.monotonic()
         before = json.loads(self._state.read_text())["minutes"] if self._state.exists() else 0
-        files = [
-            f"--outcomes={self._log}",
-            f"--done={done}",
-        ]  # else a file leads to another rootdir
+        # written with "=": pytest would take the files for tests, and look for its settings above
+        files = [f"--outcomes={self._log}", f"--done={done}"]
         python = str(self._tree / ".venv/bin/python")
         plugin = ["-m", "pytest", "-p", "tests.lab.outcomes", "-p", "no:cacheprovider"]
         try:

@@ -26,7 +26,7 @@ from rankscope.agent.rendezvous import (
     publish,
 )
 from rankscope.capture.device.hostgpus import compilers_of_host
-from rankscope.capture.kernel import build as build_kernel
+from rankscope.capture.kernel import prepare as prepare_kernel
 from rankscope.errors import FolderBusyError, SpoolError
 from rankscope.record.streams import RankIdentity
 from rankscope.run.companions import (
@@ -101,7 +101,8 @@ def find_or_prepare_run(
     run_folder, lock = _wait_for_lock(base, key)
     try:
         if not (run_folder / RUN_NAME).exists():
-            build_kernel()
+            if slower := prepare_kernel():
+                say(slower)
             start_extras(compilers_of_host())  # without them torch operations take the digests
             _prepare(settings, identity, run_folder, environ, store, which)
         _ensure_companions(settings, run_folder, read_run_header(run_folder))

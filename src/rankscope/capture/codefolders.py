@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["code_folders", "is_off", "is_ours", "is_safe", "made_folders"]
+__all__ = ["code_folders", "is_off", "is_ours", "is_safe", "made_folders", "no_folder"]
 
 
 def is_off() -> bool:
@@ -43,6 +43,15 @@ def is_ours(path: Path) -> bool:
         and not status.st_mode & 0o022
         and (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode))
     )
+
+
+def no_folder() -> str:
+    """Return why no compiled code of ours can lie on this host, "" where it can."""
+    if is_off():
+        return "RANKSCOPE_KERNEL switches compiled code off"
+    if next(made_folders(), None) is None:
+        return f"none of the folders {[*map(str, code_folders())]} can be this user's alone"
+    return ""
 
 
 def made_folders() -> Iterator[Path]:

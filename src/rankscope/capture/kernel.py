@@ -21,10 +21,17 @@ import time
 from pathlib import Path
 from typing import Final
 
-from rankscope.capture.codefolders import code_folders, is_off, is_ours, is_safe, made_folders
+from rankscope.capture.codefolders import (
+    code_folders,
+    is_off,
+    is_ours,
+    is_safe,
+    made_folders,
+    no_folder,
+)
 from rankscope.capture.kernelcalls import Kernel, gives_numpys_numbers
 
-__all__ = ["build", "load"]
+__all__ = ["build", "load", "prepare", "why_none"]
 
 _SOURCE: Final = Path(__file__).with_name("kernel.c")
 _FLAGS: Final = (
@@ -36,6 +43,7 @@ _TARGETS: Final = (("-march=native",), ("-mcpu=native",), ())
 _BUILD_TIMEOUT_S: Final = 30.0
 
 _TRUSTED: Final[dict[Path, Kernel]] = {}
+_TOLD: Final[set[str]] = set()
 
 
 def build() -> Path | None:
@@ -62,6 +70,25 @@ def build() -> Path | None:
             if _compile(compiler, folder / name, deadline):
                 return folder / name
     return None
+
+
+def prepare() -> str:
+    """Build the kernel; return what a user has to know where there is none, once; else ""."""
+    if build() is not None or is_off() or (reason := why_none()) in _TOLD:
+        return ""
+    _TOLD.add(reason)
+    return f"{reason}: numpy takes the digests on CPU, about three times slower; rankscope doctor"
+
+
+def why_none() -> str:
+    """Return why `build` gave no kernel."""
+    if reason := no_folder():
+        return reason
+    compiler = _compiler()
+    if compiler is None:
+        return "there is no C compiler"
+    folder = next(made_folders())
+    return f"what {compiler[0]} compiles in {folder} does not load (noexec?) or gives other numbers"
 
 
 def load() -> Kernel | None:

@@ -7,11 +7,12 @@ import resource
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from rankscope.capture.kernel import build as build_kernel
+from rankscope.capture.kernel import why_none
 from rankscope.doctor.condition import Condition
 from rankscope.errors import RankscopeError
 from rankscope.run.companions import ipc_address
@@ -167,17 +168,16 @@ def clock_from(wall: float, wall_s: float, steady_s: float, hosts: int) -> Condi
     return Condition.ok("clock", f"wall and monotonic clock agree{others}")
 
 
-def kernel(environ: Mapping[str, str] = os.environ) -> Condition:
+def kernel() -> Condition:
     """Say what takes the digests on CPU; compiles the kernel where that has not been done yet."""
     path = build_kernel()
     if path is not None:
         return Condition.ok("kernel", str(path))
-    switched_off = environ.get("RANKSCOPE_KERNEL", "")
-    why = f"RANKSCOPE_KERNEL={switched_off}" if switched_off else "no C compiler, or no safe cache"
     return Condition.note(
         "kernel",
-        f"{why}: numpy takes the digests, about three times slower, with the same numbers",
-        "unset RANKSCOPE_KERNEL" if switched_off else "install gcc or clang, or set CC",
+        f"{why_none()}: numpy takes the digests, about three times slower, with the same numbers",
+        "unset RANKSCOPE_KERNEL, install gcc or clang, set CC, or have XDG_CACHE_HOME name a "
+        "folder of yours whose programs may run",
     )
 
 

@@ -73,7 +73,7 @@ def job_conditions(
         yield leftovers(settings)
     yield descriptors(local_ranks, question.hosts)
     yield clock(question.hosts)
-    yield kernel(environ)
+    yield kernel()
 
 
 def _ranks(environ: Mapping[str, str]) -> Condition:

@@ -23,7 +23,14 @@ from typing import Any, Final, NamedTuple
 
 import msgpack  # type: ignore[import-untyped]
 
-from rankscope.capture.codefolders import code_folders, is_off, is_ours, is_safe, made_folders
+from rankscope.capture.codefolders import (
+    code_folders,
+    is_off,
+    is_ours,
+    is_safe,
+    made_folders,
+    no_folder,
+)
 
 __all__ = [
     "COMPILER",
@@ -171,12 +178,10 @@ def obstacle(architecture: str = "") -> str:
     """Return why kernels cannot be compiled here, "" where they may be; of an architecture, also
     what this Triton failed to compile for it.
     """
-    if is_off():
-        return "RANKSCOPE_KERNEL switches compiled code off"
+    if reason := no_folder():
+        return reason
     if not triton_version():
         return "Triton is not installed"
-    if next(made_folders(), None) is None:
-        return f"none of the folders {[*map(str, code_folders())]} can be this user's alone"
     for held in _saved(f"{architecture}-{_source_key()}.failure"):
         with contextlib.suppress(KeyError, TypeError):
             return str(held["sentence"]) if held["triton"] == triton_version() else ""
