@@ -39,14 +39,15 @@ def shard_order(spec: object) -> tuple[int, ...] | None:
     """Return the mesh axes in the order in which they cut, None for their own order.
 
     Newer torch can shard a dim over axes in another order than the mesh's; without the field the
-    order is the mesh's.
+    order is the mesh's. A strided shard says the order itself: torch 2.10 has both for FSDP2 over
+    tensor parallelism.
     """
     order = getattr(spec, "shard_order", None)
-    if not order:
+    if not order or all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in order):
         return None
-    axes = [axis for entry in order for axis in entry.mesh_dims]
-    is_sorted = all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in order)
-    return None if is_sorted else tuple(axes)
+    if any(type(each).__name__ == "_StridedShard" for each in getattr(spec, "placements", ())):
+        return None
+    return tuple(axis for entry in order for axis in entry.mesh_dims)
 
 
 def mesh_ranks(mesh: Any) -> tuple[int, ...]:
