@@ -66,16 +66,17 @@ def map_file(descriptor: int, nbytes: int, **how: int) -> mmap.mmap:
     """
     if sys.version_info >= (3, 13):
         return mmap.mmap(descriptor, nbytes, trackfd=False, **how)
-    # it keeps a duplicate: not as 0 to 2, where a program that closed its stdout would write
-    low = []
-    try:
-        while (number := os.dup(descriptor)) < 3:
-            low.append(number)
-        os.close(number)
-        return mmap.mmap(descriptor, nbytes, **how)
-    finally:
-        for number in low:
+    else:
+        # it keeps a duplicate: not as 0 to 2, where a program that closed its stdout would write
+        low = []
+        try:
+            while (number := os.dup(descriptor)) < 3:
+                low.append(number)
             os.close(number)
+            return mmap.mmap(descriptor, nbytes, **how)
+        finally:
+            for number in low:
+                os.close(number)
 
 
 def leave_mapping(mapped: mmap.mmap, identity: Identity, *, but: int = -1) -> bool:
@@ -87,10 +88,10 @@ def leave_mapping(mapped: mmap.mmap, identity: Identity, *, but: int = -1) -> bo
         identity: of its file.
         but: a descriptor of that file that is not the duplicate.
     """
-    if sys.version_info >= (3, 13) or _is_open(identity, but):
-        return True
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapped))
-    return False
+    if sys.version_info < (3, 13) and not _is_open(identity, but):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapped))
+        return False
+    return True
 
 
 def _is_open(identity: Identity, but: int) -> bool:
