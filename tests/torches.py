@@ -39,7 +39,13 @@ STRIDED_SHARDS_ARE_CUT_EVENLY = TORCH < (2, 10)
 """Where a dim does not divide, `_StridedShard` means other rows than FSDP2 over tensor parallelism
 gives a rank: `full_tensor` of these has wrong rows."""
 
-RUNS_ZERO_BUBBLE = TORCH >= (2, 10)
+GATHERS_STRIDED_SHARDS = TORCH not in ((2, 10), (2, 11))
+"""Else `full_tensor` of a `_StridedShard` raises, but for the form that FSDP2 makes."""
+
+KEEPS_GROUPS = TORCH in ((2, 11), (2, 12))
+"""A mesh of an earlier call, and the threads of its groups, outlive every cache that is emptied."""
+
+RUNS_ZERO_BUBBLE = TORCH >= (2, 12)
 """Else `ScheduleZBVZeroBubble` loses its connections over gloo, on two ranks."""
 
 REFUSES_OUTER_AXES = TORCH < (2, 9)

@@ -26,7 +26,12 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from rankscope.capture.describe import Describer
 from rankscope.capture.invisible import invisible
 from rankscope.layout.plan import Piece
-from tests.torches import GATHERS_COMPLEX, PADS_EMPTY, STRIDED_SHARDS_ARE_CUT_EVENLY
+from tests.torches import (
+    GATHERS_COMPLEX,
+    GATHERS_STRIDED_SHARDS,
+    PADS_EMPTY,
+    STRIDED_SHARDS_ARE_CUT_EVENLY,
+)
 
 _COMPLEX = [torch.complex64]
 GATHERED = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
@@ -153,7 +158,11 @@ def torch_gathers(mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
         if isinstance(placement, Shard | _StridedShard) and mesh.size(axis) > 1:
             by_dim.setdefault(placement.dim, []).append((axis, placement))
     for cuts in by_dim.values():
-        if len(cuts) == 1 or not any(isinstance(p, _StridedShard) for _, p in cuts):
+        if not any(isinstance(p, _StridedShard) for _, p in cuts):
+            continue
+        if len(cuts) == 1:
+            if not GATHERS_STRIDED_SHARDS:
+                return False
             continue
         (_, outer), (inner_axis, inner), *more = cuts
         is_fsdp = (

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.distributed.pool import RankFailure, RankPool
+from tests.torches import KEEPS_GROUPS
 
 
 def gathers(value: int) -> list[int]:
@@ -107,6 +108,7 @@ def threads() -> int:
     return len([*Path("/proc/self/task").iterdir()])
 
 
+@pytest.mark.xfail(KEEPS_GROUPS, reason="torch 2.11 and 2.12 keep meshes", strict=True)
 def test_groups_of_earlier_calls_leave_no_thread_behind(ranks: RankPool):
     """Each call has a shape of its own: torch keeps what it has learnt of a shape, mesh and all."""
     counts = []
