@@ -127,10 +127,14 @@ def test_a_trace_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 
 def test_several_hosts_need_a_trace_folder_that_all_of_them_see(tmp_path: Path) -> None:
     settings = {"spool": str(tmp_path), "spool_bytes": "1M"}
-    found = wrong(job_conditions(Question(settings=settings, hosts=2), PLAIN), "leftovers")
+    found = wrong(
+        job_conditions(Question(settings=settings, hosts=2), PLAIN), "leftovers", "kernel"
+    )
     names(found, "trace folder", "the same on every host")
     settings["out"] = str(tmp_path / "trace")
-    found = wrong(job_conditions(Question(settings=settings, hosts=2), PLAIN), "leftovers")
+    found = wrong(
+        job_conditions(Question(settings=settings, hosts=2), PLAIN), "leftovers", "kernel"
+    )
     assert list(found) == ["trace folder"] and found["trace folder"].status is Status.NOTE
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from rankscope.capture.codefolders import is_off
 from rankscope.capture.kernel import build as build_kernel
 from rankscope.capture.kernel import why_none
 from rankscope.doctor.condition import Condition
@@ -176,8 +177,9 @@ def kernel() -> Condition:
     return Condition.note(
         "kernel",
         f"{why_none()}: numpy takes the digests, about three times slower, with the same numbers",
-        "unset RANKSCOPE_KERNEL, install gcc or clang, set CC, or have XDG_CACHE_HOME name a "
-        "folder of yours whose programs may run",
+        "unset RANKSCOPE_KERNEL"
+        if is_off()
+        else "install gcc or clang, set CC, or name an executable cache by XDG_CACHE_HOME",
     )
 
 
