@@ -45,6 +45,11 @@ GATHERS_STRIDED_SHARDS = TORCH not in ((2, 10), (2, 11))
 KEEPS_GROUPS = TORCH in ((2, 11), (2, 12))
 """A mesh of an earlier call, and the threads of its groups, outlive every cache that is emptied."""
 
+RUNS_PIPELINES = TORCH != (2, 9)
+"""Else a rank aborts in gloo before the first forward: to greet each other, stages send 8 bytes and
+receive 4."""
+NO_PIPELINES = "pipeline stages of torch 2.9 abort over gloo when they greet each other"
+
 RUNS_ZERO_BUBBLE = TORCH >= (2, 12)
 """Else `ScheduleZBVZeroBubble` loses its connections over gloo, on two ranks."""
 
