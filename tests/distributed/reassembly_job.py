@@ -153,16 +153,19 @@ def torch_gathers(mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
     """False for dims cut along two axes, once strided: there torch 2.13's full_tensor raises, hangs
     or permutes, except in the one form that FSDP2 makes.
     """
+    if not GATHERS_STRIDED_SHARDS and any(isinstance(p, _StridedShard) for p in placements):
+        return (
+            mesh.ndim == 2
+            and mesh.size(0) > 1
+            and mesh.size(1) > 1
+            and placements == [_StridedShard(0, split_factor=mesh.size(1)), Shard(0)]
+        )
     by_dim: dict[int, list[tuple[int, Placement]]] = {}
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard | _StridedShard) and mesh.size(axis) > 1:
             by_dim.setdefault(placement.dim, []).append((axis, placement))
     for cuts in by_dim.values():
-        if not any(isinstance(p, _StridedShard) for _, p in cuts):
-            continue
-        if len(cuts) == 1:
-            if not GATHERS_STRIDED_SHARDS:
-                return False
+        if len(cuts) == 1 or not any(isinstance(p, _StridedShard) for _, p in cuts):
             continue
         (_, outer), (inner_axis, inner), *more = cuts
         is_fsdp = (

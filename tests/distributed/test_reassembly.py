@@ -19,6 +19,7 @@ from rankscope.layout.plan import AssemblyPlan, plan_assemblies
 from rankscope.tensors.rebuild import assemble
 from tests.distributed.pool import RankPool
 from tests.distributed.reassembly_job import Case, run
+from tests.torches import GATHERS_STRIDED_SHARDS
 
 CASES = 90
 EPSILONS = 8
@@ -62,7 +63,7 @@ def test_every_shard_and_replica_gives_what_full_tensor_gives_bit_for_bit(
             assert is_same(tensor, case.full), case.name
             compared[case.name.split()[0]] += 1
     assert compared["shards"] > 100
-    assert compared["strided"] > 100
+    assert compared["strided"] > (100 if GATHERS_STRIDED_SHARDS else 20)
     assert compared["fsdp"] > 20
     assert compared["tp"] > 20
     assert compared["both"] > 20
