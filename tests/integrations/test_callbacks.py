@@ -19,7 +19,7 @@ pytestmark = [installed, pytest.mark.launch, pytest.mark.xdist_group("frameworks
 
 TRAINER = Path(__file__).with_name("trainer_job.py")
 LIGHTNING = Path(__file__).with_name("lightning_job.py")
-TWO = [TORCHRUN, "--nproc-per-node", "2"]
+TWO = [*TORCHRUN, "--nproc-per-node", "2"]
 
 
 def run(command: list[str | Path], out: Path, **given: str) -> subprocess.CompletedProcess[str]:

@@ -7,13 +7,12 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from rankscope import open_trace
-from tests.launcher.ways import installed
+from tests.launcher.ways import TORCHRUN, installed
 
 pytestmark = [
     installed,
@@ -50,15 +49,8 @@ def assets(tmp_path: Path) -> Path:
 
 
 def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    command += [str(HERE / "titan_job.py"), "--module", "titan_job", "--config", "tiny"]
+    command = [*TORCHRUN, "--nproc-per-node", "2", str(HERE / "titan_job.py")]
+    command += ["--module", "titan_job", "--config", "tiny"]
     command += ["--training.steps", "3", "--training.seq-len", "32"]
     command += ["--training.local-batch-size", "2", "--training.global-batch-size", "8"]
     command += ["--training.disable-cuda-graphs", "--parallelism.spmd-backend", "full_dtensor"]

@@ -6,14 +6,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from rankscope import open_trace
-from tests.launcher.ways import installed
+from tests.launcher.ways import TORCHRUN, installed
 
 pytestmark = [
     installed,
@@ -29,16 +28,7 @@ JOB = Path(__file__).with_name("verl_job.py")
 
 def train(folder: Path, tool: str, **variables: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            str(JOB),
-        ]
-        + [tool, str(folder / "profiles")],
+        [*TORCHRUN, "--nproc-per-node", "2", str(JOB), tool, str(folder / "profiles")],
         capture_output=True,
         text=True,
         timeout=300,

@@ -75,7 +75,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
         ),
         (
             start,
-            [*TORCHRUN, "--logs-specs", "rankscope", "--standalone", "--nproc-per-node", "2"]
+            [*TORCHRUN, "--logs-specs", "rankscope", "--nproc-per-node", "2"]
             + ["--no-python", sys.executable, "-I", "-c", ISOLATED],
             {},
         ),
