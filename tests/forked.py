@@ -30,7 +30,10 @@ __all__ = ["Popen", "run"]
 
 _AT_START = ("PYTHON", "TORCH", "OMP_", "MKL_", "LD_")
 """Variables that are read when a process starts begin with these,"""
-_LATER = ("PYTHONPATH", "PYTHONSAFEPATH", "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_DIST_INIT_BARRIER")
+_LATER = (
+    *("PYTHONPATH", "PYTHONSAFEPATH", "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_DIST_INIT_BARRIER"),
+    "TORCHINDUCTOR_CACHE_DIR",  # set by the first compilation, and read by each
+)
 """except for these."""
 _CAN_FORK = sys.platform == "linux" and platform.machine() in {"x86_64", "aarch64"}
 _ROOM = 32768
