@@ -135,8 +135,7 @@ class TracedJob:
             raise SettingError(
                 f"--rs-ranks selects none of the {shape.world_size} ranks of this job"
             )
-        if slower := prepare_kernel():  # before any rank runs: they only load it
-            say(slower)
+        prepare_kernel(say)  # before any rank runs: they only load it
         for complaint in start_extras(compilers_of_host()):
             say(f"{complaint}: torch operations take the digests on GPUs, which is slower")
         launch = f"{shape.run_id}/{os.uname().nodename}/{os.getpid()}/{time.time_ns()}"

@@ -218,8 +218,7 @@ class _TracedBlock:
         look: Look | None,
         rank_recorder: Callable[[SpoolWriter], Recorder] | None,
     ) -> None:
-        if slower := prepare_kernel():
-            say(slower)
+        prepare_kernel(say)
         with ExitStack() as made:  # undone where anything in here fails
             identity = who_am_i()
             run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"

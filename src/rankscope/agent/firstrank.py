@@ -101,8 +101,7 @@ def find_or_prepare_run(
     run_folder, lock = _wait_for_lock(base, key)
     try:
         if not (run_folder / RUN_NAME).exists():
-            if slower := prepare_kernel():
-                say(slower)
+            prepare_kernel(say)
             start_extras(compilers_of_host())  # without them torch operations take the digests
             _prepare(settings, identity, run_folder, environ, store, which)
         _ensure_companions(settings, run_folder, read_run_header(run_folder))

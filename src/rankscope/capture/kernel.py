@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -72,12 +73,11 @@ def build() -> Path | None:
     return None
 
 
-def prepare() -> str:
-    """Build the kernel; return what a user has to know where there is none, once; else ""."""
-    if build() is not None or is_off() or (reason := why_none()) in _TOLD:
-        return ""
-    _TOLD.add(reason)
-    return f"{reason}: numpy takes the digests on CPU, about three times slower; rankscope doctor"
+def prepare(say: Callable[[str], object]) -> None:
+    """Build the kernel; say once what a user has to know where there is none."""
+    if build() is None and not is_off() and (reason := why_none()) not in _TOLD:
+        _TOLD.add(reason)
+        say(f"{reason}: numpy takes the digests on CPU, about three times slower; rankscope doctor")
 
 
 def why_none() -> str:

@@ -206,9 +206,9 @@ def _of_the_end(trace: Trace, steps: Sequence[Step], context: CheckContext) -> I
     behind = {rank for rank, how in ends_of(trace).items() if how not in ORDERLY}
     behind -= {rank for step in final for rank in _ranks_of(step)}
     for step in of_life[-_LAST_STEPS - 1 : -_MOST_LOOKED_AT : -1] if behind else ():
-        if behind & _ranks_of(step):  # a rank that others did not wait for may have ended long ago
+        if ran := behind & _ranks_of(step):  # one that others did not wait for may have ended early
             final.insert(0, step)
-            behind -= _ranks_of(step)
+            behind -= ran
     return ended_badly(trace, context, [step_view_of(step, context.columns) for step in final])
 
 
