@@ -20,7 +20,9 @@ from rankscope.agent.collectives.interception import CollectiveWatch
 from rankscope.agent.guard import Guard
 from rankscope.agent.hooks.callstack import OpenCall, Scope
 from rankscope.agent.hooks.modules import ModuleTable
+from rankscope.capture.collectives import FUNCTIONAL, METHODS
 from rankscope.record.call import Mode
+from rankscope.record.collective import OPS
 from rankscope.record.phases import Phase
 from rankscope.tree.views import Node, Trace
 
@@ -187,6 +189,12 @@ def test_a_gather_into_one_tensor_is_a_collective(tmp_path: Path) -> None:
     facts = node.data["collective"]
     assert (facts["op"], facts["dst"], node.status) == ("gather_into_tensor", 0, "raised")
     assert [slot.slot for slot in node.slots] == ["input.0"]
+
+
+def test_every_op_that_is_recorded_is_one_that_rules_know() -> None:
+    """Else a report would call an op of today unknown, and leave its collectives unjudged."""
+    assert {form.op for form in METHODS.values()} | {*FUNCTIONAL.values()} == OPS.keys()
+    assert all(form.root in OPS[form.op] for form in METHODS.values() if form.root)
 
 
 class Listener:

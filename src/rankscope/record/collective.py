@@ -20,7 +20,8 @@ backward pass, an optimizer's step, or nothing that rankscope knows."""
 
 OPS: Final[Mapping[str, tuple[str, ...]]] = {
     "all_reduce": ("reduce",), "all_reduce_coalesced": ("reduce",),
-    "reduce": ("reduce", "dst"), "broadcast": ("src",), "scatter": ("src",), "gather": ("dst",),
+    "reduce": ("reduce", "dst"), "broadcast": ("src",), "scatter": ("src",),
+    "gather": ("dst",), "gather_into_tensor": ("dst",),
     "all_gather": (), "all_gather_coalesced": (),
     "all_gather_into_tensor": (), "all_gather_into_tensor_coalesced": (),
     "reduce_scatter": ("reduce",), "reduce_scatter_tensor": ("reduce",),
