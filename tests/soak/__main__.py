@@ -44,7 +44,7 @@ def main() -> int:
     given = parser.parse_args()
     in_namespace("tests.soak")
     if not can_mount():
-        print("without the right to mount: no faults of disks and clocks", file=sys.stderr)
+        print("no right to mount, or no mkfs.ext4: no faults of disks and clocks", file=sys.stderr)
     folder = Path(tempfile.mkdtemp(prefix="soak-")) if given.keep is None else given.keep
     folder.mkdir(exist_ok=True)
     if given.hosts and not can_have_hosts():

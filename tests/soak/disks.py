@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,11 +20,15 @@ _SHUTDOWN = 0x8004587D
 
 
 def in_namespace(module: str) -> None:
-    """Start this program again in a mount namespace of its own, where that is allowed."""
+    """Start this program again in a mount namespace of its own, where that is allowed and disks
+    can be made.
+    """
     if _MARK in os.environ:
         return
+    os.environ["PATH"] += ":/usr/sbin:/sbin"  # what root alone uses may lie nowhere else
     way = ["unshare", "--mount", "--propagation", "private"]
     allowed = subprocess.run([*way, "true"], capture_output=True, check=False).returncode == 0
+    allowed &= shutil.which("mkfs.ext4") is not None
     os.environ[_MARK] = "yes" if allowed else "no"
     if allowed:
         os.execvp(way[0], [*way, sys.executable, "-m", module, *sys.argv[1:]])
