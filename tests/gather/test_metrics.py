@@ -97,7 +97,8 @@ def test_a_job_that_runs_is_counted_also_behind_a_killed_collector(
 
 def test_a_hang_is_a_finding_of_its_kind(launch: Callable[..., Launch]) -> None:
     port = free_port()
-    job = launch(["ok", "skips"], "--rs-metrics", port, "--rs-stall-seconds", 2)
+    # noticed after 1 s, when nobody has stood in a collective for the 3 s that make a hang
+    job = launch(["ok", "skips"], "--rs-metrics", port, "--rs-stall-seconds", 1)
     assert wait_until(lambda: number(port, "stalls") == 1), job.logs
     assert wait_until(lambda: number(port, "findings", "hang") == 1), job.logs
     assert number(port, "oldest_record_age_seconds") > 2

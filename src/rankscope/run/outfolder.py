@@ -122,10 +122,11 @@ def take_out(
     """
     text = f"{socket.gethostname()} {maker}"
     for number in range(_TRIES):
+        path = free_out(out, is_shared=is_shared)
+        # asked afterwards: a sibling that another host has claimed by now is not passed over
         chosen = _chosen_before(out, run_id) if is_shared else None
         if chosen is not None:
             return prepare_out(chosen, is_shared=True), []
-        path = free_out(out, is_shared=is_shared)
         made = missing_folders(path)
         try:
             prepare_out(path, is_shared=is_shared)
@@ -169,7 +170,18 @@ def free_out(out: Path, *, is_shared: bool = False) -> Path:
     if _is_free(out, is_shared=is_shared):
         return out
     siblings = (out.with_name(f"{out.name}-{number}") for number in itertools.count(2))
-    return next(path for path in siblings if not os.path.lexists(path))
+    return next(
+        path for path in siblings if not os.path.lexists(path) or (is_shared and _is_begun(path))
+    )
+
+
+def _is_begun(path: Path) -> bool:
+    """True for a folder of this user that nobody has claimed yet: another host of the run may just
+    have made it, and one of the two gets it."""
+    try:
+        return path.lstat().st_uid == os.geteuid() and not _names(path)
+    except OSError:
+        return False
 
 
 def _claim(path: Path, mark: str, text: str) -> bool:

@@ -24,6 +24,8 @@ _MOST_BYTES: Final = 192 << 20
 _CANCELLED_S: Final = 40.0
 """So long after the first crash it is told, also if nobody has said how the job ended: torchrun
 gives ranks that it ends 30 s."""
+_STALL_AGAIN_S: Final = 1.0
+"""A stall is judged again so long after it was judged first."""
 _LOOK_BYTES: Final = 24 << 20
 """Of records judged at a time, where that is more than one step."""
 
@@ -48,6 +50,10 @@ class LiveCheck:
         self._judged: list[StepKey] = []
         """The latest, in order."""
         self._stall_ns = 0
+        self._stalled_at = 0.0
+        """When the latest stall was first seen here."""
+        self._stall_age = 0.0
+        """How old it was when it was judged last."""
         self._crashes: tuple[list[Finding], Mapping[StepKey, int]] | None = None
         self._crashed_at = 0.0
 
@@ -104,12 +110,16 @@ class LiveCheck:
         self._tell([f for f in report.origins if f.severity is Severity.FAULT], keys)
 
     def _judge_a_stall(self) -> None:
-        """Judge what is there once a host notices that none of its ranks moves."""
+        """Judge what is there once a host notices that none of its ranks moves, and again whenever
+        that is twice as long ago: ranks are called hanging only after a patience of their own."""
         noticed = [s.noticed_ns for s in stalls_in(self._out) if not s.over_ns]
-        latest = max(noticed, default=0)
+        latest, now = max(noticed, default=0), time.monotonic()
         if latest > self._stall_ns:
-            self._stall_ns = latest
-            self._judge([*self._judged, *self._job.unfinished()])
+            self._stall_ns, self._stalled_at = latest, now
+        elif not noticed or now - self._stalled_at < 2 * self._stall_age:
+            return
+        self._stall_age = max(now - self._stalled_at, _STALL_AGAIN_S / 2)
+        self._judge([*self._judged, *self._job.unfinished()])
 
     def _tell(self, findings: list[Finding], keys: Iterable[StepKey]) -> None:
         ended_ns = {key: self._job.ended_ns(key) for key in keys}
