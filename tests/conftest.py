@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -111,6 +111,29 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs an accelerator")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Generator[None, object, object]:
+    """Skip what torch itself does wrong."""
+    return (yield from _skipping_own_defects())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup() -> Generator[None, object, object]:
+    """The same for what several tests share."""
+    return (yield from _skipping_own_defects())
+
+
+def _skipping_own_defects() -> Generator[None, object, object]:
+    try:
+        return (yield)
+    except AssertionError as error:
+        from tests.torches import own_defect  # loads torch
+
+        if why := own_defect(error):
+            pytest.skip(why)
+        raise
 
 
 @pytest.fixture(scope="session")

@@ -45,10 +45,14 @@ GATHERS_STRIDED_SHARDS = TORCH not in ((2, 10), (2, 11))
 KEEPS_GROUPS = TORCH in ((2, 11), (2, 12))
 """A mesh of an earlier call, and the threads of its groups, outlive every cache that is emptied."""
 
-RUNS_PIPELINES = TORCH != (2, 9)
-"""Else a rank aborts in gloo before the first forward: to greet each other, stages send 8 bytes and
-receive 4."""
-NO_PIPELINES = "pipeline stages of torch 2.9 abort over gloo when they greet each other"
+
+def own_defect(error: BaseException) -> str:
+    """Return what torch itself does wrong where that ended a test's ranks or programs; "" where
+    nothing known did. Pipeline stages of torch 2.9 greet each other with 8 bytes and receive 4.
+    """
+    is_greeting = TORCH == (2, 9) and "op.preamble.length <= op.nbytes. 8 vs 4" in str(error)
+    return "pipeline stages of torch 2.9 abort over gloo as they greet each other" * is_greeting
+
 
 RUNS_ZERO_BUBBLE = TORCH >= (2, 12)
 """Else `ScheduleZBVZeroBubble` loses its connections over gloo, on two ranks."""

@@ -24,7 +24,6 @@ from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
 from tests.diagnosis.traced import report_of, traced
 from tests.distributed.pool import RankPool
-from tests.torches import NO_PIPELINES, RUNS_PIPELINES
 
 ROWS, WIDTH, MICRO_BATCHES = 2, 8, 2
 
@@ -123,7 +122,6 @@ def by_hand(places: int, what: str, out: str) -> None:
             optimizer.step()
 
 
-@pytest.mark.skipif(not RUNS_PIPELINES, reason=NO_PIPELINES)
 @pytest.mark.parametrize(("schedule", "world"), [("gpipe", 3), ("1f1b", 4), ("interleaved", 2)])
 def test_stages_of_a_schedule_with_one_seed_are_no_replicas(
     ranks: RankPool, tmp_path: Path, schedule: str, world: int

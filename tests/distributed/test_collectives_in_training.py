@@ -17,7 +17,6 @@ from tests.distributed import collectives_training_job as job
 from tests.distributed import pipeline_job
 from tests.distributed.pool import RankFailure, RankPool
 from tests.distributed.test_collectives import collectives, digests, read
-from tests.torches import NO_PIPELINES, RUNS_PIPELINES
 from tests.waiting import wait_until
 
 Found = dict[str, Any]
@@ -91,7 +90,6 @@ def test_what_is_written_by_hand_stands_where_it_was_issued(
     assert seen[-1] == ("optimizer", "", "all_reduce", "")
 
 
-@pytest.mark.skipif(not RUNS_PIPELINES, reason=NO_PIPELINES)
 def test_a_pipeline_stage_receives_in_the_step_in_which_the_other_sends(
     ranks: RankPool, tmp_path: Path
 ) -> None:

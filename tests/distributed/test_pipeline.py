@@ -19,12 +19,11 @@ from rankscope.tree.views import Trace
 from tests.distributed import pipeline_job as job
 from tests.distributed.pool import RankPool
 from tests.noted import remarks
-from tests.torches import NO_PIPELINES, RUNS_PIPELINES, RUNS_ZERO_BUBBLE
+from tests.torches import RUNS_ZERO_BUBBLE
 
 WORLD = 2
 
 
-@pytest.mark.skipif(not RUNS_PIPELINES, reason=NO_PIPELINES)
 @pytest.mark.parametrize(
     ("name", "steps", "expected"),
     [
@@ -64,7 +63,6 @@ SMOKE = ("inference", "smoke GPipe", "smoke interleaved", "smoke zero bubble")
 SMOKE = SMOKE if RUNS_ZERO_BUBBLE else SMOKE[:-1]
 
 
-@pytest.mark.skipif(not RUNS_PIPELINES, reason=NO_PIPELINES)
 @pytest.mark.parametrize(
     ("name", "steps"),
     [*((name, "0-2") for name in SMOKE), ("inference", "1"), ("smoke 1F1B", "2")],

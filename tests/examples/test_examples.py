@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from tests import forked
 from tests.ports import free_port
-from tests.torches import NO_PIPELINES, RUNS_PIPELINES, of_program
+from tests.torches import of_program
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RANKS = {
@@ -111,8 +111,6 @@ def test_no_example_knows_of_rankscope(path: Path):
 def test_losses_gradients_parameters_and_random_state_are_bitwise_those_of_an_untraced_run(
     name: str, tmp_path: Path
 ):
-    if name == "pipeline" and not RUNS_PIPELINES:
-        pytest.skip(NO_PIPELINES)
     options = () if name in FIRST_LOSS else ("--dropout", "0.1")
     jobs = [
         train(name, tmp_path / "plain", *options),
