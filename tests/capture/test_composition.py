@@ -109,7 +109,7 @@ def test_other_partials_are_marked_as_not_composable(ranks: list[Rank]) -> None:
         case[0]["name"]: case[0]["placements"]
         for case in cases(ranks, partial=True, composable=False)
     }
-    assert marked.pop("vocabulary parallel embedding")["dp"].startswith("_MaskPartial(")
+    assert "MaskPartial(" in marked.pop("vocabulary parallel embedding")["dp"]
     assert marked
     assert all("Partial(max)" in placements.values() for placements in marked.values())
 

@@ -257,9 +257,10 @@ def _forget_meshes() -> None:
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
-    from torch.distributed.tensor import _redistribute, debug
+    import torch
+    from torch.distributed.tensor import _redistribute
 
-    getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
     getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
     for cache in [*_frozen_caches, *_caches()]:
         cache.cache_clear()
