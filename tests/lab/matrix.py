@@ -6,7 +6,9 @@ and of this shell's variables only those that lead pip to its certificates are p
 outcome is one file in `tests/lab/results`, from which `--table` writes the table of
 docs/contributing.md. An environment takes 5 to 7 GB and goes afterwards.
 
-Where a run was stopped, the same command goes on behind the last test that ended.
+Where a run was stopped, the same command goes on behind the last test that ended. After a mend,
+`--failed` runs those again that failed in the result file, at the commit of the mend, and the file
+and the table say so.
 """
 
 from __future__ import annotations
@@ -63,20 +65,26 @@ def main() -> int:
         "--floors", action="store_true", help="everything else at the oldest release that may be"
     )
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir(), "rankscope-lab"))
+    parser.add_argument(
+        "--failed", action="store_true", help="run those again that failed in the result file"
+    )
     parser.add_argument("--again", action="store_true", help="forget what a stopped run has done")
     parser.add_argument("--keep", action="store_true", help="leave the environment there")
     parser.add_argument("--table", action="store_true", help=f"write the table of {PAGE.name} only")
     given, arguments = parser.parse_known_args()
     if given.version:
         run = Run(given.version, given.python, given.floors, given.work)
-        if given.again:
+        file = RESULTS / f"{run.name}.json"
+        before = json.loads(file.read_text()) if given.failed else None
+        if given.again or given.failed:
             run.forget()
         run.prepare()
-        result = run.go_on(arguments)
+        result = run.go_on([*arguments, *(before["failed"] if before else [])])
+        if before:
+            result = mended(before, result)
         if not arguments:
             RESULTS.mkdir(exist_ok=True)
-            text = json.dumps(result, indent=1, sort_keys=True)
-            (RESULTS / f"{run.name}.json").write_text(text + "\n")
+            file.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
         print(row(result))
         for test, why in sorted(result["failed"].items()):
             print(f"  {test}\n    {why}")
@@ -209,6 +217,27 @@ def summary(outcomes: list[dict[str, str]]) -> dict[str, Any]:
     }
 
 
+def mended(before: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:
+    """Return a result with the tests that failed in it as a later commit gives them.
+
+    Raises:
+        SystemExit: the later commit has not all of these tests.
+    """
+    number = again["passed"] + again["expected failures"] + len(again["failed"])
+    number += sum(again["skipped"].values())
+    if number != len(before["failed"]):
+        raise SystemExit(f"{len(before['failed'])} tests had failed, and {number} of them are here")
+    said = f"{number} of them at {again['revision']}"
+    return {
+        **before,
+        "again": "; ".join(filter(None, [before.get("again", ""), said])),
+        "passed": before["passed"] + again["passed"],
+        "expected failures": before["expected failures"] + again["expected failures"],
+        "failed": again["failed"],
+        "skipped": dict(sorted((Counter(before["skipped"]) + Counter(again["skipped"])).items())),
+    }
+
+
 def row(result: dict[str, Any]) -> str:
     """Return a result as a row of the table."""
     have = result["versions"]
@@ -221,7 +250,7 @@ def row(result: dict[str, Any]) -> str:
         str(sum(result["skipped"].values())),
         str(result["expected failures"]),
         str(result["minutes"]),
-        f"{result['date']}, {result['revision']}",
+        "; ".join(filter(None, [f"{result['date']}, {result['revision']}", result.get("again")])),
     ]
     return "| " + " | ".join(cells) + " |"
 

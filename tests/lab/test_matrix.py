@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.lab.matrix import PAGE, REPOSITORY, floors_of, row, summary, with_table
+import pytest
+
+from tests.lab.matrix import PAGE, REPOSITORY, floors_of, mended, row, summary, with_table
 
 SUITE = """
 import os, pathlib, pytest
@@ -82,3 +84,18 @@ def test_a_result_is_one_row() -> None:
     first, rest = row(result).split(" | none | ")
     assert first == "| 2.8.0 (all else at its floor)"
     assert rest == "3.11.7 | 5,000 | 1 | 3 | 4 | 17 | 2026-11-25, 8cec96131 |"
+
+
+def test_tests_that_failed_count_as_the_commit_of_their_mend_gives_them() -> None:
+    before = {"passed": 10, "expected failures": 1, "failed": {"a": "x", "b": "y", "c": "z"}}
+    before |= {"skipped": {"no browser": 2}, "revision": "old", "date": "2026-11-25"}
+    again = {"passed": 1, "expected failures": 0, "failed": {"c": "z"}, "revision": "new"}
+    result = mended(before, {**again, "skipped": {"no browser": 1}})
+    assert (result["passed"], result["failed"], result["skipped"]) == (
+        11,
+        {"c": "z"},
+        {"no browser": 3},
+    )
+    assert (result["revision"], result["again"]) == ("old", "3 of them at new")
+    with pytest.raises(SystemExit, match="3 tests had failed, and 1 of them are here"):
+        mended(before, {**again, "skipped": {}, "failed": {}})
