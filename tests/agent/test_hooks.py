@@ -11,6 +11,7 @@ import io
 import pickle
 import signal
 import sys
+import traceback
 import warnings
 from pathlib import Path
 from types import FrameType
@@ -169,13 +170,20 @@ HANDLERS = (ring, Watchdog().ring, Watchdog(), functools.partial(Watchdog.ring, 
 
 
 def test_every_exception_of_the_programs_signal_handler_reaches_the_program(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python drops what a handler raises while a callback of the garbage collector runs, and
-    hypothesis has one in this process: without it.
+    """Python drops what a handler raises in a callback of the garbage collector, and hypothesis has
+    one in this process: without it. It also drops what is raised in the callback of a weak
+    reference; that counts unless the callback is rankscope's.
     """
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(200)))
-    arrived = 0
+    arrived = dropped = 0
+
+    def drop(unraisable: sys.UnraisableHookArgs) -> None:
+        nonlocal dropped
+        files = {frame.filename for frame in traceback.extract_tb(unraisable.exc_traceback)}
+        if unraisable.exc_type is Timeout and not any("/rankscope/" in file for file in files):
+            dropped += 1
 
     def body() -> None:
         nonlocal arrived
@@ -193,12 +201,13 @@ def test_every_exception_of_the_programs_signal_handler_reaches_the_program(
     before, callbacks = signal.getsignal(signal.SIGALRM), gc.callbacks[:]
     try:
         gc.callbacks.clear()
+        monkeypatch.setattr(sys, "unraisablehook", drop)
         found = trace(tmp_path, body)
     finally:
         gc.callbacks[:] = callbacks
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert arrived == 40
+    assert arrived + dropped == 40 and dropped < 4
     assert not found.completeness["ranks"][0]["errors"]
     *_, last = found.find("", phase="forward", step=0)
     assert last.status == "returned" and len(last.children) == 200

@@ -151,11 +151,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.distributed.tensor import placement_types
-if not hasattr(placement_types, "_MaskPartial"):  # torch 2.8 keeps it elsewhere
+_MaskPartial = getattr(placement_types, "_MaskPartial", None)
+if _MaskPartial is None:  # torch 2.8 keeps it elsewhere, and 2.10 calls it otherwise
     from torch.distributed.tensor._ops import _embedding_ops
-    placement_types._MaskPartial = _embedding_ops._MaskPartial
-    placement_types._MaskPartial.__module__ = placement_types.__name__
-_MaskPartial = placement_types._MaskPartial
+    _MaskPartial = getattr(_embedding_ops, "_MaskPartial", None) or _embedding_ops.MaskPartial
+    _MaskPartial.__module__, _MaskPartial.__name__ = placement_types.__name__, "_MaskPartial"
+    placement_types._MaskPartial = _MaskPartial
 import rankscope
 from rankscope.layout.placement import parse_placement
 from rankscope.layout.plan import plan_assembly
