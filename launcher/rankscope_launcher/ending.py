@@ -157,7 +157,8 @@ def failure_line(error: BaseException | None, out: Path, untraced: Sequence[Reac
         return f"the job was interrupted by {name}"
     if not failures:
         return f"the job failed: {_one_line(f'{type(error).__name__}: {error}')}"
-    raised = _crashes(out)
+    unseen = {one.pid for one in untraced}
+    raised = [c for c in _crashes(out) if c.rank in failures and failures[c.rank].pid not in unseen]
     order = [crash.rank for crash in raised]
     earliest = min(failure.timestamp for failure in failures.values())
 
@@ -191,7 +192,7 @@ def _crash_text(message: object) -> str:
 
 
 def _one_line(text: str) -> str:
-    line = " ".join(text.split())
+    line = " ".join(text.split("\n"))
     return line if len(line) <= _LONGEST_ERROR else f"{line[:_LONGEST_ERROR]}..."
 
 

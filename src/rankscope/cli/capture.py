@@ -86,7 +86,7 @@ def _follow(ordering: Ordering, seconds: float, *, has_wishes: bool) -> None:
         now = time.monotonic()
         if found.first >= 0 and not is_first_said:
             is_first_said = True
-            echo(f"{_steps(found)} {'are held and sent' if found.is_held else 'it is'}")
+            echo(f"{_steps(found)}{' are held and sent' if found.is_held else ': it is'}")
             if found.is_held and has_wishes:
                 echo("of a job that holds its last steps back these are all one can have")
         if found.untold and not are_untold_said and now - began > _TOLD_S:

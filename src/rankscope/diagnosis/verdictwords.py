@@ -37,7 +37,7 @@ def verdict_rest(report: Report, layout: str = "", *, is_live: bool = False) -> 
         return _of_difference(report)
     start = _wrong_or_lacking(
         report,
-        lacks=f"nothing was judged: {report.lacks}",
+        lacks=report.lacks if report.judged else f"nothing was judged: {report.lacks}",
         incomplete="no fault so far; the job goes on"
         if is_live
         else "no fault in what is here, but records are missing (rankscope verify)",
@@ -109,7 +109,7 @@ def where_line(finding: Finding) -> str:
 def infected_line(finding: Finding) -> str:
     """Return how many values are wrong because of a finding, and the first of them."""
     if not finding.victims:
-        return "nothing else that was recorded"
+        return "nothing else that was judged"
     names = ", ".join(finding.victim_names)
     more = ", ..." if finding.victims > len(finding.victim_names) else ""
     return f"{counted(finding.victims, 'value')}{f': {names}{more}' if names else ''}"

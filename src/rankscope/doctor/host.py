@@ -198,7 +198,7 @@ def leftovers(settings: Settings) -> Condition:
     return Condition.note(
         "leftovers",
         f"records of {runs}, {size * 512 >> 20} MiB: {named}",
-        f"{typed('recover', found[0], out='NEW')}, then remove the folder",
+        f"{typed('recover', found[0], out='NEW')}, which removes the folder as well",
     )
 
 

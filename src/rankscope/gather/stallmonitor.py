@@ -41,6 +41,9 @@ _LOOK_S = 1.0
 _AWAY_S = 5.0
 """A relay that was itself away for longer than that has seen nothing meanwhile."""
 _CLOSE_NS = 1_000_000_000
+_LAST_WORDS_S = 5.0
+"""A rank that writes again goes on if it lives so long after that: one that Ctrl-C ends writes that
+it raised, and is gone a moment later."""
 _MOST_PLACES = 4
 
 
@@ -134,6 +137,8 @@ class StallMonitor:
         self._streams: dict[StreamId, _WatchedStream] = {}
         self._looked_at = float("-inf")
         self._noticed_at = time.monotonic()
+        self._moved_at = 0.0
+        """When a rank was first seen to write again, 0 while none was."""
         self.latest: Stall | None = next(iter(stalls_in(run_folder)[-1:]), None)
         """The last one noticed; its `over_ns` is 0 while it lasts."""
         self._is_taken_up = self._stands
@@ -182,7 +187,7 @@ class StallMonitor:
         if not places:
             return
         listed = [f"{ranks_named(ranks)} in {inside}" for inside, ranks in places.items()]
-        self._noticed_at = now
+        self._noticed_at, self._moved_at = now, 0.0
         self._is_taken_up = False
         self._note(
             Stall(
@@ -197,7 +202,12 @@ class StallMonitor:
 
     def _look_for_its_end(self) -> None:
         assert self.latest is not None  # it stands
-        has_grown = any(watched.grew_at > self._noticed_at for watched in self._streams.values())
+        grown = [w for w in self._streams.values() if w.grew_at > self._noticed_at]
+        has_grown = any(watched.is_alive for watched in grown)
+        if has_grown and not self._is_taken_up:
+            self._moved_at = self._moved_at or self._looked_at
+            if self._looked_at - self._moved_at < _LAST_WORDS_S:
+                return
         has_ended = any(
             w.ended_at > self._noticed_at for w in self._streams.values() if not w.is_alive
         )

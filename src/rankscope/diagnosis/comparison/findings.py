@@ -192,12 +192,12 @@ def _from_outside(origin: Origin, evidence: dict[str, Any]) -> _Described | None
     if any(compared.other_samples):
         lost, unknown = compared.other_samples
         evidence |= {"missing_samples": lost, "unknown_samples": unknown}
-        missing = f"{lost} of the reference's samples are missing"
+        missing = f"{lost} of the reference's samples {'is' if lost == 1 else 'are'} missing"
         if not unknown and compared.is_repeated:
             return Kind.DUPLICATE, f"{missing}, and others were handed out twice", evidence
         if not unknown:
             return Kind.DIVERGENCE, missing, evidence
-        return Kind.DIVERGENCE, f"{unknown} samples are not in the reference", evidence
+        return Kind.DIVERGENCE, f"{_are(unknown, 'sample')} not in the reference", evidence
     if origin.is_of_batch:
         difference = compared.difference
         what = "has statistics"
@@ -308,7 +308,8 @@ def _off(origin: Origin, difference: Difference, evidence: dict[str, Any]) -> _D
         nan = sum(difference.test.nonfinite)
         return (
             Kind.NONFINITE if nan else Kind.DIVERGENCE,
-            f"{nan} elements are NaN or infinite, {sum(difference.ref.nonfinite)} in the reference",
+            f"{_are(nan, 'element')} NaN or infinite, "
+            f"{sum(difference.ref.nonfinite)} in the reference",
             evidence,
         )
     if compared.is_moved_alone:
@@ -380,3 +381,8 @@ def _evidence(origin: Origin, difference: Difference) -> dict[str, Any]:
 def _short(number: float) -> Any:
     """Return an estimate with the digits that it has."""
     return statistic(float(f"{number:.3g}"))
+
+
+def _are(number: int, noun: str) -> str:
+    """Return `1 sample is`, `2 samples are`."""
+    return f"{counted(number, noun)} {'is' if number == 1 else 'are'}"

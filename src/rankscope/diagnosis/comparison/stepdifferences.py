@@ -93,6 +93,8 @@ class StepDifferences:
         self._wholes, self._batches, self._before = wholes, batches, before
         self._tolerances = Tolerances(aligned.values, noise)
         self.exact = 0
+        self._not_finite: set[tuple[str, str]] = set()
+        """Parameters whose gradient is not finite in one of the two."""
         """Values that are bitwise the same."""
         self.compared = [self._compare(value) for value in aligned.values]
         phases = (Phase.BACKWARD, Phase.GRADS)
@@ -170,9 +172,9 @@ class StepDifferences:
         made_of = ComparedValue(
             value=value, difference=difference, reason="", allowed=allowed, ref_norm=norm
         )
+        self.exact += bool(difference.is_exact.all())  # of a parameter, not of its update
         if value.key.slot.startswith("param:"):
             self._take_update(made_of, sides)
-        self.exact += bool(difference.is_exact.all())
         return made_of
 
     def _both_samples(self, is_batched: bool) -> tuple[Array | None, Array | None]:
@@ -324,6 +326,8 @@ class StepDifferences:
             name = key.parameter
             if key.phase is Phase.GRADS:
                 of_gradient[name] = compared.raw_error
+                if sum(difference.ref.nonfinite) + sum(difference.test.nonfinite):
+                    self._not_finite.add(name)
             elif compared.is_update:
                 compared.is_moved_alone &= bool(trained) and name not in trained
                 if compared.is_moved_alone:
@@ -337,7 +341,11 @@ class StepDifferences:
                 if is_any_sign and name in of_gradient and measured is None:
                     compared.allowed = max(compared.allowed, _OTHER_SIGNS)
                 if math.isinf(compared.allowed) and compared.error > 0:
-                    compared.reason = "the reference's update or its gradient is zero"
+                    compared.reason = (
+                        "the reference's update or its gradient is zero"
+                        if name not in self._not_finite
+                        else "the gradient is NaN or infinite"
+                    )
             if self._tells_samples(compared):
                 assert self._batches is not None
                 others = self._batches.units_with_others()
