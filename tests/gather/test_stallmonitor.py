@@ -168,6 +168,21 @@ def test_ranks_that_are_killed_while_they_stand_are_said_to_have_ended(hosts: Ho
     assert not host.folder.exists()
 
 
+def test_ranks_that_say_why_they_end_have_not_gone_on(hosts: Hosts):
+    """As those that Ctrl-C ends: they write that they raised, and are gone a moment later."""
+    host = hosts(settings=SOON)
+    host.collector(drain_seconds=30.0)
+    host.relay()
+    ranks = [stuck(host, rank) for rank in range(2)]
+    assert wait_until(lambda: noted(host)), host.log("relay")
+    for rank in ranks:
+        told(rank)
+        assert rank.stdout is not None and rank.stdout.readline() == "gone on\n"
+        rank.kill()
+    assert wait_until(lambda: noted(host)[0].over_ns), host.log("relay")
+    assert noted(host)[0].is_by_end
+
+
 def test_nothing_is_noted_where_it_is_switched_off_or_while_one_rank_moves(
     tmp_path: Path, hosts: Hosts
 ):

@@ -265,6 +265,13 @@ def with_table(page: str) -> str:
         *map(row, results),
         "",
     ]
+    failed = [
+        f"* {result['versions']['torch'].partition('+')[0]}: `{test}`: {why}"
+        for result in results
+        for test, why in sorted(result["failed"].items())
+    ]
+    if failed:
+        lines += ["Failed:", "", *failed, ""]
     where: dict[str, list[str]] = defaultdict(list)
     for result in results:
         for reason, count in result["skipped"].items():
