@@ -138,7 +138,7 @@ class Ending:
         return typed("recover", *places, out=f"{shown(self.out)}-recovered")
 
 
-def failure_line(error: BaseException | None, out: Path, untraced: Sequence[Reached] = ()) -> str:
+def failure_line(error: BaseException | None, out: Path, noted: Sequence[Reached] = ()) -> str:
     """Return what the launcher says of a job that failed, "" where none did.
 
     torchrun notes when a rank failed in whole seconds, and peers fail within the same one. Of
@@ -148,7 +148,7 @@ def failure_line(error: BaseException | None, out: Path, untraced: Sequence[Reac
     Args:
         error: what left torchrun.
         out: the trace folder.
-        untraced: how far ranks came that opened no spool.
+        noted: how far processes of ranks came.
     """
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return ""
@@ -157,8 +157,9 @@ def failure_line(error: BaseException | None, out: Path, untraced: Sequence[Reac
         return f"the job was interrupted by {name}"
     if not failures:
         return f"the job failed: {_one_line(f'{type(error).__name__}: {error}')}"
-    unseen = {one.pid for one in untraced}
-    raised = [c for c in _crashes(out) if c.rank in failures and failures[c.rank].pid not in unseen]
+    own = {one.pid for one in noted}  # without the shells that some jobs start as ranks
+    ended = {rank: {failure.pid} & own for rank, failure in failures.items()}
+    raised = [c for c in _crashes(out) if c.rank in ended and ended[c.rank] <= {c.pid}]
     order = [crash.rank for crash in raised]
     earliest = min(failure.timestamp for failure in failures.values())
 
@@ -172,7 +173,7 @@ def failure_line(error: BaseException | None, out: Path, untraced: Sequence[Reac
     if failure.exitcode < 0:
         return f"the job failed: rank {rank} first, killed by {failure.signal_name()}"
     text = next((str(c) for c in raised if c.rank == rank), "") or _crash_text(failure.message)
-    text = text or next((one.text for one in untraced if one.pid == failure.pid), "")
+    text = text or next((one.text for one in noted if one.pid == failure.pid and one.text), "")
     return f"the job failed: rank {rank} first, with exit code {failure.exitcode}" + (
         f": {_one_line(text)}" if text else "; what it said stands above, or in its log"
     )

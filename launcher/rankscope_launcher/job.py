@@ -58,7 +58,7 @@ from rankscope.settings import SET, SETTINGS, Settings
 from rankscope_launcher.companions import Companion, CompanionWatch, wait_for_end
 from rankscope_launcher.ending import Ending, failure_line, shown
 from rankscope_launcher.progress import Progress, StallNotices, say
-from rankscope_launcher.untraced import Reached, reached_by_ranks, why_nothing
+from rankscope_launcher.untraced import Reached, reached_by_processes, why_nothing
 
 __all__ = ["JobShape", "TracedJob"]
 
@@ -111,7 +111,7 @@ class TracedJob:
         self._is_over = False
         self._has_dataset = False
         self._was_held = False
-        self._untraced: list[Reached] = []
+        self._reached: list[Reached] = []
 
     @classmethod
     def prepare(cls, settings: Settings, shape: JobShape) -> TracedJob:
@@ -239,8 +239,8 @@ class TracedJob:
                 if not self._collection.is_elsewhere:
                     note_job_end(self._out, error)
                 mark_job_over(self._run_folder)
-            self._untraced = reached_by_ranks(self._run_folder)
-            untraced = why_nothing(self._untraced, error)
+            self._reached = reached_by_processes(self._run_folder)
+            untraced = why_nothing(self._reached, error)
             if self._nothing_came():
                 self._stop()
                 return untraced
@@ -365,7 +365,7 @@ class TracedJob:
             why = str(problem) if isinstance(problem, RankscopeError) else text_of(problem)
             lines = [f"the trace in {self._out} was not finished: {why}"]
         if any(lines):
-            attempt(lambda: lines.insert(0, failure_line(error, self._out, self._untraced)))
+            attempt(lambda: lines.insert(0, failure_line(error, self._out, self._reached)))
             for each in filter(None, lines):
                 speak(each)
 

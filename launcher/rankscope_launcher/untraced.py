@@ -15,7 +15,7 @@ from rankscope.record.ranklists import ranks_named
 from rankscope.run.filenames import REACHED_NAME
 from rankscope.run.jobend import signal_of
 
-__all__ = ["Reached", "reached_by_ranks", "why_nothing"]
+__all__ = ["Reached", "reached_by_processes", "why_nothing"]
 
 _STAGES = ("python", "no-torch", "torch", "no-call", "unselected", "refused")
 """The least first: a Python with rankscope began; it ended without torch; torch was imported; it
@@ -32,27 +32,31 @@ class Reached(NamedTuple):
     """Of the exception that ended it, or why tracing could not begin."""
 
 
-def reached_by_ranks(run_folder: Path) -> list[Reached]:
-    """Return the furthest of each rank: processes that it starts write under its number too."""
-    furthest: dict[int, Reached] = {}
+def reached_by_processes(run_folder: Path) -> list[Reached]:
+    """Return what the processes of ranks, and those that these start, noted one after the other."""
+    noted: list[Reached] = []
     with contextlib.suppress(OSError):
         for line in (run_folder / REACHED_NAME).read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError):  # torn, on a full disk
                 rank, pid, stage, text = line.split(" ", 3)
-                told = Reached(int(rank), int(pid), stage, text)
-                before = furthest.get(told.rank, told)
-                if _STAGES.index(stage) >= _STAGES.index(before.stage):
-                    furthest[told.rank] = told
-    return [furthest[rank] for rank in sorted(furthest)]
+                _STAGES.index(stage)
+                noted.append(Reached(int(rank), int(pid), stage, text))
+    return noted
 
 
-def why_nothing(ranks: Sequence[Reached], error: BaseException | None) -> str:
+def why_nothing(noted: Sequence[Reached], error: BaseException | None) -> str:
     """Return the line on a job of which no rank opened a spool.
 
     Args:
-        ranks: how far those of this host came.
+        noted: how far processes of this host came.
         error: what left torchrun; None where the job did not fail.
     """
+    furthest: dict[int, Reached] = {}
+    for one in noted:
+        before = furthest.get(one.rank, one)
+        if _STAGES.index(one.stage) >= _STAGES.index(before.stage):
+            furthest[one.rank] = one
+    ranks = [furthest[rank] for rank in sorted(furthest)]
     refused = [one for one in ranks if one.stage == "refused"]
     if refused:
         alike = [one.rank for one in refused if one.text == refused[0].text]

@@ -471,3 +471,20 @@ def installed(what: str) -> None:
 
     if not entry_points(group="torchrun.logs_specs").select(name="rankscope"):
         pytest.skip(f"{what}: only in an environment made by launcher/test")
+
+
+def test_what_a_rank_raised_in_another_life_is_not_said_of_one_that_calls_no_module(
+    tmp_path: Path,
+):
+    installed("ranks are armed by the start-up file")
+    path = script(
+        tmp_path,
+        """import torch
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+    raise KeyError("the second life")
+torch.nn.Linear(2, 2)(torch.ones(1, 2))
+raise ValueError("the first life")""",
+    )
+    done = run(WRAPPER, "--rs-out", tmp_path / "t", "--max-restarts", 1, path)
+    first, _ = last_lines(done)
+    assert first == "the job failed: rank 0 first, with exit code 1: KeyError: 'the second life'"

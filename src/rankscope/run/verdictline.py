@@ -21,7 +21,8 @@ _MOST_S = 10.0
 those."""
 _POLL_S = 0.1
 _WHERE = "  where: "
-_NOTHING = "nothing was judged"
+_SAID_BEFORE = ("nothing was judged", "no step was traced")
+"""Of verdicts; the line on where the trace lies says so, with the step at which the job ended."""
 
 
 def verdict_line(
@@ -32,7 +33,7 @@ def verdict_line(
     tick: Callable[[], object] = lambda: None,
 ) -> str:
     """Return the verdict, where the first finding is, and what to type; "" where nothing was
-    judged, which the line before says.
+    judged or no step traced, which the line before says.
 
     It is judged anew, in a process beside this one: what was found while the job ran may have
     another cause in the whole trace.
@@ -71,7 +72,7 @@ def verdict_line(
         told = f"; first while it ran: {first}" if first else ""
         return f"not judged yet{told}: {asked}"
     verdict, *rest = said.splitlines()
-    if _NOTHING in verdict:
+    if any(words in verdict for words in _SAID_BEFORE):
         return ""
     where = next((line.removeprefix(_WHERE) for line in rest if line.startswith(_WHERE)), "")
     first = " ".join(["; first:", *where.split()]) if where else ""

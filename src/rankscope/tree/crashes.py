@@ -20,6 +20,8 @@ class Crash:
 
     rank: int
     incarnation: int
+    pid: int
+    """Of the process."""
     mode: Mode | None
     """Of the last step the rank recorded, None where it recorded none."""
     step: int | None
@@ -67,6 +69,8 @@ def crashes(trace: Trace) -> list[Crash]:
 
 def _crash(trace: Trace, state: Mapping[str, Any]) -> Crash | None:
     rank, incarnation = state["rank"], state["incarnation"]
+    lives = trace.run["ranks"]
+    pid = next((r["pid"] for r in lives if (r["rank"], r["incarnation"]) == (rank, incarnation)), 0)
     raised = state.get("raised", {"error": "", "causes": (), "where": ""})
     texts = (raised["error"], *raised["causes"])
     last: tuple[Step, Node] | None = None
@@ -83,7 +87,8 @@ def _crash(trace: Trace, state: Mapping[str, Any]) -> Crash | None:
         if "raised" not in state:
             return None
         return Crash(
-            rank=rank, incarnation=incarnation, path=None, phase=None, error=raised["error"],
+            rank=rank, incarnation=incarnation, pid=pid, path=None, phase=None,
+            error=raised["error"],
             mode=last[0].mode if last else None, step=last[0].step if last else None,
             causes=tuple(raised["causes"]), where=raised["where"],
             start_us=_start(last[1]) if last else 0.0,
@@ -95,7 +100,7 @@ def _crash(trace: Trace, state: Mapping[str, Any]) -> Crash | None:
         modules = (each for each in reversed(node.children) if each.phase is not Phase.COLLECTIVE)
         inner = next((each for each in modules if _error(each, rank) == error), None)
     return Crash(
-        rank=rank, incarnation=incarnation, mode=step.mode, step=step.step, path=node.path,
+        rank=rank, incarnation=incarnation, pid=pid, mode=step.mode, step=step.step, path=node.path,
         phase=node.phase, error=error, causes=tuple(raised["causes"]), where=raised["where"],
         start_us=_start(node),
     )  # fmt: skip
