@@ -487,4 +487,5 @@ raise ValueError("the first life")""",
     )
     done = run(WRAPPER, "--rs-out", tmp_path / "t", "--max-restarts", 1, path)
     first, _ = last_lines(done)
-    assert first == "the job failed: rank 0 first, with exit code 1: KeyError: 'the second life'"
+    told = "the job failed: rank 0 first, with exit code 1: KeyError: 'the second life'"
+    assert first.startswith(told)

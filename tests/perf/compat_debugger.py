@@ -31,7 +31,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from rankscope.chunks.safetensors import can_link_tensors, link_tensor, write_tensor
+from rankscope.chunks.safetensors import link_tensor, write_tensor
 from rankscope.compat import model_addition_debugger_context as ours
 from rankscope.tensors.rebuild import bytes_of
 from tests.perf.overhead import llama
@@ -88,7 +88,7 @@ def bare(ours: Callable[[Path], object], folder: Path) -> dict[str, Callable[[Pa
 
     def once(into: Path) -> None:
         for name, (same, tensor) in found.items():
-            if name == same or not can_link_tensors():
+            if name == same:
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 write_tensor(f"{into}/{name}", dtype, tuple(tensor.shape), bytes_of(tensor))
             else:

@@ -4,11 +4,8 @@ a single one that is there.
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import json
 import os
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -22,11 +19,9 @@ from rankscope.record.dtypes import STORED_TYPES
 from rankscope.run.replacing import replacing
 from rankscope.run.reserving import reserve
 
-__all__ = ["Outgoing", "can_link_tensors", "link_tensor", "write_tensor", "write_tensors"]
+__all__ = ["Outgoing", "link_tensor", "write_tensor", "write_tensors"]
 
 _WORTH_RESERVING: Final = 128 << 10
-_REPLACES_FILES: Final = (0, 8)
-"""The first release of safetensors that does."""
 
 Outgoing = tuple[str, str, tuple[int, ...], Callable[[], NDArray[Any]]]
 """Key, dtype in torch's name, shape, and what makes its bytes."""
@@ -102,15 +97,6 @@ def _framed(header: bytes) -> bytes:
     """Return a header as a file begins with it: its length before it, blanks behind it."""
     header += b" " * (-len(header) % LENGTH_BYTES)
     return len(header).to_bytes(LENGTH_BYTES, "little") + header
-
-
-@functools.cache
-def can_link_tensors() -> bool:
-    """True where files of tensors may share their bytes: the installed safetensors makes a new file
-    in place of one that is there. Up to 0.7 it writes into that, and so into all that share it.
-    """
-    found = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("safetensors"))
-    return found is not None and (int(found[1]), int(found[2])) >= _REPLACES_FILES
 
 
 def link_tensor(path: str, written: str) -> bool:
