@@ -143,7 +143,8 @@ def failure_line(error: BaseException | None, out: Path, noted: Sequence[Reached
 
     torchrun notes when a rank failed in whole seconds, and peers fail within the same one. Of
     those, a rank that a signal killed comes first, then the one whose exception is the first in the
-    trace; last a rank that got SIGTERM, which torchrun sends to the peers of one that failed.
+    trace; last a rank that got SIGTERM, which torchrun sends to the peers of one that failed, once
+    it has noted that one.
 
     Args:
         error: what left torchrun.
@@ -163,10 +164,12 @@ def failure_line(error: BaseException | None, out: Path, noted: Sequence[Reached
     order = [crash.rank for crash in raised]
     earliest = min(failure.timestamp for failure in failures.values())
 
+    seen = list(failures)
+
     def place(rank: int) -> tuple[int, int, int]:
         code = failures[rank].exitcode
         how = 2 if code == -signal.SIGTERM else 0 if code < 0 else 1
-        return how, order.index(rank) if rank in order else len(order), rank
+        return how, order.index(rank) if rank in order else len(order), seen.index(rank)
 
     rank = min((r for r in failures if failures[r].timestamp == earliest), key=place)
     failure = failures[rank]

@@ -373,3 +373,40 @@ def reduces_what_no_number_tells(out: str) -> None:
 
 def test_a_reduction_whose_numbers_are_not_known_is_left_alone(ranks: RankPool, tmp_path: Path):
     assert not report_of(ranks, reduces_what_no_number_tells, folder=tmp_path).findings
+
+
+def receives_ahead(steps: str, out: str) -> None:
+    """A pipeline by hand whose second stage posts the receive of the next step in this one."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def posted() -> tuple[torch.Tensor, dist.Work]:
+        tensor = torch.empty(4, 8)
+        return tensor, dist.irecv(tensor, 0)
+
+    with rankscope.trace(model, out=out, steps=steps):
+        following = posted() if rank == 1 else None
+        for step in range(6):
+            if rank == 0:
+                sent, gradient = model(torch.randn(4, 8)), torch.empty(4, 8)
+                dist.send(sent.detach(), 1)
+                dist.recv(gradient, 1)
+                sent.backward(gradient)
+            else:
+                received, work = following
+                work.wait()
+                following = posted() if step < 5 else None
+                model(received.requires_grad_()).square().mean().backward()
+                dist.send(received.grad, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("steps", ["2-3", "every:2", "all"])
+def test_a_receive_may_be_posted_in_a_step_that_is_not_traced(
+    ranks: RankPool, tmp_path: Path, steps: str
+):
+    report = report_of(ranks, receives_ahead, steps, folder=tmp_path)
+    assert not report.findings

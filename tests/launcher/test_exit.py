@@ -489,3 +489,17 @@ raise ValueError("the first life")""",
     first, _ = last_lines(done)
     told = "the job failed: rank 0 first, with exit code 1: KeyError: 'the second life'"
     assert first.startswith(told)
+
+
+def test_of_ranks_that_sigterm_ended_the_one_that_torchrun_did_not_end_is_first(tmp_path: Path):
+    installed("ranks are armed by the start-up file")
+    path = script(
+        tmp_path,
+        """import signal, time, torch
+torch.nn.Linear(2, 2)(torch.ones(1, 2))
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(100)""",
+    )
+    done = run(WRAPPER, "--rs-out", tmp_path / "t", "--nproc-per-node", 2, path)
+    assert "rankscope: the job failed: rank 1 first, killed by SIGTERM" in done.stderr

@@ -4,7 +4,9 @@ A channel is a pair of ranks, a group and a tag. Steps say nothing here: a stage
 own step begins, so its receive may be recorded a step before the send. What counts is the number
 that each rank gave the message since a point that all ranks have in common; where a rank had not
 seen every message since one, nothing is paired. Nor is a channel whose receives fit the sends
-better with an offset than without one: then the numbers are wrong, not the values.
+better with an offset than without one: then the numbers are wrong, not the values. Behind a step
+that was not traced a receive may have been posted in it, and take what is sent now: there one
+message of the channel, at least, has to have come as it was sent.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ __all__ = ["Message", "Messages", "message_value"]
 _Channel = tuple[int, str, str, int, int, int]
 """Incarnation, point it is counted from, group, sender, receiver, tag."""
 _FROM_ANYBODY: Final = -1
+_BEHIND_A_STEP: Final = "train "
+"""Begins the point of a rank that began to record behind a train step."""
 
 
 class _MessageEnd(NamedTuple):
@@ -104,12 +108,21 @@ class Messages:
             sends = self._sends.get(channel, {})
             is_open = (incarnation, since, group, receiver) in self._open
             is_open |= any((incarnation, rank) in self._doubtful for rank in (sender, receiver))
+            is_open |= since.startswith(_BEHIND_A_STEP) and not self._fits(channel)
             if is_open or _are_shifted(sends, receives):
                 continue
             for number, received in receives.items():
                 sent = sends.get(number)
                 if sent is not None:
                     yield Message(sender=sender, sent=sent, receiver=receiver, received=received)
+
+    def _fits(self, channel: _Channel) -> bool:
+        """True where a message of the channel came as it was sent."""
+        sends = self._sends.get(channel, {})
+        return any(
+            end.value is not None and number in sends and sends[number].value == end.value
+            for number, end in self._receives[channel].items()
+        )
 
     def joins(self) -> Iterator[Join]:
         """Yield what every message says of the order of events on its two ranks."""
