@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from rankscope.diagnosis.check import check
+from rankscope.record.finding import Kind
 from rankscope.tree.reader import open_trace
 from tests import forked
 from tests.launcher.launches import before_verdict, wait_until_it_watches
@@ -503,3 +505,28 @@ time.sleep(100)""",
     )
     done = run(WRAPPER, "--rs-out", tmp_path / "t", "--nproc-per-node", 2, path)
     assert "rankscope: the job failed: rank 1 first, killed by SIGTERM" in done.stderr
+
+
+def test_a_rank_that_is_killed_before_a_collective_is_a_crash_and_its_peer_does_not_hang(
+    tmp_path: Path,
+):
+    installed("ranks are armed by the start-up file")
+    path = script(
+        tmp_path,
+        """import signal, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    if step == 2 and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    optimizer.step()
+    optimizer.zero_grad()""",
+    )
+    done = run(WRAPPER, "--rs-out", tmp_path / "t", "--nproc-per-node", 2, path)
+    report = check(open_trace(tmp_path / "t"))
+    assert [(f.kind, f.ranks) for f in report.origins] == [(Kind.CRASH, (1,))], done.stderr
+    assert "wait" not in report.origins[0].message

@@ -17,6 +17,7 @@ from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.hangs import hangs_of, ranks_left_open, without_recent
 from rankscope.diagnosis.lastcalls import (
+    CONNECTION_ENDED,
     MOST_LISTED,
     ORDERLY,
     PEER_LOST,
@@ -68,10 +69,22 @@ def ended_badly(
     unrecorded = _unrecorded(trace, last)
     # what others wait for may be what a full spool had no room for
     hangs = [] if unrecorded else list(hangs_of(step_views, context, last, ends))
+    if ended is None and not trace.stalls and _are_left(last, ends):
+        hangs = []
     yield from hangs
     if ended is None:  # else no rank failed: the job was ended from outside
         is_explained = bool(hangs) or bool(ranks_left_open(step_views, last, ends))
         yield from _crashes(trace, context, last, unrecorded, is_explained=is_explained)
+
+
+def _are_left(last: Mapping[int, LastCall], ends: Mapping[int, str]) -> bool:
+    """True where nobody stands any more: a rank is gone without a word, and all that waited raised
+    because a connection ended."""
+    waiting = [(rank, call.waiting.call.node) for rank, call in last.items() if call.waiting]
+    return EndReason.LOST.value in ends.values() and all(
+        any(rank in o.ranks and CONNECTION_ENDED.search(o.error) for o in node.outcomes)
+        for rank, node in waiting
+    )
 
 
 def _seconds(trace: Trace, at: object) -> float:

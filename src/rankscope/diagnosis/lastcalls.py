@@ -13,7 +13,15 @@ from rankscope.diagnosis.stepview import CallView, StepView
 from rankscope.record.call import CallStatus
 from rankscope.record.streams import EndReason
 
-__all__ = ["MOST_LISTED", "ORDERLY", "PEER_LOST", "LastCall", "last_calls", "last_words"]
+__all__ = [
+    "CONNECTION_ENDED",
+    "MOST_LISTED",
+    "ORDERLY",
+    "PEER_LOST",
+    "LastCall",
+    "last_calls",
+    "last_words",
+]
 
 ORDERLY: Final = frozenset({EndReason.EXIT.value, EndReason.CLOSED.value})
 """How a stream ends whose rank ended by itself."""
@@ -24,6 +32,11 @@ PEER_LOST: Final = re.compile(
 )
 """What the exception of a rank says whose peer is gone or did not come: a consequence. These are
 words of torch and its backends, which raise the same few classes for everything."""
+CONNECTION_ENDED: Final = re.compile(
+    r"connection (closed|reset)|broken pipe|closed by peer|remote process (exited|has)",
+    re.IGNORECASE,
+)
+"""What it says where the peer's process has ended, and did not only fail to come."""
 MOST_LISTED: Final = 16
 """Ranks that the evidence of one finding lists."""
 
