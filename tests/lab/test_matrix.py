@@ -73,7 +73,7 @@ def test_the_table_of_the_page_is_what_the_result_files_give() -> None:
 
 def test_the_floors_are_those_of_pyproject() -> None:
     floors = floors_of((REPOSITORY / "pyproject.toml").read_text()).split()
-    assert {"numpy==2.0.1", "safetensors==0.7", "pyarrow==17", "triton==3.4"} <= set(floors)
+    assert {"numpy==2.0.1", "safetensors==0.8", "pyarrow==17", "triton==3.4"} <= set(floors)
     assert not [line for line in floors if line.startswith(("torch", "pytest", "tomli"))]
 
 
