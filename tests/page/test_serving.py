@@ -178,7 +178,7 @@ def test_what_is_wrong_at_the_start_is_raised_and_later_said_beside_what_is_know
 
 
 SLOW_JOB = """
-import time, sys, torch, torch.distributed as dist
+import os, time, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -187,7 +187,9 @@ for step in range(400):
     model(torch.full((2, 4), float(step))).sum().backward()
     optimizer.step()
     time.sleep(0.05)
-    if step > 5 and __import__("os").path.exists(sys.argv[1]):
+    seen = torch.tensor(float(step > 5 and os.path.exists(sys.argv[1])))
+    dist.all_reduce(seen)  # the ranks leave in the same step
+    if seen:
         break
 dist.destroy_process_group()
 """
