@@ -158,12 +158,12 @@ def _report_and_proof(
         world=run.setup.ranks,
         timeout_s=TIMEOUT_S,
     )
-    reference = _reference_of(pool, run, folder.parent / "references")
+    reference = reference_of(pool, run, folder.parent / "references")
     report = report_on(out, layout_file, reference, row.paths)
     return report, _joined(said) if proves else None
 
 
-def _reference_of(pool: RankPool, run: Run, folder: Path) -> Path | None:
+def reference_of(pool: RankPool, run: Run, folder: Path) -> Path | None:
     """Return the trace of one process that a run is held to, made where no run before has made it;
     None for what `check` judges."""
     program = run.row.reference if run.row else None
