@@ -1,0 +1,159 @@
+"""One trace folder in every form that a rankscope has written, and what its commands said of each.
+
+    python -m tests.tree.record_forms NAME ...   # a form is new: write it down, once and for good
+
+A form that was released is never recorded anew: whoever reads traces reads these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from rankscope.cli.app import main as rankscope_main
+from rankscope.tree.build import build, recover
+from tests.stepwise.growing import grown
+from tests.tree import record_golden
+from tests.tree.jobs import grid_job
+
+FOLDER = Path(__file__).parent / "forms"
+PIECES = 20
+LIVES = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        raise ValueError("the first life")
+dist.destroy_process_group()
+"""
+
+
+def _inline(records: Path, trace: Path) -> None:
+    recover([record_golden.unpacked("ddp", records)], trace)
+
+
+def _split(records: Path, trace: Path) -> None:
+    recover([record_golden.unpacked("pipeline", records)], trace, inline_limit_bytes=0)
+
+
+def _tensors(records: Path, trace: Path) -> None:
+    recover([record_golden.unpacked("by_hand", records)], trace)
+
+
+def _grown(records: Path, trace: Path) -> None:
+    for _ in grown(_steps(records), trace, pieces=PIECES):
+        pass
+    build(trace)
+
+
+def _half_grown(records: Path, trace: Path) -> None:
+    """Of a job whose hosts went down: finished steps, their index and the records behind them."""
+    for _ in grown(_steps(records), trace, pieces=PIECES):
+        if len((trace / "steps/index.jsonl").read_text().splitlines()) > 1:
+            return
+    raise AssertionError("no step was settled before the job ended")
+
+
+def _steps(records: Path) -> Path:
+    grid_job(records / "spools", records / "trace", steps=6)
+    return records / "trace"
+
+
+def _lives(records: Path, trace: Path) -> None:
+    script = records / "train.py"
+    script.parent.mkdir(parents=True)
+    script.write_text(LIVES)
+    command = [str(Path(sys.executable).with_name("rankscope")), "run", "--rs-out", str(trace)]
+    command += ["--max-restarts", "1", "--nproc-per-node", "2", str(script)]
+    subprocess.run(command, cwd=records, check=True)
+
+
+FORMS: dict[str, Callable[[Path, Path], None]] = {
+    "inline": _inline,
+    "split": _split,
+    "tensors": _tensors,
+    "grown": _grown,
+    "half-grown": _half_grown,
+    "lives": _lives,
+}
+
+
+def said(trace: Path, work: Path) -> dict[str, str]:
+    """Return what commands say of a trace, by the names of files; of one that is not finished, what
+    they say of its recovered tree.
+
+    Args:
+        trace: the folder.
+        work: an empty one.
+    """
+    if not (trace / "trace.json").exists():
+        recover([trace], work / "recovered")
+        trace = work / "recovered"
+    _ran("export", trace, "--format", "jsonl", "--out", work / "values.jsonl")
+    return {
+        "check.json": _ran("check", trace, "--json"),
+        "diff.json": _ran("diff", trace, trace, "--json"),
+        "verify.json": _ran("verify", trace, "--json"),
+        "top.json": _ran("top", trace, "--once", "--json"),
+        "values.jsonl": (work / "values.jsonl").read_text(),
+    }
+
+
+def _ran(*words: object) -> str:
+    """Run a command in this process; return what it wrote on stdout."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        rankscope_main([*map(str, words)])
+    return out.getvalue()
+
+
+def unpacked(name: str, folder: Path) -> tuple[Path, dict[str, str]]:
+    """Unpack a form; return its trace folder, and what commands said of it."""
+    with tarfile.open(FOLDER / f"{name}.tar.xz") as archive:
+        for member in filter(tarfile.TarInfo.isfile, archive):
+            to = folder / member.name
+            to.parent.mkdir(parents=True, exist_ok=True)
+            content = archive.extractfile(member)
+            assert content is not None
+            to.write_bytes(content.read())
+    return folder / "trace", {p.name: p.read_text() for p in (folder / "said").iterdir()}
+
+
+def record(name: str) -> None:
+    """Write a form and what commands say of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        trace, spoken = home / "trace", home / "said"
+        FORMS[name](home / "records", trace)
+        spoken.mkdir()
+        (home / "work").mkdir()
+        for file, text in said(trace, home / "work").items():
+            assert text, file
+            (spoken / file).write_text(text.replace(str(home), ""))
+        FOLDER.mkdir(exist_ok=True)
+        with tarfile.open(FOLDER / f"{name}.tar.xz", "w:xz", preset=9) as archive:
+            for part in sorted(p for top in (trace, spoken) for p in top.glob("**/*")):
+                if part.is_file():
+                    info = tarfile.TarInfo(str(part.relative_to(home)))
+                    info.size = part.stat().st_size
+                    with part.open("rb") as content:
+                        archive.addfile(info, content)
+
+
+if __name__ == "__main__":
+    os.environ["NO_COLOR"] = "1"
+    for asked in sys.argv[1:] or sys.exit(__doc__):
+        record(asked)
