@@ -158,9 +158,14 @@ def failure_line(error: BaseException | None, out: Path, noted: Sequence[Reached
         return f"the job was interrupted by {name}"
     if not failures:
         return f"the job failed: {_one_line(f'{type(error).__name__}: {error}')}"
-    own = {one.pid for one in noted}  # without the shells that some jobs start as ranks
-    ended = {rank: {failure.pid} & own for rank, failure in failures.items()}
-    raised = [c for c in _crashes(out) if c.rank in ended and ended[c.rank] <= {c.pid}]
+    pids = {one.pid for one in noted}
+    shells = {rank for rank, failure in failures.items() if failure.pid not in pids}
+    raised = [
+        crash
+        for crash in _crashes(out)
+        if crash.rank in failures
+        and (crash.rank in shells or crash.pid == failures[crash.rank].pid)  # of this life
+    ]
     order = [crash.rank for crash in raised]
     earliest = min(failure.timestamp for failure in failures.values())
 

@@ -22,7 +22,6 @@ import math
 import os
 import shutil
 import sys
-import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -36,6 +35,7 @@ from rankscope.diagnosis.finalreport import report_json
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.tree.build import recover
 from rankscope.tree.reader import open_trace
+from tests.archives import pack, unpack
 
 __all__ = [
     "BOARDS",
@@ -126,15 +126,12 @@ def write_board(board: str, jobs: dict[str, Job], records: Path) -> None:
     """
     FOLDER.mkdir(exist_ok=True)
     names = {old: f"{n:04d}" for n, old in enumerate(_used(jobs))}
-    with tarfile.open(FOLDER / f"{board}.tar.xz", "w:xz", preset=9) as archive:
-        for old, new in names.items():
-            for file in sorted(p for p in (records / old).glob("**/*") if p.is_file()):
-                info = archive.gettarinfo(file, f"{new}/{file.relative_to(records / old)}")
-                info.uid = info.gid = 0
-                info.uname = info.gname = ""
-                info.mtime, info.mode = 0, 0o600
-                with file.open("rb") as content:
-                    archive.addfile(info, content)
+    files = [
+        (f"{new}/{file.relative_to(records / old)}", file)
+        for old, new in names.items()
+        for file in sorted(filter(Path.is_file, (records / old).glob("**/*")))
+    ]
+    pack(FOLDER / f"{board}.tar.xz", files)
     renamed = {n: [names[one] for one in job.records] for n, job in jobs.items()}
     jobs = {n: Job(**{**asdict(job), "records": renamed[n]}) for n, job in jobs.items()}
     with unpacked(board) as folder:
@@ -149,15 +146,9 @@ def _used(jobs: dict[str, Job]) -> list[str]:
 @contextlib.contextmanager
 def unpacked(board: str, only: Sequence[Job] = ()) -> Iterator[Path]:
     """Give the records of a board, or of some of its jobs, in a folder that goes afterwards."""
-    wanted = {one for job in only for one in job.records}
+    wanted = {one for job in only for one in job.records}  # all where none are named
     with tempfile.TemporaryDirectory(prefix="golden-") as name:
-        with tarfile.open(FOLDER / f"{board}.tar.xz") as archive:
-            for member in archive:
-                to = Path(name, member.name)
-                content = archive.extractfile(member)
-                if content is not None and (not wanted or to.relative_to(name).parts[0] in wanted):
-                    to.parent.mkdir(parents=True, exist_ok=True)
-                    to.write_bytes(content.read())
+        unpack(FOLDER / f"{board}.tar.xz", Path(name), wanted)
         yield Path(name)
 
 

@@ -12,13 +12,13 @@ import io
 import os
 import subprocess
 import sys
-import tarfile
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from rankscope.cli.app import main as rankscope_main
 from rankscope.tree.build import build, recover
+from tests.archives import pack, unpack
 from tests.stepwise.growing import grown
 from tests.tree import record_golden
 from tests.tree.jobs import grid_job
@@ -122,13 +122,7 @@ def _ran(*words: object) -> str:
 
 def unpacked(name: str, folder: Path) -> tuple[Path, dict[str, str]]:
     """Unpack a form; return its trace folder, and what commands said of it."""
-    with tarfile.open(FOLDER / f"{name}.tar.xz") as archive:
-        for member in filter(tarfile.TarInfo.isfile, archive):
-            to = folder / member.name
-            to.parent.mkdir(parents=True, exist_ok=True)
-            content = archive.extractfile(member)
-            assert content is not None
-            to.write_bytes(content.read())
+    unpack(FOLDER / f"{name}.tar.xz", folder)
     return folder / "trace", {p.name: p.read_text() for p in (folder / "said").iterdir()}
 
 
@@ -144,13 +138,8 @@ def record(name: str) -> None:
             assert text, file
             (spoken / file).write_text(text.replace(str(home), ""))
         FOLDER.mkdir(exist_ok=True)
-        with tarfile.open(FOLDER / f"{name}.tar.xz", "w:xz", preset=9) as archive:
-            for part in sorted(p for top in (trace, spoken) for p in top.glob("**/*")):
-                if part.is_file():
-                    info = tarfile.TarInfo(str(part.relative_to(home)))
-                    info.size = part.stat().st_size
-                    with part.open("rb") as content:
-                        archive.addfile(info, content)
+        parts = sorted(p for top in (trace, spoken) for p in top.glob("**/*") if p.is_file())
+        pack(FOLDER / f"{name}.tar.xz", ((str(p.relative_to(home)), p) for p in parts))
 
 
 if __name__ == "__main__":

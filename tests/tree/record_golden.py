@@ -14,11 +14,11 @@ import json
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 from pathlib import Path
 
 from rankscope.tree.build import recover
+from tests.archives import pack, unpack
 
 __all__ = ["FILES", "FOLDER", "JOBS", "SUMS", "rebuilt", "unpacked"]
 
@@ -43,9 +43,7 @@ JOBS = {
 
 def unpacked(name: str, folder: Path) -> Path:
     """Unpack the records of a job; return their folder."""
-    with tarfile.open(FOLDER / f"{name}.tar.xz") as archive:
-        has_filters = hasattr(tarfile, "data_filter")  # from Python 3.11.4 and 3.10.12 on
-        archive.extractall(folder, **({"filter": "data"} if has_filters else {}))
+    unpack(FOLDER / f"{name}.tar.xz", folder)
     return folder
 
 
@@ -65,14 +63,8 @@ def _record(name: str) -> None:
     shutil.copy(Path(__file__).with_name("golden_job.py"), scripts)
     shutil.copy(FOLDER / "by_hand.toml", scripts)
     subprocess.run(command, cwd=scripts, check=True)
-    with tarfile.open(FOLDER / f"{name}.tar.xz", "w:xz", preset=9) as archive:
-        for part in sorted([*out.glob("spool/*"), *out.glob("tensors/*/*")]):
-            info = archive.gettarinfo(part, str(part.relative_to(out)))
-            info.uid = info.gid = 0
-            info.uname = info.gname = ""
-            info.mtime, info.mode = 0, 0o600
-            with part.open("rb") as file:
-                archive.addfile(info, file)
+    parts = sorted([*out.glob("spool/*"), *out.glob("tensors/*/*")])
+    pack(FOLDER / f"{name}.tar.xz", ((str(part.relative_to(out)), part) for part in parts))
 
 
 def main() -> None:

@@ -68,9 +68,8 @@ def ended_badly(
         last = without_recent(last, step_views, context, trace.read_s, at_s)
     unrecorded = _unrecorded(trace, last)
     # what others wait for may be what a full spool had no room for
-    hangs = [] if unrecorded else list(hangs_of(step_views, context, last, ends))
-    if ended is None and not trace.stalls and _are_left(last, ends):
-        hangs = []
+    are_left = ended is None and not trace.stalls and _are_left(last, ends)
+    hangs = [] if unrecorded or are_left else list(hangs_of(step_views, context, last, ends))
     yield from hangs
     if ended is None:  # else no rank failed: the job was ended from outside
         is_explained = bool(hangs) or bool(ranks_left_open(step_views, last, ends))

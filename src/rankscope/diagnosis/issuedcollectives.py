@@ -17,6 +17,7 @@ from rankscope.record.ranklists import parse_ranks
 __all__ = [
     "EQUAL_OUTPUTS",
     "IssuedCollective",
+    "equal_by_offset",
     "fits_shifted",
     "issues_in",
     "issues_of",
@@ -116,11 +117,10 @@ def issues_in(call: CallView) -> Iterator[IssuedCollective]:
         yield IssuedCollective(call, ranks, facts)
 
 
-def fits_shifted(
+def equal_by_offset(
     one: Mapping[int, tuple[int, bool] | None], other: Mapping[int, tuple[int, bool] | None]
-) -> bool:
-    """True where more values are equal at some offset of their numbers than without one: then the
-    numbers are wrong, not the values.
+) -> dict[int, int]:
+    """Return {offset of their numbers: how many values are equal at it}, where any is.
 
     Args:
         one: {number: a value; None where it is not known}
@@ -133,4 +133,10 @@ def fits_shifted(
     for number, value in other.items():
         for found in there.get(value, ()) if value is not None else ():
             fits[found - number] = fits.get(found - number, 0) + 1
+    return fits
+
+
+def fits_shifted(fits: Mapping[int, int]) -> bool:
+    """True where more values are equal at some offset, as `equal_by_offset` gives them, than
+    without one: then the numbers are wrong, not the values."""
     return any(count > fits.get(0, 0) for count in fits.values())

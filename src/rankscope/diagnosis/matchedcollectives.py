@@ -29,6 +29,7 @@ from rankscope.diagnosis.distances import minority
 from rankscope.diagnosis.issuedcollectives import (
     EQUAL_OUTPUTS,
     IssuedCollective,
+    equal_by_offset,
     fits_shifted,
     known_collectives,
     ranks_in_doubt,
@@ -433,7 +434,7 @@ def _are_shifted(lines: Mapping[int, list[_OwnCall]]) -> bool:
         left, right = (
             {place: end.value for place, end in enumerate(lines[rank])} for rank in (one, other)
         )
-        if fits_shifted(left, right):
+        if fits_shifted(equal_by_offset(left, right)):
             return True
     return False
 

@@ -11,7 +11,7 @@ message of the channel, at least, has to have come as it was sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -21,6 +21,7 @@ from rankscope.diagnosis.causeorder import Join
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.issuedcollectives import (
     IssuedCollective,
+    equal_by_offset,
     fits_shifted,
     issues_of,
 )
@@ -108,21 +109,14 @@ class Messages:
             sends = self._sends.get(channel, {})
             is_open = (incarnation, since, group, receiver) in self._open
             is_open |= any((incarnation, rank) in self._doubtful for rank in (sender, receiver))
-            is_open |= since.startswith(_BEHIND_A_STEP) and not self._fits(channel)
-            if is_open or _are_shifted(sends, receives):
+            fits = _equal_by_offset(sends, receives)
+            is_open |= since.startswith(_BEHIND_A_STEP) and not fits.get(0)
+            if is_open or fits_shifted(fits):
                 continue
             for number, received in receives.items():
                 sent = sends.get(number)
                 if sent is not None:
                     yield Message(sender=sender, sent=sent, receiver=receiver, received=received)
-
-    def _fits(self, channel: _Channel) -> bool:
-        """True where a message of the channel came as it was sent."""
-        sends = self._sends.get(channel, {})
-        return any(
-            end.value is not None and number in sends and sends[number].value == end.value
-            for number, end in self._receives[channel].items()
-        )
 
     def joins(self) -> Iterator[Join]:
         """Yield what every message says of the order of events on its two ranks."""
@@ -156,8 +150,10 @@ def _message_end(
     return _MessageEnd(step, issue.call.node.id, int(time[0]), value)
 
 
-def _are_shifted(sends: dict[int, _MessageEnd], receives: dict[int, _MessageEnd]) -> bool:
-    return fits_shifted(
+def _equal_by_offset(
+    sends: Mapping[int, _MessageEnd], receives: Mapping[int, _MessageEnd]
+) -> dict[int, int]:
+    return equal_by_offset(
         {number: end.value for number, end in sends.items()},
         {number: end.value for number, end in receives.items()},
     )

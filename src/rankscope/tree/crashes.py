@@ -63,14 +63,16 @@ def crashes(trace: Trace) -> list[Crash]:
     is nothing to tell where its trace has no text. The first in time comes first.
     """
     raised = [rank for rank in trace.completeness["ranks"] if rank["end"] == EndReason.RAISED.value]
-    found = [crash for state in raised if (crash := _crash(trace, state))]
+    pids = {(life["rank"], life["incarnation"]): life["pid"] for life in trace.run["ranks"]}
+    found = [crash for state in raised if (crash := _crash(trace, state, pids))]
     return sorted(found, key=lambda crash: (crash.incarnation, crash.start_us, crash.rank))
 
 
-def _crash(trace: Trace, state: Mapping[str, Any]) -> Crash | None:
+def _crash(
+    trace: Trace, state: Mapping[str, Any], pids: Mapping[tuple[int, int], int]
+) -> Crash | None:
     rank, incarnation = state["rank"], state["incarnation"]
-    lives = trace.run["ranks"]
-    pid = next((r["pid"] for r in lives if (r["rank"], r["incarnation"]) == (rank, incarnation)), 0)
+    pid = pids.get((rank, incarnation), 0)
     raised = state.get("raised", {"error": "", "causes": (), "where": ""})
     texts = (raised["error"], *raised["causes"])
     last: tuple[Step, Node] | None = None
