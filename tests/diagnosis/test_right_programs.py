@@ -410,3 +410,40 @@ def test_a_receive_may_be_posted_in_a_step_that_is_not_traced(
 ):
     report = report_of(ranks, receives_ahead, steps, folder=tmp_path)
     assert not report.findings
+
+
+def trains_a_model_of_its_own(way: str, out: str) -> None:
+    """One rank trains a small model besides, with an optimizer of its own."""
+    torch.manual_seed(0)
+    rank, model, private = dist.get_rank(), nn.Linear(6, 6), nn.Linear(6, 3)
+    shared = DistributedDataParallel(model) if way == "wrapped" else model
+    optimizer, own = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (shared, private))
+    torch.manual_seed(1 + rank)
+    with rankscope.trace(shared, out=out, steps="2-6" if way == "late" else "all"):
+        for step in range(5):
+            shared(torch.randn(4, 6)).square().mean().backward()
+            for parameter in model.parameters() if way != "wrapped" else ():
+                if way != "forgets" or step:
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= dist.get_world_size()
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank == 1:
+                private(torch.randn(4, 6)).square().mean().backward()
+                own.step()
+                own.zero_grad()
+
+
+@pytest.mark.parametrize("way", ["wrapped", "reduced", "late"])
+def test_ranks_need_not_take_equally_many_optimizer_steps(
+    ranks: RankPool, way: str, tmp_path: Path
+):
+    report = report_of(ranks, trains_a_model_of_its_own, way, folder=tmp_path)
+    assert not report.findings
+    assert any("rank 1 stepped another model than other ranks" in note for note in report.notes)
+
+
+def test_what_ranks_forgot_before_their_steps_go_apart_is_named(ranks: RankPool, tmp_path: Path):
+    report = report_of(ranks, trains_a_model_of_its_own, "forgets", folder=tmp_path)
+    assert {each.step for each in report.findings} == {0}
+    assert report.findings[0].kind is Kind.GRADIENT

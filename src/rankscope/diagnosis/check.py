@@ -49,6 +49,7 @@ from rankscope.diagnosis.rules.ties import lost_ties
 from rankscope.diagnosis.rules.uninitialised import uninitialised_parameters
 from rankscope.diagnosis.rules.weights import other_weights
 from rankscope.diagnosis.stepview import StepView, step_view_of
+from rankscope.diagnosis.unevensteps import note_stepped_models, without_uneven_steps
 from rankscope.diagnosis.unreduced import note_unreduced, without_unreduced
 from rankscope.errors import TraceError
 from rankscope.layout.layoutfile import LayoutFile
@@ -142,7 +143,7 @@ def _checked(
         context.coverage.next_step()
     candidates += _wrongly_received(messages, steps, context)
     candidates += always_lost_micro_batches(context)
-    candidates = without_unreduced(candidates, context)
+    candidates = without_unreduced(without_uneven_steps(candidates, context), context)
     again = _StepViews(steps, context)
     candidates = matched.judged(candidates, again, context, ends_of(trace))
     candidates += _of_the_end(trace, steps, context)
@@ -266,6 +267,7 @@ def _judged(step_view: StepView, context: CheckContext) -> list[Candidate]:
     found = [candidate for rule in STEP_RULES for candidate in rule(step_view, context)]
     innermost_takers(step_view, found)
     found += origins_of_gradients(step_view, context, found)
+    note_stepped_models(step_view, context)
     note_unreduced(step_view, context)
     remember_parameters(step_view, context)
     return found

@@ -69,6 +69,8 @@ class IncarnationState:
 
     replicas: InferredReplicas
     setup: StepView | None = None
+    begins_late: bool = True
+    """True until the first train step was seen: the trace begins later than the training."""
     undecided: dict[tuple[str, int, str], SlotValues] | None = None
     """Parameters that differed at setup, until a gradient says whether they are replicas; None
     before the first optimizer step."""
@@ -104,6 +106,10 @@ class IncarnationState:
     """Steps in which gradients were averaged before those of the last backward pass were added."""
     stepped: set[int] = field(default_factory=set)
     """Train steps in which an optimizer took gradients."""
+    steppers: dict[str, set[int]] = field(default_factory=dict)
+    """{root: ranks that stepped it in any step}"""
+    uneven: dict[int, dict[str, set[int]]] = field(default_factory=dict)
+    """{step: {root: ranks that stepped it}}, of steps in which not all ranks stepped the same"""
     lost: dict[int, list[Candidate]] = field(default_factory=dict)
     """{step: what to say of it}, of those that lack what micro-batches left, though these were
     meant to be one batch."""

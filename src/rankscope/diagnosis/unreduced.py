@@ -276,8 +276,7 @@ def _without_training_apart(
 
 def _begins_late(incarnation: IncarnationState) -> bool:
     """True where the trace begins later than the training, and no gradient of it was reduced."""
-    is_late = incarnation.setup is None or incarnation.setup.step > 0
-    return is_late and min(incarnation.apart) > 0 and not incarnation.together
+    return incarnation.begins_late and not incarnation.together
 
 
 def _is_apart(candidate: Candidate, incarnation: IncarnationState) -> bool:
