@@ -79,6 +79,7 @@ class Scratch:
         except OSError:
             self._file.close()
             raise
+        self.limit_bytes = limit_bytes
         self._memory: ByteArray = np.frombuffer(mapped, np.uint8)
         self._let_go = weakref.finalize(self, _let_go, self._file, mapped)
         self._top = 0
@@ -89,11 +90,6 @@ class Scratch:
         self._held: dict[int, HeldBytes] = {}
         self._alike: dict[_Key, list[HeldBytes]] = {}
         self._count = 0
-
-    @property
-    def limit_bytes(self) -> int:
-        """What it may take on disk."""
-        return len(self._memory)
 
     def find(self, dtype: str, shape: Sequence[int], data: ByteArray) -> HeldBytes | None:
         """Return a tensor that is held and has these bytes."""

@@ -111,7 +111,7 @@ class ChunkWriter:
             raise ValueError(f"a header of {header_bytes} bytes: expected 4096 or more, in eights")
         self._folder = chunk_folder(trace, stream)
         self._stream = stream
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self._chunk_bytes = chunk_bytes
         self._chunk_tensors = chunk_tensors
         self._header_bytes = header_bytes
@@ -135,11 +135,6 @@ class ChunkWriter:
     def is_open(self) -> bool:
         """False after `finish`, after trouble, and in a forked child."""
         return not self._is_over
-
-    @property
-    def limit_bytes(self) -> int:
-        """What all chunks may occupy on disk."""
-        return self._limit_bytes
 
     @property
     def spent_bytes(self) -> int:
@@ -189,9 +184,9 @@ class ChunkWriter:
         if CHUNK_TEXT_BYTES + len(text) + 1 + CHECKSUM_DIGITS > self._header_bytes:
             raise ValueError(f"a tensor of {len(shape)} dims: its shape does not fit in a header")
         more = nbytes + (self._data_start if needs_new else 0)
-        if self.spent_bytes + more > self._limit_bytes:
+        if self.spent_bytes + more > self.limit_bytes:
             raise ChunkFullError(
-                f"{self._folder}: {nbytes} bytes more are beyond the {self._limit_bytes} that "
+                f"{self._folder}: {nbytes} bytes more are beyond the {self.limit_bytes} that "
                 f"this rank may use; raise --rs-tensor-budget, or keep fewer with --rs-tensors"
             )
         try:
@@ -253,7 +248,7 @@ class ChunkWriter:
         start = self._reserved_end
         if end <= start:
             return
-        ahead = min(_AHEAD_BYTES, self._limit_bytes - self._spent_bytes - end)
+        ahead = min(_AHEAD_BYTES, self.limit_bytes - self._spent_bytes - end)
         if not reserve(number, start, end + max(ahead, 0) - start):
             ahead = sys.maxsize
         self._reserved_end = end + max(ahead, 0)

@@ -24,7 +24,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_at
+from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.datapeers import root_calls, same_inputs
 from rankscope.diagnosis.distances import sides, sides_text
@@ -121,14 +121,11 @@ def _candidate(
     advice: str,
     **evidence: Any,
 ) -> Candidate:
-    return candidate_at(
+    return context.candidate(
         step_view,
-        values.call,
+        values,
         Kind.REPLICA,
-        values.slot,
         group,
-        group,
-        context.times(values, group),
         f"{ranks_named(group.tolist())} {what} ({sides_text(values, group)})",
         advice=advice,
         evidence=lambda: {

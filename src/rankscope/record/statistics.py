@@ -36,12 +36,13 @@ class OverShards(enum.Enum):
     UNKNOWN = "not known from shards"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Statistic:
     """One number of a digest."""
 
     name: str
     meaning: str
+    over_shards: OverShards
     is_count: bool = False
     """A number of elements: u64 in spools and columns, an integer in JSON, always defined. Else
     over the finite elements: f64, in JSON a number or null where it is undefined."""
@@ -49,7 +50,6 @@ class Statistic:
     """Counts elements that are not finite."""
     is_element: bool = False
     """One of the elements: `show` prints it whole where the value is of integers."""
-    over_shards: OverShards
     of_values: Callable[[npt.NDArray[np.float64]], float] | None = None
     """Computes it from the finite elements, flat, at least one. For tensors on the host alone: on
     others, and where no element is finite, it is undefined. None: the capture kernels do it."""
@@ -57,64 +57,27 @@ class Statistic:
 
 STATISTICS: Final = (
     Statistic(
-        name="count",
-        meaning="elements, finite or not; a complex one counts as two",
+        "count",
+        "elements, finite or not; a complex one counts as two",
+        OverShards.SUM,
         is_count=True,
-        over_shards=OverShards.SUM,
+    ),
+    Statistic("nan", "elements that are NaN", OverShards.SUM, is_count=True, is_nonfinite=True),
+    Statistic("posinf", "elements that are +inf", OverShards.SUM, is_count=True, is_nonfinite=True),
+    Statistic("neginf", "elements that are -inf", OverShards.SUM, is_count=True, is_nonfinite=True),
+    Statistic("zero", "elements that are 0 or -0", OverShards.SUM, is_count=True),
+    Statistic("min", "least finite element", OverShards.LEAST, is_element=True),
+    Statistic("max", "greatest finite element", OverShards.GREATEST, is_element=True),
+    Statistic("mean", "mean of the finite elements", OverShards.MEAN),
+    Statistic(
+        "std",
+        "standard deviation of the finite elements, divisor n - 1 as in torch",
+        OverShards.SPREAD,
     ),
     Statistic(
-        name="nan",
-        meaning="elements that are NaN",
-        is_count=True,
-        is_nonfinite=True,
-        over_shards=OverShards.SUM,
-    ),
-    Statistic(
-        name="posinf",
-        meaning="elements that are +inf",
-        is_count=True,
-        is_nonfinite=True,
-        over_shards=OverShards.SUM,
-    ),
-    Statistic(
-        name="neginf",
-        meaning="elements that are -inf",
-        is_count=True,
-        is_nonfinite=True,
-        over_shards=OverShards.SUM,
-    ),
-    Statistic(
-        name="zero",
-        meaning="elements that are 0 or -0",
-        is_count=True,
-        over_shards=OverShards.SUM,
-    ),
-    Statistic(
-        name="min",
-        meaning="least finite element",
-        is_element=True,
-        over_shards=OverShards.LEAST,
-    ),
-    Statistic(
-        name="max",
-        meaning="greatest finite element",
-        is_element=True,
-        over_shards=OverShards.GREATEST,
-    ),
-    Statistic(
-        name="mean",
-        meaning="mean of the finite elements",
-        over_shards=OverShards.MEAN,
-    ),
-    Statistic(
-        name="std",
-        meaning="standard deviation of the finite elements, divisor n - 1 as in torch",
-        over_shards=OverShards.SPREAD,
-    ),
-    Statistic(
-        name="l2",
-        meaning="root of the sum of squares of the finite elements; 0 where there is none",
-        over_shards=OverShards.ROOT_OF_SQUARES,
+        "l2",
+        "root of the sum of squares of the finite elements; 0 where there is none",
+        OverShards.ROOT_OF_SQUARES,
     ),
 )
 """In the order of the columns and of JSON. Spools hold the measured ones in this order (count

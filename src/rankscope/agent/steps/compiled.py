@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from rankscope.agent.guard import say
 from rankscope.agent.hooks.members import parameters_of_module
 from rankscope.agent.steps.optimizersearch import OptimizerSet, held_parameters, parameters_of
 from rankscope.capture.invisible import invisible
@@ -142,9 +141,6 @@ class EagerStance:
         """Begin or end it; safe to call in any state."""
         if is_eager and self._is_wanted and self._restore is None:
             self._restore = run_compiled_eagerly()
-            if self._restore is None:
-                self._is_wanted = False
-                say("compile=eager needs torch 2.6 or newer: compiled regions stay opaque")
         elif not is_eager and self._restore is not None:
             restore, self._restore = self._restore, None
             restore()

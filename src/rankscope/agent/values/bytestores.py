@@ -6,8 +6,9 @@ All find what is equal to something stored before, and store it once.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -54,66 +55,66 @@ RecordTensor = Callable[[int, Stored, Described], bool]
 had no room for it."""
 
 
-class Store(Protocol):
+class TensorBytes(NamedTuple):
+    """The bytes of one tensor."""
+
+    whole: ByteArray | None
+    """All of them in one piece, None where they come in `pieces`."""
+    pieces: Iterable[ByteArray]
+    """Them in their order."""
+    live: torch.Tensor | None = None
+    """The tensor on the host, whose own memory `whole` is; others may write into it meanwhile. None
+    for what came from an accelerator."""
+    stride: tuple[int, ...] = ()
+    """Its strides there, where it did not lie in row-major order."""
+
+
+class Store(ABC):
     """Stores tensors. For one thread at a time; the caller sees to that."""
 
-    refusal: str
-    """Why the last tensor was not stored."""
+    def __init__(self, record: RecordTensor, limit_bytes: int) -> None:
+        """Prepare to store.
+
+        Args:
+            record: commits what was stored.
+            limit_bytes: what all tensors may take on disk.
+        """
+        self.refusal = ""
+        """Why the last tensor was not stored."""
+        self.limit_bytes = limit_bytes
+        self._record = record
+        self._is_finished = False
 
     @property
     def closed_why(self) -> str:
         """Why nothing is stored any more, "" while something may be."""
+        return _CLOSED if self._is_finished else ""
 
-    @property
-    def limit_bytes(self) -> int:
-        """What all of them may take on disk."""
-
-    def store(
-        self,
-        reference: int,
-        described: Described,
-        whole: ByteArray | None,
-        pieces: Iterable[ByteArray],
-        live: torch.Tensor | None = None,
-        stride: tuple[int, ...] = (),
-    ) -> Stored | None:
-        """Store bytes under a reference, or find the entry of equal ones; None where neither was
-        possible, `refusal` says why.
-
-        Args:
-            reference: a number that no other tensor has.
-            described: what they are.
-            whole: all of them in one piece, None where they come in `pieces`.
-            pieces: them in their order.
-            live: the tensor on the host, whose own memory `whole` is; others may write into it
-                meanwhile. None for what came from an accelerator.
-            stride: its strides there, where it did not lie in row-major order.
+    @abstractmethod
+    def store(self, reference: int, described: Described, given: TensorBytes) -> Stored | None:
+        """Store bytes under a reference that no other tensor has, or find the entry of equal ones;
+        None where neither was possible, `refusal` says why.
         """
 
-    def release(self, reference: int) -> None:
+    def release(self, reference: int) -> None:  # noqa: B027  # what is in a chunk stays there
         """Let go of a tensor that nobody will ask for."""
 
     def finish(self) -> None:
-        """Store no more.
+        """Store no more; what is there stays.
 
         Raises:
             ChunkError: the disk refused what was left to do.
         """
+        self._is_finished = True
 
 
-class LocalChunkStore:
+class LocalChunkStore(Store):
     """Stores tensors in chunks."""
 
     def __init__(self, writer: ChunkWriter, record: RecordTensor) -> None:
-        """Prepare to store; nothing is made before the first tensor.
-
-        Args:
-            writer: where the bytes go, and how many may.
-            record: commits what stands in the chunk.
-        """
-        self.refusal = ""
+        """Prepare to store in what `writer` makes; nothing is made before the first tensor."""
+        super().__init__(record, writer.limit_bytes)
         self._writer = writer
-        self._record = record
         self._stored: dict[tuple[int, str, tuple[int, ...]], ChunkEntry] = {}
 
     @property
@@ -121,24 +122,12 @@ class LocalChunkStore:
         """As `Store.closed_why`."""
         return "" if self._writer.is_open else self._writer.trouble or _CLOSED
 
-    @property
-    def limit_bytes(self) -> int:
-        """As `Store.limit_bytes`."""
-        return self._writer.limit_bytes
-
-    def store(
-        self,
-        reference: int,
-        described: Described,
-        whole: ByteArray | None,
-        pieces: Iterable[ByteArray],
-        live: torch.Tensor | None = None,
-        stride: tuple[int, ...] = (),
-    ) -> Stored | None:
+    def store(self, reference: int, described: Described, given: TensorBytes) -> Stored | None:
         """As `Store.store`. What is written into `live` meanwhile makes the checksum that of
         something else, so it is asked for again.
         """
         meta, checksum = described.meta, None
+        whole, pieces, live, _ = given
         if whole is not None:
             checksum, pieces = int(_xxh3(whole)), (whole,)
             known = self._stored.get((checksum, meta.dtype, meta.shape))
@@ -172,51 +161,29 @@ class LocalChunkStore:
         self._stored[key] = entry
         return entry
 
-    def release(self, reference: int) -> None:
-        """Do nothing: what is in a chunk stays there."""
-
     def finish(self) -> None:
         """As `Store.finish`."""
         self._writer.finish()
 
 
-class ScratchStore:
+class ScratchStore(Store):
     """Stores tensors in a scratch."""
 
     def __init__(self, scratch: Scratch, record: RecordTensor) -> None:
-        """Prepare to store.
-
-        Args:
-            scratch: takes the bytes.
-            record: commits what stands in it.
-        """
-        self.refusal = ""
-        self.closed_why = ""
+        """Prepare to store in `scratch`."""
+        super().__init__(record, scratch.limit_bytes)
         self._scratch = scratch
-        self._record = record
 
-    @property
-    def limit_bytes(self) -> int:
-        """As `Store.limit_bytes`."""
-        return self._scratch.limit_bytes
-
-    def store(
-        self,
-        reference: int,
-        described: Described,
-        whole: ByteArray | None,
-        pieces: Iterable[ByteArray],
-        live: torch.Tensor | None = None,
-        stride: tuple[int, ...] = (),
-    ) -> Stored | None:
+    def store(self, reference: int, described: Described, given: TensorBytes) -> Stored | None:
         """As `Store.store`. What is written into `live` meanwhile is in the copy, or is not."""
         meta, scratch = described.meta, self._scratch
+        whole = given.whole
         found = None if whole is None else scratch.find(meta.dtype, meta.shape, whole)
         if found is not None:
             return found
-        given = pieces if whole is None else (whole,)
+        pieces = given.pieces if whole is None else (whole,)
         try:
-            held = scratch.write(reference, meta.dtype, meta.shape, given)
+            held = scratch.write(reference, meta.dtype, meta.shape, pieces)
         except OSError as error:
             self.refusal = f"they cannot be written: {error.strerror or error}"
             return None
@@ -236,48 +203,25 @@ class ScratchStore:
         """Let go of a tensor: its place is used again."""
         self._scratch.release(reference)
 
-    def finish(self) -> None:
-        """Store no more; what is there stays as long as the scratch."""
-        self.closed_why = _CLOSED
 
-
-class GlanceStore:
+class GlanceStore(Store):
     """Looks at tensors, and keeps what was made of them."""
 
     def __init__(self, look: Look, record: RecordTensor) -> None:
-        """Prepare to look.
-
-        Args:
-            look: makes what is kept.
-            record: commits that there is something under a reference.
-        """
-        self.refusal = ""
-        self.closed_why = ""
+        """Prepare to keep what `look` makes of tensors."""
+        super().__init__(record, _NO_LIMIT)
         self._look = look
-        self._record = record
         self._made: dict[int, Glance] = {}
         self._known: dict[object, Glance] = {}
         self._keys: dict[int, object] = {}
         self._count = 0
 
-    @property
-    def limit_bytes(self) -> int:
-        """As `Store.limit_bytes`: it takes none."""
-        return _NO_LIMIT
-
-    def store(
-        self,
-        reference: int,
-        described: Described,
-        whole: ByteArray | None,
-        pieces: Iterable[ByteArray],
-        live: torch.Tensor | None = None,
-        stride: tuple[int, ...] = (),
-    ) -> Stored | None:
+    def store(self, reference: int, described: Described, given: TensorBytes) -> Stored | None:
         """As `Store.store`. What is written into `live` meanwhile is in what is made of it, or is
         not. Tensors of the same bytes that lie otherwise in memory are looked at each for itself.
         """
         meta = described.meta
+        whole, pieces, live, stride = given
         if whole is not None:
             checksum = int(_xxh3(whole))
         else:
@@ -315,10 +259,6 @@ class GlanceStore:
     def made(self) -> dict[int, Glance]:
         """Return what was made, by reference."""
         return self._made.copy()  # at once: another thread may be adding to it
-
-    def finish(self) -> None:
-        """Make no more; what is there stays."""
-        self.closed_why = _CLOSED
 
 
 def _on_host(data: ByteArray, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

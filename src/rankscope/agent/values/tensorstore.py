@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from rankscope.agent.values.bytestores import RecordTensor, Store
+from rankscope.agent.values.bytestores import RecordTensor, Store, TensorBytes
 from rankscope.capture.describe import Described
 from rankscope.capture.keeping import byte_pieces, own_bytes, why_not_stored
 from rankscope.capture.staging import DeviceStaging
@@ -236,9 +236,8 @@ class TensorStore:
         reference = self._next_reference
         # now: an interrupt while it is stored may cost a number, never give it twice
         self._next_reference += 1
-        entry = self._store.store(
-            reference, described, own_bytes(tensor), byte_pieces(tensor), tensor
-        )
+        given = TensorBytes(own_bytes(tensor), byte_pieces(tensor), tensor)
+        entry = self._store.store(reference, described, given)
         if entry is None or entry.reference != reference:
             self._next_reference = reference
         return self._miss(self._store.refusal, tensor) if entry is None else entry.reference
@@ -270,7 +269,9 @@ class TensorStore:
                 if found is None:
                     continue  # interrupted before its reference was given
                 reference, described, stride, _ = found
-                entry = self._store.store(reference, described, data, (), stride=stride)
+                entry = self._store.store(
+                    reference, described, TensorBytes(data, (), stride=stride)
+                )
                 if entry is None:
                     self._count(self._store.refusal, len(data))
                 elif entry.reference != reference:

@@ -77,15 +77,12 @@ def dynamo_has_compiled() -> bool:
     return counters is None or counters["frames"]["total"] > 0
 
 
-def run_compiled_eagerly() -> Callable[[], None] | None:
-    """Have everything compiled run as written, and return what ends that; None where torch cannot.
+def run_compiled_eagerly() -> Callable[[], None]:
+    """Have everything compiled run as written, and return what ends that.
 
     Whatever stance the program had chosen comes back then, unless it chose another meanwhile.
     """
-    choose = getattr(torch.compiler, "set_stance", None)  # torch 2.6 and newer
-    if choose is None:
-        return None
-    stance = choose("force_eager")
+    stance = torch.compiler.set_stance("force_eager")
 
     def restore() -> None:
         chosen = getattr(stance, "stance", None)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_at
+from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.datapeers import DDP, data_lines, root_calls, wrapped_roots
 from rankscope.diagnosis.stepview import SlotValues, StepView, root_of
@@ -66,14 +66,11 @@ def _candidate(
     def evidence() -> dict[str, Any]:
         return {"data_axis": source, "same_on": [ranks_text(line.tolist()) for line in lines[:8]]}
 
-    return candidate_at(
+    return context.candidate(
         step_view,
-        values.call,
+        values,
         Kind.DUPLICATE,
-        values.slot,
         ranks,
-        ranks,
-        context.times(values, ranks),
         f"{ranks_named(ranks.tolist())} are data-parallel ({source}) and were handed the same "
         f"batch",
         severity=Severity.WARNING,

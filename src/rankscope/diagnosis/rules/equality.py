@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_at
+from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.context import CheckContext, IncarnationState
 from rankscope.diagnosis.datapeers import same_inputs
 from rankscope.diagnosis.distances import (
@@ -251,18 +251,16 @@ def _candidate(
         advice = drawn_apart_advice(random)
     elif kind is Kind.GRADIENT and all(batches.is_shared(group) for group in groups):
         advice = _SAME_BATCH
-    return candidate_at(
+    return context.candidate(
         step_view,
-        values.call,
+        values,
         kind,
-        values.slot,
         blamed,
-        members,
-        context.times(values, members),
         f"{detail} ({sides_text(values, groups[0])})",
         advice=advice,
         severity=Severity.WARNING if is_held_back else Severity.FAULT,
         evidence=evidence,
+        members=members,
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_at
+from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import sides, sides_text
 from rankscope.diagnosis.layouts import sorted_lines
@@ -95,14 +95,11 @@ def _candidate(
     is_stacked: bool,
 ) -> Candidate:
     ranks = np.unique(np.concatenate(lines))
-    return candidate_at(
+    return context.candidate(
         step_view,
-        values.call,
+        values,
         Kind.DUPLICATE,
-        values.slot,
         ranks,
-        ranks,
-        context.times(values, ranks),
         f"{ranks_named(ranks.tolist())} hold different parts of it (along axis {axis!r}), and yet "
         f"the same values ({sides_text(values, ranks)})",
         advice=_ADVICE,

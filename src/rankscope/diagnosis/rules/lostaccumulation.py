@@ -29,7 +29,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_at
+from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import rounding_of
 from rankscope.diagnosis.gradientpasses import (
@@ -212,14 +212,11 @@ def _candidate(
     ends = [1 + worth.call.ordinal for worth in worths]  # passes are counted from 1 for people
     began = [str(ends[number] + 1) for number in mixture.lost if number + 1 < len(ends)]
     others = len(gradients) - 1
-    return candidate_at(
+    return context.candidate(
         step_view,
-        first.call,
+        first,
         Kind.SCALE,
-        first.slot,
         ranks,
-        ranks,
-        context.times(first, ranks),
         f"{ranks_named(ranks.tolist())} stepped without the gradients of earlier micro-batches: "
         f"they were gone when backward pass {' and pass '.join(began)} of {ends[-1]} of this step "
         "began" + (f" (this gradient and {others} others)" if others else ""),

@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_at
+from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import sides
 from rankscope.diagnosis.stepview import SlotValues, StepView, is_input, is_output
@@ -215,20 +215,18 @@ def _candidate(
             "spoiled_values": [_name(value) for value, _ in spoiled[:8]],
         }
 
-    return candidate_at(
+    return context.candidate(
         step_view,
-        values.call,
+        values,
         Kind.NONFINITE,
-        values.slot,
         ranks,
-        own,
-        context.times(values, own),
         f"{listed} on {ranks_named(ranks)}; {how}",
         advice=_advice(first, is_spoiling),
         evidence=evidence,
         weight=len(spoiled),
         severity=Severity.FAULT if is_spoiling else Severity.WARNING,
         priority=-1,
+        members=own,
     )
 
 

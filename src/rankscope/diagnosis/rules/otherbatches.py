@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_at
+from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.datapeers import root_calls
 from rankscope.diagnosis.distances import sides, sides_text
@@ -86,14 +86,11 @@ def _candidate(
     step_view: StepView, context: CheckContext, given: SlotValues, issue: IssuedCollective
 ) -> Candidate:
     ranks = issue.ranks
-    return candidate_at(
+    return context.candidate(
         step_view,
-        given.call,
+        given,
         Kind.REPLICA,
-        given.slot,
         ranks,
-        ranks,
-        context.times(given, ranks),
         f"{ranks_named(ranks.tolist())} were handed different batches, and add up their parts of "
         f"one layer in {issue.call.path} ({sides_text(given, ranks)})",
         advice=_ADVICE,

@@ -29,7 +29,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_at
+from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.context import CheckContext, Latest
 from rankscope.diagnosis.stepview import SlotValues, StepView, root_of, sibling_path
 from rankscope.record.finding import Kind, Severity
@@ -299,14 +299,11 @@ def _candidate(
             "notes": [str(each) for each in _on_foreign_parameters(step_view)],
         }
 
-    return candidate_at(
+    return context.candidate(
         step_view,
-        values.call,
+        values,
         Kind.PARAMETER,
-        values.slot,
         ranks,
-        ranks,
-        context.times(values, ranks),
         f"{text} ({ranks_named(ranks.tolist())})",
         severity=severity,
         evidence=evidence,

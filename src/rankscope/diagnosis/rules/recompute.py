@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_at
+from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import rounding_of
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView, is_output
@@ -115,14 +115,11 @@ def _candidate(
         few = wrong.tolist()[:_FEW]
         return {"values": [numbers(value, rank) for rank in few for value in (first, values)]}
 
-    return candidate_at(
+    return context.candidate(
         step_view,
-        values.call,
+        values,
         Kind.RECOMPUTE,
-        values.slot,
         wrong,
-        wrong,
-        context.times(values, wrong),
         f"{ranks_named(wrong.tolist())} recomputed another value than forward had, from the same "
         f"inputs",
         evidence=evidence,

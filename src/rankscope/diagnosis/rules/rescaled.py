@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_at
+from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import rounding_of
 from rankscope.diagnosis.gradientpasses import TakenGradient, taken_gradients
@@ -179,14 +179,11 @@ def _candidate(
     by_rank = {int(rank): float(factor) for rank, factor in zip(ranks, factors)}
     listed = ", ".join(f"rank {rank}: {factor:.6g}" for rank, factor in list(by_rank.items())[:4])
     more = ", ..." if len(by_rank) > 4 else ""
-    return candidate_at(
+    return context.candidate(
         step_view,
-        first.call,
+        first,
         Kind.SCALE,
-        first.slot,
         ranks,
-        ranks,
-        context.times(first, ranks),
         f"between backward and the optimizer's step {ranks_named(ranks.tolist())} scaled their "
         f"shards of this and {len(gradients) - 1} other gradients by factors of their own "
         f"({listed}{more}), as clipping by the norm of one rank's shards does",

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_at
+from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.datapeers import same_inputs
 from rankscope.diagnosis.distances import sides, sides_text
@@ -161,14 +161,11 @@ def _candidate(
             found["groups"] = [ranks_text(group.tolist()) for group in groups]
         return found
 
-    return candidate_at(
+    return context.candidate(
         step_view,
-        values.call,
+        values,
         Kind.REPLICA,
-        values.slot,
         ranks,
-        ranks,
-        context.times(values, ranks),
         f"{ranks_named(ranks.tolist())} hold different values"
         f"{' within their groups' if len(groups) > 1 else ''}, though in {paths[0]} they hold "
         f"the same ({sides_text(values, groups[0])})",

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_at
+from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import rounding_of
 from rankscope.diagnosis.replicas import RootPlace
@@ -149,14 +149,11 @@ def _candidate(
         else f"nothing that rank {edge.sender} made in this step"
     )
     ranks = np.array([edge.receiver], np.int64)
-    return candidate_at(
+    return context.candidate(
         step_view,
-        values.call,
+        values,
         Kind.COLLECTIVE,
-        values.slot,
         ranks,
-        ranks,
-        context.times(values, ranks),
         f"in micro-batch {micro} rank {edge.receiver} works on {detail}",
         evidence=lambda: {
             "sender": edge.sender,

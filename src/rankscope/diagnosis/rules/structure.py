@@ -120,14 +120,11 @@ def _candidate(
     members = np.sort(ranks)
     listed = "; ".join(f"{ranks_named(view.ranks)}: {text}" for view, text in zip(views, texts))
     context.coverage.applied(values)
-    return candidate_at(
+    return context.candidate(
         step_view,
-        values.call,
+        values,
         kind,
-        values.slot,
         blamed,
-        members,
-        context.times(values, members),
         listed,
         evidence=lambda: {
             "values": [
@@ -136,6 +133,7 @@ def _candidate(
             ]
         },
         priority=-1,
+        members=members,
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from rankscope.diagnosis.candidates import Candidate, candidate_at
+from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import sides
 from rankscope.diagnosis.stepview import SlotValues, StepView
@@ -89,18 +89,16 @@ def _candidate(
     ranks = np.union1d(embedding.ranks, other.ranks)
     is_beside = np.array_equal(embedding.ranks, other.ranks)
     is_fault = other.source == "dtensor" or not is_beside
-    return candidate_at(
+    return context.candidate(
         setup,
-        other.call,
+        other,
         Kind.STRUCTURE,
-        other.slot,
         ranks,
-        other.ranks,
-        context.times(other, other.ranks),
         f"begins with the values of {first}, but is a parameter of its own: each steps with its "
         f"own gradient, as if they had never been tied",
         advice=_ADVICE if is_beside else _STAGES_ADVICE,
         severity=Severity.FAULT if is_fault else Severity.WARNING,
         evidence=lambda: {"tied_to": first, "values": sides(other, other.ranks)},
         priority=1,
+        members=other.ranks,
     )

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_at
+from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import sides, sides_text
 from rankscope.diagnosis.stepview import SlotValues, StepView, sibling_path
@@ -120,14 +120,11 @@ def _candidate(
     severity: Severity,
 ) -> Candidate:
     what = "is zero" if not _size(values) else "is of another order of magnitude"
-    return candidate_at(
+    return context.candidate(
         step_view,
-        values.call,
+        values,
         Kind.SCALE,
-        values.slot,
         ranks,
-        ranks,
-        context.times(values, ranks),
         f"{what} on {ranks_named(ranks.tolist())}, while the same parameter of its siblings has a "
         f"root mean square of {usual:.3g} ({sides_text(values, ranks)})",
         advice=_ADVICE,

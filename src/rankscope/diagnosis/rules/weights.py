@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_at
+from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import differing_sides, minority, sides_text
 from rankscope.diagnosis.replicas import clusters
@@ -100,17 +100,15 @@ def _candidate(
         found: dict[str, Any] = {"layout": "inferred", "values": differing_sides(values, groups)}
         return found if is_resolved else found | {"rank_resolution": "none"}
 
-    return candidate_at(
+    return context.candidate(
         setup,
-        values.call,
+        values,
         Kind.REPLICA,
-        values.slot,
         blamed,
-        members,
-        context.times(values, members),
         f"{ranks_named(blamed.tolist())} begin{'s' if len(blamed) == 1 else ''} with other "
         f"weights{' than the other replicas' if is_resolved else ''}, though the gradient is "
         f"reduced over {ranks_named(members.tolist())} ({sides_text(values, groups[0])})",
         evidence=evidence,
         priority=1,
+        members=members,
     )
