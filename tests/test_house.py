@@ -290,6 +290,15 @@ def test_a_placement_is_parsed_once_for_each_source_of_its_text() -> None:
     assert calling == readers
 
 
+def test_one_module_writes_and_parses_safetensors_headers() -> None:
+    knowing = [
+        path.relative_to(SOURCE).as_posix()
+        for path in MODULES
+        if "data_offsets" in path.read_text() or "__metadata__" in path.read_text()
+    ]
+    assert knowing == ["chunks/safetensors.py"]
+
+
 def test_rules_and_exports_read_a_tree_through_its_typed_views() -> None:
     for path in MODULES:
         if room(path) in {"diagnosis", "tensors", "export"}:

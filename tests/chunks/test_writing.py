@@ -86,12 +86,12 @@ def test_a_chunk_ends_before_a_limit_is_passed(tmp_path, limits, chunks):
     assert chunks is None or len(paths) == chunks
     assert (len(paths) > 1) == bool(limits)
     for path in paths:
-        start, header = read_header(path)
+        file, header = read_header(path)
         assert header is not None
         assert len(header.tensors) <= limits.get("chunk_tensors", 8192)
-        data_bytes = path.stat().st_size - start
+        data_bytes = path.stat().st_size - file.start
         assert data_bytes <= limits.get("chunk_bytes", 256 << 20) or len(header.tensors) == 1
-        assert start == 8 + limits.get("header_bytes", HEADER_BYTES)
+        assert file.start == 8 + limits.get("header_bytes", HEADER_BYTES)
     found = read_plainly(folder_of(writing))
     for reference in range(1, 61):
         assert_whole(found, reference)
@@ -246,16 +246,16 @@ def test_bit_rot_is_found_by_the_checksums_in_the_chunk_itself(tmp_path):
     writing.writer.finish()
     path = chunk_path(folder_of(writing), 1)
     assert damaged(path) == []
-    start, header = read_header(path)
+    file, header = read_header(path)
     assert header is not None
     chosen = random.Random(1)
     for held in [held for held in header.tensors if held.end > held.begin]:
         data = bytearray(path.read_bytes())
-        data[start + chosen.randrange(held.begin, held.end)] ^= 1 << chosen.randrange(8)
+        data[file.start + chosen.randrange(held.begin, held.end)] ^= 1 << chosen.randrange(8)
         path.write_bytes(data)
         assert damaged(path) == [held.reference]
         data = bytearray(path.read_bytes())
-        bad = np.frombuffer(data, np.uint8)[start + held.begin : start + held.end]
+        bad = np.frombuffer(data, np.uint8)[file.start + held.begin : file.start + held.end]
         bad[:] = content(held.reference, len(bad))
         path.write_bytes(data)
     assert damaged(path) == []

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from rankscope.errors import TraceError
 from rankscope.run.folders import RunHeader, host_run_folder, run_key, spool_base, write_run_header
 from rankscope.tree.build import build
-from rankscope.tree.columns import check_bytes
+from rankscope.tree.columns import map_columns
 from rankscope.tree.reader import open_trace
 from tests import forked
 from tests.cli.test_commands import rankscope
@@ -195,4 +195,4 @@ def test_one_changed_bit_of_any_column_is_seen(tmp_path: Path):
     for name in (b"values.mean", b"xxh3_64"):  # the header is held to it too
         path.write_bytes(whole.replace(name, name[:-1] + b"X", 1))
         with pytest.raises(TraceError, match="was changed"):
-            check_bytes(path)
+            map_columns(path, is_checked=True)

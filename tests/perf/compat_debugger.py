@@ -31,7 +31,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from rankscope.chunks.safetensors import link_tensor, write_tensor
+from rankscope.chunks.safetensors import write_tensor
 from rankscope.compat import model_addition_debugger_context as ours
 from rankscope.tensors.rebuild import bytes_of
 from tests.perf.overhead import llama
@@ -88,11 +88,11 @@ def bare(ours: Callable[[Path], object], folder: Path) -> dict[str, Callable[[Pa
 
     def once(into: Path) -> None:
         for name, (same, tensor) in found.items():
-            if name == same:
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                write_tensor(f"{into}/{name}", dtype, tuple(tensor.shape), bytes_of(tensor))
-            else:
-                link_tensor(f"{into}/{name}", f"{into}/{same}")
+            dtype, written = str(tensor.dtype).removeprefix("torch."), f"{into}/{same}"
+            write_tensor(
+                *(f"{into}/{name}", dtype, tuple(tensor.shape), bytes_of(tensor)),
+                None if name == same else written,
+            )
 
     def each(into: Path) -> None:
         for name, (_, tensor) in found.items():

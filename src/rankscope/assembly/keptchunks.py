@@ -20,13 +20,11 @@ import numpy as np
 from rankscope.assembly.rankstreams import Array, RankStream
 from rankscope.assembly.sources import origins_in
 from rankscope.chunks.chunkheader import (
-    LENGTH_BYTES,
     chunk_folder,
     chunk_numbers,
     chunk_path,
     rebuilt_json,
     stream_of_folder,
-    write_all,
     write_header,
 )
 from rankscope.chunks.finishing import (
@@ -35,6 +33,7 @@ from rankscope.chunks.finishing import (
     read_header,
     recorded_tensors,
 )
+from rankscope.chunks.safetensors import LENGTH_BYTES, write_all
 from rankscope.errors import ChunkError
 from rankscope.record.streams import StreamId
 from rankscope.run.filenames import TENSOR_FOLDER
@@ -85,7 +84,7 @@ def _adopt(folder: Path, records: RankStream) -> None:
     for number in chunk_numbers(folder):
         path = chunk_path(folder, number)
         try:
-            start, header = read_header(path)
+            file, header = read_header(path)
         except ChunkError:
             continue  # said when it is finished
         if header is None or header.stream == stream or header.stream.rank != stream.rank:
@@ -95,12 +94,12 @@ def _adopt(folder: Path, records: RankStream) -> None:
         if any((held.reference, held.checksum) not in there for held in named):
             continue
         text = rebuilt_json(stream, header.number, header.tensors)
-        if len(text) > start - LENGTH_BYTES:
+        if len(text) > file.start - LENGTH_BYTES:
             continue
         try:
-            with path.open("r+b", buffering=0) as file:
-                write_all(file.fileno(), b"\0", LENGTH_BYTES)  # unfinished until all is written
-                write_header(file.fileno(), text, start - LENGTH_BYTES)
+            with path.open("r+b", buffering=0) as written:
+                write_all(written.fileno(), b"\0", LENGTH_BYTES)  # unfinished until all is written
+                write_header(written.fileno(), text, file.start - LENGTH_BYTES)
         except OSError as error:
             raise ChunkError(f"{path}: cannot be written: {error.strerror}") from error
 

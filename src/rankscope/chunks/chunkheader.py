@@ -9,36 +9,38 @@
     the rest   the bytes of the tensors, one behind the other
 
 A tensor's key is its reference, a number in decimal. Bytes that no record accounts for are named
-"unrecorded.<n>", because a safetensors file may have no holes. `__metadata__` says whose chunk it
-is and, under "xxh3", the checksum of each tensor: 16 hexadecimal digits, in the order of the keys.
+"unrecorded.<n>", because a safetensors file may have no holes. The metadata says whose chunk it is
+and, under "xxh3", the checksum of each tensor: 16 hexadecimal digits, in the order of the keys.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
+from rankscope.chunks.safetensors import (
+    CHECKSUM_DIGITS,
+    LENGTH_BYTES,
+    entry_text,
+    framed,
+    header_text,
+    parse_entries,
+    write_all,
+)
 from rankscope.errors import ChunkError
-from rankscope.record.dtypes import STORED_TYPES, TORCH_NAMES
+from rankscope.record.dtypes import STORED_TYPES
 from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS, StreamId
 from rankscope.run.filenames import TENSOR_FOLDER
 
 CHUNK_FORMAT: Final = "rankscope.tensors/1"
-LENGTH_BYTES: Final = 8
-MOST_HEADER_BYTES: Final = 100_000_000
-"""What safetensors itself reads at most."""
 CHUNK_TEXT_BYTES: Final = 256
 """More than the header takes without entries and checksums."""
-CHECKSUM_DIGITS: Final = 16
 _CHUNK_NAME: Final = re.compile(r"(\d{6,9})\.safetensors")
 _FOLDER_NAME: Final = re.compile(r"rank(\d{5,8})(?:\.([1-9]\d{0,4}))?")
 _UNRECORDED: Final = "unrecorded."
-_MOST_DIMS: Final = 64
 _REFERENCE: Final = re.compile(r"[1-9][0-9]{0,19}")
 
 
@@ -101,12 +103,6 @@ def chunk_numbers(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match is not None)
 
 
-def entry_text(key: str, stored_type: str, shape: Sequence[int], begin: int, end: int) -> str:
-    """Return the header's JSON for one tensor; the key is ours, never a name out of a model."""
-    dims = ",".join(map(str, shape))
-    return f'"{key}":{{"dtype":"{stored_type}","shape":[{dims}],"data_offsets":[{begin},{end}]}}'
-
-
 def header_json(stream: StreamId, number: int, texts: Sequence[str], checksums: str) -> bytes:
     """Return the header of a chunk without its padding."""
     metadata = {
@@ -116,14 +112,14 @@ def header_json(stream: StreamId, number: int, texts: Sequence[str], checksums: 
         "chunk": str(number),
         "xxh3": checksums,
     }
-    head = f'"__metadata__":{json.dumps(metadata, separators=(",", ":"))}'
-    return f"{{{','.join([head, *texts])}}}".encode("ascii")
+    return header_text(texts, metadata)
 
 
-def begun_region(stream: StreamId, number: int, region_bytes: int) -> bytes:
-    """Return the header region of a chunk that is written to: it says whose it is, and begins with
-    a zero."""
-    return (b"\0" + header_json(stream, number, (), "")[1:]).ljust(region_bytes, b"\0")
+def begun_chunk(stream: StreamId, number: int, region_bytes: int) -> bytes:
+    """Return what a chunk begins with while it is written to: its header region says whose it is,
+    and begins with a zero."""
+    header = b"\0" + header_json(stream, number, (), "")[1:]
+    return framed(header.ljust(region_bytes, b"\0"), region_bytes)
 
 
 def begun_rank(region: bytes) -> tuple[int, int] | None:
@@ -147,14 +143,6 @@ def rebuilt_json(stream: StreamId, number: int, tensors: Iterable[HeldTensor]) -
     return header_json(stream, number, texts, "".join(checksums))
 
 
-def write_all(descriptor: int, data: bytes | memoryview, at: int) -> None:
-    """Write bytes at an offset, however often it takes."""
-    left = memoryview(data)
-    while left:
-        written = os.pwrite(descriptor, left, at)
-        at, left = at + written, left[written:]
-
-
 def write_header(descriptor: int, text: bytes, region_bytes: int) -> None:
     """Fill the header region of a chunk; its first byte last, for with that it is finished."""
     write_all(descriptor, text[1:].ljust(region_bytes - 1, b" "), LENGTH_BYTES + 1)
@@ -172,48 +160,29 @@ def parse_header(text: bytes, data_bytes: int) -> ChunkHeader:
         ChunkError: it is no header of ours, or does not fit the file.
     """
     try:
-        # json looks at blanks one by one, and most of a header is blanks
-        end = text.rfind(b"}") + 1
-        decoded = json.loads(text[:end])
-        if text[end:] != b" " * (len(text) - end):
-            raise ValueError("something follows its JSON")
-        metadata: Any = decoded.pop("__metadata__")
-        if metadata["format"] != CHUNK_FORMAT:
-            raise ChunkError(f"format {metadata['format']!r}, expected {CHUNK_FORMAT!r}")
-        if not all(isinstance(text, str) for text in metadata.values()):
-            raise ChunkError("its metadata is not text alone")
-        stream = StreamId(rank=int(metadata["rank"]), incarnation=int(metadata["incarnation"]))
-        number, checksums = int(metadata["chunk"]), metadata["xxh3"]
-        if len(checksums) != CHECKSUM_DIGITS * len(decoded):
-            raise ChunkError(f"{len(checksums)} digits of checksums for {len(decoded)} tensors")
-        tensors = [
-            _held(key, entry, int(checksums[at : at + CHECKSUM_DIGITS], 16))
-            for key, entry, at in zip(
-                decoded, decoded.values(), range(0, len(checksums), CHECKSUM_DIGITS)
-            )
-        ]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ChunkError(f"its header cannot be read ({type(error).__name__}: {error})") from error
-    end = 0
-    for held in sorted(tensors, key=lambda held: (held.begin, held.end)):
-        if held.begin != end:
-            raise ChunkError(f"a tensor begins at byte {held.begin}, expected {end}")
-        end = held.end
-    if end != data_bytes:
-        raise ChunkError(f"holds {data_bytes} bytes of tensors, its header says {end}")
-    return ChunkHeader(stream=stream, number=number, tensors=tuple(tensors))
+        about, found = parse_entries(text, data_bytes)
+        if about["format"] != CHUNK_FORMAT:
+            raise ValueError(f"format {about['format']!r}, expected {CHUNK_FORMAT!r}")
+        stream = StreamId(rank=int(about["rank"]), incarnation=int(about["incarnation"]))
+        number, digits, size = int(about["chunk"]), about["xxh3"], CHECKSUM_DIGITS
+        if len(digits) != size * len(found):
+            raise ValueError(f"{len(digits)} digits of checksums for {len(found)} tensors")
+        checksums = [int(digits[at : at + size], 16) for at in range(0, len(digits), size)]
+        tensors = tuple(
+            HeldTensor(_reference(key), dtype, shape, begin, end, checksum)
+            for (key, dtype, shape, begin, end), checksum in zip(found, checksums)
+        )
+    except KeyError as error:
+        raise ChunkError(f"its header does not say its {error}") from error
+    except ValueError as error:
+        raise ChunkError(str(error)) from error
+    return ChunkHeader(stream=stream, number=number, tensors=tensors)
 
 
-def _held(key: str, entry: Any, checksum: int) -> HeldTensor:
-    dtype, shape = TORCH_NAMES[entry["dtype"]], tuple(entry["shape"])
-    begin, end = entry["data_offsets"]
-    numbers = (*shape, begin, end)
-    if len(shape) > _MOST_DIMS or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
-        raise ValueError(f"tensor {key!r} has no shape and place that a tensor can have")
-    if STORED_TYPES[dtype].nbytes(shape) != end - begin:
-        raise ValueError(f"tensor {key!r} of {dtype} {list(shape)} takes {end - begin} bytes")
-    is_reference = _REFERENCE.fullmatch(key) is not None
-    if not is_reference and not key.startswith(_UNRECORDED):
+def _reference(key: str) -> int:
+    """Return the reference that a key is, 0 for bytes that no record accounts for."""
+    if key.startswith(_UNRECORDED):
+        return 0
+    if _REFERENCE.fullmatch(key) is None:
         raise ValueError(f"key {key!r} is no reference")
-    reference = int(key) if is_reference else 0
-    return HeldTensor(reference, dtype, shape, begin, end, checksum)
+    return int(key)

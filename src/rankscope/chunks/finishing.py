@@ -18,11 +18,8 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from rankscope.chunks.chunkheader import (
-    LENGTH_BYTES,
-    MOST_HEADER_BYTES,
     ChunkHeader,
     HeldTensor,
     begun_rank,
@@ -32,6 +29,13 @@ from rankscope.chunks.chunkheader import (
     rebuilt_json,
     write_header,
 )
+from rankscope.chunks.safetensors import (
+    LENGTH_BYTES,
+    MOST_HEADER_BYTES,
+    MappedFile,
+    checksum_of,
+    fits,
+)
 from rankscope.errors import ChunkError
 from rankscope.record.dtypes import STORED_TYPES
 from rankscope.record.streams import StreamId
@@ -40,7 +44,6 @@ __all__ = ["ChunkReport", "damaged", "finish_chunks", "read_header", "recorded_t
 
 _UNFINISHED: Final = b"\0"
 """First byte of a header region that was never filled in."""
-_PIECE_BYTES: Final = 4 << 20
 Array = npt.NDArray[Any]
 
 
@@ -49,9 +52,9 @@ class ChunkReport:
     """What became of one chunk."""
 
     path: Path
-    tensors: int
+    tensors: int = 0
     """Readable ones."""
-    was_finished: bool
+    was_finished: bool = False
     """True where its own rank had finished it."""
     lost: tuple[int, ...] = ()
     """References whose bytes are not there, or not as they were recorded."""
@@ -76,7 +79,7 @@ def recorded_tensors(
         meta = definitions.get(int(row["meta"]), {})
         dtype, shape = meta.get("dtype"), meta.get("shape")
         begin, nbytes = int(row["offset"]), int(row["nbytes"])
-        if isinstance(dtype, str) and dtype in STORED_TYPES and _fits(dtype, shape, nbytes):
+        if isinstance(dtype, str) and dtype in STORED_TYPES and fits(dtype, shape, nbytes):
             end, checksum = begin + nbytes, int(row["checksum"])
             found.append(
                 HeldTensor(int(row["reference"]), dtype, tuple(shape or ()), begin, end, checksum)
@@ -84,16 +87,10 @@ def recorded_tensors(
     return sorted(found, key=lambda held: (held.begin, held.end))
 
 
-def _fits(dtype: str, shape: object, nbytes: int) -> bool:
-    if not isinstance(shape, (list, tuple)) or not all(type(n) is int and n >= 0 for n in shape):
-        return False
-    return STORED_TYPES[dtype].nbytes(shape) == nbytes
-
-
 def read_header(
     path: Path, place: tuple[StreamId, int] | None = None
-) -> tuple[int, ChunkHeader | None]:
-    """Return where the data of a chunk begins, and its header, None where it is unfinished.
+) -> tuple[MappedFile, ChunkHeader | None]:
+    """Return a chunk, mapped, and what its header says, None where it is unfinished.
 
     Args:
         path: of the chunk.
@@ -103,22 +100,13 @@ def read_header(
     Raises:
         ChunkError: it cannot be read, is no chunk, or says that it is of another place.
     """
+    file, header = MappedFile(path, ChunkError), None
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            if not 2 <= length <= min(size - LENGTH_BYTES, MOST_HEADER_BYTES):
-                raise ChunkError(f"{path}: header of {length} bytes in a file of {size}")
-            text = file.read(length)
-    except OSError as error:
-        raise ChunkError(f"{path}: cannot be read: {error.strerror}") from error
-    start, header = LENGTH_BYTES + length, None
-    try:
-        if text[:1] == _UNFINISHED:
-            says = begun_rank(text)
+        if file.header[:1] == _UNFINISHED:
+            says = begun_rank(file.header)
             is_other = place and says and says != (place[0].rank, place[1])
         else:
-            header = parse_header(text, size - start)
+            header = parse_header(file.header, len(file.data))
             says = header.stream.rank, header.number
             is_other = place and (header.stream, header.number) != place
     except ChunkError as error:
@@ -126,7 +114,7 @@ def read_header(
     if is_other and says:
         whose = header.stream.name if header else f"rank {says[0]}"
         raise ChunkError(f"{path}: says it is chunk {says[1]} of {whose}; it was moved or renamed")
-    return start, header
+    return file, header
 
 
 def finish_chunks(
@@ -157,28 +145,25 @@ def finish_chunks(
         try:
             reports.append(_finish(path, stream, number, held))
         except _StillWrittenError as error:
-            reports.append(
-                ChunkReport(path=path, tensors=len(held), was_finished=False, note=str(error))
-            )
+            reports.append(ChunkReport(path=path, tensors=len(held), note=str(error)))
         except (ChunkError, OSError) as error:
             lost = tuple(tensor.reference for tensor in held)
             text = str(error) if isinstance(error, ChunkError) else f"{path}: {error.strerror}"
-            reports.append(
-                ChunkReport(path=path, tensors=0, was_finished=False, lost=lost, note=text)
-            )
+            reports.append(ChunkReport(path=path, lost=lost, note=text))
     for number in sorted({*tensors["chunk"].tolist()} - {*present}):
         path = chunk_path(folder, number)
         lost = tuple(held.reference for held in recorded_tensors(tensors, definitions, number))
         note = f"{path}: is not there; the records name {len(lost)} tensors in it"
-        reports.append(ChunkReport(path=path, tensors=0, was_finished=False, lost=lost, note=note))
+        reports.append(ChunkReport(path=path, lost=lost, note=note))
     return reports
 
 
 def _finish(path: Path, stream: StreamId, number: int, held: list[HeldTensor]) -> ChunkReport:
     if not held and _is_torn(path):
         path.unlink()
-        return ChunkReport(path=path, tensors=0, was_finished=False)
-    start, header = read_header(path, (stream, number))
+        return ChunkReport(path=path)
+    file, header = read_header(path, (stream, number))
+    start = file.start
     if header is not None:
         there = {(tensor.reference, tensor.checksum) for tensor in header.tensors}
         lost = tuple(t.reference for t in held if (t.reference, t.checksum) not in there)
@@ -191,7 +176,7 @@ def _finish(path: Path, stream: StreamId, number: int, held: list[HeldTensor]) -
             if data_bytes:
                 return _set_aside(path, data_bytes)
             path.unlink()
-            return ChunkReport(path=path, tensors=0, was_finished=False)
+            return ChunkReport(path=path)
         whole, lost = _whole_tensors(descriptor, start, data_bytes, held)
         end = whole[-1].end if whole else 0
         text = rebuilt_json(stream, number, whole)
@@ -204,13 +189,8 @@ def _finish(path: Path, stream: StreamId, number: int, held: list[HeldTensor]) -
     parts = [f"was left unfinished with {count} whole tensors"]
     parts += [f"{cut} bytes of a tensor that never became whole were cut off"] if cut else []
     parts += [f"{len(lost)} recorded tensors are not as they were written"] if lost else []
-    return ChunkReport(
-        path=path,
-        tensors=count,
-        was_finished=False,
-        lost=lost,
-        note=f"{path}: {'; '.join(parts)}",
-    )
+    note = f"{path}: {'; '.join(parts)}"
+    return ChunkReport(path=path, tensors=count, lost=lost, note=note)
 
 
 def _is_torn(path: Path) -> bool:
@@ -229,12 +209,8 @@ def _set_aside(path: Path, data_bytes: int) -> ChunkReport:
     """Take a chunk out of the way in which no tensor became whole; nothing is thrown away."""
     aside = path.with_suffix(".unfinished")
     path.rename(aside)
-    return ChunkReport(
-        path=path,
-        tensors=0,
-        was_finished=False,
-        note=f"{path}: was left before its first tensor was whole; it is now {aside.name}",
-    )
+    note = f"{path}: was left before its first tensor was whole; it is now {aside.name}"
+    return ChunkReport(path=path, note=note)
 
 
 def _whole_tensors(
@@ -242,33 +218,24 @@ def _whole_tensors(
 ) -> tuple[list[HeldTensor], tuple[int, ...]]:
     """Return the tensors that are in the file as recorded, holes between them filled, and the
     references of those that are not."""
+
+    def checksum(begin: int, end: int) -> int:
+        return checksum_of(descriptor, start + begin, start + end)
+
     whole: list[HeldTensor] = []
     lost: list[int] = []
     end = 0
     for tensor in held:
         is_inside = end <= tensor.begin <= tensor.end <= data_bytes
-        if not is_inside or _checksum(descriptor, start, tensor) != tensor.checksum:
+        if not is_inside or checksum(tensor.begin, tensor.end) != tensor.checksum:
             lost.append(tensor.reference)
             continue
         if tensor.begin > end:
-            hole = HeldTensor(0, "uint8", (tensor.begin - end,), end, tensor.begin, 0)
-            whole.append(hole._replace(checksum=_checksum(descriptor, start, hole)))
+            shape, found = (tensor.begin - end,), checksum(end, tensor.begin)
+            whole.append(HeldTensor(0, "uint8", shape, end, tensor.begin, found))
         whole.append(tensor)
         end = tensor.end
     return whole, tuple(lost)
-
-
-def _checksum(descriptor: int, start: int, tensor: HeldTensor) -> int:
-    """Return the checksum of a tensor's bytes in the file, read in pieces."""
-    state: Any = xxhash.xxh3_64()
-    at = tensor.begin
-    while at < tensor.end:
-        piece = os.pread(descriptor, min(_PIECE_BYTES, tensor.end - at), start + at)
-        if not piece:
-            break
-        state.update(piece)
-        at += len(piece)
-    return int(state.intdigest())
 
 
 def damaged(path: Path, place: tuple[StreamId, int] | None = None) -> list[int]:
@@ -280,23 +247,19 @@ def damaged(path: Path, place: tuple[StreamId, int] | None = None) -> list[int]:
     Raises:
         ChunkError: the chunk cannot be read, is unfinished, or says that it is of another place.
     """
-    start, header = read_header(path, place)
+    chunk, header = read_header(path, place)
     if header is None:
         raise ChunkError(f"{path}: is unfinished; rankscope recover finishes it")
+    start = chunk.start
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with path.open("rb") as file:
+            return [
+                each.reference
+                for each in header.tensors
+                if checksum_of(file.fileno(), start + each.begin, start + each.end) != each.checksum
+            ]
     except OSError as error:
         raise ChunkError(f"{path}: cannot be read: {error.strerror}") from error
-    try:
-        return [
-            tensor.reference
-            for tensor in header.tensors
-            if _checksum(descriptor, start, tensor) != tensor.checksum
-        ]
-    except OSError as error:
-        raise ChunkError(f"{path}: cannot be read: {error.strerror}") from error
-    finally:
-        os.close(descriptor)
 
 
 class _StillWrittenError(ChunkError):

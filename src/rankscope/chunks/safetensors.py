@@ -1,144 +1,285 @@
-"""Safetensors files: of tensors that are made one after the other, one in memory at a time, and of
-a single one that is there.
+"""Safetensors files: what writes or reads one asks this module, which alone knows the format.
+
+    u64        length N of the header
+    N bytes    {"__metadata__": {text: text}, key: {"dtype", "shape", "data_offsets"}, ...} as JSON,
+               filled with blanks
+    the rest   the bytes of the tensors, one behind the other
+
+Where all shapes are known the header is written first (`write_tensors`, `write_tensor`), else last,
+into room that was left for it (`write_arrays`, chunks).
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
-from rankscope.chunks.chunkheader import LENGTH_BYTES, entry_text
-from rankscope.errors import FolderError
-from rankscope.record.dtypes import STORED_TYPES
+from rankscope.errors import RankscopeError, TraceError
+from rankscope.record.dtypes import STORED_TYPES, TORCH_NAMES
 from rankscope.run.replacing import replacing
 from rankscope.run.reserving import reserve
 
-__all__ = ["Outgoing", "link_tensor", "write_tensor", "write_tensors"]
-
+LENGTH_BYTES: Final = 8
+MOST_HEADER_BYTES: Final = 100_000_000
+"""What safetensors itself reads at most."""
+CHECKSUM_DIGITS: Final = 16
+_METADATA: Final = "__metadata__"
+_CHECKSUM: Final = "xxh3_64"
+"""Of all bytes behind the header, and then of the header with `_NOT_YET` in its place."""
+_NOT_YET: Final = "0" * CHECKSUM_DIGITS
+_MANY: Final = 10**15
+"""More rows, or bytes, no file has."""
+_MOST_DIMS: Final = 64
 _WORTH_RESERVING: Final = 128 << 10
+_PIECE_BYTES: Final = 4 << 20
 
 Outgoing = tuple[str, str, tuple[int, ...], Callable[[], NDArray[Any]]]
 """Key, dtype in torch's name, shape, and what makes its bytes."""
+Entry = tuple[str, str, tuple[int, ...], int, int]
+"""Key, dtype in torch's name, shape, first byte behind the header, and the one behind the last."""
 
 
-def write_tensors(out: Path, tensors: Sequence[Outgoing]) -> int:
-    """Write the file, under another name until it is whole; one that is there is replaced, and the
-    one a link points to, never a device or a folder.
+def entry_text(key: str, stored_type: str, shape: Sequence[int], begin: int, end: int) -> str:
+    """Return the header's JSON for one tensor; the key as JSON has it between quotes."""
+    dims = ",".join(map(str, shape))
+    return f'"{key}":{{"dtype":"{stored_type}","shape":[{dims}],"data_offsets":[{begin},{end}]}}'
+
+
+def header_text(entries: Iterable[str], about: Mapping[str, str] | None = None) -> bytes:
+    """Return a header, without its length and blanks, of the texts of its entries and metadata."""
+    head = [] if about is None else [f'"{_METADATA}":{json.dumps(about, separators=(",", ":"))}']
+    return f"{{{','.join([*head, *entries])}}}".encode("ascii")
+
+
+def framed(header: bytes, room: int = 0) -> bytes:
+    """Return a header as a file begins with it: its length before it, blanks behind it up to `room`
+    bytes, or to a multiple of eight."""
+    room = room or len(header) + -len(header) % LENGTH_BYTES
+    return room.to_bytes(LENGTH_BYTES, "little") + header.ljust(room)
+
+
+def write_tensors(path: Path, tensors: Sequence[Outgoing]) -> int:
+    """Write tensors that are made one after the other, one in memory at a time, under another name
+    until the file is whole; one that is there is replaced.
 
     Returns:
         its size.
 
     Raises:
-        FolderError: it cannot be written.
+        OSError: it cannot be written.
     """
-    target = _target(out)
-    header: dict[str, Any] = {}
-    offset = 0
+    entries, offset = [], 0
     for key, dtype, shape, _ in tensors:
-        stored = STORED_TYPES[dtype]
-        end = offset + stored.nbytes(shape)
-        header[key] = {"dtype": stored.name, "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    head = _framed(json.dumps(header, separators=(",", ":")).encode("utf-8", "replace"))
-    try:
-        with replacing(target) as file:
-            file.write(head)
-            for key, dtype, shape, make in tensors:
-                data = make()
-                assert data.nbytes == STORED_TYPES[dtype].nbytes(shape), key
-                file.write(data.data)
-    except OSError as error:
-        raise _refusal(out, error) from error
+        stored, begin = STORED_TYPES[dtype], offset
+        offset += stored.nbytes(shape)
+        entries.append(entry_text(json.dumps(key)[1:-1], stored.name, shape, begin, offset))
+    head = framed(header_text(entries))
+    with replacing(path) as file:
+        file.write(head)
+        for key, dtype, shape, make in tensors:
+            data = make()
+            assert data.nbytes == STORED_TYPES[dtype].nbytes(shape), key
+            file.write(data.data)
     return len(head) + offset
 
 
-def write_tensor(path: str, dtype: str, shape: tuple[int, ...], data: NDArray[np.uint8]) -> None:
+def write_arrays(
+    path: Path, arrays: Mapping[str, Callable[[], NDArray[Any]]], about: Mapping[str, str]
+) -> None:
+    """Write arrays of shapes that are not known before, otherwise as `write_tensors` does: the
+    header, which says where they are, is written last and has a checksum of all the file.
+
+    Args:
+        path: of the file.
+        arrays: what makes each; called once.
+        about: the metadata, without the checksum.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    about = {**about, _CHECKSUM: _NOT_YET}
+    widest = [entry_text(key, "BOOL", (_MANY, _MANY), _MANY, _MANY) for key in arrays]
+    room = len(header_text(widest, about)) + 63 & ~63
+    entries, offset, checksum = [], 0, xxhash.xxh3_64()
+    with replacing(path) as file:
+        file.seek(LENGTH_BYTES + room)
+        for key, make in arrays.items():
+            array = np.ascontiguousarray(make())
+            begin, offset = offset, offset + array.nbytes
+            stored = STORED_TYPES[array.dtype.name].name
+            entries.append(entry_text(key, stored, array.shape, begin, offset))
+            data = array.reshape(-1).view(np.uint8).data
+            checksum.update(data)
+            file.write(data)
+        header = header_text(entries, about).ljust(room)
+        checksum.update(header)
+        header = header.replace(_NOT_YET.encode(), checksum.hexdigest().encode(), 1)
+        file.seek(0)
+        file.write(framed(header, room))
+
+
+def write_tensor(
+    path: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    data: NDArray[np.uint8],
+    written: str | None = None,
+) -> None:
     """Write a file of one tensor under the key `data`; one that has its name is removed before, for
-    its bytes may be those of another name too (`link_tensor`).
+    its bytes may be those of another name too.
 
     Args:
         path: of the file.
         dtype: torch's name.
         shape: of the tensor.
         data: its bytes in row-major order.
+        written: a file of the same tensor, which gets one more name where the file system can.
 
     Raises:
         OSError: it cannot be written.
     """
-    entry = entry_text("data", STORED_TYPES[dtype].name, shape, 0, data.nbytes)
-    head = _framed(f"{{{entry}}}".encode())
-    left = [memoryview(head), data.data]
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, flags, 0o666)
+        if written is not None:
+            os.link(written, path)
+            return None
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except FileExistsError:
         os.unlink(path)
-        descriptor = os.open(path, flags, 0o666)
+        return write_tensor(path, dtype, shape, data, written)
+    except OSError:
+        if written is None:
+            raise
+        return write_tensor(path, dtype, shape, data)
+    entry = entry_text("data", STORED_TYPES[dtype].name, shape, 0, data.nbytes)
+    head = framed(header_text([entry]))
     try:
         if data.nbytes >= _WORTH_RESERVING:
             reserve(descriptor, 0, len(head) + data.nbytes)
-        while left:
-            written = os.writev(descriptor, left)
-            while left and written >= len(left[0]):
-                written -= len(left.pop(0))
-            if left:
-                left[0] = left[0][written:]
+        done = os.writev(descriptor, [head, data.data])  # one call is faster than two
+        write_all(descriptor, head[done:], done)
+        at = max(done, len(head))
+        write_all(descriptor, data.data[at - len(head) :], at)
     finally:
         os.close(descriptor)
 
 
-def _framed(header: bytes) -> bytes:
-    """Return a header as a file begins with it: its length before it, blanks behind it."""
-    header += b" " * (-len(header) % LENGTH_BYTES)
-    return len(header).to_bytes(LENGTH_BYTES, "little") + header
+def write_all(descriptor: int, data: bytes | memoryview, at: int) -> None:
+    """Write bytes at an offset, however often it takes."""
+    left = memoryview(data)
+    while left:
+        written = os.pwrite(descriptor, left, at)
+        at, left = at + written, left[written:]
 
 
-def link_tensor(path: str, written: str) -> bool:
-    """Give a file of a tensor one more name; False where the file system has no such names.
+class MappedFile:
+    """A file whose header is read as it stands there, with its blanks, and whose other bytes are
+    mapped."""
+
+    def __init__(self, path: Path, error: type[RankscopeError]) -> None:
+        """Open and close it.
+
+        Args:
+            path: of the file.
+            error: what is raised where it cannot be read, or its header does not fit its size.
+        """
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+                if not 2 <= length <= min(size - LENGTH_BYTES, MOST_HEADER_BYTES):
+                    raise error(
+                        f"{path}: header of {length} bytes in a file of {size}: the file is damaged"
+                    )
+                self.header, self.start = file.read(length), LENGTH_BYTES + length
+                self.data: NDArray[np.uint8] = np.empty(0, np.uint8)
+                if size > self.start:  # a mapping of nothing is an error
+                    self.data = np.memmap(file, np.uint8, "r", self.start)
+        except OSError as refused:
+            raise error(f"{path}: cannot be read: {refused.strerror}") from refused
+
+    def is_unchanged(self, about: Mapping[str, str]) -> bool:
+        """True where it has the checksum that `write_arrays` put into its metadata. Reads all."""
+        wanted, found = about.get(_CHECKSUM, ""), xxhash.xxh3_64(self.data.data)
+        digits = wanted.encode(errors="replace")
+        found.update(self.header.replace(digits, _NOT_YET.encode(), 1))
+        return found.hexdigest() == wanted
+
+
+def parse_entries(text: bytes, data_bytes: int) -> tuple[dict[str, str], list[Entry]]:
+    """Return the metadata of a header and what it says of each tensor, in its order; all of it is
+    checked against the file.
 
     Args:
-        path: the name; what has it is removed before.
-        written: the name that the file has.
+        text: the header, with its blanks.
+        data_bytes: what follows it in the file.
 
     Raises:
-        OSError: what has the name cannot be removed.
+        ValueError: it is no header, or does not fit the file.
     """
     try:
-        os.link(written, path)
-    except FileExistsError:
-        os.unlink(path)
-        return link_tensor(path, written)
-    except OSError:
-        return False
-    return True
+        # json looks at blanks one by one, and most of a header may be blanks
+        end = text.rfind(b"}") + 1
+        decoded = json.loads(text[:end])
+        if text[end:] != b" " * (len(text) - end):
+            raise ValueError("something follows its JSON")
+        about: dict[str, str] = decoded.pop(_METADATA, {})
+        if not all(isinstance(each, str) for each in about.values()):
+            raise ValueError("its metadata is not text alone")
+        entries = [_checked(key, entry) for key, entry in decoded.items()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"its header cannot be read ({type(error).__name__}: {error})") from error
+    end = 0
+    for begin, behind in sorted(entry[3:] for entry in entries):
+        if begin != end:
+            raise ValueError(f"a tensor begins at byte {begin}, expected {end}")
+        end = behind
+    if end != data_bytes:
+        raise ValueError(f"holds {data_bytes} bytes of tensors, its header says {end}")
+    return about, entries
 
 
-def _target(out: Path) -> Path:
-    """Return the file to be replaced or made, the folder it is in made.
-
-    Raises:
-        FolderError: it is no file, or its folder cannot be made.
-    """
-    try:
-        target = out.expanduser().resolve()
-        if target.exists() and not target.is_file():
-            kind = "a folder" if target.is_dir() else "no regular file"
-            raise FolderError(f"--out {out}: is {kind}: give the name of a file to write")
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise _refusal(out, error) from error
-    return target
+def _checked(key: str, entry: Any) -> Entry:
+    dtype, shape, (begin, end) = TORCH_NAMES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+    if not (type(begin) is type(end) is int and begin >= 0 and fits(dtype, shape, end - begin)):
+        raise ValueError(f"{key!r} of {dtype} {shape} does not take the bytes {begin} to {end}")
+    return key, dtype, tuple(shape), begin, end
 
 
-def _refusal(out: Path, error: Exception) -> FolderError:
-    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    return FolderError(
-        f"--out {out}: cannot be written: {reason}; nothing was left there: make room, or give "
-        f"another name"
+def fits(dtype: str, shape: object, nbytes: int) -> bool:
+    """True where a tensor of torch's name of a dtype may have this shape, and then these bytes."""
+    return (
+        isinstance(shape, (list, tuple))
+        and len(shape) <= _MOST_DIMS
+        and all(type(size) is int and 0 <= size < 1 << 63 for size in shape)
+        and STORED_TYPES[dtype].nbytes(shape) == nbytes
     )
+
+
+def as_array(data: NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> NDArray[Any]:
+    """Return the bytes of a tensor as an array over them.
+
+    Raises:
+        TraceError: numpy has no such dtype (bfloat16, the 8-bit floats).
+    """
+    if dtype.startswith(("bfloat", "float8")):
+        raise TraceError(f"numpy has no {dtype}: read its bytes, or open it with torch")
+    found: NDArray[Any] = data.view(np.dtype(dtype).newbyteorder("<")).reshape(shape)
+    return found
+
+
+def checksum_of(descriptor: int, begin: int = 0, end: int = sys.maxsize) -> int:
+    """Return xxh3_64 of a file's bytes from `begin` up to `end` or to its own end, read in
+    pieces."""
+    state: Any = xxhash.xxh3_64()
+    while piece := os.pread(descriptor, min(_PIECE_BYTES, end - begin), begin):
+        state.update(piece)
+        begin += len(piece)
+    return int(state.intdigest())

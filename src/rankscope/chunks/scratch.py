@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from rankscope.chunks.chunkheader import write_all
+from rankscope.chunks.safetensors import write_all
 from rankscope.chunks.writing import ByteArray
 from rankscope.record.dtypes import STORED_TYPES
 from rankscope.run.ownfile import OwnFile, above_standard_streams, leave_mapping, map_file

@@ -27,6 +27,7 @@ from rankscope.chunks.chunkheader import (
     stream_of_folder,
 )
 from rankscope.chunks.finishing import read_header, recorded_tensors
+from rankscope.chunks.safetensors import MappedFile, as_array
 from rankscope.errors import ChunkError, TraceError
 from rankscope.record.streams import StreamId
 from rankscope.run.filenames import TENSOR_FOLDER
@@ -36,11 +37,6 @@ __all__ = ["StoredTensor", "TensorFiles", "TensorRecords", "standing_references"
 TensorRecords = tuple[NDArray[Any], Mapping[int, Mapping[str, Any]]]
 """A stream's TENSOR records (TENSOR_DTYPE) and its definitions by number."""
 _xxh3: Final[Any] = xxhash.xxh3_64_intdigest
-_NUMPY_TYPES: Final[Mapping[str, str]] = {
-    "bool": "|b1", "uint8": "|u1", "int8": "|i1", "int16": "<i2", "uint16": "<u2", "int32": "<i4",
-    "uint32": "<u4", "int64": "<i8", "uint64": "<u8", "float16": "<f2", "float32": "<f4",
-    "float64": "<f8", "complex64": "<c8",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +66,7 @@ class StoredTensor:
         Raises:
             TraceError: numpy has no such dtype (bfloat16, the 8-bit floats).
         """
-        numpy_type = _NUMPY_TYPES.get(self.dtype)
-        if numpy_type is None:
-            raise TraceError(f"numpy has no {self.dtype}: read its bytes, or open it with torch")
-        return self.data.view(numpy_type).reshape(self.shape)
+        return as_array(self.data, self.dtype, self.shape)
 
 
 @dataclass(slots=True)
@@ -81,10 +74,18 @@ class _Chunk:
     """One opened chunk."""
 
     path: Path
-    start: int
-    """Where in the file its data begins."""
-    data: NDArray[np.uint8]
+    file: MappedFile
     tensors: dict[int, HeldTensor]
+
+    def stored(self, held: HeldTensor) -> StoredTensor:
+        return StoredTensor(
+            dtype=held.dtype,
+            shape=held.shape,
+            data=self.file.data[held.begin : held.end],
+            checksum=held.checksum,
+            path=self.path,
+            offset=self.file.start + held.begin,
+        )
 
 
 class TensorFiles:
@@ -118,12 +119,9 @@ class TensorFiles:
             TraceError: no chunk of that rank holds it; says what is wrong with those chunks.
         """
         stream = StreamId(rank=rank, incarnation=incarnation)
-        for chunk in self._opened.get(stream, []):
+        for chunk in self._chunks(stream):
             if reference in chunk.tensors:
-                return _stored(chunk, chunk.tensors[reference])
-        for chunk in self._open_more(stream):
-            if reference in chunk.tensors:
-                return _stored(chunk, chunk.tensors[reference])
+                return chunk.stored(chunk.tensors[reference])
         folder = chunk_folder(self._folder, stream)
         wrong = [text for path, text in self._problems.items() if path.parent == folder]
         reason = "; ".join(wrong) or (
@@ -135,22 +133,22 @@ class TensorFiles:
 
     def tensors(self, stream: StreamId) -> Iterator[tuple[int, StoredTensor]]:
         """Yield (reference, tensor) of everything stored for a stream."""
-        for _ in self._open_more(stream):
-            pass
-        for chunk in self._opened.get(stream, []):
+        for chunk in self._chunks(stream):
             for reference, held in chunk.tensors.items():
-                yield reference, _stored(chunk, held)
+                yield reference, chunk.stored(held)
 
     def problems(self) -> list[str]:
         """Return a line for each chunk that is unfinished or damaged. Opens all of them."""
         for stream in self.streams():
-            for _ in self._open_more(stream):
+            for _ in self._chunks(stream):
                 pass
         return list(self._problems.values())
 
-    def _open_more(self, stream: StreamId) -> Iterator[_Chunk]:
+    def _chunks(self, stream: StreamId) -> Iterator[_Chunk]:
+        """Yield the chunks of a stream that are open, then open and yield one after the other."""
         folder = chunk_folder(self._folder, stream)
         opened = self._opened.setdefault(stream, [])
+        yield from [*opened]
         if stream not in self._unopened:
             try:
                 self._unopened[stream] = chunk_numbers(folder)
@@ -161,34 +159,27 @@ class TensorFiles:
         while left:
             path = chunk_path(folder, left[0])
             try:
-                chunk = self._open(path, stream, left[0])
+                opened.append(self._open(path, stream, left[0]))
             except ChunkError as error:
                 self._problems[path] = str(error)
-                chunk = None
-            except OSError as error:
-                self._problems[path] = f"{path}: cannot be mapped: {error.strerror}"
-                chunk = None
+                del left[0]
+                continue
             del left[0]
-            if chunk is not None:
-                opened.append(chunk)
-                yield chunk
+            yield opened[-1]
 
     def _open(self, path: Path, stream: StreamId, number: int) -> _Chunk:
-        start, header = read_header(path, (stream, number))
-        size = path.stat().st_size - start
-        # a mapping of nothing is an error
-        data = np.memmap(path, np.uint8, "r", start) if size > 0 else np.empty(0, np.uint8)
+        file, header = read_header(path, (stream, number))
         if header is not None:
             held = {t.reference: t for t in header.tensors if t.reference}
-            return _Chunk(path, start, data, held)
+            return _Chunk(path, file, held)
         tensors, definitions = self._records.get(stream, (None, {}))
         recorded = [] if tensors is None else recorded_tensors(tensors, definitions, number)
-        held = {t.reference: t for t in recorded if t.end <= len(data)}
+        held = {t.reference: t for t in recorded if t.end <= len(file.data)}
         note = (
             f"{path}: is unfinished, its rank was killed or still writes it; {len(held)} "
             f"tensors are readable"
         )
-        behind = len(data) - max((t.end for t in held.values()), default=0)
+        behind = len(file.data) - max((t.end for t in held.values()), default=0)
         if behind:
             note += f", {behind} bytes behind them never became a whole tensor"
         if len(held) < len(recorded):
@@ -196,18 +187,7 @@ class TensorFiles:
         if tensors is None:
             note += " without the rank's records; rankscope recover finishes it from its spool"
         self._problems[path] = note
-        return _Chunk(path, start, data, held)
-
-
-def _stored(chunk: _Chunk, held: HeldTensor) -> StoredTensor:
-    return StoredTensor(
-        dtype=held.dtype,
-        shape=held.shape,
-        data=chunk.data[held.begin : held.end],
-        checksum=held.checksum,
-        path=chunk.path,
-        offset=chunk.start + held.begin,
-    )
+        return _Chunk(path, file, held)
 
 
 def standing_references(

@@ -27,17 +27,14 @@ import numpy.typing as npt
 import xxhash
 
 from rankscope.chunks.chunkheader import (
-    CHECKSUM_DIGITS,
     CHUNK_TEXT_BYTES,
-    LENGTH_BYTES,
-    begun_region,
+    begun_chunk,
     chunk_folder,
     chunk_path,
-    entry_text,
     header_json,
-    write_all,
     write_header,
 )
+from rankscope.chunks.safetensors import CHECKSUM_DIGITS, LENGTH_BYTES, entry_text, write_all
 from rankscope.errors import ChunkError, ChunkFullError
 from rankscope.record.dtypes import STORED_TYPES
 from rankscope.record.streams import StreamId
@@ -277,10 +274,9 @@ class ChunkWriter:
         is_made = False
         try:
             _hold(descriptor)
-            length = self._header_bytes.to_bytes(LENGTH_BYTES, "little")
             # all of it now: later there may be no room for it
-            region = begun_region(self._stream, self._number, self._header_bytes)
-            write_all(descriptor, length + region, 0)
+            begun = begun_chunk(self._stream, self._number, self._header_bytes)
+            write_all(descriptor, begun, 0)
             made = OwnFile(descriptor)
             is_made = True
         finally:

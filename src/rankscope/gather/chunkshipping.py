@@ -12,11 +12,9 @@ import contextlib
 import os
 import zlib
 from pathlib import Path
-from typing import Any
 
-import xxhash
-
-from rankscope.chunks.chunkheader import LENGTH_BYTES, chunk_folder, chunk_numbers, chunk_path
+from rankscope.chunks.chunkheader import chunk_folder, chunk_numbers, chunk_path
+from rankscope.chunks.safetensors import LENGTH_BYTES, checksum_of
 from rankscope.errors import ChunkError
 from rankscope.gather.chunkmessages import (
     ChunkAt,
@@ -35,11 +33,10 @@ from rankscope.gather.protocol import (
 from rankscope.record.streams import StreamId
 from rankscope.spool.origin import UNKNOWN
 
-__all__ = ["GO_BACK_S", "ChunkShipment", "checksum_of"]
+__all__ = ["GO_BACK_S", "ChunkShipment"]
 
 GO_BACK_S = 0.5
 _LOOK_S = 0.1
-_PIECE_BYTES = 4 << 20
 
 
 class ChunkShipment:
@@ -170,13 +167,3 @@ class ChunkShipment:
     def close(self) -> None:
         """Close what is open."""
         self._let_go()
-
-
-def checksum_of(descriptor: int) -> int:
-    """Return xxh3_64 of a file."""
-    state: Any = xxhash.xxh3_64()
-    at = 0
-    while piece := os.pread(descriptor, _PIECE_BYTES, at):
-        state.update(piece)
-        at += len(piece)
-    return int(state.intdigest())

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rankscope.chunks.chunkheader import chunk_folder, chunk_numbers, chunk_path
+from rankscope.chunks.safetensors import checksum_of, write_all
 from rankscope.gather.chunkmessages import (
     ChunkAt,
     ChunkEnded,
@@ -20,7 +21,6 @@ from rankscope.gather.chunkmessages import (
     ChunkSeen,
     ChunksRefused,
 )
-from rankscope.gather.chunkshipping import checksum_of
 from rankscope.gather.log import log
 from rankscope.gather.protocol import (
     Message,
@@ -104,15 +104,12 @@ class ReceivedChunks:
             return length
         if self._whole_bytes(frame.stream) + length + len(frame.body) > self._quota_bytes:
             raise OSError(0, f"more than {self._quota_bytes} bytes, the quota of one stream")
-        rest, at = memoryview(frame.body), length
         try:
-            while rest:
-                written = os.pwrite(descriptor, rest, at)
-                rest, at = rest[written:], at + written
+            write_all(descriptor, frame.body, length)
         except OSError:
             os.ftruncate(descriptor, length)
             raise
-        return at
+        return length + len(frame.body)
 
     def _finish(self, descriptor: int, length: int, ended: ChunkEnded) -> ChunkAt | ChunkSeen:
         """Give a chunk its name where it is what was sent; else it begins anew."""

@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
+from rankscope.chunks.safetensors import write_all
 from rankscope.errors import FolderError, SpoolError
 from rankscope.gather.replicasync import Unsynced
 from rankscope.record.streams import MAX_INCARNATIONS, StreamId
@@ -191,10 +192,8 @@ class ReplicaFiles:
             raise FolderError(
                 f"{stream.name}: would exceed {self._quota_bytes} bytes, the quota of one rank"
             )
-        rest = memoryview(body)
         try:
-            while rest:
-                rest = rest[os.pwrite(descriptor, rest, length + len(body) - len(rest)) :]
+            write_all(descriptor, body, length)
         except OSError as error:
             self._take_back(stream, descriptor, length)
             if not self.trouble:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankscope.chunks.safetensors import Outgoing, write_tensors
-from rankscope.errors import LayoutError, SelectionError, TraceError
+from rankscope.errors import FolderError, LayoutError, SelectionError, TraceError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.ranklists import ranks_text
 from rankscope.tensors.globalvalues import WholePlan, assembled, local_tensor, plan_whole
@@ -105,7 +105,8 @@ def asked_tensors(
 
 
 def save_tensors(out: Path, asked: Iterable[AskedTensor]) -> int:
-    """Write tensors under their keys; a file that is there is replaced. Return its size.
+    """Write tensors under their keys; a file that is there is replaced, and the one a link points
+    to, never a device or a folder. Return its size.
 
     Raises:
         FolderError: it cannot be written.
@@ -115,7 +116,36 @@ def save_tensors(out: Path, asked: Iterable[AskedTensor]) -> int:
     def outgoing(each: AskedTensor) -> Outgoing:
         return each.key, each.dtype, each.shape, lambda: bytes_of(each.make())
 
-    return write_tensors(out, [outgoing(each) for each in asked])
+    target = _target(out)
+    try:
+        return write_tensors(target, [outgoing(each) for each in asked])
+    except OSError as error:
+        raise _refusal(out, error) from error
+
+
+def _target(out: Path) -> Path:
+    """Return the file to be replaced or made, the folder it is in made.
+
+    Raises:
+        FolderError: it is no file, or its folder cannot be made.
+    """
+    try:
+        target = out.expanduser().resolve()
+        if target.exists() and not target.is_file():
+            kind = "a folder" if target.is_dir() else "no regular file"
+            raise FolderError(f"--out {out}: is {kind}: give the name of a file to write")
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise _refusal(out, error) from error
+    return target
+
+
+def _refusal(out: Path, error: Exception) -> FolderError:
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return FolderError(
+        f"--out {out}: cannot be written: {reason}; nothing was left there: make room, or give "
+        f"another name"
+    )
 
 
 def printed(asked: Iterable[AskedTensor]) -> Iterator[tuple[str, str]]:

@@ -7,30 +7,26 @@ so that every mapped column is aligned.
 from __future__ import annotations
 
 import functools
-import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
+from rankscope.chunks.safetensors import MappedFile, as_array, parse_entries, write_arrays
 from rankscope.errors import TraceError
 from rankscope.record.call import CallStatus
 from rankscope.record.statistics import ADDED, COUNTS, NUMBERS
 from rankscope.record.streams import MAX_RANKS
 from rankscope.record.value import SKETCH_SIZE
 from rankscope.run.filenames import VALUES_NAME
-from rankscope.run.replacing import replacing
 from rankscope.tree.document import Document
 from rankscope.tree.joinedcolumns import FileColumns
 
 __all__ = [
     "VALUES_FORMAT",
     "VALUES_NAME",
-    "check_bytes",
     "check_columns",
     "columns_of",
     "map_columns",
@@ -38,17 +34,7 @@ __all__ = [
 ]
 
 VALUES_FORMAT = "rankscope.values/1"
-_DTYPES = {
-    "U64": "<u8", "I64": "<i8", "F64": "<f8", "F32": "<f4", "U32": "<u4", "I32": "<i4",
-    "U8": "|u1", "BOOL": "|b1",
-}  # fmt: skip
-_NAMES = {np.dtype(text): name for name, text in _DTYPES.items()}
-_MAX_HEADER = 1 << 20
-_CHECKSUM = "xxh3_64"
-"""Of all bytes behind the header, and then of the header with `_NOT_YET` in its place."""
-_NOT_YET = b"0" * 16
-_MANY = 10**15
-"""More rows, or bytes, no file has."""
+_ABOUT = {"format": VALUES_FORMAT}
 _SKETCHES = frozenset({"values.sketch", "samples.sketch"})
 _KINDS = {
     **{f"values.{name}": "u" for name in (*COUNTS, "hash", "node", "reference", "flags")},
@@ -138,121 +124,40 @@ def write_columns(path: Path, columns: Mapping[str, Callable[[], Column]]) -> No
     Raises:
         OSError: the file cannot be written.
     """
-    widest = {"dtype": "BOOL", "shape": [_MANY, _MANY], "data_offsets": [_MANY, _MANY]}
-    room = len(_header(dict.fromkeys(columns, widest))) + 63 & ~63
-    found: dict[str, Any] = {}
-    offset, checksum = 0, xxhash.xxh3_64()
-    with replacing(path) as file:
-        file.seek(8 + room)
-        for name, make in columns.items():
-            column = np.ascontiguousarray(make())
-            begin, offset = offset, offset + column.nbytes
-            dtype = _NAMES[column.dtype.newbyteorder("<")]
-            found[name] = {"dtype": dtype, "shape": column.shape, "data_offsets": [begin, offset]}
-            data = column.reshape(-1).view(np.uint8).data
-            checksum.update(data)
-            file.write(data)
-        header = _header(found).ljust(room)
-        checksum.update(header)
-        file.seek(0)
-        file.write(room.to_bytes(8, "little"))
-        file.write(header.replace(_NOT_YET, checksum.hexdigest().encode(), 1))
+    write_arrays(path, columns, _ABOUT)
 
 
-def _header(columns: Mapping[str, Any]) -> bytes:
-    about = {"format": VALUES_FORMAT, _CHECKSUM: _NOT_YET.decode()}
-    return json.dumps({"__metadata__": about, **columns}, separators=(",", ":")).encode()
-
-
-def check_bytes(path: Path) -> None:
-    """Hold a values file to the checksum in its header, where there is one.
-
-    Raises:
-        TraceError: they were changed since, or the file cannot be read.
-    """
-    text, header, data = _opened(path)
-    about = header.get("__metadata__")
-    if about == {"format": VALUES_FORMAT}:
-        return  # written before there was one
-    wanted = about.get(_CHECKSUM) if isinstance(about, dict) else None
-    found = xxhash.xxh3_64(data.data)
-    found.update(text.replace(str(wanted).encode(), _NOT_YET, 1))
-    if wanted != found.hexdigest():
-        raise TraceError(f"{path}: was changed since it was written: the file is damaged")
-
-
-def map_columns(path: Path, world_size: int = MAX_RANKS) -> dict[str, Column]:
+def map_columns(
+    path: Path, world_size: int = MAX_RANKS, *, is_checked: bool = False
+) -> dict[str, Column]:
     """Return every column of a values file, mapped and not copied.
 
     Args:
         path: of the file.
         world_size: no rank is as high.
+        is_checked: read all of it, and hold it to the checksum in its header.
 
     Raises:
         TraceError: the file is missing, or no safetensors file whose header fits its size, or its
             columns do not fit each other; asking for a column that is not there raises it too.
     """
-    _, header, data = _opened(path)
-    columns = FileColumns(path)
+    file, columns = MappedFile(path, TraceError), FileColumns(path)
     try:
-        for name, entry in header.items():
-            if name != "__metadata__":
-                columns[name] = _column(name, entry, data)
+        about, entries = parse_entries(file.header, len(file.data))
+        for name, dtype, shape, begin, end in entries:
+            columns[name] = as_array(file.data[begin:end], dtype, shape)
         check_columns(columns, world_size)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except (TraceError, ValueError) as error:
         raise TraceError(
             f"{path}: a column does not fit the file ({error}): the file is damaged"
         ) from error
+    # files written before they had a checksum say their format alone
+    if is_checked and about != _ABOUT and not file.is_unchanged(about):
+        raise TraceError(f"{path}: was changed since it was written: the file is damaged")
     for name in (f"values.{each.name}" for each in ADDED):
         if name not in columns and "values.rank" in columns:  # written before there was such a one
             columns[name] = np.broadcast_to(np.float64(np.nan), columns["values.rank"].shape)
     return columns
-
-
-def _opened(path: Path) -> tuple[bytes, dict[str, Any], Column]:
-    """Return the header of a safetensors file as it stands there and decoded, and its other bytes,
-    mapped.
-
-    Raises:
-        TraceError: the file is missing, or none whose header fits its size.
-    """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER):
-                raise TraceError(
-                    f"{path}: header of {length} bytes in a file of {size}: the file is damaged"
-                )
-            text = file.read(length)
-        header = json.loads(text)
-        data: Column = (
-            np.memmap(path, np.uint8, "r", 8 + length)
-            if size > 8 + length
-            else np.empty(0, np.uint8)
-        )
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise TraceError(f"{path}: its header is no JSON ({error}): the file is damaged") from error
-    if not isinstance(header, dict):
-        raise TraceError(f"{path}: its header is no JSON object: the file is damaged")
-    return text, header, data
-
-
-def _column(name: str, entry: Mapping[str, Any], data: Column) -> Column:
-    """Return one column as its entry in the header describes it.
-
-    Raises:
-        KeyError, TypeError, ValueError: the entry does not fit the data, or the column.
-    """
-    first, last = entry["data_offsets"]
-    if not 0 <= first <= last <= len(data):
-        raise ValueError(f"{name} is not inside the {len(data)} bytes of the file")
-    shape, dtype = tuple(entry["shape"]), np.dtype(_DTYPES[entry["dtype"]])
-    if math.prod(shape) * dtype.itemsize != last - first:
-        raise ValueError(f"{name} has other bytes than its rows take")
-    return data[first:last].view(dtype).reshape(shape)
 
 
 def check_columns(columns: Mapping[str, Column], world_size: int) -> None:

@@ -119,7 +119,7 @@ def file_faults(
         values: {"file", "values", "samples", "calls"} of each values file, or the file alone.
         world_size: no rank is as high.
     """
-    from rankscope.tree.columns import check_bytes, map_columns  # numpy: as below
+    from rankscope.tree.columns import map_columns  # numpy: as below
 
     for head in heads:
         try:
@@ -129,8 +129,7 @@ def file_faults(
     for part in values:
         try:
             path = values_path(folder, part)
-            check_bytes(path)
-            found = map_columns(path, world_size)
+            found = map_columns(path, world_size, is_checked=True)
             for kind, column in _COUNTED_BY.items():
                 if len(found[column]) != part.get(kind, len(found[column])):
                     raise TraceError(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from rankscope.chunks.safetensors import link_tensor, write_tensor
+from rankscope.chunks.safetensors import write_tensor
 from rankscope.compat.debugger.calltree import ForwardCall, call_of, forwards, prune_layers
 from rankscope.errors import SelectionError
 from rankscope.export.place import ExportPlace
@@ -196,8 +196,8 @@ class _Writer:
         name = self._free(_safe(stem))
         path, known = f"{self._folder}/{name}", (shown.origin, shown.dtype, shown.shape)
         written = None if shown.origin is None else self._written.setdefault(known, path)
-        if written in (None, path) or not link_tensor(path, written):
-            write_tensor(path, shown.dtype, shown.shape, shown.data)
+        same = None if written == path else written
+        write_tensor(path, shown.dtype, shown.shape, shown.data, same)
         return f"./{name}"
 
     def _free(self, stem: str) -> str:
