@@ -24,7 +24,6 @@ from rankscope.chunks.chunkheader import (
     chunk_numbers,
     chunk_path,
     rebuilt_json,
-    stream_of_folder,
     write_header,
 )
 from rankscope.chunks.finishing import (
@@ -34,9 +33,9 @@ from rankscope.chunks.finishing import (
     recorded_tensors,
 )
 from rankscope.chunks.safetensors import LENGTH_BYTES, write_all
+from rankscope.chunks.tensorfiles import TensorFiles
 from rankscope.errors import ChunkError
 from rankscope.record.streams import StreamId
-from rankscope.run.filenames import TENSOR_FOLDER
 from rankscope.spool.origin import UNKNOWN
 
 __all__ = ["carry_chunks", "finish_kept"]
@@ -121,17 +120,13 @@ def carry_chunks(
     best: dict[Path, Path] = {}
     moved: set[Path] = set()
     for folder in folders:
-        top, origins = folder / TENSOR_FOLDER, origins_in(folder)
-        for place in sorted(top.iterdir()) if top.is_dir() else ():
-            stream = stream_of_folder(place)
-            if stream is None:
-                continue
+        origins = origins_in(folder)
+        for stream in TensorFiles(folder).streams():
+            place = chunk_folder(folder, stream)
             life = lives.get((stream.rank, origins.get(stream, UNKNOWN)), stream)
             for number in chunk_numbers(place):
-                path, target = (
-                    chunk_path(place, number),
-                    chunk_path(chunk_folder(out, life), number),
-                )
+                path = chunk_path(place, number)
+                target = chunk_path(chunk_folder(out, life), number)
                 held = best.get(target)
                 if held is None or _worth(path) > _worth(held):
                     best[target] = path

@@ -9,17 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from rankscope.chunks.chunkheader import (
-    chunk_folder,
-    chunk_numbers,
-    chunk_path,
-    stream_of_folder,
-)
+from rankscope.chunks.chunkheader import chunk_folder, chunk_numbers, chunk_path
 from rankscope.chunks.finishing import damaged
+from rankscope.chunks.tensorfiles import TensorFiles
 from rankscope.errors import ChunkError
 from rankscope.record.dtypes import STORED_TYPES
 from rankscope.record.streams import StreamId
-from rankscope.run.filenames import TENSOR_FOLDER
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.views import Node, Trace
 
@@ -28,15 +23,9 @@ __all__ = ["Kept", "Listing", "list_tensors", "missing_chunks", "tensor_faults"]
 
 def tensor_faults(trace: Path) -> Iterator[str]:
     """Read every chunk of a trace folder; yield a line for each that is not as it was written."""
-    kept = trace / TENSOR_FOLDER
-    if not kept.is_dir():
-        return
-    for folder in sorted(kept.iterdir()):
-        stream = stream_of_folder(folder)
-        if stream is None:
-            continue
-        for number in chunk_numbers(folder):
-            name = chunk_path(folder.relative_to(trace), number)
+    for stream in TensorFiles(trace).streams():
+        for number in chunk_numbers(chunk_folder(trace, stream)):
+            name = chunk_path(chunk_folder(Path(), stream), number)
             try:
                 lost = len(damaged(trace / name, (stream, number)))
             except ChunkError as error:
