@@ -88,11 +88,9 @@ def bare(ours: Callable[[Path], object], folder: Path) -> dict[str, Callable[[Pa
 
     def once(into: Path) -> None:
         for name, (same, tensor) in found.items():
-            dtype, written = str(tensor.dtype).removeprefix("torch."), f"{into}/{same}"
-            write_tensor(
-                *(f"{into}/{name}", dtype, tuple(tensor.shape), bytes_of(tensor)),
-                None if name == same else written,
-            )
+            path, dtype = f"{into}/{name}", str(tensor.dtype).removeprefix("torch.")
+            written = None if name == same else f"{into}/{same}"
+            write_tensor(path, dtype, tuple(tensor.shape), bytes_of(tensor), written)
 
     def each(into: Path) -> None:
         for name, (_, tensor) in found.items():

@@ -139,7 +139,8 @@ def map_columns(
 
     Raises:
         TraceError: the file is missing, or no safetensors file whose header fits its size, or its
-            columns do not fit each other; asking for a column that is not there raises it too.
+            columns do not fit each other, or it was changed; asking for a column that is not there
+            raises it too.
     """
     file, columns = MappedFile(path, TraceError), FileColumns(path)
     try:
