@@ -36,8 +36,9 @@ class Traces:
         ) as self.handle:
             self.model(torch.ones(2, 4)).sum().backward()
         shutil.copytree(self.whole, self.unfinished)
-        for name in ("trace.json", "values.safetensors"):
+        for name in ("trace.json", "tree.json"):
             (self.unfinished / name).unlink()
+        shutil.rmtree(self.unfinished / "steps")
         self.golden = folder / "golden"
         save_golden(self.whole, self.golden)
 

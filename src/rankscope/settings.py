@@ -145,6 +145,12 @@ def _parse_digest(text: str) -> str:
     return text
 
 
+def _parse_tree(text: str) -> str:
+    if text not in {"auto", "always", "never"}:
+        raise SettingError(f"{text!r} is none of these: write auto, always or never")
+    return text
+
+
 def _parse_compile(text: str) -> str:
     if text not in {"opaque", "eager"}:
         raise SettingError(
@@ -339,6 +345,13 @@ SETTINGS: tuple[Setting, ...] = (
         "it is over",
     ),
     Setting(
+        name="tree",
+        parse=_parse_tree,
+        default="auto",
+        metavar="auto|always|never",
+        help="tree.json, for jq and people: auto writes it where it takes up to 100 MB",
+    ),
+    Setting(
         name="finish-seconds",
         parse=_parse_seconds,
         default=f"{FINISH_SECONDS:g}",
@@ -416,6 +429,8 @@ class Settings:
     live_check: bool
     on_finding: str
     parquet: bool
+    tree: str
+    """"auto", "always" or "never"."""
     finish_seconds: float
     drain_seconds: float
     stall_seconds: float

@@ -59,7 +59,6 @@ def save_golden(
         TraceError: the trace is not complete, or damaged.
         FolderError: no trace is there, or the file cannot be written.
     """
-    from rankscope.tree.finishedtrace import TraceFiles
     from rankscope.tree.goldenfile import write_golden
 
     with opened_trace(trace) as found:
@@ -68,7 +67,7 @@ def save_golden(
                 f"{found.path}: a golden trace has to be complete; it is {found.state}"
             )
         try:
-            return write_golden(TraceFiles(found.path), Path(file), has_samples=has_samples)
+            return write_golden(found, Path(file), has_samples=has_samples)
         except OSError as error:
             raise FolderError(f"{file}: cannot be written: {error.strerror}") from error
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from rankscope.record.phases import Phase
-from rankscope.tree.views import Node, Trace
+from rankscope.tree.asjson import nodes_data
+from rankscope.tree.views import Trace
 from tests.agent.models import trace
 
 Loop = Callable[[nn.Module, torch.optim.Optimizer], None]
@@ -29,19 +30,19 @@ def events(found: Trace, phase: Phase) -> list[dict[str, Any]]:
     """Return for every event of a phase {path:slot: value of rank 0 as in the JSON}."""
     return [
         {
-            f"{node.path}:{slot['slot']}": slot["values"][0]
+            f"{node['path']}:{slot['slot']}": slot["values"][0]
             for node in nodes(top)
-            for slot in node.data["slots"]
+            for slot in node["slots"]
         }
         for step in found.steps
-        for top in step.nodes
-        if top.phase is phase
+        for top in nodes_data(step)
+        if top["phase"] == phase.word
     ]
 
 
-def nodes(top: Node) -> Iterator[Node]:
+def nodes(top: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield top
-    for child in top.children:
+    for child in top["children"]:
         yield from nodes(child)
 
 

@@ -78,7 +78,7 @@ def test_a_module_that_is_not_selected_shows_its_collectives_without_values(tmp_
     nodes = {node.path: node for node in issued(traced(tmp_path, paths="inner.*"))}
     assert [slot.slot for slot in nodes["inner.0"].slots] == ["input.0", "output.0"]
     assert nodes[""].slots == ()
-    assert [node.data["collective"]["sequence"] for node in nodes.values()] == [0, 1]
+    assert [node.collectives[0][1]["sequence"] for node in nodes.values()] == [0, 1]
 
 
 @pytest.mark.usefixtures("alone")
@@ -86,7 +86,7 @@ def test_slots_and_kept_tensors_reach_collectives_like_modules(tmp_path: Path) -
     found = traced(tmp_path, slots="output*", tensors="inner.0:output.0")
     (node,) = (node for node in issued(found) if node.path == "inner.0")
     (slot,) = node.slots
-    assert (slot.slot, slot.data["kept"]) == ("output.0", "0")
+    assert (slot.slot, [*slot.references()]) == ("output.0", [0])
 
 
 @pytest.mark.usefixtures("alone")
@@ -124,7 +124,7 @@ def test_a_process_groups_own_methods_are_understood_in_all_their_forms(tmp_path
         Direct()()
     found = handle.open()
     assert not [n.errors for n in found.walk() if n.errors]
-    facts = [node.data["collective"] for node in issued(found)]
+    facts = [node.collectives[0][1] for node in issued(found)]
     assert [(f["op"], f.get("reduce"), f.get("src", f.get("dst"))) for f in facts] == [
         ("all_reduce", "sum", None),
         ("all_reduce", "max", None),
@@ -158,7 +158,7 @@ def test_a_call_that_cannot_be_read_is_recorded_as_one_of_an_unknown_group(tmp_p
     with rankscope.trace(out=tmp_path / "trace", steps="all") as handle, torch.no_grad():
         Nameless()()
     found = handle.open()
-    facts = [node.data["collective"] for node in issued(found)]
+    facts = [node.collectives[0][1] for node in issued(found)]
     assert [(f["op"], f["group"], f["members"]) for f in facts] == [
         ("all_reduce", "", []),
         ("all_reduce", "0", [0]),
@@ -186,7 +186,7 @@ def test_a_gather_into_one_tensor_is_a_collective(tmp_path: Path) -> None:
     with rankscope.trace(out=tmp_path / "trace", steps="all") as handle, torch.no_grad():
         GatheringInto()()
     (node,) = issued(handle.open())
-    facts = node.data["collective"]
+    facts = node.collectives[0][1]
     assert (facts["op"], facts["dst"], node.status) == ("gather_into_tensor", 0, "raised")
     assert [slot.slot for slot in node.slots] == ["input.0"]
 

@@ -38,7 +38,6 @@ def job(
     world: int = 4,
     given: tuple[int, ...] = (0, 1, 2, 3),
     placed: bool = False,
-    inline_limit_bytes: int = 1 << 20,
 ) -> Trace:
     """Ranks cut a value by hand along tp, unevenly, and hold replicas of another."""
     for number in range(world):
@@ -62,7 +61,7 @@ def job(
             rank.value(sequence, "output.scale", None, dtype="python", note="2.0")
         rank.end()
         rank.ship(folder / "trace")
-    build(folder / "trace", inline_limit_bytes=inline_limit_bytes)
+    build(folder / "trace")
     return open_trace(folder / "trace")
 
 
@@ -109,14 +108,6 @@ def test_statistics_of_the_whole_are_known_and_its_sketch_is_not(tmp_path):
     (each,) = entry["combined"]
     assert entry["shape"] == [12, 5] and each["digest"]["count"] == 60
     assert each["digest"]["sketch"] is None
-
-
-def test_a_large_trace_holds_the_ranges_too_for_they_do_not_follow_from_placements(tmp_path):
-    trace = job(tmp_path, inline_limit_bytes=0)
-    (entry,) = slot_of(tmp_path, "up")
-    assert [v["ranges"][1] for v in entry["values"]] == [[[0, 3]], [[3, 5]]]
-    assert [v["ranks"] for v in entry["values"]] == ["0,2", "1,3"]
-    assert trace.value("up", "output").views[0].ranges(1) == (((0, 6),), ((3, 5),))
 
 
 def test_what_a_dtensor_says_stands(tmp_path):

@@ -228,15 +228,17 @@ def test_recover_names_the_files_of_a_grown_tree_that_are_damaged(tmp_path):
     assert f"{STEPS_FOLDER}/{values.name}: header of" in verified
 
 
-def test_verify_names_damaged_values_and_show_shows_the_rest(tmp_path):
+def test_every_command_names_a_damaged_step_file(tmp_path):
     shutil.copytree(samples.tree("ddp"), tmp_path / "trace")
-    path = tmp_path / "trace" / "values.safetensors"
+    path = tmp_path / "trace" / STEPS_FOLDER / "000000.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    assert "values.safetensors: a column does not fit the file" in run_command(
+    assert "000000.safetensors: a column does not fit the file" in run_command(
         ["verify"], tmp_path / "trace"
     )
     for command in (["show"], ["show", "--full"], ["check"]):
-        assert run_command(command, tmp_path / "trace")
+        assert "000000.safetensors: a column does not fit" in run_command(
+            command, tmp_path / "trace"
+        )
 
 
 def test_a_stream_whose_settled_begin_is_damaged_is_named_and_the_others_are_built(tmp_path):

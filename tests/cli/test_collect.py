@@ -108,7 +108,7 @@ def test_ranks_started_one_by_one_make_a_whole_trace_in_the_collectors_folder(
     code, stdout, err = ended(collector)
     assert (code, stdout) == (0, ""), err
     assert err == f"rankscope: trace in {out}; read it: rankscope show {out}\n"
-    assert {path.name for path in out.iterdir()} == {"trace.json", "values.safetensors"}
+    assert {path.name for path in out.iterdir()} == {"trace.json", "tree.json", "steps"}
     assert wait_until(lambda: not any((tmp_path / "spool").iterdir()))
     assert {path.name for path in tmp_path.iterdir()} == {"spool", "trace"}
     where = f"records go to the collector at {address}" if way == "bind" else f"trace in {out}"

@@ -46,7 +46,7 @@ def out(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def long_job(tmp_path_factory):
-    """{steps: trace}: one rank, numbers in columns, one nodes file a step."""
+    """{steps: trace}: one rank, without a tree.json."""
     made = {}
     for steps in (4, 16):
         folder = tmp_path_factory.mktemp("long")
@@ -57,7 +57,7 @@ def long_job(tmp_path_factory):
                     rank.value(call, "output", np.full(3, number, np.float32))
         rank.end()
         rank.ship(folder / "trace")
-        build(folder / "trace", inline_limit_bytes=1000)
+        build(folder / "trace", wanted_tree="never")
         made[steps] = folder / "trace"
     return made
 
@@ -169,7 +169,11 @@ def test_an_interrupted_export_leaves_nothing_at_all(long_job, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("name", formats())
-def test_memory_does_not_grow_with_the_steps(long_job, tmp_path, name):
+def test_memory_does_not_grow_with_the_steps(long_job, tmp_path, name, monkeypatch):
+    """Beyond what a trace of any length may hold of columns."""
+    monkeypatch.setattr("rankscope.tree.joinedcolumns._FEW", -1)
+    monkeypatch.setattr("rankscope.tree.joinedcolumns._MOST_OPEN", 1)
+
     def peak(steps):
         trace = open_trace(long_job[steps])
         trace.columns()

@@ -4,7 +4,7 @@ every command reads the rest, and says what it passed over."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from rankscope.tree.build import build
 from rankscope.tree.reader import open_trace
 from tests.cli.test_commands import rankscope
 from tests.diagnosis.paper import event, module, numbers, setup
+from tests.tree.altered import Columns, alter_step
 from tests.tree.ranks_on_paper import MODES, PaperRank
 
 COMMANDS = {
@@ -51,42 +52,53 @@ def run(trace: Path, command: str, folder: Path) -> tuple[int, str, str]:
     return rankscope(words[0], trace, *words[1:], *more)
 
 
-def walk(nodes: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    for node in nodes:
-        yield node
-        yield from walk(node["children"])
+def first_of(path: str, columns: Columns, texts: list[str]) -> int:
+    """Return the first node of a module in the step."""
+    paths = [texts[number] for number in columns["nodes.path"].tolist()]
+    return paths.index(path)
 
 
-def later_phase(data: dict[str, Any]) -> None:
-    node = next(n for n in walk(data["steps"][0]["nodes"]) if n["path"] == "act")
-    node["phase"] = "later"
+def later_phase(columns: Columns, texts: list[str]) -> None:
+    columns["nodes.phase"][first_of("act", columns, texts)] = len(texts)
+    texts.append("later")
 
 
-def later_event(data: dict[str, Any]) -> None:
-    for node in walk([n for n in data["steps"][0]["nodes"] if n["phase"] == "grads"]):
-        node["phase"] = "later"
+def later_event(columns: Columns, texts: list[str]) -> None:
+    texts[texts.index("grads")] = "later"
 
 
-def later_mode(data: dict[str, Any]) -> None:
-    data["steps"].append({**data["steps"][0], "mode": "later", "step": 7})
+def later_words(columns: Columns, texts: list[str]) -> None:
+    """What is a word among others: status, flag, layout's source."""
+    node = first_of("act", columns, texts)
+    columns["calls.status"][columns["calls.node"] == node] = 250
+    held = columns["values.node"] == node
+    held &= columns["values.slot"] == columns["values.slot"][held][0]
+    columns["values.flags"][held] |= 1 << 31
+    facts = json.loads(texts[columns["values.tensor"][held][0]])
+    facts |= {"source": "later", "mesh": "later=2", "placements": {"later": "Later()"}}
+    columns["values.tensor"][held] = len(texts)
+    texts.append(json.dumps(facts))
 
 
-def later_rest(data: dict[str, Any]) -> None:
-    """What is a word among others: status, flag, layout's source, how a rank ended."""
-    node = next(n for n in walk(data["steps"][0]["nodes"]) if n["path"] == "act")
-    node["status"] = "later"
-    slot = node["slots"][0]
-    slot["values"][0]["flags"] = ["later"]
-    slot["layout"] = {"source": "later", "mesh": "later=2", "placements": {"later": "Later()"}}
-    data["completeness"]["ranks"][0]["end"] = "later"
+def later_mode(head: dict[str, Any]) -> None:
+    head["steps"].append({**head["steps"][0], "mode": "later", "step": 7})
 
 
-CHANGES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
-    "phase": (later_phase, "phase 'later'"),
-    "event": (later_event, "phase 'later'"),
-    "mode": (later_mode, "mode 'later'"),
-    "words": (later_rest, ""),
+def later_end(head: dict[str, Any]) -> None:
+    head["completeness"]["ranks"][0]["end"] = "later"
+
+
+def nothing(*_: Any) -> None:
+    pass
+
+
+CHANGES: dict[str, tuple[Callable[..., None], Callable[..., None], str]] = {
+    "phase": (later_phase, nothing, "phase 'later'"),
+    "event": (later_event, nothing, "phase 'later'"),
+    "mode": (nothing, later_mode, "mode 'later'"),
+    "words": (later_words, later_end, ""),
 }
+"""What changes in the step, and in trace.json; what a reader says that it passed over."""
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -96,10 +108,11 @@ def test_words_of_a_newer_version_are_passed_over_and_named(
 ):
     trace = traced(tmp_path)
     before = run(trace, command, tmp_path / "before")[0] if command == "verify" else 0
-    alter, unread = CHANGES[change]
-    data = json.loads((trace / "trace.json").read_text())
-    alter(data)
-    (trace / "trace.json").write_text(json.dumps(data))
+    in_step, in_head, unread = CHANGES[change]
+    alter_step(trace, in_step)
+    head = json.loads((trace / "trace.json").read_text())
+    in_head(head)
+    (trace / "trace.json").write_text(json.dumps(head))
     code, out, err = run(trace, command, tmp_path)
     assert code == before, err
     if unread and command != "verify":

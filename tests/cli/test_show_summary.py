@@ -17,6 +17,7 @@ from rankscope.layout.placement import Mesh
 from rankscope.tree.reader import open_trace
 from tests.cli.summarizedjobs import HOSTILE, JOBS
 from tests.cli.test_commands import rankscope
+from tests.tree.altered import Columns, alter_step
 from tests.tree.deepjob import deep_job
 from tests.tree.ranks_on_paper import PaperRank
 
@@ -192,8 +193,11 @@ def test_a_fault_in_a_module_with_an_odd_name_is_shown_by_a_command_that_finds_i
 
 def test_a_damaged_tree_is_one_clear_error(tmp_path: Path) -> None:
     trace = JOBS["one_process"](tmp_path)
-    file = trace / "trace.json"
-    file.write_text(file.read_text().replace('"dtype"', '"dtyp"'))
+
+    def without_dtype(_: Columns, texts: list[str]) -> None:
+        texts[:] = [text.replace('"dtype"', '"dtyp"') for text in texts]
+
+    alter_step(trace, without_dtype)
     code, text, errors = rankscope("show", trace)
     assert (code, text) == (2, "")
     assert "the trace is damaged" in errors
@@ -290,9 +294,13 @@ def test_commands_name_no_trace_where_none_was_named(made: dict[str, Path]) -> N
     assert "\n  rankscope show --full " in text
 
 
-def test_a_trace_without_its_numbers_is_shown_and_not_judged(tmp_path: Path) -> None:
+def test_a_trace_without_a_step_file_is_shown_and_not_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rankscope.tree.growingtree._PART_BYTES", 0)
     trace = JOBS["tensor_parallel"](tmp_path)
-    (trace / "values.safetensors").unlink()
+    *_, last = sorted((trace / "steps").iterdir())
+    last.unlink()
     rows = shown(trace)
     assert any(row.startswith("not judged: ") for row in rows)
     assert any(re.search(r"fc +Linear", row) for row in rows)

@@ -177,7 +177,7 @@ def test_one_changed_bit_of_any_column_is_seen(tmp_path: Path):
     """Also where the number is one that a rank may have."""
     grid_job(tmp_path / "spools", tmp_path / "trace")
     build(tmp_path / "trace")
-    path = tmp_path / "trace/values.safetensors"
+    path = tmp_path / "trace/steps/000000.safetensors"
     whole = path.read_bytes()
     assert rankscope("verify", tmp_path / "trace")[0] == 0
     begin = 8 + int.from_bytes(whole[:8], "little")
@@ -191,7 +191,7 @@ def test_one_changed_bit_of_any_column_is_seen(tmp_path: Path):
         assert np.isfinite(file.get_tensor("values.mean")).all()
     code, out, _ = rankscope("verify", tmp_path / "trace")
     assert code == 1
-    assert "values.safetensors: was changed since it was written" in out
+    assert "steps/000000.safetensors: was changed since it was written" in out
     for name in (b"values.mean", b"xxh3_64"):  # the header is held to it too
         path.write_bytes(whole.replace(name, name[:-1] + b"X", 1))
         with pytest.raises(TraceError, match="was changed"):

@@ -142,8 +142,8 @@ def agreements(found: Trace, rank: int) -> list[tuple[str, str]]:
     facts = [
         each
         for node in found.steps[0].walk()
-        for each in node.data.get("collectives") or [node.data.get("collective")]
-        if each is not None and rank in parse_ranks(each.get("ranks", node.data["ranks"]))
+        for ranks, each in node.collectives
+        if rank in parse_ranks(ranks)
     ]
     return [(each["op"], each["reduce"]) for each in facts if "peer" not in each]
 

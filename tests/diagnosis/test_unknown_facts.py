@@ -7,17 +7,20 @@ on the fact is still found; and the report says what it could not judge.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.numpy import load_file, save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,7 +28,6 @@ import rankscope
 from rankscope.diagnosis.check import check
 from rankscope.record.call import CallStatus
 from rankscope.record.finding import Kind, Report, Verdict
-from rankscope.record.ranklists import parse_ranks, ranks_text
 from rankscope.record.streams import EndReason
 from rankscope.tree.build import build
 from tests.diagnosis.paper import collective, judged, numbers
@@ -43,7 +45,6 @@ from tests.tree.ranks_on_paper import PaperRank
 from tests.tree.record_golden import JOBS, rebuilt, unpacked
 
 Facts = dict[str, Any]
-Document = dict[str, Any]
 
 
 # ---- removals ------------------------------------------------------------------------------------
@@ -51,12 +52,34 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one rank issued in one call: of the document, changed in place."""
+    """What one rank issued in one call."""
 
     number: int
     """Which call it is, in the order of the tree."""
     rank: int
     facts: Facts
+    file: str
+    row: int
+    """Of the calls in that file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A trace as it lies on disk."""
+
+    head: dict[str, Any]
+    files: Mapping[str, tuple[dict[str, np.ndarray], list[str]]]
+    """Columns and texts of each step file."""
+
+    @classmethod
+    def read(cls, trace: Path) -> Document:
+        files = {}
+        for path in (trace / "steps").iterdir():
+            columns = load_file(path)
+            ends, data = columns["texts.end"].tolist(), columns["utf8.byte"].tobytes()
+            texts = [data[a:b].decode() for a, b in itertools.pairwise([0, *ends])]
+            files[f"steps/{path.name}"] = columns, texts
+        return cls(json.loads((trace / "trace.json").read_text()), files)
 
 
 def of_no_peer(call: Call) -> None:
@@ -123,55 +146,52 @@ RESTS_ON: Mapping[str, frozenset[Kind]] = {
 """The kinds of findings that may go with a fact."""
 
 
-def _nodes(document: Document) -> Iterator[dict[str, Any]]:
-    waiting = [node for step in document["steps"] for node in reversed(step["nodes"])]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        waiting.extend(reversed(node["children"]))
-
-
 def calls_of(document: Document) -> list[Call]:
-    """Give each rank facts of its own in every collective, and return them."""
-    calls = []
-    for node in _nodes(document):
-        if node["phase"] == "collective":
-            listed = node.pop("collectives", None) or [node.pop("collective")]
-            every = [
-                (rank, dict(facts, ranks=ranks_text([rank])))
-                for facts in listed
-                for rank in parse_ranks(facts.get("ranks", node["ranks"]))
-            ]
-            node["collectives"] = [facts for _, facts in sorted(every, key=lambda each: each[0])]
-            number = len(calls)
-            calls += [Call(number, rank, facts) for rank, facts in every]
+    """Return what each rank issued in every collective, in the order of the tree."""
+    calls: list[Call] = []
+    number = -1
+    for entry in (*document.head["setup"], *document.head["steps"]):
+        columns, texts = document.files[entry["file"]]
+        begin, end = entry["rows"]["calls"]
+        before = -1
+        for row in range(begin, end):
+            text, node = int(columns["calls.collective"][row]), int(columns["calls.node"][row])
+            if text >= 0:
+                number += node != before
+                before = node
+                rank = int(columns["calls.rank"][row])
+                calls.append(Call(number, rank, json.loads(texts[text]), entry["file"], row))
     return calls
 
 
-def merged(document: Document) -> None:
-    """Have ranks share facts again that are alike, as a trace has them."""
-    for node in _nodes(document):
-        if "collectives" not in node:
-            continue
-        alike: dict[str, list[int]] = {}
-        for facts in node.pop("collectives"):
-            (rank,) = parse_ranks(facts.pop("ranks"))
-            alike.setdefault(json.dumps(facts), []).append(rank)
-        every = [(ranks_text(ranks), json.loads(text)) for text, ranks in alike.items()]
-        if len(every) == 1:
-            node["collective"] = every[0][1]
-        else:
-            node["collectives"] = [{"ranks": ranks, **facts} for ranks, facts in every]
+def changed(document: Document, calls: Iterable[Call], folder: Path) -> None:
+    """Write a trace in which these calls have these facts, and the others what they had."""
+    files = {
+        name: ({**columns, "calls.collective": columns["calls.collective"].copy()}, [*texts])
+        for name, (columns, texts) in document.files.items()
+    }
+    for call in calls:
+        columns, texts = files[call.file]
+        columns["calls.collective"][call.row] = len(texts)
+        texts.append(json.dumps(call.facts))
+    (folder / "steps").mkdir(exist_ok=True)
+    for name, (columns, texts) in files.items():
+        data = [text.encode() for text in texts]
+        columns["texts.end"] = np.cumsum([len(each) for each in data], dtype=np.int64)
+        columns["utf8.byte"] = np.frombuffer(b"".join(data), np.uint8)
+        save_file(columns, folder / name)
+    (folder / "trace.json").write_text(json.dumps(document.head))
 
 
-def removed(text: str, turn: int | None) -> Iterator[tuple[str, str, Document]]:
-    """Yield what was taken away, from where, and the document without it.
+def removed(document: Document, turn: int | None, folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield what was taken away, and from where, and have the trace without it in a folder.
 
     Args:
-        text: of trace.json.
+        document: the trace.
         turn: of all places but everywhere only one is taken, by this number; None for all of them.
+        folder: written anew each time.
     """
-    whole = calls_of(json.loads(text))
+    whole = calls_of(document)
     for fact, (take, scopes) in REMOVALS.items():
         bearers = [c for c in whole if fact != "peer" or "peer" in c.facts]
         if not bearers:
@@ -179,17 +199,18 @@ def removed(text: str, turn: int | None) -> Iterator[tuple[str, str, Document]]:
         middle = bearers[len(bearers) // 2]
         chosen = scopes if turn is None else scopes[turn % len(scopes) :][:1]
         for scope in (everywhere, *chosen):
-            document = json.loads(text)
-            for call in calls_of(document):
-                if scope(call, middle) and (fact != "peer" or "peer" in call.facts):
-                    take(call)
-            merged(document)
-            yield fact, scope.__name__, document
+            taken = [call for call in calls_of(document) if scope(call, middle)]
+            taken = [call for call in taken if fact != "peer" or "peer" in call.facts]
+            for call in taken:
+                take(call)
+            changed(document, taken, folder)
+            yield fact, scope.__name__
     for scope in (everywhere, once) if turn is None else ((everywhere, once)[turn % 2],):
-        document = json.loads(text)
-        for step in document["steps"][-1 if scope is once else 0 :]:
+        head = json.loads(json.dumps(document.head))
+        for step in head["steps"][-1 if scope is once else 0 :]:
             step["mode"] = "unknown"
-        yield "mode", scope.__name__, document
+        changed(Document(head, document.files), (), folder)
+        yield "mode", scope.__name__
 
 
 # ---- what is held --------------------------------------------------------------------------------
@@ -209,14 +230,12 @@ def hold(trace: Path, turn: int | None) -> Report:
     folder = trace.parent / "without"
     folder.mkdir()
     for file in trace.iterdir():
-        if file.name != "trace.json":
+        if file.name not in ("trace.json", "steps"):
             os.symlink(file, folder / file.name)
     whole = check(trace)
     assert not any(note.startswith("not judged: ") for note in whole.notes)
     before = places(whole)
-    text = (trace / "trace.json").read_text()
-    for fact, scope, document in removed(text, turn):
-        (folder / "trace.json").write_text(json.dumps(document))
+    for fact, scope in removed(Document.read(trace), turn, folder):
         report = check(folder)
         now = places(report)
         where = f"without {fact} ({scope})"

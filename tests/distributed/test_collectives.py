@@ -27,7 +27,7 @@ Found = dict[str, Any]
 
 def read(folder: Path) -> Found:
     """Return a trace that is whole and valid, without a failure of rankscope's own."""
-    found: Found = json.loads((folder / "trace.json").read_text())
+    found: Found = json.loads((folder / "tree.json").read_text())
     jsonschema.Draft202012Validator(SCHEMA).validate(found)
     assert found["completeness"]["complete"]
     assert not [rank["errors"] for rank in found["completeness"]["ranks"] if rank["errors"]]

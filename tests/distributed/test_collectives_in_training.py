@@ -146,7 +146,7 @@ def test_a_stuck_job_leaves_the_collective_it_is_stuck_in_open(
         ranks.kill_ranks()
         with pytest.raises(RankFailure):
             job_ends.result()
-    found = json.loads((tmp_path / "new" / "trace.json").read_text())
+    found = json.loads((tmp_path / "new" / "tree.json").read_text())
     done, stuck = collectives(found, 0)
     assert (done["op"], done["status"], done["sequence"]) == ("all_reduce", "returned", 0)
     assert (stuck["op"], stuck["status"], stuck["sequence"]) == ("all_reduce", "unfinished", 1)
@@ -157,11 +157,10 @@ def test_a_stuck_job_leaves_the_collective_it_is_stuck_in_open(
 
 READ = """
 import json, sys, rankscope
-nodes = [n.data for s in rankscope.open_trace(sys.argv[1]).steps for n in s.walk()]
-found = [n for n in nodes if n["phase"] == "collective"]
-facts = [n.get("collective") or n["collectives"][0] for n in found]
-status = [next((o["status"] for o in n.get("outcomes", ()) if o["ranks"] == "0"), n["status"])
-          for n in found]
+nodes = [n for s in rankscope.open_trace(sys.argv[1]).steps for n in s.walk()]
+found = [n for n in nodes if n.phase.word == "collective"]
+facts = [n.collectives[0][1] for n in found]
+status = [next(o.status for o in n.outcomes if 0 in o.ranks) for n in found]
 print(json.dumps([[f["op"], s, f["sequence"]] for f, s in zip(facts, status)]))
 """
 
@@ -179,7 +178,7 @@ def test_a_mismatch_that_gloo_refuses_ends_as_it_does_without_tracing_and_is_wri
 ) -> None:
     said = ranks.run(job.run_swapped, str(tmp_path), world_size=2)
     assert any(said), said
-    found = json.loads((tmp_path / "trace" / "trace.json").read_text())
+    found = json.loads((tmp_path / "trace" / "tree.json").read_text())
     first = [collectives(found, rank)[0] for rank in (0, 1)]
     assert [c["op"] for c in first] == ["all_reduce", "broadcast"]
     assert [c["sequence"] for c in first] == [0, 0]

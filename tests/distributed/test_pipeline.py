@@ -97,9 +97,8 @@ def messages(found: Trace, op: str) -> dict[tuple[str | None, int], set[tuple[ob
     ends: dict[tuple[str | None, int], set[tuple[object, ...]]] = {}
     for step in found.steps:
         for node in step.walk():
-            both = [node.data.get("collective"), *node.data.get("collectives", ())]
-            for facts in both:
-                if facts is None or facts["op"] != op:
+            for _, facts in node.collectives:
+                if facts["op"] != op:
                     continue
                 numbers = tuple(facts[key] for key in ("group", "tag", "peer", "sequence"))
                 ends.setdefault((facts.get("since"), step.step), set()).add(

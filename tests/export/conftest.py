@@ -1,4 +1,5 @@
-"""The traces that exports are read back against: small, large, odd, and of a real program."""
+"""The traces that exports are read back against: small, without a tree.json, odd, and of a real
+program."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from rankscope.tree.reader import open_trace
 from tests.tree.jobs import grid_job
 from tests.tree.ranks_on_paper import PaperRank
 
+NAMES = ("grid", "treeless", "odd", "real")
 ODD = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40, 3.0], np.float32)
 
 
@@ -62,18 +64,16 @@ def real_job(out):
 
 @pytest.fixture(scope="session")
 def traces(tmp_path_factory):
-    """{name: trace}: grid (two hosts), large (the same, numbers in columns alone), odd, real."""
+    """{name: trace}: grid (two hosts), treeless (the same without a tree.json), odd, real."""
     base = tmp_path_factory.mktemp("traces")
-    for name, limit in (("grid", 1 << 25), ("large", 1000)):
+    for name, wanted in (("grid", "always"), ("treeless", "never")):
         grid_job(base / f"{name}-spools", base / name, steps=2)
-        build(base / name, inline_limit_bytes=limit)
+        build(base / name, wanted_tree=wanted)
+    assert not (base / "treeless/tree.json").exists()
     odd_job(base / "odd-spools", base / "odd")
     build(base / "odd")
     real_job(base / "real")
-    return {name: open_trace(base / name) for name in ("grid", "large", "odd", "real")}
-
-
-NAMES = ("grid", "large", "odd", "real")
+    return {name: open_trace(base / name) for name in NAMES}
 
 
 @pytest.fixture(params=NAMES)
@@ -91,6 +91,23 @@ def selected(**words):
 def exported(trace, name, out, **words):
     """Write an export; return what was said of it."""
     return export(trace, name, out, selected(**words), lambda what, part: None)
+
+
+def call_rows(trace):
+    """{(node, rank): (start, duration, status)} straight from the columns of the steps."""
+    found = {}
+    for step in (*trace.setup, *trace.steps):
+        columns = step.columns()
+        ids = columns["nodes.id"].tolist()
+        for node, rank, start, duration, status in zip(
+            *(
+                columns[f"calls.{name}"].tolist()
+                for name in ("node", "rank", "start_ns", "duration_ns", "status")
+            )
+        ):
+            assert (f"{ids[node]:016x}", rank) not in found
+            found[f"{ids[node]:016x}", rank] = start, duration, CallStatus(status).word
+    return found
 
 
 def held_values(trace):

@@ -11,7 +11,7 @@ import pytest
 
 from rankscope.tree.build import build
 from rankscope.tree.reader import open_trace
-from tests.export.conftest import exported, held_values
+from tests.export.conftest import call_rows, exported, held_values
 from tests.export.test_jsonl import COUNTS, STATISTICS
 from tests.tree.ranks_on_paper import PaperRank
 
@@ -86,15 +86,13 @@ def test_calls_are_a_table_of_their_own(trace, tmp_path):
         (row["node"], row["rank"]): row
         for row in dataset.dataset(tmp_path / "out/calls").to_table().to_pylist()
     }
-    columns = trace.columns()
-    assert len(found) == len(columns["calls.rank"])
-    for row, (node, rank) in enumerate(
-        zip(columns["calls.node"].tolist(), columns["calls.rank"].tolist())
-    ):
-        own = found[f"{node:016x}", rank]
-        assert own["start_ns"] == columns["calls.start_ns"][row]
-        taken = int(columns["calls.duration_ns"][row])
-        assert own["duration_ns"] == (None if taken < 0 else taken)
+    calls = call_rows(trace)
+    assert found.keys() == calls.keys()
+    assert len(calls) == len(trace.columns()["calls.rank"])
+    for key, (start, taken, status) in calls.items():
+        assert found[key]["start_ns"] == start
+        assert found[key]["duration_ns"] == (None if taken < 0 else taken)
+        assert found[key]["status"] == status
     for node in trace.walk():
         for outcome in node.outcomes:
             for rank in outcome.ranks:
@@ -203,7 +201,7 @@ def test_a_step_that_cannot_be_written_leaves_no_file(tmp_path):
 
     trace = wide_trace(tmp_path)
     columns = trace.columns()
-    trace._columns = columns | {"values.rank": columns["values.rank"][:100]}
+    trace._columns = dict(columns.items()) | {"values.rank": columns["values.rank"][:100]}
     with pytest.raises(TraceError, match="the trace is damaged"):
         write_step(trace, trace.steps[0], tmp_path / "out")
     assert not [f for f in (tmp_path / "out").rglob("*") if f.is_file()]

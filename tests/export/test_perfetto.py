@@ -13,8 +13,7 @@ import pytest
 import rankscope.export.perfetto as perfetto
 from rankscope.errors import SelectionError
 from rankscope.export.place import claimed
-from rankscope.record.call import CallStatus
-from tests.export.conftest import exported, selected
+from tests.export.conftest import call_rows, exported, selected
 from tests.export.traceprocessor import opened
 
 
@@ -71,20 +70,6 @@ def played(packets):
         else:
             instants.append(about)
     return processes, slices, instants
-
-
-def call_rows(trace):
-    """{(node, rank): (start, duration, status)} straight from the columns."""
-    columns = trace.columns()
-    return {
-        (f"{node:016x}", rank): (start, duration, CallStatus(status).word)
-        for node, rank, start, duration, status in zip(
-            *(
-                columns[f"calls.{name}"].tolist()
-                for name in ("node", "rank", "start_ns", "duration_ns", "status")
-            )
-        )
-    }
 
 
 def test_every_call_of_every_rank_is_a_slice_with_its_times_inside_its_parent(trace, tmp_path):

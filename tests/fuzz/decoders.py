@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
-import numpy as np
 
 from rankscope.assembly.rankstreams import StreamBytes, read_stream
 from rankscope.assembly.sources import find_streams
@@ -45,7 +44,6 @@ from rankscope.run.filenames import (
     REPLICA_FOLDER,
     STEPS_FOLDER,
     TRACE_NAME,
-    VALUES_NAME,
 )
 from rankscope.run.findingnotices import told_in
 from rankscope.run.folders import RUN_NAME, RunHeader, read_run_header, write_run_header
@@ -58,10 +56,9 @@ from rankscope.spool.recordformat import DEFINITION_LENGTH
 from rankscope.spool.replication import read_end
 from rankscope.spool.settledprefix import SettledPrefix, read_settled, settled_to, write_settled
 from rankscope.tree.build import assemble
-from rankscope.tree.columns import map_columns
-from rankscope.tree.growingtree import TreePart
-from rankscope.tree.reader import RecordSource, open_trace
-from rankscope.tree.schemacheck import check_json
+from rankscope.tree.finishedtrace import trace_of
+from rankscope.tree.growingtree import GrowingTree
+from rankscope.tree.reader import open_trace
 from rankscope.tree.treewriter import write_trace
 from rankscope.tree.views import Trace
 from tests.fuzz import samples
@@ -146,7 +143,7 @@ def _tree(cells: bytes) -> None:
     out.mkdir()
     write_trace(document, out)
     _walk(open_trace(out))
-    _walk(Trace(RecordSource(document, Path("memory")), Path("memory"), is_written=False))
+    _walk(trace_of(document, Path("memory")))
 
 
 # ---- messages and small things ------------------------------------------------------------------
@@ -288,7 +285,7 @@ def _take_small_file(found: tuple[Path, bytes, Take]) -> None:
 
 
 def _value_files(rng: random.Random) -> Iterator[bytes]:
-    data = (samples.tree("ddp") / VALUES_NAME).read_bytes()
+    data = (samples.tree("ddp") / "steps" / "000000.safetensors").read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     while True:
@@ -300,10 +297,11 @@ def _value_files(rng: random.Random) -> Iterator[bytes]:
 
 
 def _take_values(data: bytes) -> None:
-    path = _place() / VALUES_NAME
-    path.write_bytes(data)
-    for column in map_columns(path).values():
-        np.asarray(column[:3])
+    base, folder = samples.tree("ddp"), samples.scratch() / "steps-of-a-trace"
+    if not folder.exists():
+        shutil.copytree(base, folder)
+    (folder / "steps" / "000000.safetensors").write_bytes(data)
+    _walk(open_trace(folder))
 
 
 # ---- whole traces, through the commands ---------------------------------------------------------
@@ -500,5 +498,8 @@ DECODERS = (
 
 
 def _index_line(line: str) -> None:
-    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # as documented
-        check_json({"began_ns": 1, **TreePart.read(line).as_fields()}, "index", Path("index"))
+    folder = _fresh("index") / "steps"
+    folder.mkdir(parents=True)
+    (folder / "index.jsonl").write_text(f"{line}\n")
+    tree = GrowingTree(folder.parent)
+    assert all(entry["rows"] for entry in tree.entries())

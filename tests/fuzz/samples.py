@@ -19,8 +19,8 @@ from rankscope.run.stallrecords import Stall, keep_stall
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import DEFINITION_LENGTH, FIRST, PAYLOAD_BYTES, RecordKind
 from rankscope.tree.build import recover
-from rankscope.tree.finishedtrace import TraceFiles
 from rankscope.tree.goldenfile import write_golden
+from rankscope.tree.reader import open_trace
 from tests.stepwise.growing import grown
 from tests.tree.record_golden import unpacked
 
@@ -76,9 +76,9 @@ def tree(name: str) -> Path:
 
 @functools.cache
 def compact_tree(name: str) -> Path:
-    """The same with its nodes in files of their own."""
+    """The same without tree.json."""
     out = scratch() / f"compact-{name}"
-    recover([job(name)], out, inline_limit_bytes=1)
+    recover([job(name)], out, wanted_tree="never")
     return out
 
 
@@ -95,7 +95,7 @@ def growing_tree(name: str) -> Path:
 def golden(name: str) -> Path:
     """The golden file of a golden job's trace."""
     path = scratch() / f"golden-{name}.xz"
-    write_golden(TraceFiles(tree(name)), path, has_samples=True)
+    write_golden(open_trace(tree(name)), path, has_samples=True)
     return path
 
 

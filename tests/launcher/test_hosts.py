@@ -86,7 +86,7 @@ def test_hosts_that_see_one_folder_meet_in_it_through_the_jobs_store(tmp_path: P
     assert document["completeness"]["complete"] is True
     assert "tracing into" in said[0]
     assert "rankscope" not in said[1]
-    tree, folder = {"trace.json", "values.safetensors"}, tmp_path / "head/trace"
+    tree, folder = {"trace.json", "tree.json", "steps"}, tmp_path / "head/trace"
     assert wait_until(lambda: {path.name for path in folder.iterdir()} == tree)
 
 

@@ -4,7 +4,6 @@ tensor is readable, what is not there is said.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -19,6 +18,7 @@ from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
 from tests import forked
 from tests.launcher.launches import BIN, Launch, kill, rankscope
+from tests.tree.jobs import read_valid
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.launch, pytest.mark.xdist_group("kept")]
@@ -160,8 +160,7 @@ def test_a_disk_that_fills_harms_nothing_and_what_was_finished_is_readable(tmp_p
         assert counts[rank] > 50 and missed > 50
         notes = " ".join(notes_of(trace)[rank])
         assert "were not kept: " in notes and "No space left on device" in notes
-    document = json.loads((out / "trace.json").read_text())
-    slots = document["steps"][-1]["nodes"][0]["slots"]
+    slots = read_valid(out)["steps"][-1]["nodes"][0]["slots"]
     last = next(slot for slot in slots if not slot["slot"].startswith("form:"))
     assert last["not_kept"] == "0-1" and "kept" not in last
 

@@ -78,7 +78,7 @@ def start(command: list[str], folder: Path, *arguments: str, **variables: str) -
     )
     assert done.returncode == 0, done.stderr
     assert f"trace in {folder / 'trace'}" in done.stderr
-    tree = {"trace.json", "values.safetensors"}  # it is whole before the collector has left
+    tree = {"trace.json", "tree.json", "steps"}  # it is whole before the collector has left
     assert wait_until(lambda: {path.name for path in (folder / "trace").iterdir()} == tree)
     assert wait_until(lambda: not any(spool.iterdir())), left_in(spool)
     return json.loads((folder / "trace/trace.json").read_text())["completeness"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests import forked
+from tests.tree.jobs import read_valid
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BIN = Path(sys.executable).parent
@@ -63,8 +63,8 @@ def _done(
 
 
 def document_of(out: Path) -> Any:
-    """Return the trace.json of a finished, complete trace."""
-    document = json.loads((out / "trace.json").read_text())
+    """Return the tree of a finished, complete trace."""
+    document = read_valid(out)
     assert document["completeness"]["complete"] is True, document["completeness"]
     return document
 

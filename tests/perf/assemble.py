@@ -208,7 +208,8 @@ def main() -> None:
         print(f"{what}; peak so far {peak_gib():.2f} GiB")
         begin = time.process_time()
         decoded: dict = {}
-        count = sum(read_stream(source, decoded).record_count for source in sources)
+        streams = (read_stream(source, decoded) for source in sources)
+        count = sum(len(s.enters) + len(s.exits) + len(s.values) for s in streams)
         columns_s = time.process_time() - begin
         print("CPU seconds of one core:")
         print(f"records to columns   {columns_s:6.2f} s  {count / columns_s / 1e6:.2f} M records/s")

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rankscope.assembly.rankstreams import StreamBytes
 from rankscope.cli import show
@@ -57,10 +58,20 @@ def made_trace(
 
 def spoil(trace: Path, rank: int) -> None:
     """Give one rank other hashes and sketches in the second half of the rows."""
-    path = trace / "values.safetensors"
-    columns = map_columns(path)
-    wrong = np.flatnonzero(columns["values.rank"] == rank)
-    wrong = wrong[wrong > len(columns["values.rank"]) // 2]
+    head = json.loads((trace / "trace.json").read_text())
+    entries = [*head["setup"], *head["steps"]]
+    half = sum(end - begin for begin, end in (each["rows"]["values"] for each in entries)) // 2
+    before = 0
+    for entry in entries:
+        first, last = entry["rows"]["values"]
+        ranks = map_columns(trace / entry["file"])["values.rank"][first:last]
+        rows = np.flatnonzero(ranks == rank)
+        _change(trace / entry["file"], first + rows[before + rows > half])
+        before += last - first
+
+
+def _change(path: Path, rows: NDArray[np.int64]) -> None:
+    """Write other hashes and sketches over those of some values of a step file."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -68,7 +79,7 @@ def spoil(trace: Path, rank: int) -> None:
     for name, dtype in (("hash", "<u8"), ("sketch", "<f8")):
         first, last = header[f"values.{name}"]["data_offsets"]
         column = data[first:last].view(dtype).reshape(header[f"values.{name}"]["shape"])
-        column[wrong] = column[wrong] + 1
+        column[rows] = column[rows] + 1
     data.flush()
 
 

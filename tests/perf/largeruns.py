@@ -101,7 +101,7 @@ def add_step(trace_folder: Path, folder: Path) -> None:
     trace = open_trace(trace_folder)
     rows = write_step(trace, trace.steps[0], folder)
     taken = time.process_time() - begin
-    mapped = (trace_folder / "values.safetensors").stat().st_size / 1e6
+    mapped = sum(path.stat().st_size for path in (trace_folder / "steps").iterdir()) / 1e6
     print(
         f"step {trace.steps[0].step}: {rows.values} values, {rows.calls} calls in {taken:.1f} s of "
         f"one core, {taken / rows.values * 1e6:.1f} us a value; peak {peak_mb():.0f} MB with the "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,10 @@ from tests.soak.asked import Account, Asked, ranks_of
 
 __all__ = ["Account", "Findings", "accounts", "compare"]
 
-_COLUMNS = ("node", "rank", "incarnation", "min", "max")
+_COLUMNS = {
+    *("nodes.id", "nodes.path", "nodes.phase", "calls.node", "calls.rank"),
+    *("values.node", "values.slot", "values.rank", "values.min", "values.max"),
+}
 
 
 @dataclass
@@ -112,7 +115,7 @@ def compare(
     document = json.loads((trace / "trace.json").read_bytes())
     found = Findings(is_complete=document["completeness"]["complete"])
     lives = {(rank["rank"], rank["pid"]): rank["incarnation"] for rank in document["run"]["ranks"]}
-    calls, values, nodes = _of_trace(trace, document, found)
+    calls, values, nodes = _of_trace(trace, document["steps"], found)
     ends = {(r["rank"], r["incarnation"]): r["end"] for r in document["completeness"]["ranks"]}
     missing = {*ranks_of(document["completeness"]["missing"])}
     asked = Asked(document["completeness"], told, last) if last else None
@@ -207,7 +210,7 @@ def _end(gap: dict[str, Any], told: list[Account]) -> int:
 
 
 def _of_trace(
-    trace: Path, document: dict[str, Any], found: Findings
+    trace: Path, steps: list[dict[str, Any]], found: Findings
 ) -> tuple[
     Counter[tuple[int, int, int, str]],
     dict[tuple[int, int, int, str], tuple[float, float]],
@@ -217,69 +220,48 @@ def _of_trace(
     element of their outputs, and how many nodes of any phase each (rank, life, step) has."""
     calls: Counter[tuple[int, int, int, str]] = Counter()
     nodes: Counter[tuple[int, int, str]] = Counter()
-    rows: list[tuple[int, int, str, int, str]] = []
+    values: dict[tuple[int, int, int, str], tuple[float, float]] = {}
     of_steps: Counter[tuple[int, int, int]] = Counter()
-    for step in document["steps"]:
-        for node in _walk(_nodes_of(trace, step)):
-            life, number = step["incarnation"], step["step"]
-            for rank in ranks_of(node["ranks"]):
-                nodes[rank, life, node["id"]] += 1
-                of_steps[rank, life, number] += step["mode"] == "train"
-                if node["phase"] == "forward":
-                    calls[rank, life, number, node["path"]] += 1
-            if node["phase"] == "forward":
-                rows += [
-                    (first, last, node["path"], number, node["id"])
-                    for slot in node["slots"]
-                    if slot["slot"] == "output"
-                    for first, last in [slot["rows"]]
-                ]
+    file, whole, texts = "", dict[str, np.ndarray](), list[str]()
+    for step in sorted(steps, key=lambda step: step["file"]):
+        if step["file"] != file:
+            file = step["file"]
+            whole = load_file(trace / file)
+            texts = _texts(whole)
+        life, number = step["incarnation"], step["step"]
+        own = {
+            name: column[slice(*step["rows"][name.partition(".")[0]])].tolist()
+            for name, column in whole.items()
+            if name in _COLUMNS
+        }
+        paths = [texts[text] for text in own["nodes.path"]]
+        is_forward = [texts[text] == "forward" for text in own["nodes.phase"]]
+        for node, rank in zip(own["calls.node"], own["calls.rank"]):
+            nodes[rank, life, f"{own['nodes.id'][node]:016x}"] += 1
+            of_steps[rank, life, number] += step["mode"] == "train"
+            if is_forward[node]:
+                calls[rank, life, number, paths[node]] += 1
+        held = (own[f"values.{name}"] for name in ("node", "slot", "rank", "min", "max"))
+        for node, slot, rank, low, high in zip(*held):
+            if not is_forward[node] or texts[slot] != "output":
+                continue
+            key = (rank, life, number, paths[node])
+            if key in values:
+                found.doubled += 1
+                found.note(f"rank {rank} life {life} step {number}: {paths[node]}:output twice")
+            values[key] = (low, high)
     for table in (calls, nodes):
         for key, count in table.items():
             if count > 1:
                 found.doubled += count - 1
                 found.note(f"rank {key[0]} life {key[1]}: {key[2:]} is there {count} times")
-    columns = _columns(trace, document)
-    values: dict[tuple[int, int, int, str], tuple[float, float]] = {}
-    for first, last, path, number, node_id in rows:
-        for row in range(first, last):
-            key = (
-                int(columns["rank"][row]),
-                int(columns["incarnation"][row]),
-                number,
-                path,
-            )
-            if int(columns["node"][row]) != int(node_id, 16):
-                found.wrong += 1
-                found.note(f"row {row} is not of node {node_id}")
-            if key in values:
-                found.doubled += 1
-                found.note(f"rank {key[0]} life {key[1]} step {number}: {path}:output twice")
-            values[key] = (float(columns["min"][row]), float(columns["max"][row]))
     return calls, values, of_steps
 
 
-def _columns(trace: Path, document: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return the columns of values: of one file, or of those of some steps each, one behind the
-    other."""
-    told = document["storage"]["values"]
-    files = [told] if isinstance(told, str) else [part["file"] for part in told]
-    parts = [load_file(trace / file) for file in files]
-    return {name: np.concatenate([part[f"values.{name}"] for part in parts]) for name in _COLUMNS}
-
-
-def _nodes_of(trace: Path, step: dict[str, Any]) -> list[dict[str, Any]]:
-    if "nodes" in step:
-        return step["nodes"]
-    return json.loads((trace / step["nodes_file"]).read_bytes())["nodes"]
-
-
-def _walk(nodes: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    waiting = [*nodes]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        waiting += node["children"]
+def _texts(columns: dict[str, np.ndarray]) -> list[str]:
+    """Return the texts of a step file."""
+    utf8, ends = columns["utf8.byte"].tobytes(), columns["texts.end"].tolist()
+    return [utf8[begin:end].decode() for begin, end in zip([0, *ends], ends)]
 
 
 def _path(word: str) -> str:

@@ -20,7 +20,8 @@ from rankscope.spool.replication import StreamEnd, replica_path, write_end
 from rankscope.spool.settledprefix import settled_to
 from rankscope.spool.streamreader import StreamReader
 from rankscope.tree.build import build, recover
-from rankscope.tree.growingtree import GrowingTree
+from rankscope.tree.growingtree import GrowingTree, grown_steps
+from rankscope.tree.joinedcolumns import JoinedColumn
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
 from tests import forked
@@ -101,13 +102,13 @@ def test_it_says_what_a_tree_says_that_is_built_at_the_end(
     out, work = JOBS[which](tmp_path), tmp_path / "work"
     for _ in grown(out, work, pieces=pieces, kills=kills):
         pass
-    written = json.loads((work / "steps/index.jsonl").read_text().splitlines()[-1])["steps"]
+    written = GrowingTree(work).written
     assert written  # some steps were not left to the end
     assert max(settled_to(replica) for replica in (work / REPLICA_FOLDER).glob("*.cells"))
     build(work)
     build(out)
     assert not (work / REPLICA_FOLDER).exists()
-    assert json.loads((work / TRACE_NAME).read_text())["format"] == "rankscope.trace/2"
+    assert grown_steps(work) == written
     expected, found = open_trace(out), open_trace(work)
     assert found.is_complete and found.run == expected.run
     assert found.completeness == expected.completeness
@@ -184,17 +185,21 @@ def test_a_step_that_comes_long_after_it_was_written_is_counted(tmp_path: Path):
     assert "came after their step was written" in note
 
 
-def test_columns_of_many_files_are_read_as_one(tmp_path: Path):
+def test_columns_of_many_files_are_read_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     out, work = job(tmp_path), tmp_path / "work"
     for _ in grown(out, work, pieces=9):
         pass
     build(work)
-    files = json.loads((work / TRACE_NAME).read_text())["storage"]["values"]
+    files = {step["file"] for step in json.loads((work / TRACE_NAME).read_text())["steps"]}
     assert len(files) > 3
+    at_once = open_trace(work).columns()
+    monkeypatch.setattr("rankscope.tree.joinedcolumns._FEW", -1)
     columns = open_trace(work).columns()
     rng = np.random.default_rng(0)
-    for column in columns.values():
+    for name, column in columns.items():
+        assert isinstance(column, JoinedColumn)
         whole = np.asarray(column)
+        np.testing.assert_array_equal(whole, at_once[name])
         assert len(whole) == len(column) and whole.shape == column.shape
         size = len(whole)
         for _ in range(20 if size else 0):
@@ -236,8 +241,7 @@ class Pens:
                 file.write(data[file.tell() :])
         for _ in range(20):
             self._watch.look(lambda: False)
-        tree = GrowingTree(self.out)
-        return [(head["mode"], head["step"]) for part in tree.parts() for head in part.steps]
+        return [(each["mode"], each["step"]) for each in GrowingTree(self.out).entries()]
 
     def end(self, number: int) -> None:
         self._ranks[number].end()

@@ -30,16 +30,19 @@ def validator() -> jsonschema.Draft202012Validator:
 
 
 def read_valid(out: Path) -> dict[str, Any]:
-    """Read trace.json and every nodes file, each checked against the schema; nodes files are put in
-    place."""
-    trace = json.loads((out / "trace.json").read_text())
-    validator().validate(trace)
-    for group in (*trace["setup"], *trace["steps"]):
-        if "nodes_file" in group:
-            nodes = json.loads((out / group["nodes_file"]).read_text())
-            validator().validate(nodes)
-            group["nodes"] = nodes["nodes"]
-    return trace
+    """Read trace.json and tree.json, each checked against the schema: the latter, with `storage` of
+    the former."""
+    trace, tree = (json.loads((out / name).read_text()) for name in ("trace.json", "tree.json"))
+    for each in (trace, tree):
+        validator().validate(each)
+    for name in ("run", "completeness"):
+        assert trace[name] == tree[name]
+    heads = [
+        [{key: each[key] for key in each if key not in ("file", "rows", "nodes")} for each in steps]
+        for steps in (trace["setup"], trace["steps"], tree["setup"], tree["steps"])
+    ]
+    assert heads[:2] == heads[2:]
+    return {**tree, "storage": trace["storage"]}
 
 
 def piece(rank: int, whole: np.ndarray, mesh: Mesh, placements: list[str]) -> np.ndarray:

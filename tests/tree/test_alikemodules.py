@@ -44,9 +44,8 @@ def block(rank: PaperRank, path: str, **other: Any) -> None:
             rank.exit(last, other.get("status", CallStatus.RETURNED))
 
 
-def layers(folder: Path, odd: Odd, *, limit: int = 1 << 20) -> list[ModuleOutline]:
-    """Return the five layers of a model on two ranks, in which `odd` wrote layer 2; in a trace with
-    a `limit` of no bytes the numbers stand in the columns alone."""
+def layers(folder: Path, odd: Odd) -> list[ModuleOutline]:
+    """Return the five layers of a model on two ranks, in which `odd` wrote layer 2."""
     for number in range(2):
         rank = PaperRank(folder, number, 2)
         with rank.call(class_name="Model"):
@@ -57,7 +56,7 @@ def layers(folder: Path, odd: Odd, *, limit: int = 1 << 20) -> list[ModuleOutlin
                     block(rank, f"layers.{layer}")
         rank.end()
         rank.ship(folder / "trace")
-    build(folder / "trace", inline_limit_bytes=limit)
+    build(folder / "trace")
     (root,) = module_outlines(open_trace(folder / "trace").steps[0].nodes)
     return list(root.children["layers"].children.values())
 
@@ -67,12 +66,11 @@ def folded(modules: list[ModuleOutline], **standing: str) -> list[str]:
     return [group.path for group in row]
 
 
-@pytest.mark.parametrize("limit", [1 << 20, 0], ids=["small", "large"])
-def test_layers_that_are_alike_are_one_group(tmp_path: Path, limit: int) -> None:
+def test_layers_that_are_alike_are_one_group(tmp_path: Path) -> None:
     def other_numbers(rank: PaperRank, _: int) -> None:
         block(rank, "layers.2", value=numbers(77))
 
-    found = layers(tmp_path, other_numbers, limit=limit)
+    found = layers(tmp_path, other_numbers)
     assert folded(found) == ["layers.0-4"], "numbers may differ"
     assert difference(found[2], found[0]) is None
 
@@ -94,27 +92,23 @@ ODD: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("limit", [1 << 20, 0], ids=["small", "large"])
 @pytest.mark.parametrize("what", ODD)
-def test_a_layer_that_differs_stands_alone_with_what_differs(
-    tmp_path: Path, what: str, limit: int
-) -> None:
+def test_a_layer_that_differs_stands_alone_with_what_differs(tmp_path: Path, what: str) -> None:
     other, expected = ODD[what]
-    found = layers(tmp_path, lambda rank, _: block(rank, "layers.2", **other), limit=limit)
+    found = layers(tmp_path, lambda rank, _: block(rank, "layers.2", **other))
     assert folded(found) == ["layers.0-1", "layers.2", "layers.3-4"]
     unlike = difference(found[2], found[0])
     assert unlike is not None
     assert (unlike.path, unlike.phase, unlike.what) == expected
 
 
-@pytest.mark.parametrize("limit", [1 << 20, 0], ids=["small", "large"])
 def test_a_layer_whose_ranks_hold_more_values_than_those_of_its_siblings_stands_alone(
-    tmp_path: Path, limit: int
+    tmp_path: Path,
 ) -> None:
     def own(rank: PaperRank, number: int) -> None:
         block(rank, "layers.2", value=numbers(number))
 
-    found = layers(tmp_path, own, limit=limit)
+    found = layers(tmp_path, own)
     assert folded(found) == ["layers.0-1", "layers.2", "layers.3-4"]
     unlike = difference(found[2], found[0])
     assert unlike is not None

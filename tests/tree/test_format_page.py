@@ -6,18 +6,38 @@ import json
 import math
 import re
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
+from rankscope.record.call import CallStatus
 from rankscope.record.notes import NoteKind
+from rankscope.record.stepcolumns import COLUMNS, TABLES
+from rankscope.record.value import ValueFlag
+from rankscope.run.filenames import (
+    INDEX_FORMAT,
+    INDEX_NAME,
+    STEPS_FOLDER,
+    STEPS_FORMAT,
+    TRACE_FORMAT,
+    TRACE_NAME,
+    TREE_FORMAT,
+    TREE_NAME,
+)
+from rankscope.settings import SETTINGS
 from rankscope.tree.build import build
 from rankscope.tree.columns import map_columns
+from rankscope.tree.step import UNFOLDED_FLAGS
+from rankscope.tree.treewriter import TREE_LIMIT_BYTES
 from tests import forked
 from tests.conftest import REPOSITORY
 from tests.record.test_notes import NOTES
 from tests.stepwise.growing import grown
 from tests.stepwise.test_paper_jobs import job
+from tests.tree.columntable import table_in, tables
 from tests.tree.jobs import grid_job, read_valid, validator
 
 PAGE = (REPOSITORY / "docs" / "trace-format.md").read_text()
@@ -45,17 +65,59 @@ def test_every_json_of_the_page_is_valid(name, text):
     type(validator())(part).validate(json.loads(text))
 
 
-def test_the_pages_program_reads_a_trace_without_rankscope(folder):
-    program, *_ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+def program(number: int) -> str:
+    """One of the three programs of the page."""
+    found = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(found) == 3
+    return str(found[number])
+
+
+def output_of(text: str, cwd: Path) -> str:
+    """Run a program of the page beside a folder `trace`, by a Python that has no rankscope."""
+    blocked = "import sys; sys.modules['rankscope'] = None\n"
     run = forked.run(
-        [sys.executable, "-c", program],
-        cwd=folder,
+        [sys.executable, "-c", blocked + text],
+        cwd=cwd,
         capture_output=True,
         text=True,
         check=True,
         timeout=300,
     )
-    assert "fc output [0 2 1 3]" in run.stdout
+    return str(run.stdout)
+
+
+def test_the_pages_program_reads_a_step_with_numpy_alone(folder):
+    blocked = "import sys; sys.modules['safetensors'] = None\n"
+    printed = output_of(blocked + program(0), folder)
+    assert printed.splitlines() == [
+        f"{node['phase']} {node['path']} {slot['slot']} {ranks} {means}"
+        for node in walked(json.loads((folder / "trace/tree.json").read_text())["steps"][0])
+        for slot in node["slots"]
+        for ranks, means in [told(slot)]
+    ]
+    assert "forward fc output [0 2 1 3] [-3." in printed
+
+
+def walked(step):
+    """Nodes, parents first, as columns have them."""
+    waiting = step["nodes"][::-1]
+    while waiting:
+        node = waiting.pop()
+        waiting += node["children"][::-1]
+        yield node
+
+
+def told(slot):
+    """Ranks of a slot of a tree.json, in the order of its values, and their means, as numpy prints
+    them."""
+    ranks, means = [], []
+    for value in slot["values"]:
+        for part in value["ranks"].split(","):
+            first, _, last = part.partition("-")
+            own = range(int(first), int(last or first) + 1)
+            ranks += own
+            means += [value["digest"]["mean"]] * len(own)
+    return np.array(ranks), np.array(means)
 
 
 def test_the_pages_second_program_opens_a_full_tensor_without_rankscope(tmp_path):
@@ -68,48 +130,73 @@ def test_the_pages_second_program_opens_a_full_tensor_without_rankscope(tmp_path
     x = torch.ones(1, 3)
     with rankscope.trace(model, out=tmp_path / "trace", tensors="layers.0:output"):
         output = model(x)
-    _, program, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    run = forked.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    assert run.stdout.strip() == str(output.detach())
+    assert output_of(program(1), tmp_path).strip() == str(output.detach())
 
 
-def test_the_pages_third_program_joins_the_columns_of_a_tree_that_grew(tmp_path):
-    out = job(tmp_path)
-    for _ in grown(out, tmp_path / "work", pieces=9):
-        pass
+def test_the_pages_third_program_follows_a_running_job(tmp_path):
+    out, here = job(tmp_path / "job"), tmp_path / "here"
+    here.mkdir()
+    (here / "trace").symlink_to(tmp_path / "work")
+    seen = []
+    for work in grown(out, tmp_path / "work", pieces=9):
+        index = work / "steps" / "index.jsonl"
+        if not index.exists() or not index.read_bytes():
+            continue
+        lines = [json.loads(line) for line in index.read_text().splitlines()]
+        for line in lines:
+            validator().validate(line)
+        entries = [entry for line in lines for entry in line["steps"]]
+        counts = [last - first for first, last in (each["rows"]["values"] for each in entries)]
+        seen = output_of(program(2), here).splitlines()
+        assert seen == [
+            f"{entry['mode']} {entry['step']} 0 of {count} values have a NaN"
+            for entry, count in zip(entries, counts, strict=True)
+        ]
+    assert seen, "no step was written while the job ran"
     build(tmp_path / "work")
-    (tmp_path / "work").rename(tmp_path / "over")
-    out.rename(tmp_path / "records")
-    (tmp_path / "over").rename(tmp_path / "trace")
-    index = json.loads((tmp_path / "trace/trace.json").read_text())["storage"]["values"]
-    _, _, program = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    run = forked.run(
-        [sys.executable, "-c", f"{program}\nprint(len(columns['values.rank']))"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    assert int(run.stdout) == sum(part["values"] for part in index) > 0
-    read_valid(tmp_path / "trace")
+    read_valid(tmp_path / "work")
 
 
-def test_every_column_of_the_file_is_explained_and_the_other_way_round(folder):
-    table = "\n".join(line for line in PAGE.splitlines() if line.startswith("| `"))
-    explained = set(re.findall(r"`((?:values|calls|samples)\.\w+)`", table))
-    assert explained == set(load_file(folder / "trace" / "values.safetensors"))
+def test_the_tables_of_columns_are_those_of_the_code():
+    """`python -m tests.tree.columntable` writes them."""
+    assert table_in(PAGE) == tables()
+
+
+def test_every_column_of_the_page_is_in_a_step_file_and_the_other_way_round(folder):
+    listed = re.findall(r"^\| `(\w+\.\w+)` \| (\w+)", table_in(PAGE), re.MULTILINE)
+    assert re.findall(r"^`(\w+)`: ", table_in(PAGE), re.MULTILINE) == [*TABLES]
+    path = folder / "trace" / "steps" / "000000.safetensors"
+    with safe_open(path, "np") as file:
+        types = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+        assert file.metadata()["format"] == STEPS_FORMAT
+    assert dict(listed) == types
+    assert [name for name, _ in listed] == [*COLUMNS]
+
+
+def test_the_page_says_what_the_numbers_in_columns_mean():
+    (numbers,) = re.findall(r"^\* `calls\.status`: (.*)\.$", PAGE, re.MULTILINE)
+    assert numbers == ", ".join(f"{int(status)} {status.word}" for status in CallStatus)
+    (line,) = re.findall(r"^\* `values\.flags`: (.*)$", PAGE, re.MULTILINE)
+    bits = [int(bit) for bit in re.findall(r"(?:^the sum of |, )(\d+) ", line)]
+    assert sorted(bits) == sorted(int(flag) for flag in ValueFlag if flag)
+    (line,) = re.findall(r"bits ([\d, and]+) aside", PAGE)
+    assert sum(map(int, re.findall(r"\d+", line))) == int(UNFOLDED_FLAGS)
+
+
+def test_the_page_names_files_formats_and_the_limit_as_the_code_does():
+    for format_ in (TRACE_FORMAT, TREE_FORMAT, STEPS_FORMAT, INDEX_FORMAT):
+        assert f'"{format_}"' in PAGE
+    assert f"# The trace folder, format {TRACE_FORMAT.partition('/')[2]}\n" in PAGE
+    for name in (TRACE_NAME, TREE_NAME, f"{STEPS_FOLDER}/{INDEX_NAME}"):
+        assert f"\n  {name} " in PAGE
+    assert f"it takes up to {TREE_LIMIT_BYTES >> 20} MB" in PAGE
+    (setting,) = (each for each in SETTINGS if each.name == "tree")
+    assert setting.metavar == "auto|always|never"
+    assert f"`{setting.default}` (the default)" in PAGE
 
 
 def test_every_kind_of_note_and_its_fields_stand_on_the_page():
-    facts = PAGE.partition("### Facts")[2].partition("## Nodes")[0]
+    facts = PAGE.partition("\n### Facts\n")[2].partition("\n## ")[0]
     for kind in set(NoteKind) - {NoteKind.TEXT}:
         (line,) = [line for line in facts.splitlines() if f"`{kind.name.lower()}`" in line]
         assert {name for name in NOTES[kind][0] if f"`{name}`" not in line} == set(), kind
@@ -134,7 +221,7 @@ def test_every_field_of_the_schema_stands_on_the_page():
 
 
 def test_mapped_columns_are_those_that_safetensors_reads(folder):
-    path = folder / "trace" / "values.safetensors"
+    path = folder / "trace" / "steps" / "000000.safetensors"
     mapped, loaded = map_columns(path), load_file(path)
     assert mapped.keys() == loaded.keys()
     for name, column in loaded.items():
@@ -161,10 +248,10 @@ def same(one, other, where="trace"):
         assert one == other, where
 
 
-def test_a_small_trace_is_written_as_it_always_was(folder):
+def test_the_tree_of_a_small_trace_is_written_as_it_always_was(folder):
     """The golden file changes only with a reason: delete it, run twice, read the difference."""
-    trace = read_valid(folder / "trace")
+    read_valid(folder / "trace")
     if not GOLDEN.exists():
-        GOLDEN.write_text((folder / "trace" / "trace.json").read_text())
+        GOLDEN.write_text((folder / "trace" / "tree.json").read_text())
         pytest.fail("golden.json was written anew: read the difference, then commit it")
-    same(json.loads(GOLDEN.read_text()), trace)
+    same(json.loads(GOLDEN.read_text()), json.loads((folder / "trace/tree.json").read_text()))

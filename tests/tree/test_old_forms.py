@@ -50,4 +50,6 @@ def test_the_forms_are_those_that_they_are_called(tmp_path: Path) -> None:
         "grown": ("rankscope.trace/2", True, {"trace.json", "steps"}, 1),
         "half-grown": (None, False, {"spool", "steps"}, 1),
         "lives": ("rankscope.trace/1", True, {*whole, "findings.jsonl"}, 2),
+        "columns": ("rankscope.trace/3", True, {"trace.json", "tree.json", "steps", "tensors"}, 1),
+        "half-grown-columns": (None, False, {"spool", "steps"}, 1),
     }

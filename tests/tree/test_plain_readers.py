@@ -27,16 +27,23 @@ from safetensors import safe_open
 
 assert sys.modules["rankscope"] is None
 top = sys.argv[1]
-trace = json.load(open(f"{top}/trace.json"))
-assert trace["format"] == "rankscope.trace/1"
-with safe_open(f"{top}/values.safetensors", "np") as file:
-    assert file.metadata()["format"] == "rankscope.values/1"
-    columns = {name.partition(".")[2]: file.get_tensor(name) for name in file.keys()
-               if name.startswith("values.")}
+trace, tree = (json.load(open(f"{top}/{name}.json")) for name in ("trace", "tree"))
+assert (trace["format"], tree["format"]) == ("rankscope.trace/3", "rankscope.tree/1")
+
+def named(group):
+    return tuple(group.get(name) for name in ("incarnation", "mode", "step"))
+
+entries = {named(entry): entry for entry in trace["setup"] + trace["steps"]}
+
+def columns_of(entry):
+    first, last = entry["rows"]["values"]
+    with safe_open(f"{top}/{entry['file']}", "np") as file:
+        assert file.metadata()["format"] == "rankscope.steps/1"
+        return {name.partition(".")[2]: file.get_tensor(name)[first:last] for name in file.keys()
+                if name.startswith("values.")}
 
 def nodes_of(group):
-    nodes = group["nodes"] if "nodes" in group else json.load(open(f"{top}/{group['nodes_file']}"))["nodes"]
-    waiting = list(nodes)
+    waiting = list(group["nodes"])
     while waiting:
         node = waiting.pop()
         waiting += node["children"]
@@ -48,7 +55,8 @@ def ranks_of(text):
         yield from range(int(first), int(last or first) + 1)
 
 found, places = [], {}
-for group in trace["setup"] + trace["steps"]:
+for group in tree["setup"] + tree["steps"]:
+    life, columns = group["incarnation"], columns_of(entries.pop(named(group)))
     for node in nodes_of(group):
         for entry in node["slots"]:
             shapes = {rank: (value["shape"], value.get("digest", {}).get("count"))
@@ -56,7 +64,7 @@ for group in trace["setup"] + trace["steps"]:
             kept = set(ranks_of(entry.get("kept", "")))
             assert kept.isdisjoint(ranks_of(entry.get("not_kept", "")))
             for row in range(*entry["rows"]):
-                rank, life = int(columns["rank"][row]), int(columns["incarnation"][row])
+                rank = int(columns["rank"][row])
                 chunk, key = int(columns["chunk"][row]), int(columns["reference"][row])
                 assert (rank in kept) == (chunk > 0) == (key > 0)
                 if not key:
@@ -73,10 +81,11 @@ for group in trace["setup"] + trace["steps"]:
                 assert list(tensor.shape) == shape
                 assert str(tensor.dtype) == "torch." + entry["dtype"]
                 assert count in (None, prod(shape) * (2 if tensor.is_complex() else 1))
-                places.setdefault((path, key), []).append(row)
+                places.setdefault((path, key), []).append((named(group), row))
                 found.append({"path": node["path"], "slot": entry["slot"], "phase": node["phase"],
                               "rank": rank, "step": group.get("step"),
                               "numbers": tensor.double().flatten().tolist()})
+assert not entries
 twice = sum(len(rows) > 1 for rows in places.values())
 print(json.dumps({"found": found, "twice": twice, "places": len(places),
                   "said": [text for rank in trace["completeness"]["ranks"] for text in rank.get("tensors", [])]}))

@@ -6,17 +6,17 @@ import fcntl
 import json
 import math
 import os
-import subprocess
-import sys
 import threading
 import time
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from rankscope.errors import FolderError, SelectionError, TraceError, TraceVersionError
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
+from rankscope.record.stepcolumns import COLUMNS
 from rankscope.run.filenames import COLLECTOR_LOCK_NAME
 from rankscope.run.folders import (
     SHARED,
@@ -29,7 +29,6 @@ from rankscope.run.folders import (
 from rankscope.tree.build import build
 from rankscope.tree.reader import newest_trace, open_trace
 from rankscope.tree.selection import default_phase
-from tests.conftest import REPOSITORY
 from tests.tree.jobs import GRID, WEIGHT, grid_job, piece
 from tests.tree.ranks_on_paper import PaperRank, digest
 
@@ -152,36 +151,6 @@ def test_undefined_statistics_read_back_as_nan(tmp_path):
     assert all(math.isnan(number) for number in (found.mean, found.std, found.min))
 
 
-def test_a_large_trace_reads_the_same_numbers_from_its_columns(out, tmp_path):
-    """Beyond the limit the JSON has no per-rank numbers; readers do not notice."""
-    inline = open_trace(out)
-    split = tmp_path / "split"
-    (split / "spool").mkdir(parents=True)
-    for path in (out / "spool").iterdir():
-        (split / "spool" / path.name).write_bytes(path.read_bytes())
-    build(split, inline_limit_bytes=1000)
-    large = open_trace(split)
-    assert (split / "steps").is_dir()
-    assert (
-        "digest"
-        not in json.loads((split / "steps" / "000001.json").read_text())["nodes"][0]["slots"][0][
-            "values"
-        ][0]
-    )
-    for one, other in zip(inline.walk(), large.walk(), strict=True):
-        assert (one.id, one.path, one.phase, one.ranks) == (
-            other.id,
-            other.path,
-            other.phase,
-            other.ranks,
-        )
-        for mine, theirs in zip(one.slots, other.slots, strict=True):
-            assert repr(mine.per_rank()) == repr(theirs.per_rank())
-            assert repr(mine.combined) == repr(theirs.combined)
-            assert [mine.ranges(r) for r in mine.ranks] == [theirs.ranges(r) for r in theirs.ranks]
-            assert mine.distinct == theirs.distinct
-
-
 def test_records_of_a_job_that_still_runs_are_read_and_called_incomplete(tmp_path):
     rank, out = PaperRank(tmp_path / "spools"), tmp_path / "trace"
     with rank.call() as call:
@@ -279,49 +248,38 @@ def read_everything(trace):
             _ = slot.global_shape, slot.folds, slot.per_rank()
 
 
-@pytest.mark.parametrize("name", ["ranks", "children", "phase", "slots", "time", "shape", "values"])
-def test_a_field_missing_deep_inside_a_nodes_file_is_one_clear_error(tmp_path, name):
-    """Where a view first misses it, not where the file was opened; and it says which file."""
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_step_file_without_a_column_is_one_clear_error(out, name):
+    (file,) = (out / "steps").iterdir()
+    columns = load_file(file)
+    save_file({key: each for key, each in columns.items() if key != name}, file)
+    trace = open_trace(out)
+    with pytest.raises(
+        TraceError, match=r"steps/\d{6}\.safetensors: .*the (trace|file) is damaged"
+    ):
+        read_everything(trace)
 
-    def without(data):
-        if isinstance(data, dict):
-            return {key: without(item) for key, item in data.items() if key != name}
-        return [without(item) for item in data] if isinstance(data, list) else data
 
-    grid_job(tmp_path / "spools", tmp_path / "out")
-    build(tmp_path / "out", inline_limit_bytes=100)
-    for file in (tmp_path / "out" / "steps").iterdir():
-        file.write_text(json.dumps(without(json.loads(file.read_text()))))
-    trace = open_trace(tmp_path / "out")
-    with pytest.raises(TraceError, match=r"steps/\d{6}\.json: .* the trace is damaged"):
+@pytest.mark.parametrize("name", [*(c.name for c in COLUMNS.values() if c.is_text), "nodes.parent"])
+def test_rows_that_name_what_is_not_there_are_one_clear_error(out, name):
+    """Whatever they name, nothing is read beyond the file, and no tree becomes a ring."""
+    (file,) = (out / "steps").iterdir()
+    columns = load_file(file)
+    if not len(columns[name]):
+        return
+    columns[name][-1] = 10**6
+    save_file(columns, file)
+    trace = open_trace(out)
+    with pytest.raises(TraceError, match=r"steps/\d{6}\.safetensors: .*the trace is damaged"):
         read_everything(trace)
 
 
 @pytest.mark.parametrize("cut", [0, 5, 200, 4000])
 def test_damaged_columns_are_one_clear_error(out, cut):
-    path = out / "values.safetensors"
+    (path,) = (out / "steps").iterdir()
     path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(TraceError, match=r"values\.safetensors"):
-        open_trace(out).columns()
-
-
-def test_a_finished_tree_is_read_without_numpy(out):
-    """Importing it, and what assembles trees, takes longer than showing a small one."""
-    program = (
-        "import sys; from rankscope.tree.reader import open_trace; "
-        "print(sum(len(n.slots) for n in open_trace(sys.argv[1]).walk()), "
-        "{'numpy', 'rankscope.tree.build'} & {*sys.modules})"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", program, str(out)],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src")},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    slots = sum(len(node.slots) for node in open_trace(out).walk())
-    assert run.stdout == f"{slots} set()\n"
+    with pytest.raises(TraceError, match=r"steps/\d{6}\.safetensors"):
+        _ = open_trace(out).columns()["values.rank"]
 
 
 def test_folders_that_are_no_traces_say_what_they_are(tmp_path):

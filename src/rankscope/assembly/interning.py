@@ -20,6 +20,7 @@ from rankscope.layout.marks import ParameterMark
 from rankscope.layout.placement import Layout, LayoutSource, Mesh, PieceKind, parse_placement
 from rankscope.layout.plan import Piece
 from rankscope.record.collective import Collective
+from rankscope.record.descriptions import ModuleName
 
 T = TypeVar("T", bound=Hashable)
 
@@ -38,17 +39,6 @@ class Interned(Generic[T]):
             found = self._numbers[item] = len(self.items)
             self.items.append(item)
         return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleName:
-    """What one rank calls one module."""
-
-    path: str
-    raw_path: str
-    class_name: str
-    wrappers: tuple[str, ...]
-    opaque: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

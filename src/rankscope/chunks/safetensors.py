@@ -92,7 +92,11 @@ def write_tensors(path: Path, tensors: Sequence[Outgoing]) -> int:
 
 
 def write_arrays(
-    path: Path, arrays: Mapping[str, Callable[[], NDArray[Any]]], about: Mapping[str, str]
+    path: Path,
+    arrays: Mapping[str, Callable[[], NDArray[Any]]],
+    about: Mapping[str, str],
+    *,
+    is_synced: bool = True,
 ) -> None:
     """Write arrays of shapes that are not known before, otherwise as `write_tensors` does: the
     header, which says where they are, is written last and has a checksum of all the file.
@@ -101,6 +105,7 @@ def write_arrays(
         path: of the file.
         arrays: what makes each; called once.
         about: the metadata, without the checksum.
+        is_synced: see that it is on disk.
 
     Raises:
         OSError: it cannot be written.
@@ -109,7 +114,7 @@ def write_arrays(
     widest = [entry_text(key, "BOOL", (_MANY, _MANY), _MANY, _MANY) for key in arrays]
     room = len(header_text(widest, about)) + 63 & ~63
     entries, offset, checksum = [], 0, xxhash.xxh3_64()
-    with replacing(path) as file:
+    with replacing(path, is_synced=is_synced) as file:
         file.seek(LENGTH_BYTES + room)
         for key, make in arrays.items():
             array = np.ascontiguousarray(make())

@@ -66,7 +66,7 @@ _HELP = """One trace for the whole distributed job: every module call on every r
   rankscope keys new FILE                     keys for a collector on TCP
 
 \b
-A trace is a folder: trace.json (the tree), values.safetensors (the numbers of every rank).
+A trace is a folder: tree.json (for jq and people), steps/ (the numbers of every rank).
 Each command explains its options with --help; docs/trace-format.md explains the files.
 """
 

@@ -114,7 +114,7 @@ class LayoutRecords:
     def _note(self, call: CallView, slot: str, values: SlotValues) -> None:
         key = (call.path, slot)
         if call.phase in (Phase.FORWARD, Phase.SETUP):
-            shapes = {tuple(fold.shape) for view in values.views for fold in view.folds}
+            shapes = {tuple(fold.shape) for view in values.views for fold in view.pieces}
             if len(shapes) == 1:
                 self.shapes[key] = shapes.pop()
             if values.dtype.startswith(("int", "uint")):

@@ -10,7 +10,6 @@ event each: their values have no order among themselves.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,18 +27,10 @@ class RankClock:
     """Begin and end of every call on every rank, and which collective of its group it was."""
 
     def __init__(self, columns: Mapping[str, Array]) -> None:
-        self._node = columns["calls.node"]
         self._rank = columns["calls.rank"]
         self._start = columns["calls.start_ns"]
         self._duration = columns["calls.duration_ns"]
         self._issued = columns.get("calls.issued")
-
-    @cached_property
-    def _sorted(self) -> tuple[Array, Array]:
-        """Rows in the order of their nodes, and these nodes; made once somebody asks for a time."""
-        node = np.asarray(self._node)
-        order = np.argsort(node, kind="stable")
-        return order, node[order]
 
     def span(self, call: CallView, ranks: Array) -> tuple[Array, Array]:
         """Return begin and end of a call on these ranks, in ns; where an end was not recorded, its
@@ -58,16 +49,11 @@ class RankClock:
         return np.asarray(self._issued[found])
 
     def _rows(self, call: CallView, ranks: Array) -> Array | None:
-        number = np.uint64(int(call.node.id, 16))
-        order, nodes = self._sorted
-        first, last = np.searchsorted(nodes, [number, number + np.uint64(1)])
-        rows = order[first:last]
-        if not len(rows):
+        rows = call.node.call_rows
+        own = self._rank[rows.start : rows.stop]
+        if not len(own):
             return None
-        own = self._rank[rows]
-        by_rank = np.argsort(own, kind="stable")
-        places = np.minimum(np.searchsorted(own[by_rank], ranks), max(len(own) - 1, 0))
-        return np.asarray(rows[by_rank[places]])
+        return rows.start + np.minimum(np.searchsorted(own, ranks), len(own) - 1)
 
     def of_call(self, call: CallView, ranks: Array, *, is_end: bool = False) -> Array:
         """Return when a call began (or ended) on these ranks."""

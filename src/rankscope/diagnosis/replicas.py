@@ -150,7 +150,7 @@ class InferredReplicas:
                 local.leave_out(values.ranks)
                 continue
             local.take(values)
-            shape = values.views[0].folds[0].shape
+            shape = values.views[0].pieces[0].shape
             if "embedding" in values.call.node.class_name.lower() and len(shape) == 2:
                 self._streams += [(shape[1], group) for group in self._equal[key]]
             if is_plain:

@@ -176,7 +176,7 @@ class SlotValues:
 
 
 def _is_absent(view: SlotView) -> bool:
-    return all(_ABSENT in fold.flags for fold in view.folds)
+    return all(_ABSENT in fold.flags for fold in view.pieces)
 
 
 @dataclass(slots=True, eq=False)

@@ -37,6 +37,7 @@ class Format(NamedTuple):
 
 
 FORMATS = {
+    "json": Format("rankscope.export.jsontree", False, "the tree, as tree.json has it: for jq"),
     "jsonl": Format("rankscope.export.jsonl", False, "one JSON object a line: a value on a rank"),
     "perfetto": Format(
         "rankscope.export.perfetto", False, "a ZIP for ui.perfetto.dev: calls of all ranks in time"

@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.errors import SelectionError, SettingError
-from rankscope.export.callrows import CallRows
 from rankscope.export.place import ExportPlace
 from rankscope.export.rows import SlotRows, call_fields, mode_word, slot_rows, value_slots
 from rankscope.export.subset import Selection
@@ -32,8 +31,8 @@ from rankscope.record.call import CallStatus
 from rankscope.record.statistics import COUNTS, NUMBERS
 from rankscope.run.filenames import Progress
 from rankscope.run.replacing import replacing
-from rankscope.tree.digests import Columns, Fold
-from rankscope.tree.slotview import SlotView
+from rankscope.tree.digests import Columns
+from rankscope.tree.slotview import Fold, SlotView
 from rankscope.tree.views import Node, Step, Trace
 
 try:
@@ -111,14 +110,12 @@ def write(
     trace: Trace, selection: Selection, place: ExportPlace, progress: Progress
 ) -> Sequence[str]:
     """Write the tables, step by step."""
-    ranks, calls = selection.ranks(trace), CallRows(trace.columns())
+    ranks = selection.ranks(trace)
     groups = len(selection.groups(trace))
     every = []
     for done, (step, nodes) in enumerate(selection.walk(trace)):
         progress("writing values", done / groups)
-        every.append(
-            write_step(trace, step, place.target, nodes=nodes, ranks=ranks, calls_of=calls)
-        )
+        every.append(write_step(trace, step, place.target, nodes=nodes, ranks=ranks))
     values, samples, made = (sum(counts) for counts in zip(*every))
     if not values:
         raise SelectionError("the trace holds no value in what is asked for")
@@ -135,7 +132,6 @@ def write_step(
     *,
     nodes: Iterable[Node] | None = None,
     ranks: frozenset[int] | None = None,
-    calls_of: CallRows | None = None,
 ) -> StepRows:
     """Write the files of one step into a dataset, each by rename; files of the same step that are
     there are replaced. A table without rows has no file.
@@ -146,8 +142,6 @@ def write_step(
         folder: the dataset; made where it is missing.
         nodes: of the step, in the order of its tree; default all.
         ranks: whose values and calls; default those of all ranks.
-        calls_of: where steps are written in the order of the trace, one for all of them finds their
-            calls without looking through those of earlier steps again.
 
     Raises:
         TraceError: the tree and its columns do not fit.
@@ -156,7 +150,6 @@ def write_step(
     columns = trace.columns()
     known = list(step.passing() if nodes is None else nodes)
     wanted = frozenset(int(rank["rank"]) for rank in trace.run["ranks"]) if ranks is None else ranks
-    found = CallRows(columns) if calls_of is None else calls_of
     about = {
         "rankscope.run": str(trace.run["id"]),
         "rankscope.mode": mode_word(step),
@@ -169,7 +162,7 @@ def write_step(
         _Table(folder / "samples" / name, SAMPLES, about) as samples,
         _Table(folder / "calls" / name, CALLS, about) as calls,
     ):
-        for batch in _batches(_calls_in_order(step, known, found, columns, wanted)):
+        for batch in _batches(_calls_in_order(step, known, columns, wanted)):
             calls.add(_calls(batch, columns))
         for batch in _batches(_values_in_order(step, known, columns, wanted)):
             values.add(_values(batch, columns))
@@ -181,9 +174,8 @@ def write_step(
 def write_steps(trace: Trace, folder: Path) -> None:
     """Write the files of the steps of a trace, not those of its setup, into a dataset; errors as
     of `write_step`."""
-    calls = CallRows(trace.columns())
     for step in trace.steps:
-        write_step(trace, step, folder, calls_of=calls)
+        write_step(trace, step, folder)
 
 
 def write_rest(trace: Trace, folder: Path, is_written: Callable[[Step], bool]) -> None:
@@ -199,11 +191,10 @@ def write_rest(trace: Trace, folder: Path, is_written: Callable[[Step], bool]) -
     """
     for draft in folder.glob("*/.*.new"):  # of a process that was killed
         draft.unlink(missing_ok=True)
-    calls = CallRows(trace.columns())
     for step in (*trace.setup, *trace.steps):
         is_there = any((folder / table / _file_of(step)).exists() for table in ("values", "calls"))
         if not (is_there and is_written(step)):
-            write_step(trace, step, folder, calls_of=calls)
+            write_step(trace, step, folder)
 
 
 def _file_of(step: Step) -> str:
@@ -330,12 +321,12 @@ def _of_slot(held: SlotRows) -> _Batch:
 
 
 def _calls_in_order(
-    step: Step, nodes: Iterable[Node], calls: CallRows, columns: Columns, ranks: frozenset[int]
+    step: Step, nodes: Iterable[Node], columns: Columns, ranks: frozenset[int]
 ) -> Iterator[_Batch]:
     """Yield the calls of one node after the other, by path, phase, micro-batch and ordinal."""
     wanted = np.array(sorted(ranks), np.int64)
     found = sorted(
-        ((*_place(node), *_turn(node), node.id, calls.rows(node), node) for node in nodes),
+        ((*_place(node), *_turn(node), node.id, node.call_rows, node) for node in nodes),
         key=lambda each: each[:5],
     )
     for *_, rows, node in found:

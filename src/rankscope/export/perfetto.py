@@ -18,7 +18,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from rankscope.errors import SelectionError
 from rankscope.export import packets
-from rankscope.export.callrows import CallRows
 from rankscope.export.place import ExportPlace
 from rankscope.export.rows import rows_of
 from rankscope.export.subset import Selection, group_name
@@ -135,6 +134,28 @@ class _Rank:
             file.writelines(made)
 
 
+class _RankCall(NamedTuple):
+    """One rank's call."""
+
+    rank: int
+    start: int
+    """Wall clock, ns."""
+    end: int | None
+    """None where it was not recorded."""
+    status: str
+
+
+def _calls_of(node: Node, columns: Columns) -> Iterator[_RankCall]:
+    """Yield the calls of a node of a trace with these columns, by rank."""
+    rows = slice(node.call_rows.start, node.call_rows.stop)
+    names = ("rank", "start_ns", "duration_ns", "status")
+    for rank, start, duration, status in zip(
+        *(columns[f"calls.{name}"][rows].tolist() for name in names)
+    ):
+        end = None if duration < 0 else start + duration
+        yield _RankCall(rank, start, end, CallStatus.word_of(status))
+
+
 def write(
     trace: Trace,
     selection: Selection,
@@ -145,7 +166,7 @@ def write(
 ) -> Sequence[str]:
     """Write the archive; steps that would be too much for a viewer are left out, and named."""
     wanted, columns = selection.ranks(trace), trace.columns()
-    calls, lives = CallRows(columns), _lives(trace, wanted, place.scratch)
+    lives = _lives(trace, wanted, place.scratch)
     groups, written, left = len(selection.groups(trace)), 0, list[str]()
     for done, (step, nodes) in enumerate(selection.walk(trace)):
         progress("writing calls", done / groups)
@@ -154,7 +175,7 @@ def write(
         if len(ranks) < len(counts):
             name = group_name(step)
             left.append(f"{name}, ranks {ranks_text(set(counts) - ranks)}" if ranks else name)
-        for rank in _write_step(step, nodes, lives, calls, columns, ranks):
+        for rank in _write_step(step, nodes, lives, columns, ranks):
             written += counts[rank]
     if not written:
         raise SelectionError(
@@ -240,7 +261,6 @@ def _write_step(
     step: Step,
     nodes: Sequence[Node],
     lives: dict[tuple[int, int], _Rank],
-    calls: CallRows,
     columns: Columns,
     ranks: frozenset[int],
 ) -> Iterator[int]:
@@ -255,7 +275,7 @@ def _write_step(
             for trouble in _troubles(node)
             for rank in trouble.ranks
         }
-        for call in calls.of(node):
+        for call in _calls_of(node, columns):
             if call.rank not in ranks:
                 continue
             own: dict[str, packets.Argument] = {"status": call.status}

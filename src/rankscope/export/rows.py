@@ -11,8 +11,8 @@ import numpy as np
 
 from rankscope.errors import TraceError
 from rankscope.record.value import is_form
-from rankscope.tree.digests import Columns, Fold
-from rankscope.tree.slotview import SlotView
+from rankscope.tree.digests import Columns
+from rankscope.tree.slotview import Fold, SlotView
 from rankscope.tree.views import Node, Step
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def slot_rows(
     Raises:
         TraceError: the tree and its columns do not fit.
     """
-    rows, folds, column = slot.rows, slot.folds, columns["values.rank"]
+    rows, folds, column = slot.rows, slot.pieces, columns["values.rank"]
     if rows.stop > len(column):
         raise TraceError(
             f"{call['path'] or '(root)'} {slot.slot}: rows up to {rows.stop} of "

@@ -54,7 +54,7 @@ def slot_detail(values: SlotValues, marked: Collection[int] = ()) -> dict[str, A
 
 def python_detail(view: SlotView) -> dict[str, Any]:
     """Return what was no tensor as JSON data."""
-    notes = [str(each.get("note", "")) for each in view.data["values"][:_MOST_FOLDS]]
+    notes = [fold.note or "" for fold in view.pieces[:_MOST_FOLDS]]
     return {
         "n": visible(view.slot),
         "d": "python",

@@ -124,7 +124,7 @@ class RecordedCall:
     def note(self, slot: str) -> str | None:
         """Return the text of a slot that holds no tensor; None where there is no such slot."""
         found = self.node.value(slot)
-        folds = [fold for view in found.views for fold in view.folds] if found else []
+        folds = [fold for view in found.views for fold in view.pieces] if found else []
         own = (fold for fold in folds if self.rank is None or self.rank in fold.ranks)
         return next((fold.note for fold in own), None)
 

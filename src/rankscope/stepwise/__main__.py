@@ -20,8 +20,8 @@ from rankscope.stepwise.findingcommand import FindingCommand
 from rankscope.stepwise.findingsfile import FindingsFile
 from rankscope.stepwise.stepjudge import LiveCheck
 from rankscope.stepwise.stepkeeper import KeepSizes, StepKeeper
-from rankscope.tree.finishedtrace import TraceFiles
-from rankscope.tree.growingtree import StepName, steps_of_parts
+from rankscope.tree.finishedtrace import trace_files
+from rankscope.tree.growingtree import StepName, grown_steps
 from rankscope.tree.views import Trace
 
 __all__ = ["main"]
@@ -62,10 +62,9 @@ def _finish_dataset(out: Path) -> None:
     from rankscope.export.parquet import write_rest  # as above
 
     try:
-        files = TraceFiles(out)
-        grown = steps_of_parts(files.head)
+        grown = grown_steps(out)
         write_rest(
-            Trace(files, out),
+            Trace(trace_files(out), out),
             out / PARQUET_FOLDER,
             lambda step: (
                 not step.is_setup and StepName(step.incarnation, int(step.mode), step.step) in grown

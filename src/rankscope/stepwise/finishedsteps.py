@@ -16,7 +16,7 @@ from rankscope.spool.replication import StreamEnd, read_end, replica_path, repli
 from rankscope.stepwise.stepsplit import SplitStream, StepKey
 from rankscope.tree.build import assemble
 from rankscope.tree.document import Document
-from rankscope.tree.reader import RecordSource
+from rankscope.tree.finishedtrace import trace_of
 from rankscope.tree.views import Trace
 
 __all__ = ["RunningJob"]
@@ -223,8 +223,7 @@ class RunningJob:
             TraceError: there is not one record.
             TraceVersionError: a rank wrote a newer record format.
         """
-        records = RecordSource(self.document(keys), self._out)
-        return Trace(records, self._out, is_live=True, is_written=False, read_s=self._read_s)
+        return trace_of(self.document(keys), self._out, is_live=True, read_s=self._read_s)
 
     def document(self, keys: Iterable[StepKey], began_ns: int | None = None) -> Document:
         """Return setup and some steps as a document; `began_ns` and errors as of `assemble`."""

@@ -13,8 +13,8 @@ from rankscope.run.companions import GROWS_FROM_BYTES
 from rankscope.spool.replication import replicated
 from rankscope.stepwise.finishedsteps import RunningJob
 from rankscope.stepwise.stepsplit import StepKey
+from rankscope.tree.finishedtrace import trace_of
 from rankscope.tree.growingtree import GrowingTree, StepName
-from rankscope.tree.reader import RecordSource
 from rankscope.tree.views import Trace
 
 __all__ = ["KeepSizes", "StepKeeper"]
@@ -177,8 +177,7 @@ class StepKeeper:
         self._unsettled += sum(map(self._job.bytes_of, keys))
         document = self._job.document(keys, tree.began_ns)
         if self._dataset is not None:
-            records = RecordSource(document, self._out, is_compact=True)
-            self._dataset(Trace(records, self._out, is_live=True, is_written=False))
+            self._dataset(trace_of(document, self._out, is_live=True))
         tree.add(document)
         self._job.drop(keys)
         self._written_at = time.monotonic()

@@ -28,7 +28,7 @@ def held_shapes(value: Value) -> dict[int, tuple[int, ...]]:
     absent = {
         rank
         for view in value.views
-        for fold in view.folds
+        for fold in view.pieces
         if "absent" in fold.flags
         for rank in fold.ranks
     }
@@ -75,7 +75,7 @@ def why_not_kept(value: Value, ranks: Iterable[int]) -> str:
         )
     if not held_shapes(value).keys() & set(recorded):
         view = next(view for view in value.views if recorded[0] in view.ranks)
-        fold = next(fold for fold in view.folds if recorded[0] in fold.ranks)
+        fold = next(fold for fold in view.pieces if recorded[0] in fold.ranks)
         return f"{name} is no tensor on {ranks_words(recorded)}: {fold.note or 'there was none'}"
     asked = str(trace.run["settings"].get("tensors", ""))
     advice = f"trace again with --rs-tensors '{value.node.path}:{value.views[0].slot}'"
@@ -93,7 +93,7 @@ def _reasons(value: Value, ranks: list[int]) -> str:
     """Return what the trace knows of the reason: the value's own dtype and flags, or what its ranks
     noted when they kept it."""
     view = next(view for view in value.views if ranks[0] in view.ranks)
-    fold = next(fold for fold in view.folds if ranks[0] in fold.ranks)
+    fold = next(fold for fold in view.pieces if ranks[0] in fold.ranks)
     if fold.note:
         return fold.note
     if view.dtype not in STORED_TYPES:

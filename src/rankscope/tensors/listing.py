@@ -39,8 +39,6 @@ def tensor_faults(trace: Path) -> Iterator[str]:
 def missing_chunks(trace: Trace) -> Iterator[str]:
     """Yield a line for each chunk that values of a finished trace lie in and that is not there."""
     columns = trace.columns()
-    if "values.chunk" not in columns:  # written before values named their chunk
-        return
     names = ("values.rank", "values.incarnation", "values.chunk")
     rows = np.stack([np.asarray(columns[name], np.int64) for name in names], axis=1)
     for rank, incarnation, number in np.unique(rows[rows[:, 2] > 0], axis=0).tolist():

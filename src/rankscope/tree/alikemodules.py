@@ -25,8 +25,6 @@ from rankscope.tree.views import Node
 _MOST_PARTS = 64
 """Of a path; a name that was made to hurt may have thousands of dots."""
 _PYTHON = "python"
-_FORWARD, _COLLECTIVE = Phase.FORWARD.word, Phase.COLLECTIVE.word
-_RETURNED = CallStatus.RETURNED.word
 _IN_ORDER = frozenset(status.word for status in CallStatus if status.is_in_order)
 _CALL_FACTS = ("calls", "ended", "ranks", "wrappers", "opaque")
 """What is said of calls, and no name of a slot."""
@@ -82,16 +80,16 @@ class ModuleOutline:
         self.path = path
         self.children = children
         """By the name inside this module, in order of the first call."""
-        calls = [node for node in nodes if node.data["phase"] != _COLLECTIVE]
-        classes = {str(node.data["class"]) for node in calls} - {""}
+        calls = [node for node in nodes if node.phase is not Phase.COLLECTIVE]
+        classes = {node.class_name for node in calls} - {""}
         self.class_name = " or ".join(sorted(classes))
         """"" for what no call names: a list of modules, or a module that was never called."""
-        self.ranks = _union({str(node.data["ranks"]) for node in calls})
+        self.ranks = _union({node.ranks_text for node in calls})
         """Those that called it; "" where none did."""
         self.facts: Mapping[Fact, Hashable] = _facts(nodes)
-        self._forward = next((n for n in calls if n.data["phase"] == _FORWARD), None)
+        self._forward = next((n for n in calls if n.phase is Phase.FORWARD), None)
         self.apart: tuple[RanksApart, ...] = tuple(
-            each for node in nodes if _may_contradict(node.data) for each in _ranks_apart(node)
+            each for node in nodes for each in _ranks_apart(node)
         )
         own = (self.class_name, self.ranks, frozenset(self.facts.items()))
         inside = frozenset((name, child.kind) for name, child in children.items())
@@ -234,41 +232,40 @@ def _facts(nodes: Iterable[Node]) -> dict[Fact, Hashable]:
     calls: Counter[str] = Counter()
     issued: Counter[str] = Counter()
     for node in nodes:
-        data = node.data
-        phase = str(data["phase"])
-        if phase == _COLLECTIVE:
+        phase = node.phase.word
+        if node.phase is Phase.COLLECTIVE:
             issued.update({_issued(each) for _, each in node.collectives if _is_forward(each)})
             continue
         calls[phase] += 1
-        found.setdefault((phase, "ranks"), set()).add(data["ranks"])
-        if data["status"] != _RETURNED:
+        found.setdefault((phase, "ranks"), set()).add(node.ranks_text)
+        if not node.has_returned:
             ends = ((o.status, ranks_text(o.ranks)) for o in node.outcomes if not o.has_returned)
             found.setdefault((phase, "ended"), set()).update(ends)
-        if data.get("opaque"):
+        if node.is_opaque:
             found.setdefault(("", "opaque"), set()).add(True)
-        if data.get("wrappers"):
+        if node.wrappers:
             found.setdefault(("", "wrappers"), set()).add(", ".join(node.wrappers))
-        for slot in data["slots"]:
-            if slot["dtype"] != _PYTHON and not is_form(slot["slot"]):
-                found.setdefault((phase, slot["slot"]), set()).add(_slot_facts(slot))
+        for slot in node.slots:
+            if slot.dtype != _PYTHON and not is_form(slot.slot):
+                found.setdefault((phase, slot.slot), set()).add(_slot_facts(slot))
     facts: dict[Fact, Hashable] = {(phase, "calls"): count for phase, count in calls.items()}
     if issued:
         facts["", "collectives"] = frozenset(issued.items())
     return facts | {key: frozenset(values) for key, values in found.items()}
 
 
-def _slot_facts(data: Mapping[str, Any]) -> SlotOutline:
-    layout, shape, summary = data["layout"], data["shape"], data.get("summary")
-    axes = " ".join(f"{axis}={text}" for axis, text in layout.get("placements", {}).items())
-    local = {tuple(each["shape"]) for each in data["values"]} if shape is None else {tuple(shape)}
+def _slot_facts(slot: SlotView) -> SlotOutline:
+    facts = slot.facts
+    whole = facts.global_shape
+    local = {piece.shape for piece in slot.pieces} if whole is None else {whole}
     return SlotOutline(
-        dtype=str(data["dtype"]),
+        dtype=facts.dtype,
         shape=tuple(sorted(local)),
-        device=str(data["device"]),
-        mesh=str(layout.get("mesh", "")),
-        layout=axes,
-        distinct=int(summary["distinct"]) if summary else len(data["values"]),
-        disagreement=tuple(data.get("disagree", ())),
+        device=facts.device,
+        mesh=facts.mesh,
+        layout=" ".join(f"{axis}={text}" for axis, text in facts.placements),
+        distinct=slot.distinct,
+        disagreement=slot.disagreement,
     )
 
 
@@ -283,15 +280,6 @@ def _issued(facts: Mapping[str, Any]) -> str:
     reduce = f"({facts['reduce']})" if facts.get("reduce") else ""
     members = len(facts.get("members", ()))
     return f"{facts.get('op', 'collective')}{reduce} over {members}"
-
-
-def _may_contradict(data: Mapping[str, Any]) -> bool:
-    """True where a closer look at a node may find ranks that are apart; it costs more than all
-    else."""
-    return data["status"] != _RETURNED or any(
-        "disagree" in slot or any("note" in each for each in slot.get("combined", ()))
-        for slot in data["slots"]
-    )
 
 
 def _ranks_apart(node: Node) -> Iterator[RanksApart]:
@@ -314,7 +302,7 @@ def _contradictions(node: Node) -> Iterator[tuple[str, tuple[int, ...], str]]:
         others = [each for each in slots if each.slot == slot.slot and each is not slot]
         if slot.disagreement and is_bound_to_one_tensor(slot, others):
             yield slot.slot, slot.ranks, f"disagree in {', '.join(slot.disagreement)}"
-        for whole in slot.combined if "combined" in slot.data else ():
+        for whole in slot.combined:
             if whole.note is not None and whole.note.kind is NoteKind.REPLICAS_DIFFER:
                 ranks = parse_ranks(str(whole.note.fields["ranks"]))
                 yield slot.slot, ranks, "replicas differ"

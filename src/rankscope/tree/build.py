@@ -24,7 +24,13 @@ from rankscope.assembly.tables import build_tables
 from rankscope.chunks.tensorfiles import TensorRecords
 from rankscope.errors import FolderError, TraceError, TraceVersionError
 from rankscope.record.streams import StreamId
-from rankscope.run.filenames import INDEX_NAME, REPLICA_FOLDER, STEPS_FOLDER
+from rankscope.run.filenames import (
+    INDEX_NAME,
+    REPLICA_FOLDER,
+    STEPS_FOLDER,
+    TRACE_NAME,
+    Progress,
+)
 from rankscope.run.jobend import JobEnd, job_end
 from rankscope.run.outfolder import typed
 from rankscope.run.removal import Place, Reach, Removable, may_remove
@@ -34,14 +40,13 @@ from rankscope.spool.recordcolumns import step_codes
 from rankscope.tree.document import Document
 from rankscope.tree.growingtree import GrowingTree, grown_in
 from rankscope.tree.header import completeness, how_ended, run_header, step_notes
-from rankscope.tree.treewriter import INLINE_LIMIT_BYTES, TRACE_NAME, Progress, write_trace
+from rankscope.tree.treewriter import write_trace
 
 __all__ = ["assemble", "build", "recover", "rest_of"]
 
 _MOST_FAULTS = 20
 _MOST_WAIT_S = 30.0
 _LOOK_S = 0.05
-_NEVER = np.iinfo(np.int64).max
 
 
 def assemble(
@@ -102,8 +107,10 @@ def assemble(
     }
     del streams
     merged = merge(tables, vocabulary, tables.paths)
+    starts = merged.calls["start"]
+    first_ns = int(starts.min()) if len(starts) else 0
     return Document(
-        began_ns=int(merged.calls["start"].min(initial=_NEVER if began_ns is None else began_ns)),
+        began_ns=first_ns if began_ns is None else min(first_ns or began_ns, began_ns),
         run=run,
         completeness=whole,
         tables=tables,
@@ -131,10 +138,11 @@ def build(
     out: Path,
     *,
     keep_spool: bool = False,
-    inline_limit_bytes: int = INLINE_LIMIT_BYTES,
+    wanted_tree: str | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Turn the replicas (or moved segments) in `out`/spool into trace.json and values.safetensors.
+    """Turn the replicas (or moved segments) in `out`/spool into step files, tree.json and
+    trace.json.
 
     The replicas, and the index of what they lack, are removed afterwards, unless they are to be
     kept, or something is still missing (full tensors too) or was set aside: then `rankscope
@@ -152,7 +160,7 @@ def build(
         began_ns=tree.began_ns,
         end=job_end([out]),
     )
-    write_trace(document, out, inline_limit_bytes=inline_limit_bytes, progress=progress, tree=tree)
+    write_trace(document, out, tree=tree, wanted=wanted_tree, progress=progress)
     tree.close()
     has_all = (
         document.took_all
@@ -197,7 +205,7 @@ def recover(
     folders: Sequence[Path],
     out: Path,
     *,
-    inline_limit_bytes: int = INLINE_LIMIT_BYTES,
+    wanted_tree: str | None = None,
     progress: Progress | None = None,
 ) -> Document:
     """Build the trace of all streams found in trace and spool folders, into the new folder `out`.
@@ -234,7 +242,7 @@ def recover(
 
     end = job_end(folders)
     document = assemble(sources, settle=settle, progress=progress, began_ns=tree.began_ns, end=end)
-    write_trace(document, out, inline_limit_bytes=inline_limit_bytes, progress=progress, tree=tree)
+    write_trace(document, out, tree=tree, wanted=wanted_tree, progress=progress)
     tree.forget_index()
     return document
 

@@ -1,4 +1,4 @@
-"""values.safetensors: the per-rank numbers as columns, written in one pass and read by mapping.
+"""Files of columns, read by mapping.
 
 Columns have fixed names; nothing a model is called ever becomes one. Eight-byte columns come first,
 so that every mapped column is aligned.
@@ -6,125 +6,33 @@ so that every mapped column is aligned.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.chunks.safetensors import MappedFile, as_array, parse_entries, write_arrays
+from rankscope.chunks.safetensors import MappedFile, as_array, parse_entries
 from rankscope.errors import TraceError
-from rankscope.record.call import CallStatus
-from rankscope.record.statistics import ADDED, COUNTS, NUMBERS
+from rankscope.record.statistics import ADDED
+from rankscope.record.stepcolumns import COLUMNS
 from rankscope.record.streams import MAX_RANKS
-from rankscope.record.value import SKETCH_SIZE
-from rankscope.run.filenames import VALUES_NAME
-from rankscope.tree.document import Document
 from rankscope.tree.joinedcolumns import FileColumns
 
 __all__ = [
-    "VALUES_FORMAT",
-    "VALUES_NAME",
     "check_columns",
-    "columns_of",
     "map_columns",
-    "write_columns",
 ]
 
-VALUES_FORMAT = "rankscope.values/1"
-_ABOUT = {"format": VALUES_FORMAT}
-_SKETCHES = frozenset({"values.sketch", "samples.sketch"})
-_KINDS = {
-    **{f"values.{name}": "u" for name in (*COUNTS, "hash", "node", "reference", "flags")},
-    **{f"values.{name}": "f" for name in (*NUMBERS, "sketch")},
-    **{f"values.{name}": "iu" for name in ("rank", "incarnation", "chunk", "slot", "time_ns")},
-    **{f"values.sample_{name}": "i" for name in ("row", "count", "dim")},
-    "values.digested": "b", "samples.sketch": "f", "calls.rank": "i", "calls.node": "u",
-    "calls.status": "u", "calls.issued": "u", "calls.start_ns": "i", "calls.duration_ns": "i",
-}  # fmt: skip
-"""Kind of number of each column, as numpy calls it."""
+_UNCHECKED = {"format": "rankscope.values/1"}
+"""All that was said of a file before it had a checksum."""
+_WIDTHS = {name: column.width for name, column in COLUMNS.items() if column.width > 1}
+_KINDS = {name: np.dtype(column.dtype).kind for name, column in COLUMNS.items()} | dict.fromkeys(
+    ("values.node", "calls.node", "values.slot", "values.chunk", "values.incarnation"), "iu"
+)
+"""Kind of number of each column, as numpy calls it; formats 1 and 2 had ids in place of rows."""
 Column = NDArray[Any]
-_PLAIN = (*COUNTS, *NUMBERS, "hash", "sketch")
-
-
-def columns_of(document: Document, first_node: int = 0) -> dict[str, Callable[[], Column]]:
-    """Return how to make each column; made one at a time, because there may be a million rows.
-
-    Args:
-        document: a trace in memory.
-        first_node: leave out the rows of nodes before this one.
-    """
-    merged, tables, ranks = document.merged, document.tables, document.rank_of_stream
-    values, calls, order = merged.values, merged.calls, merged.order
-    nodes = np.arange(len(merged.parent))
-    call_node = np.repeat(nodes, np.diff(merged.call_start))
-    made: dict[str, Callable[[], Column]] = {
-        "values.node": lambda: merged.identity[merged.value_node],
-        **{f"values.{name}": functools.partial(values.column, name) for name in _PLAIN},
-        "values.reference": lambda: values.column("reference"),
-        "values.time_ns": lambda: (
-            values.column("time_ns") + document.clock_offsets[merged.value_stream]
-        ),
-        "values.sample_row": lambda: _sample_rows(document),
-        "calls.node": lambda: merged.identity[call_node],
-        "calls.issued": lambda: calls["issued"],
-        "calls.start_ns": lambda: calls["start"],
-        "calls.duration_ns": lambda: np.where(
-            calls["status"] == CallStatus.UNFINISHED, -1, calls["end"] - calls["start"]
-        ),
-        "values.slot": lambda: _slot_places(document),
-        "values.rank": lambda: ranks[merged.value_stream].astype(np.int32),
-        "values.incarnation": lambda: tables.calls["incarnation"][tables.call[order]].astype(
-            np.uint32
-        ),
-        "values.chunk": lambda: tables.chunk[order],
-        "values.flags": lambda: values.column("flags"),
-        "values.sample_count": lambda: tables.sample_count[order],
-        "values.sample_dim": lambda: tables.sample_dim[order],
-        "samples.sketch": lambda: tables.samples,
-        "calls.rank": lambda: ranks[calls["stream"]].astype(np.int32),
-        "values.digested": lambda: tables.has_digest[order],
-        "calls.status": lambda: calls["status"],
-    }
-    if not first_node:
-        return made
-    first_value = int(merged.entry_start[merged.node_entries[first_node]])
-    first_call = int(merged.call_start[first_node])
-    first_of = {"values": first_value, "calls": first_call, "samples": 0}
-    return {
-        name: functools.partial(_from_row, make, first_of[name.partition(".")[0]])
-        for name, make in made.items()
-    }
-
-
-def _from_row(make: Callable[[], Column], first: int) -> Column:
-    return make()[first:]
-
-
-def _sample_rows(document: Document) -> Column:
-    rows = document.tables.sample_start[document.merged.order]
-    return np.where(rows >= 0, rows + document.first_sample, rows)
-
-
-def _slot_places(document: Document) -> Column:
-    """Return for each value the place of its slot entry in its node's list."""
-    merged = document.merged
-    entries = np.arange(len(merged.entry_start) - 1)
-    places = entries - np.repeat(merged.node_entries[:-1], np.diff(merged.node_entries))
-    return np.repeat(places, np.diff(merged.entry_start)).astype(np.int32)
-
-
-def write_columns(path: Path, columns: Mapping[str, Callable[[], Column]]) -> None:
-    """Write columns as a safetensors file, under another name until it is whole.
-
-    Each is made once, and one at a time: the header, which says where they are, is written last.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    write_arrays(path, columns, _ABOUT)
 
 
 def map_columns(
@@ -152,8 +60,7 @@ def map_columns(
         raise TraceError(
             f"{path}: a column does not fit the file ({error}): the file is damaged"
         ) from error
-    # files written before they had a checksum say their format alone
-    if is_checked and about != _ABOUT and not file.is_unchanged(about):
+    if is_checked and about != _UNCHECKED and not file.is_unchanged(about):
         raise TraceError(f"{path}: was changed since it was written: the file is damaged")
     for name in (f"values.{each.name}" for each in ADDED):
         if name not in columns and "values.rank" in columns:  # written before there was such a one
@@ -174,7 +81,8 @@ def check_columns(columns: Mapping[str, Column], world_size: int) -> None:
     """
     rows: dict[str, int] = {}
     for name, column in columns.items():
-        if column.ndim < 1 or [*column.shape[1:]] != ([SKETCH_SIZE] if name in _SKETCHES else []):
+        width = [_WIDTHS[name]] if name in _WIDTHS else []
+        if column.ndim < 1 or (name in _KINDS and [*column.shape[1:]] != width):
             raise ValueError(f"{name} has another shape than a column of its name")
         if name in _KINDS and column.dtype.kind not in _KINDS[name]:
             raise ValueError(f"{name} is of {column.dtype.name}")

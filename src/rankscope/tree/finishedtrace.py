@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from rankscope.errors import TraceError
+import numpy as np
+
 from rankscope.run.filenames import (
     CELLS_SUFFIX,
     COLLECTOR_LOCK_NAME,
@@ -20,156 +20,132 @@ from rankscope.run.filenames import (
 )
 from rankscope.run.folders import is_held
 from rankscope.tree.digests import Columns
-from rankscope.tree.stepfiles import listed_nodes, nodes_path, read_nodes, values_path
+from rankscope.tree.joinedcolumns import join_steps
+from rankscope.tree.older import OlderTrace, is_older
+from rankscope.tree.step import StepColumns, StepHead
+from rankscope.tree.stepfile import StepFiles, head_of, step_name
 from rankscope.tree.tracejson import load_json
+from rankscope.tree.views import Trace, TraceSource
 
 if TYPE_CHECKING:
     from rankscope.chunks.tensorfiles import TensorRecords
     from rankscope.record.streams import StreamId
+    from rankscope.tree.document import Document
 
-__all__ = ["TraceFiles", "TraceSource", "columns_in", "wait_for_collector"]
+__all__ = ["WrittenSteps", "trace_files", "trace_of", "wait_for_collector"]
 
-_COUNTED_BY = {"values": "values.rank", "samples": "samples.sketch", "calls": "calls.rank"}
+_COUNTED = ("values", "calls", "samples")
 _POLL_S = 0.1
 _OF_A_COLLECTOR = (COLLECTOR_NAME, COLLECTOR_LOG_NAME, COLLECTOR_LOCK_NAME, REPLICA_FOLDER)
 _FIRST_S = 10.0
 """How long the first records may take to come."""
 
 
-class TraceSource(Protocol):
-    """Where a trace's data comes from."""
-
-    head: Mapping[str, Any]
-    """Everything but the nodes."""
-    groups: list[tuple[bool, dict[str, Any]]]
-    """is setup, head of each group of nodes."""
-
-    def file(self, group: int) -> Path:
-        """Return what a group was read from."""
-
-    def nodes(self, group: int) -> list[dict[str, Any]]:
-        """Return the nodes of a group."""
-
-    def columns(self) -> Columns:
-        """Return the value columns."""
-
-    def tensors(self) -> Mapping[StreamId, TensorRecords]:
-        """Return what the records say of chunks that are still written."""
-
-    def faults(self) -> Iterator[str]:
-        """Yield what is wrong with each file that nodes or columns lie in."""
+_Place: TypeAlias = "Mapping[str, Any] | tuple[Document | OlderTrace, int]"
+"""The entry of a step, or who holds it and which of its steps it is."""
 
 
-class TraceFiles:
-    """A finished trace folder."""
+class WrittenSteps:
+    """Steps that lie in step files, and others in memory behind them."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.head: Mapping[str, Any] = load_json(folder / TRACE_NAME, "trace")
-        listed = [
-            (kind == "setup", group) for kind in ("setup", "steps") for group in self.head[kind]
-        ]
-        self.groups: list[tuple[bool, dict[str, Any]]] = listed
+    def __init__(
+        self,
+        folder: Path,
+        head: Mapping[str, Any],
+        entries: Sequence[Mapping[str, Any]],
+        began_ns: int,
+        others: Sequence[Document | OlderTrace] = (),
+    ) -> None:
+        """Open no file yet.
 
-    def file(self, group: int) -> Path:
-        """Where the nodes of a group are.
+        Args:
+            folder: of the trace.
+            head: {"run", "completeness"}.
+            entries: of the steps that are written.
+            began_ns: wall clock of the first call of the run.
+            others: hold steps that are not.
 
         Raises:
-            TraceError: the file named is none that a trace has.
+            KeyError, TypeError, ValueError: an entry is none.
         """
-        head = self.groups[group][1]
-        return nodes_path(self._folder, head) if "nodes_file" in head else self._folder / TRACE_NAME
+        self.head, self._folder, self._began_ns, self._others = head, folder, began_ns, others
+        self._files = StepFiles(folder, int(head["run"]["world_size"]))
+        known = [(entry, head_of(entry)) for entry in entries]
+        self.passed_over: Iterable[str] = {
+            f"mode {entry['mode']!r}" for entry, found in known if found is None
+        }
+        listed: list[tuple[StepHead, _Place]] = [
+            (found, entry) for entry, found in known if found is not None
+        ]
+        listed += [(found, (other, i)) for other in others for i, found in enumerate(other.heads)]
+        if others:  # what is finished is in order
+            listed.sort(key=lambda each: (not each[0].is_setup, step_name(each[0])))
+        self.heads: Sequence[StepHead] = [found for found, _ in listed]
+        self._places = [place for _, place in listed]
+        self._counts = [self._rows(place) for place in self._places]
+        rows = np.array([[each[name] for name in _COUNTED] for each in self._counts], np.int64)
+        before = np.cumsum(rows, axis=0) - rows if len(rows) else rows
+        self._first = [dict(zip(_COUNTED, each)) for each in before.tolist()]
 
-    def nodes(self, group: int) -> list[dict[str, Any]]:
-        """Return the nodes of a group, from its own file where it has one."""
-        head, file = self.groups[group][1], self.file(group)
-        return read_nodes(file) if "nodes_file" in head else listed_nodes(head, file)
+    def file(self, group: int) -> Path:
+        """Return what a step is read from."""
+        place = self._places[group]
+        return self._folder if isinstance(place, tuple) else self._files.path(place)
 
-    @property
-    def _values_files(self) -> list[dict[str, Any]]:
-        values = self.head["storage"]["values"]
-        return [{"file": values}] if isinstance(values, str) else values
+    def step(self, group: int) -> StepColumns:
+        """Return a step.
+
+        Raises:
+            TraceError: its file is damaged, or not there.
+        """
+        place, first = self._places[group], self._first[group]
+        if not isinstance(place, tuple):
+            return self._files.step(place, self.heads[group], self._began_ns, first)
+        step = place[0].step(place[1])
+        step.first_value, step.first_call = first["values"], first["calls"]
+        return step
 
     def columns(self) -> Columns:
-        """Return the value columns, mapped."""
-        return columns_in(self._folder, self._values_files, self.head["run"]["world_size"])
+        """Return the columns of all steps, one behind the other."""
+        return join_steps(self.step, self.heads, self._counts, self._first)
 
+    @property
     def tensors(self) -> Mapping[StreamId, TensorRecords]:
-        """Return {}: the chunks of a finished trace need no records."""
-        return {}
+        """What the records say of chunks that are still written."""
+        return {key: each for other in self._others for key, each in other.tensors.items()}
 
     def faults(self) -> Iterator[str]:
-        """Yield what is wrong with each file that nodes or columns lie in."""
-        heads = [head for _, head in self.groups if "nodes_file" in head]
-        world_size = self.head["run"]["world_size"]
-        yield from file_faults(self._folder, heads, self._values_files, world_size)
+        """Yield what is wrong with each file that steps lie in."""
+        yield from self._files.faults([p for p in self._places if not isinstance(p, tuple)])
+        for other in self._others:
+            yield from other.faults()
+
+    def _rows(self, place: _Place) -> dict[str, int]:
+        if isinstance(place, tuple):
+            return place[0].counts(place[1])
+        rows = {name: place["rows"][name] for name in _COUNTED}
+        return {name: int(last) - int(first) for name, (first, last) in rows.items()}
 
 
-def file_faults(
-    folder: Path,
-    heads: Iterable[Mapping[str, Any]],
-    values: Iterable[Mapping[str, Any]],
-    world_size: int,
-) -> Iterator[str]:
-    """Read files of a trace from begin to end, and yield what is wrong with each.
-
-    Args:
-        folder: the trace folder.
-        heads: of the steps whose nodes lie in files of their own.
-        values: {"file", "values", "samples", "calls"} of each values file, or the file alone.
-        world_size: no rank is as high.
-    """
-    from rankscope.tree.columns import map_columns  # numpy: as below
-
-    for head in heads:
-        try:
-            read_nodes(nodes_path(folder, head))
-        except TraceError as error:
-            yield str(error)
-    for part in values:
-        try:
-            path = values_path(folder, part)
-            found = map_columns(path, world_size, is_checked=True)
-            for kind, column in _COUNTED_BY.items():
-                if len(found[column]) != part.get(kind, len(found[column])):
-                    raise TraceError(
-                        f"{path}: {column} has {len(found[column])} rows, the trace says "
-                        f"{part[kind]}: the file is damaged"
-                    )
-        except TraceError as error:
-            yield str(error)
+def trace_of(document: Document, folder: Path, **more: Any) -> Trace:
+    """Return what a document holds as if it were opened from a folder; `more` as of `Trace`."""
+    head = {"run": document.run, "completeness": document.completeness}
+    source = WrittenSteps(folder, head, (), document.began_ns, [document])
+    return Trace(source, folder, is_written=False, **more)
 
 
-def columns_in(
-    folder: Path,
-    files: Sequence[Mapping[str, Any]],
-    world_size: int,
-    rest: Columns | None = None,
-) -> Columns:
-    """Return the value columns that lie in one file, or in several with rows counted through.
-
-    Args:
-        folder: the trace folder.
-        files: {"file", "values", "samples", "calls"} of each; of a single one the name alone.
-        world_size: no rank is as high.
-        rest: columns in memory whose rows come behind.
+def trace_files(folder: Path) -> TraceSource:
+    """Return a finished trace folder, of any format.
 
     Raises:
-        TraceError: one of them is none that a trace has; or damaged.
+        TraceError: its trace.json is damaged.
+        TraceVersionError: of a newer format.
     """
-    from rankscope.tree.columns import map_columns  # numpy: a small tree is shown without
-    from rankscope.tree.joinedcolumns import join_columns
-
-    paths = [values_path(folder, each) for each in files]
-    if rest is None and len(paths) == 1:
-        return map_columns(paths[0], world_size)
-    made: list[Callable[[], Columns]] = [
-        functools.partial(map_columns, path, world_size) for path in paths
-    ]
-    if rest is None:
-        return join_columns(made, files)
-    counts = {kind: len(rest[column]) for kind, column in _COUNTED_BY.items()}
-    return join_columns([*made, lambda: rest], [*files, counts])
+    head = load_json(folder / TRACE_NAME, "trace")
+    if is_older(head):
+        return OlderTrace.of(folder, head)
+    entries = [*head["setup"], *head["steps"]]
+    return WrittenSteps(folder, head, entries, int(head["began_ns"]))
 
 
 def wait_for_collector(

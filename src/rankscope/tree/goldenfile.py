@@ -26,14 +26,16 @@ from rankscope.errors import TraceError, TraceVersionError
 from rankscope.record.phases import Phase
 from rankscope.record.statistics import COUNTS, NUMBERS
 from rankscope.record.value import SKETCH_SIZE
-from rankscope.run.filenames import TRACE_FORMAT, VALUES_NAME
+from rankscope.run.filenames import VALUES_NAME
 from rankscope.run.replacing import replacing
+from rankscope.tree.asjson import nodes_data
 from rankscope.tree.columns import check_columns
 from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.digests import Columns
-from rankscope.tree.finishedtrace import TraceSource
 from rankscope.tree.joinedcolumns import FileColumns
+from rankscope.tree.older import OlderSteps, listed_nodes
 from rankscope.tree.schemacheck import check_json
+from rankscope.tree.stepfile import entry_of
 from rankscope.tree.views import Trace
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 __all__ = ["GoldenFile", "is_golden", "write_golden"]
 
 GOLDEN_FORMAT: Final = "rankscope.golden/1"
+_OF_NODES: Final = "rankscope.trace/1"
+"""The format whose nodes it holds."""
 _MOST_BYTES: Final = 128 << 20
 _MOST_MEMORY: Final = 128 << 20
 """Of the decompressor; the strongest preset takes 65 MiB."""
@@ -69,31 +73,33 @@ _OF_SAMPLES: Final = ("sample_row", "sample_count", "sample_dim")
 Column = NDArray[Any]
 
 
-def write_golden(source: TraceSource, file: Path, *, has_samples: bool) -> int:
+def write_golden(trace: Trace, file: Path, *, has_samples: bool) -> int:
     """Write a golden file; one that is there is replaced. Return its size in bytes.
 
     Args:
-        source: a finished trace.
+        trace: a finished one.
         file: where; its folder is made.
         has_samples: keep the sketches of single samples of every value.
 
     Raises:
         OSError: it cannot be written.
     """
-    kept = _Rows(source.columns(), has_samples=has_samples)
+    kept = _Rows(trace.columns(), has_samples=has_samples)
     body: dict[str, list[Any]] = {"setup": [], "steps": []}
-    for group, (is_setup, head) in enumerate(source.groups):
-        own = {key: head[key] for key in ("incarnation", "mode", "step", "notes") if key in head}
-        nodes = [*_nodes(source.nodes(group), kept)]
-        body["setup" if is_setup else "steps"].append({**own, "nodes": nodes})
-    columns = kept.columns()
+    for step in (*trace.setup, *trace.steps):
+        columns = step.columns()
+        kept.first = columns.first_value
+        nodes = [*_nodes(nodes_data(step), kept)]
+        head = entry_of(columns.head)
+        body["setup" if step.is_setup else "steps"].append({**head, "nodes": nodes})
+    found = kept.columns()
     head = {
         "format": GOLDEN_FORMAT,
-        "trace": {**_head(source.head), **body},
-        "columns": [[name, each.dtype.str, list(each.shape)] for name, each in columns.items()],
+        "trace": {**_head({"run": trace.run, "completeness": trace.completeness}), **body},
+        "columns": [[name, each.dtype.str, list(each.shape)] for name, each in found.items()],
     }
     raw = json.dumps(head, separators=(",", ":")).encode() + b"\n"
-    raw += b"".join(np.ascontiguousarray(each).tobytes() for each in columns.values())
+    raw += b"".join(np.ascontiguousarray(each).tobytes() for each in found.values())
     packed = lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)
     file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file.resolve()) as out:  # where a link points to
@@ -131,30 +137,32 @@ class GoldenFile:
             if number != GOLDEN_FORMAT.partition("/")[2]:
                 raise TraceVersionError(f"{file}: format {head['format']}: use a newer rankscope")
             self.head: Mapping[str, Any] = head["trace"]
-            check_json(_filled(self.head), "trace", file)
+            check_json(_filled(self.head), "older_trace", file)
             self._columns = FileColumns(file, _unpacked(head["columns"], rest))
             check_columns(self._columns, self.head["run"]["world_size"])
         except (OSError, lzma.LZMAError, RecursionError, *UNREADABLE, EOFError) as error:
             raise TraceError(f"{file}: no golden trace, or a damaged one: {error}") from error
-        self.groups: list[tuple[bool, dict[str, Any]]] = [
-            (kind == "setup", group) for kind in ("setup", "steps") for group in self.head[kind]
-        ]
+        self._steps = OlderSteps(
+            [*self.head["setup"], *self.head["steps"]],
+            lambda group: listed_nodes(group, file),
+            self.columns,
+            self.head["run"],
+            lambda group: file,
+        )
+        self.heads, self.passed_over = self._steps.heads, self._steps.passed_over
+        self.step = self._steps.step
 
     def file(self, group: int) -> Path:
         """Return the file itself."""
         return self._file
 
-    def nodes(self, group: int) -> list[dict[str, Any]]:
-        """Return the nodes of a group."""
-        found: list[dict[str, Any]] = self.groups[group][1]["nodes"]
-        return found
-
     def columns(self) -> Columns:
         """Return the columns that were kept."""
         return self._columns
 
+    @property
     def tensors(self) -> Mapping[StreamId, TensorRecords]:
-        """Return {}: no tensor is kept."""
+        """{}: no tensor is kept."""
         return {}
 
     def faults(self) -> Iterator[str]:
@@ -171,7 +179,7 @@ def _filled(head: Mapping[str, Any]) -> dict[str, Any]:
     run, completeness = head["run"], head["completeness"]
     return {
         **head,
-        "format": TRACE_FORMAT,
+        "format": _OF_NODES,
         "run": {**_LEFT_OUT_OF_RUN, **run},
         "completeness": {
             **completeness,
@@ -212,6 +220,8 @@ class _Rows:
 
     def __init__(self, columns: Columns, *, has_samples: bool) -> None:
         self._columns, self._has_samples = columns, has_samples
+        self.first = 0
+        """Row of the first value of the step whose rows are taken."""
         self._values: list[int] = []
         self._samples: list[int] = []
         self._starts: list[int] = []
@@ -220,7 +230,7 @@ class _Rows:
     def take(self, first: int, last: int, *, is_of_root: bool) -> list[int]:
         """Take the rows of one slot; return where they stand in the golden file."""
         begin = len(self._values)
-        for row in range(first, last):
+        for row in range(first + self.first, last + self.first):
             start, count = (
                 int(self._columns[f"values.{name}"][row]) for name in ("sample_row", "sample_count")
             )

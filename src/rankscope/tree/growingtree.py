@@ -1,11 +1,9 @@
 """Steps that stand in the tree before their job is over.
 
-    <trace>/steps/000007.json           nodes of one step
-    <trace>/steps/000007.safetensors    values of that step and of those written with it: a part
-    <trace>/steps/index.jsonl           a line for each part, appended once its files are whole
+    <trace>/steps/000007.safetensors    some steps: a part
+    <trace>/steps/index.jsonl           a line for each part, appended once its file is whole
 
-Rows are counted through all parts. At the end the rest becomes the last part, trace.json takes the
-place of the index, and says in which files the values lie.
+At the end the rest is written behind them, and trace.json takes the place of the index.
 """
 
 from __future__ import annotations
@@ -16,28 +14,48 @@ import fcntl
 import json
 import os
 import shutil
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from rankscope.errors import TraceError, TraceVersionError
 from rankscope.record.call import Mode
 from rankscope.record.streams import MAX_RANKS
-from rankscope.run.filenames import INDEX_FORMAT, INDEX_NAME, REPLICA_FOLDER, STEPS_FOLDER
+from rankscope.run.filenames import (
+    INDEX_FORMAT,
+    INDEX_NAME,
+    REPLICA_FOLDER,
+    STEPS_FOLDER,
+    TRACE_NAME,
+    Progress,
+)
 from rankscope.run.ownership import own_subfolder
 from rankscope.run.replacing import new_file, sync_by_name
-from rankscope.tree.finishedtrace import file_faults
+from rankscope.tree.finishedtrace import WrittenSteps
+from rankscope.tree.older import OlderTrace
 from rankscope.tree.schemacheck import check_json
-from rankscope.tree.stepfiles import nodes_path, values_path, write_nodes
+from rankscope.tree.step import StepColumns
+from rankscope.tree.stepfile import StepFiles, write_steps
+from rankscope.tree.tracejson import load_json
+from rankscope.tree.views import Trace
 
 if TYPE_CHECKING:
     from rankscope.tree.document import Document
 
-__all__ = ["GrowingTree", "StepName", "TreePart", "grown_in", "step_name", "steps_of_parts"]
+__all__ = ["GrowingTree", "StepName", "grown_in", "grown_steps", "step_name"]
 
-_COUNTED: Final = ("values", "samples", "calls")
+_PART_BYTES: Final = 4 << 20
+"""Of one file, where that is more than one step."""
+_BYTES: Final = {"values": 220, "calls": 60, "samples": 32}
+"""Of a row in a file."""
+
+
+_OLDER_FORMAT: Final = "rankscope.index/1"
+_NO_HEAD: Final[Mapping[str, Any]] = {"run": {"world_size": MAX_RANKS, "meshes": []}}
+
+
+def _is_older(line: Mapping[str, Any]) -> bool:
+    return bool(line["format"] == _OLDER_FORMAT)
 
 
 class StepName(NamedTuple):
@@ -48,66 +66,14 @@ class StepName(NamedTuple):
     step: int
 
 
-def step_name(head: Mapping[str, Any]) -> StepName:
-    """Return the name of a step from its head in trace.json.
+def step_name(entry: Mapping[str, Any]) -> StepName:
+    """Return the name of a step from its entry in trace.json.
 
     Raises:
         KeyError: it has none, as setup.
     """
-    mode = Mode[str(head["mode"]).upper()]
-    return StepName(int(head["incarnation"]), int(mode), int(head["step"]))
-
-
-def steps_of_parts(head: Mapping[str, Any]) -> set[StepName]:
-    """Return the steps of a finished trace that were written while its job ran.
-
-    Args:
-        head: of its trace.json.
-    """
-    values = head["storage"]["values"]
-    if isinstance(values, str):
-        return set()
-    rest = int(Path(values[-1]["file"]).stem)
-    return {step_name(each) for each in head["steps"] if int(Path(each["nodes_file"]).stem) < rest}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TreePart:
-    """Steps that were written together."""
-
-    steps: tuple[dict[str, Any], ...]
-    """Head of each, with its nodes file."""
-    values: Mapping[str, Any]
-    """The values file and its rows: {"file", "values", "samples", "calls"}."""
-    began_ns: int
-    """Wall clock of the first call of the run."""
-
-    def as_fields(self) -> dict[str, Any]:
-        """Return the fields of its line in the index."""
-        return {
-            "format": INDEX_FORMAT,
-            "began_ns": self.began_ns,
-            "values": self.values,
-            "steps": self.steps,
-        }
-
-    @classmethod
-    def read(cls, line: str) -> TreePart:
-        """Return the part of a line.
-
-        Raises:
-            ValueError, KeyError, TypeError, RecursionError, TraceError: it is none.
-        """
-        fields = json.loads(line)
-        if fields["format"] != INDEX_FORMAT:
-            raise ValueError(f"format {fields['format']}")
-        check_json(fields, "index", Path(INDEX_NAME))
-        part = cls(
-            steps=tuple(fields["steps"]), values=fields["values"], began_ns=int(fields["began_ns"])
-        )
-        for head in part.steps:
-            step_name(head)
-        return part
+    mode = Mode[str(entry["mode"]).upper()]
+    return StepName(int(entry["incarnation"]), int(mode), int(entry["step"]))
 
 
 class GrowingTree:
@@ -124,16 +90,19 @@ class GrowingTree:
         self.written: set[StepName] = set()
         self.began_ns: int | None = None
         """Wall clock of the first call of the run, None before a part is written."""
-        self.rows: Counter[str] = Counter()
-        """How many rows of "values", "samples" and "calls" are written."""
         self._index = out / STEPS_FOLDER / INDEX_NAME
+        self.next_file = 0
+        """Number of the step file that is written next."""
         self._unsynced: list[Path] = []
+        self._older_lines: list[dict[str, Any]] = []
         self._lock = -1
         raw = self._read()
         self._size = raw.rfind(b"\n") + 1
         """Bytes of the index that are known."""
-        for part in self._understood(raw):
-            self._count(part)
+        for line in self._understood(raw):
+            self._count(line)
+        self._begun = out
+        """Where what an older rankscope wrote lies."""
 
     @classmethod
     def to_write(cls, out: Path) -> GrowingTree | None:
@@ -165,14 +134,38 @@ class GrowingTree:
             os.close(self._lock)
             self._lock = -1
 
-    def parts(self) -> Iterator[TreePart]:
-        """Yield the parts that are known, as the index names them; which step is in which is not
+    def entries(self) -> Iterator[dict[str, Any]]:
+        """Yield the entries of the steps that are written, as the index has them; they are not
         remembered: there may be a hundred thousand.
 
         Raises:
             TraceError, TraceVersionError: as for the tree.
         """
-        yield from self._understood(self._read())
+        for line in self._understood(self._read()):
+            if not _is_older(line):
+                yield from line["steps"]
+
+    def trace(
+        self,
+        head: Mapping[str, Any],
+        entries: Sequence[Mapping[str, Any]],
+        began_ns: int,
+        *,
+        rest: Document | None = None,
+        **more: Any,
+    ) -> Trace:
+        """Return the trace of steps that are written, and of those of `rest`; `more` as of
+        `Trace`."""
+        others: list[Document | OlderTrace] = []
+        if rest is not None:
+            others += [*self._older(head), rest]
+        return Trace(WrittenSteps(self.out, head, entries, began_ns, others), self.out, **more)
+
+    def _older(self, head: Mapping[str, Any]) -> list[OlderTrace]:
+        """Return the steps that an older rankscope wrote."""
+        groups = [each for line in self._older_lines for each in line["steps"]]
+        values = [line["values"] for line in self._older_lines]
+        return [OlderTrace(self._begun, head, groups, values)] if groups else []
 
     def add(self, document: Document) -> None:
         """Write the steps of a document as a part: readers see all of them or none. Only of a tree
@@ -183,19 +176,19 @@ class GrowingTree:
         Raises:
             OSError: a file cannot be written.
         """
-        steps = [i for i in range(len(document.merged.groups)) if not document.is_setup(i)]
+        steps = [i for i, head in enumerate(document.heads) if not head.is_setup]
         if not steps:
             return
-        first_node = int(document.merged.group.searchsorted(steps[0]))
-        part = self._write(document, steps, first_node)
+        entries = self._write([document.step(i) for i in steps])
         self.sync()  # before a line says that they are there
-        line = f"{json.dumps(part.as_fields())}\n".encode()
+        fields = {"format": INDEX_FORMAT, "began_ns": document.began_ns, "steps": entries}
+        line = f"{json.dumps(fields)}\n".encode()
         if os.write(self._lock, line) < len(line):
             os.ftruncate(self._lock, self._size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._index))
         self._size += len(line)
         self._unsynced.append(self._index)
-        self._count(part)
+        self._count(fields)
 
     def sync(self) -> None:
         """See that what was written is on disk: whatever it was made from may go after this.
@@ -208,16 +201,31 @@ class GrowingTree:
                 sync_by_name(path)
         self._unsynced = []
 
-    def add_rest(self, document: Document) -> TreePart:
-        """Write what no part holds, setup too, and return it: it does not stand in the index.
+    def add_rest(self, document: Document, say: Progress) -> list[dict[str, Any]]:
+        """Write what no part holds, setup too, and return its entries: they do not stand in the
+        index.
 
         Raises:
             OSError: a file cannot be written.
         """
         own_subfolder(self.out / STEPS_FOLDER)
-        part = self._write(document, [*range(len(document.merged.groups))], 0)
+        entries: list[dict[str, Any]] = []
+        part: list[StepColumns] = []
+        size = 0
+        head = {"run": document.run, "completeness": document.completeness}
+        for older in self._older(head):  # each has texts of its own
+            entries += [e for i in range(len(older.heads)) for e in self._write([older.step(i)])]
+        for i in range(len(document.heads)):
+            say("writing steps", i / len(document.heads))
+            own = sum(_BYTES[name] * count for name, count in document.counts(i).items())
+            if part and size + own > _PART_BYTES:
+                entries += self._write(part)
+                part, size = [], 0
+            part.append(document.step(i))
+            size += own
+        entries += self._write(part) if part else []
         self.sync()
-        return part
+        return entries
 
     def carry_to(self, out: Path) -> list[str]:
         """Put every part into a new trace folder, as hard links where that can be, and go on there.
@@ -234,19 +242,18 @@ class GrowingTree:
             known = self._read()[: self._size]  # another process may write on
             with new_file(folder / INDEX_NAME) as file:
                 file.write(known)
-        faults: list[str] = []
-        for part in self.parts():
-            faults += file_faults(self.out, part.steps, [part.values], MAX_RANKS)
-            for source in (
-                values_path(self.out, part.values),
-                *(nodes_path(self.out, head) for head in part.steps),
-            ):
-                if not source.exists():
-                    continue
-                try:
-                    os.link(source, folder / source.name)
-                except OSError:  # another disk, or one without hard links
-                    shutil.copy(source, folder / source.name)
+        entries = [*self.entries()]
+        files = StepFiles(self.out, MAX_RANKS)
+        faults = [*files.faults(entries)]
+        for older in self._older(_NO_HEAD):
+            faults += older.faults()
+        for source in dict.fromkeys(map(files.path, entries)):
+            if not source.exists():
+                continue
+            try:
+                os.link(source, folder / source.name)
+            except OSError:  # another disk, or one without hard links
+                shutil.copy(source, folder / source.name)
         self.out, self._index = out, folder / INDEX_NAME
         return faults
 
@@ -256,37 +263,21 @@ class GrowingTree:
             self._index.unlink()
             self._index.parent.rmdir()  # where nothing else is in it
 
-    def _write(self, document: Document, groups: Sequence[int], first_node: int) -> TreePart:
-        from rankscope.tree.columns import columns_of, write_columns  # numpy: readers do without
+    def _write(self, steps: Sequence[StepColumns]) -> list[dict[str, Any]]:
+        entries = write_steps(self.out, self.next_file, steps, is_synced=False)
+        self._unsynced.append(self.out / entries[0]["file"])
+        self.next_file += 1
+        return entries
 
-        merged, folder = document.merged, self.out / STEPS_FOLDER
-        first = int(merged.node_entries[first_node])
-        document.first_row = self.rows["values"] - int(merged.entry_start[first])
-        document.first_sample = self.rows["samples"]
-        number = len(self.written)
-        heads, all_heads = [], document.heads()
-        for place, group in enumerate(groups, number):
-            nodes = document.nodes(group, is_compact=True)
-            heads.append(write_nodes(self.out, place, all_heads[group], nodes, is_synced=False))
-            self._unsynced.append(nodes_path(self.out, heads[-1]))
-        columns = columns_of(document, first_node)
-        values = folder / f"{number:06d}.safetensors"
-        write_columns(values, columns)
-        return TreePart(
-            steps=tuple(heads),
-            values={
-                "file": f"{STEPS_FOLDER}/{values.name}",
-                "values": len(merged.order) - int(merged.entry_start[first]),
-                "samples": len(document.tables.samples),
-                "calls": len(merged.calls) - int(merged.call_start[first_node]),
-            },
-            began_ns=document.began_ns,
-        )
-
-    def _count(self, part: TreePart) -> None:
-        self.began_ns = part.began_ns if self.began_ns is None else self.began_ns
-        self.rows.update({kind: int(part.values[kind]) for kind in _COUNTED})
-        self.written.update(map(step_name, part.steps))
+    def _count(self, line: Mapping[str, Any]) -> None:
+        self.began_ns = line["began_ns"] if self.began_ns is None else self.began_ns
+        self.written.update(map(step_name, line["steps"]))
+        names = [each["file"] for each in line["steps"] if "file" in each]
+        if _is_older(line):
+            self._older_lines.append(dict(line))
+            names = [line["values"]["file"], *(each["nodes_file"] for each in line["steps"])]
+        numbers = (int(Path(name).stem) for name in names)
+        self.next_file = max(self.next_file, 1 + max(numbers, default=-1))
 
     def _read(self) -> bytes:
         try:
@@ -296,19 +287,39 @@ class GrowingTree:
         except OSError as error:
             raise TraceError(f"{self._index}: cannot be read: {error.strerror}") from error
 
-    def _understood(self, raw: bytes) -> Iterator[TreePart]:
-        """Yield the parts of the lines that are known: others may come while somebody reads."""
+    def _understood(self, raw: bytes) -> Iterator[dict[str, Any]]:
+        """Yield the lines that are known: others may come while somebody reads."""
         for line in raw[: self._size].decode(errors="replace").splitlines():
             try:
-                yield TreePart.read(line)
+                fields = json.loads(line)
+                if fields["format"] not in (INDEX_FORMAT, _OLDER_FORMAT):
+                    raise ValueError(f"format {fields['format']}")
+                check_json(
+                    fields, "older_index" if _is_older(fields) else "index", Path(INDEX_NAME)
+                )
+                for entry in fields["steps"]:
+                    step_name(entry)
+                yield fields
             except (ValueError, KeyError, TypeError, RecursionError, TraceError) as error:
-                if f'"{INDEX_FORMAT}"' not in line and '"rankscope.index/' in line:
+                known = f'"{INDEX_FORMAT}"' in line or f'"{_OLDER_FORMAT}"' in line
+                if not known and '"rankscope.index/' in line:
                     raise TraceVersionError(
                         f"{self._index}: written by a newer rankscope; use that, or a newer one"
                     ) from error
                 raise TraceError(
                     f"{self._index}: a line is damaged ({type(error).__name__} {error})"
                 ) from error
+
+
+def grown_steps(folder: Path) -> set[StepName]:
+    """Return the steps of a finished trace that were written while its job ran.
+
+    Raises:
+        TraceError: its trace.json is damaged.
+    """
+    head = load_json(folder / TRACE_NAME, "trace")
+    at_end = int(head["storage"]["at_end"])
+    return {step_name(each) for each in head["steps"] if int(Path(each["file"]).stem) < at_end}
 
 
 def grown_in(folders: Sequence[Path]) -> GrowingTree:

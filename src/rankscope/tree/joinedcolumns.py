@@ -5,6 +5,7 @@ asked for.
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,9 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.errors import TraceError
+from rankscope.record.stepcolumns import COLUMNS
 from rankscope.tree.digests import Columns
+from rankscope.tree.step import LazyColumns, StepColumns, StepHead
 
-__all__ = ["FileColumns", "JoinedColumn", "as_arrays", "join_columns"]
+__all__ = ["FileColumns", "JoinedColumn", "as_arrays", "join_columns", "join_steps"]
 
 Array = NDArray[Any]
 _MOST_OPEN: Final = 64
@@ -168,6 +171,68 @@ def join_columns(
         return cast(Array, column)  # it is asked for rows as an array is
 
     return {name: joined(name) for name in columns(0)}
+
+
+_OF_ALL: Final = ("values.", "samples.", "calls.")
+_WITHIN: Final = frozenset({"values.node", "calls.node"}) | {
+    column.name for column in COLUMNS.values() if column.is_text
+}
+"""Columns that say something within their step or file alone."""
+_FEW: Final = 1 << 18
+"""Rows of a column that are joined at once."""
+
+
+def join_steps(
+    read: Callable[[int], StepColumns],
+    heads: Sequence[StepHead],
+    counts: Sequence[Mapping[str, int]],
+    first: Sequence[Mapping[str, int]],
+) -> Columns:
+    """Return the columns of all steps as one: those that say something beyond their step.
+
+    Args:
+        read: returns a step.
+        heads: of the steps.
+        counts: {"values", "calls", "samples": rows} of each.
+        first: the same of all before it.
+    """
+    recent: OrderedDict[int, StepColumns] = OrderedDict()
+
+    def step(number: int) -> StepColumns:
+        found = recent.get(number)
+        if found is None:
+            found = recent[number] = read(number)
+            if len(recent) > _MOST_OPEN:
+                recent.popitem(last=False)
+        recent.move_to_end(number)
+        return found
+
+    def of_step(name: str, number: int) -> Array:
+        own = step(number)
+        if name == "values.incarnation":
+            return np.full(counts[number]["values"], heads[number].incarnation, np.uint32)
+        column = own[name]
+        if name != "values.sample_row":
+            return column
+        return np.where(column >= 0, column + first[number]["samples"], -1)
+
+    def whole(name: str) -> Array:
+        rows = [each[name.partition(".")[0]] for each in counts]
+        if not rows:
+            kind = COLUMNS.get(name)
+            width = kind.width if kind else 1
+            shape = (0,) if width == 1 else (0, width)
+            return np.empty(shape, kind.dtype if kind else np.uint32)
+        part = functools.partial(of_step, name)
+        if sum(rows) <= _FEW:
+            parts = [part(number) for number in range(len(rows))]
+            return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return cast(Array, JoinedColumn(part, rows))  # it is asked for rows as an array is
+
+    names = [*(n for n in COLUMNS if n.startswith(_OF_ALL) and n not in _WITHIN)]
+    return LazyColumns(
+        {name: functools.partial(whole, name) for name in (*names, "values.incarnation")}
+    )
 
 
 def as_arrays(columns: Mapping[str, Any]) -> dict[str, Array]:

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Union
+from typing import Any, Protocol, Union
 
 from rankscope.errors import FolderError, TraceError
 from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER, TRACE_FORMAT, TRACE_NAME, Progress
 from rankscope.run.jobend import job_end
 from rankscope.tree.damage import UNREADABLE
-from rankscope.tree.digests import Columns
-from rankscope.tree.finishedtrace import TraceFiles, columns_in, file_faults, wait_for_collector
-from rankscope.tree.growingtree import GrowingTree, step_name
-from rankscope.tree.stepfiles import nodes_path, read_nodes
+from rankscope.tree.finishedtrace import trace_files, wait_for_collector
+from rankscope.tree.growingtree import GrowingTree
 from rankscope.tree.views import Trace
 
-if TYPE_CHECKING:
-    from rankscope.chunks.tensorfiles import TensorRecords
-    from rankscope.record.streams import StreamId
-    from rankscope.tree.document import Document
-
-__all__ = ["Openable", "RecordSource", "TraceLike", "newest_trace", "open_trace", "opened_trace"]
+__all__ = ["Openable", "TraceLike", "newest_trace", "open_trace", "opened_trace"]
 
 _HEAD_BYTES = 4096
 _OURS = TRACE_FORMAT.partition("/")[0].encode()
@@ -42,82 +35,6 @@ class Openable(Protocol):
 TraceLike = Union[Trace, str, "os.PathLike[str]", Openable]
 """What every function takes that reads a trace: open, its folder (or the trace.json in it), or what
 `with rankscope.trace(...) as` gave."""
-
-
-class RecordSource:
-    """A trace assembled in memory."""
-
-    def __init__(self, document: Document, folder: Path, *, is_compact: bool = False) -> None:
-        """`is_compact`: numbers stand in the columns alone, as in a large trace."""
-        self._document, self._folder, self._is_compact = document, folder, is_compact
-        self.head: Mapping[str, Any] = {"run": document.run, "completeness": document.completeness}
-        self.groups = [(document.is_setup(i), head) for i, head in enumerate(document.heads())]
-
-    def file(self, group: int) -> Path:
-        """Where the records are."""
-        return self._folder
-
-    def nodes(self, group: int) -> list[dict[str, Any]]:
-        """Return the nodes of a group."""
-        return self._document.nodes(group, is_compact=self._is_compact)
-
-    def columns(self) -> Columns:
-        """Return the value columns."""
-        from rankscope.tree.columns import columns_of  # numpy: a finished tree is shown without
-
-        return {name: make() for name, make in columns_of(self._document).items()}
-
-    def tensors(self) -> Mapping[StreamId, TensorRecords]:
-        """Return what the records say of chunks that are still written."""
-        return self._document.tensors
-
-    def faults(self) -> Iterator[str]:
-        """Yield nothing: what is wrong with the records stands beside their rank."""
-        yield from ()
-
-
-class GrownSource:
-    """A trace whose job still runs: steps that are written, and the rest in memory."""
-
-    def __init__(self, tree: GrowingTree, rest: RecordSource) -> None:
-        """Join them; rows of the rest are counted behind those that are written."""
-        self._folder, self._rest = tree.out, rest
-        self.head = rest.head
-        parts = [*tree.parts()]
-        self._files = [dict(part.values) for part in parts]
-        written = [(head, -1) for part in parts for head in part.steps]
-        left = [(head, i) for i, (is_setup, head) in enumerate(rest.groups) if not is_setup]
-        setup = [(head, i) for i, (is_setup, head) in enumerate(rest.groups) if is_setup]
-        steps = sorted([*written, *left], key=lambda each: step_name(each[0]))
-        self.groups = [*((True, head) for head, _ in setup), *((False, head) for head, _ in steps)]
-        self._places = [place for _, place in (*setup, *steps)]
-        """Number of each group in the rest, -1 where it is written."""
-
-    def file(self, group: int) -> Path:
-        """Where the nodes of a group are."""
-        if self._places[group] >= 0:
-            return self._rest.file(group)
-        return nodes_path(self._folder, self.groups[group][1])
-
-    def nodes(self, group: int) -> list[dict[str, Any]]:
-        """Return the nodes of a group."""
-        place = self._places[group]
-        return read_nodes(self.file(group)) if place < 0 else self._rest.nodes(place)
-
-    def columns(self) -> Columns:
-        """Return the value columns."""
-        return columns_in(
-            self._folder, self._files, self.head["run"]["world_size"], self._rest.columns()
-        )
-
-    def tensors(self) -> Mapping[StreamId, TensorRecords]:
-        """Return what the records say of chunks that are still written."""
-        return self._rest.tensors()
-
-    def faults(self) -> Iterator[str]:
-        """Yield what is wrong with each file of the steps that are written."""
-        heads = [head for place, (_, head) in zip(self._places, self.groups) if place < 0]
-        yield from file_faults(self._folder, heads, self._files, self.head["run"]["world_size"])
 
 
 def newest_trace(base: Path | None = None) -> Path:
@@ -211,7 +128,7 @@ def _finished(folder: Path) -> Trace | None:
     """Return the trace of a folder in which the tree is written, None where it is not."""
     if not (folder / TRACE_NAME).exists():
         return None
-    return _understood(folder, lambda: Trace(TraceFiles(folder), folder))
+    return _understood(folder, lambda: Trace(trace_files(folder), folder))
 
 
 def _unfinished(folder: Path, progress: Progress | None) -> Trace:
@@ -252,11 +169,13 @@ def _unfinished(folder: Path, progress: Progress | None) -> Trace:
     finished = _finished(folder)
     if finished is not None:  # whose index is gone
         return finished
-    document.first_row, document.first_sample = tree.rows["values"], tree.rows["samples"]
-    rest = RecordSource(document, folder)
-    at_work = is_at_work(folder, rest.head["run"])
-    source = GrownSource(tree, rest) if tree.written else rest
-    return Trace(source, folder, is_live=at_work, is_written=False, read_s=read_s)
+    head = {"run": document.run, "completeness": document.completeness}
+    at_work = is_at_work(folder, document.run)
+    entries = [*tree.entries()]
+    began_ns = document.began_ns if tree.began_ns is None else tree.began_ns
+    return tree.trace(
+        head, entries, began_ns, rest=document, is_live=at_work, is_written=False, read_s=read_s
+    )
 
 
 def _understood(folder: Path, read: Any) -> Trace:

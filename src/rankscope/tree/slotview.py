@@ -1,53 +1,116 @@
-"""One slot of one node as a view over its JSON data (docs/trace-format.md)."""
+"""One slot of one node: a cursor over the values of a step on which its ranks agree what it is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
+
+from rankscope.assembly.combine import apply_plan, plan_rows
 from rankscope.layout.placement import (
     Layout,
     LayoutSource,
     Mesh,
+    PieceKind,
     Placement,
     Ranges,
     global_ranges,
     parse_placement,
 )
-from rankscope.record.ranklists import parse_ranks
+from rankscope.layout.plan import Piece
+from rankscope.record.descriptions import TensorFacts
+from rankscope.record.notes import Note
+from rankscope.record.ranklists import ranks_named
 from rankscope.record.streams import MAX_RANKS
-from rankscope.record.value import Digest, Samples
+from rankscope.record.value import Digest, Samples, ValueFlag
 from rankscope.record.wholestatistics import Combined
 from rankscope.tree.damage import damaged_is_trace_error
-from rankscope.tree.digests import Columns, Fold, column_digest, read_combined, read_fold
+from rankscope.tree.digests import column_digest, digest_rows
+from rankscope.tree.step import UNFOLDED_FLAGS, StepColumns
 
-__all__ = ["SlotView", "Whereabouts", "is_bound_to_one_tensor", "shape_text"]
+__all__ = ["Fold", "SlotView", "Whereabouts", "flag_words", "is_bound_to_one_tensor", "shape_text"]
+
+_HIDDEN: Final = int(UNFOLDED_FLAGS) | int(ValueFlag.PYTHON)
+"""They say how a value was obtained; what was not kept stands in the entry, by rank."""
+_SOURCES: Final = frozenset(source.value for source in LayoutSource)
+
+
+@lru_cache(maxsize=1024)
+def flag_words(flags: int) -> tuple[str, ...]:
+    """Return the words of a value's flags, without those that only say how it was obtained."""
+    shown = flags & ~_HIDDEN
+    return tuple(flag.name.lower() for flag in ValueFlag if int(flag) & shown and flag.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """What views need beside their own data: the numbers' columns, the run's meshes."""
+    """What views need beside their own step."""
 
-    columns: Callable[[], Columns]
     meshes: Mapping[str, tuple[Mesh, ...]]
     file: Path
     """What their own data was read from."""
     world_size: int = MAX_RANKS
     """No rank is as high."""
 
-    def ranks(self, text: str) -> tuple[int, ...]:
-        """Return the ranks of a list.
 
-        Raises:
-            ValueError: it is none, or one of them is beyond the world.
-        """
-        return parse_ranks(text, self.world_size)
+@damaged_is_trace_error
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Ranks that hold the same value, or the same piece of one."""
 
+    _step: StepColumns = field(repr=False)
+    _rows: Any = field(repr=False)
+    """Of the values of the step."""
+    _where: Whereabouts = field(repr=False)
 
-_SOURCES = frozenset(source.value for source in LayoutSource)
-_UNKNOWN: Mapping[str, Any] = {"source": LayoutSource.UNKNOWN.value}
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Who they are."""
+        return self._step.ranks("values", self._rows)
+
+    @property
+    def _first(self) -> int:
+        return int(self._rows.start if isinstance(self._rows, slice) else self._rows[0])
+
+    @property
+    def facts(self) -> TensorFacts:
+        """What each of them holds."""
+        return self._step.texts.tensor(int(self._step["values.tensor"][self._first]))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Local shape."""
+        return self.facts.shape
+
+    @property
+    def digest(self) -> Digest | None:
+        """The numbers of the lowest rank; None where it was not digested."""
+        return _digest(self._step, self._first)
+
+    @property
+    def flag_bits(self) -> int:
+        """Bits of `ValueFlag` of the lowest rank."""
+        return int(self._step["values.flags"][self._first])
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Words of its flags."""
+        return flag_words(self.flag_bits)
+
+    @property
+    def note(self) -> str | None:
+        """Bounded repr of what is no tensor, or why a tensor was not digested."""
+        return self.facts.note
+
+    @property
+    def requires_grad(self) -> bool:
+        """As of the tensor."""
+        return self.facts.requires_grad
 
 
 @damaged_is_trace_error
@@ -55,7 +118,9 @@ _UNKNOWN: Mapping[str, Any] = {"source": LayoutSource.UNKNOWN.value}
 class SlotView:
     """One slot of one node, as the ranks that agree on it hold it."""
 
-    data: Mapping[str, Any]
+    step: StepColumns = field(repr=False)
+    entry: int
+    """Which of the entries of its step it is."""
     place: int
     """Which entry of its node's list it is."""
     _where: Whereabouts = field(repr=False)
@@ -63,67 +128,65 @@ class SlotView:
     @property
     def slot(self) -> str:
         """Name: `input.0`, `output`, `param:weight` ..."""
-        return str(self.data["slot"])
+        return self.step.texts.text(int(self.step["values.slot"][self._own.start]))
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks that have a value here."""
-        return self._where.ranks(self.data["ranks"])
+        return self.step.ranks("values", self._own)
+
+    @property
+    def facts(self) -> TensorFacts:
+        """What the lowest rank holds; dtype, device, global shape and layout are those of all."""
+        return self.step.texts.tensor(int(self.step["values.tensor"][self._own.start]))
 
     @property
     def dtype(self) -> str:
         """torch's name without the prefix, or "python"."""
-        return str(self.data["dtype"])
+        return self.facts.dtype
 
     @property
     def device(self) -> str:
         """Where the value lay: "cpu", "cuda" ..."""
-        return str(self.data["device"])
+        return self.facts.device
 
     @property
     def global_shape(self) -> tuple[int, ...] | None:
         """Shape of the whole tensor, None where the layout is unknown."""
-        shape = self.data["shape"]
-        return None if shape is None else tuple(shape)
+        return self.facts.global_shape
 
     @property
     def disagreement(self) -> tuple[str, ...]:
         """What the ranks of this slot's entries differ in; () where there is one entry."""
-        return tuple(self.data.get("disagree", ()))
+        step, slots = self.step, self.step["values.slot"]
+        node = int(step["values.node"][self._own.start])
+        first, last = step.node_entries[[node, node + 1]].tolist()
+        starts = step.entry_start[first:last]
+        alike = starts[slots[starts] == slots[self._own.start]]
+        if len(alike) < 2:
+            return ()
+        tensors = step["values.tensor"][alike].tolist()
+        shared = [step.texts.tensor(number).shared for number in tensors]
+        return tuple(name for name in shared[0] if len({each[name] for each in shared}) > 1)
 
     @property
     def placements(self) -> dict[str, Placement]:
         """{axis: placement}; {} where the layout is unknown."""
-        texts = self._layout.get("placements", {})
-        return {axis: parse_placement(text) for axis, text in texts.items()}
+        return _placements(self.facts)
 
     @property
     def source(self) -> LayoutSource:
         """Where the layout comes from."""
-        return LayoutSource(self._layout["source"])
-
-    @property
-    def _layout(self) -> Mapping[str, Any]:
-        """The layout as it is written, unknown where a newer rankscope has a source of its own."""
-        found: Mapping[str, Any] = self.data["layout"]
-        return found if found["source"] in _SOURCES else _UNKNOWN
+        return _source(self.facts)
 
     def layout(self, rank: int | None = None) -> Layout:
         """Return the layout, with the mesh `rank` (default: the lowest) is in."""
-        source = self.source
-        wanted = self.ranks[0] if rank is None else rank
-        mesh = next((m for m in self.meshes if wanted in m.ranks), None)
-        if mesh is None:
-            return Layout(source=source)
-        placements = self.placements
-        return Layout(
-            source=source, mesh=mesh, placements=tuple(placements[axis] for axis in mesh.axes)
-        )
+        return _layout(self.facts, self._mesh(self.ranks[0] if rank is None else rank))
 
     @property
     def mesh_name(self) -> str:
         """The kind of mesh that the layout names, such as `dp=2,tp=2`; "" where it is unknown."""
-        return str(self._layout.get("mesh", ""))
+        return self.facts.mesh if self.facts.source in _SOURCES else ""
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
@@ -132,76 +195,69 @@ class SlotView:
 
     @property
     def folds(self) -> tuple[Fold, ...]:
-        """The distinct values; in a large trace, ranks of the same shape together, without
-        numbers."""
-        return tuple(read_fold(each, self._where.world_size) for each in self.data["values"])
+        """The distinct values."""
+        starts = self._fold_starts.tolist()
+        return tuple(
+            Fold(self.step, slice(begin, end), self._where)
+            for begin, end in itertools.pairwise(starts)
+        )
+
+    @property
+    def pieces(self) -> tuple[Fold, ...]:
+        """The distinct pieces: ranks together that hold the same shape, flags and note, whatever
+        their numbers are."""
+        step, rows = self.step, self._own
+        flags = (step["values.flags"][rows] & ~UNFOLDED_FLAGS).astype(np.int64)
+        key = step.piece_numbers[rows] << 32 | flags
+        if (key == key[0]).all():
+            return (Fold(step, rows, self._where),)
+        parts = (np.flatnonzero(key == each) + rows.start for each in np.unique(key))
+        return tuple(Fold(step, part, self._where) for part in parts)
 
     @property
     def distinct(self) -> int:
         """How many different values the ranks hold."""
-        summary = self.data.get("summary")
-        return int(summary["distinct"]) if summary else len(self.data["values"])
-
-    @property
-    def summary(self) -> Mapping[str, Any] | None:
-        """Over the ranks, where the numbers stand in the columns alone."""
-        return self.data.get("summary")
+        return len(self._fold_starts) - 1
 
     @property
     def combined(self) -> tuple[Combined, ...]:
         """Global statistics, one per mesh that gives another result; () where nothing is
         sharded."""
-        return tuple(
-            read_combined(each, self._where.world_size) for each in self.data.get("combined", ())
-        )
+        return tuple(self._combined()) if self._is_spread() else ()
 
     @property
     def rows(self) -> range:
         """Rows of the value columns, one per rank."""
-        first, last = self.data["rows"]
-        if not 0 <= last - first <= self._where.world_size:
-            raise ValueError(f"rows {first} to {last} are not those of the ranks")
-        return range(first, last)
+        first = self.step.first_value
+        return range(self._own.start + first, self._own.stop + first)
 
     def per_rank(self) -> dict[int, Digest | None]:
         """Return each rank's numbers, None where a value was not digested."""
-        if self.data.get("summary") is None:
-            return {rank: fold.digest for fold in self.folds for rank in fold.ranks}
-        columns, rows = self._where.columns(), self.rows
-        return {
-            int(columns["values.rank"][row]): column_digest(columns, row)
-            if columns["values.digested"][row]
-            else None
-            for row in rows
-        }
+        rows = range(self._own.start, self._own.stop)
+        return {rank: _digest(self.step, row) for rank, row in zip(self.ranks, rows)}
 
     def shapes(self) -> dict[int, tuple[int, ...]]:
         """Return each rank's local shape."""
-        return {
-            rank: tuple(each["shape"])
-            for each in self.data["values"]
-            for rank in self._where.ranks(each["ranks"])
-        }
+        return {rank: fold.shape for fold in self.pieces for rank in fold.ranks}
 
     def references(self) -> dict[int, tuple[int, int]]:
         """Return {rank: (incarnation, reference)} of the ranks whose full tensor was kept."""
-        if "kept" not in self.data:
-            return {}
-        columns, rows = self._where.columns(), slice(self.rows.start, self.rows.stop)
-        names = ("rank", "incarnation", "reference")
-        own = (columns[f"values.{name}"][rows].tolist() for name in names)
-        return {rank: (life, number) for rank, life, number in zip(*own) if number}
+        life = self.step.head.incarnation
+        numbers = self.step["values.reference"][self._own].tolist()
+        ranks = self.step["values.rank"][self._own].tolist()
+        return {rank: (life, number) for rank, number in zip(ranks, numbers) if number}
 
     @property
     def not_kept(self) -> tuple[int, ...]:
         """Ranks whose full tensor was asked for and could not be kept."""
-        return self._where.ranks(self.data.get("not_kept", ""))
+        flags = self.step["values.flags"][self._own] & int(ValueFlag.NOT_KEPT)
+        return tuple(self.step["values.rank"][self._own][flags != 0].tolist())
 
     def ranges(self, rank: int) -> tuple[Ranges, ...] | None:
         """Return the global indices a rank holds, None where the layout is unknown."""
-        for each in self.data["values"]:
-            if "ranges" in each and rank in self._where.ranks(each["ranks"]):
-                return tuple(tuple((a, b) for a, b in dim) for dim in each["ranges"])
+        for fold in self.pieces:
+            if rank in fold.ranks and fold.facts.ranges is not None:
+                return fold.facts.ranges
         layout, shape = self.layout(rank), self.global_shape
         at = layout.mesh.coordinate(rank) if layout.mesh else None
         if layout.mesh is None or shape is None or at is None:
@@ -210,20 +266,116 @@ class SlotView:
 
     def samples(self) -> dict[int, Samples]:
         """Return per-sample sketches by rank, for the ranks that have them."""
-        columns = self._where.columns()
-        found = {}
-        for row in self.rows:
-            first, count = (
-                int(columns["values.sample_row"][row]),
-                int(columns["values.sample_count"][row]),
-            )
+        step, found = self.step, {}
+        names = ("rank", "sample_dim", "sample_count", "sample_row")
+        own = (step[f"values.{name}"][self._own].tolist() for name in names)
+        for rank, dim, count, first in zip(*own):
             if first >= 0:
-                rows = columns["samples.sketch"][first : first + count].tolist()
-                dim = int(columns["values.sample_dim"][row])
-                found[int(columns["values.rank"][row])] = Samples(
-                    dim=dim, rows=tuple(map(tuple, rows))
-                )
+                rows = step["samples.sketch"][first : first + count].tolist()
+                found[rank] = Samples(dim=dim, rows=tuple(map(tuple, rows)))
         return found
+
+    @property
+    def _own(self) -> slice:
+        first, last = self.step.entry_start[self.entry : self.entry + 2].tolist()
+        return slice(first, last)
+
+    @property
+    def _fold_starts(self) -> Any:
+        first, last = self.step.entry_folds[self.entry : self.entry + 2].tolist()
+        return self.step.fold_start[first : last + 1]
+
+    def _mesh(self, rank: int) -> Mesh | None:
+        return next((mesh for mesh in self.meshes if rank in mesh.ranks), None)
+
+    def _is_spread(self) -> bool:
+        """True where numbers are to be combined: the layout is known, and it is not one value that
+        every rank holds whole."""
+        if not self.meshes or self.global_shape is None:
+            return False
+        is_whole = all(p.pieces is PieceKind.COPIES for p in self.placements.values())
+        return self.distinct > 1 or not is_whole
+
+    def _combined(self) -> list[Combined]:
+        step, own = self.step, self._own
+        ranks, tensors = step["values.rank"][own], step["values.tensor"][own]
+        is_digested = step["values.digested"][own]
+        if not is_digested.any():
+            return []
+        numbers = digest_rows(step, own)
+        results: list[Combined] = []
+        for mesh in self.meshes:
+            rows = np.flatnonzero(np.isin(ranks, mesh.ranks))
+            if not len(rows):
+                continue
+            whose = tuple(ranks[rows].tolist())
+            blank = rows[~is_digested[rows]]
+            plan = _plan(step.texts, mesh, whose, tuple(tensors[rows].tolist()))
+            if isinstance(plan, str):
+                found = Combined(ranks=whose, note=Note.words(plan))
+            elif len(blank):
+                held = ranks_named(ranks[blank].tolist())
+                found = Combined(ranks=whose, note=Note.words(f"not digested on {held}"))
+            else:
+                found = apply_plan(plan, numbers[rows])
+            _add(results, found)
+        return results
+
+
+def _digest(step: StepColumns, row: int) -> Digest | None:
+    if not step["values.digested"][row]:
+        return None
+    return column_digest(step, row)
+
+
+@lru_cache(maxsize=4096)
+def _placements(facts: TensorFacts) -> dict[str, Placement]:
+    if facts.source not in _SOURCES:
+        return {}
+    return {axis: parse_placement(text) for axis, text in facts.placements}
+
+
+def _source(facts: TensorFacts) -> LayoutSource:
+    """Return the source of a layout, unknown where a newer rankscope has one of its own."""
+    return LayoutSource(facts.source) if facts.source in _SOURCES else LayoutSource.UNKNOWN
+
+
+def _layout(facts: TensorFacts, mesh: Mesh | None) -> Layout:
+    if mesh is None:
+        return Layout(source=_source(facts))
+    placements = _placements(facts)
+    return Layout(
+        source=_source(facts), mesh=mesh, placements=tuple(placements[axis] for axis in mesh.axes)
+    )
+
+
+def _plan(texts: Any, mesh: Mesh, ranks: tuple[int, ...], tensors: tuple[int, ...]) -> Any:
+    """Return how rows make up the whole; made once for a layout and its ranks."""
+    key = mesh, ranks, tensors
+    found = texts.plans.get(key)
+    if found is None:
+        facts = [texts.tensor(number) for number in tensors]
+        pieces = (
+            Piece(
+                shape=each.shape,
+                layout=_layout(each, mesh),
+                global_shape=each.global_shape,
+                ranges=each.ranges,
+            )
+            for each in facts
+        )
+        found = texts.plans[key] = plan_rows([*zip(ranks, pieces)])
+    return found
+
+
+def _add(results: list[Combined], found: Combined) -> None:
+    """Fold a result into an equal one of another mesh of the family."""
+    for i, known in enumerate(results):
+        # repr, because NaN is not equal to itself
+        if repr(replace(known, ranks=())) == repr(replace(found, ranks=())):
+            results[i] = replace(known, ranks=tuple(sorted({*known.ranks, *found.ranks})))
+            return
+    results.append(found)
 
 
 def shape_text(slot: SlotView, rank: int | None = None) -> str:
@@ -235,7 +387,7 @@ def shape_text(slot: SlotView, rank: int | None = None) -> str:
     """
     if slot.global_shape is not None:
         return str(list(slot.global_shape))
-    shapes = {fold.shape for fold in slot.folds if rank is None or rank in fold.ranks}
+    shapes = {piece.shape for piece in slot.pieces if rank is None or rank in piece.ranks}
     if len({len(shape) for shape in shapes}) != 1:
         return "[...]"
     sizes = [set(dim) for dim in zip(*shapes)]

@@ -14,7 +14,7 @@ from rankscope.tree.schemacheck import check_json
 __all__ = ["load_json"]
 
 _FORMAT = re.compile(r"rankscope\.(trace|nodes)/([0-9]{1,9})")
-_NEWEST = {"trace": 2, "nodes": 1}
+_NEWEST = {"trace": 3, "nodes": 1}
 
 
 def load_json(path: Path, kind: str) -> dict[str, Any]:
@@ -50,7 +50,8 @@ def load_json(path: Path, kind: str) -> dict[str, Any]:
             f"{path}: format {found[0]}, this rankscope reads up to "
             f"rankscope.{kind}/{_NEWEST[kind]}; install {needed}"
         )
-    check_json(data, kind, path)
+    is_older = kind == "trace" and int(found[2]) < _NEWEST[kind]
+    check_json(data, f"older_{kind}" if is_older else kind, path)
     checked: dict[str, Any] = data
     return checked
 

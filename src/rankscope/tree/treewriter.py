@@ -1,81 +1,84 @@
-"""Writes a trace folder: values.safetensors, steps/ where the tree is large, trace.json by rename
+"""Writes a trace folder: step files, tree.json where it is not too large, trace.json by rename
 last."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from rankscope.errors import FolderError
+from rankscope.errors import FolderError, TraceError
 from rankscope.run.filenames import (
-    GROWN_FORMAT,
     STEPS_FOLDER,
     TENSOR_FOLDER,
     TRACE_FORMAT,
     TRACE_NAME,
-    VALUES_NAME,
+    TREE_FORMAT,
+    TREE_NAME,
     Progress,
 )
 from rankscope.run.outfolder import typed
-from rankscope.run.ownership import own_subfolder
 from rankscope.run.replacing import replacing
-from rankscope.tree.growingtree import step_name
+from rankscope.tree.asjson import nodes_data
+from rankscope.tree.growingtree import GrowingTree, step_name
 from rankscope.tree.jsontext import json_text
-from rankscope.tree.stepfiles import write_nodes
+from rankscope.tree.stepfile import entry_of
+from rankscope.tree.views import Step, Trace
 
 if TYPE_CHECKING:
     from rankscope.tree.document import Document
-    from rankscope.tree.growingtree import GrowingTree
 
-__all__ = [
-    "INLINE_LIMIT_BYTES",
-    "TRACE_FORMAT",
-    "TRACE_NAME",
-    "Progress",
-    "write_trace",
-]
+__all__ = ["TREE_LIMIT_BYTES", "tree_text", "write_trace"]
 
-INLINE_LIMIT_BYTES = 32 << 20
-"""A larger trace.json is not written: per-rank numbers then stand in the columns alone."""
+TREE_LIMIT_BYTES: Final = 100 << 20
+"""A larger tree.json is not written unless it is asked for."""
 
 
 def write_trace(
     document: Document,
     out: Path,
     *,
-    inline_limit_bytes: int = INLINE_LIMIT_BYTES,
-    progress: Progress | None = None,
     tree: GrowingTree | None = None,
+    wanted: str | None = None,
+    limit_bytes: int = TREE_LIMIT_BYTES,
+    progress: Progress | None = None,
 ) -> None:
     """Write the files of a trace; trace.json appears last, by rename.
 
     Args:
-        document: the trace, or what is left of it beside the parts of `tree`.
+        document: the trace, or what is left of it beside the steps of `tree`.
         out: the trace folder.
-        inline_limit_bytes: as `INLINE_LIMIT_BYTES`.
-        progress: told how far it is.
         tree: what was written while the job ran, where anything was.
+        wanted: whether tree.json is: "always", "never", or "auto", where it is not too large;
+            default as the job was told.
+        limit_bytes: as `TREE_LIMIT_BYTES`.
+        progress: told how far it is.
 
     Raises:
         FolderError: a file cannot be written; names the folder.
     """
-    from rankscope.tree.columns import columns_of, write_columns  # numpy: readers do without
-
+    wanted = wanted or str(document.run["settings"].get("tree", "auto"))
     say = progress or (lambda _what, _part: None)
+    tree = tree or GrowingTree(out)
     try:
-        say("writing values", 0.0)
-        if tree is not None and tree.written:
-            _write_grown(document, tree)
-            say("writing nodes", 1.0)
-            return
-        write_columns(out / VALUES_NAME, columns_of(document))
-        text = _inline(document, inline_limit_bytes, say)
-        if text is None:
-            text = _split(document, out / STEPS_FOLDER, say)
-        _write(out / TRACE_NAME, text)
-        say("writing nodes", 1.0)
+        say("writing steps", 0.0)
+        storage: dict[str, Any] = {"steps": STEPS_FOLDER, "at_end": tree.next_file}
+        entries = [*tree.entries(), *tree.add_rest(document, say)]
+        say("writing the tree", 0.0)
+        head: dict[str, Any] = {"run": document.run, "completeness": document.completeness}
+        body = _by_kind(entries)
+        began_ns = document.began_ns if tree.began_ns is None else tree.began_ns
+        trace = tree.trace(head, [*body["setup"], *body["steps"]], began_ns)
+        limit = None if wanted == "always" else limit_bytes
+        absent = _never(out) if wanted == "never" else _write_tree(trace, out, limit, say)
+        if absent:  # of an earlier writing
+            (out / TREE_NAME).unlink(missing_ok=True)
+        storage |= {"no_tree": absent} if absent else {"tree": TREE_NAME}
+        storage |= {"tensors": TENSOR_FOLDER} if document.tensors else {}
+        whole = {"format": TRACE_FORMAT, **head, "storage": storage, "began_ns": began_ns, **body}
+        with replacing(out / TRACE_NAME) as file:
+            file.write("".join(json_text(whole)).encode(errors="backslashreplace"))
+        say("writing the tree", 1.0)
     except OSError as error:
         raise FolderError(
             f"{out}: the trace cannot be written ({error.strerror}); the ranks' records are still "
@@ -83,61 +86,74 @@ def write_trace(
         ) from error
 
 
-def _head(document: Document, *, is_inline: bool) -> dict[str, Any]:
-    storage = {"values": VALUES_NAME, "numbers": "inline" if is_inline else "columns"}
+def tree_text(trace: Trace, steps: Sequence[Step], say: Progress) -> Iterator[str]:
+    """Yield the pieces of a tree.json: header, completeness, and every node of some steps."""
+    head = {"format": TREE_FORMAT, "run": trace.run, "completeness": trace.completeness}
+    yield "".join(json_text(head)).rstrip().removesuffix("}").rstrip()
+    done = 0
+    for name in ("setup", "steps"):
+        yield f',\n "{name}": ['
+        own = [step for step in steps if step.is_setup == (name == "setup")]
+        for place, step in enumerate(own):
+            yield ",\n  " if place else "\n  "
+            yield "".join(json_text(_step_data(step))).rstrip()
+            done += 1
+            say("writing the tree", done / len(steps))
+        yield "]"
+    yield "}\n"
+
+
+def _step_data(step: Step) -> dict[str, Any]:
+    return {**entry_of(step.columns().head), "nodes": nodes_data(step)}
+
+
+def _by_kind(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
     return {
-        "format": TRACE_FORMAT,
-        "run": document.run,
-        "completeness": document.completeness,
-        "storage": storage | ({"tensors": TENSOR_FOLDER} if document.tensors else {}),
+        "setup": [each for each in entries if "mode" not in each],
+        "steps": sorted((each for each in entries if "mode" in each), key=step_name),
     }
 
 
-def _write_grown(document: Document, tree: GrowingTree) -> None:
-    parts = [*tree.parts(), tree.add_rest(document)]
-    head = _head(document, is_inline=False)
-    storage = {**head["storage"], "values": [dict(part.values) for part in parts]}
-    heads = [each for part in parts for each in part.steps]
-    body = {
-        "setup": [each for each in heads if "mode" not in each],
-        "steps": sorted((each for each in heads if "mode" in each), key=step_name),
-    }
-    _write(
-        tree.out / TRACE_NAME,
-        json_text({**head, "format": GROWN_FORMAT, "storage": storage, **body}),
-    )
+def _never(out: Path) -> str:
+    return f"it was not asked for (--rs-tree never); {_command(out)}"
 
 
-def _inline(document: Document, limit: int, say: Progress) -> list[str] | None:
-    """Return the whole tree with every rank's numbers, None where that is larger than the limit."""
-    if document.json_bytes_estimate() > 2 * limit:
-        return None
-    body: dict[str, list[dict[str, Any]]] = {"setup": [], "steps": []}
-    heads = document.heads()
-    for group, head in enumerate(heads):
-        say("writing nodes", group / len(heads))
-        body["setup" if document.is_setup(group) else "steps"].append(
-            head | {"nodes": document.nodes(group)}
-        )
-    text = json_text(_head(document, is_inline=True) | body)
-    return text if sum(map(len, text)) <= limit else None
+def _command(out: Path) -> str:
+    return f"to have it: {typed('export', out, out='FILE')} --format json"
 
 
-def _split(document: Document, folder: Path, say: Progress) -> list[str]:
-    """Write one nodes file per group; return trace.json's text, which names them."""
-    own_subfolder(folder)
-    body: dict[str, list[dict[str, Any]]] = {"setup": [], "steps": []}
-    heads = document.heads()
-    for group, head in enumerate(heads):
-        say("writing nodes", group / len(heads))
-        kind = "setup" if document.is_setup(group) else "steps"
-        nodes = document.nodes(group, is_compact=True)
-        body[kind].append(write_nodes(folder.parent, group, head, nodes))
-    return json_text(_head(document, is_inline=False) | body)
+def _write_tree(trace: Trace, out: Path, limit: int | None, say: Progress) -> str:
+    """Write tree.json; return why it is not there, "" where it is."""
+    why = f"it would take more than {(limit or 0) >> 20} MB; {_command(out)}"
+    written = 0
+    try:
+        if limit is not None and _is_larger(trace, 2 * limit):
+            return why
+        with replacing(out / TREE_NAME) as file:
+            for text in tree_text(trace, [*trace.setup, *trace.steps], say):
+                data = text.encode(errors="backslashreplace")
+                written += len(data)
+                if limit is not None and written > limit:
+                    raise _TooLargeError
+                file.write(data)
+    except _TooLargeError:
+        return why
+    except TraceError as error:
+        return f"a step cannot be read: {error}"
+    return ""
 
 
-def _write(path: Path, pieces: Iterable[str]) -> None:
-    with replacing(path) as file:
-        remaining = iter(pieces)
-        while block := list(itertools.islice(remaining, 4096)):
-            file.write("".join(block).encode(errors="backslashreplace"))
+def _is_larger(trace: Trace, limit: int) -> bool:
+    """True where what nodes, slots and distinct values take as JSON is more than a limit."""
+    left = limit
+    for step in (*trace.setup, *trace.steps):
+        columns = step.columns()
+        left -= 250 * len(columns["nodes.id"]) + 200 * len(columns.entry_start)
+        left -= 450 * len(columns.fold_start)
+        if left < 0:
+            return True
+    return False
+
+
+class _TooLargeError(Exception):
+    pass

@@ -1,22 +1,23 @@
-"""A trace as typed views over the JSON data of docs/trace-format.md: steps, nodes, values."""
+"""A trace as cursors over the columns of its steps: steps, nodes, values."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from rankscope.errors import SelectionError, TraceError
 from rankscope.globs import glob_matches
 from rankscope.layout.placement import Layout, Mesh
 from rankscope.record.call import CallKey, CallStatus, Mode
+from rankscope.record.descriptions import ModuleName
 from rankscope.record.notes import BLACK_BOX, Note, RanksNote
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named
+from rankscope.record.ranklists import parse_ranks, ranks_named
 from rankscope.record.statistics import STATISTICS
 from rankscope.record.value import Digest, Samples
 from rankscope.record.wholestatistics import Combined
@@ -24,25 +25,17 @@ from rankscope.run.outfolder import typed
 from rankscope.run.stallrecords import Stall, stalls_in
 from rankscope.tree.damage import damaged_is_trace_error
 from rankscope.tree.digests import Columns
-from rankscope.tree.finishedtrace import TraceSource
 from rankscope.tree.selection import default_phase, named, nothing_matched
 from rankscope.tree.slotview import SlotView, Whereabouts, shape_text
+from rankscope.tree.step import StepColumns, StepHead
 from rankscope.tree.summary import ended_words, endings, extent
 
 if TYPE_CHECKING:
     import torch
 
-    from rankscope.chunks.tensorfiles import TensorFiles
+    from rankscope.chunks.tensorfiles import TensorFiles, TensorRecords
     from rankscope.layout.layoutfile import LayoutFile
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupHead:
-    """What all nodes of one step (or of setup) have in common."""
-
-    mode: Mode
-    step: int
-    incarnation: int
+    from rankscope.record.streams import StreamId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +53,7 @@ class CallOutcome:
         return self.status == CallStatus.RETURNED.word
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
+class Timing(NamedTuple):
     """When a call began, and how long it took over the ranks."""
 
     start_us: float
@@ -70,6 +62,37 @@ class Timing:
     max_us: float | None
     slowest: int | None
     """Rank of max_us."""
+
+
+class TraceSource(Protocol):
+    """Where a trace's data comes from."""
+
+    head: Mapping[str, Any]
+    """{"run", "completeness"}."""
+
+    @property
+    def heads(self) -> Sequence[StepHead]:
+        """Of setup and steps, in order."""
+
+    @property
+    def passed_over(self) -> Iterable[str]:
+        """What of them only a newer rankscope knows."""
+
+    def file(self, group: int) -> Path:
+        """Return what a step is read from."""
+
+    def step(self, group: int) -> StepColumns:
+        """Return a step."""
+
+    def columns(self) -> Columns:
+        """Return the columns of all steps, one behind the other."""
+
+    @property
+    def tensors(self) -> Mapping[StreamId, TensorRecords]:
+        """What the records say of chunks that are still written."""
+
+    def faults(self) -> Iterator[str]:
+        """Yield what is wrong with each file that steps lie in."""
 
 
 class TensorReaders(NamedTuple):
@@ -200,55 +223,82 @@ class Value:
 @damaged_is_trace_error
 @dataclass(frozen=True, slots=True)
 class Node:
-    """The same call merged over ranks."""
+    """The same call merged over ranks: a cursor over the columns of its step."""
 
-    data: Mapping[str, Any]
-    head: GroupHead
+    step: StepColumns = field(repr=False)
+    """The columns of its step."""
+    row: int
+    """Its row among the nodes of that."""
     trace: Trace = field(repr=False)
     """The trace it is of."""
     _where: Whereabouts = field(repr=False)
 
     @property
+    def head(self) -> StepHead:
+        """Which step it is of."""
+        return self.step.head
+
+    @property
     def id(self) -> str:
         """16 hex digits that depend on the key alone: the same node has the same id in every
         trace."""
-        return str(self.data["id"])
+        return f"{int(self.step['nodes.id'][self.row]):016x}"
 
     @property
     def path(self) -> str:
         """Canonical path, "" for the root."""
-        return str(self.data["path"])
+        return self.step.texts.text(self.step.lists.path[self.row])
 
     @property
     def raw_path(self) -> str:
         """Path with wrappers left in."""
-        return str(self.data.get("raw_path", self.data["path"]))
+        return self._names[0].raw_path
 
     @property
     def class_name(self) -> str:
         """Class of the module."""
-        return str(self.data["class"])
+        return self._names[0].class_name
+
+    @property
+    def classes(self) -> tuple[tuple[tuple[int, ...], str], ...]:
+        """Ranks and class of each name, where ranks call the module by several classes; else ()."""
+        if len({name.class_name for name in self._names}) == 1:
+            return ()
+        modules = self._column("module")
+        numbers = sorted(set(modules.tolist()))
+        texts = self.step.texts
+        return tuple((self._of(modules == n), texts.module(n).class_name) for n in numbers)
 
     @property
     def wrappers(self) -> tuple[str, ...]:
         """What was put around the module: "DDP", "FSDP2" ..."""
-        return tuple(self.data.get("wrappers", ()))
+        return self._names[0].wrappers
 
     @property
     def phase(self) -> Phase:
         """Part of the step."""
-        return Phase[str(self.data["phase"]).upper()]
+        return _PHASES[self.step.texts.text(self.step.lists.phase[self.row])]
 
     @property
     def micro_batch(self) -> int | None:
         """n-th call of the root in the step; None outside forward, recompute and backward."""
-        found = self.data["micro_batch"]
-        return None if found is None else int(found)
+        found: int = self.step.lists.micro_batch[self.row]
+        return None if found < 0 else found
 
     @property
     def ordinal(self) -> int:
         """0 for the first call of this path in this phase of this micro-batch, and so on."""
-        return int(self.data["ordinal"])
+        return int(self.step.lists.ordinal[self.row])
+
+    @property
+    def of_ordinal(self) -> int:
+        """Of a backward node the ordinal of its forward call."""
+        return int(self.step["nodes.of_ordinal"][self.row])
+
+    @property
+    def graph_task(self) -> int:
+        """Of a backward node which backward pass."""
+        return int(self.step["nodes.graph_task"][self.row])
 
     @property
     def key(self) -> CallKey:
@@ -262,76 +312,111 @@ class Node:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks that made the call."""
-        return self._where.ranks(self.ranks_text)
+        return self.step.ranks("calls", self._calls)
 
     @property
     def ranks_text(self) -> str:
-        """The same as the trace writes them: `0-7`."""
-        return str(self.data["ranks"])
+        """The same as people write them: `0-7`."""
+        return self.step.ranks_text(self.ranks)
+
+    @property
+    def call_rows(self) -> range:
+        """Its rows in the columns of calls of the trace, one per rank."""
+        first = self.step.first_call
+        return range(self._calls.start + first, self._calls.stop + first)
 
     @property
     def collectives(self) -> tuple[tuple[str, Mapping[str, Any]], ...]:
         """What ranks issued in this call, as `collective` of docs/trace-format.md, with those ranks
         as text: several entries where they differ, () where it is no collective's."""
-        if "collective" in self.data:
-            return ((self.ranks_text, self.data["collective"]),)
-        return tuple((str(each["ranks"]), each) for each in self.data.get("collectives", ()))
+        own = self._calls
+        kinds, numbers = (self.step[f"calls.{n}"][own] for n in ("collective", "number"))
+        if kinds[0] < 0:
+            return ()
+        found: dict[tuple[int, int], list[int]] = {}
+        for rank, *issued in zip(self.ranks, kinds.tolist(), numbers.tolist()):
+            if issued[0] >= 0:
+                found.setdefault((issued[0], issued[1]), []).append(rank)
+        return tuple(
+            (
+                self.step.ranks_text(tuple(ranks)),
+                {**self.step.texts.collective(kind), "sequence": number},
+            )
+            for (kind, number), ranks in found.items()
+        )
 
     @property
     def status(self) -> str:
         """Word of a `CallStatus`, or "mixed" over the ranks."""
-        return str(self.data["status"])
+        if self.has_returned:
+            return CallStatus.RETURNED.word
+        words = {CallStatus.word_of(n) for n in self._column("status").tolist()}
+        return words.pop() if len(words) == 1 else "mixed"
 
     @property
     def has_returned(self) -> bool:
         """True where the call came back on all its ranks, as most do."""
-        return self.status == CallStatus.RETURNED.word
+        return bool(self.step.lists.has_returned[self.row])
 
     @property
     def is_opaque(self) -> bool:
         """True where nothing inside was seen: a compiled region, a scripted module."""
-        return bool(self.data.get("opaque", False))
+        return any(name.opaque for name in self._names)
 
     @property
     def outcomes(self) -> tuple[CallOutcome, ...]:
         """How it ended, by ranks."""
-        listed = self.data.get("outcomes") or [{"ranks": self.data["ranks"], "status": self.status}]
+        if self.has_returned:
+            return (CallOutcome(ranks=self.ranks, status=self.status, error=""),)
+        status, text = self._column("status"), self._column("error")
         return tuple(
             CallOutcome(
-                ranks=self._where.ranks(o["ranks"]),
-                status=o["status"],
-                error=o.get("error", ""),
+                ranks=self._of((status == how) & (text == why)),
+                status=CallStatus.word_of(how),
+                error=self.step.texts.text(why) if why >= 0 else "",
             )
-            for o in listed
+            for how, why in sorted(set(zip(status.tolist(), text.tolist())))
         )
 
     @property
     def errors(self) -> tuple[CallOutcome, ...]:
         """Failures inside rankscope while it watched this call."""
+        by_text: dict[int, list[int]] = {}
+        for rank, text in self.step.failures.get(self.row, ()):
+            by_text.setdefault(text, []).append(rank)
         return tuple(
             CallOutcome(
-                ranks=self._where.ranks(e["ranks"]),
+                ranks=tuple(ranks),
                 status="error",
-                error=e["error"],
+                error=self.step.texts.text(text) if text >= 0 else "",
             )
-            for e in self.data.get("errors", ())
+            for text, ranks in by_text.items()
         )
 
     @property
     def time(self) -> Timing:
         """When it began and how long it took."""
-        return Timing(**self.data["time"])
+        begin, least, most, whose = self.step.durations
+        is_known = whose[self.row] >= 0
+        return Timing(
+            start_us=begin[self.row],
+            min_us=least[self.row] if is_known else None,
+            max_us=most[self.row] if is_known else None,
+            slowest=whose[self.row] if is_known else None,
+        )
 
     @property
     def slots(self) -> tuple[SlotView, ...]:
         """Slot entries in the order they were recorded."""
-        return tuple(SlotView(each, i, self._where) for i, each in enumerate(self.data["slots"]))
+        first, last = self.step.lists.first_entry[self.row : self.row + 2]
+        return tuple(
+            SlotView(self.step, entry, entry - first, self._where) for entry in range(first, last)
+        )
 
     @property
     def children(self) -> tuple[Node, ...]:
         """Calls made inside this one."""
-        known = self.trace.known_nodes(self.data["children"])
-        return tuple(Node(each, self.head, self.trace, self._where) for each in known)
+        return self.trace.known_nodes(self.step, self.step.lists.children[self.row], self._where)
 
     def value(self, slot: str) -> Value | None:
         """Return the value of one slot over all ranks, None where the node has no such slot."""
@@ -346,36 +431,58 @@ class Node:
             yield node
             waiting.extend(reversed(node.children))
 
+    @property
+    def _calls(self) -> slice:
+        first, last = self.step.lists.first_call[self.row : self.row + 2]
+        return slice(first, last)
 
+    @property
+    def _names(self) -> tuple[ModuleName, ...]:
+        """What ranks call the module, the lowest first; mostly one name."""
+        texts, first = self.step.texts, self.step.lists.module[self.row]
+        if self.step.is_one_module[self.row]:
+            return (texts.module(first),)
+        return tuple(texts.module(n) for n in dict.fromkeys(self._column("module").tolist()))
+
+    def _column(self, name: str) -> Any:
+        return self.step[f"calls.{name}"][self._calls]
+
+    def _of(self, chosen: Any) -> tuple[int, ...]:
+        found: tuple[int, ...] = tuple(self._column("rank")[chosen].tolist())
+        return found
+
+
+@damaged_is_trace_error
 class Step:
     """One step of one mode, or the setup, with its nodes."""
 
     def __init__(self, source: TraceSource, group: int, trace: Trace, where: Whereabouts) -> None:
         self._source, self._group, self._trace = source, group, trace
         self._where = replace(where, file=source.file(group))
-        is_setup, head = source.groups[group]
-        self.is_setup = is_setup
-        self.mode = Mode[str(head.get("mode", "train")).upper()]
-        self.step = int(head.get("step", 0))
-        self.incarnation = int(head.get("incarnation", 0))
+        head = source.heads[group]
+        self.is_setup, self.mode = head.is_setup, head.mode
+        self.step, self.incarnation = head.step, head.incarnation
         self.notes = tuple(
             RanksNote(
-                where.ranks(each["ranks"]),
+                parse_ranks(each["ranks"], where.world_size),
                 Note.read(each["note"], each.get("fact")),
             )
-            for each in head.get("notes", ())
+            for each in head.notes
         )
+
+    def columns(self) -> StepColumns:
+        """Return its columns, read anew: nothing here keeps them."""
+        return self._source.step(self._group)
 
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
         """The outermost calls of the step, in order."""
-        return tuple(self.fresh())
+        return self.fresh()
 
-    def fresh(self) -> Iterator[Node]:
-        """Yield the outermost calls, read anew: nothing here keeps them."""
-        head = GroupHead(mode=self.mode, step=self.step, incarnation=self.incarnation)
-        nodes = self._trace.known_nodes(self._source.nodes(self._group))
-        return (Node(data, head, self._trace, self._where) for data in nodes)
+    def fresh(self) -> tuple[Node, ...]:
+        """Return the outermost calls, read anew: nothing here keeps them."""
+        columns = self.columns()
+        return self._trace.known_nodes(columns, columns.lists.tops, self._where)
 
     def walk(self) -> Iterator[Node]:
         """Yield every node of the step, parents first."""
@@ -421,30 +528,26 @@ class Trace:
         """Set by `rankscope.open_trace`."""
         self._columns: Columns | None = None
         self._source = source
-        where = Whereabouts(self.columns, meshes, path, self.run["world_size"])
-        self._passed_over: set[str] = set()
-        every = [
-            Step(source, group, self, where)
-            for group, (_, head) in enumerate(source.groups)
-            if self._is_known(Mode, "mode", head.get("mode", "train"))
-        ]
+        where = Whereabouts(meshes, path, self.run["world_size"])
+        self._passed_over: set[str] = set(source.passed_over)
+        every = [Step(source, group, self, where) for group in range(len(source.heads))]
         self.setup: tuple[Step, ...] = tuple(step for step in every if step.is_setup)
         """Setup of every incarnation that recorded one."""
         self.steps: tuple[Step, ...] = tuple(step for step in every if not step.is_setup)
         """Steps of all modes and incarnations, in order."""
 
-    def known_nodes(self, nodes: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-        """Yield the nodes of phases that this version knows; a later one may add phases."""
-        for data in nodes:  # which may be damaged: that shows where the node is read
-            word = data.get("phase") if isinstance(data, dict) else None
-            if not isinstance(word, str) or self._is_known(Phase, "phase", word):
-                yield data
-
-    def _is_known(self, kind: type[Phase] | type[Mode], what: str, word: object) -> bool:
-        if str(word).upper() in kind.__members__:
-            return True
-        self._passed_over.add(f"{what} {word!r}")
-        return False
+    def known_nodes(
+        self, columns: StepColumns, rows: Iterable[int], where: Whereabouts
+    ) -> tuple[Node, ...]:
+        """Return the nodes of phases that this version knows; a later one may add phases."""
+        found = []
+        for row in rows:
+            word = columns.texts.text(columns.lists.phase[row])
+            if word in _PHASES:
+                found.append(Node(columns, row, self, where))
+            else:
+                self._passed_over.add(f"phase {word!r}")
+        return tuple(found)
 
     @property
     def unread(self) -> str:
@@ -483,8 +586,7 @@ class Trace:
         return "; ".join([word, *ended, *no_step])
 
     def columns(self) -> Columns:
-        """Return the per-rank numbers as columns (docs/trace-format.md), mapped where they lie in a
-        file."""
+        """Return the columns of calls, values and samples of all steps, one behind the other."""
         if self._columns is None:
             self._columns = self._source.columns()
         return self._columns
@@ -499,7 +601,7 @@ class Trace:
         `columns()`, mapped where they lie; of a job that still runs those that are whole."""
         from rankscope.chunks.tensorfiles import TensorFiles  # numpy: as above
 
-        return TensorFiles(self.path, self._source.tensors())
+        return TensorFiles(self.path, self._source.tensors)
 
     @cached_property
     def stalls(self) -> list[Stall]:
@@ -667,6 +769,9 @@ class Trace:
         import rankscope  # by the public name: rendering stands above this room
 
         return rankscope.report.fragment(self)
+
+
+_PHASES = {phase.word: phase for phase in Phase}
 
 
 def _meshes(data: Mapping[str, Any]) -> tuple[Mesh, ...]:

@@ -16,7 +16,6 @@ from typing import Any, Final
 from rankscope.assembly.skeleton import BareCall
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import parse_ranks
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.views import Node, Step
 
@@ -112,9 +111,8 @@ class _CallReader:
         again = f"_{node.ordinal}" if node.ordinal and path else ""
         views: dict[str, list[SlotView]] = {}
         for view in node.slots:
-            data = view.data  # read as it is: a tree has thousands of them
-            if self._rank is None or self._rank in parse_ranks(data["ranks"]):
-                views.setdefault(data["slot"], []).append(view)
+            if self._rank is None or self._rank in view.ranks:
+                views.setdefault(view.slot, []).append(view)
         children = [self.call(child) for child in self._below(node)]
         inputs, held = self._inputs(views, bool(children))
         return ForwardCall(
@@ -172,9 +170,9 @@ class _CallReader:
 
     def _form(self, views: Mapping[str, list[SlotView]], slot: str) -> Any:
         for view in views.get(slot, ()):
-            for fold in view.data["values"]:
-                if self._rank is None or self._rank in parse_ranks(fold["ranks"]):
-                    return json.loads(fold.get("note", "null"))
+            for fold in view.pieces:
+                if self._rank is None or self._rank in fold.ranks:
+                    return json.loads(fold.note or "null")
         return None
 
     def _leaves(self, views: Mapping[str, list[SlotView]], kind: str) -> dict[str, Any]:

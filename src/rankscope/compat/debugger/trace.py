@@ -38,7 +38,7 @@ from rankscope.compat.debugger.text import Arena, Glimpse, Squares, glimpse_of
 from rankscope.compat.debugger.values import UnwrittenTensor, kernel_squares, laid_out
 from rankscope.spool.writer import SpoolWriter
 from rankscope.tree.build import assemble
-from rankscope.tree.reader import RecordSource
+from rankscope.tree.finishedtrace import trace_of
 from rankscope.tree.views import Node, Trace
 
 __all__ = ["DebuggerBlock", "Recorded"]
@@ -178,7 +178,7 @@ class DebuggerBlock:
     def _recorded(self, running: _Running, source: StreamBytes) -> Recorded:
         is_alone = not running.is_shared
         document = assemble([source], settle=_pruned if self.prunes and is_alone else None)
-        trace = Trace(RecordSource(document, running.folder), running.folder, is_written=False)
+        trace = trace_of(document, running.folder)
         held = running.held()
         if is_alone:
             return Recorded(trace, held, lambda node: not node.path, has_files=running.has_files)

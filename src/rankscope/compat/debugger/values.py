@@ -31,7 +31,6 @@ from rankscope.compat.debugger.text import (
 )
 from rankscope.errors import LayoutError, SelectionError, TraceError
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.record.ranklists import parse_ranks
 from rankscope.tensors.globalvalues import whole_value
 from rankscope.tensors.kept import why_not_kept
 from rankscope.tensors.rebuild import bytes_of
@@ -124,10 +123,6 @@ class LocalValues:
         self._arena = Arena() if as_text else None
         self._rank = rank
         self._as_text = as_text
-        columns = trace.columns()
-        names = ("rank", "incarnation", "reference")
-        own = (columns[f"values.{name}"].tolist() for name in names)
-        self._ranks, self._lives, self._references = own
         self._measured: dict[object, tuple[Mapping[str, Any], tuple[str, ...] | None]] = {}
         self.has_layouts = bool(trace.run["meshes"])
         """Tensors of this job are known to lie on meshes: what says nothing of it is marked."""
@@ -142,13 +137,13 @@ class LocalValues:
             views: entries of its slot.
             form: what the form of the call says of it.
         """
-        view = next((each for each in views if self._rank in parse_ranks(each.data["ranks"])), None)
+        view = next((each for each in views if self._rank in each.ranks), None)
         if view is None:
             return None
         shape = self._shape(view)
         labels = self._labels(node, view, shape)
-        dtype = str(view.data["dtype"])
-        if view.data["device"] == "meta":
+        dtype = view.dtype
+        if view.device == "meta":
             lines = tuple(meta_text(shape, dtype).split("\n")) if self._as_text else None
             facts = _meta_facts(dtype) | labels
             return Shown(
@@ -181,13 +176,11 @@ class LocalValues:
     def _stored(
         self, view: SlotView
     ) -> tuple[StoredTensor | UnwrittenTensor, tuple[int, int]] | None:
-        for row in range(*view.data["rows"]):
-            if self._ranks[row] == self._rank and self._references[row]:
-                key = self._lives[row], self._references[row]
-                if key[1] in self._held:
-                    return self._held[key[1]], key
-                if self._has_files:
-                    return self._files.find(self._rank, *key), key
+        key = view.references().get(self._rank)
+        if key is not None and key[1] in self._held:
+            return self._held[key[1]], key
+        if key is not None and self._has_files:
+            return self._files.find(self._rank, *key), key
         return None
 
     def _facts(
@@ -205,10 +198,7 @@ class LocalValues:
         return self._measured[known]
 
     def _shape(self, view: SlotView) -> tuple[int, ...]:
-        for each in view.data["values"]:
-            if self._rank in parse_ranks(each["ranks"]):
-                return tuple(each["shape"])
-        return ()
+        return view.shapes().get(self._rank, ())
 
     def _labels(self, node: Node, view: SlotView, shape: tuple[int, ...]) -> dict[str, Any]:
         placements = view.placements

@@ -241,7 +241,7 @@ def _is_of_root(value: AlignedValue) -> bool:
 
 
 def _is_kept(side: Mapping[int, SlotValues]) -> bool:
-    return all("kept" in view.data for values in side.values() for view in values.views)
+    return all(view.references() for values in side.values() for view in values.views)
 
 
 def _parts(

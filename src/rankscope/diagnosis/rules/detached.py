@@ -83,12 +83,12 @@ def _taken(call: CallView) -> IssuedCollective | None:
 
 def _has_graph(values: SlotValues) -> bool:
     """True where a value needs a gradient on some rank."""
-    return any(fold.requires_grad for view in values.views for fold in view.folds)
+    return any(fold.requires_grad for view in values.views for fold in view.pieces)
 
 
 def _needs_gradient(values: SlotValues) -> bool:
     """True where a value needs a gradient on every rank."""
-    return all(fold.requires_grad for view in values.views for fold in view.folds)
+    return all(fold.requires_grad for view in values.views for fold in view.pieces)
 
 
 def _takes(issue: IssuedCollective, given: list[SlotValues]) -> bool:

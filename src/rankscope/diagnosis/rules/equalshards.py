@@ -60,12 +60,12 @@ def equal_shards(step_view: StepView, context: CheckContext) -> Iterator[Candida
     for (_, axis), along in cut.items():
         equal_ones = [(values, lines) for values, lines in along if lines]
         is_usual = len(equal_ones) > 1 and 2 * len(equal_ones) >= len(along)
-        is_plain = any(len(values.views[0].folds[0].shape) < _STACKED for values, _ in equal_ones)
+        is_plain = any(len(values.views[0].pieces[0].shape) < _STACKED for values, _ in equal_ones)
         for values, lines in equal_ones:
             if id(values) in seen or not (is_usual or _is_drawn(values)):
                 continue
             seen.add(id(values))
-            is_stacked = len(values.views[0].folds[0].shape) >= _STACKED and not is_plain
+            is_stacked = len(values.views[0].pieces[0].shape) >= _STACKED and not is_plain
             yield _candidate(step_view, context, values, axis, lines, is_stacked=is_stacked)
 
 

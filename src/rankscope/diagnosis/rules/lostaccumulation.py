@@ -139,7 +139,7 @@ def _are_batches_of_their_own(forwards: Sequence[CallView], ranks: Array) -> boo
     seen: list[list[tuple[int, ...]]] = []
     for call in forwards:
         given = list(call.inputs)
-        folds = [fold for values in given for view in values.views for fold in view.folds]
+        folds = [fold for values in given for view in values.views for fold in view.pieces]
         if not given or any(fold.requires_grad for fold in folds):
             return False
         own = [values for values in given if np.isin(ranks, values.ranks).all()]
@@ -188,7 +188,7 @@ def _are_small_logits(gradients: Sequence[SlotValues], count: int) -> bool:
     """
     largest = []
     for values in gradients:
-        shapes = {fold.shape for view in values.views for fold in view.folds}
+        shapes = {fold.shape for view in values.views for fold in view.pieces}
         if len(shapes) != 1 or len(shape := shapes.pop()) < 2 or shape[-1] < 2:
             return False
         samples = np.prod(shape[:-1])

@@ -1,0 +1,34 @@
+"""`--format json`: the tree of a trace, as tree.json has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rankscope.errors import SelectionError
+from rankscope.export.place import ExportPlace
+from rankscope.export.subset import Selection
+from rankscope.record.phases import Phase
+from rankscope.run.filenames import Progress
+from rankscope.tree.summary import counted
+from rankscope.tree.treewriter import tree_text
+from rankscope.tree.views import Trace
+
+__all__ = ["write"]
+
+
+def write(
+    trace: Trace, selection: Selection, place: ExportPlace, progress: Progress
+) -> Sequence[str]:
+    """Write the file, one step in memory at a time.
+
+    Raises:
+        SelectionError: a part of a step is asked for, or a step that is not there.
+    """
+    has_part = selection.path != "*" or selection.wanted_ranks
+    if has_part or selection.phases not in (frozenset(Phase), {Phase.SETUP}):
+        raise SelectionError("--format json: writes whole steps; choose them with --step, --mode")
+    steps = selection.groups(trace)
+    with place.target.open("wb") as file:
+        for text in tree_text(trace, steps, progress):
+            file.write(text.encode(errors="backslashreplace"))
+    return (f"{counted(len(steps), 'step')} as one tree",)

@@ -1,0 +1,112 @@
+"""The columns of a step: the one list from which numpy dtypes, checks and the page of the docs are
+made.
+
+A step is rows of five tables. Rows that name a row of another table count within the step; texts
+are those of the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from rankscope.record.statistics import STATISTICS
+from rankscope.record.value import SKETCH_SIZE
+
+__all__ = ["COLUMNS", "TABLES", "Column"]
+
+TABLES: Final[Mapping[str, str]] = {
+    "nodes": "one row a call as all ranks made it, parents before what they called",
+    "calls": "one row a node and rank, by node, then rank",
+    "values": "one row a value and rank, by node, slot, layout and number, then rank",
+    "samples": "one row a sample of a value whose batch dim is small",
+    "failures": "one row a failure inside rankscope while it watched a call",
+    "texts": "one row a text, of all steps of the file",
+    "utf8": "the bytes of the texts",
+}
+
+
+_TEXT: Final = "number of a text"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column."""
+
+    name: str
+    """Table and column: `values.hash`."""
+    dtype: str
+    """As numpy writes it, little-endian."""
+    meaning: str
+    unit: str = ""
+    since: int = 1
+    """Version of the format of step files that brought it; of an older file a reader has `missing`
+    there."""
+    missing: float | int = 0
+    least: int = 0
+    """Of numbers of texts: -1 where a row may name none."""
+    width: int = 1
+    """Numbers in a row."""
+
+    @property
+    def is_text(self) -> bool:
+        """True for numbers of texts."""
+        return self.meaning.startswith(_TEXT)
+
+    @property
+    def table(self) -> str:
+        """Table that it is of."""
+        return self.name.partition(".")[0]
+
+
+COLUMNS: Final[Mapping[str, Column]] = {
+    column.name: column
+    for column in (
+        Column("nodes.id", "<u8", "the same call has the same id in every trace"),
+        Column("nodes.parent", "<i8", "row of the node that called it, -1 for an outermost one"),
+        Column("nodes.path", "<i4", f"{_TEXT}: canonical path of the module"),
+        Column("nodes.phase", "<i4", f"{_TEXT}: part of the step, a word"),
+        Column("nodes.micro_batch", "<i8", "n-th call of the root in the step, -1 for none"),
+        Column("nodes.ordinal", "<i8", "n-th call of the path in phase and micro-batch, from 0"),
+        Column("nodes.of_ordinal", "<i8", "of backward: the ordinal of its forward call"),
+        Column("nodes.graph_task", "<i4", "of backward: which backward pass"),
+        Column("calls.node", "<i8", "row of its node"),
+        Column("calls.rank", "<i4", "global rank"),
+        Column("calls.start_ns", "<i8", "wall clock at which it began", "ns"),
+        Column("calls.duration_ns", "<i8", "how long it took, -1 where its end is not known", "ns"),
+        Column("calls.status", "|u1", "how it ended, a number of CallStatus"),
+        Column("calls.issued", "<u8", "torch's own count of collectives of the group, 0 for none"),
+        Column("calls.module", "<i4", f"{_TEXT}: JSON of class, raw path and wrappers"),
+        Column("calls.error", "<i4", f"{_TEXT}: what it raised, -1 for nothing", least=-1),
+        Column(
+            "calls.collective", "<i4", f"{_TEXT}: JSON of the collective, -1 for none", least=-1
+        ),
+        Column("calls.number", "<u4", "how many collectives of its channel came before"),
+        Column("values.node", "<i8", "row of its node"),
+        Column("values.slot", "<i4", f"{_TEXT}: name of the slot"),
+        Column("values.tensor", "<i4", f"{_TEXT}: JSON of dtype, device, shapes and layout"),
+        Column("values.rank", "<i4", "global rank"),
+        Column("values.flags", "<u4", "bits of ValueFlag"),
+        Column("values.digested", "|b1", "it has numbers"),
+        Column("values.hash", "<u8", "of the bytes, order-sensitive"),
+        *(
+            Column(f"values.{s.name}", "<u8" if s.is_count else "<f8", s.meaning)
+            for s in STATISTICS
+        ),
+        Column("values.sketch", "<f8", "random projections", width=SKETCH_SIZE),
+        Column("values.time_ns", "<i8", "wall clock at which it was read", "ns"),
+        Column("values.reference", "<u8", "of its full tensor in tensors/, 0 where none was kept"),
+        Column("values.chunk", "<u4", "number of the file in tensors/, 0 for none"),
+        Column("values.sample_row", "<i8", "first row in samples, -1 for none"),
+        Column("values.sample_count", "<i4", "samples"),
+        Column("values.sample_dim", "<i4", "the batch dim"),
+        Column("samples.sketch", "<f4", "random projections of the sample", width=SKETCH_SIZE),
+        Column("failures.node", "<i8", "row of the node"),
+        Column("failures.rank", "<i4", "global rank"),
+        Column("failures.text", "<i4", f"{_TEXT}: what failed, -1 where not known", least=-1),
+        Column("texts.end", "<i8", "where it ends in utf8; it begins where the one before ends"),
+        Column("utf8.byte", "|u1", "UTF-8"),
+    )
+}
+"""In the order of a file."""

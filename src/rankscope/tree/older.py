@@ -1,0 +1,454 @@
+"""Traces of formats 1 and 2, and golden files, as steps: nodes were JSON there, beside the numbers
+in columns.
+
+    trace.json            nodes inside, or in steps/000007.json: one file for each step
+    values.safetensors    columns of all steps; in format 2 steps/000007.safetensors, of some steps
+                          each
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.errors import TraceError
+from rankscope.layout.placement import Mesh, Ranges, global_ranges, parse_placement
+from rankscope.record.call import CallStatus
+from rankscope.record.descriptions import ModuleName, TensorFacts, read_ranges
+from rankscope.record.ranklists import parse_ranks
+from rankscope.record.stepcolumns import COLUMNS
+from rankscope.record.value import SKETCH_SIZE
+from rankscope.run.filenames import STEPS_FOLDER, VALUES_NAME
+from rankscope.tree.columns import map_columns
+from rankscope.tree.damage import UNREADABLE
+from rankscope.tree.digests import Columns
+from rankscope.tree.joinedcolumns import join_columns
+from rankscope.tree.step import StepColumns, StepHead, StepTexts
+from rankscope.tree.stepfile import head_of
+from rankscope.tree.tracejson import load_json
+
+if TYPE_CHECKING:
+    from rankscope.chunks.tensorfiles import TensorRecords
+    from rankscope.record.streams import StreamId
+
+__all__ = ["OlderSteps", "OlderTrace", "is_older", "listed_nodes"]
+
+Array = NDArray[Any]
+Data = Mapping[str, Any]
+_NODES: Final = re.compile(rf"{STEPS_FOLDER}/\d{{6,}}\.json")
+_VALUES: Final = re.compile(rf"{re.escape(VALUES_NAME)}|{STEPS_FOLDER}/\d{{6,}}\.safetensors")
+_COUNTED_BY: Final = {"values": "values.rank", "samples": "samples.sketch", "calls": "calls.rank"}
+_STATUSES: Final = {status.word: int(status) for status in CallStatus}
+
+
+def is_older(head: Data) -> bool:
+    """True for the head of a trace whose nodes are JSON."""
+    return str(head["format"]) in ("rankscope.trace/1", "rankscope.trace/2")
+
+
+class OlderSteps:
+    """Steps whose nodes are JSON, one after the other."""
+
+    def __init__(
+        self,
+        groups: Sequence[Data],
+        nodes: Callable[[Data], list[dict[str, Any]]],
+        columns: Callable[[], Columns],
+        run: Data,
+        file: Callable[[Data], Path],
+    ) -> None:
+        """Read none yet.
+
+        Args:
+            groups: heads, with nodes inside or the file of them.
+            nodes: returns the nodes of one.
+            columns: of all of them.
+            run: header of the run.
+            file: where one is.
+        """
+        self._file = file
+        known = [(group, head_of(group)) for group in groups]
+        self.passed_over = frozenset(
+            f"mode {group['mode']!r}" for group, head in known if head is None
+        )
+        self.groups = [group for group, head in known if head is not None]
+        self.heads: list[StepHead] = [head for _, head in known if head is not None]
+        self.columns = columns
+        self._nodes, self._world_size = nodes, int(run["world_size"])
+        self._meshes = {
+            mesh["name"]: [
+                Mesh(axes=tuple(mesh["axes"]), shape=tuple(mesh["shape"]), ranks=tuple(ranks))
+                for ranks in mesh["over"]
+            ]
+            for mesh in run["meshes"]
+        }
+
+    def step(self, group: int) -> StepColumns:
+        """Return the columns of a step.
+
+        Raises:
+            TraceError: it is damaged.
+        """
+        data = self.groups[group]
+        try:
+            made = _Reader(self.heads[group], self.columns(), self._meshes, self._world_size)
+            return made.step(self._nodes(data), self._began_ns)
+        except UNREADABLE as error:
+            raise TraceError(
+                f"{self._file(data)}: {type(error).__name__} {error}: the trace is damaged"
+            ) from error
+
+    @functools.cached_property
+    def _began_ns(self) -> int:
+        columns = self.columns()
+        return int(columns["calls.start_ns"].min(initial=2**62)) if "calls.node" in columns else 0
+
+
+class OlderTrace:
+    """A trace folder of format 1 or 2, or one half grown in format 2."""
+
+    def __init__(
+        self, folder: Path, head: Data, groups: Sequence[Data], values: Sequence[Data]
+    ) -> None:
+        """Read no step yet.
+
+        Args:
+            folder: of the trace.
+            head: {"run", "completeness"}.
+            groups: heads of the steps.
+            values: {"file", "values", "samples", "calls"} of each values file; of a single one the
+                name alone.
+        """
+        self._folder, self.head, self._values = folder, head, values
+        self._steps = OlderSteps(groups, self._nodes, self.columns, head["run"], self._file)
+        self.heads, self.passed_over = self._steps.heads, self._steps.passed_over
+        self.step = self._steps.step
+
+    @classmethod
+    def of(cls, folder: Path, head: Data) -> OlderTrace:
+        """Return the finished trace of a trace.json."""
+        values = head["storage"]["values"]
+        listed = [{"file": values}] if isinstance(values, str) else values
+        return cls(folder, head, [*head["setup"], *head["steps"]], listed)
+
+    def file(self, group: int) -> Path:
+        """Where the nodes of a step are."""
+        return self._file(self._steps.groups[group])
+
+    def columns(self) -> Columns:
+        """Return the columns of all steps, mapped."""
+        return self._joined
+
+    @property
+    def tensors(self) -> Mapping[StreamId, TensorRecords]:
+        """{}: the chunks of a finished trace need no records."""
+        return {}
+
+    def counts(self, group: int) -> dict[str, int]:
+        """Return how many rows of "values", "calls" and "samples" a step has."""
+        step = self.step(group)
+        return {kind: len(step[column]) for kind, column in _COUNTED_BY.items()}
+
+    def faults(self) -> Iterator[str]:
+        """Yield what is wrong with each file that nodes or columns lie in."""
+        for group in self._steps.groups:
+            if "nodes_file" in group:
+                try:
+                    self._nodes(group)
+                except TraceError as error:
+                    yield str(error)
+        for part in self._values:
+            try:
+                path = _named(self._folder, part["file"], _VALUES, "values")
+                found = map_columns(path, self.head["run"]["world_size"], is_checked=True)
+                for kind, column in _COUNTED_BY.items():
+                    if len(found[column]) != part.get(kind, len(found[column])):
+                        raise TraceError(
+                            f"{path}: {column} has {len(found[column])} rows, the trace says "
+                            f"{part[kind]}: the file is damaged"
+                        )
+            except TraceError as error:
+                yield str(error)
+
+    @functools.cached_property
+    def _joined(self) -> Columns:
+        world_size = self.head["run"]["world_size"]
+        paths = [_named(self._folder, p["file"], _VALUES, "values") for p in self._values]
+        made = [functools.partial(map_columns, path, world_size) for path in paths]
+        return made[0]() if len(made) == 1 else join_columns(made, self._values)
+
+    def _file(self, group: Data) -> Path:
+        if "nodes_file" not in group:
+            return self._folder / "trace.json"
+        return _named(self._folder, str(group["nodes_file"]), _NODES, "nodes")
+
+    def _nodes(self, group: Data) -> list[dict[str, Any]]:
+        file = self._file(group)
+        holder = load_json(file, "nodes") if "nodes_file" in group else group
+        return listed_nodes(holder, file)
+
+
+def listed_nodes(holder: Data, file: Path) -> list[dict[str, Any]]:
+    """Return the nodes of a step in a trace.json, or of a nodes file.
+
+    Raises:
+        TraceError: there is no list of them.
+    """
+    nodes = holder.get("nodes")
+    if not isinstance(nodes, list):
+        raise TraceError(f"{file}: has no list of nodes: the trace is damaged")
+    return nodes
+
+
+def _named(folder: Path, name: str, pattern: re.Pattern[str], what: str) -> Path:
+    if not pattern.fullmatch(name):
+        raise TraceError(f"{folder}: {name!r} is no {what} file: the trace is damaged")
+    return folder / name
+
+
+class _Reader:
+    """Makes the columns of one step of its nodes."""
+
+    def __init__(
+        self,
+        head: StepHead,
+        columns: Columns,
+        meshes: Mapping[str, Sequence[Mesh]],
+        world_size: int,
+    ) -> None:
+        self._head, self._columns, self._meshes = head, columns, meshes
+        self._world_size = world_size
+        self._items: list[object] = []
+        self._numbers: dict[object, int] = {}
+        self._node: dict[str, list[int]] = {
+            name: [] for name in COLUMNS if name.startswith("nodes.")
+        }
+        self._call: dict[str, list[Array]] = {}
+        self._failure: list[tuple[int, int, int]] = []
+        self._value: dict[str, list[Array]] = {"node": [], "slot": [], "tensor": []}
+        self._rows: list[tuple[int, int]] = []
+        self._next_call: int | None = None
+        self._first_call: int | None = None
+
+    def step(self, nodes: Sequence[Data], began_ns: int) -> StepColumns:
+        """Return the columns of the step."""
+        waiting: list[tuple[Data, int]] = [(node, -1) for node in reversed(nodes)]
+        while waiting:
+            data, parent = waiting.pop()
+            row = len(self._node["nodes.id"])
+            self._add_node(data, parent, row)
+            waiting += [(child, row) for child in reversed(data["children"])]
+        columns: dict[str, Array] = {
+            name: np.array(listed, COLUMNS[name].dtype) for name, listed in self._node.items()
+        }
+        columns |= {
+            name: np.concatenate(parts).astype(COLUMNS[name].dtype)
+            for name, parts in self._call.items()
+        }
+        failures = np.array(self._failure, np.int64).reshape(-1, 3)
+        for place, name in enumerate(("node", "rank", "text")):
+            columns[f"failures.{name}"] = failures[:, place]
+        first = self._rows[0][0] if self._rows else 0
+        last = self._rows[-1][1] if self._rows else 0
+        if [begin for begin, _ in self._rows[1:]] != [end for _, end in self._rows[:-1]]:
+            raise ValueError("the rows of its slots do not follow on each other")
+        own = {
+            name: column[first:last]
+            for name, column in self._columns.items()
+            if name.startswith("values.")
+        }
+        for name, parts in self._value.items():
+            own[f"values.{name}"] = np.concatenate([*parts, np.empty(0, np.int64)])
+        columns |= own
+        columns["samples.sketch"] = self._samples(columns)
+        for name in COLUMNS:
+            if name.startswith("values.") and name not in columns:
+                count, width = last - first, COLUMNS[name].width
+                shape = (count,) if width == 1 else (count, width)
+                columns[name] = np.zeros(shape, COLUMNS[name].dtype)
+        return StepColumns(
+            head=self._head, columns=columns, texts=StepTexts(self._items), began_ns=began_ns,
+            first_value=first, first_call=self._first_call or 0,
+        )  # fmt: skip
+
+    def _samples(self, columns: dict[str, Array]) -> Array:
+        """Return the rows of samples of the step, and count its own from 0."""
+        starts = columns["values.sample_row"]
+        has_any = starts >= 0
+        if not has_any.any():
+            return np.empty((0, SKETCH_SIZE), np.float32)
+        counts = columns["values.sample_count"].astype(np.int64)
+        first = int(starts[has_any].min())
+        last = int((starts + counts)[has_any].max())
+        columns["values.sample_row"] = np.where(has_any, starts - first, -1)
+        return self._columns["samples.sketch"][first:last]
+
+    # ---- nodes and calls
+
+    def _add_node(self, data: Data, parent: int, row: int) -> None:
+        ranks = np.array(parse_ranks(data["ranks"], self._world_size), np.int64)
+        if not len(ranks):
+            raise ValueError("a node of no rank")
+        ordinal, micro = int(data["ordinal"]), data["micro_batch"]
+        facts = {
+            "id": int(data["id"], 16), "parent": parent, "path": self._number(str(data["path"])),
+            "phase": self._number(str(data["phase"])),
+            "micro_batch": -1 if micro is None else int(micro), "ordinal": ordinal,
+            "of_ordinal": int(data.get("of_ordinal", ordinal)),
+            "graph_task": int(data.get("graph_task", 0)),
+        }  # fmt: skip
+        for name, fact in facts.items():
+            self._node[f"nodes.{name}"].append(fact)
+        self._add_calls(data, row, ranks)
+        for each in data.get("errors", ()):
+            text = self._number(str(each["error"]))
+            for rank in parse_ranks(each["ranks"], self._world_size):
+                self._failure.append((row, rank, text))
+        for slot in data["slots"]:
+            self._add_slot(slot, row)
+
+    def _add_calls(self, data: Data, row: int, ranks: Array) -> None:
+        classes = data.get("classes")
+        module = self._on(ranks, classes, lambda each: self._module(data, each["class"]))
+        default = self._module(data, str(data["class"]))
+        outcomes = data.get("outcomes") or [{"ranks": data["ranks"], "status": data["status"]}]
+        status = self._on(ranks, outcomes, lambda each: _STATUSES.get(str(each["status"]), 255))
+        failed = [each for each in outcomes if "error" in each]
+        error = self._on(ranks, failed, lambda each: self._number(str(each["error"])))
+        issued = data.get("collectives") or (
+            [{"ranks": data["ranks"], **data["collective"]}] if "collective" in data else None
+        )
+        made: dict[str, Array] = {
+            "node": np.full(len(ranks), row),
+            "rank": ranks,
+            "module": np.where(module >= 0, module, default),
+            "status": status,
+            "error": error,
+            "collective": self._on(ranks, issued, self._collective),
+            "number": np.maximum(
+                self._on(ranks, issued, lambda each: int(each.get("sequence", 0))), 0
+            ),
+            **self._times(data, len(ranks)),
+        }
+        for name, column in made.items():
+            self._call.setdefault(f"calls.{name}", []).append(column)
+
+    def _times(self, data: Data, count: int) -> dict[str, Array]:
+        """Return when the calls began and how long they took; where nothing says that, as if they
+        had begun at once and not ended."""
+        names = ("start_ns", "duration_ns", "issued")
+        if "calls.node" not in self._columns:
+            nothing = np.zeros(count, np.int64)
+            return dict(zip(names, (nothing, nothing - 1, nothing)))
+        node, wanted = self._columns["calls.node"], np.uint64(int(data["id"], 16))
+        first = self._next_call
+        if first is None or first >= len(node) or node[first] != wanted:
+            found = np.flatnonzero(np.asarray(node) == wanted)
+            if not len(found):
+                raise ValueError(f"the columns have no call of node {data['id']}")
+            first = int(found[0])
+        if (node[first : first + count] != wanted).any() or len(node) < first + count:
+            raise ValueError(f"the columns have other calls of node {data['id']} than its ranks")
+        if self._first_call is None:
+            self._first_call = first
+        self._next_call = first + count
+        return {
+            name: np.asarray(self._columns[f"calls.{name}"][first : first + count])
+            if f"calls.{name}" in self._columns
+            else np.zeros(count, np.int64)
+            for name in names
+        }
+
+    def _on(
+        self, ranks: Array, listed: Sequence[Data] | None, number: Callable[[Data], int]
+    ) -> Array:
+        """Return a number for each rank of what is said of some ranks each, -1 for nothing."""
+        found = np.full(len(ranks), -1, np.int64)
+        for each in listed or ():
+            of = parse_ranks(each["ranks"], self._world_size)
+            whole = len(of) == len(ranks)
+            found[slice(None) if whole else np.isin(ranks, of)] = number(each)
+        return found
+
+    def _module(self, data: Data, class_name: str) -> int:
+        return self._number(
+            ModuleName(
+                path="",
+                raw_path=str(data.get("raw_path", data["path"])),
+                class_name=class_name,
+                wrappers=tuple(map(str, data.get("wrappers", ()))),
+                opaque=bool(data.get("opaque", False)),
+            )
+        )
+
+    def _collective(self, data: Data) -> int:
+        fields = {name: each for name, each in data.items() if name not in ("ranks", "sequence")}
+        return self._number(json.dumps(fields))
+
+    # ---- slots and values
+
+    def _add_slot(self, data: Data, row: int) -> None:
+        begin, end = data["rows"]
+        ranks = self._columns["values.rank"][begin:end]
+        if not 0 <= begin < end or len(ranks) != end - begin:
+            raise ValueError(f"rows {begin} to {end} are not in the columns")
+        tensor = np.full(end - begin, -1, np.int64)
+        at = 0
+        for each in data["values"]:
+            of = parse_ranks(each["ranks"], self._world_size)
+            place: Any = slice(at, at + len(of))
+            if tuple(ranks[place].tolist()) != of:  # in a large trace folds were no ranges
+                place = np.flatnonzero(np.isin(ranks, of))
+            at += len(of)
+            tensor[place] = self._tensors(data, each, ranks[place])
+        if (tensor < 0).any():
+            raise ValueError(f"{data['slot']}: nothing says what some of its ranks hold")
+        self._rows.append((begin, end))
+        self._value["node"].append(np.full(end - begin, row))
+        self._value["slot"].append(np.full(end - begin, self._number(str(data["slot"]))))
+        self._value["tensor"].append(tensor)
+
+    def _tensors(self, slot: Data, value: Data, ranks: Array) -> Array | int:
+        """Return the number of what each rank holds."""
+        layout, whole = slot["layout"], slot["shape"]
+        mesh = str(layout.get("mesh", ""))
+        placements = tuple((str(a), str(p)) for a, p in layout.get("placements", {}).items())
+        shape = tuple(map(int, value["shape"]))
+        common: dict[str, Any] = {
+            "dtype": str(slot["dtype"]), "device": str(slot["device"]), "shape": shape,
+            "global_shape": None if whole is None else tuple(map(int, whole)),
+            "source": str(layout["source"]), "mesh": mesh, "placements": placements,
+            "note": value.get("note"), "requires_grad": bool(value.get("requires_grad", False)),
+        }  # fmt: skip
+        is_told = "summary" not in slot and shape != common["global_shape"]
+        if "ranges" in value or is_told or not mesh or whole is None:
+            ranges = read_ranges(value["ranges"]) if "ranges" in value else None
+            return self._number(TensorFacts(**common, ranges=ranges))
+        found = [self._ranges(mesh, placements, common["global_shape"], r) for r in ranks.tolist()]
+        return np.array([self._number(TensorFacts(**common, ranges=each)) for each in found])
+
+    def _ranges(
+        self, mesh: str, placements: Any, whole: tuple[int, ...], rank: int
+    ) -> tuple[Ranges, ...] | None:
+        """Return what of a whole a rank holds, as its placements say."""
+        for each in self._meshes.get(mesh, ()):
+            at = each.coordinate(rank)
+            if at is not None:
+                by_axis = dict(placements)
+                placed = [parse_placement(by_axis[axis]) for axis in each.axes]
+                return global_ranges(whole, each.shape, at, placed)
+        return None
+
+    def _number(self, item: object) -> int:
+        found = self._numbers.get(item)
+        if found is None:
+            found = self._numbers[item] = len(self._items)
+            self._items.append(item)
+        return found

@@ -1,0 +1,319 @@
+"""One step in columns, as memory, files and every reader have it: `rankscope.record.stepcolumns`
+names the columns.
+
+Nodes and slots are ranges of rows: the calls of a node stand side by side, and so do the values of
+a slot on which ranks agree what it is (an *entry*), and in it the ranks that hold the same (a
+*fold*). Where each begins is found here once, for all of a step at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.record.call import CallStatus, Mode
+from rankscope.record.collective import Collective
+from rankscope.record.descriptions import ModuleName, TensorFacts
+from rankscope.record.ranklists import ranks_text
+from rankscope.record.value import ValueFlag
+from rankscope.tree.digests import Columns
+
+__all__ = ["UNFOLDED_FLAGS", "LazyColumns", "StepColumns", "StepHead", "StepTexts"]
+
+Array = NDArray[Any]
+_NEVER: Final = np.iinfo(np.int64).max
+UNFOLDED_FLAGS: Final = np.uint32(
+    ValueFlag.REUSED
+    | ValueFlag.HAS_SAMPLES
+    | ValueFlag.SUPERSEDES
+    | ValueFlag.NOT_KEPT
+    | ValueFlag.AS_LEFT
+    | ValueFlag.SAME_LINES
+)
+"""How a value was obtained, not what it is: no reason to tell ranks apart."""
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepHead:
+    """Which step it is, and what ranks noted of it."""
+
+    is_setup: bool
+    mode: Mode
+    step: int
+    incarnation: int
+    notes: tuple[Mapping[str, Any], ...] = ()
+    """As `notes` of docs/trace-format.md."""
+
+
+class LazyColumns(dict[str, Array]):
+    """Columns that are each made when it is asked for."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Array]]) -> None:
+        """Make none yet."""
+        super().__init__()
+        self._makers = makers
+
+    def __missing__(self, name: str) -> Array:
+        column = self[name] = self._makers[name]()
+        return column
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._makers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    def items(self) -> Any:
+        """Return names and columns, all of which are made."""
+        return [(name, self[name]) for name in self._makers]
+
+
+class StepTexts:
+    """The texts of a step by number: words, and descriptions as JSON."""
+
+    def __init__(self, items: Sequence[object]) -> None:
+        """Hold texts; one of a description may be that itself."""
+        self._items = items
+        self._read: dict[int, Any] = {}
+        self._kinds: dict[tuple[object, ...], int] = {}
+        self._pieces: dict[tuple[object, ...], int] = {}
+        self.plans: dict[object, Any] = {}
+        """How pieces make wholes, once it was asked."""
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def text(self, number: int) -> str:
+        """Return a text."""
+        item = self._items[number]
+        if isinstance(item, str):
+            return item
+        return json.dumps(item.as_fields(), ensure_ascii=False)  # type: ignore[attr-defined]
+
+    def module(self, number: int) -> ModuleName:
+        """Return the name of a module."""
+        return self._described(number, ModuleName)
+
+    def tensor(self, number: int) -> TensorFacts:
+        """Return what a rank holds."""
+        return self._described(number, TensorFacts)
+
+    def collective(self, number: int) -> Mapping[str, Any]:
+        """Return a collective, as `collective` of docs/trace-format.md."""
+        found = self._read.get(number)
+        if found is None:
+            item = self._items[number]
+            found = item.as_fields() if isinstance(item, Collective) else json.loads(str(item))
+            self._read[number] = found
+        fields: Mapping[str, Any] = found
+        return fields
+
+    def kinds_and_pieces(self, tensors: Array) -> tuple[Array, Array]:
+        """Return for each number of a tensor two numbers: equal where ranks agree what it is, and
+        where they hold the same piece of it."""
+        table = np.zeros((2, len(self._items)), np.int64)
+        used = np.zeros(len(self._items), np.bool_)
+        used[tensors] = True
+        for number in np.flatnonzero(used).tolist():
+            facts = self.tensor(number)
+            shared = tuple(facts.shared.values())
+            table[0, number] = self._kinds.setdefault(shared, len(self._kinds))
+            table[1, number] = self._pieces.setdefault(facts.local, len(self._pieces))
+        return table[0][tensors], table[1][tensors]
+
+    def _described(self, number: int, kind: type[_T]) -> _T:
+        found = self._read.get(number)
+        if found is None:
+            item, read = self._items[number], cast("Any", kind)
+            found = item if isinstance(item, kind) else read.read(json.loads(str(item)))
+            self._read[number] = found
+        described: _T = found
+        return described
+
+
+class NodeLists:
+    """What all calls of each node say together, a list over the nodes for each question."""
+
+    def __init__(self, step: StepColumns) -> None:
+        columns, first = step, step.call_start[:-1]
+        self.path = columns["nodes.path"].tolist()
+        self.phase = columns["nodes.phase"].tolist()
+        self.parent = columns["nodes.parent"].tolist()
+        self.micro_batch = columns["nodes.micro_batch"].tolist()
+        self.ordinal = columns["nodes.ordinal"].tolist()
+        self.first_call = step.call_start.tolist()
+        self.first_entry = step.node_entries.tolist()
+        self.module = columns["calls.module"][first].tolist()
+        status = columns["calls.status"]
+        returned = (status == CallStatus.RETURNED) & _as_first(step, columns["calls.error"])
+        self.has_returned = _of_all(step, returned).tolist()
+        self.children: list[list[int]] = [[] for _ in self.path]
+        self.tops: list[int] = []
+        for node, parent in enumerate(self.parent):
+            (self.tops if parent < 0 else self.children[parent]).append(node)
+
+
+@dataclass(eq=False)
+class StepColumns:
+    """One step."""
+
+    head: StepHead
+    columns: Columns
+    """Of this step alone: rows are counted from 0."""
+    texts: StepTexts
+    began_ns: int
+    """Wall clock of the first call of the run."""
+    first_value: int = 0
+    """Row of its first value among those of the whole trace."""
+    first_call: int = 0
+    """The same for calls."""
+    _ranks: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
+    _rank_texts: dict[tuple[int, ...], str] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Array:
+        """Return a column."""
+        return self.columns[name]
+
+    @cached_property
+    def lists(self) -> NodeLists:
+        """What is asked of every node."""
+        return NodeLists(self)
+
+    @cached_property
+    def call_start(self) -> Array:
+        """[nodes + 1] first row in calls of each node."""
+        return self._starts_of("calls.node")
+
+    @cached_property
+    def entry_start(self) -> Array:
+        """[entries + 1] first row in values of each entry."""
+        node, slot = self["values.node"], self["values.slot"]
+        return _starts(node, slot, self._kinds_and_pieces[0])
+
+    @cached_property
+    def node_entries(self) -> Array:
+        """[nodes + 1] first entry of each node."""
+        of_entry = self["values.node"][self.entry_start[:-1]]
+        count = len(self["nodes.id"])
+        return np.searchsorted(of_entry, np.arange(count + 1))
+
+    @cached_property
+    def fold_start(self) -> Array:
+        """[folds + 1] first row in values of each fold."""
+        columns = self
+        entry = np.zeros(len(columns["values.rank"]), np.int64)
+        entry[self.entry_start[:-1]] = 1
+        entry = np.cumsum(entry)
+        flags = columns["values.flags"] & ~UNFOLDED_FLAGS
+        numbers = columns["values.count"], columns["values.hash"]
+        return _starts(entry, self._kinds_and_pieces[1], flags, *numbers)
+
+    @cached_property
+    def entry_folds(self) -> Array:
+        """[entries + 1] first fold of each entry."""
+        return np.searchsorted(self.fold_start, self.entry_start)
+
+    @cached_property
+    def durations(self) -> tuple[list[float], list[float], list[float], list[int]]:
+        """Of each node: when it began on the lowest rank, since the first call of the run, its
+        shortest and its longest call, in us, and whose that is: -1 where none has ended."""
+        columns, first = self, self.call_start[:-1]
+        begin = _microseconds(columns["calls.start_ns"][first] - self.began_ns).tolist()
+        taken = columns["calls.duration_ns"]
+        if not len(taken):
+            return begin, begin, begin, []
+        is_done = taken >= 0
+        shortest = np.minimum.reduceat(np.where(is_done, taken, _NEVER), first)
+        longest = np.maximum.reduceat(taken, first)
+        row = np.arange(len(taken))
+        is_longest = is_done & (taken == longest[columns["calls.node"]])
+        at = np.minimum.reduceat(np.where(is_longest, row, len(taken)), first)
+        has_any = at < len(taken)
+        whose = np.where(has_any, columns["calls.rank"][np.where(has_any, at, 0)], -1)
+        least = _microseconds(np.where(has_any, shortest, 0)).tolist()
+        return begin, least, _microseconds(longest).tolist(), whose.tolist()
+
+    @cached_property
+    def is_one_module(self) -> list[bool]:
+        """Of each node: its ranks call the module by one name."""
+        found: list[bool] = _of_all(self, _as_first(self, self["calls.module"])).tolist()
+        return found
+
+    @cached_property
+    def failures(self) -> dict[int, list[tuple[int, int]]]:
+        """{node: (rank, text) of each failure inside rankscope}."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        names = ("node", "rank", "text")
+        for node, *failure in zip(*(self[f"failures.{n}"].tolist() for n in names)):
+            found.setdefault(node, []).append((failure[0], failure[1]))
+        return found
+
+    @property
+    def piece_numbers(self) -> Array:
+        """[values] equal where ranks hold the same piece of a whole, whatever its numbers are."""
+        return self._kinds_and_pieces[1]
+
+    def ranks(self, table: str, rows: slice | Array) -> tuple[int, ...]:
+        """Return the ranks of some rows of calls or values; equal ones are the same tuple."""
+        ranks = self[f"{table}.rank"][rows]
+        key = ranks.tobytes()
+        found = self._ranks.get(key)
+        if found is None:
+            found = self._ranks[key] = tuple(ranks.tolist())
+        return found
+
+    def ranks_text(self, ranks: tuple[int, ...]) -> str:
+        """Return ranks as people write them: `0-7`."""
+        found = self._rank_texts.get(ranks)
+        if found is None:
+            found = self._rank_texts[ranks] = ranks_text(ranks)
+        return found
+
+    @cached_property
+    def _kinds_and_pieces(self) -> tuple[Array, Array]:
+        return self.texts.kinds_and_pieces(self["values.tensor"])
+
+    def _starts_of(self, name: str) -> Array:
+        count = len(self["nodes.id"])
+        return np.searchsorted(self[name], np.arange(count + 1))
+
+
+def _starts(*columns: Array) -> Array:
+    """Return where each run of equal rows begins, and the length of the whole at the end."""
+    count = len(columns[0])
+    if not count:
+        return np.zeros(1, np.int64)
+    changes = np.zeros(count - 1, np.bool_)
+    for column in columns:
+        changes |= column[1:] != column[:-1]
+    return np.concatenate([[0], np.flatnonzero(changes) + 1, [count]]).astype(np.int64)
+
+
+def _as_first(step: StepColumns, column: Array) -> Array:
+    """[calls] True where a call has in a column what the first call of its node has."""
+    same: Array = column == column[step.call_start[:-1]][step["calls.node"]]
+    return same
+
+
+def _of_all(step: StepColumns, holds: Array) -> Array:
+    """[nodes] True where it holds for every call."""
+    if not len(holds):
+        return holds
+    every: Array = np.logical_and.reduceat(holds, step.call_start[:-1])
+    return every
+
+
+def _microseconds(ns: Array) -> Array:
+    """Nanoseconds in microseconds, to one place; in integers, so that halves round the same way."""
+    rounded: Array = (ns + 50) // 100 / 10
+    return rounded

@@ -1,0 +1,286 @@
+"""Files of whole steps: safetensors, a tensor for each column, the steps behind each other.
+
+    steps/000007.safetensors    columns of some steps, and the texts that their rows name
+
+Where the rows of a step lie in the tables of its file is said by its entry in trace.json, or in the
+index while the job runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.chunks.safetensors import write_arrays
+from rankscope.errors import TraceError
+from rankscope.record.call import Mode
+from rankscope.record.stepcolumns import COLUMNS, Column
+from rankscope.run.filenames import STEPS_FOLDER, STEPS_FORMAT
+from rankscope.tree.columns import map_columns
+from rankscope.tree.damage import UNREADABLE
+from rankscope.tree.step import StepColumns, StepHead, StepTexts
+
+__all__ = ["StepFiles", "entry_of", "head_of", "step_name", "write_steps"]
+
+Array = NDArray[Any]
+Entry = Mapping[str, Any]
+"""Of a step in trace.json, or in a line of the index."""
+_OF_STEPS: Final = ("nodes", "calls", "values", "samples", "failures")
+_FIRST_FORMAT: Final = 1
+"""Of step files."""
+_MOST_OPEN: Final = 64
+"""Files mapped at a time; each takes a file descriptor."""
+_FILE: Final = re.compile(rf"{STEPS_FOLDER}/\d{{6,}}\.safetensors")
+
+
+def write_steps(
+    folder: Path, number: int, steps: Sequence[StepColumns], *, is_synced: bool = True
+) -> list[dict[str, Any]]:
+    """Write steps into one file, under another name until it is whole; return their entries.
+
+    Args:
+        folder: of the trace, with its `steps`.
+        number: of the file.
+        steps: which share their texts, or of which there is one.
+        is_synced: see that it is on disk.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    name = f"{STEPS_FOLDER}/{number:06d}.safetensors"
+    texts = _used_texts(steps)
+    makers: dict[str, Callable[[], Array]] = {
+        column.name: functools.partial(_column, steps, column, texts)
+        for column in COLUMNS.values()
+        if column.table in _OF_STEPS
+    }
+    ends, utf8 = _joined(steps[0].texts, texts)
+    makers |= {"texts.end": lambda: ends, "utf8.byte": lambda: utf8}
+    widest = sorted(makers, key=lambda each: -np.dtype(COLUMNS[each].dtype).itemsize)
+    made = {each: makers[each] for each in widest}
+    write_arrays(folder / name, made, {"format": STEPS_FORMAT}, is_synced=is_synced)
+    entries, begun = [], dict.fromkeys(_OF_STEPS, 0)
+    for step in steps:
+        rows = {}
+        for table in _OF_STEPS:
+            first = next(each for each in COLUMNS if each.startswith(f"{table}."))
+            begin = begun[table]
+            begun[table] += len(step[first])
+            rows[table] = [begin, begun[table]]
+        entries.append(entry_of(step.head) | {"file": name, "rows": rows})
+    return entries
+
+
+def entry_of(head: StepHead) -> dict[str, Any]:
+    """Return what says which step it is, and what ranks noted of it."""
+    found: dict[str, Any] = {"incarnation": head.incarnation}
+    if not head.is_setup:
+        found = {"mode": head.mode.word, "step": head.step, **found}
+    return found | ({"notes": list(head.notes)} if head.notes else {})
+
+
+def head_of(entry: Entry) -> StepHead | None:
+    """Return the head of an entry; None where only a newer rankscope knows its mode.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none.
+    """
+    word = str(entry.get("mode", Mode.TRAIN.word))
+    if word.upper() not in Mode.__members__:
+        return None
+    return StepHead(
+        is_setup="mode" not in entry,
+        mode=Mode[word.upper()],
+        step=int(entry["step"]) if "mode" in entry else 0,
+        incarnation=int(entry["incarnation"]),
+        notes=tuple(entry.get("notes", ())),
+    )
+
+
+def step_name(head: StepHead) -> tuple[int, int, int]:
+    """Return incarnation, mode and step: the order of the tree."""
+    return head.incarnation, int(head.mode), head.step
+
+
+class StepFiles:
+    """The step files of one trace folder, mapped when they are asked for."""
+
+    def __init__(self, folder: Path, world_size: int) -> None:
+        """Open none yet; `world_size`: no rank is as high."""
+        self._folder, self._world_size = folder, world_size
+        self._open: OrderedDict[str, tuple[Mapping[str, Array], StepTexts]] = OrderedDict()
+
+    def path(self, entry: Entry) -> Path:
+        """Return the file of a step.
+
+        Raises:
+            TraceError: the one named is none that a trace has.
+        """
+        name = str(entry["file"])
+        if not _FILE.fullmatch(name):
+            raise TraceError(f"{self._folder}: {name!r} is no step file: the trace is damaged")
+        return self._folder / name
+
+    def step(
+        self, entry: Entry, head: StepHead, began_ns: int, first: Mapping[str, int]
+    ) -> StepColumns:
+        """Return a step.
+
+        Args:
+            entry: where it lies.
+            head: of the entry.
+            began_ns: as of the step.
+            first: rows of "values" and "calls" of the trace before it.
+
+        Raises:
+            TraceError: the file is damaged, or not there.
+        """
+        path = self.path(entry)
+        columns, texts = self._file(path)
+        try:
+            own = {}
+            for column in COLUMNS.values():
+                if column.table in _OF_STEPS:
+                    begin, end = entry["rows"][column.table]
+                    found = columns.get(column.name)
+                    if found is None:
+                        found = _missing(column, end)
+                    if not 0 <= begin <= end <= len(found):
+                        raise ValueError(f"rows {begin} to {end} of {len(found)} of {column.name}")
+                    own[column.name] = found[begin:end].view(np.ndarray)  # faster than a map
+            step = StepColumns(
+                head=head, columns=own, texts=texts, began_ns=began_ns,
+                first_value=first["values"], first_call=first["calls"],
+            )  # fmt: skip
+            _check(step, self._world_size)
+        except UNREADABLE as error:
+            raise TraceError(
+                f"{path}: {type(error).__name__} {error}: the trace is damaged"
+            ) from error
+        return step
+
+    def faults(self, entries: Sequence[Entry]) -> Iterator[str]:
+        """Read the files of steps from begin to end, and yield what is wrong with each."""
+        sound: set[Path] = set()
+        for entry in entries:
+            try:
+                path = self.path(entry)
+                if path not in sound:
+                    map_columns(path, self._world_size, is_checked=True)
+                    sound.add(path)
+                head = head_of(entry)
+                if head is not None:
+                    self.step(entry, head, 0, {"values": 0, "calls": 0})
+            except TraceError as error:
+                yield str(error)
+
+    def _file(self, path: Path) -> tuple[Mapping[str, Array], StepTexts]:
+        found = self._open.get(path.name)
+        if found is None:
+            columns = map_columns(path, self._world_size)
+            found = columns, StepTexts(_FileTexts(columns["texts.end"], columns["utf8.byte"]))
+            self._open[path.name] = found
+            if len(self._open) > _MOST_OPEN:
+                self._open.popitem(last=False)
+        self._open.move_to_end(path.name)
+        return found
+
+
+class _FileTexts(Sequence[object]):
+    """The texts of a file, each decoded when it is asked for."""
+
+    def __init__(self, ends: Array, utf8: Array) -> None:
+        self._ends: list[int] = [0, *ends.tolist()]
+        self._utf8 = utf8
+        self._known: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, number: Any) -> str:
+        found = self._known.get(number)
+        if found is None:
+            begin, end = self._ends[number : number + 2]
+            if not 0 <= begin <= end <= len(self._utf8):
+                raise ValueError(f"text {number} is not in the {len(self._utf8)} bytes of texts")
+            found = self._known[number] = (
+                self._utf8[begin:end].tobytes().decode(errors="surrogatepass")
+            )
+        return found
+
+
+def _missing(column: Column, count: int) -> Array:
+    """Return what a file says that was written before there was this column.
+
+    Raises:
+        KeyError: there always was.
+    """
+    if column.since <= _FIRST_FORMAT:
+        raise KeyError(column.name)
+    shape = (count,) if column.width == 1 else (count, column.width)
+    return np.broadcast_to(np.array(column.missing, column.dtype), shape)
+
+
+def _used_texts(steps: Sequence[StepColumns]) -> Array:
+    """Return the numbers of the texts that rows name, sorted."""
+    used = np.zeros(len(steps[0].texts), np.bool_)
+    for step in steps:
+        for name in (column.name for column in COLUMNS.values() if column.is_text):
+            numbers = step[name]
+            used[numbers[numbers >= 0]] = True
+    return np.flatnonzero(used)
+
+
+def _joined(texts: StepTexts, numbers: Array) -> tuple[Array, Array]:
+    """Return where each text ends, and the bytes of all."""
+    data = [texts.text(number).encode(errors="surrogatepass") for number in numbers.tolist()]
+    ends = np.cumsum([len(each) for each in data], dtype=np.int64)
+    return ends, np.frombuffer(b"".join(data), np.uint8)
+
+
+def _column(steps: Sequence[StepColumns], column: Column, texts: Array) -> Array:
+    """Return a column over all steps, numbers of texts as they are in the file."""
+    own = steps[0][column.name] if len(steps) == 1 else np.concatenate(
+        [step[column.name] for step in steps]
+    )  # fmt: skip
+    if column.is_text:
+        own = np.where(own >= 0, np.searchsorted(texts, own), -1)
+    return own.astype(column.dtype, copy=False)
+
+
+def _check(step: StepColumns, world_size: int) -> None:
+    """Refuse rows that name rows or texts that are not there, and ranks that nobody is.
+
+    Raises:
+        ValueError, KeyError: there are such.
+    """
+    nodes, texts = len(step["nodes.id"]), len(step.texts)
+    parent = step["nodes.parent"]
+    if ((parent < -1) | (parent >= np.arange(nodes))).any():
+        raise ValueError("a node is inside one that comes behind it")
+    for table in ("calls", "values", "failures"):
+        node, ranks = step[f"{table}.node"], step[f"{table}.rank"]
+        if len(node) and not (node[0] >= 0 and node[-1] < nodes and (node[1:] >= node[:-1]).all()):
+            raise ValueError(f"{table}.node names nodes that are not there, or in another order")
+        if len(ranks) and not 0 <= int(ranks.min()) <= int(ranks.max()) < world_size:
+            raise ValueError(f"{table}.rank is outside a world of {world_size}")
+    if len(np.unique(step["calls.node"])) != nodes:
+        raise ValueError("a node has no call")
+    for column in COLUMNS.values():
+        if column.is_text and len(step[column.name]):
+            found = step[column.name]
+            if not column.least <= int(found.min()) <= int(found.max()) < texts:
+                raise ValueError(f"{column.name} names texts that are not there")
+    first, count = step["values.sample_row"], step["values.sample_count"]
+    has_any = first >= 0
+    if (first[has_any] + count[has_any] > len(step["samples.sketch"])).any() or (
+        count[has_any] < 0
+    ).any():
+        raise ValueError("values.sample_row names samples that are not there")
