@@ -20,47 +20,18 @@ from rankscope.assembly.interning import Interned, Vocabulary
 from rankscope.assembly.tables import Tables, factorize
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
-from rankscope.record.value import ValueFlag
+from rankscope.record.value import UNFOLDED_FLAGS
 
-__all__ = ["MAX_DEPTH", "UNFOLDED_FLAGS", "Merged", "merge"]
+__all__ = ["MAX_DEPTH", "Merged", "merge"]
 
 MAX_DEPTH = 50
 """Deeper nodes are hung onto their ancestor at this depth: readers of JSON recurse."""
-UNFOLDED_FLAGS = np.uint32(
-    ValueFlag.REUSED
-    | ValueFlag.HAS_SAMPLES
-    | ValueFlag.SUPERSEDES
-    | ValueFlag.NOT_KEPT
-    | ValueFlag.AS_LEFT
-    | ValueFlag.SAME_LINES
-)
-"""How a value was obtained, not what it is: no reason to tell ranks apart."""
 KEY_COLUMNS = ("incarnation", "mode", "step", "micro_batch", "phase", "path", "ordinal")
-
-
-class SortedValues:
-    """The values of the tables in another order: a copy of so much would cost more than all that is
-    made of it."""
-
-    __slots__ = ("_order", "_values")
-
-    def __init__(self, values: NDArray[Any], order: NDArray[np.int64]) -> None:
-        """Hold VALUE_DTYPE rows, [values], and which of them comes where."""
-        self._values, self._order = values, order
-
-    def column(self, name: str) -> NDArray[Any]:
-        """Return one field of all values."""
-        column: NDArray[Any] = self._values[name][self._order]
-        return column
-
-    def rows(self, which: NDArray[np.int64] | slice) -> NDArray[Any]:
-        """Return some values."""
-        return self._values[self._order[which]]
 
 
 @dataclass(slots=True, kw_only=True)
 class Merged:
-    """Nodes, entries and folds as ranges over sorted calls and values.
+    """Nodes as ranges over sorted calls, and their values in order.
 
     Nodes are numbered in the order of a walk: groups (setup, then steps) behind each other,
     children after their parent, siblings by the time of the lowest rank that made the call.
@@ -72,7 +43,6 @@ class Merged:
     """[nodes + 1] first row in `calls` of each node."""
     parent: NDArray[np.int64]
     """[nodes] node number of the parent, -1 at the top."""
-    depth: NDArray[np.int64]
     group: NDArray[np.int64]
     """[nodes] number of the node's group."""
     groups: list[tuple[int, bool, int, int]]
@@ -81,20 +51,10 @@ class Merged:
     """[nodes] stable id."""
     forward_ordinal: NDArray[np.int64]
     """[nodes] ordinal of the forward call behind a derived node."""
-    values: SortedValues
-    """Sorted by entry, fold, rank."""
     order: NDArray[np.int64]
-    """[values] where each sorted value stood in the tables."""
+    """[values] where each value stood in the tables, sorted by entry, fold, rank."""
     value_node: NDArray[np.int64]
     value_stream: NDArray[np.int32]
-    entry_start: NDArray[np.int64]
-    """[entries + 1] first row in `values` of each entry."""
-    node_entries: NDArray[np.int64]
-    """[nodes + 1] first entry of each node."""
-    fold_start: NDArray[np.int64]
-    """[folds + 1] first row in `values` of each fold."""
-    entry_folds: NDArray[np.int64]
-    """[entries + 1] first fold of each entry."""
 
 
 def merge(tables: Tables, vocabulary: Vocabulary, paths: list[str]) -> Merged:
@@ -111,7 +71,7 @@ def merge(tables: Tables, vocabulary: Vocabulary, paths: list[str]) -> Merged:
     first = by_node[np.searchsorted(code[by_node], np.arange(count))]
     group_of, groups = _groups(calls, first)
     parent = _parents(calls, code, by_node, group_of, count)
-    walk, depth = _walk(parent, group_of, calls["start"][first])
+    walk = _walk(parent, group_of, calls["start"][first])
     number = np.empty(count, np.int64)
     number[walk] = np.arange(count)
     node = number[code]
@@ -120,13 +80,12 @@ def merge(tables: Tables, vocabulary: Vocabulary, paths: list[str]) -> Merged:
     merged_calls = calls.chosen(by_node)
     call_start = np.searchsorted(node[by_node], np.arange(count + 1))
     slots = _slots(
-        tables, vocabulary, node[tables.call] if len(tables.call) else np.empty(0, np.int64), count
+        tables, vocabulary, node[tables.call] if len(tables.call) else np.empty(0, np.int64)
     )
     return Merged(
         calls=merged_calls,
         call_start=call_start,
         parent=parent,
-        depth=depth,
         group=group_of[walk],
         groups=groups,
         identity=_identities(merged_calls.chosen(call_start[:-1]), paths),
@@ -191,9 +150,8 @@ def _parents(
 
 def _walk(
     parent: NDArray[np.int64], group: NDArray[np.int64], start: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return nodes in walk order, and their depths in that order; clips `parent` at MAX_DEPTH in
-    place."""
+) -> NDArray[np.int64]:
+    """Return nodes in walk order; clips `parent` at MAX_DEPTH in place."""
     siblings = np.lexsort((start, group)).tolist()
     above: list[int] = parent.tolist()
     children: dict[int, list[int]] = {}
@@ -204,7 +162,6 @@ def _walk(
         else:
             children.setdefault(above[node], []).append(node)
     order: list[int] = []
-    depths: list[int] = []
     lineage: list[int] = []
     waiting = [(node, 0) for node in reversed(tops)]
     while waiting:
@@ -215,9 +172,8 @@ def _walk(
         else:
             lineage.append(node)
         order.append(node)
-        depths.append(depth)
         waiting.extend((child, depth + 1) for child in reversed(children.get(node, ())))
-    return np.array(order, np.int64), np.array(depths, np.int64)
+    return np.array(order, np.int64)
 
 
 def _identities(heads: CallTable, paths: list[str]) -> NDArray[np.uint64]:
@@ -236,17 +192,15 @@ def _identities(heads: CallTable, paths: list[str]) -> NDArray[np.uint64]:
     )
 
 
-def _slots(
-    tables: Tables, vocabulary: Vocabulary, node: NDArray[np.int64], nodes: int
-) -> dict[str, Any]:
-    """Sort values into entries and folds."""
+def _slots(tables: Tables, vocabulary: Vocabulary, node: NDArray[np.int64]) -> dict[str, Any]:
+    """Sort values by entry, fold and rank."""
     stream = tables.calls["stream"][tables.call] if len(tables.call) else np.empty(0, np.int32)
     shared: Interned[Any] = Interned()
     local: Interned[Any] = Interned()
     described = vocabulary.descriptions.items
     variant = np.array([shared.number(d.shared) for d in described], np.int64)[tables.description]
     piece = np.array([local.number(d.local) for d in described], np.int64)[tables.description]
-    flags = tables.values["flags"] & ~UNFOLDED_FLAGS
+    flags = tables.values["flags"] & ~np.uint32(UNFOLDED_FLAGS)
     pair, pairs = factorize(node, tables.slot)
     entry, entries = factorize(pair, variant)
     fold, folds = factorize(entry, piece, flags, tables.values["count"], tables.values["hash"])
@@ -262,26 +216,7 @@ def _slots(
     place = np.empty(folds, np.int64)
     place[by_place] = np.arange(folds)
     order = _by_stream(place[fold], stream)
-    entry_start = _starts(entry[order])
-    fold_start = _starts(fold[order])
-    return {
-        "values": SortedValues(tables.values, order),
-        "order": order,
-        "value_node": node[order],
-        "value_stream": stream[order],
-        "entry_start": entry_start,
-        "node_entries": np.searchsorted(node[order][entry_start[:-1]], np.arange(nodes + 1)),
-        "fold_start": fold_start,
-        "entry_folds": np.searchsorted(fold_start, entry_start),
-    }
-
-
-def _starts(sorted_codes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return where each run of equal codes begins, and the length of the whole at the end."""
-    if not len(sorted_codes):
-        return np.zeros(1, np.int64)
-    changes = np.flatnonzero(sorted_codes[1:] != sorted_codes[:-1]) + 1
-    return np.concatenate([[0], changes, [len(sorted_codes)]]).astype(np.int64)
+    return {"order": order, "value_node": node[order], "value_stream": stream[order]}
 
 
 def _first_seen(

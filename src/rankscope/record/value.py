@@ -5,12 +5,21 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from rankscope.layout.placement import Layout, Ranges
 from rankscope.record.statistics import ADDED, MEASURED
 
-__all__ = ["MAX_SAMPLES", "SKETCH_SIZE", "Digest", "Samples", "ValueFlag", "ValueMeta", "is_form"]
+__all__ = [
+    "MAX_SAMPLES",
+    "SKETCH_SIZE",
+    "UNFOLDED_FLAGS",
+    "Digest",
+    "Samples",
+    "ValueFlag",
+    "ValueMeta",
+    "is_form",
+]
 
 SKETCH_SIZE = 8
 """K of the sketch: random projections kept per value."""
@@ -75,6 +84,17 @@ class ValueFlag(enum.IntFlag):
     SAME_LINES = 262144
     """Of phase `accumulated`, beside RESTARTED: the forward of this pass was called from the same
     lines of the program as that of the pass before, whose gradient was gone."""
+
+
+UNFOLDED_FLAGS: Final = int(
+    ValueFlag.REUSED
+    | ValueFlag.HAS_SAMPLES
+    | ValueFlag.SUPERSEDES
+    | ValueFlag.NOT_KEPT
+    | ValueFlag.AS_LEFT
+    | ValueFlag.SAME_LINES
+)
+"""How a value was obtained, not what it is: no reason to tell ranks apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

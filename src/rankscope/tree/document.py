@@ -74,7 +74,7 @@ class Document:
         merged, texts, first_text = self.merged, *self._texts
         first, last = np.searchsorted(merged.group, [group, group + 1]).tolist()
         calls = slice(*merged.call_start[[first, last]].tolist())
-        values = slice(*merged.entry_start[merged.node_entries[[first, last]]].tolist())
+        values = slice(*np.searchsorted(merged.value_node, [first, last]).tolist())
         made = {
             **self._of_nodes(first, last, first_text),
             **self._of_calls(calls, first, first_text),
@@ -93,7 +93,7 @@ class Document:
     def counts(self, group: int) -> dict[str, int]:
         """Return how many rows of "values", "calls" and "samples" a group has."""
         first, last = np.searchsorted(self.merged.group, [group, group + 1]).tolist()
-        begin, end = self.merged.entry_start[self.merged.node_entries[[first, last]]].tolist()
+        begin, end = np.searchsorted(self.merged.value_node, [first, last]).tolist()
         order, tables = self.merged.order[begin:end], self.tables
         has_samples = tables.sample_start[order] >= 0
         calls = self.merged.call_start[[first, last]].tolist()

@@ -27,15 +27,15 @@ from rankscope.record.descriptions import TensorFacts
 from rankscope.record.notes import Note
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.streams import MAX_RANKS
-from rankscope.record.value import Digest, Samples, ValueFlag
+from rankscope.record.value import UNFOLDED_FLAGS, Digest, Samples, ValueFlag
 from rankscope.record.wholestatistics import Combined
 from rankscope.tree.damage import damaged_is_trace_error
 from rankscope.tree.digests import column_digest, digest_rows
-from rankscope.tree.step import UNFOLDED_FLAGS, StepColumns
+from rankscope.tree.step import StepColumns
 
 __all__ = ["Fold", "SlotView", "Whereabouts", "flag_words", "is_bound_to_one_tensor", "shape_text"]
 
-_HIDDEN: Final = int(UNFOLDED_FLAGS) | int(ValueFlag.PYTHON)
+_HIDDEN: Final = UNFOLDED_FLAGS | int(ValueFlag.PYTHON)
 """They say how a value was obtained; what was not kept stands in the entry, by rank."""
 _SOURCES: Final = frozenset(source.value for source in LayoutSource)
 
@@ -207,7 +207,7 @@ class SlotView:
         """The distinct pieces: ranks together that hold the same shape, flags and note, whatever
         their numbers are."""
         step, rows = self.step, self._own
-        flags = (step["values.flags"][rows] & ~UNFOLDED_FLAGS).astype(np.int64)
+        flags = (step["values.flags"][rows] & ~np.uint32(UNFOLDED_FLAGS)).astype(np.int64)
         key = step.piece_numbers[rows] << 32 | flags
         if (key == key[0]).all():
             return (Fold(step, rows, self._where),)

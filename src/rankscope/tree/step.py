@@ -21,22 +21,13 @@ from rankscope.record.call import CallStatus, Mode
 from rankscope.record.collective import Collective
 from rankscope.record.descriptions import ModuleName, TensorFacts
 from rankscope.record.ranklists import ranks_text
-from rankscope.record.value import ValueFlag
+from rankscope.record.value import UNFOLDED_FLAGS
 from rankscope.tree.digests import Columns
 
-__all__ = ["UNFOLDED_FLAGS", "LazyColumns", "StepColumns", "StepHead", "StepTexts"]
+__all__ = ["LazyColumns", "StepColumns", "StepHead", "StepTexts"]
 
 Array = NDArray[Any]
 _NEVER: Final = np.iinfo(np.int64).max
-UNFOLDED_FLAGS: Final = np.uint32(
-    ValueFlag.REUSED
-    | ValueFlag.HAS_SAMPLES
-    | ValueFlag.SUPERSEDES
-    | ValueFlag.NOT_KEPT
-    | ValueFlag.AS_LEFT
-    | ValueFlag.SAME_LINES
-)
-"""How a value was obtained, not what it is: no reason to tell ranks apart."""
 _T = TypeVar("_T")
 
 
@@ -214,7 +205,7 @@ class StepColumns:
         entry = np.zeros(len(columns["values.rank"]), np.int64)
         entry[self.entry_start[:-1]] = 1
         entry = np.cumsum(entry)
-        flags = columns["values.flags"] & ~UNFOLDED_FLAGS
+        flags = columns["values.flags"] & ~np.uint32(UNFOLDED_FLAGS)
         numbers = columns["values.count"], columns["values.hash"]
         return _starts(entry, self._kinds_and_pieces[1], flags, *numbers)
 
