@@ -57,7 +57,7 @@ def rankscope(*words, cwd=None):
 def test_help_explains_the_tool_and_lists_the_commands():
     code, text, _ = rankscope("--help")
     assert code == 0
-    for word in ("rankscope run", "trace.json", "show", "verify", "recover"):
+    for word in ("rankscope run", "tree.json", "show", "verify", "recover"):
         assert word in text
 
 

@@ -256,8 +256,10 @@ class SlotView:
     def ranges(self, rank: int) -> tuple[Ranges, ...] | None:
         """Return the global indices a rank holds, None where the layout is unknown."""
         for fold in self.pieces:
-            if rank in fold.ranks and fold.facts.ranges is not None:
-                return fold.facts.ranges
+            facts = fold.facts
+            is_part = facts.ranges is not None and facts.shape != facts.global_shape
+            if is_part and rank in fold.ranks:
+                return facts.ranges
         layout, shape = self.layout(rank), self.global_shape
         at = layout.mesh.coordinate(rank) if layout.mesh else None
         if layout.mesh is None or shape is None or at is None:
