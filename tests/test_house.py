@@ -113,6 +113,7 @@ WITHOUT_TORCH = [
     "rankscope.export.perfetto",
     "rankscope.layout.plan",
     "rankscope.layout.infer",
+    "rankscope.layout.proof",
     "rankscope.layout.batches",
     "rankscope.layout.declared",
     "rankscope.layout.layoutfile",

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+import rankscope
 from rankscope.compat import model_addition_debugger_context
 
 WIDTH, HIDDEN = 6, 16
@@ -111,6 +112,20 @@ def split_by_transformers(saved: str, folder: str, trains: bool) -> dict[str, li
     with model_addition_debugger_context(model, folder, ranks="all", no_grad=not trains):
         model(torch.arange(3, 11)[None], use_cache=False)
     return shapes
+
+
+def seen_both_ways(saved: str, folder: str) -> None:
+    """Run a model that transformers shards under the debugger, and once more traced."""
+    warnings.simplefilter("ignore")
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(saved, tp_plan="auto")
+    tokens = torch.arange(3, 11)[None]
+    with model_addition_debugger_context(model, f"{folder}/alone", ranks="all", use_repr=False):
+        model(tokens, use_cache=False)
+    out = Path(folder, "trace")
+    with rankscope.trace(model, out=out, steps="all", tensors="**"), torch.no_grad():
+        model(tokens, use_cache=False)
 
 
 def sharded_without_a_sharded_value(folder: str) -> None:

@@ -5,6 +5,7 @@ files of a tensor-parallel run are those of one process.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,49 @@ def test_what_transformers_shards_by_its_own_plan_is_labelled(
             "torch.Size([1, 8, 24])", ["Shard(2)"],
         )  # fmt: skip
         assert down["outputs"]["layout"] == "unknown"
-        assert call(root, ".act_fn")["outputs"]["layout"] == "unknown"
+        acted = call(root, ".act_fn")
+        assert [*acted["outputs"]["placements"].values()] == ["Shard(2)"]
+        assert "inferred: the same bytes as" in acted["inputs"]["args"][0]["layout"]
         for value in values(root):
             assert "placements" in value or value["layout"] == "unknown"
+
+
+@needs_transformers
+def test_the_debugger_and_the_global_files_agree_on_every_value_of_a_sharded_model(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """A rank alone proves which values are shards; beside the other ranks' records, which are whole
+    too. Whatever is said of a value, the global file holds the tensor that it says."""
+    made("llama")[0].save_pretrained(tmp_path / "saved")
+    ranks.run(job.seen_both_ways, str(tmp_path / "saved"), str(tmp_path), world_size=2)
+    said = []
+    for name, more in (("each", []), ("global", ["--global"])):
+        line = ["export", tmp_path / "trace", "--format", "hf", "--out", tmp_path / name]
+        code, _, errors = command(*line, "--safetensors", *more)
+        assert code == 0, errors
+        said.append(errors.count("inferred"))
+    whole = [*values(tree(tmp_path / "global"))]
+    assert said[0] == 0 and said[1] == len(whole) == 70
+    alone, each = (
+        [[*values(tree(tmp_path / name, mark=f"_rank{rank}"))] for rank in (0, 1)]
+        for name in ("alone", "each")
+    )
+    counted: Counter[tuple[str, bool]] = Counter()
+    for wanted, own, held in zip(whole, zip(*alone), zip(*each), strict=True):
+        (found,) = load_file(tmp_path / "global" / wanted["value"]).values()
+        parts = [load_file(tmp_path / "each" / value["value"])["data"] for value in held]
+        ((placement,),) = {tuple(value["placements"].values()) for value in held}
+        dim = int(placement[6:-1]) if placement.startswith("Shard") else None
+        assert {value["global_shape"] for value in held} == {wanted["shape"]}
+        assert all(value["layout"].startswith("inferred: ") for value in held)
+        assert found.equal(parts[0] if dim is None else torch.cat(parts, dim))
+        assert dim is not None or parts[0].equal(parts[1])
+        for value, beside in zip(own, held):
+            facts = ("placements", "mesh", "global_shape", "layout")
+            is_said = value["layout"] != "unknown"
+            assert [value.get(f) for f in facts] == [beside[f] for f in facts] or not is_said
+            counted[placement, is_said] += 1
+    assert counted == {("Shard(2)", True): 2 * 18, ("Replicate()", False): 2 * 52}
 
 
 def test_parameters_on_a_mesh_are_enough_for_values_to_be_unknown(

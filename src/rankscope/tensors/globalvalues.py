@@ -12,7 +12,7 @@ loaded when a tensor is made, not before.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,15 +29,16 @@ from rankscope.layout.plan import (
     plan_assemblies,
     ranks_words,
 )
-from rankscope.record.phases import Phase
+from rankscope.layout.proof import WHOLE
 from rankscope.tensors.kept import held_shapes, references, stored, value_name, why_not_kept
-from rankscope.tensors.peers import Peers, find_peers, is_alike, is_constant, owners_of
+from rankscope.tensors.peers import Peers, find_peers, owners_of, prints_of
+from rankscope.tensors.proofs import how_it_lies, steps_of
 
 if TYPE_CHECKING:
     import torch
 
     from rankscope.tensors.rebuild import Mismatch
-    from rankscope.tree.views import Step, Trace, Value
+    from rankscope.tree.views import Trace, Value
 
 __all__ = [
     "Whole",
@@ -188,8 +189,10 @@ class _Planning:
             if not self._is_placed and len(self._shapes) == 1:
                 self._say_if_ranks_lack("taken as whole")
             return _certain(found[0]), self._notes
-        peers = find_peers(self._trace, self._step(), self._owners(), declared=self._given.mesh)
-        plan = self._of_peers(found, peers)
+        peers = find_peers(
+            self._trace, steps_of(self._value.node)[1], self._owners(), declared=self._given.mesh
+        )
+        plan = self._of_peers(found, peers, refusals[0] if refusals else None)
         if isinstance(plan, Refusal):
             raise self._error(
                 f"{plan}; data axes cannot be inferred: {peers.why_not}"
@@ -222,14 +225,22 @@ class _Planning:
         return {rank: Piece(shape=shape, layout=unknown) for rank, shape in self._shapes.items()}
 
     def _of_peers(
-        self, found: Sequence[AssemblyPlan | Refusal], peers: Peers
+        self, found: Sequence[AssemblyPlan | Refusal], peers: Peers, unknown: Refusal | None
     ) -> AssemblyPlan | Refusal:
-        slot = self._value.views[0].slot
-        is_parameter = slot.startswith(("param:", "grad:"))
+        is_parameter = self._value.views[0].slot.startswith(("param:", "grad:"))
         axes = peers.replicas if is_parameter else peers.data
-        plans = self._by_place(found, peers, axes)
+        said = how_it_lies(self._value, peers.mesh)
+        own = {axis: each.placement for axis, each in said.items() if axis not in axes}
+        if unknown:
+            found = self._by_proof(peers.mesh, own)
+            cuts = ((axis, said[axis]) for axis, placement in own.items() if placement != WHOLE)
+            self._notes += [f"inferred: {axis}={cut.placement}, {cut.reason}" for axis, cut in cuts]
+        plans = self._by_place(found, peers, axes, own)
         if isinstance(plans, Refusal):
-            return plans
+            return unknown or plans
+        if WHOLE in own.values() and (unknown or len(plans) < len(found)):
+            beside = "" if len(plans) == 1 else f" of each place along {', '.join(axes)}"
+            self._notes.append(f"inferred: whole, as every rank{beside} holds the same")
         if len(plans) == 1:
             return plans[0]
         if is_parameter:
@@ -248,63 +259,50 @@ class _Planning:
         )
         return joined
 
+    def _by_proof(
+        self, mesh: Mesh, placements: Mapping[str, Placement]
+    ) -> Sequence[AssemblyPlan | Refusal]:
+        """Return a plan for each place along the axes of which nothing is proven."""
+        if placements:
+            source = LayoutSource.INFERRED
+            return plan_assemblies(declared_pieces(mesh, placements, self._shapes, source))
+        unknown = Layout(source=LayoutSource.UNKNOWN)
+        each = ({r: Piece(shape=shape, layout=unknown)} for r, shape in self._shapes.items())
+        return [plan for piece in each for plan in plan_assemblies(piece)]
+
     def _by_place(
-        self, found: Sequence[AssemblyPlan | Refusal], peers: Peers, axes: Sequence[str]
+        self,
+        found: Sequence[AssemblyPlan | Refusal],
+        peers: Peers,
+        axes: Sequence[str],
+        proven: Mapping[str, Placement],
     ) -> list[AssemblyPlan] | Refusal:
-        """Return one plan per place along the axes: what all plans there (of plain values, all
-        ranks there) hold alike."""
-        refusal = next((each for each in found if isinstance(each, Refusal)), None)
-        wanted = [peers.mesh.axes.index(axis) for axis in axes]
+        """Return one plan for each place along the axes: what all plans there hold alike."""
         places: dict[tuple[int, ...], list[AssemblyPlan]] = {}
-        for plan in self._single_ranks() if refusal else map(_certain, found):
-            at = peers.mesh.coordinate(plan.ranks[0])
-            places.setdefault(tuple(at[a] for a in wanted) if at else (), []).append(plan)
+        for plan in found:
+            if isinstance(plan, Refusal):
+                return plan
+            at = dict(zip(peers.mesh.axes, peers.mesh.coordinate(plan.ranks[0]) or ()))
+            places.setdefault(tuple(at[axis] for axis in axes if at), []).append(plan)
         joined = []
         for plans in places.values():
             same = plans[0] if len(plans) == 1 else join_replicas(plans)
-            if isinstance(same, Refusal) or not self._are_alike(same, plans):
+            at_axes = zip(*(peers.mesh.coordinate(plan.ranks[0]) or () for plan in plans))
+            apart = {axis for axis, at in zip(peers.mesh.axes, at_axes) if len({*at}) > 1}
+            is_whole = len(plans) == 1 or (
+                apart and all(proven.get(axis) == WHOLE for axis in apart)
+            )
+            if isinstance(same, Refusal) or not is_whole:
                 own = " and ".join(ranks_words(plan.ranks) for plan in plans)
                 text = f"{own} hold values of their own, and nothing says how they belong together"
-                return refusal or Refusal.about(self._shapes, Obstacle.UNKNOWN_LAYOUT, text)
+                return Refusal.about(self._shapes, Obstacle.UNKNOWN_LAYOUT, text)
             joined.append(same)
-        if any(len(plans) > 1 for plans in places.values()):
-            beside = "" if len(places) == 1 else f" of each place along {', '.join(axes)}"
-            self._notes.append(f"inferred: whole, as every rank{beside} holds the same")
         return joined
-
-    def _single_ranks(self) -> Iterator[AssemblyPlan]:
-        """Yield the plan of each rank's plain value as if it were whole."""
-        for rank, shape in self._shapes.items():
-            layout = Layout(source=LayoutSource.UNKNOWN)
-            yield from map(_certain, plan_assemblies({rank: Piece(shape=shape, layout=layout)}))
-
-    def _are_alike(self, joined: AssemblyPlan, plans: Sequence[AssemblyPlan]) -> bool:
-        """True where the plans' ranks hold the same, and it is no accident."""
-        if len(plans) == 1:
-            return True
-        columns, views = self._trace.columns(), self._value.views
-        together = [ranks for box in joined.boxes for ranks in box.summands]
-        if not all(is_alike(columns, views, ranks) for ranks in together):
-            return False
-        return not is_constant(columns, views) or all(map(self._moves_alike, together))
-
-    def _moves_alike(self, ranks: Sequence[int]) -> bool:
-        """True for a parameter whose gradients or updates agree and are no constants: that its
-        zeros or ones agree says nothing, tensor-parallel shards of them are no less equal."""
-        columns, slot = self._trace.columns(), self._value.views[0].slot
-        if not slot.startswith("param:"):
-            return False
-        moving = {slot, slot.replace("param:", "grad:", 1)}
-        for node in self._step().walk():
-            if node.path == self._value.node.path and node.phase in (Phase.GRADS, Phase.PARAMS):
-                for found in filter(None, map(node.value, moving)):
-                    if not is_constant(columns, found.views):
-                        return is_alike(columns, found.views, ranks)
-        return False
 
     def _is_common(self, peers: Peers) -> bool:
         """True for what does not depend on the batch, such as a table of positions."""
-        if not is_alike(self._trace.columns(), self._value.views, [*self._shapes]):
+        prints = prints_of(self._trace.columns(), self._value.views)
+        if len({*prints.values()}) != 1 or not prints.keys() >= self._shapes.keys():
             return False
         dim = self._batch_dim
         return not all(
@@ -315,15 +313,6 @@ class _Planning:
     @property
     def _batch_dim(self) -> int:
         return self._trace.batch_dim
-
-    def _step(self) -> Step:
-        """Return the step whose root inputs tell the data axes: the value's own, else the first."""
-        head = self._value.node.head
-        own = [step for step in self._trace.steps if step.incarnation == head.incarnation]
-        for step in own:
-            if (step.mode, step.step) == (head.mode, head.step):
-                return step
-        return own[0] if own else self._trace.setup[0]
 
     def _owners(self) -> set[int]:
         """Return the ranks that should hold the value: those that do, and those that own the module

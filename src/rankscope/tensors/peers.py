@@ -6,7 +6,7 @@ as one more axis in front, "data"), else one axis over all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rankscope.tree.slotview import SlotView
     from rankscope.tree.views import Node, Step, Trace
 
-__all__ = ["DigestKey", "Peers", "find_peers", "is_alike", "is_constant", "owners_of", "prints_of"]
+__all__ = ["DigestKey", "Peers", "by_slot", "find_peers", "is_constant", "owners_of", "prints_of"]
 
 _PEERS: Final[WeakKeyDictionary[Trace, dict[Any, Peers]]] = WeakKeyDictionary()
 _OWNERS: Final[WeakKeyDictionary[Trace, dict[int, dict[str, tuple[int, ...]]]]] = (
@@ -113,7 +113,13 @@ def owners_of(trace: Trace, incarnation: int) -> Mapping[str, tuple[int, ...]]:
 def _infer(trace: Trace, step: Step, wanted: frozenset[int], declared: Mesh | None) -> Peers:
     setup = [s for s in trace.setup if s.incarnation == step.incarnation]
     columns = trace.columns()
-    owned = [_held(columns, views) for s in setup for views in _parameters(s, wanted)]
+    owned = [
+        _held(columns, own)
+        for s in setup
+        for node in s.walk()
+        for slot, views in by_slot(node).items()
+        if slot.startswith("param:") and (own := [v for v in views if wanted & {*v.ranks}])
+    ]
     mesh = declared or largest_mesh(owned, wanted)
     if not wanted <= set(mesh.ranks):
         mesh = flat_mesh(wanted)
@@ -145,22 +151,27 @@ def _infer(trace: Trace, step: Step, wanted: frozenset[int], declared: Mesh | No
     )
 
 
-def prints_of(columns: Columns, view: SlotView) -> dict[int, DigestKey]:
+def prints_of(columns: Columns, views: Iterable[SlotView]) -> dict[int, DigestKey]:
     """Return what tells the ranks' values apart, for those that were digested."""
-    rows = slice(view.rows.start, view.rows.stop)
     names = ("rank", "hash", "count", "flags", "digested")
-    own = (columns[f"values.{name}"][rows].tolist() for name in names)
+    parts = (slice(view.rows.start, view.rows.stop) for view in views)
     return {
         rank: DigestKey(number, count, bool(flags & ValueFlag.MIX64))
-        for rank, number, count, flags, digested in zip(*own)
+        for rows in parts
+        for rank, number, count, flags, digested in zip(
+            *(columns[f"values.{name}"][rows].tolist() for name in names)
+        )
         if digested
     }
 
 
-def is_alike(columns: Columns, views: Iterable[SlotView], ranks: Iterable[int]) -> bool:
-    """True where all these ranks hold the same bytes, as far as digests tell."""
-    prints = {rank: p for view in views for rank, p in prints_of(columns, view).items()}
-    return None not in (held := {prints.get(rank) for rank in ranks}) and len(held) == 1
+def by_slot(node: Node) -> dict[str, list[SlotView]]:
+    """Return the entries of every tensor of a call, all ranks' together."""
+    found: dict[str, list[SlotView]] = {}
+    for view in node.slots:
+        if view.dtype != "python":
+            found.setdefault(view.slot, []).append(view)
+    return found
 
 
 def is_constant(columns: Columns, views: Iterable[SlotView]) -> bool:
@@ -181,19 +192,9 @@ def _held(columns: Columns, views: list[SlotView]) -> HeldParameter:
     return HeldParameter(
         placements=views[0].placements if is_placed else {},
         meshes=views[0].meshes if is_placed else (),
-        prints={rank: p for view in views for rank, p in prints_of(columns, view).items()},
+        prints=prints_of(columns, views),
         is_constant=is_constant(columns, views),
     )
-
-
-def _parameters(setup: Step, ranks: frozenset[int]) -> Iterator[list[SlotView]]:
-    """Yield the entries of every parameter that these ranks hold, all or some of them."""
-    for node in setup.walk():
-        by_slot: dict[str, list[SlotView]] = {}
-        for view in node.slots:
-            if view.slot.startswith("param:") and not ranks.isdisjoint(view.ranks):
-                by_slot.setdefault(view.slot, []).append(view)
-        yield from by_slot.values()
 
 
 # ---- root inputs ---------------------------------------------------------------------------------
@@ -211,7 +212,7 @@ def _root_inputs(
         for view in node.slots:
             is_input = view.slot.split(".")[0] == "input" and view.dtype != "python"
             if is_input and view.source is not LayoutSource.DTENSOR:
-                prints = {r: p for r, p in prints_of(columns, view).items() if r in ranks}
+                prints = {r: p for r, p in prints_of(columns, [view]).items() if r in ranks}
                 if prints:
                     found.append((view, prints))
     return found

@@ -39,7 +39,7 @@ class StepHead:
     mode: Mode
     step: int
     incarnation: int
-    notes: tuple[Mapping[str, Any], ...] = ()
+    notes: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
     """As `notes` of docs/trace-format.md."""
 
 

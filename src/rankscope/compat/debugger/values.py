@@ -7,8 +7,9 @@ for.
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -33,6 +34,7 @@ from rankscope.errors import LayoutError, SelectionError, TraceError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.tensors.globalvalues import whole_value
 from rankscope.tensors.kept import why_not_kept
+from rankscope.tensors.proofs import digests, how_it_lies
 from rankscope.tensors.rebuild import bytes_of
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.views import Node, Trace, Value
@@ -52,13 +54,6 @@ def kernel_squares() -> Callable[[torch.Tensor, float], float] | None:
 
 
 _OF_PARAMETER: Final = "Parameter containing:"
-_SHARED_DIM: Final = {
-    ("Linear", "output"): 0,
-    ("Linear", "input.0"): 1,
-    ("Linear", "input.input"): 1,
-    ("Embedding", "output"): 1,
-}
-"""Class and slot -> the dim of the class's weight that is the last dim of what is in the slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +121,7 @@ class LocalValues:
         self._measured: dict[object, tuple[Mapping[str, Any], tuple[str, ...] | None]] = {}
         self.has_layouts = bool(trace.run["meshes"])
         """Tensors of this job are known to lie on meshes: what says nothing of it is marked."""
-        self._weights = self._weights_on_meshes(trace) if self.has_layouts else {}
+        self._on_mesh = self._parameter_on_mesh(trace) if self.has_layouts else None
         self.notes: list[str] = []
 
     def shown(self, node: Node, views: Sequence[SlotView], form: Mapping[str, Any]) -> Shown | None:
@@ -140,8 +135,8 @@ class LocalValues:
         view = next((each for each in views if self._rank in each.ranks), None)
         if view is None:
             return None
-        shape = self._shape(view)
-        labels = self._labels(node, view, shape)
+        shape = view.shapes().get(self._rank, ())
+        labels = self._labels(Value(tuple(views), node), view, shape)
         dtype = view.dtype
         if view.device == "meta":
             lines = tuple(meta_text(shape, dtype).split("\n")) if self._as_text else None
@@ -197,53 +192,42 @@ class LocalValues:
             self._measured[known] = _facts_of(seen, device), _lines(seen, device)
         return self._measured[known]
 
-    def _shape(self, view: SlotView) -> tuple[int, ...]:
-        return view.shapes().get(self._rank, ())
-
-    def _labels(self, node: Node, view: SlotView, shape: tuple[int, ...]) -> dict[str, Any]:
-        placements = view.placements
-        if placements:
-            whole = view.global_shape
-            return {
-                "global_shape": None if whole is None else f"torch.Size({list(whole)})",
-                "mesh": view.mesh_name,
-                "placements": {axis: str(placement) for axis, placement in placements.items()},
-            }
-        if not self.has_layouts:
-            return {}
-        return self._proven(node, view.slot, shape) or {"layout": "unknown"}
-
-    def _proven(self, node: Node, slot: str, shape: tuple[int, ...]) -> dict[str, Any]:
-        """Return how a local tensor lies where the weight of its module proves it: its last dim is
-        as long as this rank's part of the weight's, and shorter than the whole.
-
-        Of a weight on a mesh of several axes that proves nothing of the others.
-        """
-        dim = _SHARED_DIM.get((node.class_name, slot))
-        weight = self._weights.get(node.path)
-        if dim is None or weight is None or not shape:
-            return {}
-        whole, local = weight.global_shape, self._shape(weight)
-        if whole is None or not local or len(weight.placements) != 1:
-            return {}
-        ((axis, placement),) = weight.placements.items()
-        if str(placement) != f"Shard({dim})" or not shape[-1] == local[dim] < whole[dim]:
-            return {}
+    def _labels(self, value: Value, view: SlotView, shape: tuple[int, ...]) -> dict[str, Any]:
+        """Return how a tensor lies: as its DTensor says, else as far as that is proven; of a mesh
+        of several axes along all of them or not at all."""
+        whole, name = view.global_shape, view.mesh_name
+        placements, proven = view.placements, dict[str, str]()
+        if not placements:
+            mesh = self._on_mesh.layout(self._rank).mesh if self._on_mesh else None
+            said = how_it_lies(value, mesh, self._tells) if mesh else {}
+            if not self._on_mesh or mesh is None or said.keys() != {*mesh.axes}:
+                return {"layout": "unknown"} if self.has_layouts else {}
+            lengths = {each.placement.dim: each.length for each in said.values()}
+            whole = tuple(lengths.get(dim, size) for dim, size in enumerate(shape))
+            placements = {axis: each.placement for axis, each in said.items()}
+            reasons = "; ".join(each.reason for each in said.values())
+            name, proven = self._on_mesh.mesh_name, {"layout": f"inferred: {reasons}"}
         return {
-            "global_shape": f"torch.Size({[*shape[:-1], whole[dim]]})",
-            "mesh": weight.mesh_name,
-            "placements": {axis: f"Shard({len(shape) - 1})"},
+            "global_shape": None if whole is None else f"torch.Size({list(whole)})",
+            "mesh": name,
+            "placements": {axis: str(placement) for axis, placement in placements.items()},
+            **proven,
         }
 
-    def _weights_on_meshes(self, trace: Trace) -> dict[str, SlotView]:
-        """Return the weights that lie on a mesh, by the path of their module."""
-        return {
-            node.path: view
-            for step in trace.setup
-            for node in step.passing()
-            for view in node.slots
-            if view.slot == "param:weight" and view.placements and self._rank in view.ranks
-        }
+    def _parameter_on_mesh(self, trace: Trace) -> SlotView | None:
+        """Return a parameter of this rank on the mesh with the most axes."""
+        nodes = (node for step in trace.setup for node in step.passing())
+        views = (view for node in nodes for view in node.slots if view.placements)
+        own = (view for view in views if self._rank in view.ranks)
+        return max(own, key=lambda view: len(view.placements), default=None)
+
+    def _tells(self, trace: Trace, views: Sequence[SlotView]) -> Mapping[int, Hashable]:
+        """Return what tells the ranks' values apart: where there are no digests, this rank's by
+        the bytes that it kept."""
+        own = next((view for view in views if self._rank in view.ranks), None)
+        known = digests(trace, views)
+        found = None if known or own is None else self._stored(own)
+        return {self._rank: _origin(*found)} if found and not _is_constant(found[0]) else known
 
 
 class GlobalValues:
@@ -300,6 +284,17 @@ def _origin(stored: StoredTensor | UnwrittenTensor, key: tuple[int, int]) -> obj
     return (
         key if not isinstance(stored, UnwrittenTensor) or stored.origin is None else stored.origin
     )
+
+
+def _is_constant(stored: StoredTensor | UnwrittenTensor) -> bool:
+    """True where no two elements differ, or that was not looked at."""
+    if stored.data is None:
+        numbers = (
+            stored.glimpse.numbers if isinstance(stored, UnwrittenTensor) and stored.glimpse else {}
+        )
+        return numbers.get("min") == numbers.get("max")
+    rows = stored.data.reshape(math.prod(stored.shape), -1) if stored.data.size else stored.data
+    return not (rows != rows[:1]).any()
 
 
 def _tensor(stored: StoredTensor | UnwrittenTensor) -> torch.Tensor:

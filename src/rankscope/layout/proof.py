@@ -1,0 +1,302 @@
+"""How values lie that no layout describes: the one proof, from what a run shows of all its values.
+
+What a run shows is noted value by value, in `ShownValues`. `Proof` draws from it, axis by axis:
+
+* **Equal bytes.** A value whose bytes are equal on all ranks along an axis is whole there.
+* **Cut weights.** Where a DTensor that is cut along an axis is the weight of a Linear or Embedding,
+  and the last dim of what goes in or comes out is on every rank as long as that rank's part of the
+  weight, that dim is cut as well.
+* **Twins.** A value that holds on every rank the bytes of one that is known lies as that does.
+* **Through modules.** A module that works on each place by itself hands out what lies as its input.
+
+Constants prove nothing by being equal, nor do twins of a few elements. Two answers for one value
+are no answer. `rankscope layout` notes all steps of a trace, and adds what collectives suggest; the
+debugger's files and `--global` note one step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from rankscope.layout.infer import AxisName, named_as
+from rankscope.layout.placement import Placement, PlacementKind
+
+SlotKey = tuple[str, str]
+"""(call, slot): a call is named by its path, where calls of one path are told apart by more."""
+Shape = tuple[int, ...]
+WHOLE: Final = Placement(kind=PlacementKind.REPLICATE)
+_GRADIENTS: Final = {"grad_input": "input", "grad_output": "output"}
+_FEWEST: Final = 8
+"""Elements of a twin: fewer may be equal by accident."""
+_LAST_DIM: Final = {
+    ("Linear", 0): "output",
+    ("Linear", 1): "input",
+    ("Embedding", 1): "output",
+}
+"""Class, dim of its weight -> what has that dim as its last."""
+
+
+def cut(dim: int) -> Placement:
+    """Return the placement of what is cut along a dim."""
+    return Placement(kind=PlacementKind.SHARD, dim=dim)
+
+
+def may_be_cut(axis: str, *, is_fsdp: bool) -> bool:
+    """True where parameters that lie cut along an axis are computed with as they lie: FSDP gathers
+    them first, so of its jobs this holds of axes with another name alone."""
+    return not is_fsdp or named_as(axis) is AxisName.NOT_DATA
+
+
+def described_as(slot: str, phase: str) -> str:
+    """Return the slot whose placement that of a gradient is."""
+    head, dot, rest = slot.partition(".")
+    if phase == "backward" and head in _GRADIENTS:
+        return f"{_GRADIENTS[head]}{dot}{rest}"
+    return f"param:{slot[5:]}" if slot.startswith("grad:") else slot
+
+
+class Said(NamedTuple):
+    """How a value lies along one axis."""
+
+    placement: Placement
+    reason: str
+    length: int = 0
+    """How long the cut dim of the whole is; 0 where that follows from all ranks' shapes alone."""
+
+
+@dataclass(slots=True)
+class SlotFacts:
+    """What all records of one slot have in common, along one axis."""
+
+    same: int = 0
+    """Records in which all ranks along it held the same bytes, and not a constant."""
+    other: int = 0
+    """Records in which some did not."""
+    apart: int = 0
+    """Records in which no two did."""
+
+
+@dataclass(slots=True)
+class ShownValues:
+    """What a run shows of its values."""
+
+    lines: Mapping[str, Sequence[tuple[int, ...]]]
+    """{axis: the ranks along it, for every place on the others}"""
+    facts: dict[tuple[SlotKey, str], SlotFacts] = field(default_factory=dict)
+    shapes: dict[SlotKey, tuple[Shape, ...]] = field(default_factory=dict)
+    """The local shape: one for all ranks, or one for each in their order."""
+    parameters: dict[str, set[SlotKey]] = field(default_factory=dict)
+    """{path: parameters of the module itself}"""
+    placed: dict[tuple[SlotKey, str], Said] = field(default_factory=dict)
+    """How parameters lie that are DTensors, along axes that cut them."""
+    twins: dict[Hashable, dict[SlotKey, None]] = field(default_factory=dict)
+    """Slots that held the same bytes on every rank, in order."""
+    modules: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """{call in forward: path and class of its module}"""
+    issued: dict[tuple[str, str], set[tuple[str, str]]] = field(default_factory=dict)
+    """{(call, axis): {(issuer, op)}}"""
+    inner: dict[str, set[str]] = field(default_factory=dict)
+    """{call with others inside: these}"""
+
+    def note(
+        self,
+        key: SlotKey,
+        held: Mapping[int, Shape],
+        prints: Mapping[int, Hashable],
+        is_near: Callable[[Sequence[tuple[int, ...]]], bool] = lambda lines: False,
+    ) -> None:
+        """Add a record of a value: its shapes, and along which axes its bytes are the same.
+
+        Args:
+            key: which value.
+            held: local shape of every rank that held it.
+            prints: what tells the ranks' bytes apart; {} for constants.
+            is_near: True where the ranks of some lines differ by rounding alone.
+        """
+        if key not in self.shapes:
+            self.note_shapes(key, held)
+        for axis, lines in self.lines.items():
+            facts = self.facts.setdefault((key, axis), SlotFacts())
+            found = [[prints.get(rank) for rank in line if rank in held] for line in lines]
+            if all(len(line) < 2 for line in found) or any(None in line for line in found):
+                continue
+            is_same = all(len({*line}) == 1 for line in found if line)
+            facts.same += is_same
+            facts.other += not is_same and not is_near(lines)
+            facts.apart += all(len({*line}) == len(line) for line in found)
+
+    def note_shapes(self, key: SlotKey, held: Mapping[int, Shape]) -> None:
+        """Keep the local shapes of a value."""
+        shapes = tuple(held[rank] for rank in sorted(held))
+        self.shapes[key] = shapes[:1] if len({*shapes}) == 1 else shapes
+        if key[1].startswith("param:"):
+            self.parameters.setdefault(key[0], set()).add(key)
+
+    def note_twin(self, key: SlotKey, mark: Hashable) -> None:
+        """Keep that a noted value, no constant, holds what others with the same mark do."""
+        if all(math.prod(shape) >= _FEWEST for shape in self.shapes[key]):
+            self.twins.setdefault(mark, {})[key] = None
+
+    def note_cut(
+        self, key: SlotKey, axis: str, placement: Placement, held: Mapping[int, Shape], whole: Shape
+    ) -> None:
+        """Keep a parameter that is a DTensor and cut along an axis, unless a rank holds all."""
+        if placement.kind is not PlacementKind.SHARD or (dim := placement.dim) is None:
+            return
+        if all(dim < len(own) and own[dim] < whole[dim] for own in held.values()):
+            self.note_shapes(key, held)
+            self.placed[key, axis] = Said(placement, "as its DTensor says", whole[dim])
+
+    def shape(self, key: SlotKey) -> Shape:
+        """Return the local shape of a value, () where ranks differ in it."""
+        shapes = self.shapes.get(key, ())
+        return shapes[0] if len(shapes) == 1 else ()
+
+
+class Proof:
+    """How values lie, as far as what is shown proves it."""
+
+    def __init__(self, shown: ShownValues) -> None:
+        self.shown = shown
+        self.known: dict[tuple[SlotKey, str], Said] = {**shown.placed}
+        """By value and axis."""
+        self._refused: set[tuple[SlotKey, str]] = set()
+        for (key, axis), facts in shown.facts.items():
+            if facts.same and not facts.other:
+                text = f"the same bytes on all ranks in {facts.same} of {facts.same} records"
+                self.say(key, axis, Said(WHOLE, text))
+        for axis in shown.lines:
+            for call in shown.modules:
+                self.read_module(call, axis)
+            self.read_axis(axis)
+        while self._travel():
+            pass
+
+    def read_axis(self, axis: str) -> None:
+        """Say what follows along an axis from all modules together: here, nothing."""
+
+    def read_module(self, call: str, axis: str) -> None:
+        """Say how what goes into a module and comes out lies where its weight is a cut DTensor."""
+        path, class_name = self.shown.modules[call]
+        placed = self.shown.placed.get(((path, "param:weight"), axis))
+        if placed is not None:
+            dim = placed.placement.dim or 0
+            if (class_name, dim) in _LAST_DIM:
+                self.say_last(call, _LAST_DIM[class_name, dim], axis, dim, placed.length)
+
+    def say_last(self, call: str, kind: str, axis: str, dim: int, length: int = 0) -> None:
+        """Say that the last dim of the only slot of a kind is cut, where it is on every rank as
+        long as a dim of the weight, which is so long in all."""
+        key, path = self.key(call, kind), self.shown.modules[call][0]
+        weight = self.shown.shapes.get((path, "param:weight"), ())
+        shapes = self.shown.shapes[key] if key else ()
+        if key and [own[-1:] for own in shapes] == [own[dim : dim + 1] for own in weight]:
+            text = f"as long as this rank's {'columns' if dim else 'rows'} of the weight"
+            self.say(key, axis, Said(cut(len(shapes[0]) - 1), text, length))
+
+    def say(self, key: SlotKey, axis: str, said: Said) -> bool:
+        """Keep how a value lies unless something else speaks against it; True where it is new."""
+        place = (key, axis)
+        if place in self._refused or place in self.shown.placed:
+            return False
+        known = self.known.get(place)
+        if known is not None:
+            if known.placement != said.placement:
+                del self.known[place]
+                self._refused.add(place)
+            return False
+        facts = self.shown.facts.get(place)
+        if facts is None or (facts.other if said.placement == WHOLE else facts.same):
+            return False
+        self.known[place] = said
+        return True
+
+    def is_whole(self, key: SlotKey, axis: str) -> bool:
+        """True for a value that is known to be the same on all ranks along an axis."""
+        said = self.known.get((key, axis))
+        return said is not None and said.placement == WHOLE
+
+    def key(self, call: str, kind: str) -> SlotKey | None:
+        """Return the only slot of a kind that a call has."""
+        names = (kind, f"{kind}.0", f"{kind}.{kind}")  # the last: handed over by keyword
+        found = [key for name in names if (key := (call, name)) in self.shown.shapes]
+        more = (call, f"{kind}.1") in self.shown.shapes
+        return found[0] if len(found) == 1 and not more else None
+
+    def _travel(self) -> bool:
+        """Carry placements to slots of the same bytes, and through modules that keep the shape."""
+        is_new, shapes = False, self.shown.shapes
+        for keys in self.shown.twins.values():
+            for axis in self.shown.lines:
+                said = {key: self.known[key, axis] for key in keys if (key, axis) in self.known}
+                known = {(shapes[key][0], each.placement): key for key, each in said.items()}
+                for key in keys if known else ():
+                    found = {_as_laid(said[own], shapes[own][0], shapes[key][0], own)
+                             for own in known.values()}  # fmt: skip
+                    if len(found) == 1 and (laid := found.pop()) is not None:
+                        is_new |= self.say(key, axis, laid)
+        for call in self.shown.modules:
+            for axis in self.shown.lines:
+                is_new |= self._through(call, axis)
+        return is_new
+
+    def _through(self, call: str, axis: str) -> bool:
+        """Carry a cut through a module that works on each place along it alone."""
+        given, made = self.key(call, "input"), self.key(call, "output")
+        if not given or not made or (call, axis) in self.shown.issued:
+            return False
+        before, after = self.shown.shapes[given], self.shown.shapes[made]
+        is_even = len(before) == len(after) == 1
+        parameters = self.shown.parameters.get(self.shown.modules[call][0], ())
+        is_new = False
+        for one, other in ((given, made), (made, given)):
+            said = self.known.get((one, axis))
+            dim = None if said is None else said.placement.dim
+            if said is None or dim is None:
+                continue
+            if call in self.shown.inner:
+                is_through = one is given and before == after and self._is_residual(call, axis, dim)
+                text = "of the input's shape, as what the modules inside hand out is"
+            elif not parameters:
+                is_through = before == after
+                text = f"as {one[1]}, of the same shape: the module has no weights"
+            else:
+                is_whole = all(self.is_whole(key, axis) for key in parameters)
+                is_through = is_even and is_whole and _is_by_row(before[0], after[0], dim)
+                text = f"as {one[1]}: every rank has the same weights"
+            if is_through:
+                is_new |= self.say(other, axis, said._replace(reason=text))
+        return is_new
+
+    def _is_residual(self, call: str, axis: str, dim: int) -> bool:
+        """True where modules inside hand out what is cut along the same dim, of the same shape as
+        the module's output, and none anything else of that shape."""
+        shapes = self.shown.shapes
+        keys = [self.key(child, "output") for child in self.shown.inner[call]]
+        made = self.key(call, "output")
+        alike = [key for key in keys if key and made and shapes[key] == shapes[made]]
+        said = [self.known.get((key, axis)) for key in alike]
+        return bool(said) and all(each is not None and each.placement.dim == dim for each in said)
+
+
+def _is_by_row(given: Shape, made: Shape, dim: int) -> bool:
+    """True where a module may turn each row into one, and a dim is not that of its columns."""
+    is_last = given[:-1] == made[:-1] and dim == len(given) - 1
+    is_row = given == made[: len(given)] or given[:-1] == made[:-1]
+    return is_row and dim < min(len(given), len(made) - 1) and not is_last
+
+
+def _as_laid(said: Said, given: Shape, made: Shape, source: SlotKey) -> Said | None:
+    """Return how the bytes of a known value lie in another shape; None where several dims of it may
+    be the cut one: those of one element may have stood elsewhere."""
+    reason, dim = f"the same bytes as {source[0] or '(root)'}:{source[1]}", said.placement.dim
+    if dim is None or given == made:
+        return said._replace(reason=reason)
+    before = math.prod(given[:dim])
+    found = [at for at in range(len(made)) if math.prod(made[:at]) == before]
+    if not found or 1 in made:
+        return None
+    return Said(cut(found[0]), reason, said.length * made[found[0]] // given[dim])
