@@ -21,7 +21,7 @@ from rankscope.stepwise.findingsfile import FindingsFile
 from rankscope.stepwise.stepjudge import LiveCheck
 from rankscope.stepwise.stepkeeper import KeepSizes, StepKeeper
 from rankscope.tree.finishedtrace import trace_files
-from rankscope.tree.growingtree import StepName, grown_steps
+from rankscope.tree.growingtree import grown_steps
 from rankscope.tree.views import Trace
 
 __all__ = ["main"]
@@ -66,9 +66,7 @@ def _finish_dataset(out: Path) -> None:
         write_rest(
             Trace(trace_files(out), out),
             out / PARQUET_FOLDER,
-            lambda step: (
-                not step.is_setup and StepName(step.incarnation, int(step.mode), step.step) in grown
-            ),
+            lambda step: not step.is_setup and step.head.name in grown,
         )
     except (RankscopeError, OSError) as error:
         sys.exit(f"rankscope: {error}")

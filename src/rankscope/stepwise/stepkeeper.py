@@ -14,7 +14,8 @@ from rankscope.spool.replication import replicated
 from rankscope.stepwise.finishedsteps import RunningJob
 from rankscope.stepwise.stepsplit import StepKey
 from rankscope.tree.finishedtrace import trace_of
-from rankscope.tree.growingtree import GrowingTree, StepName
+from rankscope.tree.growingtree import GrowingTree
+from rankscope.tree.step import StepName
 from rankscope.tree.views import Trace
 
 __all__ = ["KeepSizes", "StepKeeper"]

@@ -51,6 +51,11 @@ class Document:
     began_ns: int
     """Wall clock of the first call of the run: what `start_us` counts from."""
 
+    @property
+    def head(self) -> dict[str, Any]:
+        """Who ran what, and how much of it is here."""
+        return {"run": self.run, "completeness": self.completeness}
+
     def faults(self) -> Iterator[str]:
         """Yield nothing: what is wrong with the records stands beside their rank."""
         yield from ()

@@ -23,7 +23,7 @@ from rankscope.tree.digests import Columns
 from rankscope.tree.joinedcolumns import join_steps
 from rankscope.tree.older import OlderTrace, is_older
 from rankscope.tree.step import StepColumns, StepHead
-from rankscope.tree.stepfile import StepFiles, head_of, step_name
+from rankscope.tree.stepfile import StepFiles, head_of
 from rankscope.tree.tracejson import load_json
 from rankscope.tree.views import Trace, TraceSource
 
@@ -79,7 +79,7 @@ class WrittenSteps:
         ]
         listed += [(found, (other, i)) for other in others for i, found in enumerate(other.heads)]
         if others:  # what is finished is in order
-            listed.sort(key=lambda each: (not each[0].is_setup, step_name(each[0])))
+            listed.sort(key=lambda each: (not each[0].is_setup, each[0].name))
         self.heads: Sequence[StepHead] = [found for found, _ in listed]
         self._places = [place for _, place in listed]
         self._counts = [self._rows(place) for place in self._places]
@@ -129,8 +129,7 @@ class WrittenSteps:
 
 def trace_of(document: Document, folder: Path, **more: Any) -> Trace:
     """Return what a document holds as if it were opened from a folder; `more` as of `Trace`."""
-    head = {"run": document.run, "completeness": document.completeness}
-    source = WrittenSteps(folder, head, (), document.began_ns, [document])
+    source = WrittenSteps(folder, document.head, (), document.began_ns, [document])
     return Trace(source, folder, is_written=False, **more)
 
 

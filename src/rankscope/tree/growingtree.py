@@ -16,7 +16,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from rankscope.errors import TraceError, TraceVersionError
 from rankscope.record.call import Mode
@@ -34,7 +34,7 @@ from rankscope.run.replacing import new_file, sync_by_name
 from rankscope.tree.finishedtrace import WrittenSteps
 from rankscope.tree.older import OlderTrace
 from rankscope.tree.schemacheck import check_json
-from rankscope.tree.step import StepColumns
+from rankscope.tree.step import StepColumns, StepName
 from rankscope.tree.stepfile import StepFiles, write_steps
 from rankscope.tree.tracejson import load_json
 from rankscope.tree.views import Trace
@@ -42,7 +42,7 @@ from rankscope.tree.views import Trace
 if TYPE_CHECKING:
     from rankscope.tree.document import Document
 
-__all__ = ["GrowingTree", "StepName", "grown_in", "grown_steps", "step_name"]
+__all__ = ["GrowingTree", "grown_in", "grown_steps", "step_name"]
 
 _PART_BYTES: Final = 4 << 20
 """Of one file, where that is more than one step."""
@@ -56,14 +56,6 @@ _NO_HEAD: Final[Mapping[str, Any]] = {"run": {"world_size": MAX_RANKS, "meshes":
 
 def _is_older(line: Mapping[str, Any]) -> bool:
     return bool(line["format"] == _OLDER_FORMAT)
-
-
-class StepName(NamedTuple):
-    """Which step of which life of the job; in the order of the tree."""
-
-    incarnation: int
-    mode: int
-    step: int
 
 
 def step_name(entry: Mapping[str, Any]) -> StepName:
@@ -212,8 +204,7 @@ class GrowingTree:
         entries: list[dict[str, Any]] = []
         part: list[StepColumns] = []
         size = 0
-        head = {"run": document.run, "completeness": document.completeness}
-        for older in self._older(head):  # each has texts of its own
+        for older in self._older(document.head):  # each has texts of its own
             entries += [e for i in range(len(older.heads)) for e in self._write([older.step(i)])]
         for i in range(len(document.heads)):
             say("writing steps", i / len(document.heads))

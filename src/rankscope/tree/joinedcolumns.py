@@ -7,7 +7,6 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
@@ -135,24 +134,17 @@ def join_columns(
         TraceError: a file holds other rows than that, or other columns than the first; shows when
             a column of it is asked for.
     """
-    opened: OrderedDict[int, Columns] = OrderedDict()
 
+    @functools.lru_cache(_MOST_OPEN)
     def columns(number: int) -> Columns:
-        found = opened.get(number)
-        if found is None:
-            found = opened[number] = {
-                name: np.asarray(column) for name, column in files[number]().items()
-            }
-            for name, column in found.items():
-                said = counts[number].get(name.partition(".")[0], len(column))
-                if len(column) != said:
-                    raise TraceError(
-                        f"values file {number + 1} of {len(files)}: {name} has {len(column)} rows, "
-                        f"the trace says {said}: the trace is damaged"
-                    )
-            if len(opened) > _MOST_OPEN:
-                opened.popitem(last=False)
-        opened.move_to_end(number)
+        found = {name: np.asarray(column) for name, column in files[number]().items()}
+        for name, column in found.items():
+            said = counts[number].get(name.partition(".")[0], len(column))
+            if len(column) != said:
+                raise TraceError(
+                    f"values file {number + 1} of {len(files)}: {name} has {len(column)} rows, "
+                    f"the trace says {said}: the trace is damaged"
+                )
         return found
 
     def joined(name: str) -> Array:
@@ -196,16 +188,7 @@ def join_steps(
         counts: {"values", "calls", "samples": rows} of each.
         first: the same of all before it.
     """
-    recent: OrderedDict[int, StepColumns] = OrderedDict()
-
-    def step(number: int) -> StepColumns:
-        found = recent.get(number)
-        if found is None:
-            found = recent[number] = read(number)
-            if len(recent) > _MOST_OPEN:
-                recent.popitem(last=False)
-        recent.move_to_end(number)
-        return found
+    step = functools.lru_cache(_MOST_OPEN)(read)
 
     def of_step(name: str, number: int) -> Array:
         own = step(number)

@@ -25,7 +25,7 @@ from rankscope.record.descriptions import ModuleName, TensorFacts, read_ranges
 from rankscope.record.ranklists import parse_ranks
 from rankscope.record.stepcolumns import COLUMNS
 from rankscope.record.value import SKETCH_SIZE
-from rankscope.run.filenames import STEPS_FOLDER, VALUES_NAME
+from rankscope.run.filenames import STEPS_FOLDER, TRACE_NAME, VALUES_NAME
 from rankscope.tree.columns import map_columns
 from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.digests import Columns
@@ -33,6 +33,7 @@ from rankscope.tree.joinedcolumns import join_columns
 from rankscope.tree.step import StepColumns, StepHead, StepTexts
 from rankscope.tree.stepfile import head_of
 from rankscope.tree.tracejson import load_json
+from rankscope.tree.views import meshes_of
 
 if TYPE_CHECKING:
     from rankscope.chunks.tensorfiles import TensorRecords
@@ -82,13 +83,7 @@ class OlderSteps:
         self.heads: list[StepHead] = [head for _, head in known if head is not None]
         self.columns = columns
         self._nodes, self._world_size = nodes, int(run["world_size"])
-        self._meshes = {
-            mesh["name"]: [
-                Mesh(axes=tuple(mesh["axes"]), shape=tuple(mesh["shape"]), ranks=tuple(ranks))
-                for ranks in mesh["over"]
-            ]
-            for mesh in run["meshes"]
-        }
+        self._meshes = meshes_of(run)
 
     def step(self, group: int) -> StepColumns:
         """Return the columns of a step.
@@ -186,7 +181,7 @@ class OlderTrace:
 
     def _file(self, group: Data) -> Path:
         if "nodes_file" not in group:
-            return self._folder / "trace.json"
+            return self._folder / TRACE_NAME
         return _named(self._folder, str(group["nodes_file"]), _NODES, "nodes")
 
     def _nodes(self, group: Data) -> list[dict[str, Any]]:

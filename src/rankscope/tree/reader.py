@@ -169,12 +169,17 @@ def _unfinished(folder: Path, progress: Progress | None) -> Trace:
     finished = _finished(folder)
     if finished is not None:  # whose index is gone
         return finished
-    head = {"run": document.run, "completeness": document.completeness}
     at_work = is_at_work(folder, document.run)
     entries = [*tree.entries()]
     began_ns = document.began_ns if tree.began_ns is None else tree.began_ns
     return tree.trace(
-        head, entries, began_ns, rest=document, is_live=at_work, is_written=False, read_s=read_s
+        document.head,
+        entries,
+        began_ns,
+        rest=document,
+        is_live=at_work,
+        is_written=False,
+        read_s=read_s,
     )
 
 

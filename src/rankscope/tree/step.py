@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +24,19 @@ from rankscope.record.ranklists import ranks_text
 from rankscope.record.value import UNFOLDED_FLAGS
 from rankscope.tree.digests import Columns
 
-__all__ = ["LazyColumns", "StepColumns", "StepHead", "StepTexts"]
+__all__ = ["LazyColumns", "StepColumns", "StepHead", "StepName", "StepTexts"]
 
 Array = NDArray[Any]
 _NEVER: Final = np.iinfo(np.int64).max
 _T = TypeVar("_T")
+
+
+class StepName(NamedTuple):
+    """Which step of which life of the job; in the order of the tree."""
+
+    incarnation: int
+    mode: int
+    step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +49,11 @@ class StepHead:
     incarnation: int
     notes: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
     """As `notes` of docs/trace-format.md."""
+
+    @property
+    def name(self) -> StepName:
+        """Which step it is, in the order of the tree; setup is told by `is_setup`."""
+        return StepName(self.incarnation, int(self.mode), self.step)
 
 
 class LazyColumns(dict[str, Array]):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +26,7 @@ from rankscope.tree.columns import map_columns
 from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.step import StepColumns, StepHead, StepTexts
 
-__all__ = ["StepFiles", "entry_of", "head_of", "step_name", "write_steps"]
+__all__ = ["StepFiles", "entry_of", "head_of", "write_steps"]
 
 Array = NDArray[Any]
 Entry = Mapping[str, Any]
@@ -104,18 +103,13 @@ def head_of(entry: Entry) -> StepHead | None:
     )
 
 
-def step_name(head: StepHead) -> tuple[int, int, int]:
-    """Return incarnation, mode and step: the order of the tree."""
-    return head.incarnation, int(head.mode), head.step
-
-
 class StepFiles:
     """The step files of one trace folder, mapped when they are asked for."""
 
     def __init__(self, folder: Path, world_size: int) -> None:
         """Open none yet; `world_size`: no rank is as high."""
         self._folder, self._world_size = folder, world_size
-        self._open: OrderedDict[str, tuple[Mapping[str, Array], StepTexts]] = OrderedDict()
+        self._file = functools.lru_cache(_MOST_OPEN)(functools.partial(_opened, world_size))
 
     def path(self, entry: Entry) -> Path:
         """Return the file of a step.
@@ -181,16 +175,10 @@ class StepFiles:
             except TraceError as error:
                 yield str(error)
 
-    def _file(self, path: Path) -> tuple[Mapping[str, Array], StepTexts]:
-        found = self._open.get(path.name)
-        if found is None:
-            columns = map_columns(path, self._world_size)
-            found = columns, StepTexts(_FileTexts(columns["texts.end"], columns["utf8.byte"]))
-            self._open[path.name] = found
-            if len(self._open) > _MOST_OPEN:
-                self._open.popitem(last=False)
-        self._open.move_to_end(path.name)
-        return found
+
+def _opened(world_size: int, path: Path) -> tuple[Mapping[str, Array], StepTexts]:
+    columns = map_columns(path, world_size)
+    return columns, StepTexts(_FileTexts(columns["texts.end"], columns["utf8.byte"]))
 
 
 class _FileTexts(Sequence[object]):

@@ -65,7 +65,7 @@ def write_trace(
         storage: dict[str, Any] = {"steps": STEPS_FOLDER, "at_end": tree.next_file}
         entries = [*tree.entries(), *tree.add_rest(document, say)]
         say("writing the tree", 0.0)
-        head: dict[str, Any] = {"run": document.run, "completeness": document.completeness}
+        head = document.head
         body = _by_kind(entries)
         began_ns = document.began_ns if tree.began_ns is None else tree.began_ns
         trace = tree.trace(head, [*body["setup"], *body["steps"]], began_ns)
@@ -96,15 +96,11 @@ def tree_text(trace: Trace, steps: Sequence[Step], say: Progress) -> Iterator[st
         own = [step for step in steps if step.is_setup == (name == "setup")]
         for place, step in enumerate(own):
             yield ",\n  " if place else "\n  "
-            yield "".join(json_text(_step_data(step))).rstrip()
+            yield "".join(json_text({**entry_of(step.head), "nodes": nodes_data(step)})).rstrip()
             done += 1
             say("writing the tree", done / len(steps))
         yield "]"
     yield "}\n"
-
-
-def _step_data(step: Step) -> dict[str, Any]:
-    return {**entry_of(step.columns().head), "nodes": nodes_data(step)}
 
 
 def _by_kind(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:

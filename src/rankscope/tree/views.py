@@ -459,7 +459,8 @@ class Step:
     def __init__(self, source: TraceSource, group: int, trace: Trace, where: Whereabouts) -> None:
         self._source, self._group, self._trace = source, group, trace
         self._where = replace(where, file=source.file(group))
-        head = source.heads[group]
+        head = self.head = source.heads[group]
+        """Which step it is."""
         self.is_setup, self.mode = head.is_setup, head.mode
         self.step, self.incarnation = head.step, head.incarnation
         self.notes = tuple(
@@ -523,7 +524,7 @@ class Trace:
         """The run header, as in docs/trace-format.md."""
         self.completeness: Mapping[str, Any] = source.head["completeness"]
         """Per rank what was committed, received and dropped, as in docs/trace-format.md."""
-        meshes = {m["name"]: _meshes(m) for m in self.run["meshes"]}
+        meshes = meshes_of(self.run)
         self.tensors: TensorReaders | None = None
         """Set by `rankscope.open_trace`."""
         self._columns: Columns | None = None
@@ -774,6 +775,12 @@ class Trace:
 _PHASES = {phase.word: phase for phase in Phase}
 
 
-def _meshes(data: Mapping[str, Any]) -> tuple[Mesh, ...]:
-    axes, shape = tuple(data["axes"]), tuple(data["shape"])
-    return tuple(Mesh(axes=axes, shape=shape, ranks=tuple(ranks)) for ranks in data["over"])
+def meshes_of(run: Mapping[str, Any]) -> dict[str, tuple[Mesh, ...]]:
+    """Return the meshes of a run header by the name of their kind."""
+    return {
+        data["name"]: tuple(
+            Mesh(axes=tuple(data["axes"]), shape=tuple(data["shape"]), ranks=tuple(ranks))
+            for ranks in data["over"]
+        )
+        for data in run["meshes"]
+    }
