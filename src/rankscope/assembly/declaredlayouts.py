@@ -8,6 +8,7 @@ contradicts the file stays as it was recorded, and the run header says so.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeVar
@@ -54,13 +55,13 @@ def _given(stream: RankStream) -> tuple[str, str] | None:
 
 
 def declare_layouts(
-    tables: Tables, vocabulary: Vocabulary, run: dict[str, Any], ranks: NDArray[np.int64]
+    steps: Sequence[Tables], vocabulary: Vocabulary, run: dict[str, Any], ranks: NDArray[np.int64]
 ) -> None:
     """Give the values that the run's layout file describes their layout. Changes the descriptions
-    in `tables`, adds to those of `vocabulary`, and to meshes and notes of `run`.
+    in the tables, adds to those of `vocabulary`, and to meshes and notes of `run`.
 
     Args:
-        tables: calls and values of all ranks.
+        steps: calls and values of all ranks.
         vocabulary: what the numbers in them mean.
         run: the run header.
         ranks: rank of each stream.
@@ -82,7 +83,7 @@ def declare_layouts(
                 notes[str(error)] = None
                 return None
 
-        for rows, placements, name in described_slots(tables, vocabulary, placed):
+        for tables, rows, placements, name in described_slots(steps, vocabulary, placed):
             own = ranks[tables.calls["stream"][tables.call[rows]]]
             tables.description[rows] = declaring.of(placements, name, tables.description[rows], own)
         run["meshes"] += declaring.meshes()
@@ -93,29 +94,38 @@ def declare_layouts(
 
 
 def described_slots(
-    tables: Tables, vocabulary: Vocabulary, describe: Callable[[str, str], T | None]
-) -> Iterator[tuple[NDArray[np.int64], T, str]]:
-    """Yield the rows of each slot of each call that something is known of, what is known, and what
-    the slot is called.
+    steps: Iterable[Tables], vocabulary: Vocabulary, describe: Callable[[str, str], T | None]
+) -> Iterator[tuple[Tables, NDArray[np.int64], T, str]]:
+    """Yield the rows of each slot of each call that something is known of, in which table, what is
+    known, and what the slot is called.
 
     Args:
-        tables: calls and values of all ranks.
+        steps: calls and values of all ranks.
         vocabulary: what the numbers in them mean.
         describe: says what is known of (path, slot), None for nothing; asked once for each.
     """
+    known = functools.cache(describe)
+    for tables in steps:
+        for rows, found, name in _described(tables, vocabulary, known):
+            yield tables, rows, found, name
+
+
+def _described(
+    tables: Tables, vocabulary: Vocabulary, describe: Callable[[str, str], T | None]
+) -> Iterator[tuple[NDArray[np.int64], T, str]]:
     path, slot = tables.calls["path"][tables.call], tables.slot
     pair, count = factorize(path, slot)
     first = np.full(count, len(pair), np.int64)
     np.minimum.at(first, pair, np.arange(len(pair)))
     found: dict[int, tuple[T, str]] = {}
     for number, row in enumerate(first.tolist()):
-        names = tables.paths[int(path[row])], vocabulary.slots.items[int(slot[row])]
+        names = vocabulary.paths.items[int(path[row])], vocabulary.slots.items[int(slot[row])]
         known = describe(*names)
         if known is not None:
             found[number] = known, f"{names[0] or '(root)'}:{names[1]}"
     is_tensor = np.array([d.dtype != "python" for d in vocabulary.descriptions.items], np.bool_)
-    wanted = np.isin(pair, [*found]) & (tables.values["flags"] & _ABSENT == 0)
-    rows = np.flatnonzero(wanted & is_tensor[tables.description] if len(wanted) else wanted)
+    wanted = np.isin(pair, [*found]) & (tables.flags & _ABSENT == 0)
+    rows = np.flatnonzero(wanted & is_tensor[tables.description])
     if not len(rows):
         return
     calls = tables.calls.chosen(tables.call[rows])

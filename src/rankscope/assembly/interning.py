@@ -20,7 +20,7 @@ from rankscope.layout.marks import ParameterMark
 from rankscope.layout.placement import Layout, LayoutSource, Mesh, PieceKind, parse_placement
 from rankscope.layout.plan import Piece
 from rankscope.record.collective import Collective
-from rankscope.record.descriptions import ModuleName
+from rankscope.record.descriptions import ModuleName, TensorFacts
 
 T = TypeVar("T", bound=Hashable)
 
@@ -61,8 +61,7 @@ class MeshFamily:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What a value is, without its numbers. `shared` is what all ranks of a slot should agree
-    on."""
+    """What a value is, without its numbers."""
 
     dtype: str
     device: str
@@ -80,16 +79,22 @@ class Description:
         return MeshFamily(axes=layout.mesh.axes, shape=layout.mesh.shape, source=layout.source)
 
     @property
-    def shared(self) -> tuple[object, ...]:
-        """Ranks that differ in this hold different things, not different numbers."""
-        piece, layout = self.piece, self.piece.layout
-        placed = (layout.source, self.family, layout.placements)
-        return self.dtype, self.device, piece.global_shape, *placed
-
-    @property
-    def local(self) -> tuple[object, ...]:
-        """Ranks that differ in this hold different pieces of the same thing."""
-        return self.piece.shape, self.piece.ranges, self.note, self.requires_grad
+    def facts(self) -> TensorFacts:
+        """The same as a step has it."""
+        piece, family = self.piece, self.family
+        placed = piece.layout.by_axis().items() if family is not None else ()
+        return TensorFacts(
+            dtype=self.dtype,
+            device=self.device,
+            shape=piece.shape,
+            global_shape=piece.global_shape,
+            source=piece.layout.source.value,
+            mesh=family.name if family is not None else "",
+            placements=tuple(placed),
+            ranges=piece.ranges,
+            note=self.note,
+            requires_grad=self.requires_grad,
+        )
 
 
 UNKNOWN_MODULE = ModuleName(
@@ -104,11 +109,14 @@ Lookup = NDArray[np.int64]
 """A stream's own definition numbers -> common numbers, -1 where it has none."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Vocabulary:
     """Common numbers of everything, and each stream's way into them."""
 
     modules: Interned[ModuleName] = field(default_factory=Interned)
+    paths: Interned[str] = field(default_factory=Interned)
+    path_of: Lookup = field(default_factory=lambda: np.empty(0, np.int64))
+    """Number of the path of each module."""
     slots: Interned[str] = field(default_factory=Interned)
     descriptions: Interned[Description] = field(default_factory=Interned)
     texts: Interned[str] = field(default_factory=Interned)
@@ -118,6 +126,12 @@ class Vocabulary:
     description_lookup: list[Lookup] = field(default_factory=list)
     text_lookup: list[Lookup] = field(default_factory=list)
     collective_lookup: list[Lookup] = field(default_factory=list)
+
+
+def common_numbers(lookup: Lookup, own: NDArray[Any]) -> Lookup:
+    """Return the common numbers of some of a stream's own, -1 for those it did not define."""
+    known = own < len(lookup)
+    return np.where(known, lookup[np.where(known, own, 0).astype(np.int64)], -1)
 
 
 def build_vocabulary(streams: Sequence[RankStream]) -> Vocabulary:
@@ -159,6 +173,8 @@ def build_vocabulary(streams: Sequence[RankStream]) -> Vocabulary:
         vocabulary.description_lookup.append(lookups["meta"])
         vocabulary.text_lookup.append(lookups["text"])
         vocabulary.collective_lookup.append(lookups["collective"])
+    paths = [vocabulary.paths.number(module.path) for module in vocabulary.modules.items]
+    vocabulary.path_of = np.array(paths, np.int64)
     return vocabulary
 
 

@@ -9,6 +9,7 @@ is unknown.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -39,13 +40,16 @@ _Marks = Mapping[tuple[str, str], Mapping[int, ParameterMark]]
 
 
 def mark_layouts(
-    tables: Tables, vocabulary: Vocabulary, run: dict[str, Any], streams: Sequence[RankStream]
+    steps: Sequence[Tables],
+    vocabulary: Vocabulary,
+    run: dict[str, Any],
+    streams: Sequence[RankStream],
 ) -> None:
     """Give the parameters and gradients that a framework marked their layout. Changes the
-    descriptions in `tables`, adds to those of `vocabulary` and to the meshes of `run`.
+    descriptions in the tables, adds to those of `vocabulary` and to the meshes of `run`.
 
     Args:
-        tables: calls and values of all ranks.
+        steps: calls and values of all ranks.
         vocabulary: what the numbers in them mean.
         run: the run header.
         streams: the records, in the order of the tables' numbers.
@@ -53,23 +57,28 @@ def mark_layouts(
     marks = _marks(vocabulary, streams)
     if not marks:
         return
-    groups = _AxisGroups(tables, vocabulary, streams, marks)
+    groups = _AxisGroups(steps, vocabulary, streams, marks)
     families: dict[MeshFamily, dict[Mesh, None]] = {}
 
     def marked(path: str, slot: str) -> Mapping[int, ParameterMark] | None:
         return marks.get((path, slot.partition(":")[2])) if slot.startswith(_SLOTS) else None
 
     found = [
-        (name, own, dict(zip(tables.calls["stream"][tables.call[rows]].tolist(), rows.tolist())))
-        for rows, own, name in described_slots(tables, vocabulary, marked)
+        (
+            tables,
+            name,
+            own,
+            dict(zip(tables.calls["stream"][tables.call[rows]].tolist(), rows.tolist())),
+        )
+        for tables, rows, own, name in described_slots(steps, vocabulary, marked)
     ]
     empty = {
         (name.replace(":param:", ":grad:"), stream)
-        for name, _, held in found
+        for tables, name, _, held in found
         for stream, row in held.items()
         if 0 in vocabulary.descriptions.items[tables.description[row]].piece.shape
     }
-    for name, own, all_held in found:
+    for tables, name, own, all_held in found:
         held = {stream: row for stream, row in all_held.items() if stream in own}
         without = [number for number in own if (name, number) in empty and number not in held]
         for mark, members in _lines(own, held, groups, streams):
@@ -162,12 +171,12 @@ class _AxisGroups:
 
     def __init__(
         self,
-        tables: Tables,
+        steps: Sequence[Tables],
         vocabulary: Vocabulary,
         streams: Sequence[RankStream],
         marks: _Marks,
     ) -> None:
-        self._tables, self._vocabulary = tables, vocabulary
+        self._steps, self._vocabulary = steps, vocabulary
         self._streams, self._marks = streams, marks
         self._known: dict[str, dict[int, Members]] = {}
 
@@ -214,35 +223,41 @@ class _AxisGroups:
     def _issued(self, paths: set[str]) -> dict[int, set[Members]]:
         """Return {stream: members of each group} of collectives that these modules issue as they
         run forward."""
-        calls, kinds = self._tables.calls, self._vocabulary.collectives.items
-        numbers = [n for n, path in enumerate(self._tables.paths) if path in paths]
+        kinds = self._vocabulary.collectives.items
+        numbers = [n for n, path in enumerate(self._vocabulary.paths.items) if path in paths]
         wanted = [n for n, k in enumerate(kinds) if k.issuer in _ISSUERS and k.op.startswith(_OPS)]
-        rows = np.isin(calls["path"], numbers) & np.isin(calls["collective"], wanted)
         found: dict[int, set[Members]] = {}
-        for number, kind in set(
-            zip(calls["stream"][rows].tolist(), calls["collective"][rows].tolist())
-        ):
-            found.setdefault(number, set()).add(kinds[kind].members)
+        for calls in (tables.calls for tables in self._steps):
+            rows = np.isin(calls["path"], numbers) & np.isin(calls["collective"], wanted)
+            for number, kind in set(
+                zip(calls["stream"][rows].tolist(), calls["collective"][rows].tolist())
+            ):
+                found.setdefault(number, set()).add(kinds[kind].members)
         return found
 
     def _hashes(self, cut: set[tuple[str, str]], incarnation: int) -> list[dict[int, int]]:
         """Return {rank: hash} of what ranks held of each cut parameter at setup; constants tell
         nothing and are left out."""
-        tables, found = self._tables, []
+        found: list[dict[int, int]] = []
 
         def is_cut(path: str, slot: str) -> bool | None:
             return (path, slot[6:]) in cut or None if slot.startswith("param:") else None
 
-        for rows, _, _ in described_slots(tables, self._vocabulary, is_cut):
+        numbers = functools.cache(_numbers)
+        for tables, rows, _, _ in described_slots(self._steps, self._vocabulary, is_cut):
             call = tables.call[rows[0]]
             of_setup = tables.calls["phase"][call] == Phase.SETUP
             if not of_setup or tables.calls["incarnation"][call] != incarnation:
                 continue
-            values, has_digest = tables.values[rows], tables.has_digest[rows]
-            if (values["min"] < values["max"]).any():
+            has_digest, least, greatest, hashes = (each[rows] for each in numbers(tables))
+            if (least < greatest).any():
                 streams = tables.calls["stream"][tables.call[rows]]
-                found.append(_by_rank(values["hash"], has_digest, streams, self._streams))
+                found.append(_by_rank(hashes, has_digest, streams, self._streams))
         return found
+
+
+def _numbers(tables: Tables) -> tuple[NDArray[Any], ...]:
+    return tables.has_digest(), *(tables.column(name) for name in ("min", "max", "hash"))
 
 
 def _by_rank(

@@ -45,31 +45,30 @@ class Merged:
     """[nodes] node number of the parent, -1 at the top."""
     group: NDArray[np.int64]
     """[nodes] number of the node's group."""
-    groups: list[tuple[int, bool, int, int]]
-    """incarnation, is setup, mode, step of each group."""
     identity: NDArray[np.uint64]
     """[nodes] stable id."""
     forward_ordinal: NDArray[np.int64]
     """[nodes] ordinal of the forward call behind a derived node."""
     order: NDArray[np.int64]
     """[values] where each value stood in the tables, sorted by entry, fold, rank."""
+    place: NDArray[np.int64]
+    """[values] where each value of the tables stands in that order."""
     value_node: NDArray[np.int64]
     value_stream: NDArray[np.int32]
 
 
-def merge(tables: Tables, vocabulary: Vocabulary, paths: list[str]) -> Merged:
+def merge(tables: Tables, vocabulary: Vocabulary) -> Merged:
     """Return the nodes that the calls of all streams make together.
 
     Args:
         tables: calls and values; streams in rank order.
         vocabulary: what the numbers in them mean.
-        paths: path of each number in the calls' column "path".
     """
     calls = tables.calls
     code, count = factorize(*(calls[name] for name in KEY_COLUMNS))
     by_node = _by_stream(code, calls["stream"])
     first = by_node[np.searchsorted(code[by_node], np.arange(count))]
-    group_of, groups = _groups(calls, first)
+    group_of = _groups(calls, first)
     parent = _parents(calls, code, by_node, group_of, count)
     walk = _walk(parent, group_of, calls["start"][first])
     number = np.empty(count, np.int64)
@@ -79,16 +78,13 @@ def merge(tables: Tables, vocabulary: Vocabulary, paths: list[str]) -> Merged:
     parent = np.where(parent[walk] >= 0, number[np.maximum(parent[walk], 0)], -1)
     merged_calls = calls.chosen(by_node)
     call_start = np.searchsorted(node[by_node], np.arange(count + 1))
-    slots = _slots(
-        tables, vocabulary, node[tables.call] if len(tables.call) else np.empty(0, np.int64)
-    )
+    slots = _slots(tables, vocabulary, node[tables.call])
     return Merged(
         calls=merged_calls,
         call_start=call_start,
         parent=parent,
         group=group_of[walk],
-        groups=groups,
-        identity=_identities(merged_calls.chosen(call_start[:-1]), paths),
+        identity=_identities(merged_calls.chosen(call_start[:-1]), vocabulary.paths.items),
         forward_ordinal=merged_calls["forward_ordinal"][call_start[:-1]],
         **slots,
     )
@@ -100,9 +96,7 @@ def _by_stream(node: NDArray[np.int64], stream: NDArray[Any]) -> NDArray[np.int6
     return np.argsort(node * streams + stream, kind="stable")
 
 
-def _groups(
-    calls: CallTable, first: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], list[tuple[int, bool, int, int]]]:
+def _groups(calls: CallTable, first: NDArray[np.int64]) -> NDArray[np.int64]:
     """Number the groups: setup before steps, train before eval, by step; one incarnation after
     another."""
     heads = calls.chosen(first)
@@ -111,13 +105,7 @@ def _groups(
         heads["incarnation"], ~setup, np.where(setup, Mode.TRAIN, heads["mode"]), np.where(setup, 0,
         heads["step"])
     )  # fmt: skip
-    group, count = factorize(*columns)
-    rows = np.zeros(count, np.int64)
-    rows[group] = np.arange(len(group))
-    return group, [
-        (int(columns[0][r]), bool(setup[r]), int(columns[2][r]), int(columns[3][r]))
-        for r in rows.tolist()
-    ]
+    return factorize(*columns)[0]
 
 
 def _parents(
@@ -194,17 +182,18 @@ def _identities(heads: CallTable, paths: list[str]) -> NDArray[np.uint64]:
 
 def _slots(tables: Tables, vocabulary: Vocabulary, node: NDArray[np.int64]) -> dict[str, Any]:
     """Sort values by entry, fold and rank."""
-    stream = tables.calls["stream"][tables.call] if len(tables.call) else np.empty(0, np.int32)
+    stream = tables.calls["stream"][tables.call]
     shared: Interned[Any] = Interned()
     local: Interned[Any] = Interned()
-    described = vocabulary.descriptions.items
-    variant = np.array([shared.number(d.shared) for d in described], np.int64)[tables.description]
-    piece = np.array([local.number(d.local) for d in described], np.int64)[tables.description]
-    flags = tables.values["flags"] & ~np.uint32(UNFOLDED_FLAGS)
+    described = [each.facts for each in vocabulary.descriptions.items]
+    kinds = [shared.number(tuple(each.shared.values())) for each in described]
+    variant = np.array(kinds, np.int64)[tables.description]
+    piece = np.array([local.number(each.local) for each in described], np.int64)[tables.description]
+    flags = tables.flags & ~np.uint32(UNFOLDED_FLAGS)
     pair, pairs = factorize(node, tables.slot)
     entry, entries = factorize(pair, variant)
-    fold, folds = factorize(entry, piece, flags, tables.values["count"], tables.values["hash"])
-    seen = _first_seen(pair, pairs, stream, tables.values["time_ns"])
+    fold, folds = factorize(entry, piece, flags, tables.column("count"), tables.column("hash"))
+    seen = _first_seen(pair, pairs, stream, tables.time_ns)
     # folds are sorted, of which there are few, and then the values by the place of their fold
     row = np.empty(folds, np.int64)
     row[fold] = np.arange(len(fold))
@@ -216,7 +205,14 @@ def _slots(tables: Tables, vocabulary: Vocabulary, node: NDArray[np.int64]) -> d
     place = np.empty(folds, np.int64)
     place[by_place] = np.arange(folds)
     order = _by_stream(place[fold], stream)
-    return {"order": order, "value_node": node[order], "value_stream": stream[order]}
+    at = np.empty(len(order), np.int64)
+    at[order] = np.arange(len(order))
+    return {
+        "order": order,
+        "place": at,
+        "value_node": node[order],
+        "value_stream": stream[order],
+    }
 
 
 def _first_seen(

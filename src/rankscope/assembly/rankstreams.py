@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from rankscope.record.value import SKETCH_SIZE
 from rankscope.spool import recordformat
 from rankscope.spool.definitions import Decoded, decode_definition
 from rankscope.spool.origin import origin_of
-from rankscope.spool.recordcolumns import Records, ending, records, step_codes
+from rankscope.spool.recordcolumns import Records, ValueRows, ending, records
 from rankscope.spool.recordformat import NO_SEQUENCE, RecordKind, StepEvent
 from rankscope.spool.soundness import (
     KNOWN_MODES,
@@ -38,7 +38,6 @@ __all__ = [
     "StreamBytes",
     "definitions_in",
     "read_stream",
-    "without_steps",
 ]
 
 Array = NDArray[Any]
@@ -85,9 +84,7 @@ class RankStream:
     """The same, of each kind by itself."""
     enters: Array
     exits: Array
-    values: Array
-    """VALUE_DTYPE; the digest fields are 0 where has_digest is False."""
-    has_digest: NDArray[np.bool_]
+    values: ValueRows
     samples: SampleSketches
     steps: Array
     gaps: Array
@@ -163,7 +160,7 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
         )
     ended = ending(found)
     notes = list(source.notes)
-    enters, values, has_digest, unsound = _calls_and_values(found, identity, notes)
+    enters, values, unsound = _calls_and_values(found, identity, notes)
     rows: dict[RecordKind, Array] = {}
     for kind in (RecordKind.EXIT, RecordKind.STEP, RecordKind.GAP, RecordKind.ERROR,
                  RecordKind.TENSOR):  # fmt: skip
@@ -188,7 +185,6 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
         enters=enters,
         exits=rows[RecordKind.EXIT],
         values=values,
-        has_digest=has_digest,
         samples=samples,
         steps=rows[RecordKind.STEP],
         gaps=gaps,
@@ -211,8 +207,8 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
 
 def _calls_and_values(
     found: Records, identity: Mapping[str, Any], notes: list[str]
-) -> tuple[Array, Array, NDArray[np.bool_], Counter[str]]:
-    """Return calls, values, which of those have a digest, and what was set aside for which reason.
+) -> tuple[Array, ValueRows, Counter[str]]:
+    """Return calls, values, and what was set aside for which reason.
 
     Args:
         found: records.
@@ -220,31 +216,32 @@ def _calls_and_values(
         notes: one is added where a newer rankscope wrote some of them.
     """
     enters, left_out = _known_calls(found.all_columns(RecordKind.ENTER)[1])
-    _, values, has_digest = found.all_values()
-    if len(left_out) or not KNOWN_PHASES[values["phase"]].all():
-        of_known = KNOWN_PHASES[values["phase"]] & ~np.isin(values["sequence"], left_out)
+    _, values = found.all_values()
+    of_known = KNOWN_PHASES[values["phase"]]
+    if len(left_out) or not of_known.all():
+        of_known = of_known & ~np.isin(values["sequence"], left_out)
         maker = identity.get("versions", {}).get("rankscope")
         notes.append(
             f"{len(left_out)} calls and {int((~of_known).sum())} values are left out, which are of "
             f"phases or modes that this rankscope does not know: read them with "
             + (f"rankscope {maker}" if maker else "the rankscope that recorded them")
         )
-        values, has_digest = values[of_known], has_digest[of_known]
+        values = values.chosen(of_known)
     enters, unsound = sound_rows(RecordKind.ENTER, enters)
     is_sound, wrong = judged(RecordKind.VALUE, values)
     unsound += wrong
     if is_sound is not None:
-        values, has_digest = values[is_sound], has_digest[is_sound]
-    is_wrong = has_digest & ~sound_digests(values)
+        values = values.chosen(is_sound)
+    is_wrong = values.has_digest & ~sound_digests(values)
     if is_wrong.any():
         unsound["digest whose counts contradict each other"] = int(is_wrong.sum())
-        has_digest = has_digest & ~is_wrong
+        values = values.without_digest(is_wrong)
     is_early = (enters["parent"] != NO_SEQUENCE) & (enters["parent"] >= enters["sequence"])
     if is_early.any():  # a call inside itself would never end
         unsound["place of a call inside one that began later"] = int(is_early.sum())
         enters = enters.copy()  # the bytes of the stream are not ours to change
         enters["parent"][is_early] = NO_SEQUENCE
-    return enters, values, has_digest, unsound
+    return enters, values, unsound
 
 
 def _full_from(found: Records) -> tuple[int, int] | None:
@@ -385,42 +382,3 @@ def _samples(found: Records) -> tuple[SampleSketches, Counter[str]]:
             np.ascontiguousarray(flat).view("<f4").reshape(len(chosen), count, SKETCH_SIZE)
         )
     return SampleSketches(heads, rows), +wrong
-
-
-def without_steps(stream: RankStream, codes: NDArray[np.int64]) -> RankStream:
-    """Return a stream without the records of some steps; setup stays.
-
-    Args:
-        stream: its records.
-        codes: of these steps (`step_codes`), [steps].
-    """
-    if not len(codes):
-        return stream
-    is_gone = np.isin(step_codes(stream.enters["mode"], stream.enters["step"]), codes)
-    is_gone &= stream.enters["phase"] != int(Phase.SETUP)
-    gone = stream.enters["sequence"][is_gone]
-    has_value = ~np.isin(stream.values["sequence"], gone)
-    is_gone_step = np.isin(step_codes(stream.steps["mode"], stream.steps["step"]), codes)
-    return replace(
-        stream,
-        enters=stream.enters[~is_gone],
-        exits=_without(stream.exits, gone),
-        values=stream.values[has_value],
-        has_digest=stream.has_digest[has_value],
-        samples=_samples_without(stream.samples, gone),
-        errors=_without(stream.errors, gone),
-        steps=stream.steps[~is_gone_step],
-    )
-
-
-def _without(rows: Array, gone: Array) -> Array:
-    return rows[~np.isin(rows["sequence"], gone)]
-
-
-def _samples_without(samples: SampleSketches, gone: Array) -> SampleSketches:
-    stays = ~np.isin(samples.heads["sequence"], gone)
-    if stays.all():
-        return samples
-    return SampleSketches(
-        samples.heads[stays], samples.rows[np.repeat(stays, samples.heads["count"])]
-    )

@@ -60,6 +60,5 @@ def without_calls(stream: RankStream, calls: Iterable[BareCall]) -> RankStream:
         stream,
         enters=stream.enters[~np.isin(stream.enters["sequence"], out)],
         exits=stream.exits[~np.isin(stream.exits["sequence"], out)],
-        values=stream.values[left],
-        has_digest=stream.has_digest[left],
+        values=stream.values.chosen(left),
     )

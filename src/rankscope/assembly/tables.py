@@ -8,55 +8,82 @@ seen.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.assembly.batches import Sequences
 from rankscope.assembly.calltable import CallTable
-from rankscope.assembly.interning import Interned, Vocabulary
+from rankscope.assembly.interning import Vocabulary, common_numbers
 from rankscope.assembly.rankstreams import RankStream
 from rankscope.chunks.tensorfiles import standing_references
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
+from rankscope.spool.recordcolumns import ValueRows
 from rankscope.spool.recordformat import NO_SEQUENCE
 
 __all__ = ["Tables", "build_tables", "factorize"]
 
 _MOST_SPARSE = 4
 """Numbers of a span for each row of a column whose values are counted and not sorted."""
+_PLACE = ("sequence", "slot", "ordinal", "phase")
+"""What tells a value of a stream from its others."""
 _EVENT_PHASES = sorted(Phase.having(lambda facts: facts.is_event))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Tables:
-    """Calls and values of all streams."""
+    """Calls and values of some steps, streams behind each other."""
 
     calls: CallTable
-    values: NDArray[Any]
-    """VALUE_DTYPE of spool/recordformat.py, streams behind each other."""
+    rows: list[ValueRows]
+    """The values of each stream."""
     call: NDArray[np.int64]
     """Row of `calls` each value belongs to."""
     slot: NDArray[np.int32]
     description: NDArray[np.int32]
-    has_digest: NDArray[np.bool_]
+    time_ns: NDArray[np.int64]
+    """When it was read, by its rank's monotonic clock."""
+    flags: NDArray[np.uint32]
+    reference: NDArray[np.uint64]
+    """The key under which its bytes are kept, 0 for none."""
+    chunk: NDArray[np.uint32]
+    """Number of the chunk that holds its bytes, 0 for none."""
     sample_start: NDArray[np.int64]
     """First row in `samples` of each value, -1 without samples."""
     sample_count: NDArray[np.int32]
     sample_dim: NDArray[np.int32]
     samples: NDArray[np.float32]
     """[rows, K]."""
-    paths: list[str]
-    """What the numbers in the calls' column "path" mean."""
-    chunk: NDArray[np.uint32]
-    """Number of the chunk that holds each value's bytes, 0 for none."""
     errors: list[tuple[int, int, int]]
-    """stream, row of `calls` (-1 for none), text number."""
-    orphans: list[int]
-    """Per stream, values whose call, slot or description was not found."""
+    """stream, row of `calls`, text number."""
+
+    def column(self, name: str) -> NDArray[Any]:
+        """Return a column of VALUE_DTYPE as it was recorded, [values] or [values, numbers of
+        one]."""
+        return np.concatenate([rows[name] for rows in self.rows])
+
+    def has_digest(self) -> NDArray[np.bool_]:
+        """Return which values have numbers."""
+        return np.concatenate([rows.has_digest for rows in self.rows])
+
+    def put_in_order(self, name: str, place: NDArray[np.int64]) -> NDArray[Any]:
+        """Return the same, each value where it is told to be: no second copy is made of what may be
+        most of a trace."""
+        found: NDArray[Any] | None = None
+        begin = 0
+        for rows in self.rows:
+            own = rows[name]
+            if found is None:
+                found = np.empty((len(place), *own.shape[1:]), own.dtype)
+            found[place[begin : begin + len(rows)]] = own
+            begin += len(rows)
+        assert found is not None  # a step is of somebody
+        return found
 
 
 def factorize(*columns: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
@@ -91,81 +118,48 @@ def _numbered(column: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
     return number[places], int(number[-1]) + 1
 
 
-def build_tables(streams: Sequence[RankStream], vocabulary: Vocabulary) -> Tables:
-    """Return the two tables; streams in the order of the vocabulary's lookups."""
-    paths = Interned[str]()
-    path_of = np.array([paths.number(m.path) for m in vocabulary.modules.items], np.int64)
-    calls = CallTable.zeros(sum(len(stream.enters) for stream in streams))
-    parts: list[dict[str, NDArray[Any]]] = []
+def build_tables(parts: Iterable[tuple[int, RankStream]], vocabulary: Vocabulary) -> Tables:
+    """Return the two tables of some steps.
+
+    Args:
+        parts: streams with the records of these steps, and their numbers; at least one.
+        vocabulary: what their numbers mean.
+    """
+    parts = [*parts]
+    calls = CallTable.zeros(sum(len(stream.enters) for _, stream in parts))
+    columns: list[dict[str, NDArray[Any]]] = []
+    rows: list[ValueRows] = []
     errors: list[tuple[int, int, int]] = []
-    orphans: list[int] = []
     first_row = first_sample = 0
-    for number, stream in enumerate(streams):
-        recorded = _Sequences(stream.enters["sequence"])
+    for number, stream in parts:
+        recorded = Sequences(stream.enters["sequence"])
         own = calls.chosen(slice(first_row, first_row + len(stream.enters)))
-        _fill(own, number, stream, vocabulary, path_of, recorded, first_row)
-        part = _values(number, stream, vocabulary, recorded, first_row, first_sample)
-        known = (part["call"] >= 0) & (part["slot"] >= 0) & (part["description"] >= 0)
-        orphans.append(int((~known).sum()))
-        parts.append(
-            {name: column[known] for name, column in part.items()} if orphans[-1] else part
-        )
-        rows = recorded.find(stream.errors["sequence"])
-        texts = _take(vocabulary.text_lookup[number], stream.errors["text"])
-        errors += [
-            (number, row + first_row if row >= 0 else -1, t)
-            for row, t in zip(rows.tolist(), texts.tolist())
-        ]
+        _fill(own, number, stream, vocabulary, recorded, first_row)
+        standing, found = _values(number, stream, vocabulary, recorded, first_row, first_sample)
+        rows.append(standing)
+        columns.append(found)
+        texts = common_numbers(vocabulary.text_lookup[number], stream.errors["text"])
+        of_call = recorded.find(stream.errors["sequence"]) + first_row
+        errors += [(number, row, text) for row, text in zip(of_call.tolist(), texts.tolist())]
         first_row += len(own)
         first_sample += len(stream.samples.rows)
-    joined = (
-        {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
-        if parts
-        else {}
-    )
     tables = Tables(
         calls=calls,
-        samples=np.concatenate([np.empty((0, 8), np.float32), *(s.samples.rows for s in streams)]),
+        rows=rows,
+        samples=np.concatenate([stream.samples.rows for _, stream in parts]),
         errors=errors,
-        orphans=orphans,
-        paths=paths.items,
-        **joined,
+        **{name: np.concatenate([part.pop(name) for part in columns]) for name in [*columns[0]]},
     )
     _fold_event_owners(tables)
-    first_rows = np.searchsorted(tables.calls["stream"], np.arange(len(streams) + 1)).tolist()
-    for begin, end in itertools.pairwise(first_rows):
+    streams = tables.calls["stream"]
+    bounds = np.flatnonzero(np.diff(streams, prepend=-1, append=-1)).tolist()
+    for begin, end in itertools.pairwise(bounds):
         _renumber_repeats(tables.calls.chosen(slice(begin, end)))
     tables.calls["forward_ordinal"] = tables.calls["ordinal"]
-    _derive_calls(tables, np.array([s.clock_offset_ns for s in streams], np.int64))
+    offsets = np.zeros(int(streams.max()) + 1, np.int64)
+    offsets[[number for number, _ in parts]] = [each.clock_offset_ns for _, each in parts]
+    _derive_calls(tables, offsets)
     return tables
-
-
-def _take(lookup: NDArray[np.int64], numbers: NDArray[Any]) -> NDArray[np.int64]:
-    known = numbers < len(lookup)
-    return np.where(known, lookup[np.where(known, numbers, 0).astype(np.int64)], -1)
-
-
-class _Sequences:
-    """Finds rows by a number that each of them has."""
-
-    def __init__(self, numbers: NDArray[Any]) -> None:
-        """Sort the numbers, unless they follow on each other, as those of a rank's calls do."""
-        numbers = np.ascontiguousarray(numbers)
-        self._count = len(numbers)
-        is_dense = self._count > 0 and bool((np.diff(numbers) == 1).all())
-        self._first = numbers[0] if is_dense else None
-        self._order = None if is_dense else np.argsort(numbers, kind="stable")
-        self._sorted = numbers if self._order is None else numbers[self._order]
-
-    def find(self, wanted: NDArray[Any]) -> NDArray[np.int64]:
-        """Return the row of each wanted number, -1 where there is none."""
-        if not self._count:
-            return np.full(len(wanted), -1, np.int64)
-        if self._order is None:
-            at = (wanted - self._first).astype(np.int64)
-            return np.where((at >= 0) & (at < self._count), at, -1)
-        at = np.minimum(np.searchsorted(self._sorted, wanted), self._count - 1)
-        return np.where(self._sorted[at] == wanted, self._order[at], -1)
 
 
 def _fill(
@@ -173,8 +167,7 @@ def _fill(
     number: int,
     stream: RankStream,
     vocabulary: Vocabulary,
-    path_of: NDArray[Any],
-    recorded: _Sequences,
+    recorded: Sequences,
     first_row: int,
 ) -> None:
     """Fill the rows of a stream's calls."""
@@ -186,94 +179,92 @@ def _fill(
     own["parent"] = np.where(parent >= 0, parent + first_row, -1)
     own["start"] = enters["time_ns"] + offset
     own["end"] = own["start"]
-    own["module"] = np.maximum(_take(vocabulary.module_lookup[number], enters["module"]), 0)
-    own["path"] = path_of[own["module"]]
+    own["module"] = np.maximum(
+        common_numbers(vocabulary.module_lookup[number], enters["module"]), 0
+    )
+    own["path"] = vocabulary.path_of[own["module"]]
     own["step"], own["ordinal"] = enters["step"], enters["ordinal"]
     own["micro_batch"] = enters["micro_batch"].astype(np.int64)
     own["micro_batch"][enters["micro_batch"] == 0xFFFF_FFFF] = -1
     own["phase"], own["mode"] = enters["phase"], enters["mode"]
     own["status"], own["text"] = CallStatus.UNFINISHED, -1
-    own["collective"] = _take(vocabulary.collective_lookup[number], enters["collective"])
+    own["collective"] = common_numbers(vocabulary.collective_lookup[number], enters["collective"])
     own["number"] = enters["number"]
     issuers = [kind.issuer == "backward" for kind in vocabulary.collectives.items]
     own["is_backward"] = np.array([*issuers, False])[own["collective"]]
     at = recorded.find(exits["sequence"])
-    if (at < 0).any():
-        exits, at = exits[at >= 0], at[at >= 0]
     own["end"][at] = exits["time_ns"] + offset
     own["status"][at], own["issued"][at] = exits["status"], exits["issued"]
-    own["text"][at] = _take(vocabulary.text_lookup[number], exits["text"])
+    own["text"][at] = common_numbers(vocabulary.text_lookup[number], exits["text"])
 
 
 def _values(
     number: int,
     stream: RankStream,
     vocabulary: Vocabulary,
-    recorded: _Sequences,
+    recorded: Sequences,
     first_row: int,
     first_sample: int,
-) -> dict[str, NDArray[Any]]:
-    values, rows = _standing(stream.values)
-    values, chunk = _kept(values, stream)
+) -> tuple[ValueRows, dict[str, NDArray[Any]]]:
+    """Return the values of a stream that stand, and the columns of `Tables` about them."""
+    values, time_ns = _standing(stream.values)
+    flags, keys, chunk = _kept(values, stream)
     heads = stream.samples.heads
-    call = recorded.find(values["sequence"])
     start = np.full(len(values), -1, np.int64)
     count, dim = np.zeros(len(values), np.int32), np.zeros(len(values), np.int32)
     if len(heads):
-        names = ("sequence", "slot", "ordinal", "phase")
-        both = [np.concatenate([values[n], heads[n]]).astype(np.uint64) for n in names]
+        both = [np.concatenate([values[n], heads[n]]).astype(np.uint64) for n in _PLACE]
         codes, _ = factorize(*both)
-        of_value, of_head = codes[: len(values)], codes[len(values) :]
-        at = _Sequences(of_value).find(of_head)
-        firsts = (
-            np.concatenate([[0], np.cumsum(heads["count"], dtype=np.int64)])[:-1] + first_sample
-        )
+        at = Sequences(codes[: len(values)]).find(codes[len(values) :])
+        firsts = np.cumsum(heads["count"], dtype=np.int64) - heads["count"] + first_sample
         found = at >= 0
         start[at[found]], count[at[found]] = firsts[found], heads["count"][found]
         dim[at[found]] = heads["dim"][found]
-    return {
-        "values": values,
-        "call": np.where(call >= 0, call + first_row, -1),
-        "slot": _take(vocabulary.slot_lookup[number], values["slot"]).astype(np.int32),
-        "description": _take(vocabulary.description_lookup[number], values["meta"]).astype(
-            np.int32
-        ),
-        "has_digest": stream.has_digest[rows],
+    slot = common_numbers(vocabulary.slot_lookup[number], values["slot"])
+    description = common_numbers(vocabulary.description_lookup[number], values["meta"])
+    return values, {
+        "call": recorded.find(values["sequence"]) + first_row,
+        "slot": slot.astype(np.int32),
+        "description": description.astype(np.int32),
+        "time_ns": time_ns,
+        "flags": flags,
+        "reference": keys,
+        "chunk": chunk,
         "sample_start": start,
         "sample_count": count,
         "sample_dim": dim,
-        "chunk": chunk,
     }
 
 
-def _kept(values: NDArray[Any], stream: RankStream) -> tuple[NDArray[Any], NDArray[np.uint32]]:
-    """Return the values with the keys under which their bytes lie, and the number of each one's
-    chunk; bytes that never arrived are marked as not kept."""
+def _kept(
+    values: ValueRows, stream: RankStream
+) -> tuple[NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint32]]:
+    """Return the flags of values, the keys under which their bytes lie, and the number of each
+    one's chunk; bytes that never arrived are marked as not kept."""
+    flags, references = values["flags"], values["reference"]
     chunk = np.zeros(len(values), np.uint32)
-    was_given = values["reference"] != 0
-    if not was_given.any():
-        return values, chunk
-    keys = standing_references(values["reference"], stream.tensors)
-    values = values.copy()
-    values["reference"] = keys
-    values["flags"][was_given & (keys == 0)] |= np.uint32(ValueFlag.NOT_KEPT)
+    if not references.any():
+        return flags, references, chunk
+    keys = standing_references(references, stream.tensors)
+    flags[(references != 0) & (keys == 0)] |= np.uint32(ValueFlag.NOT_KEPT)
     if len(stream.tensors):
         order = np.argsort(stream.tensors["reference"], kind="stable")
         known = stream.tensors["reference"][order]
         at = np.searchsorted(known, keys[keys != 0])
         chunk[keys != 0] = stream.tensors["chunk"][order][at]
-    return values, chunk
+    return flags, keys, chunk
 
 
-def _standing(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Return the values that stand, and the rows they were in: where a later record replaces one of
+def _standing(values: ValueRows) -> tuple[ValueRows, NDArray[np.int64]]:
+    """Return the values that stand, and when each was read: where a later record replaces one of
     the same slot it takes its place and its time, so that slots keep the order they were seen
     in."""
-    rows = np.arange(len(values))
+    time_ns = values["time_ns"]
     replacing = (values["flags"] & np.uint32(ValueFlag.SUPERSEDES)) != 0
     if not replacing.any():
-        return values, rows
-    codes, count = factorize(*(values[name] for name in ("sequence", "slot", "ordinal", "phase")))
+        return values, time_ns
+    rows = np.arange(len(values))
+    codes, count = factorize(*(values[name] for name in _PLACE))
     first = np.full(count, len(values), np.int64)
     np.minimum.at(first, codes, rows)
     latest = np.full(count, -1, np.int64)
@@ -282,9 +273,7 @@ def _standing(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
     kept = ~np.isin(codes, np.flatnonzero(is_replaced))
     kept[first[is_replaced]] = True
     rows[first[is_replaced]] = latest[is_replaced]
-    standing = values[rows]
-    standing["time_ns"] = values["time_ns"]
-    return standing[kept], rows[kept]
+    return values.chosen(rows[kept]), time_ns[kept]
 
 
 def _fold_event_owners(tables: Tables) -> None:
@@ -307,9 +296,7 @@ def _fold_event_owners(tables: Tables) -> None:
     rows = np.cumsum(~same) - 1
     calls["parent"] = np.where(calls["parent"] >= 0, rows[np.maximum(calls["parent"], 0)], -1)
     tables.call = rows[tables.call]
-    tables.errors = [
-        (s, int(rows[kept[row]]) if row >= 0 else -1, text) for s, row, text in tables.errors
-    ]
+    tables.errors = [(s, int(rows[kept[row]]), text) for s, row, text in tables.errors]
     tables.calls = calls.chosen(~same)
 
 
@@ -336,12 +323,8 @@ def _renumber_repeats(calls: CallTable) -> None:
 def _derive_calls(tables: Tables, clock_offset: NDArray[np.int64]) -> None:
     """Append the calls that values of another phase than their call's stand for (backward,
     collectives)."""
-    calls, values = tables.calls, tables.values
-    away = (
-        np.flatnonzero(values["phase"] != calls["phase"][tables.call])
-        if len(values)
-        else np.empty(0, np.int64)
-    )
+    calls, phase = tables.calls, tables.column("phase")
+    away = np.flatnonzero(phase != calls["phase"][tables.call])
     if not len(away):
         return
     # A rank records a gradient under the forward call that it belongs to: to enter a backward call
@@ -352,13 +335,13 @@ def _derive_calls(tables: Tables, clock_offset: NDArray[np.int64]) -> None:
     # so that a single `np.unique` does both.
     source = tables.call[away]
     span = np.int64(1) << 24  # phase and graph task of a call, in one number
-    kind = values["phase"][away].astype(np.int64) << 16 | values["ordinal"][away].astype(np.int64)
+    kind = phase[away].astype(np.int64) << 16 | tables.column("ordinal")[away].astype(np.int64)
     keys, inverse = np.unique(source * span + kind, return_inverse=True)
     inverse = inverse.reshape(-1)
     origin, kind = keys // span, keys % span
     derived = calls.chosen(origin)
     derived["phase"], derived["pass"] = kind >> 16, kind & 0xFFFF
-    times = values["time_ns"][away]
+    times = tables.time_ns[away]
     first = np.full(len(keys), np.iinfo(np.int64).max)
     last = np.full(len(keys), np.iinfo(np.int64).min)
     np.minimum.at(first, inverse, times)

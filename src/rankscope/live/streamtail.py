@@ -21,7 +21,7 @@ from rankscope.record.phases import Phase
 from rankscope.record.streams import EndReason
 from rankscope.record.value import ValueFlag
 from rankscope.spool.definitions import Decoded
-from rankscope.spool.recordcolumns import Records, ending
+from rankscope.spool.recordcolumns import Records, ValueRows, ending
 from rankscope.spool.recordformat import NO_SEQUENCE, RecordKind, StepEvent
 
 __all__ = ["EndedStep", "EnteredCall", "StreamTail"]
@@ -183,14 +183,14 @@ class StreamTail:
         _, enters = found.columns(RecordKind.ENTER)
         _, exits = found.columns(RecordKind.EXIT)
         _, steps = found.columns(RecordKind.STEP)
-        _, heads = found.value_heads()
-        for rows in (enters, exits, steps, heads):
+        _, values = found.values()
+        for rows in (enters, exits, steps, values):
             if len(rows):
                 self.written_ns = max(self.written_ns, int(rows["time_ns"].max()))
         self._note_waits(enters, exits)
         self._note_calls(enters, exits)
         if self._has_values:
-            self._note_values(found, enters, heads)
+            self._note_values(enters, values)
         self._note_steps(steps)
         _, gaps = found.columns(RecordKind.GAP)
         self.lost_records += int(gaps["records"].sum())
@@ -250,7 +250,7 @@ class StreamTail:
 
     # ---- values -----------------------------------------------------------------------------
 
-    def _note_values(self, found: Records, enters: Rows, heads: Rows) -> None:
+    def _note_values(self, enters: Rows, values: ValueRows) -> None:
         new = np.empty(len(enters), _CALL_DTYPE)
         for name in ("sequence", "module", "step", "mode"):
             new[name] = enters[name]
@@ -258,40 +258,40 @@ class StreamTail:
         calls = np.concatenate([self._calls, new])
         calls = calls[np.argsort(calls["sequence"], kind="stable")]
         self._calls = calls[calls["step"] >= self._train_call] if self._train_call > 0 else calls
-        if not len(heads) or not len(calls):
+        if not len(values) or not len(calls):
             return
-        at = np.minimum(np.searchsorted(calls["sequence"], heads["sequence"]), len(calls) - 1)
+        sequence, phase, slot = values["sequence"], values["phase"], values["slot"]
+        at = np.minimum(np.searchsorted(calls["sequence"], sequence), len(calls) - 1)
         of = calls[at]
-        is_known = of["sequence"] == heads["sequence"]
-        self._note_backward(heads, of, is_known)
-        is_known &= (of["mode"] == _TRAIN) & ((heads["flags"] & _NO_NUMBER) == 0)
-        is_grad = is_known & (heads["phase"] == int(Phase.GRADS))
-        is_grad &= self._is_slot(heads["slot"], "grad:")
-        is_loss = is_known & (heads["phase"] == int(Phase.FORWARD)) & of["is_top"]
-        is_loss &= (heads["count"] == 1) & self._is_slot(heads["slot"], "output")
+        is_known = of["sequence"] == sequence
+        self._note_backward(values, of, is_known & (phase == int(Phase.BACKWARD)))
+        is_known &= (of["mode"] == _TRAIN) & ((values["flags"] & _NO_NUMBER) == 0)
+        is_known &= values.has_digest
+        is_grad = is_known & (phase == int(Phase.GRADS)) & self._is_slot(slot, "grad:")
+        is_loss = is_known & (phase == int(Phase.FORWARD)) & of["is_top"]
+        is_loss &= (values["count"] == 1) & self._is_slot(slot, "output")
         if not (is_grad.any() or is_loss.any()):
             return
-        _, rows, has_digest = found.values()
-        is_grad, is_loss = is_grad & has_digest, is_loss & has_digest
-        wrong = rows["nan"] + rows["posinf"] + rows["neginf"]
+        wrong = values["nan"] + values["posinf"] + values["neginf"]
+        means, norms = values["mean"], values["l2"]
         for place in np.flatnonzero(is_loss).tolist():
-            number = float(rows["mean"][place]) if not wrong[place] else math.nan
+            number = float(means[place]) if not wrong[place] else math.nan
             self._losses[int(of["step"][place])] = number
         for step in np.unique(of["step"][is_grad]).tolist():
             own = is_grad & (of["step"] == step)
-            sum_ = float(np.square(rows["l2"][own]).sum()) if not wrong[own].any() else math.nan
+            sum_ = float(np.square(norms[own]).sum()) if not wrong[own].any() else math.nan
             self._squares[step] = self._squares.get(step, 0.0) + sum_
 
-    def _note_backward(self, heads: Rows, of: Rows, is_known: NDArray[np.bool_]) -> None:
+    def _note_backward(self, values: ValueRows, of: Rows, is_it: NDArray[np.bool_]) -> None:
         """Take the last gradient for the latest call where it came behind that."""
-        places = np.flatnonzero(is_known & (heads["phase"] == int(Phase.BACKWARD)))
+        places = np.flatnonzero(is_it)
         if not len(places):
             return
-        head, call = heads[places[-1]], of[places[-1]]
-        if self.latest is None or int(head["time_ns"]) > self.latest.time_ns:
+        call, time_ns = of[places[-1]], int(values["time_ns"][places[-1]])
+        if self.latest is None or time_ns > self.latest.time_ns:
             self.latest = EnteredCall(
-                sequence=int(head["sequence"]),
-                time_ns=int(head["time_ns"]),
+                sequence=int(call["sequence"]),
+                time_ns=time_ns,
                 module=int(call["module"]),
                 phase=int(Phase.BACKWARD),
                 mode=int(call["mode"]),

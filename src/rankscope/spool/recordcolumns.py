@@ -2,7 +2,7 @@
 
 found = records(buffer)                 committed records of a replica, nothing copied
 found.columns(RecordKind.ENTER)         positions among all records, and a structured array
-found.values()                          the same for values, with or without their digests
+found.values()                          the same for values; a column is taken when it is asked for
 found.definitions()                     msgpack maps, checked; what does not decode is set aside
 """
 
@@ -35,7 +35,6 @@ from rankscope.spool.recordformat import (
     TENSOR_DTYPE,
     VALUE_CELLS,
     VALUE_DTYPE,
-    VALUE_HEAD_DTYPE,
     RecordKind,
 )
 from rankscope.spool.settledprefix import read_replica
@@ -46,6 +45,7 @@ __all__ = [
     "DefinitionsRead",
     "Ending",
     "Records",
+    "ValueRows",
     "ending",
     "open_replica",
     "records",
@@ -62,8 +62,6 @@ COLUMNS: Mapping[RecordKind, np.dtype[Any]] = {
     RecordKind.END: END_DTYPE,
 }
 """Record kinds of one cell each."""
-_BLOCK = 1024
-"""Records of several cells copied at a time."""
 Positions = npt.NDArray[np.int64]
 Structured = npt.NDArray[Any]
 
@@ -121,37 +119,19 @@ class Records:
         """The same with those that make no sense (`soundness`)."""
         return self._one_cell(self.positions(kind), COLUMNS[kind])
 
-    def values(self) -> tuple[Positions, Structured, npt.NDArray[np.bool_]]:
-        """Positions, VALUE_DTYPE rows, and which have a digest (else its fields are 0), of the
-        values that make sense."""
-        positions, rows, has_digest = self.all_values()
+    def values(self) -> tuple[Positions, ValueRows]:
+        """Positions and columns of the values that make sense."""
+        positions, rows = self.all_values()
         is_sound, _ = judged(RecordKind.VALUE, rows)
-        if is_sound is None:
-            return positions, rows, has_digest
-        return positions[is_sound], rows[is_sound], has_digest[is_sound]
+        return (
+            (positions, rows) if is_sound is None else (positions[is_sound], rows.chosen(is_sound))
+        )
 
-    def all_values(self) -> tuple[Positions, Structured, npt.NDArray[np.bool_]]:
+    def all_values(self) -> tuple[Positions, ValueRows]:
         """The same with those that make no sense."""
         positions = self.positions(RecordKind.VALUE)
         has_digest = self.size[positions] == VALUE_CELLS
-        rows = np.zeros(len(positions), VALUE_DTYPE)
-        flat = rows.view(np.uint8).reshape(len(rows), VALUE_CELLS, PAYLOAD_BYTES)
-        starts = self.start[positions]
-        assert VALUE_HEAD_DTYPE.itemsize == PAYLOAD_BYTES
-        if has_digest.all():  # the usual case, without a copy more
-            _copy_payloads(self.cells, starts, flat)
-            return positions, rows, has_digest
-        digested = np.empty((int(has_digest.sum()), *flat.shape[1:]), np.uint8)
-        _copy_payloads(self.cells, starts[has_digest], digested)
-        flat[has_digest] = digested
-        flat[~has_digest, 0] = self.cells.take(starts[~has_digest], axis=0)[:, HEADER_BYTES:]
-        return positions, rows, has_digest
-
-    def value_heads(self) -> tuple[Positions, Structured]:
-        """Positions of the values that make sense, and VALUE_HEAD_DTYPE rows: what stands before a
-        digest."""
-        found = self._one_cell(self.positions(RecordKind.VALUE), VALUE_HEAD_DTYPE)
-        return _sound(RecordKind.VALUE, *found)
+        return positions, ValueRows(self.cells, self.start[positions], has_digest)
 
     def samples(self) -> tuple[Positions, Structured, list[npt.NDArray[np.float32]]]:
         """Positions, SAMPLES_DTYPE heads, and the [count, size] sketches of each."""
@@ -203,21 +183,57 @@ class Records:
         return positions, taken.view(cell).reshape(-1)["fields"]
 
 
+class ValueRows:
+    """Values of one buffer, [rows], a column of VALUE_DTYPE at a time as it is asked for: it lies
+    in their cells, which are not copied."""
+
+    __slots__ = ("_cells", "_start", "has_digest")
+
+    def __init__(self, cells: Cells, start: Positions, has_digest: npt.NDArray[np.bool_]) -> None:
+        """Hold the values whose records begin at some cells.
+
+        Args:
+            cells: [N, 64], without a hole.
+            start: first cell of each.
+            has_digest: which have numbers; of the others they are 0.
+        """
+        self._cells, self._start, self.has_digest = cells, start, has_digest
+
+    def __len__(self) -> int:
+        return len(self._start)
+
+    def __getitem__(self, name: str) -> Structured:
+        """Return a column, [rows] or [rows, numbers of one]: a copy."""
+        field, offset = VALUE_DTYPE.fields[name][:2]  # type: ignore[index]
+        kind, shape = field.subdtype or (field, ())
+        places = offset + np.arange(int(np.prod(shape, dtype=int))) * kind.itemsize
+        cell, within = np.divmod(places, PAYLOAD_BYTES)
+        at = (cell * CELL_BYTES + HEADER_BYTES + within) // kind.itemsize
+        flat = self._cells.reshape(-1).view(kind)
+        is_there = cell[-1] == 0 or bool(self.has_digest.all())
+        start = self._start if is_there else self._start[self.has_digest]
+        first = start * (CELL_BYTES // kind.itemsize)
+        found: Structured = flat.take(first[:, None] + at if shape else first + at[0])
+        if is_there:
+            return found
+        column = np.zeros((len(self), *shape), kind)
+        column[self.has_digest] = found
+        return column
+
+    def chosen(self, rows: npt.NDArray[Any] | slice) -> ValueRows:
+        """Return some of them."""
+        return ValueRows(self._cells, self._start[rows], self.has_digest[rows])
+
+    def without_digest(self, rows: npt.NDArray[np.bool_]) -> ValueRows:
+        """Return them without the numbers of some."""
+        return ValueRows(self._cells, self._start, self.has_digest & ~rows)
+
+
 def _sound(
     kind: RecordKind, positions: Positions, rows: Structured
 ) -> tuple[Positions, Structured]:
     is_sound, _ = judged(kind, rows)
     return (positions, rows) if is_sound is None else (positions[is_sound], rows[is_sound])
-
-
-def _copy_payloads(cells: Cells, starts: Positions, flat: npt.NDArray[np.uint8]) -> None:
-    """Copy the payloads of records of as many cells as `flat`, [N, cells, 56], has, in the cache's
-    size."""
-    count = flat.shape[1]
-    of_record = np.arange(count)
-    for at in range(0, len(starts), _BLOCK):
-        taken = cells.take(starts[at : at + _BLOCK, None] + of_record, axis=0)
-        flat[at : at + _BLOCK].view(np.uint64)[:] = taken.view(np.uint64)[:, :, 1:]
 
 
 def records(buffer: bytes | memoryview | Cells, *, is_verified: bool = False) -> Records:

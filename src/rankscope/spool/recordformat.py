@@ -125,7 +125,6 @@ _VALUE_HEAD_FIELDS = [
     ("phase", "u1"), ("pad", "V1"), ("ordinal", "<u2"), ("count", "<u8"), ("hash", "<u8"),
     ("reference", "<u8"),
 ]  # fmt: skip
-VALUE_HEAD_DTYPE = np.dtype(_VALUE_HEAD_FIELDS)
 VALUE_DTYPE = np.dtype(
     [
         *_VALUE_HEAD_FIELDS,
@@ -204,7 +203,7 @@ DEFINITION_LENGTH = struct.Struct("<I")
 
 assert ENTER.size == ENTER_COLLECTIVE.size == ENTER_DTYPE.itemsize <= PAYLOAD_BYTES
 assert EXIT.size == EXIT_DTYPE.itemsize <= PAYLOAD_BYTES
-assert VALUE_HEAD.size == VALUE_HEAD_DTYPE.itemsize == PAYLOAD_BYTES
+assert VALUE_HEAD.size == PAYLOAD_BYTES
 assert VALUE.size == VALUE_DTYPE.itemsize == VALUE_CELLS * PAYLOAD_BYTES
 assert SAMPLES.size == SAMPLES_DTYPE.itemsize <= PAYLOAD_BYTES
 assert STEP.size == STEP_DTYPE.itemsize <= PAYLOAD_BYTES

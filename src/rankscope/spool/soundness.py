@@ -22,7 +22,8 @@ from rankscope.spool.recordformat import LATEST_NS, RecordKind
 
 __all__ = ["KNOWN_MODES", "KNOWN_PHASES", "judged", "sound_digests", "sound_rows"]
 
-Rows = NDArray[Any]
+Rows = Any
+"""Records by column: a structured array, or `ValueRows`."""
 Mask = NDArray[np.bool_]
 
 _MOST: Final = 1 << 48
@@ -35,7 +36,8 @@ KNOWN_MODES: Final[Mask] = np.isin(_NUMBERS, [int(mode) for mode in Mode])
 
 def _in_time(rows: Rows) -> Mask:
     times = rows["time_ns"]
-    return (times >= 0) & (times < LATEST_NS)
+    in_time: Mask = (times >= 0) & (times < LATEST_NS)
+    return in_time
 
 
 def _few(*names: str) -> Callable[[Rows], Mask]:

@@ -191,7 +191,7 @@ class SplitStream:
         positions, steps = found.columns(RecordKind.STEP)
         owners[positions] = self._steps_of(step_codes(steps["mode"], steps["step"]))
         self._note_steps(steps)
-        positions, values = found.value_heads()
+        positions, values = found.values()
         own = self._owners_of(values["sequence"])
         named = np.unique(own[(values["reference"] != 0) & (own >= 0)]).tolist()
         self.with_tensors.update(key for key, n in self._numbers.items() if n in named)

@@ -7,23 +7,16 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
-from rankscope.assembly.declaredlayouts import declare_layouts
+from rankscope.assembly.batches import Batches
 from rankscope.assembly.interning import build_vocabulary
 from rankscope.assembly.keptchunks import carry_chunks, finish_kept
-from rankscope.assembly.markedlayouts import mark_layouts
-from rankscope.assembly.nodes import merge
-from rankscope.assembly.rankstreams import RankStream, StreamBytes, read_stream, without_steps
+from rankscope.assembly.rankstreams import RankStream, StreamBytes, read_stream
 from rankscope.assembly.sources import find_streams
-from rankscope.assembly.tables import build_tables
-from rankscope.chunks.tensorfiles import TensorRecords
 from rankscope.errors import FolderError, TraceError, TraceVersionError
-from rankscope.record.streams import StreamId
 from rankscope.run.filenames import (
     INDEX_NAME,
     REPLICA_FOLDER,
@@ -36,13 +29,13 @@ from rankscope.run.outfolder import typed
 from rankscope.run.removal import Place, Reach, Removable, may_remove
 from rankscope.run.stallrecords import carry_stalls
 from rankscope.spool.definitions import Decoded
-from rankscope.spool.recordcolumns import step_codes
 from rankscope.tree.document import Document
 from rankscope.tree.growingtree import GrowingTree, grown_in
 from rankscope.tree.header import completeness, how_ended, run_header, step_notes
+from rankscope.tree.step import StepName
 from rankscope.tree.treewriter import write_trace
 
-__all__ = ["assemble", "build", "recover", "rest_of"]
+__all__ = ["assemble", "build", "recover", "told_of_lost"]
 
 _MOST_FAULTS = 20
 _MOST_WAIT_S = 30.0
@@ -53,6 +46,7 @@ def assemble(
     sources: Iterable[StreamBytes],
     *,
     settle: Callable[[list[RankStream]], list[RankStream]] | None = None,
+    written: Collection[StepName] = (),
     progress: Progress | None = None,
     decoded: Decoded | None = None,
     began_ns: int | None = None,
@@ -63,6 +57,7 @@ def assemble(
     Args:
         sources: the bytes of every stream.
         settle: looks over the streams once all are read, before anything is made of them.
+        written: steps to leave out, which stand in the tree.
         progress: told how far it is.
         decoded: definitions, as of `read_stream`; given where streams are assembled more than once.
         began_ns: wall clock of the earliest call known, where it may not be among these.
@@ -91,37 +86,21 @@ def assemble(
         streams = settle(streams)
     say("merging ranks", 0.0)
     vocabulary = build_vocabulary(streams)
-    tables = build_tables(streams, vocabulary)
-    run, notes = run_header(streams), step_notes(streams)
+    batches = Batches(streams, vocabulary, written)
+    run = run_header(streams)
     ended = how_ended(streams, end or JobEnd())
     if ended is not None:
         run["ended"] = ended
-    ranks = np.array([stream.stream.rank for stream in streams], np.int64)
-    mark_layouts(tables, vocabulary, run, streams)
-    declare_layouts(tables, vocabulary, run, ranks)
-    whole = completeness(streams, tables.orphans, has_ended=ended is not None)
-    took_all = not any(stream.has_set_aside for stream in streams)
-    offsets = np.array([stream.clock_offset_ns for stream in streams], np.int64)
-    tensors: dict[StreamId, TensorRecords] = {
-        s.stream: (s.tensors, s.definitions) for s in streams if len(s.tensors)
-    }
-    del streams
-    merged = merge(tables, vocabulary, tables.paths)
-    starts = merged.calls["start"]
-    first_ns = int(starts.min()) if len(starts) else 0
+    begins = [s.enters["time_ns"].min() + s.clock_offset_ns for s in streams if len(s.enters)]
+    known = [int(each) for each in begins] + ([] if began_ns is None else [began_ns])
     return Document(
-        began_ns=first_ns if began_ns is None else min(first_ns or began_ns, began_ns),
+        began_ns=min(known, default=0),
         run=run,
-        completeness=whole,
-        tables=tables,
-        merged=merged,
+        completeness=completeness(streams, batches.orphans, has_ended=ended is not None),
+        streams=streams,
+        batches=batches,
         vocabulary=vocabulary,
-        paths=tables.paths,
-        rank_of_stream=ranks,
-        clock_offsets=offsets,
-        notes=notes,
-        tensors=tensors,
-        took_all=took_all,
+        notes=step_notes(streams),
     )
 
 
@@ -155,7 +134,8 @@ def build(
     tree = _to_finish(out)
     document = assemble(
         find_streams([out]),
-        settle=lambda streams: [finish_kept(out, each) for each in rest_of(streams, tree)],
+        settle=lambda streams: [finish_kept(out, each) for each in told_of_lost(streams, tree)],
+        written=tree.written,
         progress=progress,
         began_ns=tree.began_ns,
         end=job_end([out]),
@@ -238,26 +218,31 @@ def recover(
             raise FolderError(f"{out}: cannot be made: {error.strerror}") from error
         named = tuple(f"written while the job ran, and damaged since: {one}" for one in faults)
         streams = [replace(each, notes=(*each.notes, *named[:_MOST_FAULTS])) for each in streams]
-        return [finish_kept(out, each) for each in rest_of(streams, tree)]
+        return [finish_kept(out, each) for each in told_of_lost(streams, tree)]
 
-    end = job_end(folders)
-    document = assemble(sources, settle=settle, progress=progress, began_ns=tree.began_ns, end=end)
+    document = assemble(
+        sources,
+        settle=settle,
+        written=tree.written,
+        progress=progress,
+        began_ns=tree.began_ns,
+        end=job_end(folders),
+    )
     write_trace(document, out, tree=tree, wanted=wanted_tree, progress=progress)
     tree.forget_index()
     return document
 
 
-def rest_of(streams: Iterable[RankStream], tree: GrowingTree) -> list[RankStream]:
-    """Return streams without the steps that stand in the tree."""
-    names = np.array(sorted(tree.written), np.int64).reshape(-1, 3)
-    lives, codes = names[:, 0], step_codes(names[:, 1], names[:, 2])
-    found = []
-    for each in streams:
-        written = codes[lives == each.stream.incarnation]
-        if each.hidden_bytes and not len(written):
-            each = replace(each, notes=(*each.notes, _lost(each.hidden_bytes)))
-        found.append(without_steps(each, written))
-    return found
+def told_of_lost(streams: Iterable[RankStream], tree: GrowingTree) -> list[RankStream]:
+    """Return streams with a note where records of them are gone, and no step of the tree says
+    which."""
+    lives = {name.incarnation for name in tree.written}
+    return [
+        each
+        if not each.hidden_bytes or each.stream.incarnation in lives
+        else replace(each, notes=(*each.notes, _lost(each.hidden_bytes)))
+        for each in streams
+    ]
 
 
 def _lost(hidden_bytes: int) -> str:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.assembly.interning import Description, Vocabulary
-from rankscope.assembly.nodes import Merged
-from rankscope.assembly.tables import Tables
+from rankscope.assembly.batches import Batches, Group
+from rankscope.assembly.declaredlayouts import declare_layouts
+from rankscope.assembly.interning import Vocabulary
+from rankscope.assembly.markedlayouts import mark_layouts
+from rankscope.assembly.nodes import Merged, merge
+from rankscope.assembly.rankstreams import RankStream
+from rankscope.assembly.tables import Tables, build_tables
 from rankscope.chunks.tensorfiles import TensorRecords
 from rankscope.record.call import CallStatus, Mode
-from rankscope.record.descriptions import TensorFacts
 from rankscope.record.phases import Phase
 from rankscope.record.statistics import STATISTICS
 from rankscope.record.streams import StreamId
@@ -24,32 +26,63 @@ from rankscope.tree.step import LazyColumns, StepColumns, StepHead, StepTexts
 __all__ = ["Document"]
 
 Array = NDArray[Any]
-_PLACED = sorted(Phase.having(lambda facts: facts.has_micro_batches))
-_PLAIN = (*(each.name for each in STATISTICS), "hash", "sketch", "reference", "flags")
-_KINDS = ("paths", "modules", "slots", "tensors", "errors", "collectives", "phases")
+_PLACED: Final = sorted(Phase.having(lambda facts: facts.has_micro_batches))
+_RECORDED: Final = (*(each.name for each in STATISTICS), "hash", "sketch")
+_KINDS: Final = ("paths", "modules", "slots", "tensors", "errors", "collectives", "phases")
+_MOST_BATCHES: Final = 4
+"""Batches of steps that are remembered: those of a job that is looked at while it runs are few."""
 
 
-@dataclass(kw_only=True, eq=False)
 class Document:
-    """A whole trace in memory; the columns of a step are made when they are asked for."""
+    """A whole trace in memory. Its steps are put together, some at a time, when they are asked
+    for: what ranks recorded of them lies in the records until then."""
 
-    run: dict[str, Any]
-    completeness: dict[str, Any]
-    tables: Tables
-    merged: Merged
-    vocabulary: Vocabulary
-    paths: list[str]
-    rank_of_stream: NDArray[np.int64]
-    clock_offsets: NDArray[np.int64]
-    """Per stream, what to add to its time_ns to get wall-clock time."""
-    notes: dict[tuple[int, bool, int, int], list[dict[str, Any]]]
-    """Per group, what ranks noted about the step."""
-    tensors: Mapping[StreamId, TensorRecords]
-    """Of the streams that kept full tensors."""
-    took_all: bool = True
-    """False where records were set aside: their bytes say more than the tree."""
-    began_ns: int
-    """Wall clock of the first call of the run: what `start_us` counts from."""
+    def __init__(
+        self,
+        *,
+        run: dict[str, Any],
+        completeness: dict[str, Any],
+        streams: Sequence[RankStream],
+        batches: Batches,
+        vocabulary: Vocabulary,
+        notes: Mapping[Group, Sequence[Mapping[str, Any]]],
+        began_ns: int,
+    ) -> None:
+        """Put nothing together yet.
+
+        Args:
+            run, completeness: as docs/trace-format.md.
+            streams: the records, in the order of the vocabulary's lookups.
+            batches: these by step.
+            vocabulary: what their numbers mean.
+            notes: per group, what ranks noted about the step.
+            began_ns: wall clock of the first call of the run: what `start_us` counts from.
+        """
+        self.run, self.completeness, self.began_ns = run, completeness, began_ns
+        self.took_all = not any(stream.has_set_aside for stream in streams)
+        """False where records were set aside: their bytes say more than the tree."""
+        self.tensors: Mapping[StreamId, TensorRecords] = {
+            s.stream: (s.tensors, s.definitions) for s in streams if len(s.tensors)
+        }
+        """Of the streams that kept full tensors."""
+        self._batches, self._vocabulary = batches, vocabulary
+        self._rank_of_stream = np.array([stream.stream.rank for stream in streams], np.int64)
+        self._clock_offsets = np.array([stream.clock_offset_ns for stream in streams], np.int64)
+        self._batch = functools.lru_cache(_MOST_BATCHES)(self._made_batch)
+        self._placed: list[NDArray[np.int32]] = []
+        """Per batch, what its values are, where layouts are known from beside the records."""
+        self.heads = [
+            StepHead(
+                is_setup=group.is_setup,
+                mode=Mode(group.mode),
+                step=group.step,
+                incarnation=group.incarnation,
+                notes=tuple(notes.get(group, ())),
+            )
+            for group in batches.groups
+        ]
+        """What identifies each group of nodes: setup, then the steps."""
+        self._place_values(streams)
 
     @property
     def head(self) -> dict[str, Any]:
@@ -60,63 +93,58 @@ class Document:
         """Yield nothing: what is wrong with the records stands beside their rank."""
         yield from ()
 
-    @cached_property
-    def heads(self) -> list[StepHead]:
-        """What identifies each group of nodes: setup, then the steps."""
-        return [
-            StepHead(
-                is_setup=is_setup,
-                mode=Mode(mode),
-                step=step,
-                incarnation=incarnation,
-                notes=tuple(self.notes.get((incarnation, is_setup, mode, step), ())),
-            )
-            for incarnation, is_setup, mode, step in self.merged.groups
-        ]
-
     def step(self, group: int) -> StepColumns:
         """Return the columns of a group."""
-        merged, texts, first_text = self.merged, *self._texts
-        first, last = np.searchsorted(merged.group, [group, group + 1]).tolist()
+        number = self._batches.batch_of_group[group]
+        batch, texts, first_text = self._batch(number), *self._texts
+        merged, own = batch.merged, group - self._batches.batch_of_group.index(number)
+        first, last = np.searchsorted(merged.group, [own, own + 1]).tolist()
         calls = slice(*merged.call_start[[first, last]].tolist())
         values = slice(*np.searchsorted(merged.value_node, [first, last]).tolist())
         made = {
-            **self._of_nodes(first, last, first_text),
-            **self._of_calls(calls, first, first_text),
-            **self._of_values(values, first, first_text),
-            **self._of_failures(first, last, first_text),
+            **_of_nodes(batch, first, last, first_text),
+            **self._of_calls(batch, calls, first, first_text),
+            **self._of_values(batch, values, first, first_text),
+            **self._of_failures(batch, first, last, first_text),
         }
         return StepColumns(
-            head=self.heads[group],
-            columns=LazyColumns(made),
-            texts=texts,
-            began_ns=self.began_ns,
-            first_value=values.start,
-            first_call=calls.start,
+            head=self.heads[group], columns=LazyColumns(made), texts=texts, began_ns=self.began_ns
         )
 
     def counts(self, group: int) -> dict[str, int]:
         """Return how many rows of "values", "calls" and "samples" a group has."""
-        first, last = np.searchsorted(self.merged.group, [group, group + 1]).tolist()
-        begin, end = np.searchsorted(self.merged.value_node, [first, last]).tolist()
-        order, tables = self.merged.order[begin:end], self.tables
-        has_samples = tables.sample_start[order] >= 0
-        calls = self.merged.call_start[[first, last]].tolist()
-        return {
-            "values": end - begin,
-            "calls": calls[1] - calls[0],
-            "samples": int(tables.sample_count[order][has_samples].sum()),
-        }
+        step = self.step(group)
+        columns = {"values": "rank", "calls": "rank", "samples": "sketch"}
+        return {table: len(step[f"{table}.{name}"]) for table, name in columns.items()}
 
-    @cached_property
+    def _tables(self, number: int) -> Tables:
+        return build_tables(self._batches.streams(number), self._vocabulary)
+
+    def _made_batch(self, number: int) -> _Batch:
+        tables = self._tables(number)
+        if self._placed:
+            tables.description = self._placed[number]
+        return _Batch(tables, merge(tables, self._vocabulary))
+
+    def _place_values(self, streams: Sequence[RankStream]) -> None:
+        """Give values the layouts that no rank knew alone, for which calls of all steps are looked
+        at."""
+        if "layout" not in self.run and not any(stream.defined("mark") for stream in streams):
+            return
+        steps = [self._tables(number) for number in range(len(set(self._batches.batch_of_group)))]
+        mark_layouts(steps, self._vocabulary, self.run, streams)
+        declare_layouts(steps, self._vocabulary, self.run, self._rank_of_stream)
+        self._placed = [tables.description for tables in steps]
+
+    @functools.cached_property
     def _texts(self) -> tuple[StepTexts, dict[str, int]]:
         """The texts of all groups, and the number of the first of each kind."""
-        known = self.vocabulary
+        known = self._vocabulary
         lists: list[list[Any]] = [
-            self.paths,
+            known.paths.items,
             known.modules.items,
             known.slots.items,
-            [_facts(each) for each in known.descriptions.items],
+            [each.facts for each in known.descriptions.items],
             known.texts.items,
             known.collectives.items,
             [phase.word for phase in Phase],
@@ -127,28 +155,14 @@ class Document:
             items += listed
         return StepTexts(items), firsts
 
-    def _of_nodes(self, first: int, last: int, texts: dict[str, int]) -> dict[str, Any]:
-        merged, rows = self.merged, slice(first, last)
-        heads = merged.calls.chosen(merged.call_start[first:last])
-        parent = merged.parent[rows]
-        is_placed = np.isin(heads["phase"], _PLACED)
-        return {
-            "nodes.id": lambda: merged.identity[rows],
-            "nodes.parent": lambda: np.where(parent >= 0, parent - first, -1),
-            "nodes.path": lambda: heads["path"] + np.int32(texts["paths"]),
-            "nodes.phase": lambda: heads["phase"].astype(np.int32) + np.int32(texts["phases"]),
-            "nodes.micro_batch": lambda: np.where(is_placed, heads["micro_batch"], -1),
-            "nodes.ordinal": lambda: heads["ordinal"],
-            "nodes.of_ordinal": lambda: merged.forward_ordinal[rows],
-            "nodes.graph_task": lambda: heads["pass"],
-        }
-
-    def _of_calls(self, rows: slice, first_node: int, texts: dict[str, int]) -> dict[str, Any]:
-        merged, calls = self.merged, self.merged.calls.chosen(rows)
+    def _of_calls(
+        self, batch: _Batch, rows: slice, first_node: int, texts: dict[str, int]
+    ) -> dict[str, Any]:
+        merged, calls = batch.merged, batch.merged.calls.chosen(rows)
         node = merged.call_start.searchsorted(np.arange(rows.start, rows.stop), "right") - 1
         return {
             "calls.node": lambda: node - first_node,
-            "calls.rank": lambda: self.rank_of_stream[calls["stream"]].astype(np.int32),
+            "calls.rank": lambda: self._rank_of_stream[calls["stream"]].astype(np.int32),
             "calls.start_ns": lambda: calls["start"],
             "calls.duration_ns": lambda: np.where(
                 calls["status"] == CallStatus.UNFINISHED, -1, calls["end"] - calls["start"]
@@ -161,12 +175,14 @@ class Document:
             "calls.number": lambda: calls["number"],
         }
 
-    def _of_values(self, rows: slice, first_node: int, texts: dict[str, int]) -> dict[str, Any]:
-        merged, tables, order = self.merged, self.tables, self.merged.order[rows]
+    def _of_values(
+        self, batch: _Batch, rows: slice, first_node: int, texts: dict[str, int]
+    ) -> dict[str, Any]:
+        merged, tables, order = batch.merged, batch.tables, batch.merged.order[rows]
         stream = merged.value_stream[rows]
 
-        def plain(name: str) -> Callable[[], Array]:
-            return lambda: tables.values[name][order]
+        def recorded(name: str) -> Callable[[], Array]:
+            return lambda: batch.recorded(name, rows)
 
         starts = tables.sample_start[order]
         counts = np.where(starts >= 0, tables.sample_count[order], 0)
@@ -181,10 +197,12 @@ class Document:
             "values.node": lambda: merged.value_node[rows] - first_node,
             "values.slot": lambda: tables.slot[order] + np.int32(texts["slots"]),
             "values.tensor": lambda: tables.description[order] + np.int32(texts["tensors"]),
-            "values.rank": lambda: self.rank_of_stream[stream].astype(np.int32),
-            "values.digested": lambda: tables.has_digest[order],
-            **{f"values.{name}": plain(name) for name in _PLAIN},
-            "values.time_ns": lambda: tables.values["time_ns"][order] + self.clock_offsets[stream],
+            "values.rank": lambda: self._rank_of_stream[stream].astype(np.int32),
+            "values.digested": lambda: tables.has_digest()[order],
+            "values.flags": lambda: tables.flags[order],
+            "values.reference": lambda: tables.reference[order],
+            **{f"values.{name}": recorded(name) for name in _RECORDED},
+            "values.time_ns": lambda: tables.time_ns[order] + self._clock_offsets[stream],
             "values.chunk": lambda: tables.chunk[order],
             "values.sample_row": lambda: np.where(starts >= 0, ends - counts, -1),
             "values.sample_count": lambda: tables.sample_count[order],
@@ -192,53 +210,68 @@ class Document:
             "samples.sketch": samples,
         }
 
-    def _of_failures(self, first: int, last: int, texts: dict[str, int]) -> dict[str, Any]:
-        found = np.array(self._failures, np.int64).reshape(-1, 3)
+    def _of_failures(
+        self, batch: _Batch, first: int, last: int, texts: dict[str, int]
+    ) -> dict[str, Any]:
+        found = batch.failures
         own = found[(found[:, 0] >= first) & (found[:, 0] < last)]
         return {
             "failures.node": lambda: own[:, 0] - first,
-            "failures.rank": lambda: own[:, 1].astype(np.int32),
+            "failures.rank": lambda: self._rank_of_stream[own[:, 1]].astype(np.int32),
             "failures.text": lambda: _numbered(own[:, 2].astype(np.int32), texts["errors"]),
         }
 
-    @cached_property
-    def _failures(self) -> list[tuple[int, int, int]]:
-        """Node, rank and text of what failed inside rankscope, by node; found by stream, sequence
-        and phase of the call."""
-        calls = self.tables.calls
-        wanted: dict[tuple[int, int, int], list[int]] = {}
-        for stream, row, text in self.tables.errors:
-            if row >= 0:
-                key = (stream, int(calls["sequence"][row]), int(calls["phase"][row]))
-                wanted.setdefault(key, []).append(text)
-        merged = self.merged.calls
+
+class _Batch:
+    """Some steps put together."""
+
+    def __init__(self, tables: Tables, merged: Merged) -> None:
+        self.tables, self.merged = tables, merged
+        self._columns: dict[str, Array] = {}
+
+    def recorded(self, name: str, rows: slice) -> Array:
+        """Return rows of a column of the records in order. Where they are all of it, as of a large
+        step, nothing here keeps it."""
+        column = self._columns.get(name)
+        if column is None:
+            column = self.tables.put_in_order(name, self.merged.place)
+            if rows.stop - rows.start < len(column):
+                self._columns[name] = column
+        return column[rows]
+
+    @functools.cached_property
+    def failures(self) -> Array:
+        """[failures, 3] node, stream and text of what failed inside rankscope, by node; found by
+        stream, sequence and phase of the call."""
+        calls, merged = self.tables.calls, self.merged.calls
         found = []
-        for (stream, sequence, phase), texts in wanted.items():
-            is_it = (merged["stream"] == stream) & (merged["sequence"] == sequence)
-            for row in np.flatnonzero(is_it & (merged["phase"] == phase)).tolist():
-                node = int(self.merged.call_start.searchsorted(row, "right")) - 1
-                rank = int(self.rank_of_stream[stream])
-                found += [(node, rank, text) for text in texts]
-        return sorted(found, key=lambda each: each[0])
+        for stream, row, text in self.tables.errors:
+            is_it = (merged["stream"] == stream) & (merged["sequence"] == calls["sequence"][row])
+            is_it &= merged["phase"] == calls["phase"][row]
+            for at in np.flatnonzero(is_it).tolist():
+                node = int(self.merged.call_start.searchsorted(at, "right")) - 1
+                found.append((node, stream, text))
+        return np.array(sorted(found, key=lambda each: each[0]), np.int64).reshape(-1, 3)
+
+
+def _of_nodes(batch: _Batch, first: int, last: int, texts: dict[str, int]) -> dict[str, Any]:
+    merged, rows = batch.merged, slice(first, last)
+    heads = merged.calls.chosen(merged.call_start[first:last])
+    parent = merged.parent[rows]
+    is_placed = np.isin(heads["phase"], _PLACED)
+    return {
+        "nodes.id": lambda: merged.identity[rows],
+        "nodes.parent": lambda: np.where(parent >= 0, parent - first, -1),
+        "nodes.path": lambda: heads["path"] + np.int32(texts["paths"]),
+        "nodes.phase": lambda: heads["phase"].astype(np.int32) + np.int32(texts["phases"]),
+        "nodes.micro_batch": lambda: np.where(is_placed, heads["micro_batch"], -1),
+        "nodes.ordinal": lambda: heads["ordinal"],
+        "nodes.of_ordinal": lambda: merged.forward_ordinal[rows],
+        "nodes.graph_task": lambda: heads["pass"],
+    }
 
 
 def _numbered(column: Array, first: int) -> Array:
     """Return numbers of texts, -1 for none."""
     found: Array = np.where(column >= 0, column + np.int32(first), np.int32(-1))
     return found
-
-
-def _facts(description: Description) -> TensorFacts:
-    piece, family = description.piece, description.family
-    return TensorFacts(
-        dtype=description.dtype,
-        device=description.device,
-        shape=piece.shape,
-        global_shape=piece.global_shape,
-        source=piece.layout.source.value,
-        mesh=family.name if family is not None else "",
-        placements=tuple(piece.layout.by_axis().items()) if family is not None else (),
-        ranges=piece.ranges,
-        note=description.note,
-        requires_grad=description.requires_grad,
-    )

@@ -46,8 +46,8 @@ __all__ = ["GrowingTree", "grown_in", "grown_steps", "step_name"]
 
 _PART_BYTES: Final = 4 << 20
 """Of one file, where that is more than one step."""
-_BYTES: Final = {"values": 220, "calls": 60, "samples": 32}
-"""Of a row in a file."""
+_BYTES: Final = {"values.rank": 220, "calls.rank": 60, "samples.sketch": 32}
+"""Of a row in a file, by a column of its table."""
 
 
 _OLDER_FORMAT: Final = "rankscope.index/1"
@@ -208,11 +208,12 @@ class GrowingTree:
             entries += [e for i in range(len(older.heads)) for e in self._write([older.step(i)])]
         for i in range(len(document.heads)):
             say("writing steps", i / len(document.heads))
-            own = sum(_BYTES[name] * count for name, count in document.counts(i).items())
+            step = document.step(i)
+            own = sum(each * len(step[name]) for name, each in _BYTES.items())
             if part and size + own > _PART_BYTES:
                 entries += self._write(part)
                 part, size = [], 0
-            part.append(document.step(i))
+            part.append(step)
             size += own
         entries += self._write(part) if part else []
         self.sync()

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rankscope.assembly.batches import Group
 from rankscope.assembly.declaredlayouts import layout_header
 from rankscope.assembly.interning import MeshFamily, mesh_of
 from rankscope.assembly.rankstreams import RankStream
@@ -406,15 +407,14 @@ def _note(stream: RankStream, number: int) -> Note:
     return Note.read(str(definition.get("text", "")), definition.get("fact"))
 
 
-def step_notes(
-    streams: Sequence[RankStream],
-) -> dict[tuple[int, bool, int, int], list[dict[str, Any]]]:
+def step_notes(streams: Sequence[RankStream]) -> dict[Group, list[dict[str, Any]]]:
     """Return, per group of nodes, what ranks noted when the step began, while it ran, or when it
     ended."""
-    found: dict[tuple[int, bool, int, int], dict[Note, set[int]]] = {}
+    found: dict[Group, dict[Note, set[int]]] = {}
     for stream in streams:
         for event in stream.steps[stream.steps["text"] != 0]:
-            key = (stream.stream.incarnation, False, int(event["mode"]), int(event["step"]))
+            life, mode, step = stream.stream.incarnation, int(event["mode"]), int(event["step"])
+            key = Group(life, False, mode, step)
             note = _note(stream, int(event["text"]))
             found.setdefault(key, {}).setdefault(note, set()).add(stream.stream.rank)
     return {

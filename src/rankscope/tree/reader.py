@@ -6,8 +6,11 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, Union
+
+import numpy as np
 
 from rankscope.errors import FolderError, TraceError
 from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER, TRACE_FORMAT, TRACE_NAME, Progress
@@ -141,12 +144,13 @@ def _unfinished(folder: Path, progress: Progress | None) -> Trace:
     from rankscope.assembly.sources import find_streams
     from rankscope.tree.build import (  # slow to import; a finished tree needs neither
         assemble,
-        rest_of,
+        told_of_lost,
     )
     from rankscope.tree.unfinished import is_at_work
 
     read_s = time.time()
-    sources = find_streams([folder])
+    # copies: what is mapped cannot be freed, and a reader may hold its trace for long
+    sources = [replace(each, data=np.array(each.data)) for each in find_streams([folder])]
     if not sources:
         finished = _finished(folder)  # between the two looks
         if finished is not None:
@@ -161,7 +165,8 @@ def _unfinished(folder: Path, progress: Progress | None) -> Trace:
     tree = GrowingTree(folder)  # behind the records: what they lack by now stands there
     document = assemble(
         sources,
-        settle=lambda streams: rest_of(streams, tree),
+        settle=lambda streams: told_of_lost(streams, tree),
+        written=tree.written,
         progress=progress,
         began_ns=tree.began_ns,
         end=job_end([folder]),

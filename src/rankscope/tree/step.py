@@ -68,6 +68,10 @@ class LazyColumns(dict[str, Array]):
         column = self[name] = self._makers[name]()
         return column
 
+    def once(self, name: str) -> Array:
+        """Return a column that nobody asks for again: it is not kept."""
+        return self[name] if dict.__contains__(self, name) else self._makers[name]()
+
     def __contains__(self, name: object) -> bool:
         return name in self._makers
 
@@ -187,6 +191,11 @@ class StepColumns:
     def __getitem__(self, name: str) -> Array:
         """Return a column."""
         return self.columns[name]
+
+    def once(self, name: str) -> Array:
+        """Return a column that nobody asks for again."""
+        own = self.columns
+        return own.once(name) if isinstance(own, LazyColumns) else own[name]
 
     @cached_property
     def lists(self) -> NodeLists:

@@ -9,6 +9,7 @@ index while the job runs.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -55,8 +56,15 @@ def write_steps(
     """
     name = f"{STEPS_FOLDER}/{number:06d}.safetensors"
     texts = _used_texts(steps)
+    lengths: dict[str, list[int]] = {}
+
+    def whole(column: Column) -> Array:
+        parts = [step.once(column.name) for step in steps]
+        lengths[column.table] = [len(each) for each in parts]
+        return _in_file(column, parts[0] if len(parts) == 1 else np.concatenate(parts), texts)
+
     makers: dict[str, Callable[[], Array]] = {
-        column.name: functools.partial(_column, steps, column, texts)
+        column.name: functools.partial(whole, column)
         for column in COLUMNS.values()
         if column.table in _OF_STEPS
     }
@@ -65,16 +73,12 @@ def write_steps(
     widest = sorted(makers, key=lambda each: -np.dtype(COLUMNS[each].dtype).itemsize)
     made = {each: makers[each] for each in widest}
     write_arrays(folder / name, made, {"format": STEPS_FORMAT}, is_synced=is_synced)
-    entries, begun = [], dict.fromkeys(_OF_STEPS, 0)
-    for step in steps:
-        rows = {}
-        for table in _OF_STEPS:
-            first = next(each for each in COLUMNS if each.startswith(f"{table}."))
-            begin = begun[table]
-            begun[table] += len(step[first])
-            rows[table] = [begin, begun[table]]
-        entries.append(entry_of(step.head) | {"file": name, "rows": rows})
-    return entries
+    ends_of = {table: [0, *itertools.accumulate(lengths[table])] for table in _OF_STEPS}
+    return [
+        entry_of(step.head)
+        | {"file": name, "rows": {table: ends_of[table][i : i + 2] for table in _OF_STEPS}}
+        for i, step in enumerate(steps)
+    ]
 
 
 def entry_of(head: StepHead) -> dict[str, Any]:
@@ -233,11 +237,8 @@ def _joined(texts: StepTexts, numbers: Array) -> tuple[Array, Array]:
     return ends, np.frombuffer(b"".join(data), np.uint8)
 
 
-def _column(steps: Sequence[StepColumns], column: Column, texts: Array) -> Array:
-    """Return a column over all steps, numbers of texts as they are in the file."""
-    own = steps[0][column.name] if len(steps) == 1 else np.concatenate(
-        [step[column.name] for step in steps]
-    )  # fmt: skip
+def _in_file(column: Column, own: Array, texts: Array) -> Array:
+    """Return a column as it stands in a file: with the numbers that texts have there."""
     if column.is_text:
         own = np.where(own >= 0, np.searchsorted(texts, own), -1)
     return own.astype(column.dtype, copy=False)

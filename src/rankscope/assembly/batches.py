@@ -1,0 +1,196 @@
+"""The records of all streams, a few whole steps at a time: so many are put together at once.
+
+Ranks do not write a step in one piece, and their records stay where they lie: a batch is a choice
+of rows of every stream.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.assembly.interning import Vocabulary, common_numbers
+from rankscope.assembly.rankstreams import RankStream, SampleSketches
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
+from rankscope.spool.recordcolumns import step_codes
+
+__all__ = ["Batches", "Group", "Sequences"]
+
+_MOST_ROWS: Final = 1 << 17
+"""Calls and values of a batch of several steps."""
+_SETUP: Final = -1
+"""In place of the code of a step."""
+_NOWHERE: Final = -1
+
+Rows = NDArray[np.int64] | slice
+
+
+class Group(NamedTuple):
+    """What is one step in the tree, or the setup of one life of the job."""
+
+    incarnation: int
+    is_setup: bool
+    mode: int
+    step: int
+
+
+class Sequences:
+    """Finds rows by a number that each of them has."""
+
+    def __init__(self, numbers: NDArray[Any]) -> None:
+        """Sort the numbers, unless they follow on each other, as those of a rank's calls do."""
+        numbers = np.ascontiguousarray(numbers)
+        self._count = len(numbers)
+        is_dense = self._count > 0 and bool((np.diff(numbers) == 1).all())
+        self._first = numbers[0] if is_dense else None
+        self._order = None if is_dense else np.argsort(numbers, kind="stable")
+        self._sorted = numbers if self._order is None else numbers[self._order]
+
+    def find(self, wanted: NDArray[Any]) -> NDArray[np.int64]:
+        """Return the row of each wanted number, -1 where there is none."""
+        if not self._count:
+            return np.full(len(wanted), -1, np.int64)
+        if self._order is None:
+            at = (wanted - self._first).astype(np.int64)
+            return np.where((at >= 0) & (at < self._count), at, -1)
+        at = np.minimum(np.searchsorted(self._sorted, wanted), self._count - 1)
+        return np.where(self._sorted[at] == wanted, self._order[at], -1)
+
+
+class Batches:
+    """Which records of every stream are of which batch of steps."""
+
+    def __init__(
+        self,
+        streams: Sequence[RankStream],
+        vocabulary: Vocabulary,
+        without: Collection[tuple[int, int, int]] = (),
+    ) -> None:
+        """Sort the records of all streams by step.
+
+        Args:
+            streams: in the order of the vocabulary's lookups.
+            vocabulary: what their numbers mean.
+            without: incarnation, mode and step of steps to leave out.
+        """
+        self._streams = streams
+        self.orphans: list[int] = []
+        """Per stream, values whose call, slot or description was not found."""
+        own = [_of_calls(stream) for stream in streams]
+        calls = [Sequences(stream.enters["sequence"]) for stream in streams]
+        of_values = [self._owners(n, calls[n], vocabulary) for n in range(len(streams))]
+        rows: Counter[Group] = Counter()
+        for (groups, of_call), of_value in zip(own, of_values):
+            each = np.bincount(of_call, minlength=len(groups))
+            each += np.bincount(of_call[of_value[of_value >= 0]], minlength=len(groups))
+            rows.update(dict(zip(groups, each.tolist())))
+        left = {group for group in rows if group.is_setup or group[:1] + group[2:] not in without}
+        self.groups = sorted(left, key=lambda each: (each[0], not each[1], *each[2:]))
+        """Setup before steps, train before eval, by step; one incarnation after another."""
+        self.batch_of_group = _cut([rows[group] for group in self.groups])
+        numbers = dict(zip(self.groups, self.batch_of_group))
+        self._rows: list[dict[str, _ByBatch]] = []
+        for number, stream in enumerate(streams):
+            groups, of_call = own[number]
+            table = np.array([numbers.get(group, _NOWHERE) for group in groups], np.int64)
+            batch = np.append(table[of_call], _NOWHERE)  # the last for what is of no call
+            found = {"values": batch[of_values[number]], "enters": batch[:-1]}
+            for name, records in _with_sequence(stream):
+                found[name] = batch[calls[number].find(records["sequence"])]
+            self._rows.append({name: _ByBatch(each) for name, each in found.items()})
+
+    def streams(self, batch: int) -> Iterator[tuple[int, RankStream]]:
+        """Yield the streams that have calls of a batch, with nothing else in them, and their
+        numbers."""
+        for number, (stream, rows) in enumerate(zip(self._streams, self._rows)):
+            enters = stream.enters[rows["enters"].of(batch)]
+            if len(enters):
+                yield (
+                    number,
+                    replace(
+                        stream,
+                        enters=enters,
+                        exits=stream.exits[rows["exits"].of(batch)],
+                        values=stream.values.chosen(rows["values"].of(batch)),
+                        samples=_chosen(stream.samples, rows["samples"].of(batch)),
+                        errors=stream.errors[rows["errors"].of(batch)],
+                    ),
+                )
+
+    def _owners(self, number: int, calls: Sequences, vocabulary: Vocabulary) -> NDArray[np.int64]:
+        """Return the row of each value's call, -1 where that or what it is was not found."""
+        values = self._streams[number].values
+        slot = common_numbers(vocabulary.slot_lookup[number], values["slot"])
+        description = common_numbers(vocabulary.description_lookup[number], values["meta"])
+        found = calls.find(values["sequence"])
+        found[(slot < 0) | (description < 0)] = -1
+        self.orphans.append(int((found < 0).sum()))
+        return found
+
+
+class _ByBatch:
+    """Rows by the number of their batch."""
+
+    def __init__(self, batch: NDArray[np.int64]) -> None:
+        is_sorted = not len(batch) or bool((np.diff(batch) >= 0).all())
+        self._order = None if is_sorted else np.argsort(batch, kind="stable")
+        batch = batch if self._order is None else batch[self._order]
+        self._starts = np.searchsorted(batch, np.arange(int(batch.max(initial=-1)) + 2))
+
+    def of(self, batch: int) -> Rows:
+        if batch + 1 >= len(self._starts):
+            return slice(0)
+        rows = slice(*self._starts[batch : batch + 2].tolist())
+        return rows if self._order is None else self._order[rows]
+
+
+def _of_calls(stream: RankStream) -> tuple[list[Group], NDArray[np.int64]]:
+    """Return the groups of a stream, and the number of each call's group among them."""
+    enters, life = stream.enters, stream.stream.incarnation
+    codes = step_codes(enters["mode"], enters["step"])
+    codes[enters["phase"] == Phase.SETUP] = _SETUP
+    distinct, numbers = np.unique(codes, return_inverse=True)
+    groups = [
+        Group(life, True, int(Mode.TRAIN), 0)
+        if code == _SETUP
+        else Group(life, False, code >> 32, code & 0xFFFF_FFFF)
+        for code in distinct.tolist()
+    ]
+    return groups, numbers.reshape(-1)
+
+
+def _with_sequence(stream: RankStream) -> Iterator[tuple[str, NDArray[Any]]]:
+    yield "exits", stream.exits
+    yield "samples", stream.samples.heads
+    yield "errors", stream.errors
+
+
+def _cut(rows: Sequence[int]) -> list[int]:
+    """Return the batch of each group: as many of them together as have few rows."""
+    batches: list[int] = []
+    room = 0
+    for own in rows:
+        room -= own
+        if room < 0:
+            batches.append(batches[-1] + 1 if batches else 0)
+            room = _MOST_ROWS - own
+        else:
+            batches.append(batches[-1])
+    return batches
+
+
+def _chosen(samples: SampleSketches, rows: Rows) -> SampleSketches:
+    heads = samples.heads[rows]
+    if len(heads) == len(samples.heads):
+        return samples
+    counts = samples.heads["count"].astype(np.int64)
+    first = (np.cumsum(counts) - counts)[rows]
+    own = heads["count"].astype(np.int64)
+    within = np.arange(int(own.sum())) - np.repeat(np.cumsum(own) - own, own)
+    return SampleSketches(heads, samples.rows[np.repeat(first, own) + within])
