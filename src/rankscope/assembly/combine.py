@@ -29,7 +29,7 @@ from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.statistics import STATISTICS, OverShards, finite_counts
 from rankscope.record.wholestatistics import Combined
 
-__all__ = ["CombinationPlan", "Combined", "apply_plan", "plan_rows"]
+__all__ = ["CombinationPlan", "Combined", "apply_plan", "apply_to_all", "plan_rows"]
 
 PARTIAL_NOTE = "a partial is reduced later: only mean and sketch are linear"
 NO_OFFSETS_NOTE = "no offsets were recorded: the sketches of its shards do not add up"
@@ -96,20 +96,30 @@ def plan_rows(held: Sequence[tuple[int, Piece]]) -> CombinationPlan | str:
 
 
 def apply_plan(plan: CombinationPlan, rows: NDArray[Any]) -> Combined:
-    """Return the statistics of the whole from digest rows in the order of the plan's ranks.
+    """Return the statistics of one whole, from digest rows in the order of the plan's ranks, as of
+    `apply_to_all`."""
+    return apply_to_all(plan, rows[None])[0]
+
+
+def apply_to_all(plan: CombinationPlan, rows: NDArray[Any]) -> list[Combined]:
+    """Return the statistics of many wholes that lie in one way.
 
     Args:
-        plan: what `plan_rows` made for these rows.
-        rows: structured array with the digest fields of spool/recordformat.py's VALUE_DTYPE.
+        plan: what `plan_rows` made for the rows of each.
+        rows: [wholes, ranks] structured array with the digest fields of spool/recordformat.py's
+            VALUE_DTYPE; ranks in the order of the plan's.
     """
-    hashes, counts = rows["hash"][plan.index], rows["count"][plan.index]
-    differ = (hashes != hashes[:, :1]) | (counts != counts[:, :1])
-    if differ.any():
-        first = int(np.flatnonzero(differ.any(axis=1))[0])
+    hashes, counts = rows["hash"][:, plan.index], rows["count"][:, plan.index]
+    differ = ((hashes != hashes[:, :, :1]) | (counts != counts[:, :, :1])).any(axis=2)
+    pieces = rows[:, plan.index[:, 0]]
+    with np.errstate(over="ignore", invalid="ignore"):  # finite elements may have an infinite sum
+        found = _sum_of_partials(plan, pieces) if plan.is_partial else _union(plan, pieces)
+    for whole in np.flatnonzero(differ.any(axis=1)).tolist():
+        first = int(np.flatnonzero(differ[whole])[0])
         ranks = ranks_text(plan.ranks[i] for i in plan.index[first].tolist())
-        return Combined(ranks=plan.ranks, note=Note.of(NoteKind.REPLICAS_DIFFER, ranks=ranks))
-    pieces = rows[plan.index[:, 0]]
-    return _sum_of_partials(plan, pieces) if plan.is_partial else _union(plan, pieces)
+        note = Note.of(NoteKind.REPLICAS_DIFFER, ranks=ranks)
+        found[whole] = Combined(ranks=plan.ranks, note=note)
+    return found
 
 
 def _coverage(whole: tuple[int, ...], pieces: Sequence[Piece]) -> str | None:
@@ -129,94 +139,118 @@ def _was_sketched_in_place(piece: Piece) -> bool:
     return piece.ranges is not None and not piece.layout.source.is_from_all_ranks
 
 
-def _sketch(plan: CombinationPlan, rows: NDArray[Any]) -> tuple[float, ...] | None:
+def _sketches(plan: CombinationPlan, rows: NDArray[Any]) -> list[tuple[float, ...] | None]:
     if not plan.has_offsets:
-        return None
-    return tuple((rows["sketch"].sum(axis=0) / plan.divisor).tolist())
+        return [None] * len(rows)
+    return [tuple(each) for each in (rows["sketch"].sum(axis=1) / plan.divisor).tolist()]
 
 
 class _Shards:
-    """Pieces of a whole that hold different elements of it: what combination needs of them."""
+    """Pieces of wholes, [wholes, pieces], that hold different elements of them: what combination
+    needs of them."""
 
     def __init__(self, rows: NDArray[Any]) -> None:
-        finite = finite_counts(rows).astype(np.float64)
         self.rows = rows
-        self.total = math.fsum(finite.tolist())
+        self.finite = finite_counts(rows).astype(np.float64)
+        """Finite elements of each piece."""
+        self.has_some = self.finite > 0
+        self.total = np.array(_exact_sums(self.finite))
         """Finite elements of all."""
-        self.some = rows[finite > 0]
-        self.weights: NDArray[np.float64] = finite[finite > 0]
 
-    def mean(self, name: str) -> float:
+    def of_some(self, name: str, otherwise: float) -> NDArray[np.float64]:
+        """Return a number of the pieces that have a finite element."""
+        return np.where(self.has_some, self.rows[name], otherwise)
+
+    def mean(self, name: str) -> list[float]:
         """Return the mean of means."""
-        if not self.total:
-            return math.nan
-        return math.fsum((self.some[name] * self.weights).tolist()) / self.total
+        sums = _exact_sums(self.of_some(name, 0.0) * self.finite)
+        return [
+            part / count if count else math.nan for part, count in zip(sums, self.total.tolist())
+        ]
 
-    def spread(self, name: str) -> float:
+    def spread(self, name: str) -> list[float]:
         """Return the standard deviation over all, from those of the pieces and their means."""
-        if self.total <= 1:
-            return math.nan
-        mean, weights = self.mean("mean"), self.weights
-        within = np.where(weights > 1, np.nan_to_num(self.some[name]) ** 2 * (weights - 1), 0.0)
-        between = (self.some["mean"] - mean) ** 2 * weights
-        return math.sqrt(math.fsum([*within.tolist(), *between.tolist()]) / (self.total - 1))
+        mean, weights = np.array(self.mean("mean"))[:, None], self.finite
+        within = np.nan_to_num(self.rows[name]) ** 2 * (weights - 1)
+        between = (self.of_some("mean", 0.0) - mean) ** 2 * weights
+        parts = [np.where(weights > 1, within, 0.0), np.where(self.has_some, between, 0.0)]
+        sums = zip(_exact_sums(np.concatenate(parts, axis=1)), self.total.tolist())
+        return [math.sqrt(part / (count - 1)) if count > 1 else math.nan for part, count in sums]
 
-    def least(self, name: str) -> float:
+    def least(self, name: str) -> list[float]:
         """Return the least."""
-        return float(self.some[name].min()) if self.some.size else math.nan
+        return self._where_any(self.of_some(name, math.inf).min(axis=1))
 
-    def greatest(self, name: str) -> float:
+    def greatest(self, name: str) -> list[float]:
         """Return the greatest."""
-        return float(self.some[name].max()) if self.some.size else math.nan
+        return self._where_any(self.of_some(name, -math.inf).max(axis=1))
+
+    def _where_any(self, numbers: NDArray[np.float64]) -> list[float]:
+        found: list[float] = np.where(self.has_some.any(axis=1), numbers, math.nan).tolist()
+        return found
 
 
-_OVER_SHARDS: Final[dict[OverShards, Callable[[_Shards, str], float | None]]] = {
-    OverShards.SUM: lambda shards, name: shards.rows[name].sum().item(),
+def _exact_sums(rows: NDArray[np.float64]) -> list[float]:
+    """Return the sum of each row, rounded once: whatever the order of the pieces."""
+    return [_exact_sum(row) for row in rows.tolist()]
+
+
+def _exact_sum(row: Sequence[float]) -> float:
+    try:
+        return math.fsum(row)
+    except (OverflowError, ValueError):  # beyond the largest float, or infinities of both signs
+        return sum(row)
+
+
+_OVER_SHARDS: Final[dict[OverShards, Callable[[_Shards, str], list[Any]]]] = {
+    OverShards.SUM: lambda shards, name: shards.rows[name].sum(axis=1).tolist(),
     OverShards.LEAST: _Shards.least,
     OverShards.GREATEST: _Shards.greatest,
     OverShards.MEAN: _Shards.mean,
     OverShards.SPREAD: _Shards.spread,
-    OverShards.ROOT_OF_SQUARES: lambda shards, name: _norm(shards.rows[name]),
-    OverShards.UNKNOWN: lambda shards, name: None,
+    OverShards.ROOT_OF_SQUARES: lambda shards, name: _norms(shards.rows[name]),
+    OverShards.UNKNOWN: lambda shards, name: [None] * len(shards.rows),
 }
 
 
-def _union(plan: CombinationPlan, rows: NDArray[Any]) -> Combined:
+def _union(plan: CombinationPlan, rows: NDArray[Any]) -> list[Combined]:
     shards = _Shards(rows)
-    return Combined.of(
-        {s.name: _OVER_SHARDS[s.over_shards](shards, s.name) for s in STATISTICS},
-        ranks=plan.ranks,
-        note=None if plan.has_offsets else Note.words(NO_OFFSETS_NOTE),
-        sketch=_sketch(plan, rows),
-    )
+    numbers = {s.name: _OVER_SHARDS[s.over_shards](shards, s.name) for s in STATISTICS}
+    note = None if plan.has_offsets else Note.words(NO_OFFSETS_NOTE)
+    return [
+        Combined.of(dict(zip(numbers, own)), ranks=plan.ranks, note=note, sketch=sketch)
+        for *own, sketch in zip(*numbers.values(), _sketches(plan, rows))
+    ]
 
 
-def _norm(parts: NDArray[np.float64]) -> float:
-    largest = float(parts.max(initial=0.0))
-    if not largest or not math.isfinite(largest):
-        return largest
-    return largest * math.sqrt(math.fsum(((parts / largest) ** 2).tolist()))
+def _norms(parts: NDArray[np.float64]) -> list[float]:
+    largest = parts.max(axis=1, initial=0.0)
+    is_plain = (largest != 0) & np.isfinite(largest)
+    scale = np.where(is_plain, largest, 1.0)
+    sums = _exact_sums(np.where(is_plain[:, None], (parts / scale[:, None]) ** 2, 0.0))
+    plain = [whole * math.sqrt(part) for whole, part in zip(scale.tolist(), sums)]
+    found: list[float] = np.where(is_plain, plain, largest).tolist()
+    return found
 
 
-def _sum_of_partials(plan: CombinationPlan, rows: NDArray[Any]) -> Combined:
+def _sum_of_partials(plan: CombinationPlan, rows: NDArray[Any]) -> list[Combined]:
     """Return what is linear of pieces that add up to each element: of nothing else is it known."""
-    count = int(rows["count"].sum()) // plan.summands
-    weights = finite_counts(rows).astype(np.float64)
-    some = weights > 0
-    is_finite = bool((weights == rows["count"]).all())
-    note = PARTIAL_NOTE if plan.has_offsets else f"{PARTIAL_NOTE}; {NO_OFFSETS_NOTE}"
-    if not is_finite:
-        note += "; not every summand is finite, so the mean is not known"
-
-    def summed(name: str) -> float:
-        if not (count and is_finite):
-            return math.nan
-        return math.fsum((rows[name][some] * weights[some]).tolist()) / plan.divisor / count
-
+    shards = _Shards(rows)
+    counts = (rows["count"].sum(axis=1).astype(np.int64) // plan.summands).tolist()
+    is_finite = (shards.finite == rows["count"]).all(axis=1).tolist()
     linear = [s.name for s in STATISTICS if s.over_shards is OverShards.MEAN]
-    return Combined.of(
-        {"count": count} | {name: summed(name) for name in linear},
-        ranks=plan.ranks,
-        note=Note.words(note),
-        sketch=_sketch(plan, rows),
-    )
+    sums = {name: _exact_sums(shards.of_some(name, 0.0) * shards.finite) for name in linear}
+    sketches = _sketches(plan, rows)
+    found = []
+    for whole, count in enumerate(counts):
+        numbers: dict[str, float] = {"count": count}
+        for name in linear:
+            is_known = count and is_finite[whole]
+            numbers[name] = sums[name][whole] / plan.divisor / count if is_known else math.nan
+        note = PARTIAL_NOTE if plan.has_offsets else f"{PARTIAL_NOTE}; {NO_OFFSETS_NOTE}"
+        if not is_finite[whole]:
+            note += "; not every summand is finite, so the mean is not known"
+        found.append(
+            Combined.of(numbers, ranks=plan.ranks, note=Note.words(note), sketch=sketches[whole])
+        )
+    return found

@@ -30,10 +30,11 @@ def column_digest(columns: _Columns, row: int) -> Digest:
 
 
 def digest_rows(columns: _Columns, rows: Any) -> NDArray[Any]:
-    """Return the numbers of some rows as a structured array."""
+    """Return the numbers of some rows, of any shape, as a structured array."""
     taken = {name: columns[f"values.{name}"][rows] for name in _NAMES}
-    dtype = np.dtype([(name, each.dtype, each.shape[1:]) for name, each in taken.items()])
-    found = np.empty(len(taken["hash"]), dtype)
+    shape = taken["hash"].shape
+    dtype = np.dtype([(name, each.dtype, each.shape[len(shape) :]) for name, each in taken.items()])
+    found = np.empty(shape, dtype)
     for name, each in taken.items():
         found[name] = each
     return found

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from rankscope.assembly.combine import apply_plan, plan_rows
 from rankscope.layout.placement import (
     Layout,
     LayoutSource,
@@ -20,24 +19,21 @@ from rankscope.layout.placement import (
     Placement,
     Ranges,
     global_ranges,
-    parse_placement,
 )
-from rankscope.layout.plan import Piece
 from rankscope.record.descriptions import TensorFacts
-from rankscope.record.notes import Note
-from rankscope.record.ranklists import ranks_named
 from rankscope.record.streams import MAX_RANKS
 from rankscope.record.value import UNFOLDED_FLAGS, Digest, Samples, ValueFlag
 from rankscope.record.wholestatistics import Combined
+from rankscope.tree.combinedslots import combined
 from rankscope.tree.damage import damaged_is_trace_error
-from rankscope.tree.digests import column_digest, digest_rows
+from rankscope.tree.digests import column_digest
+from rankscope.tree.heldlayouts import layout_of, placements_of, source_of
 from rankscope.tree.step import StepColumns
 
 __all__ = ["Fold", "SlotView", "Whereabouts", "flag_words", "is_bound_to_one_tensor", "shape_text"]
 
 _HIDDEN: Final = UNFOLDED_FLAGS | int(ValueFlag.PYTHON)
 """They say how a value was obtained; what was not kept stands in the entry, by rank."""
-_SOURCES: Final = frozenset(source.value for source in LayoutSource)
 
 
 @lru_cache(maxsize=1024)
@@ -172,21 +168,21 @@ class SlotView:
     @property
     def placements(self) -> dict[str, Placement]:
         """{axis: placement}; {} where the layout is unknown."""
-        return _placements(self.facts)
+        return placements_of(self.facts)
 
     @property
     def source(self) -> LayoutSource:
         """Where the layout comes from."""
-        return _source(self.facts)
+        return source_of(self.facts)
 
     def layout(self, rank: int | None = None) -> Layout:
         """Return the layout, with the mesh `rank` (default: the lowest) is in."""
-        return _layout(self.facts, self._mesh(self.ranks[0] if rank is None else rank))
+        return layout_of(self.facts, self._mesh(self.ranks[0] if rank is None else rank))
 
     @property
     def mesh_name(self) -> str:
         """The kind of mesh that the layout names, such as `dp=2,tp=2`; "" where it is unknown."""
-        return self.facts.mesh if self.facts.source in _SOURCES else ""
+        return self.facts.mesh if source_of(self.facts) is not LayoutSource.UNKNOWN else ""
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
@@ -223,7 +219,7 @@ class SlotView:
     def combined(self) -> tuple[Combined, ...]:
         """Global statistics, one per mesh that gives another result; () where nothing is
         sharded."""
-        return tuple(self._combined()) if self._is_spread() else ()
+        return combined(self.step, self.entry, self.meshes) if self._is_spread() else ()
 
     @property
     def rows(self) -> range:
@@ -298,86 +294,11 @@ class SlotView:
         is_whole = all(p.pieces is PieceKind.COPIES for p in self.placements.values())
         return self.distinct > 1 or not is_whole
 
-    def _combined(self) -> list[Combined]:
-        step, own = self.step, self._own
-        ranks, tensors = step["values.rank"][own], step["values.tensor"][own]
-        is_digested = step["values.digested"][own]
-        if not is_digested.any():
-            return []
-        numbers = digest_rows(step, own)
-        results: list[Combined] = []
-        for mesh in self.meshes:
-            rows = np.flatnonzero(np.isin(ranks, mesh.ranks))
-            if not len(rows):
-                continue
-            whose = tuple(ranks[rows].tolist())
-            blank = rows[~is_digested[rows]]
-            plan = _plan(step.texts, mesh, whose, tuple(tensors[rows].tolist()))
-            if isinstance(plan, str):
-                found = Combined(ranks=whose, note=Note.words(plan))
-            elif len(blank):
-                held = ranks_named(ranks[blank].tolist())
-                found = Combined(ranks=whose, note=Note.words(f"not digested on {held}"))
-            else:
-                found = apply_plan(plan, numbers[rows])
-            _add(results, found)
-        return results
-
 
 def _digest(step: StepColumns, row: int) -> Digest | None:
     if not step["values.digested"][row]:
         return None
     return column_digest(step, row)
-
-
-@lru_cache(maxsize=4096)
-def _placements(facts: TensorFacts) -> dict[str, Placement]:
-    if facts.source not in _SOURCES:
-        return {}
-    return {axis: parse_placement(text) for axis, text in facts.placements}
-
-
-def _source(facts: TensorFacts) -> LayoutSource:
-    """Return the source of a layout, unknown where a newer rankscope has one of its own."""
-    return LayoutSource(facts.source) if facts.source in _SOURCES else LayoutSource.UNKNOWN
-
-
-def _layout(facts: TensorFacts, mesh: Mesh | None) -> Layout:
-    if mesh is None:
-        return Layout(source=_source(facts))
-    placements = _placements(facts)
-    return Layout(
-        source=_source(facts), mesh=mesh, placements=tuple(placements[axis] for axis in mesh.axes)
-    )
-
-
-def _plan(texts: Any, mesh: Mesh, ranks: tuple[int, ...], tensors: tuple[int, ...]) -> Any:
-    """Return how rows make up the whole; made once for a layout and its ranks."""
-    key = mesh, ranks, tensors
-    found = texts.plans.get(key)
-    if found is None:
-        facts = [texts.tensor(number) for number in tensors]
-        pieces = (
-            Piece(
-                shape=each.shape,
-                layout=_layout(each, mesh),
-                global_shape=each.global_shape,
-                ranges=each.ranges,
-            )
-            for each in facts
-        )
-        found = texts.plans[key] = plan_rows([*zip(ranks, pieces)])
-    return found
-
-
-def _add(results: list[Combined], found: Combined) -> None:
-    """Fold a result into an equal one of another mesh of the family."""
-    for i, known in enumerate(results):
-        # repr, because NaN is not equal to itself
-        if repr(replace(known, ranks=())) == repr(replace(found, ranks=())):
-            results[i] = replace(known, ranks=tuple(sorted({*known.ranks, *found.ranks})))
-            return
-    results.append(found)
 
 
 def shape_text(slot: SlotView, rank: int | None = None) -> str:

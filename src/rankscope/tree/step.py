@@ -8,6 +8,7 @@ a slot on which ranks agree what it is (an *entry*), and in it the ranks that ho
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from rankscope.record.collective import Collective
 from rankscope.record.descriptions import ModuleName, TensorFacts
 from rankscope.record.ranklists import ranks_text
 from rankscope.record.value import UNFOLDED_FLAGS
+from rankscope.record.wholestatistics import Combined
 from rankscope.tree.digests import Columns
 
 __all__ = ["LazyColumns", "StepColumns", "StepHead", "StepName", "StepTexts"]
@@ -185,6 +187,8 @@ class StepColumns:
     """Row of its first value among those of the whole trace."""
     first_call: int = 0
     """The same for calls."""
+    combined: dict[int, tuple[Combined, ...]] = field(default_factory=dict)
+    """Numbers of whole tensors by entry, as far as somebody asked (`combinedslots`)."""
     _ranks: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
     _rank_texts: dict[tuple[int, ...], str] = field(default_factory=dict)
 
@@ -235,6 +239,15 @@ class StepColumns:
     def entry_folds(self) -> Array:
         """[entries + 1] first fold of each entry."""
         return np.searchsorted(self.fold_start, self.entry_start)
+
+    @cached_property
+    def alike_entries(self) -> Array:
+        """[entries] equal where the same ranks hold the same, whatever its numbers are."""
+        names = ("rank", "tensor", "digested")
+        held = np.stack([self[f"values.{name}"].astype(np.int32) for name in names], axis=1)
+        known: dict[bytes, int] = {}
+        bounds = itertools.pairwise(self.entry_start.tolist())
+        return np.array([known.setdefault(held[a:b].tobytes(), len(known)) for a, b in bounds])
 
     @cached_property
     def durations(self) -> tuple[list[float], list[float], list[float], list[int]]:
