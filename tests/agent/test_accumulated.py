@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,8 +12,8 @@ import torch
 from torch import nn
 
 from rankscope.record.phases import Phase
-from rankscope.tree.asjson import nodes_data
-from rankscope.tree.views import Trace
+from rankscope.tree.nodestext import write_nodes
+from rankscope.tree.views import Step, Trace
 from tests.agent.models import trace
 
 Loop = Callable[[nn.Module, torch.optim.Optimizer], None]
@@ -35,9 +36,16 @@ def events(found: Trace, phase: Phase) -> list[dict[str, Any]]:
             for slot in node["slots"]
         }
         for step in found.steps
-        for top in nodes_data(step)
+        for top in listed(step)
         if top["phase"] == phase.word
     ]
+
+
+def listed(step: Step) -> list[dict[str, Any]]:
+    text: list[str] = []
+    write_nodes(step, "\n", text.append)
+    found: list[dict[str, Any]] = json.loads("".join(text))
+    return found
 
 
 def nodes(top: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -105,6 +105,10 @@ class Batches:
                 found[name] = batch[calls[number].find(records["sequence"])]
             self._rows.append({name: _ByBatch(each) for name, each in found.items()})
 
+    def close(self) -> None:
+        """Let the records go."""
+        self._streams, self._rows = (), []
+
     def streams(self, batch: int) -> Iterator[tuple[int, RankStream]]:
         """Yield the streams that have calls of a batch, with nothing else in them, and their
         numbers."""

@@ -72,6 +72,10 @@ class CallTable:
         table._of, table._rows = self, rows
         return table
 
+    def apart(self, rows: NDArray[np.int64]) -> CallTable:
+        """Return rows as a table of its own: this one may go."""
+        return CallTable({name: self[name][rows] for name in _COLUMNS}, len(rows))
+
     def followed_by(self, more: CallTable) -> CallTable:
         """Return a table of these calls, and others behind them."""
         columns = {name: np.concatenate([self[name], more[name]]) for name in _COLUMNS}

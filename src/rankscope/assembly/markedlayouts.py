@@ -257,7 +257,7 @@ class _AxisGroups:
 
 
 def _numbers(tables: Tables) -> tuple[NDArray[Any], ...]:
-    return tables.has_digest(), *(tables.column(name) for name in ("min", "max", "hash"))
+    return tuple(tables.column(name) for name in ("digested", "min", "max", "hash"))
 
 
 def _by_rank(

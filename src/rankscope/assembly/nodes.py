@@ -49,10 +49,10 @@ class Merged:
     """[nodes] stable id."""
     forward_ordinal: NDArray[np.int64]
     """[nodes] ordinal of the forward call behind a derived node."""
-    order: NDArray[np.int64]
-    """[values] where each value stood in the tables, sorted by entry, fold, rank."""
     place: NDArray[np.int64]
-    """[values] where each value of the tables stands in that order."""
+    """[values] where each value of the tables stands, sorted by entry, fold, rank."""
+    failures: NDArray[np.int64]
+    """[failures, 3] node, stream and text number of what failed inside rankscope, by node."""
     value_node: NDArray[np.int64]
     value_stream: NDArray[np.int32]
 
@@ -76,11 +76,13 @@ def merge(tables: Tables, vocabulary: Vocabulary) -> Merged:
     node = number[code]
     by_node = _by_stream(node, calls["stream"])
     parent = np.where(parent[walk] >= 0, number[np.maximum(parent[walk], 0)], -1)
-    merged_calls = calls.chosen(by_node)
     call_start = np.searchsorted(node[by_node], np.arange(count + 1))
+    failures = sorted((int(node[row]), stream, text) for stream, row, text in tables.errors)
     slots = _slots(tables, vocabulary, node[tables.call])
+    merged_calls = calls.apart(by_node)
     return Merged(
         calls=merged_calls,
+        failures=np.array(failures, np.int64).reshape(-1, 3),
         call_start=call_start,
         parent=parent,
         group=group_of[walk],
@@ -191,9 +193,11 @@ def _slots(tables: Tables, vocabulary: Vocabulary, node: NDArray[np.int64]) -> d
     piece = np.array([local.number(each.local) for each in described], np.int64)[tables.description]
     flags = tables.flags & ~np.uint32(UNFOLDED_FLAGS)
     pair, pairs = factorize(node, tables.slot)
-    entry, entries = factorize(pair, variant)
-    fold, folds = factorize(entry, piece, flags, tables.column("count"), tables.column("hash"))
     seen = _first_seen(pair, pairs, stream, tables.time_ns)
+    entry, entries = factorize(pair, variant)
+    del variant
+    fold, folds = factorize(entry, piece, flags, tables.column("count"), tables.column("hash"))
+    del piece, flags
     # folds are sorted, of which there are few, and then the values by the place of their fold
     row = np.empty(folds, np.int64)
     row[fold] = np.arange(len(fold))
@@ -205,14 +209,10 @@ def _slots(tables: Tables, vocabulary: Vocabulary, node: NDArray[np.int64]) -> d
     place = np.empty(folds, np.int64)
     place[by_place] = np.arange(folds)
     order = _by_stream(place[fold], stream)
+    nodes, streams = node[order], stream[order]
     at = np.empty(len(order), np.int64)
     at[order] = np.arange(len(order))
-    return {
-        "order": order,
-        "place": at,
-        "value_node": node[order],
-        "value_stream": stream[order],
-    }
+    return {"place": at, "value_node": nodes, "value_stream": streams}
 
 
 def _first_seen(

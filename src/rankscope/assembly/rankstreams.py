@@ -235,13 +235,12 @@ def _calls_and_values(
     is_wrong = values.has_digest & ~sound_digests(values)
     if is_wrong.any():
         unsound["digest whose counts contradict each other"] = int(is_wrong.sum())
-        values = values.without_digest(is_wrong)
     is_early = (enters["parent"] != NO_SEQUENCE) & (enters["parent"] >= enters["sequence"])
     if is_early.any():  # a call inside itself would never end
         unsound["place of a call inside one that began later"] = int(is_early.sum())
         enters = enters.copy()  # the bytes of the stream are not ours to change
         enters["parent"][is_early] = NO_SEQUENCE
-    return enters, values, unsound
+    return enters, values.with_own_columns(is_wrong), unsound
 
 
 def _full_from(found: Records) -> tuple[int, int] | None:

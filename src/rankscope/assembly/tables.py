@@ -23,7 +23,7 @@ from rankscope.chunks.tensorfiles import standing_references
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
-from rankscope.spool.recordcolumns import ValueRows
+from rankscope.spool.recordcolumns import VALUE_COLUMNS, ValueRows
 from rankscope.spool.recordformat import NO_SEQUENCE
 
 __all__ = ["Tables", "build_tables", "factorize"]
@@ -32,6 +32,8 @@ _MOST_SPARSE = 4
 """Numbers of a span for each row of a column whose values are counted and not sorted."""
 _PLACE = ("sequence", "slot", "ordinal", "phase")
 """What tells a value of a stream from its others."""
+_OF_RECORDS = frozenset(VALUE_COLUMNS) - {"slot", "time_ns", "flags", "reference"}
+"""Columns of values that stay with each stream."""
 _EVENT_PHASES = sorted(Phase.having(lambda facts: facts.is_event))
 
 
@@ -53,36 +55,37 @@ class Tables:
     """The key under which its bytes are kept, 0 for none."""
     chunk: NDArray[np.uint32]
     """Number of the chunk that holds its bytes, 0 for none."""
-    sample_start: NDArray[np.int64]
+    sample_start: NDArray[np.int32]
     """First row in `samples` of each value, -1 without samples."""
     sample_count: NDArray[np.int32]
-    sample_dim: NDArray[np.int32]
+    sample_dim: NDArray[np.uint16]
     samples: NDArray[np.float32]
     """[rows, K]."""
     errors: list[tuple[int, int, int]]
-    """stream, row of `calls`, text number."""
+    """Of what failed inside rankscope in a call: stream, row of `calls`, text number."""
+
+    def parts(self, name: str) -> list[NDArray[Any]]:
+        """Return a column of these tables, or of VALUE_DTYPE, or "digested": which have numbers; in
+        pieces that follow each other, [values] or [values, numbers of one] together."""
+        if name == "digested":
+            return [rows.has_digest for rows in self.rows]
+        if name in _OF_RECORDS:
+            return [rows[name] for rows in self.rows]
+        return [getattr(self, name)]
 
     def column(self, name: str) -> NDArray[Any]:
-        """Return a column of VALUE_DTYPE as it was recorded, [values] or [values, numbers of
-        one]."""
-        return np.concatenate([rows[name] for rows in self.rows])
-
-    def has_digest(self) -> NDArray[np.bool_]:
-        """Return which values have numbers."""
-        return np.concatenate([rows.has_digest for rows in self.rows])
+        """Return the same in one piece."""
+        return np.concatenate(self.parts(name))
 
     def put_in_order(self, name: str, place: NDArray[np.int64]) -> NDArray[Any]:
         """Return the same, each value where it is told to be: no second copy is made of what may be
         most of a trace."""
-        found: NDArray[Any] | None = None
+        parts = self.parts(name)
+        found = np.empty((len(place), *parts[0].shape[1:]), parts[0].dtype)
         begin = 0
-        for rows in self.rows:
-            own = rows[name]
-            if found is None:
-                found = np.empty((len(place), *own.shape[1:]), own.dtype)
-            found[place[begin : begin + len(rows)]] = own
-            begin += len(rows)
-        assert found is not None  # a step is of somebody
+        for own in parts:
+            found[place[begin : begin + len(own)]] = own
+            begin += len(own)
         return found
 
 
@@ -210,8 +213,8 @@ def _values(
     values, time_ns = _standing(stream.values)
     flags, keys, chunk = _kept(values, stream)
     heads = stream.samples.heads
-    start = np.full(len(values), -1, np.int64)
-    count, dim = np.zeros(len(values), np.int32), np.zeros(len(values), np.int32)
+    start = np.full(len(values), -1, np.int32)
+    count, dim = np.zeros(len(values), np.int32), np.zeros(len(values), np.uint16)
     if len(heads):
         both = [np.concatenate([values[n], heads[n]]).astype(np.uint64) for n in _PLACE]
         codes, _ = factorize(*both)
@@ -246,7 +249,8 @@ def _kept(
     if not references.any():
         return flags, references, chunk
     keys = standing_references(references, stream.tensors)
-    flags[(references != 0) & (keys == 0)] |= np.uint32(ValueFlag.NOT_KEPT)
+    is_lost = (references != 0) & (keys == 0)
+    flags = np.where(is_lost, flags | np.uint32(ValueFlag.NOT_KEPT), flags)
     if len(stream.tensors):
         order = np.argsort(stream.tensors["reference"], kind="stable")
         known = stream.tensors["reference"][order]

@@ -10,7 +10,7 @@ from rankscope.export.subset import Selection
 from rankscope.record.phases import Phase
 from rankscope.run.filenames import Progress
 from rankscope.tree.summary import counted
-from rankscope.tree.treewriter import tree_text
+from rankscope.tree.treewriter import write_tree
 from rankscope.tree.views import Trace
 
 __all__ = ["write"]
@@ -29,6 +29,7 @@ def write(
         raise SelectionError("--format json: writes whole steps; choose them with --step, --mode")
     steps = selection.groups(trace)
     with place.target.open("wb") as file:
-        for text in tree_text(trace, steps, progress):
-            file.write(text.encode(errors="backslashreplace"))
+        write_tree(
+            trace, steps, progress, lambda text: file.write(text.encode(errors="backslashreplace"))
+        )
     return (f"{counted(len(steps), 'step')} as one tree",)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.assembly.batches import Batches, Group
+from rankscope.assembly.calltable import CallTable
 from rankscope.assembly.declaredlayouts import declare_layouts
 from rankscope.assembly.interning import Vocabulary
 from rankscope.assembly.markedlayouts import mark_layouts
@@ -27,7 +28,11 @@ __all__ = ["Document"]
 
 Array = NDArray[Any]
 _PLACED: Final = sorted(Phase.having(lambda facts: facts.has_micro_batches))
-_RECORDED: Final = (*(each.name for each in STATISTICS), "hash", "sketch")
+_OWN: Final = (
+    *(each.name for each in STATISTICS), "hash", "sketch", "digested", "flags", "reference",
+    "chunk", "sample_count", "sample_dim",
+)  # fmt: skip
+"""Columns of values that nothing is done with."""
 _KINDS: Final = ("paths", "modules", "slots", "tensors", "errors", "collectives", "phases")
 _MOST_BATCHES: Final = 4
 """Batches of steps that are remembered: those of a job that is looked at while it runs are few."""
@@ -88,6 +93,11 @@ class Document:
     def head(self) -> dict[str, Any]:
         """Who ran what, and how much of it is here."""
         return {"run": self.run, "completeness": self.completeness}
+
+    def close(self) -> None:
+        """Let the records go: nothing is asked of its steps any more."""
+        self._batches.close()
+        self._batch.cache_clear()
 
     def faults(self) -> Iterator[str]:
         """Yield nothing: what is wrong with the records stands beside their rank."""
@@ -178,14 +188,13 @@ class Document:
     def _of_values(
         self, batch: _Batch, rows: slice, first_node: int, texts: dict[str, int]
     ) -> dict[str, Any]:
-        merged, tables, order = batch.merged, batch.tables, batch.merged.order[rows]
+        merged, tables = batch.merged, batch.tables
         stream = merged.value_stream[rows]
 
-        def recorded(name: str) -> Callable[[], Array]:
-            return lambda: batch.recorded(name, rows)
+        def own(name: str) -> Callable[[], Array]:
+            return lambda: batch.column(name, rows)
 
-        starts = tables.sample_start[order]
-        counts = np.where(starts >= 0, tables.sample_count[order], 0)
+        starts, counts = batch.column("sample_start", rows), batch.column("sample_count", rows)
         ends = np.cumsum(counts)
 
         def samples() -> Array:
@@ -195,25 +204,19 @@ class Document:
 
         return {
             "values.node": lambda: merged.value_node[rows] - first_node,
-            "values.slot": lambda: tables.slot[order] + np.int32(texts["slots"]),
-            "values.tensor": lambda: tables.description[order] + np.int32(texts["tensors"]),
+            "values.slot": lambda: batch.column("slot", rows) + np.int32(texts["slots"]),
+            "values.tensor": lambda: batch.column("description", rows) + np.int32(texts["tensors"]),
             "values.rank": lambda: self._rank_of_stream[stream].astype(np.int32),
-            "values.digested": lambda: tables.has_digest()[order],
-            "values.flags": lambda: tables.flags[order],
-            "values.reference": lambda: tables.reference[order],
-            **{f"values.{name}": recorded(name) for name in _RECORDED},
-            "values.time_ns": lambda: tables.time_ns[order] + self._clock_offsets[stream],
-            "values.chunk": lambda: tables.chunk[order],
+            **{f"values.{name}": own(name) for name in _OWN},
+            "values.time_ns": lambda: batch.column("time_ns", rows) + self._clock_offsets[stream],
             "values.sample_row": lambda: np.where(starts >= 0, ends - counts, -1),
-            "values.sample_count": lambda: tables.sample_count[order],
-            "values.sample_dim": lambda: tables.sample_dim[order],
             "samples.sketch": samples,
         }
 
     def _of_failures(
         self, batch: _Batch, first: int, last: int, texts: dict[str, int]
     ) -> dict[str, Any]:
-        found = batch.failures
+        found = batch.merged.failures
         own = found[(found[:, 0] >= first) & (found[:, 0] < last)]
         return {
             "failures.node": lambda: own[:, 0] - first,
@@ -227,10 +230,11 @@ class _Batch:
 
     def __init__(self, tables: Tables, merged: Merged) -> None:
         self.tables, self.merged = tables, merged
+        tables.calls, tables.call = CallTable.zeros(0), np.empty(0, np.int64)  # merged has them
         self._columns: dict[str, Array] = {}
 
-    def recorded(self, name: str, rows: slice) -> Array:
-        """Return rows of a column of the records in order. Where they are all of it, as of a large
+    def column(self, name: str, rows: slice) -> Array:
+        """Return rows of a column of values, in order. Where they are all of it, as of a large
         step, nothing here keeps it."""
         column = self._columns.get(name)
         if column is None:
@@ -238,20 +242,6 @@ class _Batch:
             if rows.stop - rows.start < len(column):
                 self._columns[name] = column
         return column[rows]
-
-    @functools.cached_property
-    def failures(self) -> Array:
-        """[failures, 3] node, stream and text of what failed inside rankscope, by node; found by
-        stream, sequence and phase of the call."""
-        calls, merged = self.tables.calls, self.merged.calls
-        found = []
-        for stream, row, text in self.tables.errors:
-            is_it = (merged["stream"] == stream) & (merged["sequence"] == calls["sequence"][row])
-            is_it &= merged["phase"] == calls["phase"][row]
-            for at in np.flatnonzero(is_it).tolist():
-                node = int(self.merged.call_start.searchsorted(at, "right")) - 1
-                found.append((node, stream, text))
-        return np.array(sorted(found, key=lambda each: each[0]), np.int64).reshape(-1, 3)
 
 
 def _of_nodes(batch: _Batch, first: int, last: int, texts: dict[str, int]) -> dict[str, Any]:

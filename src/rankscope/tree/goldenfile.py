@@ -28,11 +28,11 @@ from rankscope.record.statistics import COUNTS, NUMBERS
 from rankscope.record.value import SKETCH_SIZE
 from rankscope.run.filenames import VALUES_NAME
 from rankscope.run.replacing import replacing
-from rankscope.tree.asjson import nodes_data
 from rankscope.tree.columns import check_columns
 from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.digests import Columns
 from rankscope.tree.joinedcolumns import FileColumns
+from rankscope.tree.nodestext import write_nodes
 from rankscope.tree.older import OlderSteps, listed_nodes
 from rankscope.tree.schemacheck import check_json
 from rankscope.tree.stepfile import entry_of
@@ -89,7 +89,9 @@ def write_golden(trace: Trace, file: Path, *, has_samples: bool) -> int:
     for step in (*trace.setup, *trace.steps):
         columns = step.columns()
         kept.first = columns.first_value
-        nodes = [*_nodes(nodes_data(step), kept)]
+        text: list[str] = []
+        write_nodes(step, "\n", text.append)
+        nodes = [*_nodes(json.loads("".join(text)), kept)]
         head = entry_of(columns.head)
         body["setup" if step.is_setup else "steps"].append({**head, "nodes": nodes})
     found = kept.columns()

@@ -1,5 +1,4 @@
-"""JSON that a person can read with `less`: one line per node head, slot and value, children
-indented."""
+"""JSON that a person can read with `less`: one line for each thing that there are many of."""
 
 from __future__ import annotations
 
@@ -8,22 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["json_text", "number", "read_number", "statistic"]
+__all__ = ["encoded", "json_text", "number", "read_number", "statistic"]
 
-_BROKEN = frozenset(
-    {
-        "children",
-        "combined",
-        "groups",
-        "hosts",
-        "meshes",
-        "nodes",
-        "setup",
-        "slots",
-        "steps",
-        "values",
-    }
-)
+_BROKEN = frozenset({"groups", "hosts", "meshes", "setup", "steps"})
 """Keys whose lists get one line per item, wherever they stand."""
 _SECTIONS = frozenset({"completeness", "run"})
 """Objects that get one line per member."""
@@ -47,7 +33,8 @@ def read_number(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
-_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False)
+encoded = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False).encode
+"""Returns data as JSON on one line."""
 
 
 def json_text(document: Mapping[str, Any]) -> list[str]:
@@ -72,18 +59,18 @@ def _write_object(
             line[key] = item
             continue
         if line:
-            pieces.append(opening + _ENCODER.encode(line)[1:-1])
+            pieces.append(opening + encoded(line)[1:-1])
             line, opening = {}, ","
-        pieces.append(f"{opening}{pad}{_ENCODER.encode(key)}: ")
+        pieces.append(f"{opening}{pad}{encoded(key)}: ")
         opening = ","
         if not is_broken:
-            pieces.append(_ENCODER.encode(item))
+            pieces.append(encoded(item))
         elif isinstance(item, dict):
             _write_object(item, pad + " ", pieces, by_member=True)
         else:
             _write_list(item, pad + " ", pieces)
     if line:
-        pieces.append(("{" if opening == "{" else ", ") + _ENCODER.encode(line)[1:-1])
+        pieces.append(("{" if opening == "{" else ", ") + encoded(line)[1:-1])
         opening = ","
     pieces.append("{}" if opening == "{" else "}")
 

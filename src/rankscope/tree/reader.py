@@ -6,11 +6,8 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, Union
-
-import numpy as np
 
 from rankscope.errors import FolderError, TraceError
 from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER, TRACE_FORMAT, TRACE_NAME, Progress
@@ -149,8 +146,7 @@ def _unfinished(folder: Path, progress: Progress | None) -> Trace:
     from rankscope.tree.unfinished import is_at_work
 
     read_s = time.time()
-    # copies: what is mapped cannot be freed, and a reader may hold its trace for long
-    sources = [replace(each, data=np.array(each.data)) for each in find_streams([folder])]
+    sources = find_streams([folder])
     if not sources:
         finished = _finished(folder)  # between the two looks
         if finished is not None:

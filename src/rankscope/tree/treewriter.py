@@ -3,7 +3,7 @@ last."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,16 +19,16 @@ from rankscope.run.filenames import (
 )
 from rankscope.run.outfolder import typed
 from rankscope.run.replacing import replacing
-from rankscope.tree.asjson import nodes_data
 from rankscope.tree.growingtree import GrowingTree, step_name
-from rankscope.tree.jsontext import json_text
+from rankscope.tree.jsontext import encoded, json_text
+from rankscope.tree.nodestext import Write, write_nodes
 from rankscope.tree.stepfile import entry_of
 from rankscope.tree.views import Step, Trace
 
 if TYPE_CHECKING:
     from rankscope.tree.document import Document
 
-__all__ = ["TREE_LIMIT_BYTES", "tree_text", "write_trace"]
+__all__ = ["TREE_LIMIT_BYTES", "write_trace", "write_tree"]
 
 TREE_LIMIT_BYTES: Final = 100 << 20
 """A larger tree.json is not written unless it is asked for."""
@@ -46,7 +46,7 @@ def write_trace(
     """Write the files of a trace; trace.json appears last, by rename.
 
     Args:
-        document: the trace, or what is left of it beside the steps of `tree`.
+        document: the trace, or what is left of it beside the steps of `tree`; closed here.
         out: the trace folder.
         tree: what was written while the job ran, where anything was.
         wanted: whether tree.json is: "always", "never", or "auto", where it is not too large;
@@ -64,6 +64,7 @@ def write_trace(
         say("writing steps", 0.0)
         storage: dict[str, Any] = {"steps": STEPS_FOLDER, "at_end": tree.next_file}
         entries = [*tree.entries(), *tree.add_rest(document, say)]
+        document.close()
         say("writing the tree", 0.0)
         head = document.head
         body = _by_kind(entries)
@@ -86,21 +87,30 @@ def write_trace(
         ) from error
 
 
-def tree_text(trace: Trace, steps: Sequence[Step], say: Progress) -> Iterator[str]:
-    """Yield the pieces of a tree.json: header, completeness, and every node of some steps."""
+def write_tree(trace: Trace, steps: Sequence[Step], say: Progress, write: Write) -> None:
+    """Write a tree.json: header, completeness, and every node of some steps.
+
+    Args:
+        trace: of which.
+        steps: which of its steps.
+        say: told how far it is.
+        write: takes pieces of text.
+    """
     head = {"format": TREE_FORMAT, "run": trace.run, "completeness": trace.completeness}
-    yield "".join(json_text(head)).rstrip().removesuffix("}").rstrip()
+    write("".join(json_text(head)).rstrip().removesuffix("}").rstrip())
     done = 0
     for name in ("setup", "steps"):
-        yield f',\n "{name}": ['
+        write(f',\n "{name}": [')
         own = [step for step in steps if step.is_setup == (name == "setup")]
         for place, step in enumerate(own):
-            yield ",\n  " if place else "\n  "
-            yield "".join(json_text({**entry_of(step.head), "nodes": nodes_data(step)})).rstrip()
+            entry = encoded(entry_of(step.head)).removesuffix("}")
+            write(f'{"," if place else ""}\n  {entry},\n   "nodes": ')
+            write_nodes(step, "\n    ", write)
+            write("}")
             done += 1
             say("writing the tree", done / len(steps))
-        yield "]"
-    yield "}\n"
+        write("]")
+    write("}\n")
 
 
 def _by_kind(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
@@ -126,12 +136,16 @@ def _write_tree(trace: Trace, out: Path, limit: int | None, say: Progress) -> st
         if limit is not None and _is_larger(trace, 2 * limit):
             return why
         with replacing(out / TREE_NAME) as file:
-            for text in tree_text(trace, [*trace.setup, *trace.steps], say):
+
+            def write(text: str) -> None:
+                nonlocal written
                 data = text.encode(errors="backslashreplace")
                 written += len(data)
                 if limit is not None and written > limit:
                     raise _TooLargeError
                 file.write(data)
+
+            write_tree(trace, [*trace.setup, *trace.steps], say, write)
     except _TooLargeError:
         return why
     except TraceError as error:
