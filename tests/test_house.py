@@ -283,7 +283,7 @@ def test_broad_excepts_are_few_and_give_their_reason() -> None:
 def test_a_placement_is_parsed_once_for_each_source_of_its_text() -> None:
     # a layout file, the ranks' records, a tree and older ones: others are handed placements
     readers = {
-        "layout/layoutfile.py", "assembly/interning.py", "tree/slotview.py", "tree/older.py",
+        "layout/layoutfile.py", "assembly/interning.py", "tree/heldlayouts.py", "tree/older.py",
     }  # fmt: skip
     calling = {
         path.relative_to(SOURCE).as_posix()

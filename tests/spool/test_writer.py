@@ -122,7 +122,7 @@ def test_a_full_spool_drops_whole_steps_tells_which_and_resumes_when_room_is_fre
     assert 7 in [entry["id"] for entry in found.definitions().found]
     _, steps = found.columns(RecordKind.STEP)
     assert steps["step"].tolist() == [0, 0, 1, 4, 4]
-    _, values, _ = found.values()
+    _, values = found.values()
     assert values["sequence"].tolist() == [0] * 100 + [1] * taken + [4] * 10
 
 
@@ -146,7 +146,7 @@ def test_a_definition_dropped_from_no_full_spool_precedes_the_records_that_use_i
     found = records(bytes(received))
     ids = [entry["id"] for entry in found.definitions().found]
     assert ids == list(range(2, 3000))
-    at, values, _ = found.values()
+    at, values = found.values()
     last = found.positions(RecordKind.DEFINITION)[-1]
     assert at[values["sequence"] == number].min() > last
 

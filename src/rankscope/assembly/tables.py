@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.assembly.batches import Sequences
 from rankscope.assembly.calltable import CallTable
 from rankscope.assembly.interning import Vocabulary, common_numbers
 from rankscope.assembly.rankstreams import RankStream
+from rankscope.assembly.steprecords import Sequences
 from rankscope.chunks.tensorfiles import standing_references
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase

@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rankscope.assembly.batches import Batches
 from rankscope.assembly.interning import build_vocabulary
 from rankscope.assembly.keptchunks import carry_chunks, finish_kept
 from rankscope.assembly.rankstreams import RankStream, StreamBytes, read_stream
 from rankscope.assembly.sources import find_streams
+from rankscope.assembly.steprecords import StepRecords
 from rankscope.errors import FolderError, TraceError, TraceVersionError
 from rankscope.run.filenames import (
     INDEX_NAME,
@@ -86,7 +86,7 @@ def assemble(
         streams = settle(streams)
     say("merging ranks", 0.0)
     vocabulary = build_vocabulary(streams)
-    batches = Batches(streams, vocabulary, written)
+    of_steps = StepRecords(streams, vocabulary, written)
     run = run_header(streams)
     ended = how_ended(streams, end or JobEnd())
     if ended is not None:
@@ -96,9 +96,9 @@ def assemble(
     return Document(
         began_ns=min(known, default=0),
         run=run,
-        completeness=completeness(streams, batches.orphans, has_ended=ended is not None),
+        completeness=completeness(streams, of_steps.orphans, has_ended=ended is not None),
         streams=streams,
-        batches=batches,
+        records=of_steps,
         vocabulary=vocabulary,
         notes=step_notes(streams),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -9,13 +10,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.assembly.batches import Batches, Group
 from rankscope.assembly.calltable import CallTable
 from rankscope.assembly.declaredlayouts import declare_layouts
 from rankscope.assembly.interning import Vocabulary
 from rankscope.assembly.markedlayouts import mark_layouts
 from rankscope.assembly.nodes import Merged, merge
 from rankscope.assembly.rankstreams import RankStream
+from rankscope.assembly.steprecords import Group, StepRecords
 from rankscope.assembly.tables import Tables, build_tables
 from rankscope.chunks.tensorfiles import TensorRecords
 from rankscope.record.call import CallStatus, Mode
@@ -34,8 +35,8 @@ _OWN: Final = (
 )  # fmt: skip
 """Columns of values that nothing is done with."""
 _KINDS: Final = ("paths", "modules", "slots", "tensors", "errors", "collectives", "phases")
-_MOST_BATCHES: Final = 4
-"""Batches of steps that are remembered: those of a job that is looked at while it runs are few."""
+_MOST_PARTS: Final = 4
+"""Parts that are remembered: of a job that is looked at while it runs there are few."""
 
 
 class Document:
@@ -48,7 +49,7 @@ class Document:
         run: dict[str, Any],
         completeness: dict[str, Any],
         streams: Sequence[RankStream],
-        batches: Batches,
+        records: StepRecords,
         vocabulary: Vocabulary,
         notes: Mapping[Group, Sequence[Mapping[str, Any]]],
         began_ns: int,
@@ -58,7 +59,7 @@ class Document:
         Args:
             run, completeness: as docs/trace-format.md.
             streams: the records, in the order of the vocabulary's lookups.
-            batches: these by step.
+            records: these by step.
             vocabulary: what their numbers mean.
             notes: per group, what ranks noted about the step.
             began_ns: wall clock of the first call of the run: what `start_us` counts from.
@@ -70,12 +71,12 @@ class Document:
             s.stream: (s.tensors, s.definitions) for s in streams if len(s.tensors)
         }
         """Of the streams that kept full tensors."""
-        self._batches, self._vocabulary = batches, vocabulary
+        self._records, self._vocabulary = records, vocabulary
         self._rank_of_stream = np.array([stream.stream.rank for stream in streams], np.int64)
         self._clock_offsets = np.array([stream.clock_offset_ns for stream in streams], np.int64)
-        self._batch = functools.lru_cache(_MOST_BATCHES)(self._made_batch)
+        self._part = functools.lru_cache(_MOST_PARTS)(self._made_part)
         self._placed: list[NDArray[np.int32]] = []
-        """Per batch, what its values are, where layouts are known from beside the records."""
+        """Per part, what its values are, where layouts are known from beside the records."""
         self.heads = [
             StepHead(
                 is_setup=group.is_setup,
@@ -84,7 +85,7 @@ class Document:
                 incarnation=group.incarnation,
                 notes=tuple(notes.get(group, ())),
             )
-            for group in batches.groups
+            for group in records.groups
         ]
         """What identifies each group of nodes: setup, then the steps."""
         self._place_values(streams)
@@ -96,8 +97,8 @@ class Document:
 
     def close(self) -> None:
         """Let the records go: nothing is asked of its steps any more."""
-        self._batches.close()
-        self._batch.cache_clear()
+        self._records.close()
+        self._part.cache_clear()
 
     def faults(self) -> Iterator[str]:
         """Yield nothing: what is wrong with the records stands beside their rank."""
@@ -105,17 +106,17 @@ class Document:
 
     def step(self, group: int) -> StepColumns:
         """Return the columns of a group."""
-        number = self._batches.batch_of_group[group]
-        batch, texts, first_text = self._batch(number), *self._texts
-        merged, own = batch.merged, group - self._batches.batch_of_group.index(number)
+        number = self._records.part_of_group[group]
+        part, texts, first_text = self._part(number), *self._texts
+        merged, own = part.merged, group - bisect.bisect_left(self._records.part_of_group, number)
         first, last = np.searchsorted(merged.group, [own, own + 1]).tolist()
         calls = slice(*merged.call_start[[first, last]].tolist())
         values = slice(*np.searchsorted(merged.value_node, [first, last]).tolist())
         made = {
-            **_of_nodes(batch, first, last, first_text),
-            **self._of_calls(batch, calls, first, first_text),
-            **self._of_values(batch, values, first, first_text),
-            **self._of_failures(batch, first, last, first_text),
+            **_of_nodes(part, first, last, first_text),
+            **self._of_calls(part, calls, first, first_text),
+            **self._of_values(part, values, first, first_text),
+            **self._of_failures(part, first, last, first_text),
         }
         return StepColumns(
             head=self.heads[group], columns=LazyColumns(made), texts=texts, began_ns=self.began_ns
@@ -128,20 +129,20 @@ class Document:
         return {table: len(step[f"{table}.{name}"]) for table, name in columns.items()}
 
     def _tables(self, number: int) -> Tables:
-        return build_tables(self._batches.streams(number), self._vocabulary)
+        return build_tables(self._records.streams(number), self._vocabulary)
 
-    def _made_batch(self, number: int) -> _Batch:
+    def _made_part(self, number: int) -> _MergedPart:
         tables = self._tables(number)
         if self._placed:
             tables.description = self._placed[number]
-        return _Batch(tables, merge(tables, self._vocabulary))
+        return _MergedPart(tables, merge(tables, self._vocabulary))
 
     def _place_values(self, streams: Sequence[RankStream]) -> None:
         """Give values the layouts that no rank knew alone, for which calls of all steps are looked
         at."""
         if "layout" not in self.run and not any(stream.defined("mark") for stream in streams):
             return
-        steps = [self._tables(number) for number in range(len(set(self._batches.batch_of_group)))]
+        steps = [self._tables(number) for number in range(len(set(self._records.part_of_group)))]
         mark_layouts(steps, self._vocabulary, self.run, streams)
         declare_layouts(steps, self._vocabulary, self.run, self._rank_of_stream)
         self._placed = [tables.description for tables in steps]
@@ -166,9 +167,9 @@ class Document:
         return StepTexts(items), firsts
 
     def _of_calls(
-        self, batch: _Batch, rows: slice, first_node: int, texts: dict[str, int]
+        self, part: _MergedPart, rows: slice, first_node: int, texts: dict[str, int]
     ) -> dict[str, Any]:
-        merged, calls = batch.merged, batch.merged.calls.chosen(rows)
+        merged, calls = part.merged, part.merged.calls.chosen(rows)
         node = merged.call_start.searchsorted(np.arange(rows.start, rows.stop), "right") - 1
         return {
             "calls.node": lambda: node - first_node,
@@ -186,15 +187,15 @@ class Document:
         }
 
     def _of_values(
-        self, batch: _Batch, rows: slice, first_node: int, texts: dict[str, int]
+        self, part: _MergedPart, rows: slice, first_node: int, texts: dict[str, int]
     ) -> dict[str, Any]:
-        merged, tables = batch.merged, batch.tables
+        merged, tables = part.merged, part.tables
         stream = merged.value_stream[rows]
 
         def own(name: str) -> Callable[[], Array]:
-            return lambda: batch.column(name, rows)
+            return lambda: part.column(name, rows)
 
-        starts, counts = batch.column("sample_start", rows), batch.column("sample_count", rows)
+        starts, counts = part.column("sample_start", rows), part.column("sample_count", rows)
         ends = np.cumsum(counts)
 
         def samples() -> Array:
@@ -204,19 +205,19 @@ class Document:
 
         return {
             "values.node": lambda: merged.value_node[rows] - first_node,
-            "values.slot": lambda: batch.column("slot", rows) + np.int32(texts["slots"]),
-            "values.tensor": lambda: batch.column("description", rows) + np.int32(texts["tensors"]),
+            "values.slot": lambda: part.column("slot", rows) + np.int32(texts["slots"]),
+            "values.tensor": lambda: part.column("description", rows) + np.int32(texts["tensors"]),
             "values.rank": lambda: self._rank_of_stream[stream].astype(np.int32),
             **{f"values.{name}": own(name) for name in _OWN},
-            "values.time_ns": lambda: batch.column("time_ns", rows) + self._clock_offsets[stream],
+            "values.time_ns": lambda: part.column("time_ns", rows) + self._clock_offsets[stream],
             "values.sample_row": lambda: np.where(starts >= 0, ends - counts, -1),
             "samples.sketch": samples,
         }
 
     def _of_failures(
-        self, batch: _Batch, first: int, last: int, texts: dict[str, int]
+        self, part: _MergedPart, first: int, last: int, texts: dict[str, int]
     ) -> dict[str, Any]:
-        found = batch.merged.failures
+        found = part.merged.failures
         own = found[(found[:, 0] >= first) & (found[:, 0] < last)]
         return {
             "failures.node": lambda: own[:, 0] - first,
@@ -225,7 +226,7 @@ class Document:
         }
 
 
-class _Batch:
+class _MergedPart:
     """Some steps put together."""
 
     def __init__(self, tables: Tables, merged: Merged) -> None:
@@ -244,8 +245,8 @@ class _Batch:
         return column[rows]
 
 
-def _of_nodes(batch: _Batch, first: int, last: int, texts: dict[str, int]) -> dict[str, Any]:
-    merged, rows = batch.merged, slice(first, last)
+def _of_nodes(part: _MergedPart, first: int, last: int, texts: dict[str, int]) -> dict[str, Any]:
+    merged, rows = part.merged, slice(first, last)
     heads = merged.calls.chosen(merged.call_start[first:last])
     parent = merged.parent[rows]
     is_placed = np.isin(heads["phase"], _PLACED)

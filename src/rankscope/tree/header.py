@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rankscope.assembly.batches import Group
 from rankscope.assembly.declaredlayouts import layout_header
 from rankscope.assembly.interning import MeshFamily, mesh_of
 from rankscope.assembly.rankstreams import RankStream
+from rankscope.assembly.steprecords import Group
 from rankscope.errors import TraceError
 from rankscope.record.call import Mode
 from rankscope.record.notes import Note

@@ -1,8 +1,5 @@
-"""The records of all streams, a few whole steps at a time: so many are put together at once.
-
-Ranks do not write a step in one piece, and their records stay where they lie: a batch is a choice
-of rows of every stream.
-"""
+"""The records of all streams by step. What is put together at once is a part: one large step, or
+some small ones; of every stream it is a choice of rows, which stay where they lie."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.spool.recordcolumns import step_codes
 
-__all__ = ["Batches", "Group", "Sequences"]
+__all__ = ["Group", "Sequences", "StepRecords"]
 
 _MOST_ROWS: Final = 1 << 17
-"""Calls and values of a batch of several steps."""
+"""Calls and values of a part of several steps."""
 _SETUP: Final = -1
 """In place of the code of a step."""
 _NOWHERE: Final = -1
@@ -63,8 +60,8 @@ class Sequences:
         return np.where(self._sorted[at] == wanted, self._order[at], -1)
 
 
-class Batches:
-    """Which records of every stream are of which batch of steps."""
+class StepRecords:
+    """Which records of every stream are of which part."""
 
     def __init__(
         self,
@@ -93,37 +90,37 @@ class Batches:
         left = {group for group in rows if group.is_setup or group[:1] + group[2:] not in without}
         self.groups = sorted(left, key=lambda each: (each[0], not each[1], *each[2:]))
         """Setup before steps, train before eval, by step; one incarnation after another."""
-        self.batch_of_group = _cut([rows[group] for group in self.groups])
-        numbers = dict(zip(self.groups, self.batch_of_group))
-        self._rows: list[dict[str, _ByBatch]] = []
+        self.part_of_group = _cut([rows[group] for group in self.groups])
+        numbers = dict(zip(self.groups, self.part_of_group))
+        self._rows: list[dict[str, _ByPart]] = []
         for number, stream in enumerate(streams):
             groups, of_call = own[number]
             table = np.array([numbers.get(group, _NOWHERE) for group in groups], np.int64)
-            batch = np.append(table[of_call], _NOWHERE)  # the last for what is of no call
-            found = {"values": batch[of_values[number]], "enters": batch[:-1]}
+            part = np.append(table[of_call], _NOWHERE)  # the last for what is of no call
+            found = {"values": part[of_values[number]], "enters": part[:-1]}
             for name, records in _with_sequence(stream):
-                found[name] = batch[calls[number].find(records["sequence"])]
-            self._rows.append({name: _ByBatch(each) for name, each in found.items()})
+                found[name] = part[calls[number].find(records["sequence"])]
+            self._rows.append({name: _ByPart(each) for name, each in found.items()})
 
     def close(self) -> None:
         """Let the records go."""
         self._streams, self._rows = (), []
 
-    def streams(self, batch: int) -> Iterator[tuple[int, RankStream]]:
-        """Yield the streams that have calls of a batch, with nothing else in them, and their
+    def streams(self, part: int) -> Iterator[tuple[int, RankStream]]:
+        """Yield the streams that have calls of a part, with nothing else in them, and their
         numbers."""
         for number, (stream, rows) in enumerate(zip(self._streams, self._rows)):
-            enters = stream.enters[rows["enters"].of(batch)]
+            enters = stream.enters[rows["enters"].of(part)]
             if len(enters):
                 yield (
                     number,
                     replace(
                         stream,
                         enters=enters,
-                        exits=stream.exits[rows["exits"].of(batch)],
-                        values=stream.values.chosen(rows["values"].of(batch)),
-                        samples=_chosen(stream.samples, rows["samples"].of(batch)),
-                        errors=stream.errors[rows["errors"].of(batch)],
+                        exits=stream.exits[rows["exits"].of(part)],
+                        values=stream.values.chosen(rows["values"].of(part)),
+                        samples=_chosen(stream.samples, rows["samples"].of(part)),
+                        errors=stream.errors[rows["errors"].of(part)],
                     ),
                 )
 
@@ -138,19 +135,19 @@ class Batches:
         return found
 
 
-class _ByBatch:
-    """Rows by the number of their batch."""
+class _ByPart:
+    """Rows by the number of their part."""
 
-    def __init__(self, batch: NDArray[np.int64]) -> None:
-        is_sorted = not len(batch) or bool((np.diff(batch) >= 0).all())
-        self._order = None if is_sorted else np.argsort(batch, kind="stable")
-        batch = batch if self._order is None else batch[self._order]
-        self._starts = np.searchsorted(batch, np.arange(int(batch.max(initial=-1)) + 2))
+    def __init__(self, part: NDArray[np.int64]) -> None:
+        is_sorted = not len(part) or bool((np.diff(part) >= 0).all())
+        self._order = None if is_sorted else np.argsort(part, kind="stable")
+        part = part if self._order is None else part[self._order]
+        self._starts = np.searchsorted(part, np.arange(int(part.max(initial=-1)) + 2))
 
-    def of(self, batch: int) -> Rows:
-        if batch + 1 >= len(self._starts):
+    def of(self, part: int) -> Rows:
+        if part + 1 >= len(self._starts):
             return slice(0)
-        rows = slice(*self._starts[batch : batch + 2].tolist())
+        rows = slice(*self._starts[part : part + 2].tolist())
         return rows if self._order is None else self._order[rows]
 
 
@@ -176,17 +173,17 @@ def _with_sequence(stream: RankStream) -> Iterator[tuple[str, NDArray[Any]]]:
 
 
 def _cut(rows: Sequence[int]) -> list[int]:
-    """Return the batch of each group: as many of them together as have few rows."""
-    batches: list[int] = []
+    """Return the part of each group: as many of them together as have few rows."""
+    parts: list[int] = []
     room = 0
     for own in rows:
         room -= own
         if room < 0:
-            batches.append(batches[-1] + 1 if batches else 0)
+            parts.append(parts[-1] + 1 if parts else 0)
             room = _MOST_ROWS - own
         else:
-            batches.append(batches[-1])
-    return batches
+            parts.append(parts[-1])
+    return parts
 
 
 def _chosen(samples: SampleSketches, rows: Rows) -> SampleSketches:
