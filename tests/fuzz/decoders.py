@@ -139,11 +139,11 @@ def _tree(cells: bytes) -> None:
     own = StreamBytes(stream=StreamId(rank=0, incarnation=0), data=cells)
     document = assemble([own, other])
     assert {rank["rank"] for rank in document.run["ranks"]} == {0, 1}
+    _walk(trace_of(document, Path("memory")))
     out = _fresh("built")
     out.mkdir()
     write_trace(document, out)
     _walk(open_trace(out))
-    _walk(trace_of(document, Path("memory")))
 
 
 # ---- messages and small things ------------------------------------------------------------------
