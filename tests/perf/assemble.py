@@ -14,6 +14,7 @@ import resource
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgpack
@@ -194,27 +195,27 @@ def main() -> None:
     chosen = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="rankscope-perf-"))
     try:
-        sources = []
         for rank in range(chosen.ranks):
-            path = folder / f"{rank}.cells"
             made = rank_cells(rank, chosen.ranks, chosen.modules, chosen.values, steps=chosen.steps)
-            made.tofile(path)
-            sources.append(
-                StreamBytes(
-                    stream=StreamId(rank=rank, incarnation=0), data=np.memmap(path, np.uint8, "r")
-                )
-            )
+            made.tofile(folder / f"{rank}.cells")
+
+        def sources() -> Iterator[StreamBytes]:
+            """Yield the streams, mapped anew: nobody else holds the maps."""
+            for rank in range(chosen.ranks):
+                data = np.memmap(folder / f"{rank}.cells", np.uint8, "r")
+                yield StreamBytes(stream=StreamId(rank=rank, incarnation=0), data=data)
+
         what = f"{chosen.ranks} ranks x {chosen.modules} modules x {chosen.values} values"
         print(f"{what}; peak so far {peak_gib():.2f} GiB")
         begin = time.process_time()
         decoded: dict = {}
-        streams = (read_stream(source, decoded) for source in sources)
+        streams = (read_stream(source, decoded) for source in sources())
         count = sum(len(s.enters) + len(s.exits) + len(s.values) for s in streams)
         columns_s = time.process_time() - begin
         print("CPU seconds of one core:")
         print(f"records to columns   {columns_s:6.2f} s  {count / columns_s / 1e6:.2f} M records/s")
         begin = time.process_time()
-        document = assemble(sources)
+        document = assemble(sources())
         assembled_s = time.process_time() - begin
         print(f"assembled            {assembled_s:6.2f} s  {count / 1e6:.2f} M records")
         written = time.process_time()
