@@ -72,9 +72,9 @@ class CallTable:
         table._of, table._rows = self, rows
         return table
 
-    def apart(self, rows: NDArray[np.int64]) -> CallTable:
-        """Return rows as a table of its own: this one may go."""
-        return CallTable({name: self[name][rows] for name in _COLUMNS}, len(rows))
+    def apart(self, rows: NDArray[np.int64], *names: str) -> CallTable:
+        """Return some columns of rows as a table of its own: this one may go."""
+        return CallTable({name: self[name][rows] for name in names}, len(rows))
 
     def followed_by(self, more: CallTable) -> CallTable:
         """Return a table of these calls, and others behind them."""

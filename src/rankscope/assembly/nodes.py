@@ -27,6 +27,10 @@ __all__ = ["MAX_DEPTH", "Merged", "merge"]
 MAX_DEPTH = 50
 """Deeper nodes are hung onto their ancestor at this depth: readers of JSON recurse."""
 KEY_COLUMNS = ("incarnation", "mode", "step", "micro_batch", "phase", "path", "ordinal")
+_OF_NODES = (*KEY_COLUMNS, "forward_ordinal", "pass")
+_OF_CALLS = (
+    "stream", "start", "end", "module", "status", "text", "collective", "number", "issued",
+)  # fmt: skip
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,7 +42,9 @@ class Merged:
     """
 
     calls: CallTable
-    """Sorted by node, then rank."""
+    """Sorted by node, then rank: what ranks may say each for itself."""
+    heads: CallTable
+    """One row a node: what all its calls say."""
     call_start: NDArray[np.int64]
     """[nodes + 1] first row in `calls` of each node."""
     parent: NDArray[np.int64]
@@ -47,8 +53,6 @@ class Merged:
     """[nodes] number of the node's group."""
     identity: NDArray[np.uint64]
     """[nodes] stable id."""
-    forward_ordinal: NDArray[np.int64]
-    """[nodes] ordinal of the forward call behind a derived node."""
     place: NDArray[np.int64]
     """[values] where each value of the tables stands, sorted by entry, fold, rank."""
     failures: NDArray[np.int64]
@@ -79,15 +83,15 @@ def merge(tables: Tables, vocabulary: Vocabulary) -> Merged:
     call_start = np.searchsorted(node[by_node], np.arange(count + 1))
     failures = sorted((int(node[row]), stream, text) for stream, row, text in tables.errors)
     slots = _slots(tables, vocabulary, node[tables.call])
-    merged_calls = calls.apart(by_node)
+    heads = calls.apart(by_node[call_start[:-1]], *_OF_NODES)
     return Merged(
-        calls=merged_calls,
+        calls=calls.apart(by_node, *_OF_CALLS),
+        heads=heads,
         failures=np.array(failures, np.int64).reshape(-1, 3),
         call_start=call_start,
         parent=parent,
         group=group_of[walk],
-        identity=_identities(merged_calls.chosen(call_start[:-1]), vocabulary.paths.items),
-        forward_ordinal=merged_calls["forward_ordinal"][call_start[:-1]],
+        identity=_identities(heads, vocabulary.paths.items),
         **slots,
     )
 

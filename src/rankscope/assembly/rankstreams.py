@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.lib.recfunctions import repack_fields
 from numpy.typing import NDArray
 
 from rankscope.errors import SpoolError, TraceVersionError
@@ -164,7 +165,9 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
     rows: dict[RecordKind, Array] = {}
     for kind in (RecordKind.EXIT, RecordKind.STEP, RecordKind.GAP, RecordKind.ERROR,
                  RecordKind.TENSOR):  # fmt: skip
-        rows[kind], wrong = sound_rows(kind, found.all_columns(kind)[1])
+        every = found.all_columns(kind)[1]
+        own = [name for name in every.dtype.names or () if name != "pad"]
+        rows[kind], wrong = sound_rows(kind, repack_fields(every[own]))
         unsound += wrong
     unsound += judged(RecordKind.END, found.all_columns(RecordKind.END)[1])[1]
     samples, wrong = _samples(found)

@@ -225,6 +225,8 @@ class ValueRows:
     def _from_cells(self, name: str) -> Structured:
         field, offset = VALUE_DTYPE.fields[name][:2]  # type: ignore[index]
         kind, shape = field.subdtype or (field, ())
+        if not len(self):
+            return np.empty((0, *shape), kind)
         places = offset + np.arange(int(np.prod(shape, dtype=int))) * kind.itemsize
         cell, within = np.divmod(places, PAYLOAD_BYTES)
         at = (cell * CELL_BYTES + HEADER_BYTES + within) // kind.itemsize

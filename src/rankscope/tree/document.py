@@ -247,7 +247,7 @@ class _MergedPart:
 
 def _of_nodes(part: _MergedPart, first: int, last: int, texts: dict[str, int]) -> dict[str, Any]:
     merged, rows = part.merged, slice(first, last)
-    heads = merged.calls.chosen(merged.call_start[first:last])
+    heads = merged.heads.chosen(rows)
     parent = merged.parent[rows]
     is_placed = np.isin(heads["phase"], _PLACED)
     return {
@@ -257,7 +257,7 @@ def _of_nodes(part: _MergedPart, first: int, last: int, texts: dict[str, int]) -
         "nodes.phase": lambda: heads["phase"].astype(np.int32) + np.int32(texts["phases"]),
         "nodes.micro_batch": lambda: np.where(is_placed, heads["micro_batch"], -1),
         "nodes.ordinal": lambda: heads["ordinal"],
-        "nodes.of_ordinal": lambda: merged.forward_ordinal[rows],
+        "nodes.of_ordinal": lambda: heads["forward_ordinal"],
         "nodes.graph_task": lambda: heads["pass"],
     }
 
