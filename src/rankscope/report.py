@@ -99,13 +99,11 @@ def fragment(shown: TraceLike | Report) -> str:
 
 
 def _written(trace: Trace, out: Path, layout: str | Path | None) -> tuple[Path, Report]:
-    from rankscope.diagnosis.verdictwords import layout_named
     from rankscope.page.checkpage import check_page
     from rankscope.page.pagefile import write_file
 
     layouts = None if layout is None else LayoutFile.load(Path(layout))
-    given = layout_named(trace.run, layout)
-    content, report = check_page(trace, layouts, layout_file=given)
+    content, report = check_page(trace, layouts)
     return write_file(content, out), report
 
 

@@ -42,7 +42,7 @@ def command(
     required = part_of(require_coverage)
     layouts = None if layout is None else LayoutFile.load(layout)
     found = opened(trace)
-    given = layout_named(found.run, layout)
+    given = layout_named(found.run, layouts)
     with progress() as say:
         report = check(found, layouts, progress=say)
     if as_json:

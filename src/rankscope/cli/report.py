@@ -28,7 +28,6 @@ def command(
 ) -> None:
     """Write a page that needs no network and no server: what went wrong, and where, to look at."""
     from rankscope.cli.terminal import opened, progress, say_unread
-    from rankscope.diagnosis.verdictwords import layout_named
     from rankscope.layout.layoutfile import LayoutFile
     from rankscope.page.checkpage import PageWish
     from rankscope.page.pagefile import write_page
@@ -37,8 +36,7 @@ def command(
     wish = PageWish(path=path, steps=() if step == "all" else tuple(parse_ranges("step", step)))
     layouts = None if layout is None else LayoutFile.load(layout)
     found = opened(trace)
-    given = layout_named(found.run, layout)
     with progress() as say:
-        write_page(found, out, layouts=layouts, wish=wish, layout_file=given, progress=say)
+        write_page(found, out, layouts=layouts, wish=wish, progress=say)
     say_unread(found)
     echo(f"{out}: {out.stat().st_size / 1e6:.1f} MB; open it in a browser")

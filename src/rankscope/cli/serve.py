@@ -31,7 +31,6 @@ def command(
 ) -> None:
     """Serve the page of `report` on this machine, renewed as steps arrive; Ctrl-C ends it."""
     from rankscope.cli.terminal import opened
-    from rankscope.diagnosis.verdictwords import layout_named
     from rankscope.layout.layoutfile import LayoutFile
     from rankscope.page.checkpage import check_page
     from rankscope.page.pagecontent import PageContent
@@ -39,13 +38,11 @@ def command(
     from rankscope.tree.reader import open_trace
 
     layouts = None if layout is None else LayoutFile.load(layout)
-    first = opened(trace)
-    given = layout_named(first.run, layout)
-    folder = first.path
+    folder = opened(trace).path
 
     def make() -> tuple[PageContent, bool]:
         found = open_trace(folder, wait_s=0.0)
-        content, _ = check_page(found, layouts, layout_file=given)
+        content, _ = check_page(found, layouts)
         return content, found.is_live
 
     server = PageServer(PageSource(make), host=host, port=port, certificate=certificate, key=key)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.finding import Finding, Report, Severity, Verdict
 from rankscope.record.ranklists import ranks_named
 from rankscope.tree.summary import counted
@@ -13,7 +14,7 @@ from rankscope.tree.summary import counted
 __all__ = ["infected_line", "layout_named", "lying_words", "verdict_rest", "where_line"]
 
 
-def layout_named(run: Mapping[str, Any], given: object = None) -> str:
+def layout_named(run: Mapping[str, Any], given: LayoutFile | None = None) -> str:
     """Return the layout file that a verdict rests on: the one that was given now, else that of the
     job; "" for none.
 
@@ -21,7 +22,7 @@ def layout_named(run: Mapping[str, Any], given: object = None) -> str:
         run: header of the trace.
         given: the file, None for none.
     """
-    return str(given or run.get("layout", {}).get("file", ""))
+    return given.name if given else str(run.get("layout", {}).get("file", ""))
 
 
 def verdict_rest(report: Report, layout: str = "", *, is_live: bool = False) -> str:

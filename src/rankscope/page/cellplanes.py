@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rankscope.page.modulerows import ModuleRows
 from rankscope.record.phases import Phase
 
-__all__ = ["CALL_KIND", "CellClass", "CellPlanes", "DistanceClass", "slot_kind"]
+__all__ = ["CALL_KIND", "CellClass", "CellPlanes", "DistanceClass", "MapClass", "slot_kind"]
 
 Array = NDArray[Any]
 CALL_KIND: Final = "call"
@@ -26,53 +26,43 @@ PlaneKey = tuple[int, Phase, str]
 """Step, phase, kind of slot."""
 
 
-class CellClass(enum.IntEnum):
+class MapClass(enum.IntEnum):
+    """A class of cells, and the word by which the page says it."""
+
+    word: str
+
+    def __new__(cls, value: int, word: str) -> MapClass:
+        """Make a member of its number and its word."""
+        member = int.__new__(cls, value)
+        member._value_, member.word = value, word
+        return member
+
+
+class CellClass(MapClass):
     """What is to be said of a cell of `check`; where several values share a cell, the greatest."""
 
-    NOTHING = 0
-    NOT_JUDGED = 1
-    ALIKE = 2
-    DIFFERS = 3
-    NOT_FINITE = 4
-    MISSING = 5
-    NOT_LEFT = 6
-    RAISED = 7
-
-    @property
-    def word(self) -> str:
-        """As the page says it."""
-        return _WORDS[self]
+    NOTHING = 0, "no call"
+    NOT_JUDGED = 1, "not judged"
+    ALIKE = 2, "as the others"
+    DIFFERS = 3, "differs"
+    NOT_FINITE = 4, "not finite"
+    MISSING = 5, "missing"
+    NOT_LEFT = 6, "not left"
+    RAISED = 7, "raised"
 
 
-_WORDS: Final = {
-    CellClass.NOTHING: "no call",
-    CellClass.NOT_JUDGED: "not judged",
-    CellClass.ALIKE: "as the others",
-    CellClass.DIFFERS: "differs",
-    CellClass.NOT_FINITE: "not finite",
-    CellClass.MISSING: "missing",
-    CellClass.NOT_LEFT: "not left",
-    CellClass.RAISED: "raised",
-}
-
-
-class DistanceClass(enum.IntEnum):
+class DistanceClass(MapClass):
     """How far a value of `diff` is from the reference's, in units of what rounding explains."""
 
-    NOTHING = 0
-    NOT_COMPARED = 1
-    SAME = 2
-    FAR_BELOW = 3
-    BELOW = 4
-    ABOVE = 5
-    FAR_ABOVE = 6
-    BEYOND = 7
-    MISSING = 8
-
-    @property
-    def word(self) -> str:
-        """As the page says it."""
-        return _DISTANCE_WORDS[self]
+    NOTHING = 0, "no call"
+    NOT_COMPARED = 1, "not judged by itself"
+    SAME = 2, "the same"
+    FAR_BELOW = 3, "to 0.1 of noise"
+    BELOW = 4, "within noise"
+    ABOVE = 5, "to 10 x noise"
+    FAR_ABOVE = 6, "to 100 x noise"
+    BEYOND = 7, "beyond"
+    MISSING = 8, "in one run alone"
 
     @staticmethod
     def of(ratio: float) -> DistanceClass:
@@ -90,17 +80,6 @@ _LIMITS: Final = (
     (10.0, DistanceClass.ABOVE),
     (100.0, DistanceClass.FAR_ABOVE),
 )
-_DISTANCE_WORDS: Final = {
-    DistanceClass.NOTHING: "no call",
-    DistanceClass.NOT_COMPARED: "not judged by itself",
-    DistanceClass.SAME: "the same",
-    DistanceClass.FAR_BELOW: "to 0.1 of noise",
-    DistanceClass.BELOW: "within noise",
-    DistanceClass.ABOVE: "to 10 x noise",
-    DistanceClass.FAR_ABOVE: "to 100 x noise",
-    DistanceClass.BEYOND: "beyond",
-    DistanceClass.MISSING: "in one run alone",
-}
 
 
 def slot_kind(slot: str) -> str:
@@ -126,11 +105,7 @@ class CellPlanes:
         key = (step, phase, kind)
         found = self._open.get(key)
         if found is None or len(found) < len(self._rows):
-            grown = np.zeros((max(len(self._rows) * 5 // 4, 16), self.world), np.uint8)
-            if found is None:
-                found = self._inflated(key)
-            grown[: len(found)] = found
-            found = self._open[key] = grown
+            found = self._open[key] = self._whole(key, max(len(self._rows) * 5 // 4, 16))
         return found
 
     def raise_to(
@@ -183,18 +158,14 @@ class CellPlanes:
             groups.setdefault(label, []).append(rank)
         return sorted(groups.values())
 
-    def _whole(self, key: PlaneKey) -> Array:
-        """Return a plane with exactly a row for each module."""
+    def _whole(self, key: PlaneKey, room: int = 0) -> Array:
+        """Return a copy of a plane with a row for each module, and up to `room` rows."""
+        rows = max(room, len(self._rows))
+        grown = np.zeros((rows, self.world), np.uint8)
         found = self._open.get(key)
-        found = self._inflated(key) if found is None else found[: len(self._rows)]
-        if len(found) == len(self._rows):
-            return found
-        grown = np.zeros((len(self._rows), self.world), np.uint8)
-        grown[: len(found)] = found
+        if found is None and key in self._closed:
+            packed = zlib.decompress(self._closed[key])
+            found = np.frombuffer(packed, np.uint8).reshape(-1, self.world)
+        if found is not None:
+            grown[: len(found)] = found[:rows]
         return grown
-
-    def _inflated(self, key: PlaneKey) -> Array:
-        packed = self._closed.get(key)
-        if packed is None:
-            return np.zeros((0, self.world), np.uint8)
-        return np.frombuffer(zlib.decompress(packed), np.uint8).reshape(-1, self.world)

@@ -3,7 +3,7 @@ JavaScript."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -16,7 +16,7 @@ from rankscope.page.verdicthtml import text
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.visibletext import visible
 
-__all__ = ["cell_lines", "shortened"]
+__all__ = ["map_text"]
 
 Array = NDArray[Any]
 _LONGEST: Final = 200
@@ -25,11 +25,10 @@ _MOST_TEXT: Final = 1_500_000
 """Characters of all lines."""
 
 
-def cell_lines(
+def map_text(
     planes: CellPlanes, rows: ModuleRows, steps: Sequence[PageStep], words: Sequence[str]
-) -> Iterator[str]:
-    """Yield `path  phase: as the others (ranks 0-3, steps 0-9); differs (rank 1, step 3)  phase: …`
-    for every module that was called.
+) -> str:
+    """Return the map as HTML text, until there are too many lines; says how many are left out.
 
     Args:
         planes: the classes of all cells.
@@ -37,6 +36,24 @@ def cell_lines(
         steps: all of them.
         words: of the classes.
     """
+    kept: list[str] = []
+    size = left = 0
+    for line in _lines(planes, rows, steps, words):
+        size += len(line)
+        if size <= _MOST_TEXT:
+            kept.append(text(line, _MOST_TEXT))
+        else:
+            left += 1
+    if left:
+        kept.append(f"and {left:,} modules more: rankscope show lists them")
+    return "\n".join(kept)
+
+
+def _lines(
+    planes: CellPlanes, rows: ModuleRows, steps: Sequence[PageStep], words: Sequence[str]
+) -> Iterator[str]:
+    """Yield `path  phase: as the others (ranks 0-3, steps 0-9); differs (rank 1, step 3)  phase: …`
+    for every module that was called."""
     keys = list(dict.fromkeys((step, phase) for step, phase, _ in planes.made()))
     phases = sorted({phase for _, phase in keys})
     by_phase = {
@@ -90,18 +107,3 @@ def _steps_named(own: Sequence[int], steps: Sequence[PageStep]) -> str:
         noun = "step" if len(numbers) == 1 else "steps"
         parts.append(f"{mode} {noun} {ranks_text(numbers)}" + (f" (life {life})" if life else ""))
     return " and ".join([*others, *parts])
-
-
-def shortened(lines: Iterable[str]) -> str:
-    """Return lines as HTML text, until there are too many; says how many are left out."""
-    kept: list[str] = []
-    size = left = 0
-    for line in lines:
-        size += len(line)
-        if size <= _MOST_TEXT:
-            kept.append(text(line, _MOST_TEXT))
-        else:
-            left += 1
-    if left:
-        kept.append(f"and {left:,} modules more: rankscope show lists them")
-    return "\n".join(kept)

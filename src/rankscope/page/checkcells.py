@@ -12,9 +12,9 @@ from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.endings import ends_of
 from rankscope.diagnosis.lastcalls import ORDERLY
 from rankscope.diagnosis.stepview import CallView, StepView
-from rankscope.page.cellplanes import CALL_KIND, CellClass, CellPlanes, slot_kind
-from rankscope.page.modulerows import ModuleRows
-from rankscope.page.pagesteps import PageStep, PageSteps
+from rankscope.page.cellplanes import CALL_KIND, CellClass, slot_kind
+from rankscope.page.pagecontent import PageMap
+from rankscope.page.pagesteps import PageStep
 from rankscope.record.call import CallStatus
 from rankscope.record.finding import Finding, Kind, Severity
 from rankscope.record.phases import Phase
@@ -39,14 +39,11 @@ _OF_KIND: Final = {
 """What findings make of their cells; the others say that they differ."""
 
 
-class CheckCells:
+class CheckCells(PageMap):
     """Takes every step that `check` has been through; then the findings."""
 
     def __init__(self, trace: Trace) -> None:
-        self.rows, self.steps = ModuleRows(), PageSteps()
-        self.planes = CellPlanes(self.rows, int(trace.run["world_size"]))
-        self.entries: list[Array] = []
-        """[modules] slots of each step, by row."""
+        super().__init__(trace, CellClass)
         self.held: list[bytearray] = []
         """Of each step whether its values were judged, in the order of its calls and slots."""
         in_order = {*ORDERLY, EndReason.RUNNING.value} if trace.is_live else ORDERLY
@@ -60,22 +57,18 @@ class CheckCells:
 
     def note(self, step_view: StepView, context: CheckContext) -> None:
         """Take a step; hand this to `check` as `each_step`."""
-        step = self.steps.add(
+        step = self.begin(
             PageStep(
                 step_view.mode, step_view.step, step_view.incarnation, is_setup=step_view.is_setup
             )
         )
-        entries = np.zeros(max(2 * len(self.rows), 256), np.int64)
         held = bytearray()
         for call in (*step_view.calls, *step_view.left_by_passes):
             row = self.rows.of(call.path, call.node.class_name)
             if call.phase is Phase.FORWARD:
                 self.rows.called(row)
-            if row >= len(entries):
-                entries = np.concatenate([entries, np.zeros(row + 1, np.int64)])
-            entries[row] += 1 + len(call.slots)
+            self.entries[step][row] += 1 + len(call.slots)
             held += self._take(step, call, row, context)
-        self.entries.append(entries)
         self.held.append(held)
         self.planes.close()
 

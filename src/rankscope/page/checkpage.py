@@ -9,23 +9,17 @@ from typing import Final
 from rankscope.diagnosis.check import check
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.stepview import StepView, step_view_of
+from rankscope.diagnosis.verdictwords import layout_named
 from rankscope.globs import glob_matches
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.page.calldetails import CallDetails, DetailBlocks
-from rankscope.page.cellplanes import CellClass
-from rankscope.page.celltext import cell_lines, shortened
 from rankscope.page.checkcells import CheckCells
 from rankscope.page.pagecharts import CheckCharts
-from rankscope.page.pagecontent import DATA_BYTES, PageContent, data_of, fitting
+from rankscope.page.pagecontent import DATA_BYTES, PageContent, fitting
 from rankscope.page.rankplaces import ranks_html
-from rankscope.page.valuechoice import ValueChoice, chosen_values
-from rankscope.page.verdicthtml import (
-    coverage_html,
-    findings_html,
-    job_html,
-    verdict_html,
-)
-from rankscope.record.finding import Finding, Report
+from rankscope.page.valuechoice import ValueChoice
+from rankscope.page.verdicthtml import job_html
+from rankscope.record.finding import Report
 from rankscope.run.filenames import Progress
 from rankscope.tree.joinedcolumns import as_arrays
 from rankscope.tree.selection import nothing_matched
@@ -57,7 +51,6 @@ def check_page(
     layouts: LayoutFile | None = None,
     *,
     wish: PageWish = EVERYTHING,
-    layout_file: str = "",
     most_bytes: int = DATA_BYTES,
     progress: Progress | None = None,
 ) -> tuple[PageContent, Report]:
@@ -67,7 +60,6 @@ def check_page(
         trace: an open trace.
         layouts: declared layouts, as of `check`.
         wish: whose values it should hold.
-        layout_file: where those layouts are from, for the words of the verdict.
         most_bytes: how much data the page may hold; fewer values are taken until it does.
         progress: told how far it is.
 
@@ -87,64 +79,29 @@ def check_page(
 
     report = check(trace, layouts, progress=progress, each_step=each_step)
     cells.mark(report.findings)
-    places = ranks_html(trace, known[0] if known else None)
-    made = _CheckPage(trace, report, cells, charts, wish, places)
-    return fitting(made.frame(layout_file), made.chosen, made.details, most_bytes), report
+    made = _CheckPage(trace, report, cells, wish)
+    content = cells.content(
+        report,
+        charts.with_loss(),
+        title=trace.path.name,
+        job=job_html("", trace),
+        ranks=ranks_html(trace, known[0] if known else None),
+        layout=layout_named(trace.run, layouts),
+    )
+    return fitting(content, made.chosen, made.details, most_bytes), report
 
 
 class _CheckPage:
-    """A page whose map is filled."""
+    """Chooses and reads the values of a page whose map is filled."""
 
-    def __init__(
-        self,
-        trace: Trace,
-        report: Report,
-        cells: CheckCells,
-        charts: CheckCharts,
-        wish: PageWish,
-        ranks: str,
-    ) -> None:
-        self._trace, self._report, self._cells, self._charts = trace, report, cells, charts
-        self._wish, self._ranks = wish, ranks
-
-    def frame(self, layout_file: str) -> PageContent:
-        """Return the page without the values behind its cells."""
-        trace, report, cells = self._trace, self._report, self._cells
-        data, packed = data_of(
-            command="check",
-            trace=trace,
-            rows=cells.rows,
-            steps=cells.steps,
-            planes=cells.planes,
-            classes=CellClass,
-            findings=report.findings,
-            charts=self._charts.with_loss(),
-        )
-        return PageContent(
-            title=f"{report.verdict.value}: {trace.path.name}",
-            sections={
-                "job": job_html("", trace),
-                "verdict": verdict_html(
-                    report, cells.steps, layout=layout_file, is_live=trace.is_live
-                ),
-                "findings": findings_html(report, cells.steps),
-                "ranks": self._ranks,
-                "coverage": coverage_html(report),
-                "text": self._text(),
-            },
-            data=data,
-            packed=packed,
-        )
+    def __init__(self, trace: Trace, report: Report, cells: CheckCells, wish: PageWish) -> None:
+        self._trace, self._report, self._cells, self._wish = trace, report, cells, wish
 
     def chosen(self, limit: float) -> ValueChoice:
         """Return whose values the page holds, where so many entries fit."""
-        cells, wish = self._cells, self._wish
-        if wish.is_narrow:
+        if self._wish.is_narrow:
             return self._wished()
-        places = [_place(cells, finding) for finding in self._report.findings]
-        found = {row for row, _ in places if row is not None}
-        steps = {step for _, step in places if step is not None}
-        return chosen_values(cells.entries, found, cells.rows.around(found), steps, limit)
+        return self._cells.chosen(self._report, limit)
 
     def _wished(self) -> ValueChoice:
         cells, wish = self._cells, self._wish
@@ -165,7 +122,7 @@ class _CheckPage:
         cells, trace = self._cells, self._trace
         marked: dict[int, set[int]] = {}
         for finding in self._report.findings:
-            row, _ = _place(cells, finding)
+            row = cells.rows.known(finding.path)
             if row is not None:
                 marked.setdefault(row, set()).update(finding.ranks)
         details = CallDetails(cells.rows, marked)
@@ -175,12 +132,3 @@ class _CheckPage:
                 view = step_view_of(step, columns)
                 details.add(number, view, cells.held[number], choice.rows_of[number])
         return details.blocks
-
-    def _text(self) -> str:
-        words = [each.word for each in CellClass]
-        cells = self._cells
-        return shortened(cell_lines(cells.planes, cells.rows, cells.steps.all, words))
-
-
-def _place(cells: CheckCells, finding: Finding) -> tuple[int | None, int | None]:
-    return cells.rows.known(finding.path), cells.steps.of_finding(finding)

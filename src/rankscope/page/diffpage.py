@@ -16,15 +16,13 @@ from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.tracesides import StepKey
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.page.calldetails import DetailBlocks
-from rankscope.page.cellplanes import CALL_KIND, CellPlanes, DistanceClass, slot_kind
-from rankscope.page.celltext import cell_lines, shortened
-from rankscope.page.modulerows import ModuleRows
-from rankscope.page.pagecontent import DATA_BYTES, PageContent, data_of, fitting
-from rankscope.page.pagesteps import PageStep, PageSteps
+from rankscope.page.cellplanes import CALL_KIND, DistanceClass, slot_kind
+from rankscope.page.pagecontent import DATA_BYTES, PageContent, PageMap, fitting
+from rankscope.page.pagesteps import PageStep
 from rankscope.page.rankplaces import ranks_html
 from rankscope.page.slotdetails import slot_detail
-from rankscope.page.valuechoice import ValueChoice, chosen_values
-from rankscope.page.verdicthtml import coverage_html, findings_html, job_html, verdict_html
+from rankscope.page.valuechoice import ValueChoice
+from rankscope.page.verdicthtml import job_html
 from rankscope.record.call import Mode
 from rankscope.record.finding import Report
 from rankscope.record.phases import Phase
@@ -60,50 +58,24 @@ def diff_page(
         ref, test, paths=paths, layouts=layouts, noise=noise, tensors=tensors, progress=progress,
         each_step=cells.note,
     )  # fmt: skip
-    cells.planes.close()
-    frame = _frame(ref, test, report, cells)
-    page = fitting(frame, lambda limit: cells.chosen(report, limit), cells.details, DATA_BYTES)
+    content = cells.content(
+        report,
+        cells.charts,
+        title=f"{test.path.name} beside {ref.path.name}",
+        job=job_html("reference ", ref) + job_html("this run ", test),
+        ranks=ranks_html(test, None),
+    )
+    page = fitting(content, lambda limit: cells.chosen(report, limit), cells.details, DATA_BYTES)
     return page, report
 
 
-def _frame(ref: Trace, test: Trace, report: Report, cells: _DiffCells) -> PageContent:
-    """Return the page without the values behind its cells."""
-    data, packed = data_of(
-        command="diff",
-        trace=test,
-        rows=cells.rows,
-        steps=cells.steps,
-        planes=cells.planes,
-        classes=DistanceClass,
-        findings=report.findings,
-        charts=cells.charts,
-    )
-    words = [each.word for each in DistanceClass]
-    lines = cell_lines(cells.planes, cells.rows, cells.steps.all, words)
-    return PageContent(
-        title=f"{report.verdict.value}: {test.path.name} beside {ref.path.name}",
-        sections={
-            "job": job_html("reference ", ref) + job_html("this run ", test),
-            "verdict": verdict_html(report, cells.steps),
-            "findings": findings_html(report, cells.steps),
-            "ranks": ranks_html(test, None),
-            "coverage": coverage_html(report),
-            "text": shortened(lines),
-        },
-        data=data,
-        packed=packed,
-    )
-
-
-class _DiffCells:
+class _DiffCells(PageMap):
     """Takes the differences of every step."""
 
     def __init__(self, test: Trace) -> None:
-        self.rows, self.steps = ModuleRows(), PageSteps()
-        self.planes = CellPlanes(self.rows, int(test.run["world_size"]))
+        super().__init__(test, DistanceClass)
         self.charts: list[dict[str, Any]] = []
         self._calls: list[dict[str, Any]] = []
-        self._entries: list[defaultdict[int, int]] = []
         for step in (*test.setup, *test.steps):  # rows in the order of the tree
             for node in step.passing():
                 row = self.rows.of(node.path, node.class_name)
@@ -115,8 +87,7 @@ class _DiffCells:
     def note(self, key: StepKey | None, found: StepDifferences, wrong: Collection[int]) -> None:
         """Take a step; hand this to `diff` as `each_step`."""
         mode, number = key or (Mode.TRAIN, 0)
-        step = self.steps.add(PageStep(mode, number, 0, is_setup=key is None))
-        self._entries.append(defaultdict(int))
+        step = self.begin(PageStep(mode, number, 0, is_setup=key is None))
         calls: dict[tuple[int, Phase, int], dict[str, Any]] = {}
         errors: defaultdict[str, dict[str, dict[int, float]]] = defaultdict(
             lambda: {"error": {}, "noise": {}}
@@ -167,17 +138,7 @@ class _DiffCells:
                 call["w"] = visible(f"{value.call.path or '(root)'} of the reference")
             calls[row, key.phase, key.ordinal] = call
         call["s"].append(_slot(compared))
-        self._entries[-1][row] += 2
-
-    def chosen(self, report: Report, limit: float) -> ValueChoice:
-        """Return whose values fit."""
-        count = len(self.rows)
-        entries = [np.array([own.get(row, 0) for row in range(count)]) for own in self._entries]
-        rows = {self.rows.known(finding.path) for finding in report.findings}
-        steps = {self.steps.of_finding(finding) for finding in report.findings}
-        found = {row for row in rows if row is not None}
-        near = self.rows.around(found)
-        return chosen_values(entries, found, near, {s for s in steps if s is not None}, limit)
+        self.entries[step][row] += 2
 
     def details(self, choice: ValueChoice) -> DetailBlocks:
         """Return the values that were chosen."""
@@ -206,8 +167,9 @@ def _classes(compared: ComparedValue, *, is_wrong: bool) -> Iterator[tuple[Any, 
         else:
             most = DistanceClass.NOT_COMPARED if compared.is_left else DistanceClass.BELOW
             classes[classes > DistanceClass.BELOW] = most
-        for cell in np.unique(classes):
-            yield compared.difference.ranks(classes == cell), DistanceClass(int(cell))
+        for cell in DistanceClass:
+            if (classes == cell).any():
+                yield compared.difference.ranks(classes == cell), cell
 
 
 def _slot(compared: ComparedValue) -> dict[str, Any]:

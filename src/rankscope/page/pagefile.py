@@ -7,7 +7,6 @@ import hashlib
 import html
 import json
 import os
-import secrets
 import stat
 from functools import cache
 from pathlib import Path
@@ -19,7 +18,7 @@ from rankscope.page.checkpage import EVERYTHING, PageWish, check_page
 from rankscope.page.pagecontent import PageContent
 from rankscope.record.visibletext import visible
 from rankscope.run.filenames import Progress
-from rankscope.run.replacing import new_file
+from rankscope.run.replacing import replacing
 from rankscope.tree.views import Trace
 
 __all__ = ["page_html", "served_data", "write_file", "write_page"]
@@ -49,7 +48,6 @@ def write_page(
     *,
     layouts: LayoutFile | None = None,
     wish: PageWish = EVERYTHING,
-    layout_file: str = "",
     progress: Progress | None = None,
 ) -> Path:
     """Write the page of a trace: verdict, map and values in one HTML file that needs no network.
@@ -59,7 +57,6 @@ def write_page(
         out: the file; one that is there is replaced once the page is whole.
         layouts: declared layouts, as of `check`.
         wish: whose values it should hold, where not all fit.
-        layout_file: where the layouts are from, for the words of the verdict.
         progress: told how far it is.
 
     Returns:
@@ -69,7 +66,7 @@ def write_page(
         LayoutError, TraceError: as of `check`.
         FolderError: the file cannot be written.
     """
-    content, _ = check_page(trace, layouts, wish=wish, layout_file=layout_file, progress=progress)
+    content, _ = check_page(trace, layouts, wish=wish, progress=progress)
     return write_file(content, out)
 
 
@@ -86,13 +83,8 @@ def write_file(content: PageContent, out: Path) -> Path:
             raise FolderError(
                 f"{out}: is no page of rankscope, and stays as it is; name another file"
             )
-        new = place.with_name(f".{secrets.token_hex(8)}.html")
-        try:
-            with new_file(new) as file:
-                file.write(page_html(content).encode("utf-8", "xmlcharrefreplace"))
-            os.replace(new, place)
-        finally:
-            new.unlink(missing_ok=True)
+        with replacing(place, is_synced=False) as file:
+            file.write(page_html(content).encode("utf-8", "xmlcharrefreplace"))
     except OSError as error:
         raise FolderError(f"{out}: the page cannot be written: {error.strerror}") from error
     return out
