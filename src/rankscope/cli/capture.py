@@ -47,16 +47,12 @@ def command(
     2: nothing was ordered.
     """
     from rankscope.live.ordering import Ordering
-    from rankscope.run.filenames import TRACE_NAME
     from rankscope.settings import settings_from
-    from rankscope.tree.reader import newest_trace
+    from rankscope.tree.reader import trace_folder
 
     globs = settings_from({"paths": paths}, {}).paths if paths else ()
     kept = (settings_from({"tensors": tensors}, {}).tensors or ()) if tensors else ()
-    folder = newest_trace() if trace is None else trace
-    if folder.name == TRACE_NAME and not folder.is_dir():
-        folder = folder.parent
-    ordering = Ordering(folder)
+    ordering = Ordering(trace_folder(trace))
     try:
         ordering.place(steps=steps, paths=globs, tensors=kept)
         besides = f", with the modules {','.join(globs)}" if globs else ""

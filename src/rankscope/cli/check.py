@@ -32,7 +32,7 @@ def command(
     import sys
 
     from rankscope.cli.checktext import coverage_line, report_lines
-    from rankscope.cli.terminal import Paint, fitted, opened, progress, width
+    from rankscope.cli.terminal import Paint, echo_fitted, opened, progress
     from rankscope.diagnosis.check import check
     from rankscope.diagnosis.finalreport import report_json
     from rankscope.diagnosis.verdictwords import layout_named
@@ -48,10 +48,8 @@ def command(
     if as_json:
         echo(json.dumps(report_json(report)))
     else:
-        columns = width()
-        for line in report_lines(found, report, Paint(sys.stdout), is_all=is_all, layout=given):
-            for row in fitted(line, columns):
-                echo(row)
+        paint = Paint(sys.stdout)
+        echo_fitted(report_lines(found, report, paint, is_all=is_all, layout=given))
     if report.verdict is not Verdict.CLEAN:
         raise typer.Exit(EXIT_FINDING)
     if report.coverage < required:

@@ -12,13 +12,14 @@ from rankscope.diagnosis.verdictwords import (
     verdict_rest,
     where_line,
 )
-from rankscope.record.finding import Finding, Report, Severity, Verdict
+from rankscope.record.finding import Finding, Report, Verdict
 from rankscope.tree.summary import counted, extent
 from rankscope.tree.views import Trace
 
 __all__ = [
     "STYLES",
     "coverage_line",
+    "left_out_lines",
     "listed_findings",
     "painted_verdict",
     "report_lines",
@@ -33,22 +34,19 @@ def report_lines(
     trace: Trace, report: Report, paint: Paint, *, is_all: bool = False, layout: str = ""
 ) -> Iterator[str]:
     """Yield the lines of a report; `layout` is the layout file that it rests on, "" for none."""
-    origins = report.origins
-    warnings = [f for f in report.findings if f.severity is Severity.WARNING]
     yield painted_verdict(report, paint, layout, is_live=trace.is_live)
-    if origins:
-        first = origins[0]
+    for first in report.origins[:1]:
         yield f"  first: {paint('bold', first.message)}"
         yield f"  where: {where_line(first)}"
         yield f"  infected: {infected_line(first)}"
         yield f"  look at: {first.advice}"
     yield paint("dim", f"{trace.path}  {extent(trace.run)}, {trace.state}")
-    yield from listed_findings("origins", origins, is_all=is_all, paint=paint)
-    yield from listed_findings("warnings", warnings, is_all=is_all, paint=paint)
+    yield from listed_findings(report, is_all=is_all, paint=paint)
     if is_all:
-        victims = [f for f in report.findings if not f.is_origin and f not in warnings]
-        yield from listed_findings("victims", victims, is_all=True, paint=paint)
-    yield from _coverage(report)
+        yield from _listed("victims", report.victims, is_all=True, paint=paint)
+    if report.skipped or report.notes:
+        yield ""
+    yield from left_out_lines(report, "not compared between ranks")
 
 
 def coverage_line(report: Report, required: float, layout: str = "") -> str:
@@ -82,10 +80,15 @@ def painted_verdict(
     return f"{paint(STYLES[report.verdict], report.verdict.value)}{rest}"
 
 
-def listed_findings(
+def listed_findings(report: Report, *, is_all: bool, paint: Paint) -> Iterator[str]:
+    """Yield the origins and the warnings of a report, those of one kind and step together."""
+    yield from _listed("origins", report.origins, is_all=is_all, paint=paint)
+    yield from _listed("warnings", report.warnings, is_all=is_all, paint=paint)
+
+
+def _listed(
     title: str, findings: Sequence[Finding], *, is_all: bool, paint: Paint
 ) -> Iterator[str]:
-    """Yield findings under a title, those of one kind and step together; () without any."""
     if not findings:
         return
     yield ""
@@ -118,10 +121,9 @@ def _evidence(finding: Finding) -> Iterator[str]:
         yield f"    infected: {infected_line(finding)}"
 
 
-def _coverage(report: Report) -> Iterator[str]:
-    if report.skipped or report.notes:
-        yield ""
+def left_out_lines(report: Report, words: str) -> Iterator[str]:
+    """Yield why values were not compared, and what else must be known."""
     for skipped in report.skipped:
-        yield f"not compared between ranks: {counted(skipped.count, 'value')}: {skipped.reason}"
+        yield f"{words}: {counted(skipped.count, 'value')}: {skipped.reason}"
     for note in report.notes:
         yield f"note: {note}"

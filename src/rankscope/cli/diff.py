@@ -67,7 +67,7 @@ def command(
     import sys
 
     from rankscope.cli.difftext import bitwise_json, bitwise_lines, difference_lines, matrix_lines
-    from rankscope.cli.terminal import Paint, fitted, opened, progress, width
+    from rankscope.cli.terminal import Paint, echo_fitted, opened, progress
     from rankscope.diagnosis.comparison.alignment import PathMap
     from rankscope.diagnosis.comparison.bitwise import diff_bitwise
     from rankscope.diagnosis.comparison.diff import diff
@@ -124,10 +124,7 @@ def command(
         named = [{"run": str(test), **data} for test, (_, _, data) in zip(tests, found)]
         echo(json.dumps(named if is_matrix else found[0][2]))
     else:
-        columns = width()
-        for line in lines:
-            for row in fitted(line, columns):
-                echo(row)
+        echo_fitted(lines)
     if any(report.verdict is not Verdict.CLEAN for report in reports):
         raise typer.Exit(EXIT_FINDING)
     report = min(reports, key=lambda each: each.coverage)

@@ -10,16 +10,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rankscope.cli.checktext import (
-    STYLES,
-    listed_findings,
-    painted_verdict,
-)
+from rankscope.cli.checktext import STYLES, left_out_lines, listed_findings, painted_verdict
 from rankscope.cli.terminal import Paint
 from rankscope.diagnosis.comparison.bitwise import BitwiseReport
 from rankscope.diagnosis.finalreport import report_json
 from rankscope.diagnosis.verdictwords import infected_line, where_line
-from rankscope.record.finding import Report, Severity, Verdict
+from rankscope.record.finding import Report, Verdict
 from rankscope.record.ranklists import ranks_text
 from rankscope.tree.summary import counted, extent
 from rankscope.tree.views import Trace
@@ -33,8 +29,6 @@ def difference_lines(
     ref: Trace, test: Trace, report: Report, paint: Paint, *, is_all: bool = False
 ) -> Iterator[str]:
     """Yield the lines of a report of `diff`."""
-    origins = report.origins
-    warnings = [f for f in report.findings if f.severity is Severity.WARNING]
     yield painted_verdict(report, paint)
     by_answer: dict[bool | None, list[str]] = {False: [], None: [], True: []}
     for _, is_same, text in report.preflight:
@@ -44,30 +38,18 @@ def difference_lines(
         yield f"  before any number: {paint('bold', '; '.join(other))}"
     elif same:
         yield f"  before any number: {'; '.join(same)}"
-    if origins:
-        first = origins[0]
+    for first in report.origins[:1]:
         yield f"  first: {paint('bold', first.message)}"
         yield f"  where: {where_line(first)}"
         yield f"  look at: {first.advice}"
         yield f"  infected: {infected_line(first)}"
     yield paint("dim", f"REF   {ref.path}  {extent(ref.run)}, {ref.state}")
     yield paint("dim", f"TEST  {test.path}  {extent(test.run)}, {test.state}")
-    yield from listed_findings("origins", origins, is_all=is_all, paint=paint)
-    yield from listed_findings("warnings", warnings, is_all=is_all, paint=paint)
-    yield from _rest(report, same if other else (), by_answer[None])
-
-
-def _rest(report: Report, same: Sequence[str], untold: Sequence[str]) -> Iterator[str]:
-    """Yield what was the same before any number, and what was not compared and why."""
+    yield from listed_findings(report, is_all=is_all, paint=paint)
     yield ""
-    for text in same:
-        yield f"the same: {text}"
-    for text in untold:
-        yield f"not told: {text}"
-    for skipped in report.skipped:
-        yield f"not compared: {counted(skipped.count, 'value')}: {skipped.reason}"
-    for note in report.notes:
-        yield f"note: {note}"
+    yield from (f"the same: {text}" for text in same if other)
+    yield from (f"not told: {text}" for text in by_answer[None])
+    yield from left_out_lines(report, "not compared")
 
 
 def bitwise_lines(found: BitwiseReport, paint: Paint) -> Iterator[str]:

@@ -69,28 +69,28 @@ def command(
     """
     import sys
 
-    from rankscope.cli.terminal import Paint, fitted, opened, say_unread, width
-    from rankscope.cli.treetext import View, tree_lines
+    from rankscope.cli.terminal import Paint, echo_fitted, opened, say_unread
+    from rankscope.cli.treetext import View, parse_columns, tree_lines
+    from rankscope.record.phases import Phase
+    from rankscope.tree.selection import parse_mode, parse_phase, parse_ranges
 
     given = {name for name in context.params if _is_given(context, name)}
     if not given - {"trace"}:
         _show_summary(trace)
         return
-    view = View.parse(
+    every = frozenset(Phase) - {Phase.SETUP}
+    view = View(
         depth=depth,
-        path=path,
-        step=step,
-        mode=mode,
-        phase=phase,
+        path="" if path == "(root)" else path,
+        steps=None if not step else () if step == "all" else tuple(parse_ranges("step", step)),
+        mode=parse_mode(mode) if mode else None,
+        phases=frozenset(map(parse_phase, phase.split(","))) if phase else every,
         rank=rank,
-        stats=stats,
+        columns=parse_columns(stats),
         slots=slots,
     )
-    columns = width()
     found = opened(trace)
-    for line in tree_lines(found, view, Paint(sys.stdout)):
-        for row in fitted(line, columns):
-            echo(row)
+    echo_fitted(tree_lines(found, view, Paint(sys.stdout)))
     say_unread(found)
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Optional
 import typer
 
 from rankscope.cli.arguments import TraceArgument
+from rankscope.cli.printing import echo
 
 __all__ = ["command"]
 
@@ -58,7 +59,11 @@ def command(
     ] = None,
 ) -> None:
     """Show, print or save the full tensors of a trace (kept with --rs-tensors)."""
-    from rankscope.cli.tensortext import run_tensor
+    from rankscope.cli.tensortext import bytes_text, listing_lines, say
+    from rankscope.cli.terminal import opened, visible
+    from rankscope.errors import SettingError
+    from rankscope.layout.layoutfile import LayoutFile
+    from rankscope.tensors.ask import asked_tensors, printed, save_tensors
     from rankscope.tensors.tensornames import Wanted
     from rankscope.tree.selection import parse_mode, parse_phase
 
@@ -73,6 +78,23 @@ def command(
         phase=parse_phase(phase) if phase else None,
         ordinal=ordinal,
     )
-    run_tensor(
-        trace, wanted, rank=rank, is_global=is_global, layout=layout, out=out, is_printed=is_printed
-    )
+    if rank is not None and is_global:
+        raise SettingError("--rank and --global: ask for one rank's tensor or for the global one")
+    is_handed_out = out is not None or is_printed
+    if is_handed_out and not asked:
+        raise SettingError("--out and --print need a name: layers.0:output, or '**' for all")
+    if (is_global or rank is not None) and not is_handed_out:
+        raise SettingError("--rank and --global hand out tensors: add --print or --out FILE")
+    layouts = None if layout is None else LayoutFile.load(layout)
+    found = opened(trace)
+    if not is_handed_out:
+        for line in listing_lines(found, wanted):
+            echo(line)
+        return
+    tensors = asked_tensors(found, wanted, say, rank=rank, is_global=is_global, layouts=layouts)
+    if is_printed:
+        for headline, numbers in printed(tensors):
+            echo(f"{visible(headline)}\n{numbers}", is_line=False)
+    if out is not None:
+        size = save_tensors(out, tensors)
+        echo(f"{out}: {len(tensors)} tensors, {bytes_text(size)}", err=is_printed)

@@ -3,63 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from rankscope.cli.printing import echo
-from rankscope.cli.terminal import opened, visible
-from rankscope.errors import SelectionError, SettingError
-from rankscope.layout.layoutfile import LayoutFile
+from rankscope.cli.terminal import visible
+from rankscope.errors import SelectionError
 from rankscope.record.ranklists import ranks_text
-from rankscope.tensors.ask import asked_tensors, printed, save_tensors
 from rankscope.tensors.listing import Kept, Listing, list_tensors
 from rankscope.tensors.tensornames import Wanted, choose
 from rankscope.tree.selection import default_phase
 from rankscope.tree.views import Trace
 
-__all__ = ["listing_lines", "run_tensor"]
+__all__ = ["bytes_text", "listing_lines", "say"]
 
 _MOST_SHAPES = 3
 _HEADINGS = ("tensor", "dtype", "shape", "ranks", "values", "bytes")
 
 
-def run_tensor(
-    path: Path | None,
-    wanted: Wanted,
-    *,
-    rank: int | None,
-    is_global: bool,
-    layout: Path | None,
-    out: Path | None,
-    is_printed: bool,
-) -> None:
-    """Do what `rankscope tensor` was asked for.
-
-    Raises:
-        SettingError: options that contradict each other.
-    """
-    if rank is not None and is_global:
-        raise SettingError("--rank and --global: ask for one rank's tensor or for the global one")
-    is_handed_out = out is not None or is_printed
-    if is_handed_out and not wanted.names:
-        raise SettingError("--out and --print need a name: layers.0:output, or '**' for all")
-    if (is_global or rank is not None) and not is_handed_out:
-        raise SettingError("--rank and --global hand out tensors: add --print or --out FILE")
-    layouts = None if layout is None else LayoutFile.load(layout)
-    trace = opened(path)
-    if not is_handed_out:
-        for line in listing_lines(trace, wanted):
-            echo(line)
-        return
-    asked = asked_tensors(trace, wanted, _say, rank=rank, is_global=is_global, layouts=layouts)
-    if is_printed:
-        for headline, numbers in printed(asked):
-            echo(f"{visible(headline)}\n{numbers}", is_line=False)
-    if out is not None:
-        size = save_tensors(out, asked)
-        echo(f"{out}: {len(asked)} tensors, {_size(size)}", err=is_printed)
-
-
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Say on stderr what must be known of the tensors that are handed out."""
     echo(visible(f"rankscope: {line}"), err=True)
 
 
@@ -72,7 +33,7 @@ def listing_lines(trace: Trace, wanted: Wanted) -> Iterator[str]:
     if wanted.names:
         chosen, notes = choose(trace, wanted)
         for line in notes:
-            _say(line)
+            say(line)
         listing = list_tensors(
             trace, ((each.value.node, view) for each in chosen for view in each.value.views)
         )
@@ -85,7 +46,7 @@ def listing_lines(trace: Trace, wanted: Wanted) -> Iterator[str]:
             "rankscope run --rs-tensors 'PATH:SLOT' (or '**' for all), tensors= in code"
         )
     yield from _table([_HEADINGS, *map(_row, listing.entries.values())])
-    yield from _totals(listing)
+    yield _totals(listing)
 
 
 def _row(entry: Kept) -> tuple[str, ...]:
@@ -99,15 +60,13 @@ def _row(entry: Kept) -> tuple[str, ...]:
         ranks += f" (not all of {ranks_text(entry.not_kept)})"
     return (
         name, ",".join(entry.dtypes), ", ".join(shapes[:_MOST_SHAPES]) + more, ranks,
-        str(entry.values), _size(entry.nbytes),
+        str(entry.values), bytes_text(entry.nbytes),
     )  # fmt: skip
 
 
-def _totals(listing: Listing) -> Iterator[str]:
-    yield (
-        f"{listing.values} tensors, {_size(listing.nbytes)}; equal ones of a rank are stored once: "
-        f"{_size(listing.stored)}"
-    )
+def _totals(listing: Listing) -> str:
+    held, stored = bytes_text(listing.nbytes), bytes_text(listing.stored)
+    return f"{listing.values} tensors, {held}; equal ones of a rank are stored once: {stored}"
 
 
 def _table(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
@@ -119,7 +78,7 @@ def _table(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
         yield "  ".join([*first, *last])
 
 
-def _size(count: int) -> str:
+def bytes_text(count: int) -> str:
     """Return bytes as people read them."""
     size = float(count)
     for unit in ("B", "kB", "MB", "GB"):

@@ -7,7 +7,7 @@ import itertools
 import re
 import shutil
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rankscope.cli.printing import COLORS, PLAIN, Paint, echo
@@ -16,7 +16,9 @@ from rankscope.run.progressline import progress
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
 
-__all__ = ["Paint", "cut", "fitted", "opened", "progress", "say_unread", "visible", "width"]
+__all__ = [
+    "Paint", "cut", "echo_fitted", "fitted", "opened", "progress", "say_unread", "visible", "width",
+]  # fmt: skip
 
 _PART = re.compile(r"( {2,}|^)((?:\S| (?! ))+)")
 
@@ -47,6 +49,14 @@ def fitted(line: str, columns: int) -> Iterator[str]:
             else:
                 row = f"{row}{between}{piece}"
     yield row
+
+
+def echo_fitted(lines: Iterable[str]) -> None:
+    """Print lines in rows that fit the terminal."""
+    columns = width()
+    for line in lines:
+        for row in fitted(line, columns):
+            echo(row)
 
 
 def cut(line: str, columns: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -42,15 +41,17 @@ def command(
     from rankscope.cli.terminal import Paint, width
     from rankscope.cli.topsource import TopSource
     from rankscope.cli.toptext import screen_lines
-    from rankscope.errors import SettingError
+    from rankscope.errors import FolderError, SettingError
     from rankscope.live.jobsummary import SORTS
-    from rankscope.tree.reader import newest_trace
+    from rankscope.tree.reader import trace_folder
 
     if sort not in SORTS:
         raise SettingError(f"--sort {sort}: expected {', '.join(SORTS)}")
     if as_json and not once:
         raise SettingError("--json prints one object: give --once with it")
-    folder = _folder(newest_trace() if trace is None else trace)
+    folder = trace_folder(trace)
+    if not folder.is_dir():
+        raise FolderError(f"{folder}: no such folder")
     shown = TopSource(folder, layout=layout, judges=judges)
     shown.choose(ranks)
     shown.sort = sort
@@ -73,13 +74,3 @@ def command(
         show_until_left(shown)
     finally:
         shown.close()
-
-
-def _folder(path: Path) -> Path:
-    from rankscope.errors import FolderError
-    from rankscope.run.filenames import TRACE_NAME
-
-    folder = path.parent if path.name == TRACE_NAME and not path.is_dir() else path
-    if not folder.is_dir():
-        raise FolderError(f"{folder}: no such folder")
-    return folder

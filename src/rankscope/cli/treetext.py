@@ -21,12 +21,7 @@ from rankscope.record.statistics import COUNTS, NUMBERS, STATISTICS
 from rankscope.record.value import Digest, is_form
 from rankscope.record.wholestatistics import Combined
 from rankscope.tree.crashes import crashes
-from rankscope.tree.selection import (
-    nothing_matched,
-    parse_mode,
-    parse_phase,
-    parse_ranges,
-)
+from rankscope.tree.selection import nothing_matched
 from rankscope.tree.slotview import SlotView, is_bound_to_one_tensor, shape_text
 from rankscope.tree.summary import ended_words, endings, extent
 from rankscope.tree.views import Node, Step, Trace
@@ -96,44 +91,6 @@ class View:
     """None for those that say something of a value's dtype."""
     slots: str
 
-    @classmethod
-    def parse(
-        cls,
-        *,
-        depth: int | None,
-        path: str,
-        step: str,
-        mode: str,
-        phase: str,
-        rank: int | None,
-        stats: str,
-        slots: str,
-    ) -> View:
-        """Read the options of `rankscope show`.
-
-        Raises:
-            SelectionError: a step, mode, phase or column that cannot be.
-        """
-        words = tuple(c.strip() for c in stats.split(",") if c.strip() and c.strip() != "none")
-        for column in words:
-            if column not in COLUMNS:
-                raise SelectionError(
-                    f"--stats: no column {column!r}; choose from {', '.join(COLUMNS)}, or none"
-                )
-        phases = frozenset(Phase) - {Phase.SETUP}
-        if phase:
-            phases = frozenset(parse_phase(word) for word in phase.split(","))
-        return cls(
-            depth=depth,
-            path="" if path == "(root)" else path,
-            steps=None if not step else () if step == "all" else tuple(parse_ranges("step", step)),
-            mode=parse_mode(mode) if mode else None,
-            phases=phases,
-            rank=rank,
-            columns=words if stats else None,
-            slots=slots,
-        )
-
     def columns_of(self, dtype: str) -> tuple[str, ...]:
         """Return the columns to show of a value."""
         if self.columns is not None:
@@ -147,6 +104,21 @@ class View:
         if is_form(slot) and not self.slots.startswith("form:"):
             return False
         return self.slots != "none" and slot_matches(self.slots, slot)
+
+
+def parse_columns(text: str) -> tuple[str, ...] | None:
+    """Return the columns that the option --stats names; None for those of a value's dtype.
+
+    Raises:
+        SelectionError: there is none of that name.
+    """
+    words = tuple(c.strip() for c in text.split(",") if c.strip() and c.strip() != "none")
+    for column in words:
+        if column not in COLUMNS:
+            raise SelectionError(
+                f"--stats: no column {column!r}; choose from {', '.join(COLUMNS)}, or none"
+            )
+    return words if text else None
 
 
 def tree_lines(trace: Trace, view: View, paint: Paint) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.record.finding import Finding, Report, Severity, Verdict
+from rankscope.record.finding import Finding, Report, Verdict
 from rankscope.record.ranklists import ranks_named
 from rankscope.tree.summary import counted
 
@@ -87,7 +87,7 @@ def _wrong_or_lacking(report: Report, *, lacks: str, incomplete: str) -> str:
 
 def _warnings(report: Report) -> str:
     """Return how many warnings there are, and of which kinds."""
-    kinds = [f.kind.value for f in report.findings if f.severity is Severity.WARNING]
+    kinds = [f.kind.value for f in report.warnings]
     if not kinds:
         return ""
     return f"; {counted(len(kinds), 'warning')}: {', '.join(dict.fromkeys(kinds))}"

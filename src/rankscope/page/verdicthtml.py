@@ -58,8 +58,7 @@ def verdict_html(
     other = [told for _, is_same, told in report.preflight if is_same is False]
     if other:
         lines.append(f'<p class="before">Before any number: {text("; ".join(other))}</p>')
-    warnings = [f for f in report.findings if f.severity is Severity.WARNING]
-    for first in (*report.origins, *warnings)[:1]:
+    for first in (*report.origins, *report.warnings)[:1]:
         lines.append(_first(first, steps))
     return "\n".join(lines)
 
@@ -94,14 +93,13 @@ def cell_link(finding: Finding, steps: PageSteps) -> str | None:
 
 def findings_html(report: Report, steps: PageSteps) -> str:
     """Return all findings, by what they are: origins, warnings, what follows."""
-    warnings = [f for f in report.findings if f.severity is Severity.WARNING]
-    victims = [f for f in report.findings if not f.is_origin and f not in warnings]
-    parts = [
-        _listed("More origins", report.origins[1:], steps, is_open=len(report.origins) <= _FEW),
-        _listed("Warnings", warnings if report.origins else warnings[1:], steps, is_open=False),
-        _listed("What follows", victims, steps, is_open=False),
-    ]
-    return "".join(parts)
+    is_few = len(report.origins) <= _FEW
+    warnings = report.warnings if report.origins else report.warnings[1:]
+    return (
+        _listed("More origins", report.origins[1:], steps, is_open=is_few)
+        + _listed("Warnings", warnings, steps, is_open=False)
+        + _listed("What follows", report.victims, steps, is_open=False)
+    )
 
 
 def _listed(title: str, findings: Sequence[Finding], steps: PageSteps, *, is_open: bool) -> str:

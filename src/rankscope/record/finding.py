@@ -193,6 +193,18 @@ class Report:
         """The findings that no other one explains."""
         return tuple(finding for finding in self.findings if finding.is_origin)
 
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        """The findings that need not be faults."""
+        return tuple(f for f in self.findings if f.severity is Severity.WARNING)
+
+    @property
+    def victims(self) -> tuple[Finding, ...]:
+        """The faults that follow from an origin."""
+        return tuple(
+            f for f in self.findings if not f.is_origin and f.severity is not Severity.WARNING
+        )
+
     def _repr_html_(self) -> str:
         """Return what a notebook shows."""
         import rankscope  # by the public name: rendering stands above this room

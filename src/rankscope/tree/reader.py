@@ -17,7 +17,7 @@ from rankscope.tree.finishedtrace import trace_files, wait_for_collector
 from rankscope.tree.growingtree import GrowingTree
 from rankscope.tree.views import Trace
 
-__all__ = ["Openable", "TraceLike", "newest_trace", "open_trace", "opened_trace"]
+__all__ = ["Openable", "TraceLike", "newest_trace", "open_trace", "opened_trace", "trace_folder"]
 
 _HEAD_BYTES = 4096
 _OURS = TRACE_FORMAT.partition("/")[0].encode()
@@ -74,6 +74,17 @@ def _is_trace(folder: Path) -> bool:
     return next((folder / REPLICA_FOLDER).glob(f"rank*{CELLS_SUFFIX}"), None) is not None
 
 
+def trace_folder(given: Path | None) -> Path:
+    """Return the folder that a trace is named by: `trace.json` stands for the folder it is in, None
+    for the trace this is inside of, or the newest one here.
+
+    Raises:
+        FolderError: None was given, and nothing is here.
+    """
+    folder = newest_trace() if given is None else given
+    return folder.parent if folder.name == TRACE_NAME and not folder.is_dir() else folder
+
+
 def open_trace(
     given: TraceLike | None = None,
     *,
@@ -99,9 +110,7 @@ def open_trace(
         if not isinstance(handed, Trace):
             raise _no_trace(given)
         return handed
-    folder = newest_trace() if given is None else Path(given)
-    if folder.name == TRACE_NAME and not folder.is_dir():
-        folder = folder.parent
+    folder = trace_folder(None if given is None else Path(given))
     if folder.is_file():
         from rankscope.tree.goldenfile import GoldenFile, is_golden  # numpy: as above
 
