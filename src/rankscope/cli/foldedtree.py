@@ -160,12 +160,8 @@ class FoldedTree:
             yield self._inside.setdefault(each, _Standing())
 
     def rows(self, most: int, more: str) -> list[str]:
-        """Return at most so many rows, which fit the terminal.
-
-        Args:
-            most: how many.
-            more: the command that prints what has no room.
-        """
+        """Return at most so many rows, which fit the terminal; `more` is the command that prints
+        what has no room."""
         rows: list[_TreeRow] = []
         for depth in range(self._deepest(), _DEPTH - 1, -1):
             self._depth = depth
@@ -213,14 +209,8 @@ class FoldedTree:
     def _below(
         self, module: ModuleOutline, level: int, ranks: str, *, is_quiet: bool
     ) -> Iterator[_TreeRow]:
-        """Yield the modules inside one.
-
-        Args:
-            module: what they are in.
-            level: of the rows.
-            ranks: those of the row above.
-            is_quiet: the row above says already what follows from a fault.
-        """
+        """Yield the rows of the modules inside one, under a row of these ranks; `is_quiet` where
+        that row says already what follows from a fault."""
         if level > self._depth:
             return
         standing = {path: each.key() for path, each in self._inside.items()}
@@ -234,10 +224,12 @@ class FoldedTree:
                 unlike = None
                 if group is not model and group.kinds == 1:
                     unlike = difference(group.first, model.first)
-                text = _difference_text(unlike, _relative(model, module)) if unlike else ""
+                text = ""
+                if unlike:
+                    text = _told(unlike, shortened(_relative(model, module.path), _LONGEST_NAME))
                 yield self._row(
                     group, level, module.path, ranks, is_expanded=is_expanded, is_quiet=is_quiet,
-                    unlike=text,
+                    unlike=f"differs: {text}" if text else "",
                 )  # fmt: skip
                 if is_expanded:
                     is_row = len(group.modules) > 1 or len(row) > 1
@@ -262,11 +254,7 @@ class FoldedTree:
         whole = self._inside if not is_expanded or is_numbered else self._own
         standing = whole.get(module.path, _Standing())
         marks = list(self._marks(standing, module.path, is_quiet=is_quiet or not level))
-        name = (
-            group.path[len(around) + 1 :] if around and not around.startswith("@") else group.path
-        )
-        if around.startswith("@"):
-            name = group.path[len(around) + 1 :]
+        name = _relative(group, around)
         parts = [self._kind(group)]
         if module.ranks and module.ranks != ranks:
             parts.append(self._paint("dim", shortened(ranks_named(module.ranks), _LONGEST_NAME)))
@@ -309,9 +297,9 @@ class FoldedTree:
             yield self._paint("yellow", f"{self._words[1]}: {', '.join(standing.phases)}")
 
 
-def _relative(group: AlikeModules, around: ModuleOutline) -> str:
-    name = group.path[len(around.path) + 1 :] if around.path else group.path
-    return shortened(name, _LONGEST_NAME)
+def _relative(group: AlikeModules, around: str) -> str:
+    """Return the path of modules inside the one around them."""
+    return group.path[len(around) + 1 :] if around else group.path
 
 
 def _called(module: ModuleOutline) -> Iterator[ModuleOutline]:
@@ -333,13 +321,8 @@ def _output(module: ModuleOutline) -> str:
     return f"{visible(slot.dtype)}{shape_text(slot)} {layout}".rstrip()
 
 
-def _difference_text(unlike: ModuleDifference, model: str) -> str:
-    """Return in what a module differs from the others of its row."""
-    text = _told(unlike, model)
-    return f"differs: {text}" if text else ""
-
-
 def _told(unlike: ModuleDifference, model: str) -> str:
+    """Return in what a module differs from the others of its row."""
     where, here, there = visible(unlike.path), unlike.here, unlike.there
     place = f"{where} " if where else ""
     if unlike.what == "module":

@@ -40,12 +40,7 @@ def _has_colors(stream: TextIO) -> bool:
 
 
 def shown(line: str, *, has_colors: bool = True) -> str:
-    """Return one line as it may be printed.
-
-    Args:
-        line: the line.
-        has_colors: colours of `Paint` stay; else they are escaped too.
-    """
+    """Return one line as it may be printed; colours of `Paint` stay where it has any."""
     if line.isprintable():
         return line
     if not has_colors:
@@ -56,14 +51,7 @@ def shown(line: str, *, has_colors: bool = True) -> str:
 
 
 def echo(text: str, *, err: bool = False, is_line: bool = True, end: str = "\n") -> None:
-    """Print a line.
-
-    Args:
-        text: the line.
-        err: on stderr.
-        is_line: False for text of several lines.
-        end: what follows it.
-    """
+    """Print a line, or with `is_line=False` text of several."""
     stream = sys.stderr if err else sys.stdout
     has_colors = _has_colors(stream)
     lines = [text] if is_line else text.split("\n")

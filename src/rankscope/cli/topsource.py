@@ -42,12 +42,7 @@ class TopSource:
     """One trace folder, and what of it is shown."""
 
     def __init__(self, folder: Path, *, layout: Path | None = None, judges: bool = True) -> None:
-        """Look at it for the first time.
-
-        Args:
-            folder: the trace folder.
-            layout: declared layouts, for the verdict.
-            judges: say what is wrong.
+        """Look at it for the first time; `layout` is for the verdict, which `judges` asks for.
 
         Raises:
             LayoutError: the layouts cannot be read.

@@ -260,12 +260,7 @@ class _Tree:
 
     def _lines(self, node: Node, indent: int, level: int) -> Iterator[str]:
         """Yield a node and what is below it; one that is not asked for gives way to its children.
-
-        Args:
-            node: the call.
-            indent: how far the line is moved in.
-            level: shown modules around it.
-        """
+        `level` counts the shown modules around it."""
         view, paint = self._view, self._paint
         is_asked = (
             (view.rank is None or view.rank in node.ranks)
@@ -364,14 +359,7 @@ def _short(placement: Placement) -> str:
 def _slot_lines(
     slot: SlotView, others: Sequence[SlotView], view: View, paint: Paint
 ) -> Iterator[str]:
-    """Yield what is known of a slot.
-
-    Args:
-        slot: one entry.
-        others: entries of the same slot, of ranks that differ from it.
-        view: what was asked for.
-        paint: gives colour.
-    """
+    """Yield what is known of a slot; `others` are the entries of ranks that differ from it."""
     if slot.dtype == "python":
         notes = [
             visible(fold.note or "")

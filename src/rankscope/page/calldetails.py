@@ -13,7 +13,7 @@ from rankscope.diagnosis.stepview import CallView, StepView
 from rankscope.page.modulerows import ModuleRows
 from rankscope.page.slotdetails import python_detail, slot_detail
 from rankscope.page.valuelinks import ValueEnd, ValueLinks
-from rankscope.record.ranklists import ranks_text
+from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.visibletext import visible
 
 __all__ = ["ROWS_PER_BLOCK", "CallDetails", "DetailBlocks", "packed_json"]
@@ -104,7 +104,7 @@ class CallDetails:
                 [ranks_text(e.ranks), visible(e.error)[:_MOST_ERROR]] for e in node.errors
             ]
         if node.collectives:
-            detail["co"] = [[ranks, _collective(facts)] for ranks, facts in node.collectives]
+            detail["co"] = [_collective(ranks, facts) for ranks, facts in node.collectives]
         marked = self._marked.get(row, ())
         slots = []
         for (slot, values), is_held in zip(call.slots.items(), held):
@@ -129,16 +129,17 @@ class CallDetails:
         return [self._rows.of(end.call.path), end.call.phase.word, visible(end.slot)]
 
 
-def _collective(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a rank issued, in words that are shown."""
-    found = {
-        name: visible(facts[name]) if isinstance(facts[name], str) else facts[name]
-        for name in ("op", "reduce", "group", "issuer", "at", "src", "dst", "peer", "async")
-        if facts.get(name) not in (None, "")
-    }
-    members = facts.get("members", ())
-    found["members"] = ranks_text(members[:_MOST_MEMBERS])
-    return found
+def _collective(ranks: str, facts: Mapping[str, Any]) -> str:
+    """Return what some ranks issued, in words."""
+    reduce = f"({facts['reduce']})" if facts.get("reduce") else ""
+    words = [f"{facts.get('op', 'collective')}{reduce}"]
+    ends = (("src", "from rank"), ("dst", "to rank"), ("peer", "with rank"), ("group", "in group"))
+    words += [f"{word} {facts[name]}" for name, word in ends if facts.get(name) not in (None, "")]
+    words.append(f"over {ranks_named(facts.get('members', ())[:_MOST_MEMBERS])}")
+    words += ["async"] if facts.get("async") else []
+    after = (("issuer", "issued by"), ("at", "at"))
+    words += [f"{word} {facts[name]}" for name, word in after if facts.get(name)]
+    return f"{ranks_named(ranks)}: {visible(' '.join(words))}"
 
 
 def _tenth(us: float | None) -> float | None:

@@ -111,14 +111,8 @@ class CellPlanes:
     def raise_to(
         self, step: int, phase: Phase, kind: str, row: int, ranks: Any, cell: int | Array
     ) -> None:
-        """Say a class of the cells of some ranks, unless a greater one has been said of them.
-
-        Args:
-            step, phase, kind: the plane.
-            row: of the module.
-            ranks: list, slice or array of ranks.
-            cell: one class, or one for each of the ranks.
-        """
+        """Say a class of the cells of some ranks (a list, slice or array), or one for each of them,
+        unless a greater one has been said of them."""
         line = self.plane(step, phase, kind)[row]
         line[ranks] = np.maximum(line[ranks], np.asarray(cell, np.uint8))
 

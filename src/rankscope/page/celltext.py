@@ -29,13 +29,7 @@ def map_text(
     planes: CellPlanes, rows: ModuleRows, steps: Sequence[PageStep], words: Sequence[str]
 ) -> str:
     """Return the map as HTML text, until there are too many lines; says how many are left out.
-
-    Args:
-        planes: the classes of all cells.
-        rows: the modules.
-        steps: all of them.
-        words: of the classes.
-    """
+    `words` are those of the classes."""
     kept: list[str] = []
     size = left = 0
     for line in _lines(planes, rows, steps, words):

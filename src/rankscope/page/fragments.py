@@ -11,7 +11,7 @@ from typing import Final
 
 from rankscope.diagnosis.check import check
 from rankscope.errors import RankscopeError
-from rankscope.page.verdicthtml import job_html, text, verdict_html
+from rankscope.page.verdicthtml import job_html, table_html, text, verdict_html
 from rankscope.record.finding import Report
 from rankscope.record.ranklists import ranks_text
 from rankscope.tree.summary import counted
@@ -93,14 +93,10 @@ def _step_rows(trace: Trace) -> Iterator[tuple[str, str]]:
 
 def _table(head: Sequence[str], rows: Iterator[Sequence[str]] | Sequence[Sequence[str]]) -> str:
     listed = list(rows)
-    titles = "".join(f'<th scope="col">{each}</th>' for each in head)
-    lines = [
-        f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in row)}</tr>"
-        for row in listed[:_MOST_ROWS]
-    ]
+    lines = ["".join(f"<td>{text(cell)}</td>" for cell in row) for row in listed[:_MOST_ROWS]]
     if len(listed) > _MOST_ROWS:
-        lines.append(f'<tr><td colspan="{len(head)}">and {len(listed) - _MOST_ROWS} more</td></tr>')
-    return f"<table><thead><tr>{titles}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+        lines.append(f'<td colspan="{len(head)}">and {len(listed) - _MOST_ROWS} more</td>')
+    return table_html(head, lines)
 
 
 def _framed(parts: Sequence[str]) -> str:

@@ -23,12 +23,7 @@ class ModuleRows:
         return len(self._classes)
 
     def of(self, path: str, class_name: str = "") -> int:
-        """Return the row of a path; it is made, with those around it, where there is none.
-
-        Args:
-            path: canonical path.
-            class_name: class of the module, where it is known.
-        """
+        """Return the row of a path; it is made, with those around it, where there is none."""
         missing = []
         around = path
         while around not in self._numbers:

@@ -96,12 +96,7 @@ class PageMap:
     """The map of a page: modules, steps and the classes of cells, filled step by step."""
 
     def __init__(self, trace: Trace, classes: type[MapClass]) -> None:
-        """Begin without any cell.
-
-        Args:
-            trace: whose modules and ranks they are.
-            classes: of cells.
-        """
+        """Begin without any cell."""
         self._trace, self._classes = trace, classes
         self.rows, self.steps = ModuleRows(), PageSteps()
         self.planes = CellPlanes(self.rows, int(trace.run["world_size"]))

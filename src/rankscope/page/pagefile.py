@@ -7,6 +7,7 @@ import hashlib
 import html
 import json
 import os
+import secrets
 import stat
 from functools import cache
 from pathlib import Path
@@ -18,7 +19,7 @@ from rankscope.page.checkpage import EVERYTHING, PageWish, check_page
 from rankscope.page.pagecontent import PageContent
 from rankscope.record.visibletext import visible
 from rankscope.run.filenames import Progress
-from rankscope.run.replacing import replacing
+from rankscope.run.replacing import new_file
 from rankscope.tree.views import Trace
 
 __all__ = ["page_html", "served_data", "write_file", "write_page"]
@@ -83,8 +84,13 @@ def write_file(content: PageContent, out: Path) -> Path:
             raise FolderError(
                 f"{out}: is no page of rankscope, and stays as it is; name another file"
             )
-        with replacing(place, is_synced=False) as file:
-            file.write(page_html(content).encode("utf-8", "xmlcharrefreplace"))
+        new = place.with_name(f".{secrets.token_hex(8)}.html")
+        try:
+            with new_file(new) as file:
+                file.write(page_html(content).encode("utf-8", "xmlcharrefreplace"))
+            os.replace(new, place)
+        finally:
+            new.unlink(missing_ok=True)
     except OSError as error:
         raise FolderError(f"{out}: the page cannot be written: {error.strerror}") from error
     return out

@@ -9,7 +9,7 @@ from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.endings import ends_of
 from rankscope.diagnosis.lastcalls import LastCall, last_calls
 from rankscope.diagnosis.stepview import step_view_of
-from rankscope.page.verdicthtml import text
+from rankscope.page.verdicthtml import table_html, text, wide
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.rankplace import NOTHING, RankPlace, alike_places, step_label
 from rankscope.tree.views import Trace
@@ -23,12 +23,8 @@ _MOST_LINES: Final = 40
 def places_in(
     trace: Trace, context: CheckContext | None
 ) -> tuple[dict[int, RankPlace], dict[int, int]]:
-    """Return where each rank is, and when the call it entered last began there (wall-clock ns).
-
-    Args:
-        trace: the trace.
-        context: what `check` knows at its end, None where it saw no step.
-    """
+    """Return where each rank is, and when the call it entered last began there (wall-clock ns);
+    `context` is what `check` knows at its end, None where it saw no step."""
     last: dict[int, LastCall] = {}
     steps = [*trace.setup, *trace.steps][-_LAST_STEPS:]
     if context is not None:
@@ -38,12 +34,8 @@ def places_in(
 
 
 def ranks_html(trace: Trace, context: CheckContext | None) -> str:
-    """Return a table: state, last step, last call, in which collective, how long ago.
-
-    Args:
-        trace: the trace.
-        context: as of `places_in`.
-    """
+    """Return a table: state, last step, last call, in which collective, how long ago; `context` as
+    of `places_in`."""
     places, began = places_in(trace, context)
     lines = alike_places(places)
     missing = str(trace.completeness["missing"])
@@ -63,12 +55,7 @@ def ranks_html(trace: Trace, context: CheckContext | None) -> str:
         rows.append(f"<td>{text(ranks_named(missing))}</td><td>nothing came from them</td>")
     if len(lines) > _MOST_LINES:
         rows.append(f"<td>and {len(lines) - _MOST_LINES} groups of ranks more</td>")
-    names = "".join(f'<th scope="col">{name}</th>' for name in head)
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
-    return (
-        '<div class="wide" tabindex="0" role="group" aria-label="ranks"><table>'
-        f"<thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
+    return wide("ranks", table_html(head, rows))
 
 
 def _place(end: str, last: LastCall | None) -> RankPlace:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, Final
 from urllib.parse import quote
@@ -21,7 +21,9 @@ from rankscope.record.visibletext import visible
 from rankscope.tree.summary import counted, extent
 from rankscope.tree.views import Trace
 
-__all__ = ["cell_link", "coverage_html", "findings_html", "job_html", "text", "verdict_html"]
+__all__ = [
+    "coverage_html", "findings_html", "job_html", "table_html", "text", "verdict_html", "wide",
+]  # fmt: skip
 
 _LONGEST: Final = 2_000
 _LONGEST_COMMAND: Final = 300
@@ -77,18 +79,14 @@ def _first(first: Finding, steps: PageSteps | None) -> str:
 
 
 def _to_map(finding: Finding, steps: PageSteps | None) -> str:
-    link = None if steps is None else cell_link(finding, steps)
-    return "" if link is None else f' <a class="to-map" href="{text(link)}">show on the map</a>'
-
-
-def cell_link(finding: Finding, steps: PageSteps) -> str | None:
-    """Return the link within the page to the cell of a finding, None where it has none."""
-    step = steps.of_finding(finding)
-    if step is None:
-        return None
+    """Return the link within the page to the cell of a finding; "" where it has none."""
+    step = None if steps is None else steps.of_finding(finding)
+    if steps is None or step is None:
+        return ""
     rank = f"&rank={finding.ranks[0]}" if finding.ranks else ""
     path = quote(visible(finding.path), safe=".")
-    return f"#path={path}&step={steps.all[step].key}&phase={finding.phase.word}{rank}"
+    link = f"#path={path}&step={steps.all[step].key}&phase={finding.phase.word}{rank}"
+    return f' <a class="to-map" href="{text(link)}">show on the map</a>'
 
 
 def findings_html(report: Report, steps: PageSteps) -> str:
@@ -150,23 +148,29 @@ def _evidence(evidence: Mapping[str, Any]) -> list[str]:
 
 def _table(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    head = "".join(f'<th scope="col">{text(key.replace("_", " "))}</th>' for key in columns)
-    lines = []
-    for row in rows[:_MOST_ROWS]:
-        cells = "".join(_cell_html(row.get(key, "")) for key in columns)
-        lines.append(f"<tr>{cells}</tr>")
-    more = len(rows) - len(lines)
-    told = f" (the first {_MOST_ROWS} of {len(rows):,})" if more > 0 else ""
-    return (
-        f'<div class="wide" tabindex="0" role="group" aria-label="{text(name)}"><table>'
-        f"<caption>{text(name.replace('_', ' '))}{told}</caption>"
-        f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
-    )
+    lines = ["".join(_cell_html(row.get(key, "")) for key in columns) for row in rows[:_MOST_ROWS]]
+    told = f" (the first {_MOST_ROWS} of {len(rows):,})" if len(rows) > len(lines) else ""
+    head = [key.replace("_", " ") for key in columns]
+    return wide(name, table_html(head, lines, f"{text(name.replace('_', ' '))}{told}"))
 
 
 def _cell_html(value: Any) -> str:
     kind = "" if isinstance(value, (int, float)) else ' class="text"'
     return f"<td{kind}>{text(_cell(value))}</td>"
+
+
+def table_html(head: Iterable[str], rows: Iterable[str], caption: str = "") -> str:
+    """Return a table: titles as text, the cells of each row and the caption as HTML."""
+    titles = "".join(f'<th scope="col">{text(title)}</th>' for title in head)
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    named = f"<caption>{caption}</caption>" if caption else ""
+    return f"<table>{named}<thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def wide(name: str, table: str) -> str:
+    """Return a table that scrolls where it is wider than the page."""
+    label = text(name)
+    return f'<div class="wide" tabindex="0" role="group" aria-label="{label}">{table}</div>'
 
 
 def _are_ranks(name: str, value: Any) -> bool:

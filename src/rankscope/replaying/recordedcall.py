@@ -200,12 +200,7 @@ class ReplayInputs:
         return self._call.note(slot) or "None" if is_text else {"slot": slot}
 
     def _of(self, form: object, name: int | str) -> object:
-        """Return what a form describes.
-
-        Args:
-            form: as in docs/trace-format.md.
-            name: of the argument that it is in.
-        """
+        """Return what a form (docs/trace-format.md) describes in an argument of that name."""
         if isinstance(form, list):
             return tuple(self._of(each, name) for each in form)
         if isinstance(form, dict):

@@ -69,7 +69,7 @@ class Detail {
     const inside = [];
     for (const [ranks, status, error] of call.end ?? []) inside.push(make("p", { class: "said" }, `${status.replace("_", " ")} on ${ranksNamed(ranks)}${error ? `: ${error}` : ""}`));
     for (const [ranks, error] of call.err ?? []) inside.push(make("p", { class: "said" }, `rankscope failed here on ${ranksNamed(ranks)}: ${error}`));
-    for (const [ranks, facts] of call.co ?? []) inside.push(make("p", { class: "said mono" }, `${ranksNamed(ranks)}: ${collectiveWords(facts)}`));
+    for (const issued of call.co ?? []) inside.push(make("p", { class: "said mono" }, issued));
     const named = new Set(store.data.findings.filter((each) => each.m === call.m && each.t === call.t && each.p === call.p).map((each) => each.slot));
     const slots = (call.s ?? []).filter((slot) => view.isSlot(slot.n)).sort((a, b) => named.has(b.n) - named.has(a.n));
     for (const slot of slots) inside.push(this.slot(store, view, call, slot, every));
@@ -217,7 +217,7 @@ class Detail {
   issued(store, at, every) {
     const own = every.filter((call) => call.t === at.step && call.p === "collective" && at.phase !== "collective");
     if (!own.length) return [];
-    const lines = own.slice(0, 24).map((call) => make("li", { class: "mono" }, (call.co ?? []).map(([ranks, facts]) => `${ranksNamed(ranks)}: ${collectiveWords(facts)}`).join("; ")));
+    const lines = own.slice(0, 24).map((call) => make("li", { class: "mono" }, (call.co ?? []).join("; ")));
     const open = make("button", { type: "button", click: () => this.heard.go(at.row, "collective") }, "show their values");
     return [make("h4", {}, `collectives it issued in this step (${own.length})`), make("ul", {}, ...lines), open];
   }
@@ -225,14 +225,3 @@ class Detail {
 
 // A word as a shell takes it.
 const quoted = (text) => `'${text.replace(/'/g, "'\\''")}'`;
-
-function collectiveWords(facts) {
-  const words = [facts.reduce ? `${facts.op}(${facts.reduce})` : facts.op];
-  for (const [name, word] of [["src", "from"], ["dst", "to"], ["peer", "with"]]) if (facts[name] !== undefined) words.push(`${word} rank ${facts[name]}`);
-  if (facts.group !== undefined) words.push(`in group ${facts.group}`);
-  words.push(`over ${ranksNamed(facts.members)}`);
-  if (facts.async) words.push("async");
-  if (facts.issuer) words.push(`issued by ${facts.issuer}`);
-  if (facts.at) words.push(`at ${facts.at}`);
-  return words.join(" ");
-}

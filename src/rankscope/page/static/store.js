@@ -61,23 +61,6 @@ class Store {
 
 async function inflate(text) {
   const packed = Uint8Array.from(atob(text), (char) => char.charCodeAt(0));
-  const stream = new DecompressionStream("deflate");
-  const writer = stream.writable.getWriter();
-  const isWritten = writer.write(packed).then(() => writer.close());
-  const chunks = [];
-  let size = 0;
-  for (const reader = stream.readable.getReader(); ;) {
-    const { value, done } = await reader.read();
-    if (done) break;
-    chunks.push(value);
-    size += value.length;
-  }
-  await isWritten;
-  const found = new Uint8Array(size);
-  let at = 0;
-  for (const chunk of chunks) {
-    found.set(chunk, at);
-    at += chunk.length;
-  }
-  return found;
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Uint8Array(await new Response(stream).arrayBuffer());
 }
