@@ -57,7 +57,8 @@ def command(
         ordering.place(steps=steps, paths=globs, tensors=kept)
         besides = f", with the modules {','.join(globs)}" if globs else ""
         besides += f", full tensors of {','.join(kept)}" if kept else ""
-        echo(f"ordered: the next {_count(steps)} of all traced ranks{besides}")
+        count = "step" if steps == 1 else f"{steps} steps"
+        echo(f"ordered: the next {count} of all traced ranks{besides}")
         if waits:
             _follow(ordering, seconds, has_wishes=steps > 1 or bool(globs or kept))
         else:
@@ -136,10 +137,6 @@ def _steps(found: Progress) -> str:
     if found.first == found.last:
         return f"{found.mode.word} step {found.first}"
     return f"{found.mode.word} steps {found.first}-{found.last}"
-
-
-def _count(steps: int) -> str:
-    return "step" if steps == 1 else f"{steps} steps"
 
 
 def _reading(ordering: Ordering, found: Progress | None = None) -> str:

@@ -70,7 +70,8 @@ def command(
     live: set[Path] = set()
     remains = [*_runs(spool_base(spool), limit_s, live)]
     remains += [each for folder in traces or () for each in _traces(folder, limit_s, live)]
-    sizes = {each.folder: _mib(each.folder) for each in remains}
+    folders = [each.folder for each in remains]
+    sizes = {folder: sum(one.st_blocks for one in _inside(folder)) / 2048 for folder in folders}
     for each in remains:
         fate = f"stays ({each.stays})" if each.stays else "goes"
         echo(f"{each.folder}  {sizes[each.folder]:.1f} MiB  {fate}: {each.what}")
@@ -150,10 +151,6 @@ def _own_folders(folder: Path) -> Iterator[tuple[Path, float]]:
         status = path.lstat()
         if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
             yield path, time.time() - max(each.st_mtime for each in (status, *_inside(path)))
-
-
-def _mib(folder: Path) -> float:
-    return sum(each.st_blocks for each in _inside(folder)) / 2048
 
 
 def _inside(folder: Path) -> Iterator[os.stat_result]:

@@ -8,7 +8,7 @@ from rankscope.cli.printing import echo
 from rankscope.cli.terminal import visible
 from rankscope.errors import SelectionError
 from rankscope.record.ranklists import ranks_text
-from rankscope.tensors.listing import Kept, Listing, list_tensors
+from rankscope.tensors.listing import Kept, list_tensors
 from rankscope.tensors.tensornames import Wanted, choose
 from rankscope.tree.selection import default_phase
 from rankscope.tree.views import Trace
@@ -46,7 +46,8 @@ def listing_lines(trace: Trace, wanted: Wanted) -> Iterator[str]:
             "rankscope run --rs-tensors 'PATH:SLOT' (or '**' for all), tensors= in code"
         )
     yield from _table([_HEADINGS, *map(_row, listing.entries.values())])
-    yield _totals(listing)
+    held, stored = bytes_text(listing.nbytes), bytes_text(listing.stored)
+    yield f"{listing.values} tensors, {held}; equal ones of a rank are stored once: {stored}"
 
 
 def _row(entry: Kept) -> tuple[str, ...]:
@@ -62,11 +63,6 @@ def _row(entry: Kept) -> tuple[str, ...]:
         name, ",".join(entry.dtypes), ", ".join(shapes[:_MOST_SHAPES]) + more, ranks,
         str(entry.values), bytes_text(entry.nbytes),
     )  # fmt: skip
-
-
-def _totals(listing: Listing) -> str:
-    held, stored = bytes_text(listing.nbytes), bytes_text(listing.stored)
-    return f"{listing.values} tensors, {held}; equal ones of a rank are stored once: {stored}"
 
 
 def _table(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:

@@ -199,7 +199,8 @@ def _run(
             ended=found["ended"],
         )
     trouble = ""
-    broken = [f"rank {n}: {r.ended}" for n, r in sorted(ranks.items()) if _is_broken(r)]
+    well = ("stopped", "came to its end")
+    broken = [f"rank {n}: {r.ended}" for n, r in sorted(ranks.items()) if r.ended not in well]
     if code is None:
         trouble = f"did not make {question.steps} steps in {question.limit_s:g} s"
     elif broken or len(ranks) < (question.ranks or 1):
@@ -207,10 +208,6 @@ def _run(
         trouble = f"{question.script} did not run: {words}"
         trouble += f"; its last words: {said}" if said else ""
     return _ScriptRun(ranks=ranks, trouble=trouble)
-
-
-def _is_broken(rank: _RankValues) -> bool:
-    return rank.ended not in ("stopped", "came to its end")
 
 
 def _command(question: ScriptQuestion, folder: Path) -> list[str]:

@@ -90,7 +90,10 @@ class Ordering:
                 "give the trace folder of a running job"
             )
         self._order: Order | None = None
-        self._elsewhere = self._run_folders() if self._is_elsewhere() else []
+        self._elsewhere: list[Path] = []
+        if self._is_elsewhere():
+            run = self._watch.run
+            self._elsewhere = find_runs(spool_bases(run), run["id"])
 
     def place(self, *, steps: int, paths: Sequence[str], tensors: Sequence[str] = ()) -> Order:
         """Write an order; ranks and relays look for it by themselves.
@@ -165,7 +168,8 @@ class Ordering:
         """True where somebody is at work on the job; a collector that was killed comes back."""
         deadline = time.monotonic() + _AGAIN_S
         while not is_at_work(self.folder, self._watch.run):
-            is_gone = (self.folder / TRACE_NAME).exists() or not _has_collector(self.folder)
+            has_collector = (self.folder / COLLECTOR_LOCK_NAME).exists()
+            is_gone = (self.folder / TRACE_NAME).exists() or not has_collector
             if is_gone or time.monotonic() > deadline:
                 return False
             time.sleep(0.1)
@@ -177,10 +181,6 @@ class Ordering:
     def _is_elsewhere(self) -> bool:
         collector = str(self._watch.run["settings"].get("collector", ""))
         return collector not in ("", SHARED)
-
-    def _run_folders(self) -> list[Path]:
-        run = self._watch.run
-        return find_runs(spool_bases(run), run["id"])
 
     def _places(self) -> list[Path]:
         return self._elsewhere or [self.folder / REPLICA_FOLDER]
@@ -244,10 +244,6 @@ class Ordering:
         if self._sent_by is None:
             self._sent_by = time.monotonic() + _SENT_S
         return time.monotonic() < self._sent_by
-
-
-def _has_collector(folder: Path) -> bool:
-    return (folder / COLLECTOR_LOCK_NAME).exists()
 
 
 def _has(status: RankStatus, mode: Mode, step: int) -> bool:

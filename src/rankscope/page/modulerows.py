@@ -28,8 +28,8 @@ class ModuleRows:
         around = path
         while around not in self._numbers:
             missing.append(around)
-            if not around or _is_root(around):
-                break
+            if not around or (around.startswith("@") and "." not in around):
+                break  # a root
             around = around.rpartition(".")[0]
         parent = self._numbers.get(around, -1)
         for each in reversed(missing):
@@ -80,7 +80,3 @@ class ModuleRows:
             "parents": self._parents,
             "turns": [self._turns.get(row, never) for row in range(len(self))],
         }
-
-
-def _is_root(path: str) -> bool:
-    return path.startswith("@") and "." not in path

@@ -99,8 +99,11 @@ class PageSource:
         self._next = time.monotonic() + max(_LEAST_WAIT_S, _SHARE * took)
 
 
-class PageServer:
+class PageServer(ThreadingHTTPServer):
     """Serves one page until it is closed."""
+
+    daemon_threads = True
+    request_queue_size = 128
 
     def __init__(
         self,
@@ -128,72 +131,45 @@ class PageServer:
                 "the trace: give --tls-certificate and --tls-key, or leave --host out and come "
                 "through ssh -L 8000:127.0.0.1:PORT"
             )
-        self.token = secrets.token_urlsafe(_TOKEN_BYTES)
-        names = {host.lower(), "localhost"} if is_loopback(host) else set()
-        try:
-            self._server = _Server((host, port), source, self.token, names)
-        except OSError as error:
-            raise SettingError(f"--host {host} --port {port}: {error.strerror}") from error
-        self._scheme = "http"
+        self.source, self.token, self._host = source, secrets.token_urlsafe(_TOKEN_BYTES), host
+        self.names = {host.lower(), "localhost"} if is_loopback(host) else set()
+        self._room = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        self.idle: dict[socket.socket, None] = {}
+        """Connections that have asked for nothing yet, or for nothing more; the longest first."""
+        self._tls: ssl.SSLContext | None = None
         if certificate is not None:
             try:
-                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-                context.load_cert_chain(certificate, key)
+                self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                self._tls.load_cert_chain(certificate, key)
             except (OSError, ssl.SSLError) as error:
-                self._server.server_close()
                 raise SettingError(f"--tls-certificate {certificate}: {error}") from error
-            self._server.tls = context
-            self._scheme = "https"
-        self._host = host
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        try:
+            super().__init__((host, port), _Handler)
+        except OSError as error:
+            raise SettingError(f"--host {host} --port {port}: {error.strerror}") from error
 
     @property
     def port(self) -> int:
         """The port that is served."""
-        return int(self._server.server_address[1])
+        return int(self.server_address[1])
 
     @property
     def url(self) -> str:
         """Where the page is, with the token."""
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"{self._scheme}://{host}:{self.port}/?token={self.token}"
+        scheme = "http" if self._tls is None else "https"
+        return f"{scheme}://{host}:{self.port}/?token={self.token}"
 
     def serve(self) -> None:
         """Serve until `close`, or until the process is interrupted."""
-        self._server.serve_forever(poll_interval=0.2)
+        self.serve_forever(poll_interval=0.2)
 
     def close(self) -> None:
         """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-
-
-def is_loopback(host: str) -> bool:
-    """True for addresses that only this machine reaches."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-class _Server(ThreadingHTTPServer):
-    """Holds what its handlers need."""
-
-    daemon_threads = True
-    request_queue_size = 128
-    tls: ssl.SSLContext | None = None
-
-    def __init__(
-        self, address: tuple[str, int], source: PageSource, token: str, names: set[str]
-    ) -> None:
-        if ":" in address[0]:
-            self.address_family = socket.AF_INET6
-        self.source, self.token, self.names = source, token, names
-        self._room = threading.BoundedSemaphore(_MOST_CONNECTIONS)
-        self.idle: dict[socket.socket, None] = {}
-        """Connections that have asked for nothing yet, or for nothing more; the longest first."""
-        super().__init__(address, _Handler)
+        self.shutdown()
+        self.server_close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Have a thread answer; where there are too many, the one goes that is idle the longest."""
@@ -221,11 +197,13 @@ class _Server(ThreadingHTTPServer):
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Speak TLS in the thread of the request: a client that says nothing holds up no other."""
         request.settimeout(30)
-        if self.tls is not None:
-            request = self.tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+        if self._tls is not None:
+            request = self._tls.wrap_socket(
+                request, server_side=True, do_handshake_on_connect=False
+            )
         self.idle[request] = None
         try:
-            if self.tls is not None:
+            if self._tls is not None:
                 request.do_handshake()
             super().finish_request(request, client_address)
         finally:
@@ -235,10 +213,20 @@ class _Server(ThreadingHTTPServer):
         """A client that goes away is no news."""
 
 
+def is_loopback(host: str) -> bool:
+    """True for addresses that only this machine reaches."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 class _Handler(BaseHTTPRequestHandler):
     """Answers GET of the page and of its data."""
 
-    server: _Server
+    server: PageServer
     server_version = "rankscope"
     sys_version = ""
     protocol_version = "HTTP/1.1"

@@ -33,7 +33,8 @@ def slot_detail(values: SlotValues, marked: Collection[int] = ()) -> dict[str, A
         values: one slot of one call.
         marked: ranks of findings: what they hold is always listed.
     """
-    shown: dict[str, Any] = {"n": visible(values.slot), "d": _dtypes(values.views)}
+    dtypes = " | ".join(dict.fromkeys(visible(view.dtype) for view in values.views))
+    shown: dict[str, Any] = {"n": visible(values.slot), "d": dtypes}
     devices = {view.device for view in values.views}
     if devices != {"cpu"}:
         shown["dev"] = ", ".join(sorted(devices))
@@ -41,7 +42,7 @@ def slot_detail(values: SlotValues, marked: Collection[int] = ()) -> dict[str, A
     kept = [rank for view in values.views for rank in view.references()]
     if kept:
         shown["kept"] = ranks_text(kept)
-    shapes = _shapes(values)
+    shapes = {rank: shape for view in values.views for rank, shape in view.shapes().items()}
     groups = _groups(values, shapes)
     pieces = _pieces(values)
     if len(groups) > _MOST_FOLDS:
@@ -62,10 +63,6 @@ def python_detail(view: SlotView) -> dict[str, Any]:
     }
 
 
-def _dtypes(views: list[SlotView]) -> str:
-    return " | ".join(dict.fromkeys(visible(view.dtype) for view in views))
-
-
 def _layout(view: SlotView) -> dict[str, Any]:
     shape = view.global_shape
     found: dict[str, Any] = {"src": view.source.value}
@@ -78,10 +75,6 @@ def _layout(view: SlotView) -> dict[str, Any]:
         found["r"] = ranks_text(view.ranks)
         found["differ"] = list(view.disagreement)
     return found
-
-
-def _shapes(values: SlotValues) -> Mapping[int, tuple[int, ...]]:
-    return {rank: shape for view in values.views for rank, shape in view.shapes().items()}
 
 
 def _groups(values: SlotValues, shapes: Mapping[int, tuple[int, ...]]) -> list[Array]:

@@ -16,6 +16,7 @@ from rankscope.tree.summary import counted
 __all__ = ["ValueChoice", "chosen_values"]
 
 Array = NDArray[Any]
+_STRIDES = (2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ def chosen_values(
     """
     every = range(len(entries))
     whole = [int(each.sum()) for each in entries]
-    strides = _strides(len(entries))
+    strides = [stride for stride in _STRIDES if stride < 2 * len(entries)]
     if sum(whole) <= limit:
         return ValueChoice(dict.fromkeys(every), "")
     rows_of: dict[int, frozenset[int] | None] = {}
@@ -64,18 +65,9 @@ def chosen_values(
         if sum(whole[step] for step in full) <= left:
             rows_of.update(dict.fromkeys(full))
             return ValueChoice(rows_of, _words(rows_of, len(entries), len(own), stride))
-    shallow = _first_rows(entries[0], left)
-    rows_of[0] = frozenset(shallow) | (rows_of.get(0) or frozenset())
+    first = np.flatnonzero(np.cumsum(entries[0]) <= left)
+    rows_of[0] = frozenset(first.tolist()) | (rows_of.get(0) or frozenset())
     return ValueChoice(rows_of, _words(rows_of, len(entries), len(own), 0))
-
-
-def _strides(steps: int) -> list[int]:
-    return [stride for stride in (2, 3, 5, 10, 20, 50, 100, 200, 500, 1000) if stride < 2 * steps]
-
-
-def _first_rows(entries: Array, limit: float) -> list[int]:
-    """Return the first rows of a step that fit."""
-    return [int(row) for row in np.flatnonzero(np.cumsum(entries) <= limit)]
 
 
 def _words(rows_of: dict[int, frozenset[int] | None], steps: int, near: int, stride: int) -> str:

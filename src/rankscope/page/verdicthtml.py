@@ -139,7 +139,8 @@ def _evidence(evidence: Mapping[str, Any]) -> list[str]:
         if isinstance(value, list) and value and isinstance(value[0], dict):
             tables.append(_table(name, value))
         elif value not in (None, [], ""):
-            said = ranks_named(value) if _are_ranks(name, value) else _cell(value)
+            is_list = isinstance(value, list) and all(type(each) is int for each in value)
+            said = ranks_named(value) if is_list and name in _RANK_LISTS else _cell(value)
             parts.append(
                 f'<p class="evidence"><span>{text(name.replace("_", " "))}</span> {text(said)}</p>'
             )
@@ -171,10 +172,6 @@ def wide(name: str, table: str) -> str:
     """Return a table that scrolls where it is wider than the page."""
     label = text(name)
     return f'<div class="wide" tabindex="0" role="group" aria-label="{label}">{table}</div>'
-
-
-def _are_ranks(name: str, value: Any) -> bool:
-    return name in _RANK_LISTS and isinstance(value, list) and all(type(r) is int for r in value)
 
 
 def _cell(value: Any) -> str:
