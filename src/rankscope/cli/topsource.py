@@ -92,9 +92,7 @@ class TopSource:
             state="running" if is_at_work(self._folder, run) else "deserted",
             run_id=run["id"],
             world_size=self._watch.world_size,
-            rates=self._watch.rates(),
-            received_bytes=self._watch.received_bytes,
-            has_skipped=self._watch.has_skipped,
+            watch=self._watch,
             check=self._once or self._told(),
         )
 

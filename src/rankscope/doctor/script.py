@@ -56,7 +56,7 @@ class ScriptQuestion:
 class _RankValues:
     """What one rank computed in one run (`doctor.scriptprobe`)."""
 
-    values: tuple[tuple[str, str], ...]
+    values: Sequence[tuple[str, str]]
     losses: Mapping[str, float]
     steps: int
     ended: str
@@ -191,13 +191,8 @@ def _run(
     code, said = _started(_command(question, folder), kept, folder, question.limit_s)
     ranks = {}
     for path in folder.glob("rank*.json"):
-        found = json.loads(path.read_bytes())
-        ranks[int(path.stem.removeprefix("rank"))] = _RankValues(
-            values=tuple((name, value) for name, value in found["values"]),
-            losses=found["losses"],
-            steps=found["steps"],
-            ended=found["ended"],
-        )
+        rank = int(path.stem.removeprefix("rank"))
+        ranks[rank] = _RankValues(**json.loads(path.read_bytes()))
     trouble = ""
     well = ("stopped", "came to its end")
     broken = [f"rank {n}: {r.ended}" for n, r in sorted(ranks.items()) if r.ended not in well]

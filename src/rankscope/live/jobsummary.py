@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from rankscope.live.jobwatch import JobRates, RankStatus
+from rankscope.live.jobwatch import JobWatch, RankStatus
 from rankscope.live.streamtail import EndedStep
 from rankscope.record.call import Mode
 from rankscope.record.ranklists import ranks_text
@@ -36,12 +36,10 @@ def job_summary(
     statuses: Sequence[RankStatus],
     *,
     state: str,
-    run_id: str = "",
-    world_size: int = 0,
-    rates: JobRates | None = None,
-    received_bytes: int = 0,
-    has_skipped: bool = False,
-    sort: str = "rank",
+    sort: str,
+    run_id: str,
+    world_size: int,
+    watch: JobWatch | None = None,
 ) -> dict[str, Any]:
     """Return what is known of a job; fields as in docs/commands/top.md.
 
@@ -49,16 +47,15 @@ def job_summary(
         folder: the trace folder.
         statuses: of the ranks to be shown.
         state: "running", "deserted" or "ended".
-        run_id, world_size: of the job.
-        rates: what comes in; None where that is not known.
-        received_bytes: of records in the trace folder.
-        has_skipped: not every record was read.
         sort: one of `SORTS`.
+        run_id, world_size: of the job.
+        watch: of a job whose records come in; None of a finished trace.
     """
     seen = [status.rank for status in statuses]
     hosts = {status.host for status in statuses if status.host}
     steps = [s.step for s in statuses if s.step is not None and s.mode is Mode.TRAIN]
     taken = [status.step_s for status in statuses if status.step_s is not None]
+    rates = None if watch is None else watch.rates()
     return {
         "format": FORMAT,
         "trace": str(folder),
@@ -73,9 +70,9 @@ def job_summary(
         "step_s": median(taken) if taken else None,
         "records_per_s": None if rates is None else rates.records_per_s,
         "bytes_per_s": None if rates is None else rates.bytes_per_s,
-        "received_bytes": received_bytes,
+        "received_bytes": 0 if watch is None else watch.received_bytes,
         "lost_records": sum(status.lost_records for status in statuses),
-        "skipped": has_skipped,
+        "skipped": watch is not None and watch.has_skipped,
         "spool": _spool(statuses),
         "groups": sorted(_groups(statuses), key=SORTS[sort]),
         "worst": _worst(statuses),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 from rankscope.diagnosis.stepview import CallView, StepView
@@ -16,7 +16,7 @@ from rankscope.page.valuelinks import ValueEnd, ValueLinks
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.visibletext import visible
 
-__all__ = ["ROWS_PER_BLOCK", "CallDetails", "DetailBlocks", "packed_json"]
+__all__ = ["ROWS_PER_BLOCK", "CallDetails", "packed_blocks", "packed_json"]
 
 ROWS_PER_BLOCK: Final = 32
 _MOST_ERROR: Final = 500
@@ -29,19 +29,12 @@ def packed_json(data: Any) -> bytes:
     return zlib.compress(text.encode("ascii"), 9)
 
 
-class DetailBlocks:
-    """Calls as JSON data (docs of the fields: `static/detail.js`), those of 32 modules together."""
-
-    def __init__(self) -> None:
-        self._calls: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
-
-    def add(self, call: dict[str, Any]) -> None:
-        """Add a call; its field `m` is the row of its module."""
-        self._calls[call["m"] // ROWS_PER_BLOCK].append(call)
-
-    def packed(self) -> dict[int, bytes]:
-        """Return the blocks, deflated, by number: that of a row is row // ROWS_PER_BLOCK."""
-        return {number: packed_json(calls) for number, calls in sorted(self._calls.items())}
+def packed_blocks(calls: Iterable[dict[str, Any]]) -> dict[int, bytes]:
+    """Return calls, those of 32 modules together, deflated: by row // ROWS_PER_BLOCK."""
+    blocks: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
+    for call in calls:
+        blocks[call["m"] // ROWS_PER_BLOCK].append(call)
+    return {number: packed_json(own) for number, own in sorted(blocks.items())}
 
 
 class CallDetails:
@@ -49,7 +42,8 @@ class CallDetails:
 
     def __init__(self, rows: ModuleRows, marked: Mapping[int, Collection[int]]) -> None:
         self._rows, self._marked = rows, marked
-        self.blocks = DetailBlocks()
+        self.calls: list[dict[str, Any]] = []
+        """As JSON data; `m` is the row of the module, `static/detail.js` reads the other fields."""
 
     def add(
         self,
@@ -74,7 +68,7 @@ class CallDetails:
             count = len(call.slots)
             if chosen is None or row in chosen:
                 own = judged[place : place + count]
-                self.blocks.add(self._call(step, row, call, own, links))
+                self.calls.append(self._call(step, row, call, own, links))
             place += count
 
     def _call(

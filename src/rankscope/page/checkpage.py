@@ -4,7 +4,7 @@ its cells, as many as a page holds."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from rankscope.diagnosis.check import check
 from rankscope.diagnosis.context import CheckContext
@@ -12,7 +12,7 @@ from rankscope.diagnosis.stepview import StepView, step_view_of
 from rankscope.diagnosis.verdictwords import layout_named
 from rankscope.globs import glob_matches
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.page.calldetails import CallDetails, DetailBlocks
+from rankscope.page.calldetails import CallDetails
 from rankscope.page.checkcells import CheckCells
 from rankscope.page.pagecharts import CheckCharts
 from rankscope.page.pagecontent import DATA_BYTES, PageContent, fitting
@@ -117,7 +117,7 @@ class _CheckPage:
         told = "The map shows everything; values are here as --path and --step asked for."
         return ValueChoice(dict.fromkeys(steps, rows), told)
 
-    def details(self, choice: ValueChoice) -> DetailBlocks:
+    def details(self, choice: ValueChoice) -> list[dict[str, Any]]:
         """Return the values that were chosen."""
         cells, trace = self._cells, self._trace
         marked: dict[int, set[int]] = {}
@@ -131,4 +131,4 @@ class _CheckPage:
             if number in choice.rows_of:
                 view = step_view_of(step, columns)
                 details.add(number, view, cells.held[number], choice.rows_of[number])
-        return details.blocks
+        return details.calls

@@ -15,7 +15,6 @@ from rankscope.diagnosis.comparison.diff import diff
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.tracesides import StepKey
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.page.calldetails import DetailBlocks
 from rankscope.page.cellplanes import CALL_KIND, DistanceClass, slot_kind
 from rankscope.page.pagecontent import DATA_BYTES, PageContent, PageMap, fitting
 from rankscope.page.pagesteps import PageStep
@@ -140,14 +139,12 @@ class _DiffCells(PageMap):
         call["s"].append(_slot(compared))
         self.entries[step][row] += 2
 
-    def details(self, choice: ValueChoice) -> DetailBlocks:
-        """Return the values that were chosen."""
-        blocks = DetailBlocks()
+    def details(self, choice: ValueChoice) -> Iterator[dict[str, Any]]:
+        """Yield the values that were chosen."""
         for call in self._calls:
             wanted = choice.rows_of.get(call["t"], frozenset())
             if wanted is None or call["m"] in wanted:
-                blocks.add(call)
-        return blocks
+                yield call
 
 
 def _classes(compared: ComparedValue, *, is_wrong: bool) -> Iterator[tuple[Any, DistanceClass]]:

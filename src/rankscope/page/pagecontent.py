@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from rankscope.page.calldetails import ROWS_PER_BLOCK, DetailBlocks, packed_json
+from rankscope.page.calldetails import ROWS_PER_BLOCK, packed_blocks, packed_json
 from rankscope.page.cellplanes import CellPlanes, MapClass, slot_kind
 from rankscope.page.celltext import map_text
 from rankscope.page.modulerows import ModuleRows
@@ -53,10 +53,10 @@ class PageContent:
         """Bytes of the packed data in a page."""
         return sum(4 * ((len(each) + 2) // 3) for each in self.packed.values())
 
-    def with_values(self, details: DetailBlocks, left_out: str) -> PageContent:
-        """Return the page with the values behind its cells, and what is said of those that are not
+    def with_values(self, calls: Iterable[dict[str, Any]], left_out: str) -> PageContent:
+        """Return the page with the calls behind its cells, and what is said of those that are not
         there."""
-        blocks = details.packed()
+        blocks = packed_blocks(calls)
         return replace(
             self,
             data={**self.data, "blocks": sorted(blocks), "left_out": left_out},
@@ -67,7 +67,7 @@ class PageContent:
 def fitting(
     page: PageContent,
     choose: Callable[[float], ValueChoice],
-    details: Callable[[ValueChoice], DetailBlocks],
+    details: Callable[[ValueChoice], Iterable[dict[str, Any]]],
     most_bytes: int,
 ) -> PageContent:
     """Return a page with as many values as it can hold.
