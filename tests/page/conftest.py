@@ -18,9 +18,9 @@ import pytest
 
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.page.diffpage import diff_page
-from rankscope.page.pagefile import write_file, write_page
+from rankscope.page.pagefile import write_file
 from rankscope.tree.reader import open_trace
-from tests.page.driven import CHROMIUM, Open, opened
+from tests.page.driven import CHROMIUM, Open, opened, write_page
 from tests.page.papertraces import PAPER
 from tests.page.realtraces import REAL
 

@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
 
+from rankscope.page.checkpage import check_page
+from rankscope.page.pagefile import write_file
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page, Request
 
-__all__ = ["CHROMIUM", "Driven", "Open", "opened", "serious_faults"]
+    from rankscope.tree.views import Trace
+
+__all__ = ["CHROMIUM", "Driven", "Open", "opened", "serious_faults", "write_page"]
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 """What it is called on `PATH`."""
@@ -20,6 +25,11 @@ PATIENCE_MS = 60_000.0
 _OWN = ("data:", "blob:")
 """Beginnings of URLs that a page asks itself for."""
 _GRAVE = {"serious", "critical"}
+
+
+def write_page(trace: Trace, out: Path, **wishes: Any) -> Path:
+    """Write the page of a trace as `rankscope report` does; `wishes` as of `check_page`."""
+    return write_file(check_page(trace, **wishes)[0], out)
 
 
 class Driven:

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from rankscope.errors import FolderError, SelectionError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.page.cellplanes import CellClass, DistanceClass
-from rankscope.page.checkpage import PageWish, check_page
+from rankscope.page.checkpage import check_page
 from rankscope.page.diffpage import diff_page
 from rankscope.page.pagecontent import DATA_BYTES, PageContent
-from rankscope.page.pagefile import page_html, served_data, write_page
+from rankscope.page.pagefile import page_html, served_data
 from rankscope.page.valuechoice import chosen_values
 from rankscope.page.verdicthtml import job_html
 from rankscope.record.finding import Report, Severity
@@ -33,6 +33,7 @@ from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
 from tests.faults.model import GPT
 from tests.faults.setup import Shape
+from tests.page.driven import write_page
 from tests.page.papertraces import PAPER
 from tests.torches import GLOO_SUMS_FOR_AVERAGES
 
@@ -178,15 +179,14 @@ def test_a_pipeline_s_stages_are_groups_of_ranks_that_are_alike(made) -> None:
 
 def test_a_narrow_page_holds_what_was_asked_for(made) -> None:
     trace, _, _ = made("clean")
-    wish = PageWish(path="layers.1*", steps=(range(1, 2),))
-    page, _ = check_page(trace, wish=wish)
+    page, _ = check_page(trace, path="layers.1*", steps=(range(1, 2),))
     paths = page.data["modules"]["paths"]
     held = {(paths[call["m"]], page.data["steps"][call["t"]]["key"]) for call in calls(page)}
     assert held
     assert {step for _, step in held} == {"1"}
     assert all(path.startswith("layers.1") for path, _ in held)
     with pytest.raises(SelectionError, match="matches nothing"):
-        check_page(trace, wish=PageWish(path="no.such*"))
+        check_page(trace, path="no.such*")
 
 
 def test_a_page_that_would_be_too_large_keeps_the_values_around_the_findings(trace_of) -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.page.checkpage import PageWish
-from rankscope.page.pagefile import write_page
 from rankscope.tree.reader import open_trace
 from tests.page.bigtrace import big_trace
+from tests.page.driven import write_page
 
 LARGEST = 10_000_000
 
@@ -54,7 +53,7 @@ def test_only_what_is_in_sight_is_made(large: Path, open_page) -> None:
 
 def test_a_narrow_page_says_whose_values_are_not_here(trace_of, tmp_path: Path, open_page) -> None:
     trace = open_trace(trace_of("missing") / "trace")
-    out = write_page(trace, tmp_path / "page.html", wish=PageWish(path="layers.1*"))
+    out = write_page(trace, tmp_path / "page.html", path="layers.1*")
     page = open_page(out, fragment="path=layers.0.norm&step=0&phase=forward&rank=0")
     told = page.detail("layers.0.norm")
     assert "as the others" in told and "--path" in told

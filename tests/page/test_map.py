@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 import rankscope
-from rankscope.page.pagefile import write_page
 from rankscope.record.phases import Phase
 from rankscope.tree.reader import open_trace
 from tests.cli.test_commands import rankscope as command
-from tests.page.driven import Driven
+from tests.page.driven import Driven, write_page
 from tests.tree.record_golden import rebuilt, unpacked
 from tests.waiting import wait_until
 

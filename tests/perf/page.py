@@ -23,7 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rankscope.page.pagefile import write_page
+from rankscope.page.checkpage import check_page
+from rankscope.page.pagefile import write_file
 from rankscope.tree.reader import open_trace
 from tests.page.bigtrace import big_trace
 from tests.page.driven import CHROMIUM, opened
@@ -56,7 +57,7 @@ STANDS = "() => document.querySelector('#map') && !document.querySelector('#map'
 def write(trace: Path, out: Path) -> None:
     """Write the page of a trace, and print what it took."""
     begin, wall = time.process_time(), time.monotonic()
-    write_page(open_trace(trace), out)
+    write_file(check_page(open_trace(trace))[0], out)
     used, waited = time.process_time() - begin, time.monotonic() - wall
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
     print(f"page written       {used:6.2f} s of one core, {waited:.2f} s, peak {peak:.2f} GiB")

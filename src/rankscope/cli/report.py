@@ -29,14 +29,15 @@ def command(
     """Write a page that needs no network and no server: what went wrong, and where, to look at."""
     from rankscope.cli.terminal import opened, progress, say_unread
     from rankscope.layout.layoutfile import LayoutFile
-    from rankscope.page.checkpage import PageWish
-    from rankscope.page.pagefile import write_page
+    from rankscope.page.checkpage import check_page
+    from rankscope.page.pagefile import write_file
     from rankscope.tree.selection import parse_ranges
 
-    wish = PageWish(path=path, steps=() if step == "all" else tuple(parse_ranges("step", step)))
+    steps = () if step == "all" else tuple(parse_ranges("step", step))
     layouts = None if layout is None else LayoutFile.load(layout)
     found = opened(trace)
     with progress() as say:
-        write_page(found, out, layouts=layouts, wish=wish, progress=say)
+        content, _ = check_page(found, layouts, path=path, steps=steps, progress=say)
+        write_file(content, out)
     say_unread(found)
     echo(f"{out}: {out.stat().st_size / 1e6:.1f} MB; open it in a browser")

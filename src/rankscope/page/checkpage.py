@@ -3,8 +3,7 @@ its cells, as many as a page holds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from rankscope.diagnosis.check import check
 from rankscope.diagnosis.context import CheckContext
@@ -25,32 +24,15 @@ from rankscope.tree.joinedcolumns import as_arrays
 from rankscope.tree.selection import nothing_matched
 from rankscope.tree.views import Trace
 
-__all__ = ["EVERYTHING", "PageWish", "check_page"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageWish:
-    """Whose values a page should hold; the map shows every module and step."""
-
-    path: str = "*"
-    """Glob on paths."""
-    steps: tuple[range, ...] = ()
-    """Numbers of steps; () for all."""
-
-    @property
-    def is_narrow(self) -> bool:
-        """True where something else than everything is asked for."""
-        return self.path != "*" or bool(self.steps)
-
-
-EVERYTHING: Final = PageWish()
+__all__ = ["check_page"]
 
 
 def check_page(
     trace: Trace,
     layouts: LayoutFile | None = None,
     *,
-    wish: PageWish = EVERYTHING,
+    path: str = "*",
+    steps: tuple[range, ...] = (),
     most_bytes: int = DATA_BYTES,
     progress: Progress | None = None,
 ) -> tuple[PageContent, Report]:
@@ -59,13 +41,14 @@ def check_page(
     Args:
         trace: an open trace.
         layouts: declared layouts, as of `check`.
-        wish: whose values it should hold.
+        path: glob on the modules whose values it should hold; the map shows all of them.
+        steps: numbers of the steps whose values it should hold; () for all.
         most_bytes: how much data the page may hold; fewer values are taken until it does.
         progress: told how far it is.
 
     Raises:
         LayoutError, TraceError: as of `check`.
-        SelectionError: the wish names no module.
+        SelectionError: there is no such module.
     """
     cells = CheckCells(trace)
     charts = CheckCharts(cells.rows, cells.planes.world)
@@ -79,7 +62,7 @@ def check_page(
 
     report = check(trace, layouts, progress=progress, each_step=each_step)
     cells.mark(report.findings)
-    made = _CheckPage(trace, report, cells, wish)
+    made = _CheckPage(trace, report, cells, path, steps)
     content = cells.content(
         report,
         charts.with_loss(),
@@ -94,25 +77,25 @@ def check_page(
 class _CheckPage:
     """Chooses and reads the values of a page whose map is filled."""
 
-    def __init__(self, trace: Trace, report: Report, cells: CheckCells, wish: PageWish) -> None:
-        self._trace, self._report, self._cells, self._wish = trace, report, cells, wish
+    def __init__(
+        self, trace: Trace, report: Report, cells: CheckCells, path: str, steps: tuple[range, ...]
+    ) -> None:
+        self._trace, self._report, self._cells = trace, report, cells
+        self._path, self._steps = path, steps
 
     def chosen(self, limit: float) -> ValueChoice:
         """Return whose values the page holds, where so many entries fit."""
-        if self._wish.is_narrow:
-            return self._wished()
-        return self._cells.chosen(self._report, limit)
-
-    def _wished(self) -> ValueChoice:
-        cells, wish = self._cells, self._wish
+        cells, wanted = self._cells, self._steps
+        if self._path == "*" and not wanted:
+            return cells.chosen(self._report, limit)
         paths = cells.rows.paths
-        rows = frozenset(n for n, path in enumerate(paths) if glob_matches(wish.path, path))
+        rows = frozenset(n for n, path in enumerate(paths) if glob_matches(self._path, path))
         if not rows:
-            raise nothing_matched("--path", wish.path, paths)
+            raise nothing_matched("--path", self._path, paths)
         steps = [
             number
             for number, step in enumerate(cells.steps.all)
-            if not wish.steps or (not step.is_setup and any(step.number in w for w in wish.steps))
+            if not wanted or (not step.is_setup and any(step.number in w for w in wanted))
         ]
         told = "The map shows everything; values are here as --path and --step asked for."
         return ValueChoice(dict.fromkeys(steps, rows), told)

@@ -14,15 +14,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope.errors import FolderError
-from rankscope.layout.layoutfile import LayoutFile
-from rankscope.page.checkpage import EVERYTHING, PageWish, check_page
 from rankscope.page.pagecontent import PageContent
 from rankscope.record.visibletext import visible
-from rankscope.run.filenames import Progress
 from rankscope.run.replacing import new_file
-from rankscope.tree.views import Trace
 
-__all__ = ["page_html", "served_data", "write_file", "write_page"]
+__all__ = ["page_html", "served_data", "write_file"]
 
 _OURS: Final = b"<title>rankscope - "
 _HEAD_BYTES: Final = 4096
@@ -41,34 +37,6 @@ _SCRIPTS: Final = (
     "main.js",
 )
 """In the order in which they need each other."""
-
-
-def write_page(
-    trace: Trace,
-    out: Path,
-    *,
-    layouts: LayoutFile | None = None,
-    wish: PageWish = EVERYTHING,
-    progress: Progress | None = None,
-) -> Path:
-    """Write the page of a trace: verdict, map and values in one HTML file that needs no network.
-
-    Args:
-        trace: an open trace.
-        out: the file; one that is there is replaced once the page is whole.
-        layouts: declared layouts, as of `check`.
-        wish: whose values it should hold, where not all fit.
-        progress: told how far it is.
-
-    Returns:
-        out
-
-    Raises:
-        LayoutError, TraceError: as of `check`.
-        FolderError: the file cannot be written.
-    """
-    content, _ = check_page(trace, layouts, wish=wish, progress=progress)
-    return write_file(content, out)
 
 
 def write_file(content: PageContent, out: Path) -> Path:

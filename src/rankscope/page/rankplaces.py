@@ -23,8 +23,12 @@ _MOST_LINES: Final = 40
 def places_in(
     trace: Trace, context: CheckContext | None
 ) -> tuple[dict[int, RankPlace], dict[int, int]]:
-    """Return where each rank is, and when the call it entered last began there (wall-clock ns);
-    `context` is what `check` knows at its end, None where it saw no step."""
+    """Return where each rank is, and when the call it entered last began there (wall-clock ns).
+
+    Args:
+        trace: the trace.
+        context: what `check` knows at its end, None where it saw no step.
+    """
     last: dict[int, LastCall] = {}
     steps = [*trace.setup, *trace.steps][-_LAST_STEPS:]
     if context is not None:
@@ -34,8 +38,12 @@ def places_in(
 
 
 def ranks_html(trace: Trace, context: CheckContext | None) -> str:
-    """Return a table: state, last step, last call, in which collective, how long ago; `context` as
-    of `places_in`."""
+    """Return a table: state, last step, last call, in which collective, how long ago.
+
+    Args:
+        trace: the trace.
+        context: as of `places_in`.
+    """
     places, began = places_in(trace, context)
     lines = alike_places(places)
     missing = str(trace.completeness["missing"])
