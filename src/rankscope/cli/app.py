@@ -8,7 +8,6 @@ for. Whatever rankscope raises on purpose becomes one line on stderr and exit co
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import io
 import json
 import sys
@@ -19,6 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rankscope.errors import RankscopeError, SettingError
+from rankscope.settings import did_you_mean
 
 __all__ = ["COMMANDS", "main"]
 
@@ -41,7 +41,6 @@ COMMANDS = (
     "clean",
     "keys",
 )
-"""In the order the help lists them."""
 EXIT_TROUBLE = 2
 
 _HELP = """One trace for the whole distributed job: every module call on every rank, in one tree.
@@ -95,7 +94,7 @@ class _Command(TyperCommand):
 
 
 class _Commands(TyperGroup):
-    """Imports a command's module only when that command, or the list of all, is asked for."""
+    """Imports a command's module only when that command is asked for."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read what stands before the command.
@@ -114,23 +113,23 @@ class _Commands(TyperGroup):
         Raises:
             SettingError: there is none of that name.
         """
-        known = self.list_commands(ctx)
-        if args[0] not in known:
-            from rankscope.settings import did_you_mean
-
+        if args[0] not in COMMANDS:
             raise SettingError(
-                f"no command {args[0]!r}; {did_you_mean(args[0], known)}"
+                f"no command {args[0]!r}; {did_you_mean(args[0], COMMANDS)}"
                 f"`{ctx.command_path} --help` lists all of them"
             )
         return super().resolve_command(ctx, args)
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Print no second list: the help has one, and asking each command would import it."""
+
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the commands that are installed."""
-        return [name for name in COMMANDS if importlib.util.find_spec(f"rankscope.cli.{name}")]
+        """Return the names of all commands."""
+        return [*COMMANDS]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command by name, None where there is none."""
-        if cmd_name not in self.list_commands(ctx):
+        if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"rankscope.cli.{cmd_name}")
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -204,8 +203,6 @@ def _unknown_option(error: Exception, parameters: Sequence[Any], command: str) -
     """Return the error that says which option may have been meant; other errors as they are."""
     if type(error).__name__ != "NoSuchOption":  # click's or typer's own, as above
         return error
-    from rankscope.settings import did_you_mean
-
     name = str(getattr(error, "option_name", ""))
     known = [each for one in parameters for each in one.opts if each.startswith("-")]
     return SettingError(

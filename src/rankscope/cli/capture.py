@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import time
+from typing import Annotated
 
 import typer
 
 from rankscope.cli.arguments import TraceArgument
 from rankscope.cli.printing import echo
-
-if TYPE_CHECKING:
-    from rankscope.live.ordering import Ordering, Progress
+from rankscope.live.ordering import Ordering, Progress
+from rankscope.record.ranklists import ranks_named
+from rankscope.run.outfolder import typed
+from rankscope.settings import settings_from
+from rankscope.tree.reader import trace_folder
 
 __all__ = ["command"]
 
@@ -46,10 +49,6 @@ def command(
     Exit code 0: the steps are there, or --no-wait; 1: not all of them, the order may still stand;
     2: nothing was ordered.
     """
-    from rankscope.live.ordering import Ordering
-    from rankscope.settings import settings_from
-    from rankscope.tree.reader import trace_folder
-
     globs = settings_from({"paths": paths}, {}).paths if paths else ()
     kept = (settings_from({"tensors": tensors}, {}).tensors or ()) if tensors else ()
     ordering = Ordering(trace_folder(trace))
@@ -72,10 +71,6 @@ def command(
 
 def _follow(ordering: Ordering, seconds: float, *, has_wishes: bool) -> None:
     """Wait for what was ordered, and say what came of it."""
-    import time
-
-    from rankscope.record.ranklists import ranks_named
-
     began = time.monotonic()
     is_first_said = are_untold_said = False
     while True:
@@ -117,8 +112,6 @@ def _follow(ordering: Ordering, seconds: float, *, has_wishes: bool) -> None:
 
 def _came(found: Progress) -> list[str]:
     """Return which steps are there of which ranks."""
-    from rankscope.record.ranklists import ranks_named
-
     missed: dict[int, list[int]] = {}
     for rank, step in found.missed:
         missed.setdefault(step, []).append(rank)
@@ -141,8 +134,6 @@ def _steps(found: Progress) -> str:
 
 def _reading(ordering: Ordering, found: Progress | None = None) -> str:
     """Return the command that reads what came."""
-    from rankscope.run.outfolder import typed
-
     line = f"read it: {typed('show', ordering.folder)}"
     if found is None:
         return line

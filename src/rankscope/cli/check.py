@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from typing import Annotated
 
 import typer
@@ -13,7 +15,14 @@ from rankscope.cli.arguments import (
     TraceArgument,
     part_of,
 )
+from rankscope.cli.checktext import coverage_line, report_lines
 from rankscope.cli.printing import echo
+from rankscope.cli.terminal import Paint, echo_fitted, opened, progress
+from rankscope.diagnosis.check import check
+from rankscope.diagnosis.finalreport import report_json
+from rankscope.diagnosis.verdictwords import layout_named
+from rankscope.layout.layoutfile import LayoutFile
+from rankscope.record.finding import Verdict
 
 __all__ = ["command"]
 
@@ -28,17 +37,6 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Say which module, on which rank, went wrong first; exit 1 where something did."""
-    import json
-    import sys
-
-    from rankscope.cli.checktext import coverage_line, report_lines
-    from rankscope.cli.terminal import Paint, echo_fitted, opened, progress
-    from rankscope.diagnosis.check import check
-    from rankscope.diagnosis.finalreport import report_json
-    from rankscope.diagnosis.verdictwords import layout_named
-    from rankscope.layout.layoutfile import LayoutFile
-    from rankscope.record.finding import Verdict
-
     required = part_of(require_coverage)
     layouts = None if layout is None else LayoutFile.load(layout)
     found = opened(trace)

@@ -17,6 +17,7 @@ import typer
 
 from rankscope.cli.printing import echo
 from rankscope.errors import SettingError, SpoolError
+from rankscope.gather.cleanup import is_in_tree, kept_stream, remove_run
 from rankscope.run import filenames as names
 from rankscope.run.folders import is_held, read_run_header, spool_base
 from rankscope.run.liveness import is_abandoned
@@ -92,7 +93,6 @@ def command(
 
 def _runs(base: Path, limit_s: float, live: set[Path]) -> Iterator[_Remains]:
     """Yield the run folders of this user on this host; `live` takes the traces of those in use."""
-    from rankscope.gather.cleanup import is_in_tree, kept_stream, remove_run
 
     def remove(folder: Path, tree: Path | None) -> None:
         if is_abandoned(folder):  # still; without a tree the records are given up

@@ -8,15 +8,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import Annotated, Optional
 
 import typer
 
 from rankscope.cli.printing import echo
+from rankscope.cli.terminal import progress
+from rankscope.errors import SettingError
+from rankscope.gather.finish import CollectorOptions, Observer, collect
+from rankscope.gather.log import log_into
+from rankscope.gather.waitingrule import StreamProgress
 from rankscope.record.graceseconds import DRAIN_SECONDS, FINISH_SECONDS
-
-if TYPE_CHECKING:
-    from rankscope.gather.finish import CollectorOptions
+from rankscope.run.address import check_address, is_tcp
+from rankscope.run.companions import dataset_trouble, metrics_trouble
+from rankscope.run.filenames import COLLECTOR_LOG_NAME, TRACE_NAME
+from rankscope.run.findingnotices import FindingNotices
+from rankscope.run.keyfile import read_keys
+from rankscope.run.outfolder import announced, default_out, prepare_out, typed
+from rankscope.settings import settings_from
+from rankscope.tree.reader import open_trace
 
 __all__ = ["command"]
 
@@ -74,14 +84,6 @@ def command(
 
     Exit code 0: the trace is complete; 1: anything is missing; 2: it could not start.
     """
-    from rankscope.errors import SettingError
-    from rankscope.gather.finish import CollectorOptions
-    from rankscope.run.address import check_address, is_tcp
-    from rankscope.run.companions import dataset_trouble, metrics_trouble
-    from rankscope.run.keyfile import read_keys
-    from rankscope.run.outfolder import default_out, prepare_out
-    from rankscope.settings import settings_from
-
     if shared and bind:
         raise SettingError("--shared listens nowhere: leave --bind away, or --shared")
     selected = settings_from({"ranks": ranks}, {}).ranks
@@ -118,8 +120,6 @@ def command(
 
 
 def _count(selected: Sequence[int] | None, world_size: int) -> int:
-    from rankscope.errors import SettingError
-
     traced = world_size if selected is None else sum(rank < world_size for rank in selected)
     if not traced:
         raise SettingError(f"--ranks: none of these is in a world of {world_size}")
@@ -127,13 +127,6 @@ def _count(selected: Sequence[int] | None, world_size: int) -> int:
 
 
 def _collect(options: CollectorOptions) -> int:
-    from rankscope.cli.terminal import progress
-    from rankscope.gather.finish import Observer, collect
-    from rankscope.gather.log import log_into
-    from rankscope.gather.waitingrule import StreamProgress
-    from rankscope.run.filenames import COLLECTOR_LOG_NAME, TRACE_NAME
-    from rankscope.run.findingnotices import FindingNotices
-
     happened_nothing: list[bool] = []
     notices = FindingNotices(options.out, str(options.out), _say)
     with progress() as show:
@@ -169,10 +162,6 @@ def _collect(options: CollectorOptions) -> int:
 
 
 def _verdict(out: Path, outcome: int, *, is_quiet: bool) -> int:
-    from rankscope.run.filenames import COLLECTOR_LOG_NAME, TRACE_NAME
-    from rankscope.run.outfolder import announced, typed
-    from rankscope.tree.reader import open_trace
-
     if outcome:
         _say(
             f"no tree in {out}, see {out / COLLECTOR_LOG_NAME}; build it from the records: "

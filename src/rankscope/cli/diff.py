@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -9,7 +11,19 @@ from typing import Annotated, Any, Optional
 import typer
 
 from rankscope.cli.arguments import EXIT_COVERAGE, CoverageOption, LayoutOption, part_of
+from rankscope.cli.difftext import bitwise_json, bitwise_lines, difference_lines, matrix_lines
 from rankscope.cli.printing import echo
+from rankscope.cli.terminal import Paint, echo_fitted, opened, progress
+from rankscope.diagnosis.comparison.alignment import PathMap
+from rankscope.diagnosis.comparison.bitwise import diff_bitwise
+from rankscope.diagnosis.comparison.diff import diff
+from rankscope.diagnosis.finalreport import report_json
+from rankscope.errors import SettingError
+from rankscope.layout.layoutfile import LayoutFile
+from rankscope.page.diffpage import diff_page
+from rankscope.page.pagefile import write_file
+from rankscope.record.finding import Report, Verdict
+from rankscope.tree.views import Trace
 
 __all__ = ["command"]
 
@@ -63,22 +77,6 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout, no text.")] = False,
 ) -> None:
     """Say where TEST first differs from REF: module, ranks, how much; exit 1 where it does."""
-    import json
-    import sys
-
-    from rankscope.cli.difftext import bitwise_json, bitwise_lines, difference_lines, matrix_lines
-    from rankscope.cli.terminal import Paint, echo_fitted, opened, progress
-    from rankscope.diagnosis.comparison.alignment import PathMap
-    from rankscope.diagnosis.comparison.bitwise import diff_bitwise
-    from rankscope.diagnosis.comparison.diff import diff
-    from rankscope.diagnosis.finalreport import report_json
-    from rankscope.errors import SettingError
-    from rankscope.layout.layoutfile import LayoutFile
-    from rankscope.page.diffpage import diff_page
-    from rankscope.page.pagefile import write_file
-    from rankscope.record.finding import Report, Verdict
-    from rankscope.tree.views import Trace
-
     required = part_of(require_coverage)
     layouts = None if layout is None else LayoutFile.load(layout)
     if is_exact and noise is not None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+import signal
+import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import Annotated, Optional
 
 import typer
 
 from rankscope.cli.printing import echo
-
-if TYPE_CHECKING:
-    from rankscope.cli.terminal import Paint
-    from rankscope.doctor.condition import Condition
+from rankscope.cli.terminal import Paint
+from rankscope.doctor.condition import Condition, Status
+from rankscope.doctor.job import Question, examine
+from rankscope.doctor.script import ScriptQuestion, script_conditions
+from rankscope.errors import SettingError
 
 __all__ = ["command"]
 
@@ -66,17 +71,6 @@ def command(
     Exit code 0: a job would be traced, and the same; 1: something failed; 2: the question cannot
     be understood.
     """
-    import json
-    import shlex
-    import signal
-    import sys
-
-    from rankscope.cli.terminal import Paint
-    from rankscope.doctor.condition import Status
-    from rankscope.doctor.job import Question, examine
-    from rankscope.doctor.script import ScriptQuestion, script_conditions
-    from rankscope.errors import SettingError
-
     given = {
         "out": out, "spool": spool, "spool_bytes": spool_bytes,
         "steps": steps, "ranks": ranks, "collector": collector, "keys": keys,

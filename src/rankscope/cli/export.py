@@ -9,7 +9,10 @@ import typer
 
 from rankscope.cli.arguments import TraceArgument
 from rankscope.cli.printing import echo
+from rankscope.cli.terminal import opened, progress, say_unread
 from rankscope.errors import SettingError
+from rankscope.export.formats import export, format_named
+from rankscope.export.subset import Selection
 
 __all__ = ["command"]
 
@@ -56,10 +59,6 @@ def command(
     ] = False,
 ) -> None:
     """Write a trace in the format of another tool; PATH appears when it is whole."""
-    from rankscope.cli.terminal import opened, progress, say_unread
-    from rankscope.export.formats import export, format_named
-    from rankscope.export.subset import Selection
-
     format_named(format_name)
     selection = Selection.parse(path=path, step=step, mode=mode, phase=phase, rank=rank)
     options: dict[str, object] = {

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from rankscope.cli.printing import echo
+from rankscope.errors import SettingError
+from rankscope.gather.curve import new_keys
+from rankscope.run.keyfile import relays_file, write_keys
 
 __all__ = ["command"]
 
@@ -18,13 +24,6 @@ def command(
 
     Exit code 0: made; 2: a file exists or cannot be written.
     """
-    import shlex
-
-    from rankscope.cli.printing import echo
-    from rankscope.errors import SettingError
-    from rankscope.gather.curve import new_keys
-    from rankscope.run.keyfile import relays_file, write_keys
-
     if what != "new":
         raise SettingError(f"keys {what!r}: expected `rankscope keys new FILE`")
     if not file.name:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import Annotated, Optional
 
 import typer
 
 from rankscope.cli.arguments import TraceArgument
 from rankscope.cli.printing import echo
-
-if TYPE_CHECKING:
-    from rankscope.diagnosis.layoutproposal import LayoutProposal
+from rankscope.cli.terminal import opened, say_unread
+from rankscope.diagnosis.layoutproposal import LayoutProposal, propose_layout
+from rankscope.errors import LayoutError
+from rankscope.run.replacing import new_file
 
 __all__ = ["command", "proposal_lines"]
 
@@ -26,11 +27,6 @@ def command(
     ] = None,
 ) -> None:
     """Propose a layout file from what a run shows, with a reason for each line, to be edited."""
-    from rankscope.cli.terminal import opened, say_unread
-    from rankscope.diagnosis.layoutproposal import propose_layout
-    from rankscope.errors import LayoutError
-    from rankscope.run.replacing import new_file
-
     if out is not None and not out.parent.is_dir():
         raise LayoutError(f"{out}: there is no folder {out.parent}; make it, or give another file")
     found = opened(trace)

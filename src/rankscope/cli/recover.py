@@ -8,6 +8,14 @@ from typing import Annotated
 import typer
 
 from rankscope.cli.printing import echo
+from rankscope.cli.terminal import progress
+from rankscope.gather.blackbox import copy_what_is_held
+from rankscope.gather.cleanup import is_in_tree, remove_run
+from rankscope.run.eventboard import held_anything
+from rankscope.run.filenames import TRACE_NAME
+from rankscope.run.liveness import is_abandoned
+from rankscope.run.outfolder import typed
+from rankscope.tree.build import recover
 
 __all__ = ["command"]
 
@@ -31,13 +39,6 @@ def command(
 
     A spool folder of this host is removed once all it holds is in the trace; a trace folder never.
     """
-    from rankscope.cli.terminal import progress
-    from rankscope.gather.blackbox import copy_what_is_held
-    from rankscope.run.eventboard import held_anything
-    from rankscope.run.liveness import is_abandoned
-    from rankscope.run.outfolder import typed
-    from rankscope.tree.build import recover
-
     for folder in folders:
         if held_anything(folder) and is_abandoned(folder):
             copy_what_is_held(folder)
@@ -56,10 +57,6 @@ def command(
 
 
 def _remove(folder: Path, out: Path) -> None:
-    from rankscope.gather.cleanup import is_in_tree, remove_run
-    from rankscope.run.filenames import TRACE_NAME
-    from rankscope.run.liveness import is_abandoned
-
     tree = out / TRACE_NAME
     if is_abandoned(folder) and not remove_run(folder, lambda s: is_in_tree(folder, s, tree)):
         echo(f"removed {folder}: all of it is in {out}")

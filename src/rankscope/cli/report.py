@@ -9,6 +9,11 @@ import typer
 
 from rankscope.cli.arguments import LayoutOption, TraceArgument
 from rankscope.cli.printing import echo
+from rankscope.cli.terminal import opened, progress, say_unread
+from rankscope.layout.layoutfile import LayoutFile
+from rankscope.page.checkpage import check_page
+from rankscope.page.pagefile import write_file
+from rankscope.tree.selection import parse_ranges
 
 __all__ = ["command"]
 
@@ -27,12 +32,6 @@ def command(
     layout: LayoutOption = None,
 ) -> None:
     """Write a page that needs no network and no server: what went wrong, and where, to look at."""
-    from rankscope.cli.terminal import opened, progress, say_unread
-    from rankscope.layout.layoutfile import LayoutFile
-    from rankscope.page.checkpage import check_page
-    from rankscope.page.pagefile import write_file
-    from rankscope.tree.selection import parse_ranges
-
     steps = () if step == "all" else tuple(parse_ranges("step", step))
     layouts = None if layout is None else LayoutFile.load(layout)
     found = opened(trace)

@@ -9,6 +9,12 @@ import typer
 
 from rankscope.cli.arguments import LayoutOption, TraceArgument
 from rankscope.cli.printing import echo
+from rankscope.cli.terminal import opened
+from rankscope.layout.layoutfile import LayoutFile
+from rankscope.page.checkpage import check_page
+from rankscope.page.pagecontent import PageContent
+from rankscope.page.pageserver import PageServer, PageSource, is_loopback
+from rankscope.tree.reader import open_trace
 
 __all__ = ["command"]
 
@@ -30,13 +36,6 @@ def command(
     layout: LayoutOption = None,
 ) -> None:
     """Serve the page of `report` on this machine, renewed as steps arrive; Ctrl-C ends it."""
-    from rankscope.cli.terminal import opened
-    from rankscope.layout.layoutfile import LayoutFile
-    from rankscope.page.checkpage import check_page
-    from rankscope.page.pagecontent import PageContent
-    from rankscope.page.pageserver import PageServer, PageSource, is_loopback
-    from rankscope.tree.reader import open_trace
-
     layouts = None if layout is None else LayoutFile.load(layout)
     folder = opened(trace).path
 

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import Annotated, Optional
 
 import typer
 
 from rankscope.cli.arguments import TraceArgument
 from rankscope.cli.printing import echo
+from rankscope.cli.summarytext import summary_lines
+from rankscope.cli.terminal import Paint, echo_fitted, opened, progress, say_unread, width
+from rankscope.cli.treetext import View, parse_columns, tree_lines
+from rankscope.diagnosis.check import check
+from rankscope.errors import RankscopeError
+from rankscope.record.finding import Report
+from rankscope.record.phases import Phase
 from rankscope.record.statistics import COUNTS, NUMBERS
-
-if TYPE_CHECKING:
-    from rankscope.record.finding import Report
-    from rankscope.tree.views import Trace
+from rankscope.run.filenames import (
+    CELLS_SUFFIX,
+    REPLICA_FOLDER,
+    SETTLED_SUFFIX,
+    STEPS_FOLDER,
+    TRACE_NAME,
+    VALUES_NAME,
+)
+from rankscope.run.filepieces import bytes_on_disk
+from rankscope.tree.selection import parse_mode, parse_phase, parse_ranges
+from rankscope.tree.views import Trace
 
 __all__ = ["command"]
 
@@ -67,13 +83,6 @@ def command(
     """Show a trace on one screen: how complete, what is wrong, where ranks differ, which modules.
     With --full, or with a selection, its tree call by call.
     """
-    import sys
-
-    from rankscope.cli.terminal import Paint, echo_fitted, opened, say_unread
-    from rankscope.cli.treetext import View, parse_columns, tree_lines
-    from rankscope.record.phases import Phase
-    from rankscope.tree.selection import parse_mode, parse_phase, parse_ranges
-
     given = {name for name in context.params if _is_given(context, name)}
     if not given - {"trace"}:
         _show_summary(trace)
@@ -101,12 +110,6 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 
 def _show_summary(place: Path | None) -> None:
-    import shlex
-    import sys
-
-    from rankscope.cli.summarytext import summary_lines
-    from rankscope.cli.terminal import Paint, opened, say_unread, width
-
     found = opened(place)
     report, unjudged = _judged(found)
     named = "" if place is None else shlex.quote(str(place))
@@ -119,17 +122,6 @@ def _show_summary(place: Path | None) -> None:
 
 def _judged(trace: Trace) -> tuple[Report | None, str]:
     """Return what `check` says of a trace, or why it was not asked."""
-    from rankscope.cli.terminal import progress
-    from rankscope.errors import RankscopeError
-    from rankscope.run.filenames import (
-        CELLS_SUFFIX,
-        REPLICA_FOLDER,
-        SETTLED_SUFFIX,
-        STEPS_FOLDER,
-        TRACE_NAME,
-        VALUES_NAME,
-    )
-
     folder = trace.path
     nodes = [folder / TRACE_NAME, *(folder / STEPS_FOLDER).glob("*.json")]
     if not trace.is_written:
@@ -139,8 +131,6 @@ def _judged(trace: Trace) -> tuple[Report | None, str]:
     sizes = [_size(nodes), _size(parts)]
     if sizes[0] > _MOST_NODES_BYTES or sizes[1] > _MOST_VALUES_BYTES:
         return None, f"{sum(sizes) / 1e9:.1f} GB of records take longer"
-    from rankscope.diagnosis.check import check
-
     try:
         with progress() as say:
             return check(trace, progress=say), ""
@@ -150,6 +140,4 @@ def _judged(trace: Trace) -> tuple[Report | None, str]:
 
 def _size(files: list[Path]) -> int:
     """Return the bytes of those files that are there, without the holes in them."""
-    from rankscope.run.filepieces import bytes_on_disk
-
     return sum(bytes_on_disk(file.stat()) for file in files if file.is_file())

@@ -9,6 +9,13 @@ import typer
 
 from rankscope.cli.arguments import TraceArgument
 from rankscope.cli.printing import echo
+from rankscope.cli.tensortext import bytes_text, listing_lines, say
+from rankscope.cli.terminal import opened, visible
+from rankscope.errors import SettingError
+from rankscope.layout.layoutfile import LayoutFile
+from rankscope.tensors.ask import asked_tensors, printed, save_tensors
+from rankscope.tensors.tensornames import Wanted
+from rankscope.tree.selection import parse_mode, parse_phase
 
 __all__ = ["command"]
 
@@ -59,14 +66,6 @@ def command(
     ] = None,
 ) -> None:
     """Show, print or save the full tensors of a trace (kept with --rs-tensors)."""
-    from rankscope.cli.tensortext import bytes_text, listing_lines, say
-    from rankscope.cli.terminal import opened, visible
-    from rankscope.errors import SettingError
-    from rankscope.layout.layoutfile import LayoutFile
-    from rankscope.tensors.ask import asked_tensors, printed, save_tensors
-    from rankscope.tensors.tensornames import Wanted
-    from rankscope.tree.selection import parse_mode, parse_phase
-
     asked = [*(names or ())]
     if trace is not None and not trace.exists() and set(str(trace)) & set(":*?["):
         asked, trace = [str(trace), *asked], None  # a tensor's name: the trace was left out

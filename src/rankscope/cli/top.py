@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from typing import Annotated
 
 import typer
 
 from rankscope.cli.arguments import LayoutOption, TraceArgument
 from rankscope.cli.printing import echo
+from rankscope.cli.terminal import Paint, width
+from rankscope.cli.topsource import TopSource
+from rankscope.cli.toptext import screen_lines
+from rankscope.errors import FolderError, SettingError
+from rankscope.live.jobsummary import SORTS
+from rankscope.tree.reader import trace_folder
 
 __all__ = ["command"]
 
@@ -35,16 +43,6 @@ def command(
 
     Exit code with --once: 0 no fault so far; 1: `check` found a fault; 2: nothing can be said.
     """
-    import json
-    import sys
-
-    from rankscope.cli.terminal import Paint, width
-    from rankscope.cli.topsource import TopSource
-    from rankscope.cli.toptext import screen_lines
-    from rankscope.errors import FolderError, SettingError
-    from rankscope.live.jobsummary import SORTS
-    from rankscope.tree.reader import trace_folder
-
     if sort not in SORTS:
         raise SettingError(f"--sort {sort}: expected {', '.join(SORTS)}")
     if as_json and not once:

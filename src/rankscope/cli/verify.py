@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from rankscope.cli.arguments import TraceArgument
 from rankscope.cli.printing import echo
-
-if TYPE_CHECKING:
-    from rankscope.cli.terminal import Paint
-    from rankscope.tree.views import Trace
+from rankscope.cli.terminal import Paint, opened
+from rankscope.gather.cleanup import is_in_tree
+from rankscope.record.ranklists import ranks_named
+from rankscope.run.eventboard import held_anything
+from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
+from rankscope.run.folders import find_runs, streams
+from rankscope.run.outfolder import typed
+from rankscope.tensors.listing import missing_chunks, tensor_faults
+from rankscope.tree.crashes import as_json, crashes
+from rankscope.tree.summary import ended_words, endings
+from rankscope.tree.unfinished import begin_in, spool_bases
+from rankscope.tree.views import Trace
 
 __all__ = ["command"]
 
@@ -31,11 +42,6 @@ def command(
     """Say per rank what was committed, received and dropped, and read every kept tensor's checksum;
     exit 1 where anything is missing.
     """
-    import json
-    import sys
-
-    from rankscope.cli.terminal import Paint, opened
-
     found = opened(trace)
     damaged = _damaged(found)
     if as_json:
@@ -52,8 +58,6 @@ def command(
 def _damaged(trace: Trace) -> list[str]:
     """Return what is wrong with files of the tree, and with kept tensors; those of a rank that
     lives are not read."""
-    from rankscope.tensors.listing import missing_chunks, tensor_faults
-
     inside = f"{trace.path}/"
     return [
         *(line.removeprefix(inside) for line in trace.faults()),
@@ -62,8 +66,6 @@ def _damaged(trace: Trace) -> list[str]:
 
 
 def _report(trace: Trace, damaged: list[str]) -> dict[str, Any]:
-    from rankscope.tree.crashes import as_json, crashes
-
     return {
         "format": "rankscope.report/1",
         "command": "verify",
@@ -77,10 +79,6 @@ def _report(trace: Trace, damaged: list[str]) -> dict[str, Any]:
 
 
 def _lines(trace: Trace, paint: Paint) -> Iterator[str]:
-    from rankscope.record.ranklists import ranks_named
-    from rankscope.tree.crashes import crashes
-    from rankscope.tree.summary import ended_words, endings
-
     state = trace.completeness
     left = {(crash.rank, crash.incarnation): crash for crash in crashes(trace)}
     yield paint(
@@ -124,15 +122,6 @@ def _what_to_add(trace: Trace) -> Iterator[str]:
     The trace folder always goes with the spools: it holds full tensors, and maybe records, that
     are nowhere else. No command is named that would lose what the trace has.
     """
-    import os
-
-    from rankscope.gather.cleanup import is_in_tree
-    from rankscope.run.eventboard import held_anything
-    from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
-    from rankscope.run.folders import find_runs, streams
-    from rankscope.run.outfolder import typed
-    from rankscope.tree.unfinished import begin_in, spool_bases
-
     state, bases = trace.completeness, spool_bases(trace.run)
     runs = find_runs(bases, str(trace.run["id"]))
     tree = trace.path / TRACE_NAME
