@@ -117,7 +117,7 @@ WITHOUT_TORCH = [
     "rankscope.layout.batches",
     "rankscope.layout.declared",
     "rankscope.layout.layoutfile",
-    "rankscope.cli.tensortext",
+    "rankscope.cli.tensor",
     "rankscope.tensors.globalvalues",
     "rankscope.diagnosis.check",
     "rankscope.cli.check",
@@ -313,7 +313,7 @@ def test_commands_print_in_one_way() -> None:
     """Every line passes `cli/printing.py`, which lets no text of a file order a terminal about; the
     screen of `top` moves the cursor itself, and `app.py` says what went wrong before all else."""
     for path in sorted((SOURCE / "cli").glob("*.py")):
-        if path.name not in ("printing.py", "topscreen.py", "app.py", "terminal.py"):
+        if path.name not in ("printing.py", "top.py", "app.py", "terminal.py"):
             text = path.read_text()
             for word in ("typer.echo", "stdout.write", "stderr.write", "print("):
                 assert f" {word}" not in text, f"{path}: {word}: use rankscope.cli.printing.echo"

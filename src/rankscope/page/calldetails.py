@@ -7,12 +7,12 @@ import json
 import zlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from rankscope.diagnosis.stepview import CallView, StepView
+from rankscope.diagnosis.stepview import CallView, SlotValues, StepView, is_input, is_output
 from rankscope.page.modulerows import ModuleRows
 from rankscope.page.slotdetails import python_detail, slot_detail
-from rankscope.page.valuelinks import ValueEnd, ValueLinks
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.visibletext import visible
 
@@ -21,6 +21,8 @@ __all__ = ["ROWS_PER_BLOCK", "CallDetails", "packed_blocks", "packed_json"]
 ROWS_PER_BLOCK: Final = 32
 _MOST_ERROR: Final = 500
 _MOST_MEMBERS: Final = 2_000
+_LINKED: Final = (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE)
+_MOST_TAKERS: Final = 6
 
 
 def packed_json(data: Any) -> bytes:
@@ -60,7 +62,7 @@ class CallDetails:
             held: for every slot of its calls, in order, whether it was held to others.
             chosen: rows that are wanted, None for all.
         """
-        links = ValueLinks(step_view)
+        links = _ValueLinks(step_view)
         place = 0
         judged = bytes(held)
         for call in (*step_view.calls, *step_view.left_by_passes):
@@ -72,7 +74,7 @@ class CallDetails:
             place += count
 
     def _call(
-        self, step: int, row: int, call: CallView, held: bytes, links: ValueLinks
+        self, step: int, row: int, call: CallView, held: bytes, links: _ValueLinks
     ) -> dict[str, Any]:
         node, timing = call.node, call.node.time
         detail: dict[str, Any] = {
@@ -119,7 +121,7 @@ class CallDetails:
             detail["s"] = slots
         return detail
 
-    def _end(self, end: ValueEnd) -> list[Any]:
+    def _end(self, end: _ValueEnd) -> list[Any]:
         return [self._rows.of(end.call.path), end.call.phase.word, visible(end.slot)]
 
 
@@ -138,3 +140,83 @@ def _collective(ranks: str, facts: Mapping[str, Any]) -> str:
 
 def _tenth(us: float | None) -> float | None:
     return None if us is None else round(us, 1)
+
+
+class _ValueEnd(NamedTuple):
+    """One end of a link."""
+
+    call: CallView
+    slot: str
+
+
+class _ValueLinks:
+    """Where the values of one step came from and who took them: those with the same bytes on one
+    rank.
+
+    A call's input that has the bytes of an earlier call's output came from it, as far as bytes can
+    tell. Values that hold one number alone tell nothing, and are left out.
+    """
+
+    def __init__(self, step_view: StepView) -> None:
+        self._from: dict[tuple[int, str], _ValueEnd] = {}
+        self._to: defaultdict[tuple[int, str], list[_ValueEnd]] = defaultdict(list)
+        made: dict[tuple[Phase, int, int], list[_ValueEnd]] = {}
+        for call in step_view.calls:
+            if call.phase not in _LINKED:
+                continue
+            own = [(slot, _key(values)) for slot, values in call.slots.items()]
+            for slot, key in own:
+                if key is not None and is_input(slot, call.phase):
+                    self._link(_ValueEnd(call, slot), made.get(key, []), key)
+            for slot, key in own:
+                if key is not None and is_output(slot, call.phase):
+                    made.setdefault(key, []).append(_ValueEnd(call, slot))
+
+    def _link(self, taker: _ValueEnd, makers: list[_ValueEnd], key: tuple[Phase, int, int]) -> None:
+        around = set(_around(taker.call))
+        beside = [maker for maker in makers if maker.call not in around]
+        if beside:
+            maker = beside[-1]
+            outer = {each.call: each for each in beside}
+            for call in _around(maker.call):
+                if call in around:
+                    break
+                maker = outer.get(call, maker)
+        else:
+            parent = taker.call.parent
+            given = () if parent is None else parent.slots.items()
+            handed = [s for s, v in given if is_input(s, taker.call.phase) and _key(v) == key]
+            if parent is None or not handed:
+                return
+            maker = _ValueEnd(parent, handed[0])
+        self._from[id(taker.call), taker.slot] = maker
+        takers = self._to[id(maker.call), maker.slot]
+        if len(takers) < _MOST_TAKERS:
+            takers.append(taker)
+
+    def producer(self, call: CallView, slot: str) -> _ValueEnd | None:
+        """Return what made an input, or the call that handed it down; None where bytes do not
+        tell."""
+        return self._from.get((id(call), slot))
+
+    def consumers(self, call: CallView, slot: str) -> list[_ValueEnd]:
+        """Return the first calls that took a value."""
+        return self._to.get((id(call), slot), [])
+
+
+def _key(values: SlotValues) -> tuple[Phase, int, int] | None:
+    """Return what values with the same bytes share; None where they may share it by chance."""
+    if values.dtype == "python" or not len(values.ranks) or not values.is_known[0]:
+        return None
+    if not values.column("min")[0] < values.column("max")[0]:
+        return None
+    return values.call.phase, int(values.ranks[0]), int(values.hashes[0])
+
+
+def _around(call: CallView) -> list[CallView]:
+    found = []
+    at: CallView | None = call
+    while at is not None:
+        found.append(at)
+        at = at.parent
+    return found
