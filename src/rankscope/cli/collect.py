@@ -87,7 +87,9 @@ def command(
     if shared and bind:
         raise SettingError("--shared listens nowhere: leave --bind away, or --shared")
     selected = settings_from({"ranks": ranks}, {}).ranks
-    traced_ranks = _count(selected, world_size)
+    traced_ranks = world_size if selected is None else sum(rank < world_size for rank in selected)
+    if not traced_ranks:
+        raise SettingError(f"--ranks: none of these is in a world of {world_size}")
     if keys is not None and not is_tcp(bind):
         raise SettingError("--keys are those of TCP: give --bind tcp://HOST:PORT, or no keys")
     own = None if keys is None else read_keys(keys.expanduser(), is_collector=True)
@@ -117,13 +119,6 @@ def command(
         keys=own,
     )
     raise typer.Exit(_collect(options))
-
-
-def _count(selected: Sequence[int] | None, world_size: int) -> int:
-    traced = world_size if selected is None else sum(rank < world_size for rank in selected)
-    if not traced:
-        raise SettingError(f"--ranks: none of these is in a world of {world_size}")
-    return traced
 
 
 def _collect(options: CollectorOptions) -> int:
