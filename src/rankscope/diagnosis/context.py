@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.coverage import Coverage
 from rankscope.diagnosis.layouts import Layouts
-from rankscope.diagnosis.rankclock import RankClock
+from rankscope.diagnosis.rankclock import times_of_value
 from rankscope.diagnosis.replicas import InferredReplicas
 from rankscope.diagnosis.stepview import SlotValues, StepView
 from rankscope.record.finding import Kind
@@ -133,9 +133,7 @@ class CheckContext:
 
     run: Mapping[str, Any]
     """The run header, as in docs/trace-format.md."""
-    columns: Mapping[str, Array]
     layouts: Layouts
-    clock: RankClock
     coverage: Coverage
     hosts: Mapping[int, str] = field(default_factory=dict)
     """{rank: its host}"""
@@ -162,9 +160,5 @@ class CheckContext:
         ranks where nothing else is said."""
         of = np.asarray(ranks) if members is None else members
         call, slot = values.call, values.slot
-        times_ns = self.times(values, of)
+        times_ns = times_of_value(values, of)
         return candidate_at(step_view, call, kind, slot, ranks, of, times_ns, message, **more)
-
-    def times(self, values: SlotValues, ranks: Array) -> Array:
-        """Return when these ranks had the value."""
-        return self.clock.of_value(values, ranks)

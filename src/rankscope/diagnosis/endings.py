@@ -25,6 +25,7 @@ from rankscope.diagnosis.lastcalls import (
     last_calls,
     last_words,
 )
+from rankscope.diagnosis.rankclock import times_of_call
 from rankscope.diagnosis.stepview import CallView, StepView
 from rankscope.errors import TraceError
 from rankscope.record.finding import Kind
@@ -217,7 +218,7 @@ def _stopped_first(ranks: list[int], last: dict[int, LastCall], context: CheckCo
         call = last[other].call
         if one not in call.ranks:
             return False
-        return bool(context.clock.of_call(call, np.array([one]))[0] < last[one].time_ns)
+        return bool(times_of_call(call, np.array([one]))[0] < last[one].time_ns)
 
     stopped = [rank for rank in ranks if rank in last and last[rank].waiting is None]
     return [
@@ -272,4 +273,4 @@ def _call_left(each: LastCall, rank: int, end: _End, context: CheckContext) -> C
         return left[-1]
     calls = [call for call in own if call.phase is not Phase.COLLECTIVE]
     at = np.array([rank])
-    return max(calls, key=lambda c: int(context.clock.of_call(c, at)[0]), default=each.call)
+    return max(calls, key=lambda c: int(times_of_call(c, at)[0]), default=each.call)

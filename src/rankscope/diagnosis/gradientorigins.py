@@ -28,6 +28,7 @@ from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.datapeers import root_calls, same_inputs
 from rankscope.diagnosis.distances import sides, sides_text
+from rankscope.diagnosis.rankclock import times_of_value
 from rankscope.diagnosis.replicas import InferredReplicas
 from rankscope.diagnosis.rules.equality import drawn_apart_advice, is_within_rounding
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView
@@ -105,7 +106,7 @@ def _apart_in_backward(
         if came and not differing and all(values.agree(group) is not None for values in came):
             depth = call.path.count(".") + bool(call.path)
             places += [
-                (int(context.times(values, group).min()), -depth, values)
+                (int(times_of_value(values, group).min()), -depth, values)
                 for values in call.outputs
                 if _differs(values, group) and _agrees(own, values, "grad_input", group)
             ]

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import rounding_of
+from rankscope.diagnosis.rankclock import times_of_call
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView
 from rankscope.record.phases import Phase
 from rankscope.record.statistics import NONFINITE
@@ -129,13 +130,13 @@ def _is_between(
 ) -> bool:
     """True where a pass came behind the optimizer step before, and before this one."""
     rank = left.ranks[:1]
-    now = context.clock.of_call(left.call, rank)[0]
-    if rank[0] not in taken.ranks or now > context.clock.of_call(taken.call, rank)[0]:
+    now = times_of_call(left.call, rank)[0]
+    if rank[0] not in taken.ranks or now > times_of_call(taken.call, rank)[0]:
         return False
     return (
         earlier is None
         or rank[0] not in earlier.ranks
-        or bool(now > context.clock.of_call(earlier.call, rank)[0])
+        or bool(now > times_of_call(earlier.call, rank)[0])
     )
 
 

@@ -18,6 +18,7 @@ from rankscope.diagnosis.issuedcollectives import (
     ranks_in_doubt,
 )
 from rankscope.diagnosis.lastcalls import MOST_LISTED, ORDERLY, LastCall, last_words
+from rankscope.diagnosis.rankclock import span_of_call, times_of_call
 from rankscope.diagnosis.stepview import CallView, StepView
 from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named, ranks_text
@@ -102,7 +103,7 @@ def _is_because_of(
         a, b = _same_call(step_view, one), _same_call(step_view, other)
         common = np.intersect1d(a.ranks, b.ranks)[:1] if a and b else None
         if a is not None and b is not None and common is not None and len(common):
-            return bool(context.clock.of_call(a, common) < context.clock.of_call(b, common))
+            return bool(times_of_call(a, common) < times_of_call(b, common))
     calls = hang.step_view.calls
     return calls.index(one) < calls.index(other) if one in calls and other in calls else False
 
@@ -195,12 +196,12 @@ def _when(
     away = [rank for rank in hang.missing if rank in last]
     late = {rank: h.issue.call for h in after for rank in h.waiting}
     left = [
-        int(context.clock.of_call(late[rank], np.array([rank]))[0]) - 1
+        int(times_of_call(late[rank], np.array([rank]))[0]) - 1
         if rank in late
         else last[rank].time_ns + 2
         for rank in away
     ]
-    times = np.concatenate([context.clock.of_call(issue.call, there), np.array(left, np.int64)])
+    times = np.concatenate([times_of_call(issue.call, there), np.array(left, np.int64)])
     return np.concatenate([there, np.array(away, np.int64)]), times
 
 
@@ -265,7 +266,7 @@ class _Patience:
         longest_ns = 0
         for step_view in step_views:
             for issue in issues_of(step_view):
-                begins, ends = context.clock.span(issue.call, issue.ranks)
+                begins, ends = span_of_call(issue.call, issue.ranks)
                 longest_ns = max(longest_ns, int((ends - begins).max()))
         self.seconds = max(_FEWEST_S, _TIMES_LONGEST * longest_ns / 1e9)
         self._now_s = now_s

@@ -35,6 +35,7 @@ from rankscope.diagnosis.issuedcollectives import (
     ranks_in_doubt,
 )
 from rankscope.diagnosis.lastcalls import ORDERLY
+from rankscope.diagnosis.rankclock import issued_counts, span_of_call, times_of_call
 from rankscope.diagnosis.rules.mismatchedcollectives import facts_text
 from rankscope.diagnosis.stepview import StepView
 from rankscope.record.call import Mode
@@ -123,7 +124,7 @@ class MatchedCollectives:
             group = _group_of(step_view, issue)
             came.setdefault(group, set()).update(issue.ranks.tolist())
             if not issue.sequence:
-                issued = context.clock.issued(issue.call, issue.ranks)
+                issued = issued_counts(issue.call, issue.ranks)
                 counts.setdefault(group, set()).update(issued.tolist())
             if _is_torn(issue, context):
                 met = self._groups.setdefault(group, _Met())
@@ -324,7 +325,7 @@ def _is_torn(issue: IssuedCollective, context: CheckContext) -> bool:
     places = given.at(ranks)
     if not given.is_known[places].all() or (given.flags[places] & int(ValueFlag.MIX64)).any():
         return False
-    begins, ends = context.clock.span(issue.call, ranks)
+    begins, ends = span_of_call(issue.call, ranks)
     by_host: dict[str, list[int]] = {}
     for place, rank in enumerate(ranks.tolist()):
         by_host.setdefault(context.hosts.get(rank, str(rank)), []).append(place)
@@ -362,8 +363,8 @@ def _lines(
             place = (step_view.incarnation, step_view.mode, step_view.step, issue.call.path,
                      issue.call.micro_batch, issue.slot)  # fmt: skip
             owners.setdefault(place, {})[group] = number
-            times = context.clock.of_call(issue.call, issue.ranks).tolist()
-            counts = context.clock.issued(issue.call, issue.ranks).tolist()
+            times = times_of_call(issue.call, issue.ranks).tolist()
+            counts = issued_counts(issue.call, issue.ranks).tolist()
             issued = dict(zip(issue.ranks.tolist(), counts))
             device = _device_of(issue)
             for rank, time_ns in zip(issue.ranks.tolist(), times):

@@ -12,8 +12,9 @@ from rankscope.export.rows import Row, rows_of
 from rankscope.export.subset import Selection
 from rankscope.record.statistics import COUNTS, NUMBERS
 from rankscope.run.filenames import Progress
-from rankscope.tree.digests import Columns, column_digest
+from rankscope.tree.digests import column_digest
 from rankscope.tree.jsontext import number, statistic
+from rankscope.tree.step import StepColumns
 from rankscope.tree.views import Trace
 
 __all__ = ["write"]
@@ -25,21 +26,22 @@ def write(
     trace: Trace, selection: Selection, place: ExportPlace, progress: Progress
 ) -> Sequence[str]:
     """Write the lines, one step in memory at a time."""
-    columns, ranks = trace.columns(), selection.ranks(trace)
+    ranks = selection.ranks(trace)
     groups, lines = len(selection.groups(trace)), 0
     encode = json.JSONEncoder(check_circular=False, allow_nan=False).encode
     with place.target.open("w", encoding="ascii") as file:
         for done, (step, nodes) in enumerate(selection.walk(trace)):
             progress("writing values", done / groups)
-            for row in rows_of(step, nodes, columns, ranks):
-                file.write(encode(_line(row, columns)) + "\n")
-                lines += 1
+            for node in nodes:
+                for row in rows_of(step, node, ranks):
+                    file.write(encode(_line(row, node.step)) + "\n")
+                    lines += 1
     if not lines:
         raise SelectionError("the trace holds no value in what is asked for")
     return (f"{lines} values, one a line",)
 
 
-def _line(row: Row, columns: Columns) -> dict[str, Any]:
+def _line(row: Row, columns: StepColumns) -> dict[str, Any]:
     shared, fold, rank, at = row
     is_digested = bool(columns["values.digested"][at])
     return {
@@ -56,7 +58,7 @@ def _line(row: Row, columns: Columns) -> dict[str, Any]:
     }
 
 
-def _numbers(columns: Columns, at: int) -> dict[str, Any]:
+def _numbers(columns: StepColumns, at: int) -> dict[str, Any]:
     digest = column_digest(columns, at)
     return {
         **{name: digest.number(name) for name in COUNTS},

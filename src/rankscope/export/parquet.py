@@ -31,8 +31,8 @@ from rankscope.record.call import CallStatus
 from rankscope.record.statistics import COUNTS, NUMBERS
 from rankscope.run.filenames import Progress
 from rankscope.run.replacing import replacing
-from rankscope.tree.digests import Columns
 from rankscope.tree.slotview import Fold, SlotView
+from rankscope.tree.step import StepColumns
 from rankscope.tree.views import Node, Step, Trace
 
 try:
@@ -144,11 +144,13 @@ def write_step(
         ranks: whose values and calls; default those of all ranks.
 
     Raises:
-        TraceError: the tree and its columns do not fit.
+        TraceError: the trace is damaged.
         OSError: a file cannot be written.
     """
-    columns = trace.columns()
     known = list(step.passing() if nodes is None else nodes)
+    if not known:
+        return StepRows(0, 0, 0)
+    columns = known[0].step
     wanted = frozenset(int(rank["rank"]) for rank in trace.run["ranks"]) if ranks is None else ranks
     about = {
         "rankscope.run": str(trace.run["id"]),
@@ -162,9 +164,9 @@ def write_step(
         _Table(folder / "samples" / name, SAMPLES, about) as samples,
         _Table(folder / "calls" / name, CALLS, about) as calls,
     ):
-        for batch in _batches(_calls_in_order(step, known, columns, wanted)):
+        for batch in _batches(_calls_in_order(step, known, wanted)):
             calls.add(_calls(batch, columns))
-        for batch in _batches(_values_in_order(step, known, columns, wanted)):
+        for batch in _batches(_values_in_order(step, known, wanted)):
             values.add(_values(batch, columns))
             for piece in _samples(batch, columns):
                 samples.add(piece)
@@ -250,7 +252,7 @@ class _Batch(NamedTuple):
     """Which of `owners` is a row's."""
     rank: NDArray[np.int64]
     row: NDArray[np.int64]
-    """Where its numbers stand in the columns of the trace."""
+    """Where its numbers stand in the columns of the step."""
 
 
 def _batches(parts: Iterable[_Batch]) -> Iterator[_Batch]:
@@ -294,9 +296,7 @@ def _turn(node: Node) -> tuple[int, int]:
     return -1 if node.micro_batch is None else node.micro_batch, node.ordinal
 
 
-def _values_in_order(
-    step: Step, nodes: Iterable[Node], columns: Columns, ranks: frozenset[int]
-) -> Iterator[_Batch]:
+def _values_in_order(step: Step, nodes: Iterable[Node], ranks: frozenset[int]) -> Iterator[_Batch]:
     """Yield the values of one slot after the other, by path, phase, slot, micro-batch, ordinal."""
     found: dict[tuple[Any, ...], tuple[Node, list[SlotView]]] = {}
     for node in nodes:
@@ -306,7 +306,7 @@ def _values_in_order(
     for key in sorted(found):
         node, slots = found.pop(key)
         call = call_fields(step, node)
-        held = (slot_rows(call, slot, columns, ranks) for slot in slots)
+        held = (slot_rows(call, slot, ranks) for slot in slots)
         parts = [_of_slot(each) for each in held if len(each.row)]
         if not parts:
             continue
@@ -320,18 +320,16 @@ def _of_slot(held: SlotRows) -> _Batch:
     return _Batch(owners, held.fold, held.rank, held.row)
 
 
-def _calls_in_order(
-    step: Step, nodes: Iterable[Node], columns: Columns, ranks: frozenset[int]
-) -> Iterator[_Batch]:
+def _calls_in_order(step: Step, nodes: Iterable[Node], ranks: frozenset[int]) -> Iterator[_Batch]:
     """Yield the calls of one node after the other, by path, phase, micro-batch and ordinal."""
     wanted = np.array(sorted(ranks), np.int64)
     found = sorted(
-        ((*_place(node), *_turn(node), node.id, node.call_rows, node) for node in nodes),
+        ((*_place(node), *_turn(node), node.id, node) for node in nodes),
         key=lambda each: each[:5],
     )
-    for *_, rows, node in found:
-        rank = columns["calls.rank"][rows.start : rows.stop].astype(np.int64)
-        row = np.arange(rows.start, rows.stop)
+    for *_, node in found:
+        rank = np.array(node.ranks, np.int64)
+        row = np.arange(node.call_rows.start, node.call_rows.stop)
         order = np.argsort(rank, kind="stable")
         order = order[np.isin(rank[order], wanted)]
         owner = _Owner(call_fields(step, node), None)
@@ -356,7 +354,7 @@ def _shared(batch: _Batch, schema: Any) -> dict[str, Any]:
     return made | {"rank": batch.rank}
 
 
-def _calls(batch: _Batch, columns: Columns) -> dict[str, Any]:
+def _calls(batch: _Batch, columns: StepColumns) -> dict[str, Any]:
     made = _shared(batch, CALLS)
     duration = columns["calls.duration_ns"][batch.row]
     status, place = np.unique(columns["calls.status"][batch.row], return_inverse=True)
@@ -368,7 +366,7 @@ def _calls(batch: _Batch, columns: Columns) -> dict[str, Any]:
     }
 
 
-def _values(batch: _Batch, columns: Columns) -> dict[str, Any]:
+def _values(batch: _Batch, columns: StepColumns) -> dict[str, Any]:
     at = batch.row
     is_digested = columns["values.digested"][at]
     made = _shared(batch, VALUES)
@@ -390,7 +388,7 @@ def _values(batch: _Batch, columns: Columns) -> dict[str, Any]:
     return made
 
 
-def _samples(batch: _Batch, columns: Columns) -> Iterator[dict[str, Any]]:
+def _samples(batch: _Batch, columns: StepColumns) -> Iterator[dict[str, Any]]:
     """Yield the samples of the values of a row group, a row group at a time."""
     sketches, at = columns["samples.sketch"], batch.row
     counts = np.where(columns["values.sample_row"][at] >= 0, columns["values.sample_count"][at], 0)

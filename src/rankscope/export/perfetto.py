@@ -26,7 +26,7 @@ from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_text
 from rankscope.record.statistics import COUNTS, numbers_with_first
 from rankscope.run.filenames import Progress
-from rankscope.tree.digests import Columns, column_digest
+from rankscope.tree.digests import column_digest
 from rankscope.tree.views import Node, Step, Trace
 
 __all__ = ["MAX_EVENTS", "SliceEdge", "Span", "edges", "write"]
@@ -145,12 +145,11 @@ class _RankCall(NamedTuple):
     status: str
 
 
-def _calls_of(node: Node, columns: Columns) -> Iterator[_RankCall]:
-    """Yield the calls of a node of a trace with these columns, by rank."""
-    rows = slice(node.call_rows.start, node.call_rows.stop)
+def _calls_of(node: Node) -> Iterator[_RankCall]:
+    """Yield the calls of a node, by rank."""
     names = ("rank", "start_ns", "duration_ns", "status")
     for rank, start, duration, status in zip(
-        *(columns[f"calls.{name}"][rows].tolist() for name in names)
+        *(node.step[f"calls.{name}"][node.call_rows].tolist() for name in names)
     ):
         end = None if duration < 0 else start + duration
         yield _RankCall(rank, start, end, CallStatus.word_of(status))
@@ -165,7 +164,7 @@ def write(
     max_events: int = MAX_EVENTS,
 ) -> Sequence[str]:
     """Write the archive; steps that would be too much for a viewer are left out, and named."""
-    wanted, columns = selection.ranks(trace), trace.columns()
+    wanted = selection.ranks(trace)
     lives = _lives(trace, wanted, place.scratch)
     groups, written, left = len(selection.groups(trace)), 0, list[str]()
     for done, (step, nodes) in enumerate(selection.walk(trace)):
@@ -175,7 +174,7 @@ def write(
         if len(ranks) < len(counts):
             name = group_name(step)
             left.append(f"{name}, ranks {ranks_text(set(counts) - ranks)}" if ranks else name)
-        for rank in _write_step(step, nodes, lives, columns, ranks):
+        for rank in _write_step(step, nodes, lives, ranks):
             written += counts[rank]
     if not written:
         raise SelectionError(
@@ -212,8 +211,8 @@ def _said(written: int, here: list[_Rank], left: list[str], limit: int) -> list[
 def _lives(trace: Trace, wanted: frozenset[int], folder: Path) -> dict[tuple[int, int], _Rank]:
     """Return what becomes a process, by rank and incarnation."""
     lives = {}
-    starts = trace.columns()["calls.start_ns"]
-    epoch_ns = int(starts.min(initial=starts[0])) if len(starts) else 0
+    starts = (step.columns()["calls.start_ns"] for step in (*trace.setup, *trace.steps))
+    epoch_ns = min((int(each.min()) for each in starts if len(each)), default=0)
     taken = set[tuple[str, int]]()
     for number, one in enumerate(trace.run["ranks"]):
         rank, incarnation = int(one["rank"]), int(one["incarnation"])
@@ -261,7 +260,6 @@ def _write_step(
     step: Step,
     nodes: Sequence[Node],
     lives: dict[tuple[int, int], _Rank],
-    columns: Columns,
     ranks: frozenset[int],
 ) -> Iterator[int]:
     """Append a step to the files of its ranks; yield each rank that has it."""
@@ -269,13 +267,13 @@ def _write_step(
     instants: dict[int, list[tuple[int, bytes]]] = {rank: [] for rank in ranks}
     for node in nodes if ranks else ():
         shared = _call_content(step, node)
-        results = _results(step, node, columns, ranks)
+        results = _results(step, node, ranks)
         troubles = {
             (rank, trouble.status): trouble.error
             for trouble in _troubles(node)
             for rank in trouble.ranks
         }
-        for call in _calls_of(node, columns):
+        for call in _calls_of(node):
             if call.rank not in ranks:
                 continue
             own: dict[str, packets.Argument] = {"status": call.status}
@@ -343,12 +341,12 @@ def _trouble_content(node: Node, status: str, error: str) -> bytes:
 
 
 def _results(
-    step: Step, node: Node, columns: Columns, ranks: frozenset[int]
+    step: Step, node: Node, ranks: frozenset[int]
 ) -> dict[int, dict[str, packets.Argument]]:
     """Return what came out of a call on each rank, as arguments by slot."""
     stems = node.phase.facts.results
     found: dict[int, dict[str, packets.Argument]] = {}
-    for shared, fold, rank, row in rows_of(step, [node], columns, ranks) if stems else ():
+    for shared, fold, rank, row in rows_of(step, node, ranks) if stems else ():
         slot = shared["slot"]
         mine = found.setdefault(rank, {})
         if slot.partition(".")[0] not in stems or len(mine) >= _MAX_RESULTS:
@@ -361,8 +359,8 @@ def _results(
             arguments["placements"] = " ".join(f"{k}={v}" for k, v in shared["placements"].items())
         if fold.flags:
             arguments["flags"] = ",".join(fold.flags)
-        if columns["values.digested"][row]:
-            digest = column_digest(columns, row)
+        if node.step["values.digested"][row]:
+            digest = column_digest(node.step, row)
             numbers = {n: digest.number(n) for n in numbers_with_first("mean", "std")}
             arguments |= {name: value for name, value in numbers.items() if not math.isnan(value)}
             arguments |= {name: digest.number(name) for name in (*COUNTS[1:], *COUNTS[:1])}

@@ -4,14 +4,12 @@ named here; `jsonl` and `parquet` each name the numbers of a rank, and parquet's
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from rankscope.errors import TraceError
 from rankscope.record.value import is_form
-from rankscope.tree.digests import Columns
 from rankscope.tree.slotview import Fold, SlotView
 from rankscope.tree.views import Node, Step
 
@@ -30,7 +28,7 @@ class Row(NamedTuple):
     """What this rank shares with the ranks that hold the same: local shape, flags, note."""
     rank: int
     row: int
-    """Where its numbers stand in the value columns."""
+    """Where its numbers stand in the values of its step."""
 
 
 class SlotRows(NamedTuple):
@@ -56,47 +54,30 @@ def value_slots(node: Node) -> list[SlotView]:
     return [slot for slot in node.slots if not is_form(slot.slot)]
 
 
-def rows_of(
-    step: Step, nodes: Iterable[Node], columns: Columns, ranks: frozenset[int]
-) -> Iterator[Row]:
-    """Yield the rows of some nodes of a step, for some ranks.
-
-    Raises:
-        TraceError: the tree and its columns do not fit.
-    """
-    for node in nodes:
-        call: dict[str, Any] = {}
-        for slot in value_slots(node):
-            call = call or call_fields(step, node)
-            held = slot_rows(call, slot, columns, ranks)
-            for fold, rank, row in zip(held.fold.tolist(), held.rank.tolist(), held.row.tolist()):
-                yield Row(held.shared, held.folds[fold], rank, row)
+def rows_of(step: Step, node: Node, ranks: frozenset[int]) -> Iterator[Row]:
+    """Yield the rows of a node of a step, for some ranks."""
+    call: dict[str, Any] = {}
+    for slot in value_slots(node):
+        call = call or call_fields(step, node)
+        held = slot_rows(call, slot, ranks)
+        for fold, rank, row in zip(held.fold.tolist(), held.rank.tolist(), held.row.tolist()):
+            yield Row(held.shared, held.folds[fold], rank, row)
 
 
-def slot_rows(
-    call: dict[str, Any], slot: SlotView, columns: Columns, ranks: frozenset[int]
-) -> SlotRows:
+def slot_rows(call: dict[str, Any], slot: SlotView, ranks: frozenset[int]) -> SlotRows:
     """Return the values of one slot entry on some ranks.
 
     Args:
         call: `call_fields` of its node.
         slot: the entry.
-        columns: of the trace.
         ranks: those that are wanted.
-
-    Raises:
-        TraceError: the tree and its columns do not fit.
     """
-    rows, folds, column = slot.rows, slot.pieces, columns["values.rank"]
-    if rows.stop > len(column):
-        raise TraceError(
-            f"{call['path'] or '(root)'} {slot.slot}: rows up to {rows.stop} of "
-            f"{len(column)}: the trace is damaged"
-        )
-    held = column[rows.start : rows.stop].tolist()
+    folds = slot.pieces
     whose = {rank: place for place, fold in enumerate(folds) for rank in fold.ranks}
     found = [
-        (whose[rank], rank, row) for row, rank in zip(rows, held) if rank in ranks and rank in whose
+        (whose[rank], rank, row)
+        for row, rank in enumerate(slot.ranks, slot.rows.start)
+        if rank in ranks
     ]
     table = np.array(found, np.int64).reshape(-1, 3)
     shared = call | _slot_fields(slot) if found else {}

@@ -20,7 +20,6 @@ from rankscope.page.valuechoice import ValueChoice
 from rankscope.page.verdicthtml import job_html
 from rankscope.record.finding import Report
 from rankscope.run.filenames import Progress
-from rankscope.tree.joinedcolumns import as_arrays
 from rankscope.tree.selection import nothing_matched
 from rankscope.tree.views import Trace
 
@@ -109,9 +108,8 @@ class _CheckPage:
             if row is not None:
                 marked.setdefault(row, set()).update(finding.ranks)
         details = CallDetails(cells.rows, marked)
-        columns = as_arrays(trace.columns())
         for number, step in enumerate((*trace.setup, *trace.steps)):
             if number in choice.rows_of:
-                view = step_view_of(step, columns)
+                view = step_view_of(step)
                 details.add(number, view, cells.held[number], choice.rows_of[number])
         return details.calls

@@ -32,7 +32,7 @@ def places_in(
     last: dict[int, LastCall] = {}
     steps = [*trace.setup, *trace.steps][-_LAST_STEPS:]
     if context is not None:
-        last = last_calls([step_view_of(step, context.columns) for step in steps], context)
+        last = last_calls([step_view_of(step) for step in steps], context)
     places = {rank: _place(end, last.get(rank)) for rank, end in ends_of(trace).items()}
     return places, {rank: each.time_ns for rank, each in last.items()}
 

@@ -301,7 +301,7 @@ class _Planning:
 
     def _is_common(self, peers: Peers) -> bool:
         """True for what does not depend on the batch, such as a table of positions."""
-        prints = prints_of(self._trace.columns(), self._value.views)
+        prints = prints_of(self._value.views)
         if len({*prints.values()}) != 1 or not prints.keys() >= self._shapes.keys():
             return False
         dim = self._batch_dim

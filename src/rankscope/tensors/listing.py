@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-import numpy as np
-
 from rankscope.chunks.chunkheader import chunk_folder, chunk_numbers, chunk_path
 from rankscope.chunks.finishing import damaged
 from rankscope.chunks.tensorfiles import TensorFiles
@@ -38,10 +36,14 @@ def tensor_faults(trace: Path) -> Iterator[str]:
 
 def missing_chunks(trace: Trace) -> Iterator[str]:
     """Yield a line for each chunk that values of a finished trace lie in and that is not there."""
-    columns = trace.columns()
-    names = ("values.rank", "values.incarnation", "values.chunk")
-    rows = np.stack([np.asarray(columns[name], np.int64) for name in names], axis=1)
-    for rank, incarnation, number in np.unique(rows[rows[:, 2] > 0], axis=0).tolist():
+    named: set[tuple[int, int, int]] = set()
+    for step in (*trace.setup, *trace.steps):
+        columns = step.columns()
+        numbers, ranks = columns["values.chunk"], columns["values.rank"]
+        is_kept = numbers > 0
+        rows = zip(ranks[is_kept].tolist(), numbers[is_kept].tolist())
+        named.update((rank, step.incarnation, number) for rank, number in rows)
+    for rank, incarnation, number in sorted(named):
         stream = StreamId(rank=rank, incarnation=incarnation)
         name = chunk_path(chunk_folder(trace.path, stream), number)
         if not name.is_file():

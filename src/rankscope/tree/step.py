@@ -183,10 +183,6 @@ class StepColumns:
     texts: StepTexts
     began_ns: int
     """Wall clock of the first call of the run."""
-    first_value: int = 0
-    """Row of its first value among those of the whole trace."""
-    first_call: int = 0
-    """The same for calls."""
     combined: dict[int, tuple[Combined, ...]] = field(default_factory=dict)
     """Numbers of whole tensors by entry, as far as somebody asked (`combinedslots`)."""
     _ranks: dict[bytes, tuple[int, ...]] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from rankscope.layout.placement import Mesh, Placement, Ranges
 from rankscope.layout.plan import Piece
 from rankscope.record.notes import NoteKind
 from rankscope.record.statistics import STATISTICS
-from rankscope.record.value import ValueFlag
+from rankscope.record.value import SKETCH_SIZE, ValueFlag
 from rankscope.record.wholestatistics import Combined
 from rankscope.tree.slotview import SlotView
 
@@ -36,6 +36,7 @@ NO_TENSOR: Final = "no tensor was there"
 EVERY_PLACE: Final = -1
 """The place of a whole that holds the batches of all data-parallel ranks."""
 _NUMBERS: Final = tuple((s.name, "u8" if s.is_count else "f8") for s in STATISTICS)
+_DIGEST: Final = np.dtype([("hash", "u8"), *_NUMBERS, ("sketch", "f8", (SKETCH_SIZE,))])
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -81,12 +82,8 @@ class _MeshPlan:
 class WholeValues:
     """Composes the values of one trace; plans are made once per layout and set of ranks."""
 
-    def __init__(self, columns: Mapping[str, Array], layouts: Layouts, lost: LostRanks) -> None:
-        self._columns, self._layouts, self._lost = columns, layouts, lost
-        sketch_size = columns["values.sketch"].shape[1]
-        self._dtype = np.dtype(
-            [("hash", "u8"), *_NUMBERS, ("sketch", "f8", (sketch_size,))],
-        )
+    def __init__(self, layouts: Layouts, lost: LostRanks) -> None:
+        self._layouts, self._lost = layouts, lost
         self._plans: dict[Any, list[_MeshPlan]] = {}
 
     def of(self, values: SlotValues, places: Array | None) -> Wholes | str:
@@ -103,7 +100,7 @@ class WholeValues:
         unknown = self._lost.of(values)
         if unknown:
             return unknown
-        made = _Making(values, places, self._digests(values), self._columns["samples.sketch"])
+        made = _Making(values, places)
         reasons = []
         for view in values.views:
             meshes = self._meshes(view, values)
@@ -123,12 +120,6 @@ class WholeValues:
     ) -> dict[int, Wholes | str]:
         """Return the same of every micro-batch that has the slot."""
         return {call: self.of(values, places) for call, values in by_call.items()}
-
-    def _digests(self, values: SlotValues) -> Array:
-        rows = np.empty(len(values.ranks), self._dtype)
-        for name in self._dtype.names or ():
-            rows[name] = values.column(name)
-        return rows
 
     def _meshes(self, view: SlotView, values: SlotValues) -> list[_MeshPlan] | None:
         """Return how the pieces of each mesh are composed; None of a value nothing describes."""
@@ -210,11 +201,12 @@ def _plans_by_mesh(pieces: Mapping[int, Piece], at: Array, ranks: Array) -> list
 class _Making:
     """Collects the wholes of one slot."""
 
-    def __init__(
-        self, values: SlotValues, places: Array | None, digests: Array, samples: Array
-    ) -> None:
+    def __init__(self, values: SlotValues, places: Array | None) -> None:
         self._values, self._places = values, places
-        self._digests, self._samples = digests, samples
+        self._digests = np.empty(len(values.ranks), _DIGEST)
+        for name in _DIGEST.names or ():
+            self._digests[name] = values.column(name)
+        self._samples = values.call.node.step["samples.sketch"]
         self._first = values.column("sample_row")
         self._count = values.column("sample_count")
         self._dim = values.column("sample_dim")

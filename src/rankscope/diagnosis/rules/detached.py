@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.issuedcollectives import IssuedCollective, issues_in
+from rankscope.diagnosis.rankclock import times_of_value
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
@@ -155,7 +156,7 @@ def _candidate(
         f"param:{name}",
         ranks,
         ranks,
-        context.times(values, ranks),
+        times_of_value(values, ranks),
         f"has no gradient on {ranks_named(ranks.tolist())}: what the module gave went through "
         f"{issue.op}{f' ({at})' if at else ''}, which keeps no graph",
         advice=_ADVICE,

@@ -24,6 +24,7 @@ from rankscope.diagnosis.issuedcollectives import (
     known_collectives,
 )
 from rankscope.diagnosis.messages import Message, message_value
+from rankscope.diagnosis.rankclock import times_of_call
 from rankscope.diagnosis.stepview import SlotValues, StepView
 from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named
@@ -222,7 +223,7 @@ def _candidate(
         issue.slot,
         blamed,
         ranks,
-        context.clock.of_call(issue.call, ranks, is_end=True),
+        times_of_call(issue.call, ranks, is_end=True),
         f"{issue.op} of {ranks_named(issue.ranks.tolist())}: {text}",
         evidence=evidence,
         priority=-1,

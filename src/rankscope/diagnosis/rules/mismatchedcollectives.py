@@ -24,6 +24,7 @@ from rankscope.diagnosis.issuedcollectives import (
     issues_of,
     ranks_in_doubt,
 )
+from rankscope.diagnosis.rankclock import times_of_call
 from rankscope.diagnosis.stepview import StepView
 from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named, ranks_text
@@ -89,7 +90,7 @@ def _group_candidate(
         issues[0].slot,
         blamed,
         members,
-        context.clock.of_call(call, members),
+        times_of_call(call, members),
         f"{issues[0].op}: {listed}",
         evidence=lambda: {
             "groups": [
@@ -142,7 +143,7 @@ def _facts_candidate(
 ) -> Candidate:
     ranks = np.concatenate([issue.ranks for issue in issues])
     keys = np.array([text for issue, text in zip(issues, facts) for _ in issue.ranks])
-    times = np.concatenate([context.clock.of_call(i.call, i.ranks) for i in issues])
+    times = np.concatenate([times_of_call(i.call, i.ranks) for i in issues])
     order = np.argsort(ranks, kind="stable")
     listed = "; ".join(
         f"{ranks_named(i.ranks.tolist())}: {text} in {i.call.path or '(root)'}"
@@ -191,7 +192,7 @@ def _swapped(
     crossed = [n for n in range(length) if len({line[n] for line in sites.values()}) > 1]
     times = np.array(
         [
-            min(int(context.clock.of_call(lines[r][n][1].call, np.array([r]))[0]) for n in crossed)
+            min(int(times_of_call(lines[r][n][1].call, np.array([r]))[0]) for n in crossed)
             for r in ranks.tolist()
         ]
     )

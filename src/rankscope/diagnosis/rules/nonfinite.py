@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import sides
+from rankscope.diagnosis.rankclock import times_of_value
 from rankscope.diagnosis.stepview import SlotValues, StepView, is_input, is_output
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
@@ -147,7 +148,7 @@ def _first_by_rank(
     first: dict[int, _First] = {}
     for values, places in spoiled:
         ranks = values.ranks[places]
-        for rank, time_ns in zip(ranks.tolist(), context.times(values, ranks).tolist()):
+        for rank, time_ns in zip(ranks.tolist(), times_of_value(values, ranks).tolist()):
             if rank not in first or time_ns < first[rank].time_ns:
                 first[rank] = _First(values=values, time_ns=time_ns, level=_level(values))
     return first

@@ -21,6 +21,7 @@ from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.datapeers import same_inputs
 from rankscope.diagnosis.distances import minority
+from rankscope.diagnosis.rankclock import times_of_call
 from rankscope.diagnosis.replicas import InferredReplicas
 from rankscope.diagnosis.rules.stages import stage_edges
 from rankscope.diagnosis.stepview import (
@@ -215,7 +216,7 @@ def _uncalled(
         "",
         absent if len(present) >= len(absent) else present,
         present,
-        context.clock.of_call(call, present),
+        times_of_call(call, present),
         f"{ranks_named(absent.tolist())} did not call it, {ranks_named(present.tolist())} with the "
         f"same data did",
         evidence=lambda: {
@@ -326,7 +327,7 @@ def _run_twice(
         "",
         ranks,
         members,
-        context.clock.of_call(call, members),
+        times_of_call(call, members),
         f"{layer.path} runs on {ranks_named(ranks)}, of which one stage feeds the other: the model "
         f"runs it twice",
         advice="Look at how the layers are split into stages: the end of one range is the begin of "
