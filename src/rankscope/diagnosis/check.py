@@ -138,11 +138,11 @@ def _checked(
         if each_step is not None:
             each_step(step_view, context)
         context.coverage.next_step()
-    candidates += _wrongly_received(messages, steps, context)
+    candidates += _wrongly_received(messages, steps)
     candidates += always_lost_micro_batches(context)
     candidates = without_unreduced(without_uneven_steps(candidates, context), context)
     again = _StepViews(steps)
-    candidates = matched.judged(candidates, again, context, ends_of(trace))
+    candidates = matched.judged(candidates, again, ends_of(trace))
     candidates += _of_the_end(trace, steps, context)
     _note_stalls(trace, context, candidates)
     words = ended_words(trace.run)
@@ -232,16 +232,14 @@ def _with_stalls(
     return {**evidence(), "stalls": stalls}
 
 
-def _wrongly_received(
-    messages: Messages, steps: Sequence[Step], context: CheckContext
-) -> Iterator[Candidate]:
+def _wrongly_received(messages: Messages, steps: Sequence[Step]) -> Iterator[Candidate]:
     """Read the steps again in which something came that was not sent: most traces have none."""
     wrong: dict[int, list[Message]] = {}
     for message in messages.paired():
         if message.is_other:
             wrong.setdefault(message.received.step, []).append(message)
     for number, found in sorted(wrong.items()):
-        yield from wrong_messages(step_view_of(steps[number]), context, found)
+        yield from wrong_messages(step_view_of(steps[number]), found)
 
 
 def _judged(step_view: StepView, context: CheckContext) -> list[Candidate]:

@@ -77,7 +77,7 @@ def _first(step_view: StepView, context: CheckContext, group: Array) -> Iterator
             random = {"random_numbers": values.call.path}
             yield _candidate(step_view, context, values, group, what, advice, **random)
     elif True in made:
-        places = _apart_in_backward(step_view, context, group)
+        places = _apart_in_backward(step_view, group)
         if places:
             _, _, values = min(places, key=lambda place: place[:2])
             is_loss = values.slot.startswith("grad_output")
@@ -87,9 +87,7 @@ def _first(step_view: StepView, context: CheckContext, group: Array) -> Iterator
             yield _candidate(step_view, context, values, group, what, advice)
 
 
-def _apart_in_backward(
-    step_view: StepView, context: CheckContext, group: Array
-) -> list[tuple[int, int, SlotValues]]:
+def _apart_in_backward(step_view: StepView, group: Array) -> list[tuple[int, int, SlotValues]]:
     """Return when, how deep (negative) and which gradients differ although what they are of, and
     what came in, is the same."""
     forward = {_key(call): call for call in step_view.of(Phase.FORWARD)}

@@ -44,7 +44,6 @@ class _Hang:
 
 def hangs_of(
     step_views: Sequence[StepView],
-    context: CheckContext,
     last: dict[int, LastCall],
     ends: dict[int, str],
 ) -> Iterator[Candidate]:
@@ -52,7 +51,6 @@ def hangs_of(
 
     Args:
         step_views: the last steps of the last incarnation.
-        context: what is known beyond one step.
         last: {rank: what it did last}
         ends: {rank: how its stream ends}
     """
@@ -73,8 +71,8 @@ def hangs_of(
             if hang is not None:
                 found.append(hang)
     for hang in found:
-        after = [h for h in found if h is not hang and _is_because_of(h, hang, step_views, context)]
-        yield _hang_candidate(context, hang, after, last)
+        after = [h for h in found if h is not hang and _is_because_of(h, hang, step_views)]
+        yield _hang_candidate(hang, after, last)
 
 
 def ranks_left_open(
@@ -92,9 +90,7 @@ def ranks_left_open(
     }
 
 
-def _is_because_of(
-    later: _Hang, hang: _Hang, step_views: Sequence[StepView], context: CheckContext
-) -> bool:
+def _is_because_of(later: _Hang, hang: _Hang, step_views: Sequence[StepView]) -> bool:
     """True where those who are missing in `later` wait in `hang`, and would come to it first."""
     if not set(later.missing) <= set(hang.waiting):
         return False
@@ -142,9 +138,7 @@ def _hang(
     return _Hang(step_view=step_view, issue=missed, waiting=tuple(left), missing=tuple(missing))
 
 
-def _hang_candidate(
-    context: CheckContext, hang: _Hang, after: list[_Hang], last: dict[int, LastCall]
-) -> Candidate:
+def _hang_candidate(hang: _Hang, after: list[_Hang], last: dict[int, LastCall]) -> Candidate:
     def evidence() -> dict[str, Any]:
         return {
             "waiting": [
@@ -163,7 +157,7 @@ def _hang_candidate(
         }
 
     issue = hang.issue
-    members, times = _when(context, hang, after, last)
+    members, times = _when(hang, after, last)
     heard = [
         f"rank {r} was last in {last[r].call.path or '(root)'}" for r in hang.missing if r in last
     ]
@@ -183,9 +177,7 @@ def _hang_candidate(
     )
 
 
-def _when(
-    context: CheckContext, hang: _Hang, after: list[_Hang], last: dict[int, LastCall]
-) -> tuple[Array, Array]:
+def _when(hang: _Hang, after: list[_Hang], last: dict[int, LastCall]) -> tuple[Array, Array]:
     """Return who is part of a hang, and since when.
 
     Who waits does since it came. Who is missing is after all it did, so what went wrong there
@@ -247,7 +239,7 @@ def without_recent(
 ) -> dict[int, LastCall]:
     """Leave out, and tell of, ranks that came to their collective just before `at_s`: where the job
     goes on, before its records were read."""
-    patience = _Patience(step_views, context, read_s if at_s is None else at_s)
+    patience = _Patience(step_views, read_s if at_s is None else at_s)
     recent = {
         rank: (each.waiting, each.time_ns)
         for rank, each in last.items()
@@ -261,7 +253,7 @@ def without_recent(
 class _Patience:
     """Three times as long as any rank stood in one in the last steps, and 3 s at least."""
 
-    def __init__(self, step_views: Sequence[StepView], context: CheckContext, now_s: float) -> None:
+    def __init__(self, step_views: Sequence[StepView], now_s: float) -> None:
         """Look at the last steps, `step_views`, as of a time on the wall clock."""
         longest_ns = 0
         for step_view in step_views:

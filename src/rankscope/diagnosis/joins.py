@@ -42,13 +42,13 @@ def joins_of(
     """
     for issue in known_collectives(step_view):
         if len(issue.ranks) > 1 and is_one(step_view, issue):
-            yield _collective(issue, context)
+            yield _collective(issue)
     for edge in stage_edges(step_view):
-        yield from _stage(edge, context)
+        yield from _stage(edge)
     yield from _events(step_view, context)
 
 
-def _collective(issue: IssuedCollective, context: CheckContext) -> Join:
+def _collective(issue: IssuedCollective) -> Join:
     ranks = issue.ranks
     begins, ends = span_of_call(issue.call, ranks)
     ends = np.maximum(ends, begins + 1)
@@ -62,7 +62,7 @@ def _collective(issue: IssuedCollective, context: CheckContext) -> Join:
     )
 
 
-def _stage(edge: StageLink, context: CheckContext) -> Iterator[Join]:
+def _stage(edge: StageLink) -> Iterator[Join]:
     sender, receiver = np.array([edge.sender]), np.array([edge.receiver])
     for micro in edge.sent.keys() & edge.taken.keys():
         sent, taken = edge.sent[micro], edge.taken[micro]

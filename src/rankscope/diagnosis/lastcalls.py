@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.issuedcollectives import IssuedCollective, issues_of
 from rankscope.diagnosis.rankclock import times_of_call
 from rankscope.diagnosis.stepview import CallView, StepView
@@ -59,7 +58,7 @@ class LastCall:
     error: str
 
 
-def last_calls(step_views: Sequence[StepView], context: CheckContext) -> dict[int, LastCall]:
+def last_calls(step_views: Sequence[StepView]) -> dict[int, LastCall]:
     """Return {rank: what it did last} in these steps."""
     found: dict[int, LastCall] = {}
     for step_view in step_views:

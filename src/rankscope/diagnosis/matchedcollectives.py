@@ -141,7 +141,6 @@ class MatchedCollectives:
         self,
         candidates: list[Candidate],
         steps: Sequence[StepView],
-        context: CheckContext,
         ends: Mapping[int, str],
     ) -> list[Candidate]:
         """Return the candidates but for those that hold collectives to each other that are not one,
@@ -150,20 +149,19 @@ class MatchedCollectives:
         Args:
             candidates: of single steps.
             steps: all of the trace; each is read again when it is asked for.
-            context: what is known beyond one step.
             ends: {rank: how its last stream ends}
         """
         final = max((incarnation for incarnation, _ in self._last), default=0)
         unlike = [group for group in self._groups if self._is_unlike(group, ends, final)]
         if not unlike:
             return candidates
-        lines, owners = _lines(steps, set(unlike), context)
+        lines, owners = _lines(steps, set(unlike))
         found: list[Candidate] = []
         for group in unlike:
             if self._is_doubtful(group):
                 self._apart[group] = None
                 continue
-            found += self._judged_group(group, lines[group], steps, context, ends, final)
+            found += self._judged_group(group, lines[group], steps, ends, final)
         return [c for c in candidates if self._is_left(c, owners)] + found
 
     def is_one(self, number: int, step_view: StepView, issue: IssuedCollective) -> bool:
@@ -218,7 +216,6 @@ class MatchedCollectives:
         group: _Group,
         lines: dict[int, list[_OwnCall]],
         steps: Sequence[StepView],
-        context: CheckContext,
         ends: Mapping[int, str],
         final: int,
     ) -> Iterator[Candidate]:
@@ -228,7 +225,7 @@ class MatchedCollectives:
             self._apart[group] = None
             return
         if not self._are_whole(incarnation, lines):
-            yield from self._counted_group(group, lines, steps, context)
+            yield from self._counted_group(group, lines, steps)
             return
         longest = max(map(len, lines.values()))
         is_over = all(ends.get(rank) in ORDERLY for rank in lines)
@@ -252,15 +249,11 @@ class MatchedCollectives:
             sides = {rank: line[wrong] for rank, line in lines.items() if wrong < len(line)}
             if len({end.number for end in sides.values()}) == 1:
                 return  # found in its step
-            yield _candidate(group, wrong, sides, steps, context)
+            yield _candidate(group, wrong, sides, steps)
         self._apart[group] = first
 
     def _counted_group(
-        self,
-        group: _Group,
-        lines: dict[int, list[_OwnCall]],
-        steps: Sequence[StepView],
-        context: CheckContext,
+        self, group: _Group, lines: dict[int, list[_OwnCall]], steps: Sequence[StepView]
     ) -> Iterator[Candidate]:
         """The same by torch's count, where that is known and fits what collectives gave."""
         by_count = _by(lines, lambda end: end.counted)
@@ -283,7 +276,7 @@ class MatchedCollectives:
                 continue
             at = {end.number for end in sides.values()}
             if len(at) > 1 or not self._are_level(group, min(at), sides):
-                yield _candidate(group, key[1] - 1, sides, steps, context)
+                yield _candidate(group, key[1] - 1, sides, steps)
             return  # else it was found in its step
 
     def _is_left(self, candidate: Candidate, owners: _Owners) -> bool:
@@ -350,7 +343,7 @@ def _key_of(candidate: Candidate) -> tuple[Any, ...]:
 
 
 def _lines(
-    steps: Sequence[StepView], wanted: set[_Group], context: CheckContext
+    steps: Sequence[StepView], wanted: set[_Group]
 ) -> tuple[dict[_Group, dict[int, list[_OwnCall]]], _Owners]:
     """Return what each rank issued in its own order, and whose each call is."""
     lines: dict[_Group, dict[int, list[_OwnCall]]] = {group: {} for group in wanted}
@@ -449,11 +442,7 @@ def _first_mismatch(lines: Mapping[int, list[_OwnCall]]) -> int | None:
 
 
 def _candidate(
-    group: _Group,
-    wrong: int,
-    sides: Mapping[int, _OwnCall],
-    steps: Sequence[StepView],
-    context: CheckContext,
+    group: _Group, wrong: int, sides: Mapping[int, _OwnCall], steps: Sequence[StepView]
 ) -> Candidate:
     """Return the candidate of a collective that is not one, in the last step that holds a side."""
     ranks = np.array(sorted(sides), np.int64)

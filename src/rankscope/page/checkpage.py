@@ -52,12 +52,9 @@ def check_page(
     cells = CheckCells(trace)
     charts = CheckCharts(cells.rows, cells.planes.world)
 
-    known: list[CheckContext] = []
-
     def each_step(step_view: StepView, context: CheckContext) -> None:
         cells.note(step_view, context)
-        charts.note(step_view, context)
-        known[:] = [context]
+        charts.note(step_view)
 
     report = check(trace, layouts, progress=progress, each_step=each_step)
     cells.mark(report.findings)
@@ -67,7 +64,7 @@ def check_page(
         charts.with_loss(),
         title=trace.path.name,
         job=job_html("", trace),
-        ranks=ranks_html(trace, known[0] if known else None),
+        ranks=ranks_html(trace),
         layout=layout_named(trace.run, layouts),
     )
     return fitting(content, made.chosen, made.details, most_bytes), report

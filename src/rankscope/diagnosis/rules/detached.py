@@ -38,7 +38,7 @@ _SAME: Final = 1e-6
 """Relative distance within which two norms of the same elements lie."""
 
 
-def detached_by_collectives(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+def detached_by_collectives(step_view: StepView, _: CheckContext) -> Iterator[Candidate]:
     """Yield a candidate for every parameter whose gradient ends at a collective."""
     stepped = {
         (values.call.path, values.slot[6:])
@@ -55,7 +55,7 @@ def detached_by_collectives(step_view: StepView, context: CheckContext) -> Itera
                 ended[call.path] = _end_of_graph(step_view, call.path)
             issue = ended[call.path]
             if issue is not None:
-                yield _candidate(step_view, context, values, issue)
+                yield _candidate(step_view, values, issue)
 
 
 def _end_of_graph(step_view: StepView, path: str) -> IssuedCollective | None:
@@ -143,9 +143,7 @@ def _are_joined(values: SlotValues, outputs: list[SlotValues], ranks: Array) -> 
     return bool(is_like.all() and (wanted > 0).all())
 
 
-def _candidate(
-    step_view: StepView, context: CheckContext, values: SlotValues, issue: IssuedCollective
-) -> Candidate:
+def _candidate(step_view: StepView, values: SlotValues, issue: IssuedCollective) -> Candidate:
     ranks = values.ranks
     name = values.slot[5:]
     at = str(issue.facts.get("at", ""))

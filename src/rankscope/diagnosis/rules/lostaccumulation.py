@@ -127,7 +127,7 @@ def _mixtures(
     """Yield, for every optimizer step whose gradients were gathered in parts, what became of the
     parts, and the ranks."""
     lines = context.incarnation(step_view.incarnation).replicas.lines
-    for event in taken_gradients(step_view, context):
+    for event in taken_gradients(step_view):
         gradients = gathered_apart(event)
         found = mixture_of(gradients, lines) if gradients else None
         if found is not None:

@@ -90,7 +90,7 @@ def nonfinite_origins(step_view: StepView, context: CheckContext) -> Iterator[Ca
         if mild in incarnation.warned:
             return
         incarnation.warned.add(mild)
-    first = _first_by_rank(spoiled, context)
+    first = _first_by_rank(spoiled)
     surest = min(each.level for each in first.values())
     origins = {rank: each for rank, each in first.items() if each.level == surest}
     by_place: dict[int, list[int]] = {}
@@ -142,9 +142,7 @@ def _is_of_gradients(values: SlotValues) -> bool:
     return any(issuer in ("backward", "optimizer") for issuer in issuers)
 
 
-def _first_by_rank(
-    spoiled: list[tuple[SlotValues, Array]], context: CheckContext
-) -> dict[int, _First]:
+def _first_by_rank(spoiled: list[tuple[SlotValues, Array]]) -> dict[int, _First]:
     first: dict[int, _First] = {}
     for values, places in spoiled:
         ranks = values.ranks[places]

@@ -48,7 +48,7 @@ _ADVICE: Final = (
 
 def rescaled_shards(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
     """Yield one candidate for every set of ranks that scaled their shards apart in a step."""
-    for event in taken_gradients(step_view, context):
+    for event in taken_gradients(step_view):
         families: dict[bytes, tuple[Array, list[TakenGradient]]] = {}
         runs = _runs(event)
         is_fsdp1 = "FSDP1" in context.incarnation(step_view.incarnation).wrappers

@@ -184,7 +184,7 @@ def different_calls(step_view: StepView, context: CheckContext) -> Iterator[Cand
             for call in partial:
                 absent = _missing(call, group, owners)
                 assert absent is not None  # filtered above
-                yield _uncalled(step_view, context, call, group, absent)
+                yield _uncalled(step_view, call, group, absent)
 
 
 def _missing(call: CallView, group: Array, owners: Any) -> Array | None:
@@ -205,9 +205,7 @@ def _missing(call: CallView, group: Array, owners: Any) -> Array | None:
     return absent
 
 
-def _uncalled(
-    step_view: StepView, context: CheckContext, call: CallView, group: Array, absent: Array
-) -> Candidate:
+def _uncalled(step_view: StepView, call: CallView, group: Array, absent: Array) -> Candidate:
     present = group[np.isin(group, call.ranks)]
     return candidate_at(
         step_view,
@@ -254,7 +252,7 @@ def layers_of_two_stages(step_view: StepView, context: CheckContext) -> Iterator
             if not _is_shared(step_view, layer, np.array(sorted((sender, receiver)), np.int64)):
                 twice.setdefault(layer, set()).update((sender, receiver))
     for layer, ranks in sorted(twice.items()):
-        yield _run_twice(step_view, context, run[min(ranks)][layer], layer, sorted(ranks))
+        yield _run_twice(step_view, run[min(ranks)][layer], layer, sorted(ranks))
 
 
 def _layers_by_rank(
@@ -314,7 +312,6 @@ def _is_shared(step_view: StepView, layer: _NumberedLayer, ranks: Array) -> bool
 
 def _run_twice(
     step_view: StepView,
-    context: CheckContext,
     call: CallView,
     layer: _NumberedLayer,
     ranks: list[int],
