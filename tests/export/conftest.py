@@ -112,11 +112,12 @@ def call_rows(trace):
 
 def held_values(trace):
     """{(node, slot, rank): numbers or None}: each rank's own, as `open_trace` reads the columns."""
-    columns, held = trace.columns(), {}
+    held = {}
     for node in trace.walk():
         for slot in node.slots:
             folded = slot.per_rank()
-            for row in slot.rows:
+            columns = slot.step
+            for row in range(slot.rows.start, slot.rows.stop):
                 rank = int(columns["values.rank"][row])
                 own = column_digest(columns, row) if columns["values.digested"][row] else None
                 assert getattr(folded[rank], "hash", None) == getattr(own, "hash", None)
