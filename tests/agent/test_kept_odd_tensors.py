@@ -320,7 +320,8 @@ def test_forwards_of_several_threads_are_each_kept_as_they_were(tmp_path: Path) 
     for node in trace.find("0", phase="forward"):
         by_slot = {view.slot: view for view in node.slots}
         references = {
-            slot: int(view.step["values.reference"][view.rows.start]) for slot, view in by_slot.items()
+            slot: int(view.step["values.reference"][view.rows.start])
+            for slot, view in by_slot.items()
         }
         given = torch.tensor(files.find(0, 0, references["input.0"]).array())
         made = torch.tensor(files.find(0, 0, references["output"]).array())
@@ -345,8 +346,6 @@ def test_gradients_that_come_steps_after_their_forward_are_kept(
         sum(losses).backward()
     trace = handle.open()
     kept = [
-        bool(view.references())
-        for node in trace.find("1", phase="backward")
-        for view in node.slots
+        bool(view.references()) for node in trace.find("1", phase="backward") for view in node.slots
     ]
     assert kept == [True] * 10

@@ -126,11 +126,11 @@ def test_torchs_count_of_a_collective_goes_on_in_steps_that_are_not_traced(
     trace = open_trace(out)
     issued: dict[int, list[int]] = {}
     for node in trace.walk():
-        counts = node.step["calls.issued"][node.call_rows]
+        numbers = node.step["calls.issued"][node.call_rows]
         if node.phase is Phase.COLLECTIVE:
-            for rank, count in zip(node.ranks, counts.tolist()):
-                issued.setdefault(rank, []).append(count)
+            for rank, number in zip(node.ranks, numbers.tolist()):
+                issued.setdefault(rank, []).append(number)
         else:
-            assert not counts.any()
+            assert not numbers.any()
     for rank, after in enumerate(answers):
         assert sorted(issued[rank]) == after

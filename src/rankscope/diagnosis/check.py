@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, overload
+from typing import Any, Final
 
 from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.causeorder import Join
@@ -141,8 +141,7 @@ def _checked(
     candidates += _wrongly_received(messages, steps)
     candidates += always_lost_micro_batches(context)
     candidates = without_unreduced(without_uneven_steps(candidates, context), context)
-    again = _StepViews(steps)
-    candidates = matched.judged(candidates, again, ends_of(trace))
+    candidates = matched.judged(candidates, steps, ends_of(trace))
     candidates += _of_the_end(trace, steps, context)
     _note_stalls(trace, context, candidates)
     words = ended_words(trace.run)
@@ -153,30 +152,9 @@ def _checked(
     joins: list[Join] = []
     if len(candidates) > 1:
         joins += messages.joins()
-        for number, step_view in enumerate(again):
+        for number, step_view in enumerate(map(step_view_of, steps)):
             joins += joins_of(step_view, context, functools.partial(matched.is_one, number))
     return made_report(trace, context, candidates, joins)
-
-
-class _StepViews(Sequence[StepView]):
-    """The steps of a trace, each read when it is asked for and not kept."""
-
-    def __init__(self, steps: Sequence[Step]) -> None:
-        self._steps = steps
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    @overload
-    def __getitem__(self, number: int) -> StepView: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[StepView]: ...
-
-    def __getitem__(self, number: int | slice) -> StepView | Sequence[StepView]:
-        if isinstance(number, slice):
-            return [step_view_of(step) for step in self._steps[number]]
-        return step_view_of(self._steps[number])
 
 
 def _context(trace: Trace, layouts: LayoutFile | None) -> CheckContext:

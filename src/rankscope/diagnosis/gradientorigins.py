@@ -24,7 +24,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate
+from rankscope.diagnosis.candidates import Candidate, candidate_of
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.datapeers import root_calls, same_inputs
 from rankscope.diagnosis.distances import sides, sides_text
@@ -75,7 +75,7 @@ def _first(step_view: StepView, context: CheckContext, group: Array) -> Iterator
             advice = drawn_apart_advice(values.call.path)
             what = "were handed the same, and hold different values"
             random = {"random_numbers": values.call.path}
-            yield _candidate(step_view, context, values, group, what, advice, **random)
+            yield _candidate(step_view, values, group, what, advice, **random)
     elif True in made:
         places = _apart_in_backward(step_view, group)
         if places:
@@ -84,7 +84,7 @@ def _first(step_view: StepView, context: CheckContext, group: Array) -> Iterator
             values = values if is_loss else _taker(step_view, values, group)
             advice = _OTHER_LOSS if is_loss else _NOT_SUMMED
             what = "compute the same, and get different gradients of it"
-            yield _candidate(step_view, context, values, group, what, advice)
+            yield _candidate(step_view, values, group, what, advice)
 
 
 def _apart_in_backward(step_view: StepView, group: Array) -> list[tuple[int, int, SlotValues]]:
@@ -113,14 +113,13 @@ def _apart_in_backward(step_view: StepView, group: Array) -> list[tuple[int, int
 
 def _candidate(
     step_view: StepView,
-    context: CheckContext,
     values: SlotValues,
     group: Array,
     what: str,
     advice: str,
     **evidence: Any,
 ) -> Candidate:
-    return context.candidate(
+    return candidate_of(
         step_view,
         values,
         Kind.REPLICA,

@@ -37,12 +37,13 @@ from rankscope.diagnosis.issuedcollectives import (
 from rankscope.diagnosis.lastcalls import ORDERLY
 from rankscope.diagnosis.rankclock import issued_counts, span_of_call, times_of_call
 from rankscope.diagnosis.rules.mismatchedcollectives import facts_text
-from rankscope.diagnosis.stepview import StepView
+from rankscope.diagnosis.stepview import StepView, step_view_of
 from rankscope.record.call import Mode
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.value import ValueFlag
+from rankscope.tree.views import Step
 
 __all__ = ["MatchedCollectives"]
 
@@ -140,7 +141,7 @@ class MatchedCollectives:
     def judged(
         self,
         candidates: list[Candidate],
-        steps: Sequence[StepView],
+        steps: Sequence[Step],
         ends: Mapping[int, str],
     ) -> list[Candidate]:
         """Return the candidates but for those that hold collectives to each other that are not one,
@@ -215,7 +216,7 @@ class MatchedCollectives:
         self,
         group: _Group,
         lines: dict[int, list[_OwnCall]],
-        steps: Sequence[StepView],
+        steps: Sequence[Step],
         ends: Mapping[int, str],
         final: int,
     ) -> Iterator[Candidate]:
@@ -253,7 +254,7 @@ class MatchedCollectives:
         self._apart[group] = first
 
     def _counted_group(
-        self, group: _Group, lines: dict[int, list[_OwnCall]], steps: Sequence[StepView]
+        self, group: _Group, lines: dict[int, list[_OwnCall]], steps: Sequence[Step]
     ) -> Iterator[Candidate]:
         """The same by torch's count, where that is known and fits what collectives gave."""
         by_count = _by(lines, lambda end: end.counted)
@@ -343,12 +344,12 @@ def _key_of(candidate: Candidate) -> tuple[Any, ...]:
 
 
 def _lines(
-    steps: Sequence[StepView], wanted: set[_Group]
+    steps: Sequence[Step], wanted: set[_Group]
 ) -> tuple[dict[_Group, dict[int, list[_OwnCall]]], _Owners]:
     """Return what each rank issued in its own order, and whose each call is."""
     lines: dict[_Group, dict[int, list[_OwnCall]]] = {group: {} for group in wanted}
     owners: _Owners = {}
-    for number, step_view in enumerate(steps):
+    for number, step_view in enumerate(map(step_view_of, steps)):
         for issue in known_collectives(step_view):
             group = _group_of(step_view, issue)
             if group not in wanted:
@@ -442,7 +443,7 @@ def _first_mismatch(lines: Mapping[int, list[_OwnCall]]) -> int | None:
 
 
 def _candidate(
-    group: _Group, wrong: int, sides: Mapping[int, _OwnCall], steps: Sequence[StepView]
+    group: _Group, wrong: int, sides: Mapping[int, _OwnCall], steps: Sequence[Step]
 ) -> Candidate:
     """Return the candidate of a collective that is not one, in the last step that holds a side."""
     ranks = np.array(sorted(sides), np.int64)
@@ -450,7 +451,7 @@ def _candidate(
     blamed = minority(ranks, keys)
     at = max(sides[rank].number for rank in blamed.tolist())
     own = next(rank for rank in blamed.tolist() if sides[rank].number == at)
-    step_view = steps[at]
+    step_view = step_view_of(steps[at])
     issue = next(i for i in known_collectives(step_view) if i.call.node.id == sides[own].call_id)
     alike = [(text, ranks[keys == text].tolist()) for text in dict.fromkeys(keys.tolist())]
     listed = "; ".join(f"{ranks_named(some)}: {text}" for text, some in alike)

@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate
+from rankscope.diagnosis.candidates import Candidate, candidate_of
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import sides
 from rankscope.diagnosis.rankclock import times_of_value
@@ -214,7 +214,7 @@ def _candidate(
             "spoiled_values": [_name(value) for value, _ in spoiled[:8]],
         }
 
-    return context.candidate(
+    return candidate_of(
         step_view,
         values,
         Kind.NONFINITE,

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate
+from rankscope.diagnosis.candidates import Candidate, candidate_of
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import rounding_of
 from rankscope.diagnosis.gradientpasses import TakenGradient, taken_gradients
@@ -179,7 +179,7 @@ def _candidate(
     by_rank = {int(rank): float(factor) for rank, factor in zip(ranks, factors)}
     listed = ", ".join(f"rank {rank}: {factor:.6g}" for rank, factor in list(by_rank.items())[:4])
     more = ", ..." if len(by_rank) > 4 else ""
-    return context.candidate(
+    return candidate_of(
         step_view,
         first,
         Kind.SCALE,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_at
+from rankscope.diagnosis.candidates import Candidate, candidate_at, candidate_of
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.datapeers import same_inputs
 from rankscope.diagnosis.distances import minority
@@ -121,7 +121,7 @@ def _candidate(
     members = np.sort(ranks)
     listed = "; ".join(f"{ranks_named(view.ranks)}: {text}" for view, text in zip(views, texts))
     context.coverage.applied(values)
-    return context.candidate(
+    return candidate_of(
         step_view,
         values,
         kind,
