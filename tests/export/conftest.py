@@ -12,7 +12,6 @@ from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 from rankscope.tree.build import build
-from rankscope.tree.digests import column_digest
 from rankscope.tree.reader import open_trace
 from tests.tree.jobs import grid_job
 from tests.tree.ranks_on_paper import PaperRank
@@ -119,7 +118,7 @@ def held_values(trace):
             columns = slot.step
             for row in range(slot.rows.start, slot.rows.stop):
                 rank = int(columns["values.rank"][row])
-                own = column_digest(columns, row) if columns["values.digested"][row] else None
+                own = columns.digest(row)
                 assert getattr(folded[rank], "hash", None) == getattr(own, "hash", None)
                 held[node.id, slot.slot, rank] = own
     return held

@@ -11,8 +11,8 @@ from rankscope.export.place import ExportPlace
 from rankscope.export.rows import Row, rows_of
 from rankscope.export.subset import Selection
 from rankscope.record.statistics import COUNTS, NUMBERS
+from rankscope.record.value import Digest
 from rankscope.run.filenames import Progress
-from rankscope.tree.digests import column_digest
 from rankscope.tree.jsontext import number, statistic
 from rankscope.tree.step import StepColumns
 from rankscope.tree.views import Trace
@@ -43,7 +43,7 @@ def write(
 
 def _line(row: Row, columns: StepColumns) -> dict[str, Any]:
     shared, fold, rank, at = row
-    is_digested = bool(columns["values.digested"][at])
+    digest = columns.digest(at)
     return {
         **shared,
         "rank": rank,
@@ -53,13 +53,12 @@ def _line(row: Row, columns: StepColumns) -> dict[str, Any]:
         "note": fold.note,
         "time_ns": int(columns["values.time_ns"][at]),
         "reference": int(columns["values.reference"][at]) or None,
-        "digested": is_digested,
-        **(_numbers(columns, at) if is_digested else dict.fromkeys(_NUMBERS)),
+        "digested": digest is not None,
+        **(dict.fromkeys(_NUMBERS) if digest is None else _numbers(digest)),
     }
 
 
-def _numbers(columns: StepColumns, at: int) -> dict[str, Any]:
-    digest = column_digest(columns, at)
+def _numbers(digest: Digest) -> dict[str, Any]:
     return {
         **{name: digest.number(name) for name in COUNTS},
         **{name: statistic(digest.number(name)) for name in NUMBERS},

@@ -26,7 +26,6 @@ from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_text
 from rankscope.record.statistics import COUNTS, numbers_with_first
 from rankscope.run.filenames import Progress
-from rankscope.tree.digests import column_digest
 from rankscope.tree.views import Node, Step, Trace
 
 __all__ = ["MAX_EVENTS", "SliceEdge", "Span", "edges", "write"]
@@ -359,8 +358,8 @@ def _results(
             arguments["placements"] = " ".join(f"{k}={v}" for k, v in shared["placements"].items())
         if fold.flags:
             arguments["flags"] = ",".join(fold.flags)
-        if node.step["values.digested"][row]:
-            digest = column_digest(node.step, row)
+        digest = node.step.digest(row)
+        if digest is not None:
             numbers = {n: digest.number(n) for n in numbers_with_first("mean", "std")}
             arguments |= {name: value for name, value in numbers.items() if not math.isnan(value)}
             arguments |= {name: digest.number(name) for name in (*COUNTS[1:], *COUNTS[:1])}

@@ -14,7 +14,6 @@ from rankscope.record.ranklists import ranks_text
 from rankscope.record.statistics import COUNTS, NUMBERS
 from rankscope.record.value import SKETCH_SIZE, ValueFlag
 from rankscope.record.wholestatistics import Combined
-from rankscope.tree.digests import digest_rows
 from rankscope.tree.jsontext import encoded, number, statistic
 from rankscope.tree.slotview import SlotView, flag_words
 from rankscope.tree.step import StepColumns
@@ -205,7 +204,7 @@ class _NodesText:
         step = self._step
         bounds = step.fold_start[first : first + _BLOCK + 1]
         heads = bounds[:-1]
-        digests = _digest_texts(digest_rows(step, heads))
+        digests = _digest_texts(step.digests(heads))
         is_digested = step["values.digested"][heads].tolist()
         names = ("tensor", "flags", "sample_dim", "sample_count", "sample_row")
         numbers = zip(*(step[f"values.{name}"][heads].tolist() for name in names))

@@ -32,8 +32,7 @@ from rankscope.record.value import SKETCH_SIZE
 from rankscope.run.filenames import STEPS_FOLDER, TRACE_NAME, VALUES_NAME
 from rankscope.tree.columns import filled, map_columns
 from rankscope.tree.damage import UNREADABLE
-from rankscope.tree.digests import Columns
-from rankscope.tree.step import StepColumns, StepHead, StepTexts
+from rankscope.tree.step import Columns, StepColumns, StepHead, StepTexts
 from rankscope.tree.stepfile import MOST_OPEN, head_of
 from rankscope.tree.tracejson import load_json
 from rankscope.tree.views import meshes_of

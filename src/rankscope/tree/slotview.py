@@ -26,7 +26,6 @@ from rankscope.record.value import UNFOLDED_FLAGS, Digest, Samples, ValueFlag
 from rankscope.record.wholestatistics import Combined
 from rankscope.tree.combinedslots import combined
 from rankscope.tree.damage import damaged_is_trace_error
-from rankscope.tree.digests import column_digest
 from rankscope.tree.heldlayouts import layout_of, placements_of, source_of
 from rankscope.tree.step import StepColumns
 
@@ -86,7 +85,7 @@ class Fold:
     @property
     def digest(self) -> Digest | None:
         """The numbers of the lowest rank; None where it was not digested."""
-        return _digest(self._step, self._first)
+        return self._step.digest(self._first)
 
     @property
     def flag_bits(self) -> int:
@@ -230,7 +229,7 @@ class SlotView:
     def per_rank(self) -> dict[int, Digest | None]:
         """Return each rank's numbers, None where a value was not digested."""
         first = self.rows.start
-        return {rank: _digest(self.step, row) for row, rank in enumerate(self.ranks, first)}
+        return {rank: self.step.digest(row) for row, rank in enumerate(self.ranks, first)}
 
     def shapes(self) -> dict[int, tuple[int, ...]]:
         """Return each rank's local shape."""
@@ -288,12 +287,6 @@ class SlotView:
             return False
         is_whole = all(p.pieces is PieceKind.COPIES for p in self.placements.values())
         return self.distinct > 1 or not is_whole
-
-
-def _digest(step: StepColumns, row: int) -> Digest | None:
-    if not step["values.digested"][row]:
-        return None
-    return column_digest(step, row)
 
 
 def shape_text(slot: SlotView, rank: int | None = None) -> str:

@@ -22,13 +22,15 @@ from rankscope.record.call import CallStatus, Mode
 from rankscope.record.collective import Collective
 from rankscope.record.descriptions import ModuleName, TensorFacts
 from rankscope.record.ranklists import ranks_text
-from rankscope.record.value import UNFOLDED_FLAGS
+from rankscope.record.statistics import COUNTS, NUMBERS
+from rankscope.record.value import UNFOLDED_FLAGS, Digest
 from rankscope.record.wholestatistics import Combined
-from rankscope.tree.digests import Columns
 
-__all__ = ["LazyColumns", "StepColumns", "StepHead", "StepName", "StepTexts"]
+__all__ = ["Columns", "LazyColumns", "StepColumns", "StepHead", "StepName", "StepTexts"]
 
 Array = NDArray[Any]
+Columns = Mapping[str, Array]
+_DIGEST: Final = (*COUNTS, *NUMBERS, "hash", "sketch")
 _NEVER: Final = np.iinfo(np.int64).max
 _T = TypeVar("_T")
 
@@ -292,6 +294,25 @@ class StepColumns:
         found = self._ranks.get(key)
         if found is None:
             found = self._ranks[key] = tuple(ranks.tolist())
+        return found
+
+    def digest(self, row: int) -> Digest | None:
+        """Return the numbers in a row of values; None where the value was not digested."""
+        if not self["values.digested"][row]:
+            return None
+        numbers: dict[str, Any] = {name: int(self[f"values.{name}"][row]) for name in COUNTS}
+        numbers |= {name: float(self[f"values.{name}"][row]) for name in NUMBERS}
+        sketch = tuple(self["values.sketch"][row].tolist())
+        return Digest.of(numbers, int(self["values.hash"][row]), sketch)
+
+    def digests(self, rows: slice | Array) -> Array:
+        """Return the numbers in some rows of values, of any shape, as a structured array."""
+        taken = {name: self[f"values.{name}"][rows] for name in _DIGEST}
+        shape = taken["hash"].shape
+        kinds = [(name, each.dtype, each.shape[len(shape) :]) for name, each in taken.items()]
+        found = np.empty(shape, np.dtype(kinds))
+        for name, each in taken.items():
+            found[name] = each
         return found
 
     def ranks_text(self, ranks: tuple[int, ...]) -> str:

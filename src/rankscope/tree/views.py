@@ -29,10 +29,9 @@ from rankscope.run.outfolder import typed
 from rankscope.run.stallrecords import Stall, stalls_in
 from rankscope.tree.columns import filled
 from rankscope.tree.damage import damaged_is_trace_error
-from rankscope.tree.digests import Columns
 from rankscope.tree.selection import default_phase, named, nothing_matched
 from rankscope.tree.slotview import SlotView, Whereabouts, shape_text
-from rankscope.tree.step import LazyColumns, StepColumns, StepHead
+from rankscope.tree.step import Columns, LazyColumns, StepColumns, StepHead
 from rankscope.tree.summary import ended_words, endings, extent
 
 if TYPE_CHECKING:
