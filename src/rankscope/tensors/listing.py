@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
+import numpy as np
+
 from rankscope.chunks.chunkheader import chunk_folder, chunk_numbers, chunk_path
 from rankscope.chunks.finishing import damaged
 from rankscope.chunks.tensorfiles import TensorFiles
@@ -39,10 +41,9 @@ def missing_chunks(trace: Trace) -> Iterator[str]:
     named: set[tuple[int, int, int]] = set()
     for step in (*trace.setup, *trace.steps):
         columns = step.columns()
-        numbers, ranks = columns["values.chunk"], columns["values.rank"]
-        is_kept = numbers > 0
-        rows = zip(ranks[is_kept].tolist(), numbers[is_kept].tolist())
-        named.update((rank, step.incarnation, number) for rank, number in rows)
+        rows = np.stack([columns["values.rank"], columns["values.chunk"]], axis=1)
+        for rank, number in np.unique(rows[rows[:, 1] > 0], axis=0).tolist():
+            named.add((rank, step.incarnation, number))
     for rank, incarnation, number in sorted(named):
         stream = StreamId(rank=rank, incarnation=incarnation)
         name = chunk_path(chunk_folder(trace.path, stream), number)
