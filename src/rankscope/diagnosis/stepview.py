@@ -15,7 +15,7 @@ from rankscope.record.call import Mode
 from rankscope.record.notes import RanksNote
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag, is_form
-from rankscope.tree.slotview import SlotView
+from rankscope.tree.slotview import SlotView, by_slot
 from rankscope.tree.views import Node, Step
 
 Array = NDArray[Any]
@@ -248,21 +248,17 @@ def step_view_of(step: Step) -> StepView:
     ranks_of: dict[str, Array] = {}
     calls: list[CallView] = []
 
-    def read(node: Node, parent: CallView | None) -> None:
-        waiting: list[tuple[Node, CallView | None]] = [(node, parent)]
-        while waiting:
-            node, parent = waiting.pop()
-            text = node.ranks_text
-            if text not in ranks_of:
-                ranks_of[text] = np.array(node.ranks, np.int64)
-            call = _call_of(node, parent, ranks_of[text])
-            calls.append(call)
-            if parent is not None:
-                parent.children.append(call)
-            waiting.extend((child, call) for child in reversed(node.children))
-
-    for top in step.fresh():
-        read(top, None)
+    waiting: list[tuple[Node, CallView | None]] = [(top, None) for top in reversed(step.fresh())]
+    while waiting:
+        node, parent = waiting.pop()
+        text = node.ranks_text
+        if text not in ranks_of:
+            ranks_of[text] = np.array(node.ranks, np.int64)
+        call = _call_of(node, parent, ranks_of[text])
+        calls.append(call)
+        if parent is not None:
+            parent.children.append(call)
+        waiting.extend((child, call) for child in reversed(node.children))
     return StepView(
         is_setup=step.is_setup,
         mode=step.mode,
@@ -279,12 +275,7 @@ def _call_of(node: Node, parent: CallView | None, ranks: Array) -> CallView:
     call.node, call.path, call.phase = node, node.path, node.phase
     call.micro_batch, call.ordinal, call.parent = node.micro_batch, node.ordinal, parent
     call.top = call if parent is None else parent.top
-    call.ranks, call.children, call.slots = ranks, [], {}
-    by_slot: dict[str, list[SlotView]] = {}
-    for view in node.slots:
-        if is_form(view.slot):  # notes of each rank's own
-            continue
-        by_slot.setdefault(view.slot, []).append(view)
-    for slot, views in by_slot.items():
-        call.slots[slot] = SlotValues(call, views)
+    call.ranks, call.children = ranks, []
+    entries = by_slot(view for view in node.slots if not is_form(view.slot))  # each rank's own
+    call.slots = {slot: SlotValues(call, views) for slot, views in entries.items()}
     return call

@@ -20,7 +20,7 @@ from rankscope.errors import LayoutError, SelectionError, TensorWarning, TraceEr
 from rankscope.layout.batches import join_batches, join_replicas
 from rankscope.layout.declared import declared_pieces
 from rankscope.layout.layoutfile import LayoutFile, layout_given
-from rankscope.layout.placement import Layout, LayoutSource, Mesh, Placement, PlacementKind
+from rankscope.layout.placement import Layout, LayoutSource, Mesh, Placement
 from rankscope.layout.plan import (
     AssemblyPlan,
     Obstacle,
@@ -50,7 +50,6 @@ __all__ = [
     "whole_value",
 ]
 
-_REPLICATE: Final = Placement(kind=PlacementKind.REPLICATE)
 _EVERYWHERE: Final = "every rank holds the same"
 
 

@@ -26,6 +26,7 @@ from rankscope.layout.placement import LayoutSource, Mesh
 from rankscope.layout.plan import ranks_words
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
+from rankscope.tree.slotview import by_slot
 
 if TYPE_CHECKING:
     from rankscope.tree.slotview import SlotView
@@ -115,7 +116,7 @@ def _infer(trace: Trace, step: Step, wanted: frozenset[int], declared: Mesh | No
         _held(own)
         for s in setup
         for node in s.walk()
-        for slot, views in by_slot(node).items()
+        for slot, views in tensors_of(node).items()
         if slot.startswith("param:") and (own := [v for v in views if wanted & {*v.ranks}])
     ]
     mesh = declared or largest_mesh(owned, wanted)
@@ -162,13 +163,9 @@ def prints_of(views: Iterable[SlotView]) -> dict[int, DigestKey]:
     }
 
 
-def by_slot(node: Node) -> dict[str, list[SlotView]]:
-    """Return the entries of every tensor of a call, all ranks' together."""
-    found: dict[str, list[SlotView]] = {}
-    for view in node.slots:
-        if view.dtype != "python":
-            found.setdefault(view.slot, []).append(view)
-    return found
+def tensors_of(node: Node) -> dict[str, list[SlotView]]:
+    """Return the entries of every tensor of a call by its slot."""
+    return by_slot(view for view in node.slots if view.dtype != "python")
 
 
 def is_constant(views: Iterable[SlotView]) -> bool:

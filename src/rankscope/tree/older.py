@@ -96,10 +96,6 @@ class OlderSteps(ABC):
         """Where the nodes of a step are."""
 
     @abstractmethod
-    def faults(self) -> Iterator[str]:
-        """Yield what is wrong with each file that nodes or columns lie in."""
-
-    @abstractmethod
     def _nodes(self, group: int) -> list[dict[str, Any]]: ...
 
     @abstractmethod

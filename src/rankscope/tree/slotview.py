@@ -116,8 +116,6 @@ class SlotView:
     step: StepColumns = field(repr=False)
     entry: int
     """Which of the entries of its step it is."""
-    place: int
-    """Which entry of its node's list it is."""
     _where: Whereabouts = field(repr=False)
 
     @property
@@ -287,6 +285,19 @@ class SlotView:
             return False
         is_whole = all(p.pieces is PieceKind.COPIES for p in self.placements.values())
         return self.distinct > 1 or not is_whole
+
+
+def by_slot(views: Iterable[SlotView]) -> dict[str, list[SlotView]]:
+    """Return entries by the name of their slot: those of ranks that differ in it together."""
+    found: dict[str, list[SlotView]] = {}
+    for view in views:
+        found.setdefault(view.slot, []).append(view)
+    return found
+
+
+def shapes_of(views: Iterable[SlotView]) -> dict[int, tuple[int, ...]]:
+    """Return each rank's local shape in entries of one slot."""
+    return {rank: shape for view in views for rank, shape in view.shapes().items()}
 
 
 def shape_text(slot: SlotView, rank: int | None = None) -> str:

@@ -410,9 +410,7 @@ class Node:
     def slots(self) -> tuple[SlotView, ...]:
         """Slot entries in the order they were recorded."""
         first, last = self.step.lists.first_entry[self.row : self.row + 2]
-        return tuple(
-            SlotView(self.step, entry, entry - first, self._where) for entry in range(first, last)
-        )
+        return tuple(SlotView(self.step, entry, self._where) for entry in range(first, last))
 
     @property
     def children(self) -> tuple[Node, ...]:
