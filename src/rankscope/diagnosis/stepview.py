@@ -77,6 +77,11 @@ class SlotValues:
         rows = self._columns[f"values.{name}"][self._rows]
         return rows if self._order is None else rows[self._order]
 
+    def digests(self) -> Array:
+        """Return the numbers of these ranks as a structured array."""
+        rows = self.views[0].step.digests(self._rows)
+        return rows if self._order is None else rows[self._order]
+
     @cached_property
     def hashes(self) -> Array:
         """[n] uint64."""

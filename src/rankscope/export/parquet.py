@@ -323,17 +323,11 @@ def _of_slot(held: SlotRows) -> _Batch:
 def _calls_in_order(step: Step, nodes: Iterable[Node], ranks: frozenset[int]) -> Iterator[_Batch]:
     """Yield the calls of one node after the other, by path, phase, micro-batch and ordinal."""
     wanted = np.array(sorted(ranks), np.int64)
-    found = sorted(
-        ((*_place(node), *_turn(node), node.id, node) for node in nodes),
-        key=lambda each: each[:5],
-    )
-    for *_, node in found:
-        rank = np.array(node.ranks, np.int64)
-        row = np.arange(node.call_rows.start, node.call_rows.stop)
-        order = np.argsort(rank, kind="stable")
-        order = order[np.isin(rank[order], wanted)]
+    for node in sorted(nodes, key=lambda node: (*_place(node), *_turn(node), node.id)):
+        rank = np.array(node.ranks, np.int64)  # in order
+        own = np.flatnonzero(np.isin(rank, wanted))
         owner = _Owner(call_fields(step, node), None)
-        yield _Batch([owner], np.zeros(len(order), np.int64), rank[order], row[order])
+        yield _Batch([owner], np.zeros_like(own), rank[own], node.call_rows.start + own)
 
 
 def _shared(batch: _Batch, schema: Any) -> dict[str, Any]:

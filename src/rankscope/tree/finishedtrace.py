@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -19,7 +19,7 @@ from rankscope.run.filenames import (
 from rankscope.run.folders import is_held
 from rankscope.tree.older import OlderTrace, is_older
 from rankscope.tree.step import StepColumns, StepHead
-from rankscope.tree.stepfile import StepFiles, head_of
+from rankscope.tree.stepfile import StepFiles, known_entries
 from rankscope.tree.tracejson import load_json
 from rankscope.tree.views import Trace, TraceSource
 
@@ -65,13 +65,8 @@ class WrittenSteps:
         """
         self.head, self._folder, self._began_ns, self._others = head, folder, began_ns, others
         self._files = StepFiles(folder, int(head["run"]["world_size"]))
-        known = [(entry, head_of(entry)) for entry in entries]
-        self.passed_over: Iterable[str] = {
-            f"mode {entry['mode']!r}" for entry, found in known if found is None
-        }
-        listed: list[tuple[StepHead, _Place]] = [
-            (found, entry) for entry, found in known if found is not None
-        ]
+        known, self.passed_over = known_entries(entries)
+        listed: list[tuple[StepHead, _Place]] = [*known]
         listed += [(found, (other, i)) for other in others for i, found in enumerate(other.heads)]
         if others:  # what is finished is in order
             listed.sort(key=lambda each: (not each[0].is_setup, each[0].name))

@@ -33,7 +33,7 @@ from rankscope.run.filenames import STEPS_FOLDER, TRACE_NAME, VALUES_NAME
 from rankscope.tree.columns import filled, map_columns
 from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.step import Columns, StepColumns, StepHead, StepTexts
-from rankscope.tree.stepfile import MOST_OPEN, head_of
+from rankscope.tree.stepfile import MOST_OPEN, known_entries
 from rankscope.tree.tracejson import load_json
 from rankscope.tree.views import meshes_of
 
@@ -82,12 +82,9 @@ class OlderSteps(ABC):
             groups: heads of the steps, with nodes inside or the file of them.
         """
         self.head = head
-        known = [(group, head_of(group)) for group in groups]
-        self.passed_over = frozenset(
-            f"mode {group['mode']!r}" for group, found in known if found is None
-        )
-        self._groups = [group for group, found in known if found is not None]
-        self.heads: list[StepHead] = [found for _, found in known if found is not None]
+        known, self.passed_over = known_entries(groups)
+        self.heads = [found for found, _ in known]
+        self._groups = [group for _, group in known]
         self._world_size = int(head["run"]["world_size"])
         self._meshes = meshes_of(head["run"])
 

@@ -307,12 +307,9 @@ class StepColumns:
 
     def digests(self, rows: slice | Array) -> Array:
         """Return the numbers in some rows of values, of any shape, as a structured array."""
-        taken = {name: self[f"values.{name}"][rows] for name in _DIGEST}
-        shape = taken["hash"].shape
-        kinds = [(name, each.dtype, each.shape[len(shape) :]) for name, each in taken.items()]
-        found = np.empty(shape, np.dtype(kinds))
-        for name, each in taken.items():
-            found[name] = each
+        found = np.empty(self["values.hash"][rows].shape, self._digest_dtype)
+        for name in _DIGEST:
+            found[name] = self[f"values.{name}"][rows]
         return found
 
     def ranks_text(self, ranks: tuple[int, ...]) -> str:
@@ -321,6 +318,11 @@ class StepColumns:
         if found is None:
             found = self._rank_texts[ranks] = ranks_text(ranks)
         return found
+
+    @cached_property
+    def _digest_dtype(self) -> np.dtype[Any]:
+        columns = ((name, self[f"values.{name}"]) for name in _DIGEST)
+        return np.dtype([(name, column.dtype, column.shape[1:]) for name, column in columns])
 
     @cached_property
     def _kinds_and_pieces(self) -> tuple[Array, Array]:

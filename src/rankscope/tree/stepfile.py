@@ -27,7 +27,7 @@ from rankscope.tree.columns import filled, map_columns
 from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.step import StepColumns, StepHead, StepTexts
 
-__all__ = ["MOST_OPEN", "StepFiles", "entry_of", "head_of", "write_steps"]
+__all__ = ["MOST_OPEN", "StepFiles", "entry_of", "head_of", "known_entries", "write_steps"]
 
 Array = NDArray[Any]
 Entry = Mapping[str, Any]
@@ -105,6 +105,19 @@ def head_of(entry: Entry) -> StepHead | None:
         incarnation=int(entry["incarnation"]),
         notes=tuple(entry.get("notes", ())),
     )
+
+
+def known_entries(
+    entries: Sequence[Entry],
+) -> tuple[list[tuple[StepHead, Entry]], frozenset[str]]:
+    """Return entries with their heads, and what of them only a newer rankscope knows.
+
+    Raises:
+        KeyError, TypeError, ValueError: one is none.
+    """
+    read = [(head_of(each), each) for each in entries]
+    newer = frozenset(f"mode {each['mode']!r}" for head, each in read if head is None)
+    return [(head, each) for head, each in read if head is not None], newer
 
 
 class StepFiles:

@@ -24,7 +24,7 @@ from rankscope.layout.placement import Mesh, Placement, Ranges
 from rankscope.layout.plan import Piece
 from rankscope.record.notes import NoteKind
 from rankscope.record.statistics import STATISTICS
-from rankscope.record.value import SKETCH_SIZE, ValueFlag
+from rankscope.record.value import ValueFlag
 from rankscope.record.wholestatistics import Combined
 from rankscope.tree.slotview import SlotView
 
@@ -35,8 +35,6 @@ NO_TENSOR: Final = "no tensor was there"
 """Why nothing is known of what is None on all ranks, as untrained gradients are."""
 EVERY_PLACE: Final = -1
 """The place of a whole that holds the batches of all data-parallel ranks."""
-_NUMBERS: Final = tuple((s.name, "u8" if s.is_count else "f8") for s in STATISTICS)
-_DIGEST: Final = np.dtype([("hash", "u8"), *_NUMBERS, ("sketch", "f8", (SKETCH_SIZE,))])
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -203,9 +201,7 @@ class _Making:
 
     def __init__(self, values: SlotValues, places: Array | None) -> None:
         self._values, self._places = values, places
-        self._digests = np.empty(len(values.ranks), _DIGEST)
-        for name in _DIGEST.names or ():
-            self._digests[name] = values.column(name)
+        self._digests = values.digests()
         self._samples = values.call.node.step["samples.sketch"]
         self._first = values.column("sample_row")
         self._count = values.column("sample_count")
@@ -327,8 +323,8 @@ class _Making:
 def combined_row(found: Combined, dtype: np.dtype[Any]) -> Array:
     """Return what was combined as a structured digest without a hash."""
     row = np.zeros((), dtype)
-    for name, kind in _NUMBERS:
-        number = found.number(name)
-        row[name] = number if number is not None else 0 if kind == "u8" else np.nan
+    for each in STATISTICS:
+        number = found.number(each.name)
+        row[each.name] = number if number is not None else 0 if each.is_count else np.nan
     row["sketch"] = np.nan if found.sketch is None else found.sketch
     return row
