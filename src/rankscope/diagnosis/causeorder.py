@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-__all__ = ["CauseOrder", "FaultPlace", "Join", "sort_causes"]
+from rankscope.diagnosis.stepview import Array
 
-Array = NDArray[Any]
 _NEVER: Final = np.iinfo(np.int64).max
 
 
@@ -105,7 +103,9 @@ def sort_causes(places: Sequence[FaultPlace], joins: Sequence[Join]) -> CauseOrd
         for index in left:
             if index == first:
                 continue
-            if _is_after(places[index], reached) and not _is_mutual(places[first], places[index]):
+            other = places[index]
+            is_after = bool((reached[other.ranks] < other.times_ns).any())
+            if is_after and not _is_mutual(places[first], other):
                 origin_of[index] = first
             else:
                 still.append(index)
@@ -140,10 +140,6 @@ def _minimal(left: Sequence[int], places: Sequence[FaultPlace], reach: _CausalRe
 def _is_before_locally(one: FaultPlace, other: FaultPlace) -> bool:
     shared, own, others = np.intersect1d(one.ranks, other.ranks, return_indices=True)
     return bool(len(shared) and (one.times_ns[own] < other.times_ns[others]).any())
-
-
-def _is_after(place: FaultPlace, reached: Array) -> bool:
-    return bool((reached[place.ranks] < place.times_ns).any())
 
 
 def _is_mutual(one: FaultPlace, other: FaultPlace) -> bool:

@@ -7,49 +7,54 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.causeorder import Join
-from rankscope.diagnosis.context import CheckContext, IncarnationState
+from rankscope.diagnosis.context import Candidate, CheckContext, IncarnationState, JudgedStep
 from rankscope.diagnosis.coverage import Coverage
 from rankscope.diagnosis.datapeers import data_lines, fsdp_axes, wrapped_roots
 from rankscope.diagnosis.endings import ended_badly, ends_of, is_in_order
 from rankscope.diagnosis.finalreport import made_report
 from rankscope.diagnosis.gradientorigins import innermost_takers, origins_of_gradients
-from rankscope.diagnosis.joins import joins_of
+from rankscope.diagnosis.joins import Message, Messages, joins_of
 from rankscope.diagnosis.lastcalls import ORDERLY
 from rankscope.diagnosis.layouts import Layouts
 from rankscope.diagnosis.matchedcollectives import MatchedCollectives
-from rankscope.diagnosis.messages import Message, Messages
 from rankscope.diagnosis.replicas import InferredReplicas
-from rankscope.diagnosis.rules.carried import carried_gradients
-from rankscope.diagnosis.rules.detached import detached_by_collectives
-from rankscope.diagnosis.rules.duplicatedata import duplicate_batches
-from rankscope.diagnosis.rules.equality import unequal_replicas
-from rankscope.diagnosis.rules.equalshards import equal_shards
-from rankscope.diagnosis.rules.exchanged import wrong_exchanges, wrong_messages
-from rankscope.diagnosis.rules.lostaccumulation import (
+from rankscope.diagnosis.rules.accumulation import (
     always_lost_micro_batches,
+    carried_gradients,
     lost_micro_batches,
 )
-from rankscope.diagnosis.rules.mismatchedcollectives import mismatched_collectives
+from rankscope.diagnosis.rules.batches import duplicate_batches, other_batches
+from rankscope.diagnosis.rules.collectives import (
+    mismatched_collectives,
+    wrong_exchanges,
+    wrong_messages,
+)
+from rankscope.diagnosis.rules.equality import unequal_replicas
 from rankscope.diagnosis.rules.nonfinite import nonfinite_origins
-from rankscope.diagnosis.rules.otherbatches import other_batches
-from rankscope.diagnosis.rules.parameterupdates import parameters_left, remember_parameters
+from rankscope.diagnosis.rules.parameterupdates import (
+    detached_by_collectives,
+    parameters_left,
+    remember_parameters,
+)
 from rankscope.diagnosis.rules.recompute import changed_recomputations
 from rankscope.diagnosis.rules.rescaled import rescaled_shards
 from rankscope.diagnosis.rules.siblings import lost_reductions
 from rankscope.diagnosis.rules.stages import mixed_up_micro_batches, note_stages
+from rankscope.diagnosis.rules.startvalues import equal_shards, uninitialised_parameters
 from rankscope.diagnosis.rules.structure import (
     different_calls,
     different_kinds,
     layers_of_two_stages,
 )
-from rankscope.diagnosis.rules.ties import lost_ties
-from rankscope.diagnosis.rules.uninitialised import uninitialised_parameters
-from rankscope.diagnosis.rules.weights import other_weights
+from rankscope.diagnosis.rules.weights import lost_ties, other_weights
 from rankscope.diagnosis.stepview import StepView, step_view_of
-from rankscope.diagnosis.unevensteps import note_stepped_models, without_uneven_steps
-from rankscope.diagnosis.unreduced import note_unreduced, without_unreduced
+from rankscope.diagnosis.unreduced import (
+    note_stepped_models,
+    note_unreduced,
+    without_uneven_steps,
+    without_unreduced,
+)
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.finding import Kind, Report
 from rankscope.run.filenames import Progress
@@ -60,7 +65,7 @@ from rankscope.tree.views import Step, Trace
 __all__ = ["check"]
 
 EachStep = Callable[[StepView, CheckContext], None]
-Rule = Callable[[StepView, CheckContext], Iterator[Candidate]]
+Rule = Callable[[JudgedStep], Iterator[Candidate]]
 STEP_RULES: Final[tuple[Rule, ...]] = (
     nonfinite_origins,
     uninitialised_parameters,
@@ -129,11 +134,11 @@ def _checked(
     for number, step in enumerate(steps):
         if progress is not None:
             progress("checking", number / len(steps))
-        step_view = step_view_of(step)
-        candidates += _judged(step_view, context)
-        messages.note(step_view, number, context)
-        matched.note(step_view, number, context)
-        apart = [line for lines in data_lines(step_view, context).values() for line in lines]
+        step_view = _view(step, context)
+        candidates += _judged(step_view)
+        messages.note(step_view, number)
+        matched.note(step_view, number)
+        apart = [line for lines in data_lines(step_view).values() for line in lines]
         context.coverage.count(step_view, context.layouts, apart)
         if each_step is not None:
             each_step(step_view, context)
@@ -152,9 +157,14 @@ def _checked(
     joins: list[Join] = []
     if len(candidates) > 1:
         joins += messages.joins()
-        for number, step_view in enumerate(map(step_view_of, steps)):
-            joins += joins_of(step_view, context, functools.partial(matched.is_one, number))
+        for number, step in enumerate(steps):
+            is_one = functools.partial(matched.is_one, number)
+            joins += joins_of(_view(step, context), is_one)
     return made_report(trace, context, candidates, joins)
+
+
+def _view(step: Step, context: CheckContext) -> JudgedStep:
+    return JudgedStep.from_view(step_view_of(step), context)
 
 
 def _context(trace: Trace, layouts: LayoutFile | None) -> CheckContext:
@@ -220,9 +230,9 @@ def _wrongly_received(messages: Messages, steps: Sequence[Step]) -> Iterator[Can
         yield from wrong_messages(step_view_of(steps[number]), found)
 
 
-def _judged(step_view: StepView, context: CheckContext) -> list[Candidate]:
+def _judged(step_view: JudgedStep) -> list[Candidate]:
     if step_view.is_setup:
-        context.incarnations[step_view.incarnation] = IncarnationState(
+        step_view.context.incarnations[step_view.incarnation] = IncarnationState(
             replicas=InferredReplicas(step_view),
             setup=step_view,
             wrappers=frozenset(w for call in step_view.calls for w in call.node.wrappers),
@@ -230,11 +240,11 @@ def _judged(step_view: StepView, context: CheckContext) -> list[Candidate]:
             data_axes=fsdp_axes(step_view),
             owners={call.path: call.ranks for call in step_view.calls if call.slots},
         )
-    note_stages(step_view, context)
-    found = [candidate for rule in STEP_RULES for candidate in rule(step_view, context)]
+    note_stages(step_view)
+    found = [candidate for rule in STEP_RULES for candidate in rule(step_view)]
     innermost_takers(step_view, found)
-    found += origins_of_gradients(step_view, context, found)
-    note_stepped_models(step_view, context)
-    note_unreduced(step_view, context)
-    remember_parameters(step_view, context)
+    found += origins_of_gradients(step_view, found)
+    note_stepped_models(step_view)
+    note_unreduced(step_view)
+    remember_parameters(step_view)
     return found

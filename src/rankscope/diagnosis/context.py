@@ -1,23 +1,90 @@
-"""What the rules know beyond one step: the job, its layouts, what was seen before."""
+"""What rules are given and what they hand out: a step with what is known beyond it (the job, its
+layouts, what was seen before), and faulty places, before it is known which of them came first.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, NamedTuple
 
-from numpy.typing import NDArray
+import numpy as np
 
-from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.coverage import Coverage
 from rankscope.diagnosis.layouts import Layouts
+from rankscope.diagnosis.rankclock import times_of_value
 from rankscope.diagnosis.replicas import InferredReplicas
-from rankscope.diagnosis.stepview import SlotValues, StepView
+from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView
+from rankscope.record.call import Mode
+from rankscope.record.finding import Kind, Severity
+from rankscope.record.phases import Phase
 
-__all__ = ["CheckContext", "IncarnationState", "Latest", "Left"]
 
-Array = NDArray[Any]
+@dataclass(slots=True, eq=False, kw_only=True)
+class Candidate:
+    """A place where something is wrong."""
+
+    kind: Kind
+    phase: Phase
+    mode: Mode
+    step: int
+    incarnation: int
+    micro_batch: int | None
+    path: str
+    slot: str
+    ranks: tuple[int, ...]
+    """Whose value or call is wrong."""
+    members: Array
+    """Ranks that took part: the order of causes goes through them."""
+    times_ns: Array
+    """Per member when it happened, on the member's own clock."""
+    message: str
+    advice: str = ""
+    """What to look at, where it is not what its kind and phase say."""
+    severity: Severity = Severity.FAULT
+    evidence: Callable[[], Mapping[str, Any]] = dict
+    """Made when the finding is written: most candidates are victims, which need none."""
+    weight: int = 1
+    """Values it stands for."""
+    priority: int = 0
+    """Of two candidates at one place the lower is reported."""
+
+    @property
+    def place(self) -> str:
+        """Path and slot, as people write them."""
+        return f"{self.path or '(root)'}{f':{self.slot}' if self.slot else ''}"
+
+
+def candidate_at(
+    step_view: StepView,
+    call: CallView,
+    kind: Kind,
+    slot: str,
+    ranks: Array | tuple[int, ...] | list[int],
+    members: Array,
+    times_ns: Array,
+    message: str,
+    **more: Any,
+) -> Candidate:
+    """Return a candidate in a call of a step."""
+    return Candidate(
+        kind=kind,
+        phase=call.phase,
+        mode=step_view.mode,
+        step=step_view.step,
+        incarnation=step_view.incarnation,
+        micro_batch=call.micro_batch,
+        path=call.path,
+        slot=slot,
+        ranks=tuple(sorted({int(rank) for rank in ranks})),
+        members=members,
+        times_ns=times_ns,
+        message=message,
+        **more,
+    )
+
+
 _STEPS_LEFT: Final = 8
 
 
@@ -67,7 +134,7 @@ class IncarnationState:
     """What is known of one incarnation of a job, filled as its steps pass by."""
 
     replicas: InferredReplicas
-    setup: StepView | None = None
+    setup: JudgedStep | None = None
     begins_late: bool = True
     """True until the first train step was seen: the trace begins later than the training."""
     undecided: dict[tuple[str, int, str], SlotValues] | None = None
@@ -141,3 +208,39 @@ class CheckContext:
         if incarnation not in self.incarnations:
             self.incarnations[incarnation] = IncarnationState(replicas=InferredReplicas(None))
         return self.incarnations[incarnation]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class JudgedStep(StepView):
+    """A step as rules are given it: with what is known beyond it."""
+
+    context: CheckContext
+
+    @classmethod
+    def from_view(cls, step_view: StepView, context: CheckContext) -> JudgedStep:
+        """Return a step with what is known beyond it."""
+        own = {each.name: getattr(step_view, each.name) for each in fields(step_view)}
+        return cls(**own, context=context)
+
+    @property
+    def life(self) -> IncarnationState:
+        """What is known of its incarnation."""
+        return self.context.incarnation(self.incarnation)
+
+    def candidate(
+        self,
+        values: SlotValues,
+        kind: Kind,
+        ranks: Array | list[int],
+        message: str,
+        *,
+        members: Array | None = None,
+        **more: Any,
+    ) -> Candidate:
+        """Return a candidate in a value of the step, when its members had it: they are the faulty
+        ranks where nothing else is said."""
+        of = np.asarray(ranks) if members is None else members
+        times_ns = times_of_value(values, of)
+        return candidate_at(
+            self, values.call, kind, values.slot, ranks, of, times_ns, message, **more
+        )

@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rankscope.diagnosis.issuedcollectives import issues_of
 from rankscope.diagnosis.layouts import Layouts
-from rankscope.diagnosis.stepview import SlotValues, StepView, sibling_path
+from rankscope.diagnosis.stepview import Array, SlotValues, StepView, sibling_path
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.tree.summary import counted
 
-__all__ = ["Coverage"]
-
-Array = NDArray[Any]
 _MOST_NAMED: Final = 3
 _MOST_UNJUDGED: Final = 8
 _ACTIVATIONS: Final = Phase.having(lambda facts: facts.is_activation)
@@ -77,13 +73,7 @@ class Coverage:
 
     def count(self, step_view: StepView, layouts: Layouts, apart: Sequence[Array]) -> None:
         """Count the values of a step that the rules have been through, and those of several ranks
-        that nothing was compared of.
-
-        Args:
-            step_view: the step.
-            layouts: which values have a layout.
-            apart: lines of ranks that work on other data.
-        """
+        that nothing was compared of. Ranks of the lines `apart` work on other data."""
         if step_view.mode is Mode.UNKNOWN:
             self._lacking.setdefault(("step", "mode"), Counter()).update([step_view.step])
         for issue in issues_of(step_view):

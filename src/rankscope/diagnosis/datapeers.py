@@ -2,65 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from rankscope.diagnosis.context import CheckContext, IncarnationState
+from rankscope.diagnosis.context import IncarnationState, JudgedStep
 from rankscope.diagnosis.layouts import Layouts, sorted_lines
-from rankscope.diagnosis.stepview import CallView, StepView, root_of
+from rankscope.diagnosis.stepview import Array, StepView, root_of
 from rankscope.layout.infer import AxisName, is_fsdp_axis, named_as
 from rankscope.layout.placement import Mesh, Placement
 from rankscope.record.phases import Phase
 
-__all__ = ["DDP", "data_lines", "fsdp_axes", "root_calls", "same_inputs", "wrapped_roots"]
-
-Array = NDArray[Any]
 DDP: Final = "DDP"
 """The word for `DistributedDataParallel` among the wrappers of a module."""
 
 
-def root_calls(step_view: StepView) -> Iterator[CallView]:
-    """Yield the outermost forward calls."""
-    return (call for call in step_view.of(Phase.FORWARD) if call.parent is None)
-
-
-def same_inputs(step_view: StepView) -> tuple[Array, ...]:
-    """Return the groups of two ranks or more that were handed bitwise the same root inputs in every
-    micro-batch of the step, in calls they made together.
-
-    Their activations may be compared; those of any other ranks may not.
-    """
-    roots = list(root_calls(step_view))
-    if not roots:
-        return ()
-    size = 1 + max(int(call.ranks[-1]) for call in roots)
-    keys: list[list[int]] = [[] for _ in range(size)]
-    for number, call in enumerate(roots):
-        for values in call.inputs:
-            for rank, own, known in zip(
-                values.ranks.tolist(), values.hashes.tolist(), values.is_known.tolist()
-            ):
-                keys[rank] += (number, own if known else -1 - rank)
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, key in enumerate(keys):
-        if key:
-            groups.setdefault(tuple(key), []).append(rank)
-    return tuple(np.array(g, np.int64) for g in groups.values() if len(g) > 1)
-
-
-def data_lines(step_view: StepView, context: CheckContext) -> dict[str, tuple[Array, ...]]:
+def data_lines(step_view: JudgedStep) -> dict[str, tuple[Array, ...]]:
     """Return {what says so: lines of ranks} of the axes along which batches should differ.
 
     Such an axis is one that a layout file or a mesh of FSDP's parameters names so (dp, data, fsdp
     ...), one along which FSDP cut every parameter, or all replicas of a DDP model or of one whose
     parameters are marked as cut along other axes.
     """
-    incarnation = context.incarnation(step_view.incarnation)
+    incarnation = step_view.life
     if incarnation.data_lines is None:
-        incarnation.data_lines = _data_lines(incarnation, context.layouts)
+        incarnation.data_lines = _data_lines(incarnation, step_view.context.layouts)
     return incarnation.data_lines
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rankscope.diagnosis.stepview import SlotValues
+from rankscope.diagnosis.stepview import Array, SlotValues
 from rankscope.record.ranklists import ranks_text
 from rankscope.record.statistics import NONFINITE, numbers_with_first
 from rankscope.tree.jsontext import statistic
 
-Array = NDArray[Any]
 ROUNDING: Final = {
     "float64": 1e-13,
     "float32": 1e-5,

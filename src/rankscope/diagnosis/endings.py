@@ -13,8 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from rankscope.diagnosis.candidates import Candidate, candidate_at
-from rankscope.diagnosis.context import CheckContext
+from rankscope.diagnosis.context import Candidate, CheckContext, candidate_at
 from rankscope.diagnosis.hangs import hangs_of, ranks_left_open, without_recent
 from rankscope.diagnosis.lastcalls import (
     CONNECTION_ENDED,
@@ -35,8 +34,6 @@ from rankscope.record.streams import EndReason
 from rankscope.tree.crashes import Crash, crashes
 from rankscope.tree.views import Trace
 
-__all__ = ["ended_badly", "ends_of", "is_in_order"]
-
 _NAMELESS: Final = "an exception outside of any module's call"
 
 
@@ -53,13 +50,8 @@ def ends_of(trace: Trace) -> dict[int, str]:
 def ended_badly(
     trace: Trace, context: CheckContext, step_views: Sequence[StepView]
 ) -> Iterator[Candidate]:
-    """Yield a candidate for every hang and crash.
-
-    Args:
-        trace: the trace.
-        context: what is known beyond one step.
-        step_views: the last steps of the last incarnation.
-    """
+    """Yield a candidate for every hang and crash that the last steps of the last incarnation
+    show."""
     ends = ends_of(trace)
     last = last_calls(step_views)
     ended = trace.run.get("ended")
@@ -134,7 +126,6 @@ def _crashes(
     """Yield a candidate for every place where ranks raised, or were killed while others went on.
 
     Args:
-        trace: the trace.
         last: {rank: what it did last}
         unrecorded: as of `_unrecorded`.
         is_explained: a hang was found, or ranks stand where one may be that could not be judged.

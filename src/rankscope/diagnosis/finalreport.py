@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.causeorder import CauseOrder, FaultPlace, Join, sort_causes
-from rankscope.diagnosis.context import CheckContext
+from rankscope.diagnosis.context import Candidate, CheckContext
 from rankscope.diagnosis.coverage import Coverage
 from rankscope.record.finding import (
     NAMED_VICTIMS,
@@ -22,20 +21,9 @@ from rankscope.record.notes import NoteKind
 from rankscope.record.ranklists import ranks_named
 from rankscope.tree.views import Trace
 
-__all__ = ["advice_for", "finding_json", "made_report", "report_json"]
-
 _MOST_EVENTS = 2_000
 """Events that are put in order; what comes later by clock than that many counts as a victim."""
 FORMAT = "rankscope.report/1"
-
-
-def advice_for(candidate: Candidate) -> str:
-    """Return what to look at."""
-    if candidate.advice:
-        return candidate.advice
-    return (
-        candidate.phase.facts.unequal if candidate.kind is Kind.REPLICA else candidate.kind.advice
-    )
 
 
 def made_report(
@@ -50,15 +38,9 @@ def made_report(
     skipped = tuple(Skipped(reason=r, count=n) for r, n in sorted(coverage.skipped.items()))
     unmatched = _unmatched_globs(trace)
     lacks = "" if findings else _lacks(trace, coverage, unmatched)
-    if faults:
-        verdict = Verdict.FAULT
-    elif lacks or not trace.is_complete:
-        verdict = Verdict.INCOMPLETE
-    else:
-        verdict = Verdict.CLEAN
     return Report(
         command="check",
-        verdict=verdict,
+        verdict=verdict_of(findings, lacks, is_complete=trace.is_complete),
         compared=coverage.compared,
         skipped=skipped,
         recorded=coverage.recorded,
@@ -69,6 +51,13 @@ def made_report(
         notes=(*unmatched, *coverage.unjudged(), *coverage.notes),
         lacks=lacks,
     )
+
+
+def verdict_of(findings: Sequence[Finding], lacks: str, *, is_complete: bool) -> Verdict:
+    """Return the word for what was found, `lacks` being why nothing could be judged."""
+    if any(finding.severity is Severity.FAULT for finding in findings):
+        return Verdict.FAULT
+    return Verdict.INCOMPLETE if lacks or not is_complete else Verdict.CLEAN
 
 
 def _unmatched_globs(trace: Trace) -> list[str]:
@@ -168,8 +157,10 @@ def _finding(
     if candidate.incarnation:
         evidence["incarnation"] = candidate.incarnation
     names = dict.fromkeys(v.place for v in sorted(victims, key=_first_ns))
+    kind = candidate.kind
+    usual = candidate.phase.facts.unequal if kind is Kind.REPLICA else kind.advice
     return Finding(
-        kind=candidate.kind,
+        kind=kind,
         severity=candidate.severity,
         phase=candidate.phase,
         mode=candidate.mode,
@@ -183,17 +174,21 @@ def _finding(
         victim_names=tuple(names)[:NAMED_VICTIMS],
         evidence=evidence,
         message=f"{candidate.place}: {candidate.message}",
-        advice=advice_for(candidate),
+        advice=candidate.advice or usual,
     )
 
 
 def report_json(report: Report) -> dict[str, Any]:
     """Return a report as JSON data (docs/commands/check.md)."""
+    preflight: dict[str, Any] = {}
+    if report.preflight:
+        lines = [{"what": w, "same": same, "text": text} for w, same, text in report.preflight]
+        preflight = {"preflight": lines, "unpaired": report.unpaired}
     return {
         "format": FORMAT,
         "command": report.command,
         "verdict": report.verdict.value,
-        **_preflight(report),
+        **preflight,
         "judged": report.judged,
         "compared": report.compared,
         "skipped": [{"reason": s.reason, "count": s.count} for s in report.skipped],
@@ -221,10 +216,3 @@ def finding_json(finding: Finding) -> dict[str, Any]:
         "message": finding.message,
         "advice": finding.advice,
     }
-
-
-def _preflight(report: Report) -> dict[str, Any]:
-    if not report.preflight:
-        return {}
-    lines = [{"what": w, "same": same, "text": text} for w, same, text in report.preflight]
-    return {"preflight": lines, "unpaired": report.unpaired}

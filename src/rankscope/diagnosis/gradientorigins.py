@@ -22,23 +22,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_of
-from rankscope.diagnosis.context import CheckContext
-from rankscope.diagnosis.datapeers import root_calls, same_inputs
+from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.distances import sides, sides_text
 from rankscope.diagnosis.rankclock import times_of_value
 from rankscope.diagnosis.replicas import InferredReplicas
 from rankscope.diagnosis.rules.equality import drawn_apart_advice, is_within_rounding
-from rankscope.diagnosis.stepview import CallView, SlotValues, StepView
+from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 
-__all__ = ["innermost_takers", "origins_of_gradients"]
-
-Array = NDArray[Any]
 _DATA_PARALLEL: Final = frozenset({"DDP", "FSDP1", "FSDP2"})
 """Wrappers whose ranks may draw random numbers of their own."""
 _OTHER_LOSS: Final = (
@@ -51,24 +45,22 @@ _NOT_SUMMED: Final = (
 )
 
 
-def origins_of_gradients(
-    step_view: StepView, context: CheckContext, found: Sequence[Candidate]
-) -> Iterator[Candidate]:
+def origins_of_gradients(step_view: JudgedStep, found: Sequence[Candidate]) -> Iterator[Candidate]:
     """Yield the place that explains gradients which a rule found to differ."""
     unequal = [
         s for s in found if s.phase is Phase.GRADS and s.severity is Severity.FAULT and s.slot
     ]
-    for group in same_inputs(step_view) if unequal else ():
+    for group in step_view.same_inputs if unequal else ():
         ranks = set(group.tolist())
         if any(ranks.issubset(s.ranks) and s.kind is not Kind.COLLECTIVE for s in unequal):
-            yield from _first(step_view, context, group)
+            yield from _first(step_view, group)
 
 
-def _first(step_view: StepView, context: CheckContext, group: Array) -> Iterator[Candidate]:
+def _first(step_view: JudgedStep, group: Array) -> Iterator[Candidate]:
     """Yield the first place at which ranks with one batch went apart."""
-    made = [values.agree(group) for call in root_calls(step_view) for values in call.outputs]
+    made = [values.agree(group) for call in step_view.roots for values in call.outputs]
     if False in made:
-        incarnation = context.incarnation(step_view.incarnation)
+        incarnation = step_view.life
         drawn = _drawn_apart(step_view, incarnation.replicas, group)
         values = next(drawn, None) if _DATA_PARALLEL.isdisjoint(incarnation.wrappers) else None
         if values is not None:
@@ -112,15 +104,9 @@ def _apart_in_backward(step_view: StepView, group: Array) -> list[tuple[int, int
 
 
 def _candidate(
-    step_view: StepView,
-    values: SlotValues,
-    group: Array,
-    what: str,
-    advice: str,
-    **evidence: Any,
+    step_view: JudgedStep, values: SlotValues, group: Array, what: str, advice: str, **evidence: Any
 ) -> Candidate:
-    return candidate_of(
-        step_view,
+    return step_view.candidate(
         values,
         Kind.REPLICA,
         group,
@@ -140,15 +126,14 @@ def _drawn_apart(
 ) -> Iterator[SlotValues]:
     """Yield what modules without others inside, and without weights of a rank's own, gave."""
     for call in step_view.of(Phase.FORWARD):
-        if call.children or replicas.is_sharded(call.path) or not _is_given_the_same(call, group):
+        if (
+            call.children
+            or call.path in replicas.sharded_paths
+            or not call.is_given_the_same(group)
+        ):
             continue
         if all(values.source == "unknown" for values in call.slots.values()):
             yield from (values for values in call.outputs if _differs(values, group))
-
-
-def _is_given_the_same(call: CallView, group: Array) -> bool:
-    given = [values.agree(group) for values in call.inputs]
-    return bool(given) and all(given)
 
 
 def innermost_takers(step_view: StepView, found: Sequence[Candidate]) -> None:

@@ -11,21 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rankscope.diagnosis.distances import rounding_of
 from rankscope.diagnosis.rankclock import times_of_call
-from rankscope.diagnosis.stepview import CallView, SlotValues, StepView
+from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView
 from rankscope.record.phases import Phase
 from rankscope.record.statistics import NONFINITE
 from rankscope.record.value import ValueFlag
 
-__all__ = ["Mixture", "TakenGradient", "gathered_apart", "mixture_of", "taken_gradients"]
-
-Array = NDArray[Any]
 _FOREIGN: Final = int(ValueFlag.UNHELD | ValueFlag.SKIPPED)
 """Nobody stepped with such a gradient, or nobody knows who did."""
 _RESTARTED: Final = int(ValueFlag.RESTARTED)

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_at
-from rankscope.diagnosis.context import CheckContext
+from rankscope.diagnosis.context import Candidate, CheckContext, candidate_at
 from rankscope.diagnosis.issuedcollectives import (
     IssuedCollective,
     issues_of,
@@ -19,13 +17,10 @@ from rankscope.diagnosis.issuedcollectives import (
 )
 from rankscope.diagnosis.lastcalls import MOST_LISTED, ORDERLY, LastCall, last_words
 from rankscope.diagnosis.rankclock import span_of_call, times_of_call
-from rankscope.diagnosis.stepview import CallView, StepView
+from rankscope.diagnosis.stepview import Array, CallView, StepView
 from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named, ranks_text
 
-__all__ = ["hangs_of", "ranks_left_open", "without_recent"]
-
-Array = NDArray[Any]
 _FEWEST_S: Final = 3.0
 _TIMES_LONGEST: Final = 3.0
 _MOST_TOLD: Final = 4
@@ -47,13 +42,8 @@ def hangs_of(
     last: dict[int, LastCall],
     ends: dict[int, str],
 ) -> Iterator[Candidate]:
-    """Yield a candidate for every hang.
-
-    Args:
-        step_views: the last steps of the last incarnation.
-        last: {rank: what it did last}
-        ends: {rank: how its stream ends}
-    """
+    """Yield a candidate for every hang in the last steps of the last incarnation; `last` is what
+    each rank did last, `ends` how its stream ends."""
     found: list[_Hang] = []
     left_open = ranks_left_open(step_views, last, ends)
     for step_view in step_views:
@@ -238,51 +228,43 @@ def without_recent(
     at_s: float | None = None,
 ) -> dict[int, LastCall]:
     """Leave out, and tell of, ranks that came to their collective just before `at_s`: where the job
-    goes on, before its records were read."""
-    patience = _Patience(step_views, read_s if at_s is None else at_s)
+    goes on, before its records were read. They are given three times as long as any rank stood in
+    one in the last steps, and 3 s at least."""
+    longest_ns = 0
+    for step_view in step_views:
+        for issue in issues_of(step_view):
+            begins, ends = span_of_call(issue.call, issue.ranks)
+            longest_ns = max(longest_ns, int((ends - begins).max()))
+    patience_s = max(_FEWEST_S, _TIMES_LONGEST * longest_ns / 1e9)
+    now_s = read_s if at_s is None else at_s
     recent = {
-        rank: (each.waiting, each.time_ns)
+        rank: (each.waiting, now_s - each.time_ns / 1e9)
         for rank, each in last.items()
-        if each.waiting is not None and not patience.is_over(each.time_ns)
+        if each.waiting is not None and now_s - each.time_ns / 1e9 < patience_s
     }
     if at_s is None:
-        context.coverage.notes.extend(patience.notes(recent))
+        context.coverage.notes.extend(_notes_on_waiting(recent, patience_s))
     return {rank: each for rank, each in last.items() if rank not in recent}
 
 
-class _Patience:
-    """Three times as long as any rank stood in one in the last steps, and 3 s at least."""
+def _notes_on_waiting(
+    waiting: Mapping[int, tuple[IssuedCollective, float]], patience_s: float
+) -> Iterator[str]:
+    """Yield a line for each collective in which ranks stand for longer than any did before, but
+    not for long enough.
 
-    def __init__(self, step_views: Sequence[StepView], now_s: float) -> None:
-        """Look at the last steps, `step_views`, as of a time on the wall clock."""
-        longest_ns = 0
-        for step_view in step_views:
-            for issue in issues_of(step_view):
-                begins, ends = span_of_call(issue.call, issue.ranks)
-                longest_ns = max(longest_ns, int((ends - begins).max()))
-        self.seconds = max(_FEWEST_S, _TIMES_LONGEST * longest_ns / 1e9)
-        self._now_s = now_s
-
-    def is_over(self, since_ns: int) -> bool:
-        """True for a rank that has stood there for longer."""
-        return self._now_s - since_ns / 1e9 >= self.seconds
-
-    def notes(self, waiting: Mapping[int, tuple[IssuedCollective, int]]) -> Iterator[str]:
-        """Yield a line for each collective in which ranks stand for longer than any did before, but
-        not for long enough.
-
-        Args:
-            waiting: rank -> the collective, and since when.
-        """
-        alike: dict[tuple[str, str], list[int]] = {}
-        for rank, (issue, _) in sorted(waiting.items()):
-            alike.setdefault((issue.op, issue.call.path or "(root)"), []).append(rank)
-        for (op, path), ranks in [*alike.items()][:_MOST_TOLD]:
-            waited_s = self._now_s - min(waiting[rank][1] for rank in ranks) / 1e9
-            if waited_s < self.seconds / _TIMES_LONGEST:
-                continue
+    Args:
+        waiting: rank -> the collective, and for how many seconds.
+        patience_s: after so many a collective counts as a hang.
+    """
+    alike: dict[tuple[str, str], list[int]] = {}
+    for rank, (issue, _) in sorted(waiting.items()):
+        alike.setdefault((issue.op, issue.call.path or "(root)"), []).append(rank)
+    for (op, path), ranks in [*alike.items()][:_MOST_TOLD]:
+        waited_s = max(waiting[rank][1] for rank in ranks)
+        if waited_s >= patience_s / _TIMES_LONGEST:
             yield (
                 f"{ranks_named(ranks)} {'has' if len(ranks) == 1 else 'have'} been in {op} of "
                 f"{path} for {waited_s:.1f} s; in this job that is a "
-                f"hang after {self.seconds:.1f} s: ask again"
+                f"hang after {patience_s:.1f} s: ask again"
             )

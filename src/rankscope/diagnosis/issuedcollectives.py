@@ -7,25 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rankscope.diagnosis.stepview import CallView, StepView
+from rankscope.diagnosis.stepview import Array, CallView, StepView
 from rankscope.record.collective import MESSAGES, OPS
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import parse_ranks
 
-__all__ = [
-    "EQUAL_OUTPUTS",
-    "IssuedCollective",
-    "equal_by_offset",
-    "fits_shifted",
-    "issues_in",
-    "issues_of",
-    "known_collectives",
-    "ranks_in_doubt",
-]
-
-Array = NDArray[Any]
 EQUAL_OUTPUTS: Final = frozenset(
     {"all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_into_tensor", "broadcast"}
 )

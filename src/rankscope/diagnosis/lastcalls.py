@@ -13,16 +13,6 @@ from rankscope.diagnosis.stepview import CallView, StepView
 from rankscope.record.call import CallStatus
 from rankscope.record.streams import EndReason
 
-__all__ = [
-    "CONNECTION_ENDED",
-    "MOST_LISTED",
-    "ORDERLY",
-    "PEER_LOST",
-    "LastCall",
-    "last_calls",
-    "last_words",
-]
-
 ORDERLY: Final = frozenset({EndReason.EXIT.value, EndReason.CLOSED.value})
 """How a stream ends whose rank ended by itself."""
 PEER_LOST: Final = re.compile(

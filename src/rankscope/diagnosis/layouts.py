@@ -11,16 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rankscope.diagnosis.stepview import SlotValues
+from rankscope.diagnosis.stepview import Array, SlotValues
 from rankscope.layout.infer import lines_along
-from rankscope.layout.layoutfile import LayoutFile
+from rankscope.layout.layoutfile import LayoutFile, described_as
 from rankscope.layout.placement import Mesh, Placement, PlacementKind
 
-__all__ = ["Layouts", "Same", "sorted_lines"]
-
-Array = NDArray[Any]
 _PLACED: Final = ("dtensor", "marked", "declared")
 """Sources that stand in the trace itself."""
 
@@ -74,7 +70,7 @@ class Layouts:
         if key not in self._named:
             found = self.declared.placements(path, slot)
             if not found and slot.startswith("grad:"):
-                found = self.declared.placements(path, f"param:{slot[5:]}")
+                found = self.declared.placements(path, described_as(slot))
             self._named[key] = found
         return self._named[key]
 

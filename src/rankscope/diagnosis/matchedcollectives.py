@@ -21,10 +21,8 @@ from itertools import combinations, islice
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_at
-from rankscope.diagnosis.context import CheckContext
+from rankscope.diagnosis.context import Candidate, CheckContext, JudgedStep, candidate_at
 from rankscope.diagnosis.distances import minority
 from rankscope.diagnosis.issuedcollectives import (
     EQUAL_OUTPUTS,
@@ -36,7 +34,7 @@ from rankscope.diagnosis.issuedcollectives import (
 )
 from rankscope.diagnosis.lastcalls import ORDERLY
 from rankscope.diagnosis.rankclock import issued_counts, span_of_call, times_of_call
-from rankscope.diagnosis.rules.mismatchedcollectives import facts_text
+from rankscope.diagnosis.rules.collectives import facts_text
 from rankscope.diagnosis.stepview import StepView, step_view_of
 from rankscope.record.call import Mode
 from rankscope.record.finding import Kind
@@ -45,9 +43,6 @@ from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.value import ValueFlag
 from rankscope.tree.views import Step
 
-__all__ = ["MatchedCollectives"]
-
-Array = NDArray[Any]
 _Group = tuple[int, str, tuple[int, ...]]
 """Incarnation, name, members."""
 _Owners = dict[tuple[Any, ...], dict[_Group, int]]
@@ -104,7 +99,7 @@ class MatchedCollectives:
     _level: dict[_Group, int] = field(default_factory=dict)
     """{group: the first step in which its ranks may stand apart}"""
 
-    def note(self, step_view: StepView, number: int, context: CheckContext) -> None:
+    def note(self, step_view: JudgedStep, number: int) -> None:
         """Keep who came to what in one step."""
         if step_view.is_setup:
             return
@@ -127,7 +122,7 @@ class MatchedCollectives:
             if not issue.sequence:
                 issued = issued_counts(issue.call, issue.ranks)
                 counts.setdefault(group, set()).update(issued.tolist())
-            if _is_torn(issue, context):
+            if _is_torn(issue, step_view.context):
                 met = self._groups.setdefault(group, _Met())
                 met.torn = number if met.torn is None else met.torn
         for group, ranks in came.items():
@@ -149,7 +144,7 @@ class MatchedCollectives:
 
         Args:
             candidates: of single steps.
-            steps: all of the trace; each is read again when it is asked for.
+            steps: all of the trace; each is read again, and none is kept.
             ends: {rank: how its last stream ends}
         """
         final = max((incarnation for incarnation, _ in self._last), default=0)
@@ -167,13 +162,7 @@ class MatchedCollectives:
 
     def is_one(self, number: int, step_view: StepView, issue: IssuedCollective) -> bool:
         """True where what ranks issued in one step is one collective, as far as that is known. Ask
-        once `judged` was asked.
-
-        Args:
-            number: which of the steps of the trace it is.
-            step_view: the step.
-            issue: what they issued.
-        """
+        once `judged` was asked; `number` is which of the steps of the trace it is."""
         group = _group_of(step_view, issue)
         return self._are_level(group, number, issue.ranks.tolist())
 
@@ -254,7 +243,10 @@ class MatchedCollectives:
         self._apart[group] = first
 
     def _counted_group(
-        self, group: _Group, lines: dict[int, list[_OwnCall]], steps: Sequence[Step]
+        self,
+        group: _Group,
+        lines: dict[int, list[_OwnCall]],
+        steps: Sequence[Step],
     ) -> Iterator[Candidate]:
         """The same by torch's count, where that is known and fits what collectives gave."""
         by_count = _by(lines, lambda end: end.counted)
@@ -443,7 +435,10 @@ def _first_mismatch(lines: Mapping[int, list[_OwnCall]]) -> int | None:
 
 
 def _candidate(
-    group: _Group, wrong: int, sides: Mapping[int, _OwnCall], steps: Sequence[Step]
+    group: _Group,
+    wrong: int,
+    sides: Mapping[int, _OwnCall],
+    steps: Sequence[Step],
 ) -> Candidate:
     """Return the candidate of a collective that is not one, in the last step that holds a side."""
     ranks = np.array(sorted(sides), np.int64)

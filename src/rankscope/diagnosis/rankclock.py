@@ -9,17 +9,10 @@ event each: their values have no order among themselves.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
-from rankscope.diagnosis.stepview import CallView, SlotValues, is_input
+from rankscope.diagnosis.stepview import Array, CallView, SlotValues, is_input
 from rankscope.record.phases import Phase
-
-__all__ = ["issued_counts", "span_of_call", "times_of_call", "times_of_value"]
-
-Array = NDArray[Any]
 
 
 def span_of_call(call: CallView, ranks: Array) -> tuple[Array, Array]:

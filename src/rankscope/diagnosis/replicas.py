@@ -19,20 +19,16 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rankscope.diagnosis.layouts import Same
-from rankscope.diagnosis.stepview import SlotValues, StepView, is_input, sibling_path
+from rankscope.diagnosis.stepview import Array, SlotValues, StepView, is_input, sibling_path
 from rankscope.layout.marks import FSDP1_AXIS
 from rankscope.layout.placement import Mesh
 from rankscope.record.phases import Phase
 
-__all__ = ["FSDP1_FLAT", "InferredReplicas", "RootPlace", "clusters"]
-
-Array = NDArray[Any]
 RootPlace = tuple[str, int]
 """Path of a root module, rank."""
 _Part = frozenset[tuple[str, int]]
@@ -102,6 +98,8 @@ class InferredReplicas:
         self._constant: set[tuple[str, str]] = set()
         self._shared: dict[tuple[str, str], SlotValues] = {}
         """Parameters that differ between some ranks that hold them."""
+        self.sharded_paths: frozenset[str] = frozenset()
+        """Paths of the modules that own such parameters."""
         self.is_marked = False
         """True where a framework marked parameters as cut."""
         self._lines: tuple[Array, ...] = ()
@@ -158,16 +156,12 @@ class InferredReplicas:
                 if values.agree(values.ranks) is False:
                     self._shared[key] = values
         self._lines, self._local_lines = plain.lines(), local.lines()
+        self.sharded_paths = frozenset(owner for owner, _ in self._shared)
 
     @property
     def lines(self) -> tuple[Array, ...]:
         """Ranks of which every plain parameter is equal, and which are no stages of one model."""
         return tuple(part for line in self._lines for part in self._by_part(line))
-
-    @property
-    def local_lines(self) -> tuple[Array, ...]:
-        """Ranks of which every parameter is equal as each rank holds it, pieces of DTensors too."""
-        return tuple(part for line in self._local_lines for part in self._by_part(line))
 
     @property
     def is_any(self) -> bool:
@@ -184,10 +178,6 @@ class InferredReplicas:
         """Return these ranks, those together that compute the same part of a model."""
         return list(self._by_part(ranks, fewest=1))
 
-    def is_sharded(self, path: str) -> bool:
-        """True where a plain parameter of the module itself differs between its ranks."""
-        return any(owner == path for owner, _ in self._shared)
-
     def is_cut_between(self, path: str, ranks: Array) -> bool:
         """True where a plain parameter of the module itself is another one on each of the ranks."""
         own = (values for (owner, _), values in self._shared.items() if owner == path)
@@ -196,11 +186,6 @@ class InferredReplicas:
             and len(set(values.hashes[at].tolist())) == len(ranks)
             for values in own
         )
-
-    @property
-    def sharded_paths(self) -> frozenset[str]:
-        """Paths of the modules that own such parameters."""
-        return frozenset(owner for owner, _ in self._shared)
 
     def same(self, values: SlotValues, step_view: StepView) -> Same | None:
         """Return which ranks' parameter or gradient should be equal though no layout says it; None
@@ -252,7 +237,8 @@ class InferredReplicas:
         self, key: tuple[str, str], group: Array, values: SlotValues, step_view: StepView
     ) -> Iterator[Array]:
         """Yield the parts of a group of equal constants that are known to be replicas."""
-        lines = (*self.lines, *self.local_lines)
+        local = (part for line in self._local_lines for part in self._by_part(line))
+        lines = (*self.lines, *local)
         is_line = any(len(group) == len(line) and (group == line).all() for line in lines)
         if is_line or self._is_proven(key, group, values, step_view):
             yield group

@@ -54,6 +54,12 @@ def is_output(slot: str, phase: Phase) -> bool:
     return head in ("output", "returned")
 
 
+def positions(ranks: Array, wanted: Array) -> Array:
+    """Return where ranks stand among sorted ones, -1 for those that do not."""
+    places = np.minimum(np.searchsorted(ranks, wanted), len(ranks) - 1)
+    return np.where(ranks[places] == wanted, places, -1)
+
+
 class SlotValues:
     """One slot of one call over all its ranks. Arrays are in order of rank."""
 
@@ -62,7 +68,6 @@ class SlotValues:
         self.slot = views[0].slot
         self.views = views
         self._columns = views[0].step.columns
-        self._agreements: dict[int, Array] = {}
         self._rows: slice | Array
         if len(views) == 1:
             self._rows = views[0].rows
@@ -71,6 +76,11 @@ class SlotValues:
         ranks = self._columns["values.rank"][self._rows]
         self._order = None if (ranks[1:] > ranks[:-1]).all() else np.argsort(ranks, kind="stable")
         self.ranks: Array = ranks if self._order is None else ranks[self._order]
+
+    @property
+    def name(self) -> str:
+        """Path and slot, as people write them."""
+        return f"{self.call.path or '(root)'}:{self.slot}"
 
     def column(self, name: str) -> Array:
         """Return one column of values, for these ranks."""
@@ -142,8 +152,7 @@ class SlotValues:
 
     def at(self, ranks: Array) -> Array:
         """Return the positions of ranks in the arrays, -1 for those that hold nothing."""
-        places = np.minimum(np.searchsorted(self.ranks, ranks), len(self.ranks) - 1)
-        return np.where(self.ranks[places] == ranks, places, -1)
+        return positions(self.ranks, ranks)
 
     def agreements(self, groups: Array) -> Array:
         """Say for every group whether its ranks hold the same bytes.
@@ -154,27 +163,18 @@ class SlotValues:
         Returns:
             [g] int8: 1 where they do, 0 where not, -1 where one is not known.
         """
-        key = id(groups)
-        if key not in self._agreements:
-            places = self.at(groups)
-            is_known = (places >= 0).all(1) & self.is_known[places].all(1)
-            kinds = self.flags[places] & int(ValueFlag.MIX64)
-            is_known &= (kinds == kinds[:, :1]).all(1)
-            hashes, counts = self.hashes[places], self.counts[places]
-            same = ((hashes == hashes[:, :1]) & (counts == counts[:, :1])).all(1)
-            self._agreements[key] = np.where(is_known, same, -1).astype(np.int8)
-        return self._agreements[key]
+        places = self.at(groups)
+        is_known = (places >= 0).all(1) & self.is_known[places].all(1)
+        kinds = self.flags[places] & int(ValueFlag.MIX64)
+        is_known &= (kinds == kinds[:, :1]).all(1)
+        hashes, counts = self.hashes[places], self.counts[places]
+        same = ((hashes == hashes[:, :1]) & (counts == counts[:, :1])).all(1)
+        return np.where(is_known, same, -1).astype(np.int8)
 
     def agree(self, ranks: Array) -> bool | None:
         """Say whether these ranks hold the same bytes; None where one is not known."""
-        places = self.at(ranks)
-        if (places < 0).any() or not self.is_known[places].all():
-            return None
-        hashes, counts = self.hashes[places], self.counts[places]
-        kinds = self.flags[places] & int(ValueFlag.MIX64)
-        if (kinds != kinds[0]).any():
-            return None
-        return bool((hashes == hashes[0]).all() and (counts == counts[0]).all())
+        answer = int(self.agreements(ranks[None])[0])
+        return None if answer < 0 else bool(answer)
 
 
 def _is_absent(view: SlotView) -> bool:
@@ -209,11 +209,16 @@ class CallView:
             h for s, h in self.slots.items() if is_output(s, self.phase) and h.dtype != "python"
         )
 
+    def is_given_the_same(self, ranks: Array) -> bool:
+        """True where it has inputs, and all of them are the same bytes on these ranks."""
+        given = [values.agree(ranks) for values in self.inputs]
+        return bool(given) and all(given)
+
     def __repr__(self) -> str:
         return f"Call({self.path!r} {self.phase.word} {self.micro_batch} {self.ordinal})"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class StepView:
     """One step of one mode, or a setup: every call, parents first."""
 
@@ -227,13 +232,50 @@ class StepView:
     left_by_passes: tuple[CallView, ...] = ()
     """Gradients as backward passes left them: what differs there is not yet reduced, so only rules
     that ask for them see them."""
-    _by_path: dict[str, list[CallView]] = field(default_factory=dict)
+
+    @cached_property
+    def _by_path(self) -> dict[str, list[CallView]]:
+        found: dict[str, list[CallView]] = {}
+        for call in self.calls:
+            found.setdefault(call.path, []).append(call)
+        return found
+
+    @cached_property
+    def roots(self) -> list[CallView]:
+        """The outermost forward calls."""
+        return [call for call in self.of(Phase.FORWARD) if call.parent is None]
+
+    @cached_property
+    def dropouts(self) -> list[CallView]:
+        """Forward calls of modules that draw random numbers."""
+        every = self.of(Phase.FORWARD)
+        return [call for call in every if "dropout" in call.node.class_name.lower()]
+
+    @cached_property
+    def same_inputs(self) -> tuple[Array, ...]:
+        """The groups of two ranks or more that were handed bitwise the same root inputs in every
+        micro-batch of the step, in calls they made together.
+
+        Their activations may be compared; those of any other ranks may not.
+        """
+        if not self.roots:
+            return ()
+        size = 1 + max(int(call.ranks[-1]) for call in self.roots)
+        keys: list[list[int]] = [[] for _ in range(size)]
+        for number, call in enumerate(self.roots):
+            for values in call.inputs:
+                for rank, own, known in zip(
+                    values.ranks.tolist(), values.hashes.tolist(), values.is_known.tolist()
+                ):
+                    keys[rank] += (number, own if known else -1 - rank)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank, key in enumerate(keys):
+            if key:
+                groups.setdefault(tuple(key), []).append(rank)
+        return tuple(np.array(g, np.int64) for g in groups.values() if len(g) > 1)
 
     def named(self, path: str) -> list[CallView]:
         """Return the calls of one path, in all phases."""
-        if not self._by_path:
-            for call in self.calls:
-                self._by_path.setdefault(call.path, []).append(call)
         return self._by_path.get(path, [])
 
     def of(self, *phases: Phase) -> Iterator[CallView]:

@@ -1,6 +1,7 @@
-"""Gradients that nothing reduced before the optimizer's step, and that are no fault.
+"""Differences between ranks that are no fault: gradients that nothing reduced before the step of an
+optimizer, and steps of one number that are not the same step.
 
-They differ between ranks as if a reduction had been forgotten, and so may parameters and
+Such gradients differ between ranks as if a reduction had been forgotten, and so may parameters and
 activations behind them. Three kinds of right programs do that, and something tells each of them:
 
 * Ranks that train apart and average their parameters now and then (local SGD). What tells is the
@@ -21,30 +22,37 @@ activations behind them. Three kinds of right programs do that, and something te
   of these ranks differ because of that. A program that forgot to end `no_sync()` before its
   optimizer steps cannot be told from that. One that ends it, but after the last backward pass, can:
   its gradients do not carry the flag.
+
+A rank's steps are counted by its optimizers' steps. Where one rank trains a model of its own
+besides, or steps one of two models more often than others do, its n-th step is not theirs. What
+tells is a step in which ranks stepped different models, though all of them step the same ones in
+other steps: from then on nothing is compared between these ranks.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate
-from rankscope.diagnosis.context import CheckContext, IncarnationState, Left, ParameterUpdate
+from rankscope.diagnosis.context import (
+    Candidate,
+    CheckContext,
+    IncarnationState,
+    JudgedStep,
+    Left,
+    ParameterUpdate,
+)
 from rankscope.diagnosis.issuedcollectives import IssuedCollective, issues_of
 from rankscope.diagnosis.replicas import FSDP1_FLAT
-from rankscope.diagnosis.stepview import SlotValues, StepView
+from rankscope.diagnosis.stepview import Array, SlotValues, StepView, positions
 from rankscope.record.collective import OPS
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 
-__all__ = ["note_unreduced", "without_unreduced"]
-
-Array = NDArray[Any]
 _CLOSE: Final = 1e-5
 """Relative, of norms: those of the parts of a flat tensor are added."""
 _FLAT_SLOT: Final = f"param:{FSDP1_FLAT}"
@@ -72,11 +80,11 @@ _TOO_EARLY: Final = (
 _FOLLOWS: Final = frozenset(Phase) - {Phase.SETUP, Phase.COLLECTIVE}
 
 
-def note_unreduced(step_view: StepView, context: CheckContext) -> None:
+def note_unreduced(step_view: JudgedStep) -> None:
     """Keep what a step shows of ranks that train apart, and of reductions behind the gradients'
     reading. Call it before the step's parameters are remembered."""
-    _note_averaging(step_view, context)
-    _note_updates(step_view, context)
+    _note_averaging(step_view)
+    _note_updates(step_view)
 
 
 def without_unreduced(candidates: Iterable[Candidate], context: CheckContext) -> list[Candidate]:
@@ -89,11 +97,13 @@ def without_unreduced(candidates: Iterable[Candidate], context: CheckContext) ->
 # ---- ranks that train apart ----------------------------------------------------------------------
 
 
-def _note_averaging(step_view: StepView, context: CheckContext) -> None:
+def _note_averaging(step_view: JudgedStep) -> None:
     """Keep whether ranks trained apart in this step, and whether they averaged their parameters."""
-    incarnation = context.incarnation(step_view.incarnation)
+    incarnation = step_view.life
     events: dict[int, bool] = {}
-    for values in filter(_is_shared, step_view.values(Phase.GRADS)):
+    for values in step_view.values(Phase.GRADS):
+        if not _is_plain(values) or values.is_constant:
+            continue
         key = id(values.call.top)
         events[key] = events.get(key, True) and values.agree(values.ranks) is False
     if any(events.values()):
@@ -137,12 +147,8 @@ def _flat(held: list[SlotValues]) -> Iterator[Left]:
             yield Left(own[0].ranks.copy(), counts, squares, None)
 
 
-def _is_shared(values: SlotValues) -> bool:
-    """True for a plain parameter or gradient that several ranks hold, and that is no constant."""
-    return _is_plain(values) and not values.is_constant
-
-
 def _is_plain(values: SlotValues) -> bool:
+    """True for a plain parameter or gradient that several ranks hold."""
     is_owned = values.slot.startswith(("param:", "grad:"))
     return is_owned and values.source in ("unknown", "marked") and len(values.ranks) > 1
 
@@ -172,8 +178,8 @@ def _is_of(values: SlotValues, part: Left) -> bool:
     """True where the input of a collective is, on each of its ranks, a parameter of this size and
     norm, or its share of a weighted mean, or lies as far from those of other ranks as the parameter
     does."""
-    places = np.minimum(np.searchsorted(part.ranks, values.ranks), len(part.ranks) - 1)
-    if (part.ranks[places] != values.ranks).any() or (part.counts[places] != values.counts).any():
+    places = positions(part.ranks, values.ranks)
+    if (places < 0).any() or (part.counts[places] != values.counts).any():
         return False
     norms = np.sqrt(part.squares[places])
     given = values.column("l2")
@@ -226,8 +232,8 @@ def _is_own(values: SlotValues, rank: int, incarnation: IncarnationState) -> boo
     given = values.column("sketch")[place]
     for unlike, flat in incarnation.left:
         for part in (*unlike, *flat):
-            at = int(np.searchsorted(part.ranks, rank))
-            if at == len(part.ranks) or part.ranks[at] != rank or part.counts[at] != count:
+            (at,) = positions(part.ranks, np.array([rank])).tolist()
+            if at < 0 or part.counts[at] != count:
                 continue
             own = float(np.sqrt(part.squares[at]))
             if abs(norm - own) <= _CLOSE * own:
@@ -290,10 +296,10 @@ def _is_apart(candidate: Candidate, incarnation: IncarnationState) -> bool:
 # ---- reductions inside an optimizer's step -------------------------------------------------------
 
 
-def _note_updates(step_view: StepView, context: CheckContext) -> None:
+def _note_updates(step_view: JudgedStep) -> None:
     """Keep what became of the parameters of a step in which no gradient agreed, and of the next: a
     sharded optimizer may hand its part round behind its step."""
-    incarnation = context.incarnation(step_view.incarnation)
+    incarnation = step_view.life
     if not incarnation.apart or step_view.step > max(incarnation.apart) + 1:
         return
     for values in step_view.values(Phase.PARAMS):
@@ -386,3 +392,58 @@ def _is_due_to(candidate: Candidate, began: Candidate) -> bool:
         and candidate.step >= began.step
         and bool(np.isin(candidate.members, began.members).all())
     )
+
+
+# ---- ranks that count their steps unlike ---------------------------------------------------------
+
+
+_OF_ONE_RANK = frozenset({Kind.NONFINITE, Kind.RECOMPUTE})
+"""What needs no other rank to be seen."""
+
+
+def note_stepped_models(step_view: JudgedStep) -> None:
+    """Keep which ranks stepped which models in this step, and whether all stepped the same."""
+    stepped: dict[str, set[int]] = {}
+    for call in step_view.of(Phase.GRADS):
+        if call.parent is None:
+            stepped.setdefault(call.path, set()).update(call.ranks.tolist())
+    incarnation = step_view.life
+    incarnation.begins_late &= step_view.step > 0 or not stepped
+    for root, ranks in stepped.items():
+        incarnation.steppers.setdefault(root, set()).update(ranks)
+    everyone = set().union(*stepped.values())
+    if any(ranks != everyone for ranks in stepped.values()):
+        incarnation.uneven[step_view.step] = stepped
+
+
+def without_uneven_steps(
+    candidates: Iterable[Candidate], context: CheckContext
+) -> Iterator[Candidate]:
+    """Yield the candidates but for what ranks differ in because they count their steps unlike."""
+    for candidate in candidates:
+        members = set(candidate.members.tolist())
+        uneven = None if candidate.kind in _OF_ONE_RANK else _uneven(candidate, members, context)
+        if uneven is None:
+            yield candidate
+            continue
+        step, ranks = uneven
+        context.coverage.note(
+            f"in step {step} {ranks_named(ranks)} stepped another model than other ranks did, so "
+            "steps of one number are not the same step on them: not compared from there on"
+        )
+
+
+def _uneven(
+    candidate: Candidate, members: set[int], context: CheckContext
+) -> tuple[int, set[int]] | None:
+    """Return the first step up to this one in which members stepped different models, and which."""
+    incarnation = context.incarnation(candidate.incarnation)
+    for step, stepped in incarnation.uneven.items():
+        if step > candidate.step and not incarnation.begins_late:
+            continue
+        everyone = set().union(*stepped.values()) & members
+        for root, ranks in stepped.items():
+            behind = (everyone - ranks) & incarnation.steppers[root]
+            if behind and ranks & members:
+                return step, behind
+    return None

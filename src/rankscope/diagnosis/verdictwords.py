@@ -11,8 +11,6 @@ from rankscope.record.finding import Finding, Report, Verdict
 from rankscope.record.ranklists import ranks_named
 from rankscope.tree.summary import counted
 
-__all__ = ["infected_line", "layout_named", "lying_words", "verdict_rest", "where_line"]
-
 
 def layout_named(run: Mapping[str, Any], given: LayoutFile | None = None) -> str:
     """Return the layout file that a verdict rests on: the one that was given now, else that of the
@@ -73,7 +71,6 @@ def _wrong_or_lacking(report: Report, *, lacks: str, incomplete: str) -> str:
     """Return what is wrong.
 
     Args:
-        report: what was found.
         lacks: what to say where nothing could be judged.
         incomplete: what to say where nothing is wrong and records are missing.
     """

@@ -9,8 +9,6 @@ from dataclasses import replace
 from rankscope.layout.placement import Mesh
 from rankscope.layout.plan import AssemblyPlan, Box, Obstacle, Refusal, ranks_words
 
-__all__ = ["join_batches", "join_replicas"]
-
 
 def join_batches(
     mesh: Mesh, axes: Sequence[str], plans: Sequence[AssemblyPlan], dim: int = 0
@@ -42,9 +40,7 @@ def join_batches(
         by_place[place] = plan
     every = list(itertools.product(*(range(mesh.shape[axis]) for axis in wanted)))
     absent = [
-        rank
-        for rank, at in zip(mesh.ranks, itertools.product(*map(range, mesh.shape)))
-        if tuple(at[axis] for axis in wanted) not in by_place
+        rank for at, rank in mesh.places() if tuple(at[axis] for axis in wanted) not in by_place
     ]
     if absent:
         text = f"no batch was recorded on {ranks_words(absent)}"

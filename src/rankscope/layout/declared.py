@@ -10,10 +10,11 @@ described axes is a mesh of its own.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rankscope.errors import LayoutError
+from rankscope.layout.infer import lines_along
 from rankscope.layout.placement import (
     Layout,
     LayoutSource,
@@ -22,10 +23,9 @@ from rankscope.layout.placement import (
     PlacementKind,
     Ranges,
     global_ranges,
+    length_of,
 )
 from rankscope.layout.plan import Obstacle, Piece, Refusal, ranks_words
-
-__all__ = ["declared_pieces"]
 
 _Coordinate = tuple[int, ...]
 _Shape = tuple[int, ...]
@@ -61,7 +61,10 @@ def declared_pieces(
         layout = Layout(source=LayoutSource.UNKNOWN)
         return {rank: Piece(shape=shape, layout=layout) for rank, shape in held.items()}
     pieces: dict[int, Piece] = {}
-    for row in _rows(mesh, [axis for axis in mesh.axes if axis in placements]):
+    described = tuple(axis for axis in mesh.axes if axis in placements)
+    extents = tuple(size for axis, size in zip(mesh.axes, mesh.shape) if axis in placements)
+    for line in lines_along(mesh, described):  # one for each place along all other axes
+        row = Mesh(axes=described, shape=extents, ranks=line)
         layout = Layout(
             source=source,
             mesh=row,
@@ -71,25 +74,12 @@ def declared_pieces(
     return pieces
 
 
-def _rows(mesh: Mesh, axes: Sequence[str]) -> Iterator[Mesh]:
-    """Yield the meshes of `axes` alone, one per place along all others."""
-    wanted = [mesh.axes.index(axis) for axis in axes]
-    members: dict[_Coordinate, list[int]] = {}
-    for at, rank in zip(itertools.product(*map(range, mesh.shape)), mesh.ranks):
-        elsewhere = tuple(index for axis, index in enumerate(at) if axis not in wanted)
-        members.setdefault(elsewhere, []).append(rank)
-    for ranks in members.values():
-        yield Mesh(axes=tuple(axes), shape=tuple(mesh.shape[a] for a in wanted), ranks=tuple(ranks))
-
-
 def _pieces_of(layout: Layout, mesh: Mesh, held: Mapping[int, _Shape]) -> dict[int, Piece]:
     found = _places(layout, mesh, held)
     if isinstance(found, Refusal):
         return {r: Piece(shape=s, layout=layout, refusal=found) for r, s in held.items()}
-    whole = tuple(
-        sum(stop - start for part in dim.values() for start, stop in part) for dim in found
-    )
-    at_rank = dict(zip(mesh.ranks, itertools.product(*map(range, mesh.shape))))
+    whole = tuple(sum(map(length_of, dim.values())) for dim in found)
+    at_rank = {rank: at for at, rank in mesh.places()}
     return {
         rank: Piece(
             shape=shape,
@@ -137,14 +127,14 @@ def _lengths(
     The shape of an empty piece counts only where there is no other.
     """
     members: dict[_Coordinate, list[int]] = {}
-    for at, rank in zip(itertools.product(*map(range, mesh.shape)), mesh.ranks):
+    for at, rank in mesh.places():
         members.setdefault(tuple(at[a] for a in _cutting(layout, dim)), []).append(rank)
     lengths = {}
     for place, ranks in members.items():
         present = [held[rank] for rank in ranks if rank in held]
         if not present:
             text = f"{ranks_words(ranks)} recorded nothing, so what others hold has no offset"
-            return Refusal(obstacle=Obstacle.MISSING_RANK, message=text, ranks=tuple(sorted(ranks)))
+            return Refusal.about(ranks, Obstacle.MISSING_RANK, text)
         solid = {shape[dim] for shape in present if 0 not in shape}
         if len(solid) > 1:
             text = f"ranks that should hold the same part of dim {dim} hold {sorted(solid)} of it"
@@ -168,7 +158,7 @@ def _offsets(
     cuts = [replace(layout.placements[axis], dim=0) for axis in axes]
     extents = [mesh.shape[axis] for axis in axes]
     found = {place: global_ranges((total,), extents, place, cuts)[0] for place in lengths}
-    wanted = {place: sum(stop - start for start, stop in part) for place, part in found.items()}
+    wanted = {place: length_of(part) for place, part in found.items()}
     if wanted != lengths:
         text = (
             f"dim {dim}: a strided shard of {total} is {list(wanted.values())} long, "

@@ -68,7 +68,7 @@ def lines_along(mesh: Mesh, axes: Collection[str]) -> list[tuple[int, ...]]:
     """Return the ranks along some axes in order of the mesh, for every place on the others."""
     others = [at for at, axis in enumerate(mesh.axes) if axis not in axes]
     lines: dict[tuple[int, ...], list[int]] = {}
-    for place, rank in zip(itertools.product(*map(range, mesh.shape)), mesh.ranks):
+    for place, rank in mesh.places():
         lines.setdefault(tuple(place[at] for at in others), []).append(rank)
     return [tuple(line) for line in lines.values()]
 
@@ -183,7 +183,6 @@ def is_fsdp_axis(axis: str, placements: Iterable[Placement], mesh_axes: int) -> 
     """True for an axis that FSDP cut parameters along, or that its name says to be data's.
 
     Args:
-        axis: its name.
         placements: of all DTensor parameters along it.
         mesh_axes: of how many axes its mesh is: beside others, the name alone tells FSDP's.
     """

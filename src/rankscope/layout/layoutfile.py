@@ -29,16 +29,17 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["LayoutEntry", "LayoutFile", "layout_given"]
-
 _SIZE = re.compile(r"[1-9][0-9]{0,8}")
 _KEYS: Final = frozenset({"path", "slot", "placements"})
-_KINDS: Final = {
-    "input": ("input", "grad_input"),
-    "output": ("output", "grad_output"),
-}
-"""Kind of slot -> the words its slots begin with: a gradient lies as its activation does."""
+_KINDS: Final = ("input", "output")
 _MOST_BYTES: Final = 1 << 20
+
+
+def described_as(slot: str) -> str:
+    """Return the slot whose placement that of a gradient is; another slot is its own."""
+    if slot.startswith("grad:"):
+        return f"param:{slot[5:]}"
+    return slot.removeprefix("grad_") if slot.startswith(("grad_input", "grad_output")) else slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +56,9 @@ class LayoutEntry:
         """True where the entry speaks of this slot of this path."""
         if not glob_matches(self.path, path):
             return False
-        heads = _KINDS.get(self.slot)
-        return slot.split(".")[0] in heads if heads else slot_matches(self.slot, slot)
+        if self.slot in _KINDS:
+            return described_as(slot).split(".")[0] == self.slot
+        return slot_matches(self.slot, slot)
 
     def __str__(self) -> str:
         listed = ", ".join(f"{axis} = {place}" for axis, place in self.placements.items())
@@ -70,7 +72,6 @@ class LayoutFile:
     name: str
     """The file, for messages."""
     text: str
-    """What stands in it."""
     axes: Mapping[str, int]
     entries: tuple[LayoutEntry, ...]
 
@@ -120,18 +121,22 @@ class LayoutFile:
         )
         return cls(name=name, text=text, axes=axes, entries=entries)
 
+    @property
+    def size(self) -> int:
+        """How many ranks the axes are for."""
+        return prod(self.axes.values())
+
     def mesh(self, world_size: int) -> Mesh:
         """Return the declared axes over all ranks of a run.
 
         Raises:
             LayoutError: they are those of a run of another size.
         """
-        size = prod(self.axes.values())
-        if size != world_size:
+        if self.size != world_size:
             listed = ",".join(f"{axis}={extent}" for axis, extent in self.axes.items())
             raise LayoutError(
-                f"layout file {self.name}: axes {listed} are those of {size} ranks, the run had "
-                f"{world_size}"
+                f"layout file {self.name}: axes {listed} are those of {self.size} ranks, the run "
+                f"had {world_size}"
             )
         return Mesh(
             axes=tuple(self.axes), shape=tuple(self.axes.values()), ranks=tuple(range(world_size))

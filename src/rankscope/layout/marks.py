@@ -18,8 +18,6 @@ from typing import Any, Final
 
 from rankscope.layout.placement import PieceKind, Placement
 
-__all__ = ["AXIS_GROUPS", "FSDP1_AXIS", "ParameterMark", "believed_groups"]
-
 Members = tuple[int, ...]
 """Global ranks in the order of their group."""
 
@@ -39,7 +37,6 @@ class ParameterMark:
     axis: str
     """Name of the axis it speaks of: "tp", "etp" (tensor parallelism of experts), "fsdp"."""
     placement: Placement
-    """How the parameter lies along it."""
     members: Members | None = None
     """Ranks along the axis, where the framework says that too."""
 

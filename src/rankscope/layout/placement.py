@@ -14,8 +14,9 @@ process group and no torch are needed, so it runs in the collector and on a lapt
 from __future__ import annotations
 
 import enum
+import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -235,6 +236,10 @@ class Mesh:
                 f"its {len(self.ranks)} ranks"
             )
 
+    def places(self) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Yield the position on every axis, and the rank that has it."""
+        return zip(itertools.product(*map(range, self.shape)), self.ranks)
+
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """Return the position of a global rank on every axis, or None where the rank is not in the
         mesh.
@@ -306,7 +311,8 @@ def global_ranges(
     return tuple(held)
 
 
-def _length(ranges: Ranges) -> int:
+def length_of(ranges: Ranges) -> int:
+    """Return how many elements ranges of one dim have."""
     return sum(stop - start for start, stop in ranges)
 
 
@@ -323,7 +329,7 @@ def _slice(ranges: Ranges, start: int, stop: int) -> Ranges:
 
 
 def _chunk(ranges: Ranges, count: int, index: int) -> Ranges:
-    size = -(-_length(ranges) // count)
+    size = -(-length_of(ranges) // count)
     return _slice(ranges, size * index, size * (index + 1))
 
 

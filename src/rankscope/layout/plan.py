@@ -32,6 +32,7 @@ from rankscope.layout.placement import (
     Placement,
     Ranges,
     global_ranges,
+    length_of,
 )
 
 REDUCE_OPS = frozenset({"sum", "avg", "min", "max", "product", "band", "bor", "bxor"})
@@ -101,7 +102,6 @@ class Reduction:
     size: int
     """Two or more."""
     axis: str
-    """Name of the mesh axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +184,7 @@ def pieces_of(mesh: Mesh, placements: tuple[Placement, ...]) -> Pieces:
         order.reverse()
     parts: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
     first: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for at, rank in zip(itertools.product(*map(range, mesh.shape)), mesh.ranks):
+    for at, rank in mesh.places():
         part, summand = tuple(at[a] for a in cut), tuple(at[a] for a in reversed(order))
         first.setdefault(part, at)
         parts.setdefault(part, {}).setdefault(summand, []).append(rank)
@@ -411,7 +411,7 @@ def tiling_problem(whole: tuple[int, ...], boxes: Sequence[tuple[Ranges, ...]]) 
 
 
 def _lengths(ranges: tuple[Ranges, ...]) -> tuple[int, ...]:
-    return tuple(sum(stop - start for start, stop in dim) for dim in ranges)
+    return tuple(map(length_of, ranges))
 
 
 def ranks_words(ranks: Iterable[int]) -> str:

@@ -28,7 +28,6 @@ SlotKey = tuple[str, str]
 """(call, slot): a call is named by its path, where calls of one path are told apart by more."""
 Shape = tuple[int, ...]
 WHOLE: Final = Placement(kind=PlacementKind.REPLICATE)
-_GRADIENTS: Final = {"grad_input": "input", "grad_output": "output"}
 _FEWEST: Final = 8
 """Elements of a twin: fewer may be equal by accident."""
 _LAST_DIM: Final = {
@@ -48,14 +47,6 @@ def may_be_cut(axis: str, *, is_fsdp: bool) -> bool:
     """True where parameters that lie cut along an axis are computed with as they lie: FSDP gathers
     them first, so of its jobs this holds of axes with another name alone."""
     return not is_fsdp or named_as(axis) is AxisName.NOT_DATA
-
-
-def described_as(slot: str, phase: str) -> str:
-    """Return the slot whose placement that of a gradient is."""
-    head, dot, rest = slot.partition(".")
-    if phase == "backward" and head in _GRADIENTS:
-        return f"{_GRADIENTS[head]}{dot}{rest}"
-    return f"param:{slot[5:]}" if slot.startswith("grad:") else slot
 
 
 class Said(NamedTuple):
@@ -111,7 +102,6 @@ class ShownValues:
         """Add a record of a value: its shapes, and along which axes its bytes are the same.
 
         Args:
-            key: which value.
             held: local shape of every rank that held it.
             prints: what tells the ranks' bytes apart; {} for constants.
             is_near: True where the ranks of some lines differ by rounding alone.

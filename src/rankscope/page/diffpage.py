@@ -10,8 +10,8 @@ from typing import Any, Final
 import numpy as np
 
 from rankscope.diagnosis.comparison.alignment import AlignedValue, PathMap
-from rankscope.diagnosis.comparison.comparedvalue import ComparedValue
 from rankscope.diagnosis.comparison.diff import diff
+from rankscope.diagnosis.comparison.difference import ComparedValue
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.tracesides import StepKey
 from rankscope.layout.layoutfile import LayoutFile

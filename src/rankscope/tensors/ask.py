@@ -25,8 +25,6 @@ from rankscope.tree.views import Trace
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AskedTensor", "asked_tensors", "printed", "save_tensors"]
-
 _MOST_LEFT_OUT = 5
 _WORST_FIRST = (TraceError, LayoutError, SelectionError)
 """Of what is left out, first what was kept and cannot be read, last what was never kept."""
@@ -62,12 +60,8 @@ def asked_tensors(
     to give it.
 
     Args:
-        trace: an open trace.
-        wanted: names, and what narrows them.
-        say: told what there is to say.
         rank: whose tensors; None for the only one that has it.
         is_global: put the ranks' pieces together instead.
-        layouts: declared layouts.
 
     Raises:
         SelectionError: a name means nothing, or was not kept; says why.

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from rankscope.tensors.rebuild import bytes_of
 
-__all__ = ["ExactDistance", "exact_distance", "joined", "same_rows"]
-
 _CHUNK: Final = 1 << 22
 """Elements that are held as float64 at a time."""
 

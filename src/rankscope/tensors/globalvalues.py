@@ -4,7 +4,7 @@
     whole.tensor, whole.mismatches, whole.notes
 
 How the pieces belong together is taken from DTensors, else from a layout file (the one given now,
-else the one that was given when the trace was taken), else inferred (`tensors/peers.py`); which
+else the one that was given when the trace was taken), else inferred (`tensors/proofs.py`); which
 of these it was stands in the notes. What none of them says is an error, never a guess. Torch is
 loaded when a tensor is made, not before.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from rankscope.errors import LayoutError, SelectionError, TensorWarning, TraceError
 from rankscope.layout.batches import join_batches, join_replicas
@@ -30,27 +30,21 @@ from rankscope.layout.plan import (
     ranks_words,
 )
 from rankscope.layout.proof import WHOLE
-from rankscope.tensors.kept import held_shapes, references, stored, value_name, why_not_kept
-from rankscope.tensors.peers import Peers, find_peers, owners_of, prints_of
-from rankscope.tensors.proofs import how_it_lies, steps_of
+from rankscope.tensors.kept import (
+    held_pieces,
+    held_shapes,
+    references,
+    stored,
+    value_name,
+    why_not_kept,
+)
+from rankscope.tensors.proofs import Peers, find_peers, how_it_lies, owners_of, prints_of, steps_of
 
 if TYPE_CHECKING:
     import torch
 
     from rankscope.tensors.rebuild import Mismatch
     from rankscope.tree.views import Trace, Value
-
-__all__ = [
-    "Whole",
-    "WholePlan",
-    "assembled",
-    "full_tensor",
-    "local_tensor",
-    "plan_whole",
-    "whole_value",
-]
-
-_EVERYWHERE: Final = "every rank holds the same"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,18 +65,13 @@ class Whole:
     mismatches: tuple[Mismatch, ...]
     """Replicas that differ."""
     notes: tuple[str, ...]
-    """As in `WholePlan`."""
     ranks: tuple[int, ...]
     """Whose pieces it is made of."""
 
 
 def local_tensor(value: Value, rank: int, *, is_checked: bool = False) -> torch.Tensor:
-    """Return what one rank held, mapped.
-
-    Args:
-        value: of which value.
-        rank: of which rank.
-        is_checked: read all of it, to hold it against its checksum.
+    """Return what one rank held, mapped; all of it is read, and held against its checksum, where it
+    is to be checked.
 
     Raises:
         SelectionError: it has no value here, or it was not kept; says why.
@@ -184,10 +173,10 @@ class _Planning:
         refusals = [each for each in found if isinstance(each, Refusal)]
         if any(each.obstacle is not Obstacle.UNKNOWN_LAYOUT for each in refusals):
             raise self._error(str(refusals[0]))
-        if len(found) == 1 and not refusals:
+        if len(found) == 1 and isinstance(found[0], AssemblyPlan):
             if not self._is_placed and len(self._shapes) == 1:
                 self._say_if_ranks_lack("taken as whole")
-            return _certain(found[0]), self._notes
+            return found[0], self._notes
         peers = find_peers(
             self._trace, steps_of(self._value.node)[1], self._owners(), declared=self._given.mesh
         )
@@ -202,14 +191,9 @@ class _Planning:
 
     def _pieces(self) -> dict[int, Piece]:
         described = {
-            rank: Piece(
-                shape=self._shapes[rank],
-                layout=view.layout(rank),
-                global_shape=view.global_shape,
-                ranges=view.ranges(rank),
-            )
+            rank: piece
             for view in self._value.views
-            for rank in view.ranks
+            for rank, piece in held_pieces(view).items()
             if rank in self._shapes
         }
         self._is_placed = any(p.layout.source is LayoutSource.DTENSOR for p in described.values())
@@ -247,7 +231,8 @@ class _Planning:
             return join_replicas(plans)
         if self._is_common(peers):
             self._notes.append(
-                f"inferred: not batched, {_EVERYWHERE} and it has not the size of their batches"
+                "inferred: not batched, every rank holds the same and it has not the size of their "
+                "batches"
             )
             return join_replicas(plans)
         dim = self._batch_dim
@@ -388,11 +373,6 @@ class _GivenLayouts:
         if any(view.source is LayoutSource.DECLARED for view in value.views):
             return {}, [f"{self._who} says nothing of it"]
         return {}, []
-
-
-def _certain(plan: AssemblyPlan | Refusal) -> AssemblyPlan:
-    assert isinstance(plan, AssemblyPlan)
-    return plan
 
 
 def _from_kept(

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING
 
 from rankscope.errors import TraceError
 from rankscope.globs import place_matches
-from rankscope.layout.plan import ranks_words
+from rankscope.layout.plan import Piece, ranks_words
 from rankscope.record.dtypes import STORED_TYPES
 from rankscope.record.ranklists import ranks_text
 
 if TYPE_CHECKING:
     from rankscope.chunks.tensorfiles import StoredTensor
+    from rankscope.tree.slotview import SlotView
     from rankscope.tree.views import Value
-
-__all__ = ["held_shapes", "references", "stored", "value_name", "why_not_kept"]
 
 
 def value_name(value: Value) -> str:
@@ -38,6 +37,19 @@ def held_shapes(value: Value) -> dict[int, tuple[int, ...]]:
         if view.dtype != "python"
         for rank, shape in view.shapes().items()
         if rank not in absent
+    }
+
+
+def held_pieces(view: SlotView) -> dict[int, Piece]:
+    """Return what each rank holds of a whole, as its layout in the trace says."""
+    return {
+        rank: Piece(
+            shape=shape,
+            layout=view.layout(rank),
+            global_shape=view.global_shape,
+            ranges=view.ranges(rank),
+        )
+        for rank, shape in view.shapes().items()
     }
 
 

@@ -18,8 +18,6 @@ from rankscope.record.streams import StreamId
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.views import Node, Trace
 
-__all__ = ["Kept", "Listing", "list_tensors", "missing_chunks", "tensor_faults"]
-
 
 def tensor_faults(trace: Path) -> Iterator[str]:
     """Read every chunk of a trace folder; yield a line for each that is not as it was written."""
@@ -88,12 +86,7 @@ class Listing:
 
 
 def list_tensors(trace: Trace, nodes: Iterable[tuple[Node, SlotView]] | None = None) -> Listing:
-    """Return what was kept.
-
-    Args:
-        trace: an open trace.
-        nodes: the entries to look at; default all of the trace.
-    """
+    """Return what was kept, of some entries or of all of the trace."""
     listing = Listing()
     seen: set[tuple[int, tuple[int, int]]] = set()
     for node, view in _every(trace) if nodes is None else nodes:

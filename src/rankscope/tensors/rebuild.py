@@ -23,8 +23,6 @@ from rankscope.errors import LayoutError, TraceError
 from rankscope.layout.placement import Ranges
 from rankscope.layout.plan import AssemblyPlan, Box, Reduction
 
-__all__ = ["Assembled", "Mismatch", "assemble", "bytes_of", "tensor_of"]
-
 Load = Callable[[int], torch.Tensor]
 """Returns a rank's piece; it may be a view of mapped memory, and is never written to."""
 

@@ -18,8 +18,6 @@ from rankscope.record.ranklists import ranks_text
 from rankscope.tree.selection import default_phase, nothing_matched
 from rankscope.tree.views import Node, Step, Trace, Value
 
-__all__ = ["Chosen", "Wanted", "choose"]
-
 _SHOWN = 4
 
 
@@ -192,7 +190,7 @@ def _nothing(trace: Trace, name: _Name, wanted: Wanted, groups: Sequence[Step]) 
         own = {view.slot for view in node.slots}
         slots |= own
         if any(map(name.takes_slot, own)):
-            places[_place(node)] = None
+            places[" ".join(_place_words(node))] = None
     if not any(map(name.takes_path, paths)):
         return nothing_matched("path", name.path, paths)
     if not places:
@@ -206,10 +204,6 @@ def _nothing(trace: Trace, name: _Name, wanted: Wanted, groups: Sequence[Step]) 
         f"{name.text!r} is not in {phase} of {where}, micro-batch {wanted.micro_batch}; it is in: "
         f"{'; '.join(listed[:_SHOWN])}{more}"
     )
-
-
-def _place(node: Node) -> str:
-    return " ".join(_place_words(node))
 
 
 def _place_words(node: Node) -> Iterator[str]:

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from rankscope.diagnosis.stepview import CallView, SlotValues, StepView, is_input
+import numpy as np
+
+from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView, is_input
 from rankscope.errors import SettingError
 from rankscope.record.dtypes import is_whole_number
 from rankscope.record.phases import Phase
@@ -161,7 +163,17 @@ class AlignedValue:
     @property
     def test_name(self) -> str:
         """Path and slot as the test has them, in words."""
-        return f"{self.test_path or '(root)'}:{self.test_slot}"
+        return next(iter(self.test.values())).name
+
+    @property
+    def test_ranks(self) -> Array:
+        """Ranks of the test that have it, sorted."""
+        return np.unique(np.concatenate([values.ranks for values in self.test.values()]))
+
+    @property
+    def is_root_input(self) -> bool:
+        """True for what the root was handed."""
+        return self.key.phase is Phase.FORWARD and not self.key.path and self.is_input
 
 
 def whole_shape(values: SlotValues) -> tuple[int, ...]:
@@ -185,14 +197,7 @@ class AlignedStep:
 def align(
     ref: StepView, test: StepView, paths: PathMap, phases: frozenset[Phase] = COMPARED
 ) -> AlignedStep:
-    """Return which values of two steps belong together.
-
-    Args:
-        ref: the reference's step.
-        test: the test's.
-        paths: how its paths become those of the reference.
-        phases: what is compared.
-    """
+    """Return which values of two steps belong together, of the phases that are compared."""
     theirs: dict[SlotKey, dict[int, SlotValues]] = {}
     original: dict[SlotKey, str] = {}
     for key, call, values in _slots(test, phases):

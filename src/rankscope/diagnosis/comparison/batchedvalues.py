@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rankscope.diagnosis.comparison.commonvalues import (
     SUM_SLACK,
@@ -18,7 +17,7 @@ from rankscope.diagnosis.comparison.commonvalues import (
     least_distance,
     other_size,
 )
-from rankscope.diagnosis.comparison.datasamples import StepSamples
+from rankscope.diagnosis.comparison.datasamples import StepSamples, Unit
 from rankscope.diagnosis.comparison.difference import (
     TINY,
     Batches,
@@ -28,11 +27,7 @@ from rankscope.diagnosis.comparison.difference import (
     dots_of,
 )
 from rankscope.diagnosis.comparison.wholevalues import EVERY_PLACE, Wholes
-
-__all__ = ["compare_batched"]
-
-Array = NDArray[Any]
-Unit = tuple[int, int]
+from rankscope.diagnosis.stepview import Array
 
 
 class _Units:
@@ -83,8 +78,7 @@ def compare_batched(
     """Compare activations or their gradients.
 
     Args:
-        ref: the reference's wholes by micro-batch.
-        test: the test's.
+        ref: the reference's wholes by micro-batch; `test` are the test's.
         batches: who worked on which samples.
         allowed: relative distance that counts as none.
         is_gradient: gradients of what has no samples add up over units.

@@ -7,32 +7,23 @@ hold whole; the others are counted with the reason, and nothing is said of them.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rankscope.diagnosis.comparison.alignment import AlignedValue, PathMap, align, in_order
-from rankscope.diagnosis.comparison.datasamples import match_samples
 from rankscope.diagnosis.comparison.difference import Batches
 from rankscope.diagnosis.comparison.preflight import run_lines, step_line
 from rankscope.diagnosis.comparison.tracesides import TraceSide, two_sides
-from rankscope.diagnosis.comparison.unpaired import FEWEST_COMPARED, Partners
-from rankscope.diagnosis.stepview import SlotValues, StepView
+from rankscope.diagnosis.comparison.unpaired import Partners, Tally
+from rankscope.diagnosis.stepview import Array, SlotValues, StepView
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
-from rankscope.record.finding import (
-    NAMED_VICTIMS,
-    Finding,
-    Kind,
-    Report,
-    Severity,
-    Skipped,
-    Verdict,
-)
+from rankscope.record.finding import NAMED_VICTIMS, Finding, Kind, Report, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.value import ValueFlag
@@ -40,9 +31,6 @@ from rankscope.run.filenames import Progress
 from rankscope.tree.reader import TraceLike
 from rankscope.tree.summary import counted
 
-__all__ = ["BitwiseReport", "diff_bitwise"]
-
-Array = NDArray[Any]
 _ADVICE: Final = (
     "What was computed before it is bitwise equal. If only rounding should differ from here on, "
     "ask rankscope diff without --exact."
@@ -100,10 +88,9 @@ class _Search:
     def __init__(self, ref: TraceSide, test: TraceSide, paths: PathMap) -> None:
         self._ref, self._test, self._paths = ref, test, paths
         self._partners = Partners(ref.trace, test.trace, paths)
-        self._skipped: Counter[str] = Counter()
+        self._tally = Tally()
         self._equal: Counter[Phase] = Counter()
         self._compared: Counter[Phase] = Counter()
-        self._unpaired = 0
         self._before = 0
         self._first: tuple[AlignedValue, SlotValues, StepView, Array] | None = None
         self._victims = 0
@@ -113,21 +100,24 @@ class _Search:
         """Compare two steps, or setups."""
         aligned = align(ref, test, self._paths)
         self._partners.take(aligned)
-        self._unpaired += len(aligned.only_ref) + len(aligned.only_test)
+        self._tally.unpaired += len(aligned.only_ref) + len(aligned.only_test)
         by_key: dict[Any, list[AlignedValue]] = {}
         for value in aligned.values:
             by_key.setdefault(value.key, []).append(value)
-        batches = _LazyBatches(self._ref, self._test, ref, test)
+        # who worked on which samples is asked only where topologies differ
+        batches = functools.cache(
+            lambda: Batches.of(self._ref.samples(ref), self._test.samples(test))
+        )
         for key, call in in_order(ref):
             micro_batch = call.micro_batch or 0
             for value in by_key.get(key, ()):
                 theirs = value.test.get(micro_batch)
                 if theirs is None:
-                    self._unpaired += 1
+                    self._tally.unpaired += 1
                     continue
                 self._judge(value, value.ref[micro_batch], theirs, test, batches)
         for value in aligned.values:
-            self._unpaired += len(value.test.keys() - value.ref.keys())
+            self._tally.unpaired += len(value.test.keys() - value.ref.keys())
 
     def _judge(
         self,
@@ -135,13 +125,14 @@ class _Search:
         ref: SlotValues,
         test: SlotValues,
         step: StepView,
-        batches: _LazyBatches,
+        batches: Callable[[], Batches],
     ) -> None:
         unequal = self._unequal(ref, test, batches)
         if isinstance(unequal, str):
-            self._skipped[unequal] += 1
+            self._tally.skipped[unequal] += 1
             return
         phase = value.key.phase
+        self._tally.compared += 1
         self._compared[phase] += 1
         if not len(unequal):
             self._equal[phase] += 1
@@ -153,16 +144,20 @@ class _Search:
             if len(self._names) < NAMED_VICTIMS:
                 self._names[value.test_name] = None
 
-    def _unequal(self, ref: SlotValues, test: SlotValues, batches: _LazyBatches) -> Array | str:
+    def _unequal(
+        self, ref: SlotValues, test: SlotValues, batches: Callable[[], Batches]
+    ) -> Array | str:
         """Return the ranks of the test whose value is not bitwise the reference's, or why hashes
         do not tell."""
         if _form_of(ref) == _form_of(test):
             return _rank_by_rank(ref, test)
         if ref.dtype != test.dtype:
             return f"of another dtype ({ref.dtype} and {test.dtype})"
-        if ref.call.phase.facts.is_activation and not batches.are_the_same:
-            return "of other batches: the runs split them in another way"
-        places = batches.places if ref.call.phase.facts.is_activation else (None, None)
+        places: tuple[Array | None, Array | None] = None, None
+        if ref.call.phase.facts.is_activation:
+            if not batches().are_the_same:
+                return "of other batches: the runs split them in another way"
+            places = batches().ref.places, batches().test.places
         made = self._ref.wholes.of(ref, places[0]), self._test.wholes.of(test, places[1])
         for whole in made:
             if isinstance(whole, str):
@@ -190,32 +185,17 @@ class _Search:
 
     def report(self) -> BitwiseReport:
         """Return what was found."""
-        compared, skipped = self._compared.total(), self._skipped.total()
-        recorded = compared + skipped + self._unpaired
-        lacks = self._partners.lacks or self._too_few(compared, skipped)
-        is_complete = self._ref.trace.is_complete and self._test.trace.is_complete
         finding = self._finding()
-        verdict = Verdict.CLEAN
-        if finding is not None:
-            verdict = Verdict.FAULT
-        elif lacks or not is_complete:
-            verdict = Verdict.INCOMPLETE
-        lines = [
-            step_line(self._ref.steps, self._test.steps),
-            *run_lines(self._ref.trace.run, self._test.trace.run),
-        ]
-        report = Report(
-            command="diff",
-            verdict=verdict,
-            compared=compared,
-            skipped=tuple(Skipped(reason=r, count=n) for r, n in self._skipped.most_common()),
-            recorded=recorded,
-            unpaired=self._unpaired,
-            alone=0,
-            findings=() if finding is None else (finding,),
-            notes=tuple(self._partners.notes()),
-            lacks=lacks,
-            preflight=tuple((line.what, line.is_same, line.text) for line in lines),
+        report = self._tally.report(
+            (self._ref, self._test),
+            () if finding is None else (finding,),
+            reasons=self._tally.skipped.most_common(),
+            lacks=self._partners.lacks or self._too_few(),
+            notes=self._partners.notes(),
+            lines=[
+                step_line(self._ref.steps, self._test.steps),
+                *run_lines(self._ref.trace.run, self._test.trace.run),
+            ],
         )
         phases = [phase for phase in Phase if self._compared[phase]]
         return BitwiseReport(
@@ -225,13 +205,16 @@ class _Search:
             equal_before=self._before,
         )
 
-    def _too_few(self, compared: int, skipped: int) -> str:
-        if compared and compared >= FEWEST_COMPARED * (compared + skipped):
+    def _too_few(self) -> str:
+        tally = self._tally
+        if tally.is_enough:
             return ""
-        told = f"{compared:,} of {counted(compared + skipped, 'value')} could be compared by hashes"
-        if not self._skipped:
+        told = (
+            f"{tally.compared:,} of {counted(tally.in_both, 'value')} could be compared by hashes"
+        )
+        if not tally.skipped:
             return f"{told}: the traces have no value in common"
-        (reason, count), *_ = self._skipped.most_common(1)
+        (reason, count), *_ = tally.skipped.most_common(1)
         return f"{told}; {count:,}: {reason}: ask rankscope diff without --exact"
 
     def _finding(self) -> Finding | None:
@@ -264,33 +247,6 @@ class _Search:
             message=f"{value.test_name}: not bitwise the reference's{beside}",
             advice=_ADVICE,
         )
-
-
-class _LazyBatches:
-    """Who worked on which samples: asked for only where topologies differ."""
-
-    def __init__(
-        self, ref: TraceSide, test: TraceSide, ref_step: StepView, test_step: StepView
-    ) -> None:
-        self._sides = (ref, ref_step), (test, test_step)
-        self._known: Batches | None = None
-
-    def _made(self) -> Batches:
-        if self._known is None:
-            ours, theirs = (side.samples(step) for side, step in self._sides)
-            match = match_samples(ours, theirs)
-            self._known = Batches(ref=ours, test=theirs, match=match)
-        return self._known
-
-    @property
-    def are_the_same(self) -> bool:
-        """True where both runs split the batch alike, and in the same order."""
-        return self._made().are_the_same
-
-    @property
-    def places(self) -> tuple[Array, Array]:
-        """[world] data-parallel place of every rank, of both."""
-        return self._made().ref.places, self._made().test.places
 
 
 def _form_of(values: SlotValues) -> tuple[Any, ...]:

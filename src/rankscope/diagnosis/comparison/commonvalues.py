@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from rankscope.diagnosis.comparison.datasamples import Unit
 from rankscope.diagnosis.comparison.difference import (
     TINY,
     Difference,
@@ -19,11 +19,8 @@ from rankscope.diagnosis.comparison.difference import (
     dots_of,
 )
 from rankscope.diagnosis.comparison.wholevalues import Wholes
+from rankscope.diagnosis.stepview import Array
 
-__all__ = ["SUM_SLACK", "Parts", "agreed_holder", "compare_common", "least_distance", "other_size"]
-
-Array = NDArray[Any]
-Unit = tuple[int, int]
 SUM_SLACK: Final = 3.0
 """A sum or an average of several values may be so many times further off than one value."""
 
@@ -34,8 +31,6 @@ def compare_common(
     """Compare parameters, buffers or final gradients.
 
     Args:
-        ref: the reference's wholes.
-        test: the test's.
         allowed: relative distance that replicas of the reference may have.
         is_summed_later: ranks may hold summands that nothing declares.
 
@@ -77,18 +72,25 @@ def agreed_holder(wholes: Wholes, among: Sequence[int], allowed: float) -> int |
     return first
 
 
+class _HeldPart(NamedTuple):
+    """One part of a difference: what of the test is held to what of the reference."""
+
+    dots: Array
+    norm: float
+    members: Array
+    unit: Unit
+    is_exact: bool = False
+    at_least: float = math.nan
+    ref_row: Array | None = None
+    test_row: Array | None = None
+
+
 class Parts:
     """Collects the parts of a difference."""
 
     def __init__(self, measured: str) -> None:
         self._measured = measured
-        self._dots: list[Array] = []
-        self._norms: list[float] = []
-        self._members: list[Array] = []
-        self._units: list[Unit] = []
-        self._exact: list[bool] = []
-        self._least: list[float] = []
-        self._rows: list[tuple[Array | None, Array | None]] = []
+        self._parts: list[_HeldPart] = []
         self._partial = ""
 
     def add(self, ref: Wholes, own: int, test: Wholes, index: int, unit: Unit) -> None:
@@ -105,28 +107,16 @@ class Parts:
                 least = least_distance(Totals.of(row[None]), Totals.of(other[None]))
             if is_exact or not math.isnan(least):
                 a = b = np.zeros(len(a))
-        self._least.append(least)
-        rows = (row, other)
-        self.put(dots_of(a, b), float(row["l2"]), test.members[index], unit, is_exact, rows)
+        self.put(dots_of(a, b), float(row["l2"]), test.members[index], unit)
+        self._parts[-1] = self._parts[-1]._replace(
+            is_exact=is_exact, at_least=least, ref_row=row, test_row=other
+        )
 
-    def put(
-        self,
-        dots: Array,
-        norm: float,
-        members: Array,
-        unit: Unit,
-        is_exact: bool = False,
-        rows: tuple[Array | None, Array | None] = (None, None),
-    ) -> None:
+    def put(self, dots: Array, norm: float, members: Array, unit: Unit) -> None:
         """Add one part."""
-        self._rows.append(rows)
         if not math.isfinite(norm):  # of a partial: only its sketch is known
             norm = math.sqrt(max(float(dots[1]), 0.0))
-        self._dots.append(dots)
-        self._norms.append(norm)
-        self._members.append(members)
-        self._units.append(unit)
-        self._exact.append(is_exact)
+        self._parts.append(_HeldPart(dots, norm, members, unit))
 
     def try_sum(
         self, ref: Wholes, own: int, test: Wholes, among: Sequence[int], allowed: float
@@ -141,36 +131,29 @@ class Parts:
     def replace_by_sum(self, count: int, dots: Array, norm: float, allowed: float) -> None:
         """Take the last `count` parts as one where `dots` of their sum say that it is right and
         none of them is by itself."""
-        one = self._difference(slice(-count, None))
-        if (one.errors() <= allowed).any():
+        last = self._parts[-count:]
+        if (self._difference(last).errors() <= allowed).any():
             return
-        members = np.unique(np.concatenate(self._members[-count:]))
+        members = np.unique(np.concatenate([part.members for part in last]))
         cross, own, theirs = dots.tolist()
         for op, parts in (("sum", 1), ("avg", len(members))):
             square = theirs / parts**2 - 2 * cross / parts + own
             apart = math.sqrt(max(square, 0.0)) / max(norm, TINY)
-            if not apart <= SUM_SLACK * allowed:  # where sketches are missing it is NaN
-                continue
-            unit = self._units[-1]
-            for kept in (
-                self._dots, self._norms, self._members, self._units, self._exact, self._least,
-                self._rows,
-            ):  # fmt: skip
-                del kept[-count:]
-            reduced = np.array([cross / parts, own, theirs / parts**2])
-            self._least.append(math.nan)
-            self.put(reduced, norm, members, unit)
-            self._partial = op
-            return
+            if apart <= SUM_SLACK * allowed:  # where sketches are missing it is NaN
+                del self._parts[-count:]
+                reduced = np.array([cross / parts, own, theirs / parts**2])
+                self.put(reduced, norm, members, last[-1].unit)
+                self._partial = op
+                return
 
-    def _difference(self, which: slice) -> Difference:
+    def _difference(self, parts: Sequence[_HeldPart]) -> Difference:
         nothing = Totals(count=0, nonfinite=(), l2=0.0, mean=0.0, least=0.0, greatest=0.0)
         return Difference(
-            dots=np.array(self._dots[which]),
-            norms=np.array(self._norms[which]),
-            members=self._members[which],
-            units=self._units[which],
-            is_exact=np.array(self._exact[which]),
+            dots=np.array([part.dots for part in parts]),
+            norms=np.array([part.norm for part in parts]),
+            members=[part.members for part in parts],
+            units=[part.unit for part in parts],
+            is_exact=np.array([part.is_exact for part in parts]),
             measured=self._measured,
             ref=nothing,
             test=nothing,
@@ -184,13 +167,13 @@ class Parts:
             test: rows of the test's, one for each part that is no replica of another.
             others: ranks whose values could not be held to the reference.
         """
-        found = self._difference(slice(None))
+        found = self._difference(self._parts)
         found.ref, found.test = Totals.of(ref), Totals.of(test)
         found.partial = self._partial
-        found.ref_rows = [a for a, _ in self._rows]
-        found.test_rows = [b for _, b in self._rows]
+        found.ref_rows = [part.ref_row for part in self._parts]
+        found.test_rows = [part.test_row for part in self._parts]
         if self._measured == Measured.STATISTICS:
-            found.at_least = np.array(self._least)
+            found.at_least = np.array([part.at_least for part in self._parts])
         elif found.is_exact.all():
             found.measured = Measured.BYTES
         if others:

@@ -12,29 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rankscope.diagnosis.comparison.wholevalues import WholeValues
-from rankscope.diagnosis.datapeers import root_calls
 from rankscope.diagnosis.layouts import Layouts
 from rankscope.diagnosis.replicas import InferredReplicas
-from rankscope.diagnosis.stepview import SlotValues, StepView
+from rankscope.diagnosis.stepview import Array, SlotValues, StepView
 from rankscope.layout.infer import HeldParameter, axes_of, largest_mesh
 from rankscope.layout.placement import Mesh
 from rankscope.record.dtypes import is_whole_number
 from rankscope.record.phases import Phase
 
-__all__ = [
-    "SampleMatch",
-    "StepSamples",
-    "data_places",
-    "match_samples",
-    "places_by_inputs",
-    "samples_of_step",
-    "stages_of",
-]
-
-Array = NDArray[Any]
 Unit = tuple[int, int]
 """(micro-batch, data-parallel place)."""
 _SAME_TOKENS: Final = 1e-5
@@ -112,7 +99,7 @@ def data_places(setup: StepView | None, step_view: StepView, world: int, layouts
     wrappers = {w for call in setup.calls for w in call.node.wrappers}
     inputs = [
         values
-        for call in root_calls(step_view)
+        for call in step_view.roots
         if call.path == "" and not call.micro_batch
         for values in call.inputs
         if values.source != "dtensor"
@@ -166,7 +153,7 @@ def places_by_inputs(step_view: StepView, world: int) -> Array:
     """Return [world] a place for each different input that ranks were handed, for ranks that
     nothing shows to be data-parallel. It is believed where the reference has these samples."""
     places = np.zeros(world, np.int64)
-    for call in root_calls(step_view):
+    for call in step_view.roots:
         if call.path == "" and not call.micro_batch:
             for values in call.inputs:
                 if is_whole_number(values.dtype) and values.is_known.all():
@@ -209,13 +196,9 @@ def _prints(values: SlotValues, ranks: Array) -> dict[int, Any]:
 
 
 def _number(places: Array, mesh: Mesh, axes: list[int]) -> None:
-    grid = np.array(mesh.ranks).reshape(mesh.shape)
-    index = np.zeros(mesh.shape, np.int64)
-    for axis in axes:
-        size = mesh.shape[axis]
-        along = np.arange(size).reshape([size if a == axis else 1 for a in range(grid.ndim)])
-        index = index * size + along
-    places[grid] = index
+    sizes = [mesh.shape[axis] for axis in axes]
+    for at, rank in mesh.places():
+        places[rank] = np.ravel_multi_index([at[axis] for axis in axes], sizes)
 
 
 # ---- samples -------------------------------------------------------------------------------------
@@ -223,7 +206,7 @@ def _number(places: Array, mesh: Mesh, axes: list[int]) -> None:
 
 def samples_of_step(step_view: StepView, places: Array, wholes: WholeValues) -> StepSamples:
     """Return the samples that the units of a step worked on."""
-    roots = [call for call in root_calls(step_view) if call.path == ""]
+    roots = [call for call in step_view.roots if call.path == ""]
     micro_batches = sorted({call.micro_batch or 0 for call in roots})
     found = StepSamples(
         places=places,

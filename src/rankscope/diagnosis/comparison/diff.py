@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rankscope.diagnosis.comparison.alignment import (
     COMPARED,
@@ -18,13 +15,11 @@ from rankscope.diagnosis.comparison.alignment import (
     align,
 )
 from rankscope.diagnosis.comparison.datasamples import (
-    match_samples,
     places_by_inputs,
     samples_of_step,
 )
-from rankscope.diagnosis.comparison.degrees import Degrees
 from rankscope.diagnosis.comparison.difference import Batches
-from rankscope.diagnosis.comparison.findings import finding_of
+from rankscope.diagnosis.comparison.findings import Degrees, finding_of
 from rankscope.diagnosis.comparison.fulltensors import FullTensors
 from rankscope.diagnosis.comparison.origins import OriginSearch
 from rankscope.diagnosis.comparison.preflight import (
@@ -42,13 +37,13 @@ from rankscope.diagnosis.comparison.sharednames import renumbered_modules
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.tolerances import Tolerances
 from rankscope.diagnosis.comparison.tracesides import StepKey, TraceSide, two_sides
-from rankscope.diagnosis.comparison.unpaired import FEWEST_COMPARED, Partners
+from rankscope.diagnosis.comparison.unpaired import Partners, Tally
 from rankscope.diagnosis.comparison.wholevalues import WholeValues
-from rankscope.diagnosis.stepview import StepView
+from rankscope.diagnosis.stepview import Array, StepView
 from rankscope.errors import SettingError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
-from rankscope.record.finding import Finding, Report, Severity, Skipped, Verdict
+from rankscope.record.finding import Report
 from rankscope.record.phases import Phase
 from rankscope.run.filenames import Progress
 from rankscope.tree.reader import TraceLike, opened_trace
@@ -57,7 +52,6 @@ from rankscope.tree.views import Trace
 
 __all__ = ["EachStep", "diff"]
 
-Array = NDArray[Any]
 _LATE: Final = 1e-3
 """How far parameters may be off that are first seen behind a step, which made them."""
 _LATE_VECTOR: Final = 2.0
@@ -65,18 +59,6 @@ _LATE_VECTOR: Final = 2.0
 EachStep = Callable[["StepKey | None", StepDifferences, "Collection[int]"], None]
 _Noise = dict[StepKey, Mapping[SlotKey, float]]
 """{(mode, step): {value: relative distance}}."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Tally:
-    """What is counted over the steps."""
-
-    compared: int = 0
-    exact: int = 0
-    below_resolution: int = 0
-    recorded: int = 0
-    unpaired: int = 0
-    skipped: Counter[str] = field(default_factory=Counter)
 
 
 def diff(
@@ -169,7 +151,7 @@ class _Comparison:
         self._search = OriginSearch()
         self._tensors = FullTensors((ref.trace, test.trace), (ref.wholes, test.wholes))
         self._reads_tensors = reads_tensors
-        self._tally = _Tally()
+        self._tally = Tally()
         self._partners = Partners(ref.trace, test.trace, paths)
         self._before: dict[tuple[str, str], tuple[Array, Array]] = {}
         self._lines: list[PreflightLine] = []
@@ -183,13 +165,8 @@ class _Comparison:
         measured: _Noise | None = None,
         each_step: EachStep | None = None,
     ) -> Report:
-        """Compare setup and every step that both have.
-
-        Args:
-            progress: told how far it is.
-            measured: takes the distance of every value.
-            each_step: as of `diff`.
-        """
+        """Compare setup and every step that both have; `measured` takes the distance of every
+        value."""
         common = paired_steps(self._ref, self._test)
         setup = self._setup()
         if setup is not None and each_step is not None:
@@ -233,7 +210,7 @@ class _Comparison:
         self._left_out = renumbered_modules(found.compared, ref, self._ref.wholes)
         if self._left_out:
             self._before.clear()
-            self._tally = _Tally()
+            self._tally = Tally()
             found = self._compared(ref, test, None)
         for each in found.compared:
             if each.error > each.allowed and self._ref.is_late(each.value.call):
@@ -254,11 +231,10 @@ class _Comparison:
             wholes_of(self._test, pair.test, test),
         )
         places = self._places(ref, test)
-        sides = [
+        batches = Batches.of(
             self._ref.samples(ref, wholes[0], places[0]),
             self._test.samples(test, wholes[1], places[1]),
-        ]
-        batches = Batches(ref=sides[0], test=sides[1], match=match_samples(*sides))
+        )
         batches = self._with_places_by_inputs(batches, test)
         is_cut = any(self._ref.lost.is_cut(*key) for key in pair.ref)
         is_cut |= any(self._test.lost.is_cut(*key) for key in pair.test)
@@ -285,10 +261,9 @@ class _Comparison:
         if not batches.match.lost or batches.test.place_count > 1:
             return batches
         places = places_by_inputs(test, self._test.world)
-        samples = samples_of_step(test, places, self._test.wholes)
-        match = match_samples(batches.ref, samples)
-        is_better = match.lost < batches.match.lost and not match.unknown
-        return Batches(ref=batches.ref, test=samples, match=match) if is_better else batches
+        found = Batches.of(batches.ref, samples_of_step(test, places, self._test.wholes))
+        is_better = found.match.lost < batches.match.lost and not found.match.unknown
+        return found if is_better else batches
 
     def _compared(
         self,
@@ -318,7 +293,6 @@ class _Comparison:
         tally.compared += len(known)
         tally.exact += found.exact
         tally.below_resolution += sum(1 for c in known if c.error <= Tolerances.resolution)
-        tally.recorded += len(found.compared) + len(aligned.only_ref) + len(aligned.only_test)
         tally.unpaired += len(aligned.only_ref) + len(aligned.only_test)
         tally.skipped.update(found.skipped)
         self._partners.take(aligned)
@@ -326,35 +300,16 @@ class _Comparison:
 
     def _made(self, degrees: Degrees, common: Sequence[Any]) -> Report:
         origins = [origin for origin in self._search.origins if not origin.is_legal]
-        findings = [finding_of(origin, degrees) for origin in origins]
-        findings += self._of_legal_differences(degrees)
-        tally = self._tally
-        is_fault = any(f.severity is Severity.FAULT for f in findings)
-        lacks = self._lacks(common)
-        is_complete = self._ref.trace.is_complete and self._test.trace.is_complete
-        verdict = Verdict.FAULT if is_fault else Verdict.CLEAN
-        if not is_fault and (lacks or not is_complete):
-            verdict = Verdict.INCOMPLETE
-        return Report(
-            command="diff",
-            verdict=verdict,
-            compared=tally.compared,
-            skipped=tuple(Skipped(reason=r, count=n) for r, n in sorted(tally.skipped.items())),
-            recorded=tally.recorded,
-            unpaired=tally.unpaired,
-            alone=0,
-            findings=tuple(findings),
+        legal = [origin for origin in self._search.origins if origin.is_legal]
+        findings = [finding_of(origin, degrees) for origin in (*origins, *legal[:1])]
+        return self._tally.report(
+            (self._ref, self._test),
+            findings,
+            reasons=sorted(self._tally.skipped.items()),
+            lacks=self._lacks(common),
             notes=(*self._breaks(), *self._partners.notes(), *self._exactness()),
-            lacks=lacks,
-            preflight=tuple(
-                (line.what, line.is_same, line.text)
-                for line in sorted(self._lines, key=_differing_first)
-            ),
+            lines=sorted(self._lines, key=lambda line: (False, None, True).index(line.is_same)),
         )
-
-    def _of_legal_differences(self, degrees: Degrees) -> list[Finding]:
-        drawn = [origin for origin in self._search.origins if origin.is_legal]
-        return [finding_of(drawn[0], degrees)] if drawn else []
 
     def _exactness(self) -> Iterator[str]:
         tally = self._tally
@@ -394,14 +349,13 @@ class _Comparison:
         """Return why values that both traces hold were not compared, where these are most; ""
         where enough were."""
         tally = self._tally
-        both = tally.recorded - tally.unpaired
-        if tally.compared and tally.compared >= FEWEST_COMPARED * both:
+        if tally.is_enough:
             return ""
-        if both:
+        if tally.in_both:
             reason, count = tally.skipped.most_common(1)[0]
             return (
-                f"{tally.compared:,} of the {counted(both, 'value')} that both traces hold could "
-                f"be compared; {count:,}: {reason}"
+                f"{tally.compared:,} of the {counted(tally.in_both, 'value')} that both traces "
+                f"hold could be compared; {count:,}: {reason}"
             )
         return "the traces have no value in common: " + (
             self._partners.left_out() or "no value was recorded in one of them"
@@ -410,7 +364,3 @@ class _Comparison:
 
 def _listed(side: TraceSide) -> str:
     return ", ".join(f"{mode.word} {step}" for mode, step in list(side.steps)[:4]) or "none"
-
-
-def _differing_first(line: PreflightLine) -> int:
-    return (False, None, True).index(line.is_same)

@@ -10,21 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rankscope.diagnosis.comparison.datasamples import SampleMatch, StepSamples
+from rankscope.diagnosis.comparison.alignment import AlignedValue, SlotKey
+from rankscope.diagnosis.comparison.datasamples import (
+    SampleMatch,
+    StepSamples,
+    Unit,
+    match_samples,
+)
+from rankscope.diagnosis.stepview import Array
 from rankscope.record.statistics import NONFINITE
 
-__all__ = [
-    "CHI_SQUARE_RANGE", "TINY", "Batches", "Difference", "Measured", "Totals", "are_alike",
-    "common_factor", "dots_of", "nearest_factor",
-]  # fmt: skip
-
-Array = NDArray[Any]
-Unit = tuple[int, int]
 CHI_SQUARE_RANGE: Final = (0.68, 1.92)
 """A distance estimated from 8 projections times these is its 95 % range: the square of the estimate
 is distributed as chi-square with 8 degrees of freedom over 8."""
@@ -230,6 +229,11 @@ class Batches:
     test: StepSamples
     match: SampleMatch
 
+    @classmethod
+    def of(cls, ref: StepSamples, test: StepSamples) -> Batches:
+        """Return the batches with the samples of one matched to those of the other."""
+        return cls(ref=ref, test=test, match=match_samples(ref, test))
+
     @property
     def are_the_same(self) -> bool:
         """True where every unit of the test works on the samples of the reference's unit of that
@@ -287,3 +291,69 @@ def nearest_factor(factors: Iterable[float], among: Iterable[float]) -> float:
     logs = [math.log(factor) for factor in factors]
     middle = (min(logs) + max(logs)) / 2
     return min(among, key=lambda each: abs(math.log(each) - middle))
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ComparedValue:
+    """One value of both traces with what is known of their distance."""
+
+    value: AlignedValue
+    allowed: float
+    """Relative distance that rounding explains, before anything is inherited."""
+    difference: Difference | None = None
+    reason: str = ""
+    """Why it is not judged; "" where it is."""
+    errors: Array = field(default_factory=lambda: np.zeros(0))
+    """[p] relative L2 distance of every part, legal factors taken out."""
+    scales: Array | float = 1.0
+    """The legal factors, by part."""
+    other_samples: tuple[int, int] = (0, 0)
+    """Of the root's input: samples that are missing, and samples that the reference has not."""
+    is_repeated: bool = False
+    """Of the root's input: True where samples are missing because others came twice."""
+    is_missing: bool = False
+    """True where the reference has a gradient and the test has none."""
+    is_left: bool = False
+    """True where it is not judged by itself: another value tells its difference, or will."""
+    ref_norm: float = 0.0
+    """L2 norm of the reference's value; NaN where it is not known."""
+    raw_error: float = 0.0
+    """As `error`, relative to the reference's own norm, however small."""
+    unsure: float = 0.0
+    """Of an update: what roundings of the parameter before and after it leave, relative."""
+    by_rounding: float = math.inf
+    """Of an update: as `allowed`, without what the error of its gradient explains."""
+    is_update: bool = False
+    """True where the difference is that of what the optimizer added."""
+    is_moved_alone: bool = False
+    """Of an update: True where the reference's parameter stayed as it was."""
+    is_plain_update: bool = False
+    """True where that difference is a part of the update and of the parameter, as another learning
+    rate and weight decay leave it."""
+
+    @property
+    def key(self) -> SlotKey:
+        """The reference's words for it."""
+        return self.value.key
+
+    @property
+    def error(self) -> float:
+        """The largest relative L2 distance of its parts."""
+        return float(self.errors.max(initial=0.0))
+
+    @property
+    def is_left_behind(self) -> bool:
+        """True for a parameter that the step moved in the reference and did not here."""
+        if self.difference is None or not self.is_update:
+            return False
+        _, own, theirs = self.difference.dots.sum(0).tolist()
+        return bool(own > 0 and theirs == 0)
+
+    @property
+    def is_of_choices(self) -> bool:
+        """True for a mask, and for indices of which each comes many times, as those of experts do:
+        positions come once."""
+        if self.difference is None or not self.value.is_discrete:
+            return False
+        ref = self.difference.ref
+        return self.value.is_mask or ref.count >= 2 * (ref.greatest - ref.least + 1)

@@ -3,28 +3,66 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rankscope.diagnosis.comparison.comparedvalue import ComparedValue
-from rankscope.diagnosis.comparison.degrees import Degrees
 from rankscope.diagnosis.comparison.difference import (
     CHI_SQUARE_RANGE,
+    Batches,
     Difference,
     Measured,
 )
 from rankscope.diagnosis.comparison.valueflow import Origin
+from rankscope.diagnosis.stepview import Array
 from rankscope.record.finding import NAMED_VICTIMS, Finding, Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.tree.jsontext import statistic
 from rankscope.tree.summary import counted
+from rankscope.tree.views import Trace
 
-__all__ = ["finding_of"]
 
-Array = NDArray[Any]
+@dataclass(slots=True, kw_only=True)
+class Degrees:
+    """Numbers of the two jobs that a factor may equal, by name."""
+
+    by_name: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, ref: Trace, test: Trace) -> Degrees:
+        """Return the degrees that the run headers tell."""
+        found = cls()
+        for trace in (test, ref):
+            for mesh in trace.run["meshes"]:
+                for axis, size in zip(mesh["axes"], mesh["shape"]):
+                    if size > 1:
+                        found.by_name.setdefault(f"{axis}={size}", float(size))
+        for trace, whose in ((test, ""), (ref, "the reference's ")):
+            world = int(trace.run["world_size"])
+            if world > 1:
+                found.by_name.setdefault(f"{whose}number of ranks, {world}", float(world))
+        return found
+
+    def take(self, batches: Batches) -> None:
+        """Add what a step shows: data-parallel ranks and micro-batches."""
+        for samples, whose in ((batches.test, ""), (batches.ref, "the reference's ")):
+            if samples.place_count > 1:
+                name = f"{whose}data-parallel ranks, {samples.place_count}"
+                self.by_name.setdefault(name, float(samples.place_count))
+            if samples.micro_batches > 1:
+                name = f"{whose}micro-batches, {samples.micro_batches}"
+                self.by_name.setdefault(name, float(samples.micro_batches))
+
+    def named(self, factor: float) -> list[str]:
+        """Return the degrees that a factor, or one over it, equals."""
+        if not math.isfinite(factor) or factor == 0:
+            return []
+        size = max(abs(factor), 1 / abs(factor))
+        return [name for name, degree in self.by_name.items() if abs(size / degree - 1) < 0.02]
+
+
 _LEAST_FACTOR: Final = 0.02
 """A value that is so near the reference's is not called scaled: constants inside a module leave
 differences that look alike."""
@@ -61,7 +99,7 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
     if origin.is_of_all:
         path, slot = "", ""
         alike = [v for v in origin.victims if v.key.phase is key.phase]
-        ranks = np.unique(np.concatenate([_holders(v) for v in (compared, *alike)]))
+        ranks = np.unique(np.concatenate([v.value.test_ranks for v in (compared, *alike)]))
     if difference is not None and len(ranks) > 1 and len(difference.members) == 1:
         evidence["rank_resolution"] = "none"
     names = dict.fromkeys(v.value.test_name for v in origin.victims)
@@ -85,10 +123,6 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
         message=f"{place}: {text}",
         advice=_advice(origin, kind),
     )
-
-
-def _holders(compared: ComparedValue) -> Array:
-    return np.unique(np.concatenate([np.asarray(v.ranks) for v in compared.value.test.values()]))
 
 
 def _micro_batch(origin: Origin) -> int:

@@ -11,16 +11,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rankscope.diagnosis.comparison.alignment import AlignedValue
 from rankscope.diagnosis.comparison.commonvalues import agreed_holder
+from rankscope.diagnosis.comparison.datasamples import Unit
 from rankscope.diagnosis.comparison.difference import Batches, Difference, Measured, Totals
 from rankscope.diagnosis.comparison.wholevalues import Wholes, WholeValues
-from rankscope.diagnosis.stepview import SlotValues
+from rankscope.diagnosis.stepview import Array, SlotValues
 from rankscope.errors import LayoutError, SelectionError, TraceError
 from rankscope.layout.plan import Refusal, plan_assemblies
 from rankscope.record.phases import Phase
@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 
     from rankscope.tensors.exactdistance import ExactDistance
 
-__all__ = ["FullTensors"]
-
-Array = NDArray[Any]
-Unit = tuple[int, int]
 _WITHOUT_SAMPLES: Final = frozenset(
     {
         "gradients of other batches, and no sketches of single samples",
@@ -124,7 +120,6 @@ class FullTensors:
         these were not kept, or where it is known to the bit.
 
         Args:
-            value: the value on both sides.
             sides: what digests compose of it, by micro-batch.
             estimated: its difference by digests, or why there is none.
             batches: who worked on which samples; None where no batch goes through it.
@@ -214,7 +209,7 @@ class FullTensors:
             return None
         whole = joined(tensors)
         if batches.match.is_by_order:
-            if _is_of_root(value) and self._partner is None:
+            if value.is_root_input and self._partner is None:
                 by_unit = dict(reversed([(part.unit, tensor) for part, tensor in made]))
                 self._partner = same_rows(whole, joined([by_unit[u] for u in sorted(by_unit)]))
             partner = self._partner
@@ -234,10 +229,6 @@ class FullTensors:
             start = starts[part.unit]
             pairs.append((whole[order[start : start + len(tensor)]], tensor, None, part))
         return _measured(pairs, [mine[unit].row for unit in sorted(mine)])
-
-
-def _is_of_root(value: AlignedValue) -> bool:
-    return value.key.phase is Phase.FORWARD and not value.key.path and value.is_input
 
 
 def _is_kept(side: Mapping[int, SlotValues]) -> bool:
@@ -274,12 +265,8 @@ def _held_to_first(ref: list[_HeldWhole], test: list[_HeldWhole]) -> Difference 
 
 
 def _measured(pairs: list[_Pair], ref_rows: list[Array]) -> Difference:
-    """Return the difference of pairs of tensors.
-
-    Args:
-        pairs: one for each part.
-        ref_rows: digests of all values of the reference.
-    """
+    """Return the difference of pairs of tensors, one for each part; `ref_rows` are the digests of
+    all values of the reference."""
     from rankscope.tensors.exactdistance import exact_distance
 
     apart: list[ExactDistance] = [exact_distance(own, theirs) for own, theirs, _, _ in pairs]

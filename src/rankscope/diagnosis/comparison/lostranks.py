@@ -15,8 +15,6 @@ from rankscope.record.ranklists import ranks_named
 from rankscope.tree.summary import endings
 from rankscope.tree.views import Node, Trace
 
-__all__ = ["LostRanks"]
-
 _BROKEN_OFF: Final = "not all of its ranks came here before the run broke off"
 
 

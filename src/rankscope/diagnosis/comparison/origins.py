@@ -3,22 +3,24 @@
 A module is judged by the error that it adds to what it was given (`valueflow.py`). A value whose
 givers agree with the reference and which does not is an origin; a value with a giver that an origin
 reached is a victim, if it differs at all.
+
+A right program may differ in random numbers, choices between equals, and statistics of a batch that
+is split in another way (`LegalDifferences`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Final
 
-from rankscope.diagnosis.comparison.comparedvalue import ComparedValue
-from rankscope.diagnosis.comparison.legaldifferences import LegalDifferences
-from rankscope.diagnosis.comparison.pendingvalues import PendingValues
+from rankscope.diagnosis.comparison.difference import CHI_SQUARE_RANGE, ComparedValue
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
+from rankscope.diagnosis.comparison.tolerances import Tolerances
 from rankscope.diagnosis.comparison.valueflow import GiverState, Origin, ValueFlow
+from rankscope.diagnosis.stepview import CallView
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
-
-__all__ = ["OriginSearch"]
 
 _AMPLIFICATION: Final = 10.0
 """A call may make an error that it was given so many times larger."""
@@ -263,3 +265,223 @@ def _most_gradients(found: StepDifferences) -> list[ComparedValue]:
     is_most = len(wrong) > 1 and len(known) < 2 * len(wrong)
     is_scaled = found.is_scaled_at_the_end or 2 * len(factors) > len(wrong)
     return [c for c, _ in wrong] if is_most and not is_scaled else []
+
+
+# ---- differences that a right program may have ---------------------------------------------------
+
+
+_ROUTERS: Final = frozenset({"router", "gate", "gating"})
+"""Names of modules that choose experts."""
+_FEW_TOKENS: Final = 0.7
+"""Relative distance up to which some tokens that went elsewhere explain a difference."""
+_FLIPPED: Final = 20.0
+"""A relative error of what choices are made by flips so many times that part of them: those where
+two of them are nearly equal."""
+_FEW_FLIPS: Final = 2.0
+"""Choices that may flip however small the error is."""
+_RANDOM_CLASSES: Final = ("dropout", "droppath", "stochasticdepth")
+"""In the class names of modules that draw random numbers while a model trains."""
+
+
+class LegalDifferences:
+    """Tells them, step by step."""
+
+    def __init__(self) -> None:
+        self._batches_seen: dict[str, tuple[float, float]] = {}
+        """By path of a batch norm: how many batches both sides took statistics of."""
+        self._in_one: frozenset[str] = frozenset()
+        """Batch norms that took statistics in one of both runs alone: the other one used what it
+        had learned."""
+
+    def read(self, found: StepDifferences) -> None:
+        """Take note of which batch norms learned in a step, or of what a run began with."""
+        counts, before = _batches_seen(found), self._batches_seen
+        both = counts.keys() & before.keys()
+        moved = {p: [was != now for was, now in zip(before[p], counts[p])] for p in both}
+        self._in_one = frozenset(path for path, sides in moved.items() if sides[0] != sides[1])
+        self._batches_seen = before | counts
+
+    def mark(self, origin: Origin, flow: ValueFlow, found: StepDifferences) -> None:
+        """Say of an origin whether a right program may differ so."""
+        each, mode = origin.compared, origin.mode
+        origin.is_random = _is_random(each, mode) and not flow.passes_on(each)
+        origin.is_choice = _is_choice(each, origin.inherited) or _is_flipped(origin)
+        is_learned = each.key.path in self._in_one
+        origin.is_of_batch = not is_learned and _is_of_batch(each, mode, found)
+
+
+def _is_random(each: ComparedValue, mode: Mode) -> bool:
+    name = each.value.call.node.class_name.lower()
+    is_output = not each.value.is_input and each.key.phase.facts.is_activation
+    return mode is Mode.TRAIN and is_output and any(word in name for word in _RANDOM_CLASSES)
+
+
+def _is_of_batch(each: ComparedValue, mode: Mode, found: StepDifferences) -> bool:
+    """True for what a module makes that normalizes over its batch, and for a value made of a whole
+    batch, where runs split that unlike."""
+    if each.difference is not None and each.difference.is_of_local_batch:
+        return True
+    if mode is not Mode.TRAIN or each.value.is_input or each.key.phase is not Phase.FORWARD:
+        return False
+    names = {
+        side.call.node.class_name.lower()
+        for side in (*each.value.ref.values(), *each.value.test.values())
+    }
+    if not all("batchnorm" in name for name in names):
+        return False
+    if any("sync" in name for name in names):
+        return not found.is_normalized_alike_over_ranks
+    return not found.is_normalized_alike
+
+
+def _batches_seen(found: StepDifferences) -> dict[str, tuple[float, float]]:
+    return {
+        c.key.path: (c.difference.ref.mean, c.difference.test.mean)
+        for c in found.compared
+        if c.difference is not None and c.key.slot == "buffer:num_batches_tracked"
+    }
+
+
+def _is_choice(each: ComparedValue, inherited: float) -> bool:
+    """True for a part of what a call with experts computes: what its router was given is not
+    exactly the reference's, so a token between two experts may take the other one."""
+    if each.value.is_input or not each.key.phase.facts.is_activation:
+        return False
+    names = {child.path.rpartition(".")[2].lower() for child in each.value.call.children}
+    is_routed = not names.isdisjoint(_ROUTERS)
+    return is_routed and inherited > Tolerances.resolution and each.error < _FEW_TOKENS
+
+
+def _is_flipped(origin: Origin) -> bool:
+    """True for indices or a mask of which no more are other ones than rounding can flip: what they
+    were made of is not exactly the reference's."""
+    each, difference = origin.compared, origin.compared.difference
+    is_choice = each.key.phase is Phase.FORWARD and each.is_of_choices
+    if not is_choice or difference is None or origin.inherited == 0 or difference.is_shifted:
+        return False
+    fewest = difference.flips(is_mask=each.value.is_mask) * CHI_SQUARE_RANGE[0] ** 2
+    return fewest <= _FEW_FLIPS + _FLIPPED * origin.inherited * difference.ref.count
+
+
+# ---- values that explain one behind them ---------------------------------------------------------
+
+
+class PendingValues:
+    """Values that are no fault by themselves, but would explain one behind them.
+
+    * Summands: what each rank holds differs and makes the reference's value together. A right
+      program reduces it before it is used.
+    * Gradients that one side counts at another tensor: `grad_input` is the total of one tensor. A
+      module that was handed a copy (a DTensor made of a plain tensor) has its own share alone. What
+      is computed from the total next is right then.
+    """
+
+    def __init__(self, compared: Sequence[ComparedValue]) -> None:
+        self._next: dict[int, ComparedValue] = {}
+        """Of gradients of inputs: the next gradient of an output that is known."""
+        following: ComparedValue | None = None
+        for index in range(len(compared) - 1, -1, -1):
+            each = compared[index]
+            if each.key.phase is not Phase.BACKWARD or each.difference is None:
+                continue
+            if each.value.is_input:
+                following = each
+            elif following is not None:
+                self._next[index] = following
+        self._compared = compared
+        self._summands: ComparedValue | None = None
+        self._given: set[CallView] = set()
+        """Calls that were given summands."""
+        self._given_to: dict[str, ComparedValue] = {}
+        """Where the summands began that backward of a module was given, by its path."""
+        self._explained = self._explained_by_others()
+        self._gradients: dict[tuple[str, str], ComparedValue] = {}
+        self._elsewhere: list[ComparedValue] = []
+
+    def summands(self, each: ComparedValue) -> None:
+        """Take a value that ranks hold as summands."""
+        if each.key.phase is Phase.GRADS:
+            name = each.key.parameter
+            self._gradients[name] = self._given_to.get(each.key.path, each)
+        else:
+            self._summands = self._summands or each
+            if each.value.is_input:
+                self._given.add(each.value.call)
+                if each.key.phase is Phase.BACKWARD:
+                    self._given_to.setdefault(each.key.path, self._summands)
+
+    def _explained_by_others(self) -> set[int]:
+        """Return the indices of totals of one tensor that are wrong because another module, which
+        uses that tensor too and comes later, was given a wrong gradient."""
+        tensors: dict[tuple[str, int, str], bytes] = {}
+        totals: dict[tuple[bytes, bytes], list[int]] = {}
+        given: set[CallView] = set()
+        for index, each in enumerate(self._compared):
+            key, difference = each.key, each.difference
+            if difference is None:
+                continue
+            if key.phase is Phase.FORWARD:
+                tensors[key.path, key.ordinal, key.slot] = difference.dots.tobytes()
+            elif key.phase is Phase.BACKWARD and each.error > each.allowed:
+                tensor = tensors.get((key.path, key.ordinal, key.slot.removeprefix("grad_")))
+                if each.value.is_input:
+                    given.add(each.value.call)
+                elif tensor is not None and not difference.partial:
+                    totals.setdefault((tensor, difference.dots.tobytes()), []).append(index)
+        found: set[int] = set()
+        for same in totals.values():
+            calls = [self._compared[index].value.call for index in same]
+            for place, index in enumerate(same):
+                if calls[place] not in given and any(
+                    later in given and not _is_within(calls[place], later)
+                    for later in calls[place + 1 :]
+                ):
+                    found.add(index)
+        return found
+
+    def is_due_to_another(self, index: int) -> bool:
+        """True for the total of a tensor that another module's part makes wrong."""
+        return index in self._explained
+
+    def is_left_unreduced(self, each: ComparedValue) -> bool:
+        """True for a parameter that ranks step with gradients of their own, so that it is another
+        one on each of them."""
+        return (
+            each.key.phase is Phase.PARAMS
+            and each.difference is not None
+            and len(each.difference.members) > 1
+            and not each.difference.is_exact.all()
+            and self.earlier_than(each) is not None
+        )
+
+    def is_counted_elsewhere(self, index: int) -> bool:
+        """True for a wrong gradient of an input where what is computed next is right."""
+        each, following = self._compared[index], self._next.get(index)
+        if following is None or each.error <= each.allowed or following.error > following.allowed:
+            return False
+        self._elsewhere.append(each)
+        return True
+
+    def earlier_than(self, each: ComparedValue) -> ComparedValue | None:
+        """Return the value that explains a new origin, None where there is none."""
+        if each.key.phase is Phase.PARAMS:
+            return self._gradients.get(each.key.parameter)
+        if not each.value.is_input:
+            return self._summands if each.value.call in self._given else None
+        if each.key.phase is Phase.BACKWARD:
+            alike = (e for e in self._elsewhere if abs(e.error - each.error) <= 1e-3 * each.error)
+            return next(alike, None) or self._summands
+        return self._summands
+
+    def passed(self, each: ComparedValue) -> None:
+        """Forget summands once something behind them is right."""
+        if each.error <= each.allowed and not each.value.is_input:
+            self._summands = None
+
+
+def _is_within(call: CallView, other: CallView) -> bool:
+    """True where one call is made inside another."""
+    around = call.parent
+    while around is not None and around is not other:
+        around = around.parent
+    return around is other

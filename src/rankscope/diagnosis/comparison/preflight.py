@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from rankscope.diagnosis.comparison.difference import Batches
 from rankscope.diagnosis.comparison.rollouts import StepPair
@@ -21,8 +20,7 @@ _TELLING: Final = ("torch", "cuda", "nccl", "transformers", "numpy")
 _MOST: Final = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreflightLine:
+class PreflightLine(NamedTuple):
     """One thing that was looked at before any number."""
 
     what: str

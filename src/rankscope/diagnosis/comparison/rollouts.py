@@ -11,23 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rankscope.assembly.combine import CombinationPlan, apply_plan
 from rankscope.diagnosis.comparison.alignment import whole_shape
 from rankscope.diagnosis.comparison.tracesides import StepKey, TraceSide
 from rankscope.diagnosis.comparison.wholevalues import Wholes, WholeValues, combined_row
-from rankscope.diagnosis.datapeers import root_calls
-from rankscope.diagnosis.stepview import SlotValues, StepView
+from rankscope.diagnosis.stepview import Array, SlotValues, StepView
 from rankscope.record.call import Mode
 from rankscope.record.sketchfactors import factors
 
-__all__ = ["StepPair", "TokenWholes", "paired_steps", "token_counts", "wholes_of"]
-
-Array = NDArray[Any]
 _TOKENS_DIM = 1
 
 
@@ -109,7 +103,7 @@ def token_counts(step_view: StepView) -> list[int]:
     """Return the tokens of a sample in every root call, as the root's inputs tell; [] where they
     have no dim for them."""
     found: dict[int, int] = {}
-    for call in root_calls(step_view):
+    for call in step_view.roots:
         for values in call.inputs:
             shape = whole_shape(values)
             if call.path == "" and len(shape) > _TOKENS_DIM:
@@ -121,12 +115,8 @@ class TokenWholes(WholeValues):
     """Composes what consecutive calls hold of the tokens that they were given."""
 
     def __init__(self, one: WholeValues, tokens: Sequence[int]) -> None:
-        """Compose the calls of one rollout.
-
-        Args:
-            one: composes a value of one call.
-            tokens: how many tokens each call was given.
-        """
+        """Compose calls of one rollout that were given so many tokens each; `one` composes a value
+        of a single call."""
         self._one, self._tokens = one, tokens
         self._starts = [sum(tokens[:index]) for index in range(len(tokens))]
 
@@ -183,11 +173,8 @@ class TokenWholes(WholeValues):
             known = [own * scale for own, scale in zip(kept, scales) if own is not None]
             is_whole = len(known) == len(calls) and len({len(each) for each in known}) == 1
             samples.append(np.sum(known, axis=0) if is_whole else None)
-        every = np.concatenate(rows)
         return Wholes(
-            rows=every,
-            counts=every["count"].tolist(),
-            sketches=every["sketch"],
+            rows=np.concatenate(rows),
             is_hashed=np.zeros(len(first), bool),
             places=first.places,
             members=first.members,

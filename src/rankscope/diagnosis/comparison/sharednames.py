@@ -6,34 +6,22 @@ reference calls `experts.2`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rankscope.diagnosis.comparison.comparedvalue import ComparedValue
-from rankscope.diagnosis.comparison.difference import Difference
+from rankscope.diagnosis.comparison.difference import ComparedValue, Difference
 from rankscope.diagnosis.comparison.tolerances import Tolerances
 from rankscope.diagnosis.comparison.wholevalues import WholeValues
-from rankscope.diagnosis.stepview import StepView, sibling_path
+from rankscope.diagnosis.stepview import Array, StepView, sibling_path
 from rankscope.record.phases import Phase
-
-__all__ = ["keep_nearest_stage", "renumbered_modules"]
-
-Array = NDArray[Any]
 
 
 def renumbered_modules(
     compared: Sequence[ComparedValue], ref: StepView, wholes: WholeValues
 ) -> frozenset[str]:
     """Return the paths under which ranks hold different modules of the reference, as a value shows
-    that is the reference's of this name on some ranks, and of its siblings on others.
-
-    Args:
-        compared: what the runs began with.
-        ref: the reference's setup.
-        wholes: composes its values.
-    """
+    that is the reference's of this name on some ranks, and of its siblings on others. `compared` is
+    what the runs began with, `ref` the reference's setup."""
     suspects = [
         (each, difference)
         for each in compared
@@ -72,12 +60,8 @@ def _is_among(row: Array, sketches: Array) -> bool:
 
 def keep_nearest_stage(difference: Difference, stages: Array) -> None:
     """Forget what other stages of a pipeline hold under one name: the module that the reference
-    calls so is the one whose value is nearest to the reference's.
-
-    Args:
-        difference: of one activation.
-        stages: [world of the test] which stage each rank is, -1 where that is not known.
-    """
+    calls so is the one whose value is nearest to the reference's. `stages`, [world of the test],
+    says which stage each rank is, -1 where that is not known."""
     own = np.array([stages[ranks].max() for ranks in difference.members])
     if len(np.unique(own)) < 2 or (own < 0).any():
         return

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Collection, Iterator, Mapping
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rankscope.diagnosis.comparison.alignment import AlignedStep, AlignedValue, SlotKey
 from rankscope.diagnosis.comparison.batchedvalues import compare_batched
 from rankscope.diagnosis.comparison.commonvalues import compare_common
-from rankscope.diagnosis.comparison.comparedvalue import ComparedValue
 from rankscope.diagnosis.comparison.difference import (
     Batches,
+    ComparedValue,
     Difference,
     Measured,
     are_alike,
@@ -32,11 +31,9 @@ from rankscope.diagnosis.comparison.sharednames import keep_nearest_stage
 from rankscope.diagnosis.comparison.tolerances import Tolerances
 from rankscope.diagnosis.comparison.wholevalues import NO_TENSOR, Wholes, WholeValues
 from rankscope.diagnosis.distances import rounding_of
+from rankscope.diagnosis.stepview import Array
 from rankscope.record.phases import Phase
 
-__all__ = ["StepDifferences"]
-
-Array = NDArray[Any]
 _NEAR_SCALED: Final = 0.5
 """Gradients of the loss whose factor leaves no more than this still tell it, though the values that
 they follow from are off."""
@@ -93,9 +90,9 @@ class StepDifferences:
         self._wholes, self._batches, self._before = wholes, batches, before
         self._tolerances = Tolerances(aligned.values, noise)
         self.exact = 0
+        """Values that are bitwise the same."""
         self._not_finite: set[tuple[str, str]] = set()
         """Parameters whose gradient is not finite in one of the two."""
-        """Values that are bitwise the same."""
         self.compared = [self._compare(value) for value in aligned.values]
         phases = (Phase.BACKWARD, Phase.GRADS)
         self._no_factor = max(
@@ -131,22 +128,25 @@ class StepDifferences:
         path = value.key.path
         if any(path == each or path.startswith(f"{each}.") for each in self._left_out):
             reason = "other modules of that name on other ranks"
-            return ComparedValue(value=value, difference=None, reason=reason, allowed=allowed)
+            return ComparedValue(value=value, reason=reason, allowed=allowed)
         is_batched = value.key.phase.facts.is_activation
+        batches = self._batches if is_batched else None
+        places = (None, None) if batches is None else (batches.ref.places, batches.test.places)
         sides: list[dict[int, Wholes]] = []
-        for composing, own, samples in zip(
-            self._wholes, (value.ref, value.test), self._both_samples(is_batched)
-        ):
+        for composing, own, own_places in zip(self._wholes, (value.ref, value.test), places):
             found: dict[int, Wholes] = {}
-            for micro_batch, made in composing.of_all(own, samples).items():
+            for micro_batch, made in composing.of_all(own, own_places).items():
                 if isinstance(made, str):
-                    return self._unknown(value, made, allowed, is_ref=not sides)
+                    is_missing = bool(sides) and made == NO_TENSOR
+                    return ComparedValue(
+                        value=value, reason=made, allowed=allowed, is_missing=is_missing
+                    )
                 found[micro_batch] = made
             sides.append(found)
         difference: Difference | str
-        if is_batched and self._batches is not None:
+        if batches is not None:
             difference = compare_batched(
-                sides[0], sides[1], self._batches, allowed,
+                sides[0], sides[1], batches, allowed,
                 is_gradient=value.key.phase is Phase.BACKWARD,
             )  # fmt: skip
         else:
@@ -155,8 +155,7 @@ class StepDifferences:
             difference = compare_common(ref, test, allowed, is_summed_later=is_gradient)
         if self._tensors is not None:
             both = sides[0], sides[1]
-            read = self._tensors.exactly
-            difference = read(value, both, difference, self._batches, allowed)
+            difference = self._tensors.exactly(value, both, difference, self._batches, allowed)
         if isinstance(difference, Difference):
             is_told = ~np.isnan(difference.errors())
             if not is_told.any():
@@ -165,30 +164,20 @@ class StepDifferences:
                 difference.keep(is_told)
         if isinstance(difference, str):
             reason = next((w.reason for w in sides[1].values() if w.reason), difference)
-            return ComparedValue(value=value, difference=None, reason=reason, allowed=allowed)
+            return ComparedValue(value=value, reason=reason, allowed=allowed)
         if is_batched and not difference.partial and self._stages is not None:
             keep_nearest_stage(difference, self._stages)
-        norm = _norm_of(sides[0].values())
+        squares = (float((each.rows["l2"] ** 2).sum()) for each in sides[0].values())
         made_of = ComparedValue(
-            value=value, difference=difference, reason="", allowed=allowed, ref_norm=norm
+            value=value,
+            difference=difference,
+            allowed=allowed,
+            ref_norm=float(np.sqrt(sum(squares))),
         )
         self.exact += bool(difference.is_exact.all())  # of a parameter, not of its update
         if value.key.slot.startswith("param:"):
             self._take_update(made_of, sides)
         return made_of
-
-    def _both_samples(self, is_batched: bool) -> tuple[Array | None, Array | None]:
-        if not is_batched or self._batches is None:
-            return None, None
-        return self._batches.ref.places, self._batches.test.places
-
-    def _unknown(
-        self, value: AlignedValue, reason: str, allowed: float, *, is_ref: bool
-    ) -> ComparedValue:
-        missing = not is_ref and reason == NO_TENSOR
-        return ComparedValue(
-            value=value, difference=None, reason=reason, allowed=allowed, is_missing=missing
-        )
 
     def _take_update(self, compared: ComparedValue, sides: list[dict[int, Wholes]]) -> None:
         """Compare what a step added to a parameter, where both traces know it before."""
@@ -228,11 +217,13 @@ class StepDifferences:
             if c.key.phase is phase and c.difference is not None and not c.difference.partial
         ]
 
+    def _sketched(self, phase: Phase) -> Iterator[tuple[ComparedValue, Difference]]:
+        """Yield those of which sketches tell a factor."""
+        return ((c, d) for c, d in self._of(phase) if d.at_least is None and d.ref.l2 != 0)
+
     def _scale_of_gradients(self) -> float:
         found, total = [], 0
-        for compared, difference in self._of(Phase.GRADS):
-            if difference.at_least is not None or difference.ref.l2 == 0:
-                continue
+        for compared, difference in self._sketched(Phase.GRADS):
             total += 1
             factor, rest = difference.fit()
             if rest <= 3 * compared.allowed:
@@ -242,9 +233,7 @@ class StepDifferences:
     def _scales_of_backward(self) -> dict[tuple[int, int], float]:
         found: dict[tuple[int, int], list[float]] = {}
         totals: Counter[tuple[int, int]] = Counter()
-        for compared, difference in self._of(Phase.BACKWARD):
-            if difference.at_least is not None or difference.ref.l2 == 0:
-                continue
+        for compared, difference in self._sketched(Phase.BACKWARD):
             for unit, (factor, rest) in zip(difference.units, difference.fits().tolist()):
                 totals[unit] += 1
                 if rest <= 3 * compared.allowed:
@@ -266,9 +255,7 @@ class StepDifferences:
         """Return the factors that ranks and micro-batches explain, of units whose first gradient
         (that of the loss) has one: they hold wherever else something is wrong."""
         first: dict[tuple[int, int], float] = {}
-        for _, difference in self._of(Phase.BACKWARD):
-            if difference.at_least is not None or difference.ref.l2 == 0:
-                continue
+        for _, difference in self._sketched(Phase.BACKWARD):
             for unit, (factor, rest) in zip(difference.units, difference.fits().tolist()):
                 first.setdefault(unit, factor if rest <= _NEAR_SCALED else math.nan)
         found = {}
@@ -378,17 +365,15 @@ class StepDifferences:
         return max(match.lost, match.unknown) / total if total else 0.0
 
     def _tells_samples(self, compared: ComparedValue) -> bool:
-        key = compared.key
-        is_input = key.phase is Phase.FORWARD and not key.path and compared.value.is_input
-        return is_input and self._batches is not None and key.slot == self._batches.ref.slot
+        slot = None if self._batches is None else self._batches.ref.slot
+        return compared.value.is_root_input and compared.key.slot == slot
 
     def _is_handed_to_all(self, compared: ComparedValue) -> bool:
         """True where ranks were handed the same samples, and would have all of the reference's if
         each had samples of its own."""
         assert self._batches is not None
-        ranks = {rank for v in compared.value.test.values() for rank in v.ranks.tolist()}
         test = self._batches.test
-        copies = len(ranks) // test.place_count
+        copies = len(compared.value.test_ranks) // test.place_count
         return copies > 1 and test.total * copies == self._batches.ref.total
 
     @property
@@ -431,7 +416,3 @@ def _is_made_of(vector: Array, parts: Array) -> bool:
     weights = np.linalg.lstsq(parts.T, vector, rcond=None)[0]
     rest = np.linalg.norm(vector - weights @ parts)
     return bool(rest <= _PLAIN_UPDATE * np.linalg.norm(vector))
-
-
-def _norm_of(wholes: Iterable[Wholes]) -> float:
-    return float(np.sqrt(sum(float((each.rows["l2"] ** 2).sum()) for each in wholes)))

@@ -13,8 +13,6 @@ from rankscope.diagnosis.comparison.alignment import AlignedValue, SlotKey
 from rankscope.diagnosis.distances import rounding_of
 from rankscope.record.phases import Phase
 
-__all__ = ["DEFAULTS", "Tolerances"]
-
 DEFAULTS: Final = {
     "float64": (1e-10, 1e-9),
     "float32": (5e-6, 5e-5),

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
-
-from numpy.typing import NDArray
 
 from rankscope.diagnosis.comparison.datasamples import (
     StepSamples,
@@ -17,17 +14,13 @@ from rankscope.diagnosis.comparison.datasamples import (
 from rankscope.diagnosis.comparison.lostranks import LostRanks
 from rankscope.diagnosis.comparison.wholevalues import WholeValues
 from rankscope.diagnosis.layouts import Layouts
-from rankscope.diagnosis.stepview import CallView, StepView, step_view_of
-from rankscope.errors import LayoutError
+from rankscope.diagnosis.stepview import Array, CallView, StepView, step_view_of
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.views import Step, Trace
 
-__all__ = ["StepKey", "TraceSide", "two_sides"]
-
-Array = NDArray[Any]
 StepKey = tuple[Mode, int]
 
 
@@ -52,7 +45,7 @@ class TraceSide:
         """
         self.trace = trace
         self.world = int(trace.run["world_size"])
-        fits = layouts is not None and (self.world == 1 or _is_for(layouts, self.world))
+        fits = layouts is not None and self.world in (1, layouts.size)
         self.layouts = Layouts(layouts if fits else None, self.world)
         every = [*trace.setup, *trace.steps]
         self.incarnation = max((step.incarnation for step in every), default=0)
@@ -107,20 +100,6 @@ class TraceSide:
     def samples(
         self, step_view: StepView, wholes: WholeValues | None = None, places: Array | None = None
     ) -> StepSamples:
-        """Return the samples that the ranks worked on.
-
-        Args:
-            step_view: the step.
-            wholes: composes its values, by default as any step's.
-            places: of the ranks, by default what this trace tells.
-        """
+        """Return the samples that the ranks worked on, at places that another trace may tell."""
         found = self.places(step_view) if places is None else places
         return samples_of_step(step_view, found, wholes or self.wholes)
-
-
-def _is_for(layouts: LayoutFile, world: int) -> bool:
-    try:
-        layouts.mesh(world)
-    except (LayoutError, ValueError):
-        return False
-    return True

@@ -6,18 +6,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from rankscope.diagnosis.comparison.alignment import AlignedStep, PathMap, SlotKey
+from rankscope.diagnosis.comparison.preflight import PreflightLine
+from rankscope.diagnosis.comparison.tracesides import TraceSide
+from rankscope.diagnosis.finalreport import verdict_of
 from rankscope.globs import glob_matches, slot_matches
+from rankscope.record.finding import Finding, Report, Skipped
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace
 
-__all__ = ["FEWEST_COMPARED", "Partners"]
-
-FEWEST_COMPARED: Final = 0.1
+_FEWEST_COMPARED: Final = 0.1
 """A verdict rests on at least this part of the values that both traces hold."""
 _NAMED: Final = 3
 _FEWEST: Final = 0.5
@@ -29,6 +31,57 @@ _MOST_PREFIXES: Final = 8
 _TRIED: Final = 12
 _FLAT: Final = ":_flat_param"
 """What FSDP1 makes of the parameters that it wraps together, unless told to keep theirs."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """What is counted over the steps of a comparison."""
+
+    compared: int = 0
+    exact: int = 0
+    """Of those compared the ones that are bitwise the reference's."""
+    below_resolution: int = 0
+    """Of those compared the ones that agree as far as sketches tell."""
+    unpaired: int = 0
+    """Values that one of both traces alone holds."""
+    skipped: Counter[str] = field(default_factory=Counter)
+    """Why others were not compared."""
+
+    @property
+    def in_both(self) -> int:
+        """Values that both traces hold."""
+        return self.compared + self.skipped.total()
+
+    @property
+    def is_enough(self) -> bool:
+        """True where a verdict may rest on what was compared."""
+        return 0 < self.compared >= _FEWEST_COMPARED * self.in_both
+
+    def report(
+        self,
+        sides: tuple[TraceSide, TraceSide],
+        findings: Sequence[Finding],
+        *,
+        reasons: Iterable[tuple[str, int]],
+        lacks: str,
+        notes: Iterable[str],
+        lines: Iterable[PreflightLine],
+    ) -> Report:
+        """Return the report of `diff` on these sides, with the reasons of `skipped` in order."""
+        is_complete = all(side.trace.is_complete for side in sides)
+        return Report(
+            command="diff",
+            verdict=verdict_of(findings, lacks, is_complete=is_complete),
+            compared=self.compared,
+            skipped=tuple(Skipped(reason=r, count=n) for r, n in reasons),
+            recorded=self.in_both + self.unpaired,
+            unpaired=self.unpaired,
+            alone=0,
+            findings=tuple(findings),
+            notes=tuple(notes),
+            lacks=lacks,
+            preflight=tuple(lines),
+        )
 
 
 class _RecordedPart:
@@ -57,42 +110,34 @@ class _RecordedPart:
         return ""
 
 
-@dataclass(slots=True)
-class _Unpaired:
-    """Values of one side without a partner."""
-
-    keys: dict[SlotKey, str] = field(default_factory=dict)
-    """With the option of the other trace that left it out, "" for none."""
-
-    def without_reason(self) -> list[SlotKey]:
-        return [key for key, option in self.keys.items() if not option]
-
-
 class Partners:
     """Collects over the steps of a comparison what has a partner and what has none."""
 
     def __init__(self, ref: Trace, test: Trace, paths: PathMap) -> None:
         self._ref, self._test, self._paths = _RecordedPart(ref), _RecordedPart(test), paths
-        self._only_ref, self._only_test = _Unpaired(), _Unpaired()
+        self._only_ref: dict[SlotKey, str] = {}
+        """Values without a partner, with the option of the other trace that left each out, "" for
+        none."""
+        self._only_test: dict[SlotKey, str] = {}
         self._both: dict[SlotKey, None] = {}
 
     def take(self, aligned: AlignedStep) -> None:
         """Count one step."""
         self._both.update(dict.fromkeys(value.key for value in aligned.values))
         for key in aligned.only_ref:
-            if key not in self._only_ref.keys:
-                self._only_ref.keys[key] = self._test.refuses(key)
+            if key not in self._only_ref:
+                self._only_ref[key] = self._test.refuses(key)
         for key in aligned.only_test:
-            if key not in self._only_test.keys:
+            if key not in self._only_test:
                 mapped = key._replace(path=self._paths(key.path))
-                self._only_test.keys[key] = self._ref.refuses(mapped)
+                self._only_test[key] = self._ref.refuses(mapped)
 
     def left_out(self) -> str:
         """Return with which options both traces were taken that left values of the other one out;
         "" for none."""
         told = []
         for alone, other in ((self._only_test, "REF"), (self._only_ref, "TEST")):
-            options = dict.fromkeys(filter(None, alone.keys.values()))
+            options = dict.fromkeys(filter(None, alone.values()))
             if options:
                 told.append(f"{other} was taken with {' and '.join(options)}")
         return f"{', '.join(told)}: trace both with the same options" if told else ""
@@ -108,7 +153,7 @@ class Partners:
             ):
                 found = {(k.path, k.slot) for k in self._both if is_meant(k)}
                 met = len(found)
-                lost = {(k.path, k.slot) for k in alone.without_reason() if is_meant(k)}
+                lost = {(k.path, k.slot) for k, why in alone.items() if not why and is_meant(k)}
                 missing = len(lost - found)
                 if missing and met < fewest * (met + missing):
                     other = "TEST" if whose == "REF" else "REF"
@@ -120,7 +165,7 @@ class Partners:
         return ""
 
     def _remedy(self) -> str:
-        alone = (*self._only_ref.keys, *self._only_test.keys)
+        alone = (*self._only_ref, *self._only_test)
         if any(key.slot.endswith(_FLAT) for key in alone):
             return "FSDP1 keeps them flat: give it use_orig_params=True"
         rule, met = self._rule()
@@ -134,8 +179,8 @@ class Partners:
     def _rule(self) -> tuple[str, int]:
         """Return the rule that changes how paths of the test begin and makes most of them meet, and
         how many then do; ("", 0) where none makes half of those meet that could."""
-        theirs = {self._paths(key.path) for key in self._only_test.without_reason()} - {""}
-        ours = {key.path for key in self._only_ref.without_reason()} - {""}
+        theirs = {self._paths(key.path) for key, why in self._only_test.items() if not why} - {""}
+        ours = {key.path for key, why in self._only_ref.items() if not why} - {""}
         known = {key.path for key in self._both}
         theirs, ours = theirs - known, ours - known
         candidates: Counter[tuple[str, str]] = Counter()
@@ -163,7 +208,7 @@ class Partners:
             (self._only_test, "the second trace alone", "the reference"),
         ):
             by_option: defaultdict[str, list[SlotKey]] = defaultdict(list)
-            for key, option in alone.keys.items():
+            for key, option in alone.items():
                 by_option[option].append(key)
             for option, keys in by_option.items():
                 why = f", because {other} was taken with {option}" if option else ""

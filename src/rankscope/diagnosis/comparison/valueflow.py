@@ -13,19 +13,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rankscope.diagnosis.comparison.comparedvalue import ComparedValue
-from rankscope.diagnosis.stepview import CallView
+from rankscope.diagnosis.comparison.difference import ComparedValue
+from rankscope.diagnosis.stepview import Array, CallView
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 
-__all__ = ["GiverState", "Origin", "ValueFlow"]
-
-Array = NDArray[Any]
 _UNSEEN_STEP: Final = 1e-3
 """How far parameters that a trace does not show (FSDP1 keeps them flat) may be off after a step: an
 optimizer that takes the sign of a gradient turns its rounding into whole steps."""
@@ -78,8 +74,7 @@ class Origin:
         """Ranks that hold the wrong parts, sorted."""
         difference = self.compared.difference
         if difference is None:
-            every = [np.asarray(v.ranks) for v in self.compared.value.test.values()]
-            return np.unique(np.concatenate(every))
+            return self.compared.value.test_ranks
         return np.unique(np.concatenate([difference.ranks(self.bad_parts), *self.holders]))
 
 
@@ -167,16 +162,13 @@ class ValueFlow:
         if self._has_stepped and key.path not in self._shown:
             found.error = max(found.error, _UNSEEN_STEP)
         if found.origin is None:
-            found.origin = self._spoiled_inside(key.path)
+            below = f"{key.path}." if key.path else ""
+            spoiled = (o for at, o in self._spoiled_at.items() if at.startswith(below))
+            found.origin = next(spoiled, None)
         if not inputs.is_known and not inside.is_known:
             found.take(self._so_far[key.phase])
             found.origin = found.origin or self._spoiled
         return found
-
-    def _spoiled_inside(self, path: str) -> Origin | None:
-        """Return what made a parameter wrong before the step, of a module inside another one."""
-        inside = (o for at, o in self._spoiled_at.items() if not path or at.startswith(f"{path}."))
-        return next(inside, None)
 
     def passes_on(self, each: ComparedValue) -> bool:
         """True where a call hands out what it was given, in one of both runs and not in the other:

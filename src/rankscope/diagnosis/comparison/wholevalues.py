@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rankscope.assembly.combine import CombinationPlan, apply_plan, plan_rows
 from rankscope.diagnosis.comparison.lostranks import LostRanks
 from rankscope.diagnosis.layouts import Layouts
-from rankscope.diagnosis.stepview import SlotValues
+from rankscope.diagnosis.stepview import Array, SlotValues
 from rankscope.layout.declared import declared_pieces
 from rankscope.layout.placement import Mesh, Placement, Ranges
 from rankscope.layout.plan import Piece
@@ -26,27 +26,21 @@ from rankscope.record.notes import NoteKind
 from rankscope.record.statistics import STATISTICS
 from rankscope.record.value import ValueFlag
 from rankscope.record.wholestatistics import Combined
+from rankscope.tensors.kept import held_pieces
 from rankscope.tree.slotview import SlotView
 
-__all__ = ["EVERY_PLACE", "NO_TENSOR", "WholeValues", "Wholes", "combined_row"]
-
-Array = NDArray[Any]
 NO_TENSOR: Final = "no tensor was there"
 """Why nothing is known of what is None on all ranks, as untrained gradients are."""
 EVERY_PLACE: Final = -1
 """The place of a whole that holds the batches of all data-parallel ranks."""
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class Wholes:
     """The different whole tensors that ranks hold in one slot of one call."""
 
     rows: Array
     """[w] structured: hash and the statistics; NaN where a number is not known."""
-    counts: list[int]
-    """Elements of each."""
-    sketches: Array
-    """[w, K] float64; NaN where pieces do not know their place."""
     is_hashed: Array
     """[w] True where the hash is that of the whole."""
     places: Array
@@ -59,6 +53,16 @@ class Wholes:
     """True where a layout says that these are whole; False for plain values."""
     reason: str = ""
     """Why some of the ranks' pieces could not be composed; "" where all were."""
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Elements of each."""
+        return self.rows["count"].tolist()  # type: ignore[no-any-return]
+
+    @cached_property
+    def sketches(self) -> Array:
+        """[w, K] float64; NaN where pieces do not know their place."""
+        return self.rows["sketch"]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -141,22 +145,10 @@ class WholeValues:
     def pieces(self, view: SlotView, values: SlotValues) -> dict[int, Piece] | None:
         """Return what each rank holds of a whole; None of a value nothing describes."""
         declared = self._declared(view, values)
-        shapes = view.shapes()
         if declared:
             assert self._layouts.mesh is not None
-            return declared_pieces(self._layouts.mesh, declared, shapes)
-        if not view.placements:
-            return None
-        return {
-            rank: Piece(
-                shape=shapes[rank],
-                layout=view.layout(rank),
-                global_shape=view.global_shape,
-                ranges=view.ranges(rank),
-            )
-            for rank in view.ranks
-            if rank in shapes
-        }
+            return declared_pieces(self._layouts.mesh, declared, view.shapes())
+        return held_pieces(view) if view.placements else None
 
     def _declared(self, view: SlotView, values: SlotValues) -> Mapping[str, Placement]:
         if view.placements:
@@ -309,8 +301,6 @@ class _Making:
         rows = self._rows[0] if len(self._rows) == 1 else np.concatenate(self._rows)
         return Wholes(
             rows=rows,
-            counts=rows["count"].tolist(),
-            sketches=rows["sketch"],
             is_hashed=np.concatenate(self._hashed),
             places=np.concatenate(self._of),
             members=self.members,

@@ -8,15 +8,11 @@ compute each for itself (activations, gradients) a distance within rounding coun
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_of
-from rankscope.diagnosis.context import CheckContext, IncarnationState
-from rankscope.diagnosis.datapeers import same_inputs
+from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.distances import (
     differing_sides,
     distance,
@@ -27,15 +23,12 @@ from rankscope.diagnosis.distances import (
 )
 from rankscope.diagnosis.issuedcollectives import issues_in
 from rankscope.diagnosis.layouts import Same
-from rankscope.diagnosis.stepview import CallView, SlotValues, StepView, is_input
+from rankscope.diagnosis.stepview import Array, SlotValues, StepView, is_input
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.value import ValueFlag
 
-__all__ = ["differing_groups", "drawn_apart_advice", "is_within_rounding", "unequal_replicas"]
-
-Array = NDArray[Any]
 _LOCAL: Final = Phase.having(lambda facts: facts.is_activation) | {Phase.GRADS}
 """Phases whose values replicas compute each for itself."""
 _NO_GRADIENT: Final = (
@@ -55,18 +48,16 @@ _STRAIGHT: Final = 1e-2
 _PHASES: Final = tuple(phase for phase in Phase if phase is not Phase.COLLECTIVE)
 
 
-def unequal_replicas(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+def unequal_replicas(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every value whose replicas differ."""
-    incarnation = context.incarnation(step_view.incarnation)
-    batches = _SharedBatches(step_view)
     gradients: list[tuple[SlotValues, Candidate]] = []
     for values in step_view.values(*_PHASES):
-        for same in _known_of(values, step_view, context, incarnation):
+        for same in _known_of(values, step_view):
             groups, is_applied = differing_groups(values, same.groups)
             if is_applied:
-                context.coverage.applied(values)
-            if groups and not _is_rounding(values, groups, context, step_view):
-                candidate = _candidate(step_view, context, values, same, groups, batches)
+                step_view.context.coverage.applied(values)
+            if groups and not _is_rounding(values, groups, step_view):
+                candidate = _candidate(step_view, values, same, groups)
                 if values.call.phase is Phase.GRADS:
                     gradients.append((values, candidate))
                 yield candidate
@@ -99,53 +90,38 @@ def _note_crossed(gradients: list[tuple[SlotValues, Candidate]]) -> None:
                 candidate.advice = _CROSSED
 
 
-def _known_of(
-    values: SlotValues, step_view: StepView, context: CheckContext, incarnation: IncarnationState
-) -> Iterator[Same]:
+def _known_of(values: SlotValues, step_view: JudgedStep) -> Iterator[Same]:
     """Yield which ranks should hold the same: as a layout says, and on ranks of which it does not
     speak as was inferred."""
-    laid = context.layouts.same(values)
+    laid = step_view.context.layouts.same(values)
     if laid is not None and laid.groups:
         yield laid
     is_inferable = laid is None or laid.is_of_its_mesh
     if is_inferable and values.slot.startswith(("param:", "grad:")):
-        inferred = incarnation.replicas.same(values, step_view)
+        inferred = step_view.life.replicas.same(values, step_view)
         if inferred is not None:
             yield inferred
 
 
-class _SharedBatches:
-    """Which ranks were handed the same batch in a step, and what drew other random numbers on
-    them; read once, and only where something is wrong."""
-
-    def __init__(self, step_view: StepView) -> None:
-        self._step_view = step_view
-
-    @cached_property
-    def _shared(self) -> tuple[Array, ...]:
-        return same_inputs(self._step_view)
-
-    @cached_property
-    def _random(self) -> list[CallView]:
-        calls = self._step_view.of(Phase.FORWARD)
-        return [call for call in calls if "dropout" in call.node.class_name.lower()]
-
-    def is_shared(self, group: Array) -> bool:
-        """True where all of these ranks were handed the same batch."""
-        return any(np.isin(group, shared).all() for shared in self._shared)
-
-    def drawn_apart(self, group: Array) -> str:
-        """Return the path of the first dropout that was handed the same on these ranks and handed
-        out something else; "" where there is none."""
-        if not self.is_shared(group):
-            return ""
-        return next((call.path for call in self._random if _differs_alone(call, group)), "")
+def _is_shared(step_view: StepView, group: Array) -> bool:
+    """True where all of these ranks were handed the same batch."""
+    return any(np.isin(group, shared).all() for shared in step_view.same_inputs)
 
 
-def _differs_alone(call: CallView, group: Array) -> bool:
-    handed = [value.agree(group) for value in call.inputs]
-    made = [value.agree(group) for value in call.outputs]
-    return bool(handed) and all(each is True for each in handed) and False in made
+def _drawn_apart(step_view: StepView, group: Array) -> str:
+    """Return the path of the first dropout that was handed the same on these ranks and handed out
+    something else; "" where there is none."""
+    if not _is_shared(step_view, group):
+        return ""
+    return next(
+        (
+            call.path
+            for call in step_view.dropouts
+            if call.is_given_the_same(group)
+            and any(value.agree(group) is False for value in call.outputs)
+        ),
+        "",
+    )
 
 
 def differing_groups(values: SlotValues, groups: tuple[Array, ...]) -> tuple[list[Array], bool]:
@@ -157,10 +133,7 @@ def differing_groups(values: SlotValues, groups: tuple[Array, ...]) -> tuple[lis
         matrix = np.stack(groups)
         places = values.at(matrix)
         if (places >= 0).all() and values.is_known[places].all():
-            hashes, counts = values.hashes[places], values.counts[places]
-            differ = (hashes != hashes[:, :1]) | (counts != counts[:, :1])
-            found = [groups[row] for row in np.flatnonzero(differ.any(axis=1))]
-            return [g for g in found if values.agree(g) is False], True
+            return [groups[row] for row in np.flatnonzero(values.agreements(matrix) == 0)], True
     found, is_applied = [], False
     for group in groups:
         places = values.at(group)
@@ -179,34 +152,29 @@ def is_within_rounding(values: SlotValues, groups: list[Array]) -> bool:
     return bool(allowed) and all(distance(values, values.at(g)) <= allowed for g in groups)
 
 
-def _is_rounding(
-    values: SlotValues, groups: list[Array], context: CheckContext, step_view: StepView
-) -> bool:
-    incarnation = context.incarnation(step_view.incarnation)
+def _is_rounding(values: SlotValues, groups: list[Array], step_view: JudgedStep) -> bool:
     key = (values.call.path, values.slot.partition(":")[2])
     phase = values.call.phase
     if phase is Phase.PARAMS:
-        return key in incarnation.rounded
+        return key in step_view.life.rounded
     if phase not in _LOCAL or not is_within_rounding(values, groups):
         return False
     if phase is Phase.GRADS:
-        incarnation.rounded.add(key)
-    context.coverage.skip("equal within rounding, not bit by bit")
+        step_view.life.rounded.add(key)
+    step_view.context.coverage.skip("equal within rounding, not bit by bit")
     return True
 
 
 def _candidate(
-    step_view: StepView,
-    context: CheckContext,
+    step_view: JudgedStep,
     values: SlotValues,
     same: Same,
     groups: list[Array],
-    batches: _SharedBatches,
 ) -> Candidate:
     blamed = np.concatenate([minority(g, values.hashes[values.at(g)]) for g in groups])
     members = np.unique(np.concatenate(groups))
     is_resolved = len(blamed) < len(members)
-    known = None if is_resolved else _departed(step_view, context, values, groups)
+    known = None if is_resolved else _departed(step_view, values, groups)
     if known is not None:
         blamed, is_resolved = known[0], True
     is_changed = known is not None and values.call.phase is Phase.GRADS
@@ -230,13 +198,14 @@ def _candidate(
         detail = f"{ranks_named(members.tolist())} each step with a gradient of their own data"
         flags = values.flags[values.at(members)]
         is_held_back = bool((flags & int(ValueFlag.NO_SYNC)).all())
-    random = next(filter(None, map(batches.drawn_apart, groups)), "")
+    random = next(filter(None, (_drawn_apart(step_view, group) for group in groups)), "")
 
     def evidence() -> dict[str, Any]:
+        apart = max(distance(values, values.at(group)) for group in groups)
         found: dict[str, Any] = {
             "layout": same.source,
             "values": differing_sides(values, groups),
-            "relative_distance": _finite(max(distance(values, values.at(g)) for g in groups)),
+            "relative_distance": apart if np.isfinite(apart) else None,
         }
         if not is_resolved:
             found["rank_resolution"] = "none"
@@ -249,10 +218,9 @@ def _candidate(
     advice = _NO_GRADIENT if len(bare) else ""
     if random:
         advice = drawn_apart_advice(random)
-    elif kind is Kind.GRADIENT and all(batches.is_shared(group) for group in groups):
+    elif kind is Kind.GRADIENT and all(_is_shared(step_view, group) for group in groups):
         advice = _SAME_BATCH
-    return candidate_of(
-        step_view,
+    return step_view.candidate(
         values,
         kind,
         blamed,
@@ -273,7 +241,7 @@ def drawn_apart_advice(path: str) -> str:
 
 
 def _departed(
-    step_view: StepView, context: CheckContext, values: SlotValues, groups: list[Array]
+    step_view: JudgedStep, values: SlotValues, groups: list[Array]
 ) -> tuple[Array, str] | None:
     """Return the ranks that left what all of them held before, and how; None where no record tells
     them from the others."""
@@ -285,7 +253,7 @@ def _departed(
         odd = _unlike_reduced(step_view, values, group)
         return None if odd is None else (odd, how)
     if values.call.phase is Phase.PARAMS and values.slot.startswith("param:"):
-        return _moved_oddly(step_view, context, values, group)
+        return _moved_oddly(step_view, values, group)
     return None
 
 
@@ -309,13 +277,11 @@ def _unlike_reduced(step_view: StepView, values: SlotValues, group: Array) -> Ar
 
 
 def _moved_oddly(
-    step_view: StepView, context: CheckContext, values: SlotValues, group: Array
+    step_view: JudgedStep, values: SlotValues, group: Array
 ) -> tuple[Array, str] | None:
     """Return the ranks whose parameter stayed, or moved elsewhere than its gradient says, where all
     of them held the same before and stepped with one gradient."""
-    before = context.incarnation(step_view.incarnation).parameters.get(
-        (values.call.path, values.slot)
-    )
+    before = step_view.life.parameters.get((values.call.path, values.slot))
     slot = f"grad:{values.slot[6:]}"
     own = [call.slots[slot] for call in step_view.named(values.call.path) if slot in call.slots]
     if before is None or len(own) != 1 or own[0].agree(group) is not True:
@@ -359,10 +325,6 @@ def _without_gradient(step_view: StepView, values: SlotValues, members: Array) -
     had = np.concatenate([each.ranks for each in own]) if own else nobody
     bare: Array = members[np.isin(members, stepped) & ~np.isin(members, had)]
     return bare if len(bare) < len(members) else nobody
-
-
-def _finite(value: float) -> float | None:
-    return value if np.isfinite(value) else None
 
 
 def _kind(step_view: StepView, values: SlotValues, same: Same, groups: list[Array]) -> Kind:

@@ -20,22 +20,17 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_of
-from rankscope.diagnosis.context import CheckContext
+from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.distances import sides
 from rankscope.diagnosis.rankclock import times_of_value
-from rankscope.diagnosis.stepview import SlotValues, StepView, is_input, is_output
+from rankscope.diagnosis.stepview import Array, SlotValues, StepView, is_input, is_output
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.statistics import NONFINITE
 from rankscope.record.value import ValueFlag
 
-__all__ = ["nonfinite_origins"]
-
-Array = NDArray[Any]
 _MADE: Final = 0
 """The call's inputs are finite, its own output is not."""
 _HOOKED: Final = 1
@@ -73,12 +68,12 @@ class _First:
         return self.level == _MADE
 
 
-def nonfinite_origins(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+def nonfinite_origins(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield the origins of this step; none where an earlier step of the incarnation had one."""
-    incarnation = context.incarnation(step_view.incarnation)
+    incarnation = step_view.life
     for values in step_view.values(*Phase):
         if values.is_known.any():
-            context.coverage.screened(values)
+            step_view.context.coverage.screened(values)
     if incarnation.is_spoiled:
         return
     spoiled = list(_spoiled(step_view))
@@ -98,7 +93,7 @@ def nonfinite_origins(step_view: StepView, context: CheckContext) -> Iterator[Ca
         by_place.setdefault(id(each.values), []).append(rank)
     caught = _caught(spoiled, first, origins)
     for ranks in by_place.values():
-        yield _candidate(step_view, context, origins[ranks[0]], sorted(ranks), spoiled, caught)
+        yield _candidate(step_view, origins[ranks[0]], sorted(ranks), spoiled, caught)
 
 
 def _mild(spoiled: list[tuple[SlotValues, Array]]) -> tuple[str, str] | None:
@@ -184,14 +179,14 @@ def _caught(
                 ] = None
     for _, rank, each in sorted(others, key=lambda other: other[:2]):
         if not found:
-            place = f"{each.values.call.path or '(root)'}:{each.values.slot}"
-            found[f"{place} ({ranks_named([rank])}, {each.values.call.phase.word})"] = None
+            found[f"{each.values.name} ({ranks_named([rank])}, {each.values.call.phase.word})"] = (
+                None
+            )
     return list(found)[:4]
 
 
 def _candidate(
-    step_view: StepView,
-    context: CheckContext,
+    step_view: JudgedStep,
     first: _First,
     ranks: list[int],
     spoiled: list[tuple[SlotValues, Array]],
@@ -201,7 +196,7 @@ def _candidate(
     own = np.array(ranks, np.int64)
     counts = {name: int(values.column(name)[values.at(own)].sum()) for name in NONFINITE}
     listed = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
-    is_spoiling = context.incarnation(step_view.incarnation).is_spoiled
+    is_spoiling = step_view.life.is_spoiled
     how = "its inputs were finite" if first.is_made else "it came in so"
     if values.call.phase is Phase.SETUP:
         how = "it was so when it was loaded"
@@ -211,11 +206,10 @@ def _candidate(
             "values": sides(values, values.ranks),
             "inputs_are_finite": first.is_made,
             "caught_through": caught,
-            "spoiled_values": [_name(value) for value, _ in spoiled[:8]],
+            "spoiled_values": [value.name for value, _ in spoiled[:8]],
         }
 
-    return candidate_of(
-        step_view,
+    return step_view.candidate(
         values,
         Kind.NONFINITE,
         ranks,
@@ -233,7 +227,3 @@ def _advice(first: _First, is_spoiling: bool) -> str:
     if not is_spoiling and first.values.call.phase is Phase.COLLECTIVE:
         return _NOT_USED
     return "" if first.is_made and first.values.call.phase is not Phase.SETUP else _NOT_MADE_HERE
-
-
-def _name(values: SlotValues) -> str:
-    return f"{values.call.path or '(root)'}:{values.slot}"

@@ -17,6 +17,15 @@ may be:
 
 A gradient whose parameter no optimizer holds is a warning, and a fault where the optimizer holds
 parameters that no module owns: it was made before `fully_shard` replaced them.
+
+**What a collective handed on without its graph.** The parameters behind it never learn: the
+collectives of `torch.distributed` keep no graph. Where a value that needs a gradient goes
+through one, and what came out is handed to modules that train, its gradient ends there. That is
+named for a parameter which an optimizer steps, which took part in the forward pass, and which has
+no gradient on any rank, if three things are seen: a collective behind its module took a value that
+needs a gradient, of the shape of the module's output; a module behind that was handed what came
+out, and no graph with it; and that module took part in the loss. A branch that the loss does not
+use is left alone, and so is what runs under `no_grad`.
 """
 
 from __future__ import annotations
@@ -27,11 +36,19 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_of
-from rankscope.diagnosis.context import CheckContext, Latest
-from rankscope.diagnosis.stepview import SlotValues, StepView, root_of, sibling_path
+from rankscope.diagnosis.context import Candidate, JudgedStep, Latest, candidate_at
+from rankscope.diagnosis.issuedcollectives import IssuedCollective, issues_in
+from rankscope.diagnosis.rankclock import times_of_value
+from rankscope.diagnosis.stepview import (
+    Array,
+    CallView,
+    SlotValues,
+    StepView,
+    positions,
+    root_of,
+    sibling_path,
+)
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.notes import NoteKind, RanksNote
 from rankscope.record.phases import Phase
@@ -39,9 +56,6 @@ from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.statistics import NONFINITE
 from rankscope.record.value import ValueFlag
 
-__all__ = ["parameters_left", "remember_parameters"]
-
-Array = NDArray[Any]
 _NARROW: Final = ("bfloat16", "float16")
 _HALF_SPACING: Final = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8,
                         "float16": 2.0**-11}  # fmt: skip
@@ -53,6 +67,10 @@ large as that of a sibling that moved."""
 _FEW: Final = 5.0
 """With `_SURE`, twenty elements should have moved, where they are spread evenly."""
 _LEAST: Final = 1e-30
+_STALE: Final = (
+    "has a gradient and did not move: no optimizer holds it, but one holds parameters that no "
+    "module owns any more"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +100,9 @@ class _JudgedUpdate:
     largest, several lie below `_FEW` n-th parts of that."""
 
 
-def parameters_left(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+def parameters_left(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every parameter that an optimizer step left as it was."""
-    updates = list(_updates(step_view, context))
+    updates = list(_updates(step_view))
     typical = _typical([u.moved_size for u in updates if len(u.moved)])
     distance = _typical([u.distance for u in updates if len(u.moved)])
     siblings: dict[tuple[str, str], float] = {}
@@ -92,7 +110,7 @@ def parameters_left(step_view: StepView, context: CheckContext) -> Iterator[Cand
         sibling_key = _sibling_key(update.values)
         siblings[sibling_key] = min(siblings.get(sibling_key, math.inf), update.moved_pressure)
     is_stale = bool(_on_foreign_parameters(step_view))
-    warned = context.incarnation(step_view.incarnation).warned
+    warned = step_view.life.warned
     at_rest = sum(
         len(update.stayed) > 0 and not len(update.unheld)
         for update in updates
@@ -101,7 +119,7 @@ def parameters_left(step_view: StepView, context: CheckContext) -> Iterator[Cand
     is_meant = at_rest <= _with_rate_of_zero(step_view)
     called = {root_of(call.path) for call in step_view.of(Phase.FORWARD, Phase.BACKWARD)}
     for update in updates:
-        context.coverage.applied(update.values)
+        step_view.context.coverage.applied(update.values)
         if len(update.unheld):
             if called and root_of(update.values.call.path) not in called:
                 continue  # what is left of a model that the program has replaced
@@ -109,18 +127,21 @@ def parameters_left(step_view: StepView, context: CheckContext) -> Iterator[Cand
             if not is_stale and place in warned:
                 continue
             warned.add(place)
-            yield _unheld(step_view, update, is_stale=is_stale)
+            severity = Severity.FAULT if is_stale else Severity.WARNING
+            text = _STALE if is_stale else "has a gradient, but no optimizer holds it"
+            yield _candidate(step_view, update, update.unheld, text, severity)
         elif (
             len(update.stayed)
             and not is_meant
             and _should_move(update, typical, distance, siblings)
         ):
-            yield _left(step_view, update)
+            text = "has a gradient and was not moved by the optimizer step"
+            yield _candidate(step_view, update, update.stayed, text, Severity.FAULT)
 
 
-def remember_parameters(step_view: StepView, context: CheckContext) -> None:
+def remember_parameters(step_view: JudgedStep) -> None:
     """Keep the parameters of this step for the next."""
-    incarnation = context.incarnation(step_view.incarnation)
+    incarnation = step_view.life
     for values in step_view.values(Phase.SETUP, Phase.PARAMS):
         if values.slot.startswith("param:") and values.is_known.any():
             key = (values.call.path, values.slot)
@@ -172,9 +193,9 @@ def _should_move(
     return update.pressure >= _SURE * siblings[_sibling_key(update.values)]
 
 
-def _updates(step_view: StepView, context: CheckContext) -> Iterator[_JudgedUpdate]:
+def _updates(step_view: JudgedStep) -> Iterator[_JudgedUpdate]:
     """Yield what became of every parameter that had a gradient."""
-    incarnation = context.incarnation(step_view.incarnation)
+    incarnation = step_view.life
     gradients = {
         (values.call.path, values.call.ordinal, values.slot[5:]): values
         for values in step_view.values(Phase.GRADS)
@@ -208,7 +229,7 @@ def _update(values: SlotValues, before: Latest, gradient: SlotValues) -> _Judged
     is_pushed = gradient.is_known & ~is_skipped & (gradient.column("l2") > 0)
     is_finite = sum(gradient.column(name) for name in NONFINITE) == 0
     ranks = gradient.ranks[is_pushed & is_finite]
-    places, old = values.at(ranks), _places(before.ranks, ranks)
+    places, old = values.at(ranks), positions(before.ranks, ranks)
     both = (places >= 0) & (old >= 0)
     ranks, places, old = ranks[both], places[both], old[both]
     both = values.is_known[places]
@@ -253,38 +274,8 @@ def _smallest(values: SlotValues, places: Array) -> Array:
     return np.asarray(np.where(low * high > 0, np.minimum(abs(low), abs(high)), share))
 
 
-def _places(known: Array, ranks: Array) -> Array:
-    found = np.minimum(np.searchsorted(known, ranks), len(known) - 1)
-    return np.where(known[found] == ranks, found, -1)
-
-
-def _left(step_view: StepView, update: _JudgedUpdate) -> Candidate:
-    return _candidate(
-        step_view,
-        update,
-        update.stayed,
-        "has a gradient and was not moved by the optimizer step",
-        Severity.FAULT,
-    )
-
-
-def _unheld(step_view: StepView, update: _JudgedUpdate, *, is_stale: bool) -> Candidate:
-    if not is_stale:
-        text = "has a gradient, but no optimizer holds it"
-        return _candidate(step_view, update, update.unheld, text, Severity.WARNING)
-    text = (
-        "has a gradient and did not move: no optimizer holds it, but one holds parameters that "
-        "no module owns any more"
-    )
-    return _candidate(step_view, update, update.unheld, text, Severity.FAULT)
-
-
 def _candidate(
-    step_view: StepView,
-    update: _JudgedUpdate,
-    ranks: Array,
-    text: str,
-    severity: Severity,
+    step_view: JudgedStep, update: _JudgedUpdate, ranks: Array, text: str, severity: Severity
 ) -> Candidate:
     values = update.values
 
@@ -295,8 +286,7 @@ def _candidate(
             "notes": [str(each) for each in _on_foreign_parameters(step_view)],
         }
 
-    return candidate_of(
-        step_view,
+    return step_view.candidate(
         values,
         Kind.PARAMETER,
         ranks,
@@ -304,4 +294,141 @@ def _candidate(
         severity=severity,
         evidence=evidence,
         priority=-1,
+    )
+
+
+# ---- gradients that end at a collective ----------------------------------------------------------
+
+
+_DETACHED_ADVICE: Final = (
+    "Gather or reduce with an autograd function (torch.distributed.nn.functional, or one of your "
+    "own with a backward), or freeze the parameter if it is not meant to learn."
+)
+_SAME_NORM: Final = 1e-6
+"""Relative distance within which two norms of the same elements lie."""
+
+
+def detached_by_collectives(step_view: StepView) -> Iterator[Candidate]:
+    """Yield a candidate for every parameter whose gradient ends at a collective."""
+    stepped = {
+        (values.call.path, values.slot[6:])
+        for values in step_view.values(Phase.PARAMS)
+        if values.slot.startswith("param:") and not (values.flags & int(ValueFlag.AFTER_CALL)).any()
+    }
+    ended: dict[str, IssuedCollective | None] = {}
+    for call in step_view.of(Phase.GRADS):
+        for values in call.slots.values():
+            is_absent = bool((values.flags & int(ValueFlag.ABSENT)).all())
+            if not is_absent or (call.path, values.slot[5:]) not in stepped:
+                continue
+            if call.path not in ended:
+                ended[call.path] = _end_of_graph(step_view, call.path)
+            issue = ended[call.path]
+            if issue is not None:
+                yield _detached_candidate(step_view, values, issue)
+
+
+def _end_of_graph(step_view: StepView, path: str) -> IssuedCollective | None:
+    """Return the collective at which the graph of a module's every output ends, None for none."""
+    calls = [call for call in step_view.named(path) if call.phase is Phase.FORWARD]
+    found = [_taken(call) for call in calls]
+    return found[0] if found and None not in found else None
+
+
+def _taken(call: CallView) -> IssuedCollective | None:
+    """Return the collective that took what one call gave and handed it on without a graph."""
+    given = [values for values in call.outputs if _needs_gradient(values)]
+    inner, around = call, call.parent
+    while given and around is not None:
+        at = next(n for n, child in enumerate(around.children) if child is inner)
+        behind = around.children[at + 1 :]
+        for n, child in enumerate(behind):
+            if child.phase is not Phase.COLLECTIVE:
+                continue
+            for issue in issues_in(child):
+                if _takes(issue, given) and any(_is_handed(issue, to) for to in behind[n + 1 :]):
+                    return issue
+        inner, around = around, around.parent
+    return None
+
+
+def _has_graph(values: SlotValues) -> bool:
+    """True where a value needs a gradient on some rank."""
+    return any(fold.requires_grad for view in values.views for fold in view.pieces)
+
+
+def _needs_gradient(values: SlotValues) -> bool:
+    """True where a value needs a gradient on every rank."""
+    return all(fold.requires_grad for view in values.views for fold in view.pieces)
+
+
+def _takes(issue: IssuedCollective, given: list[SlotValues]) -> bool:
+    """True where a collective of all members took something like one of these values."""
+    if issue.is_message or issue.lacks or len(issue.ranks) != len(issue.members):
+        return False
+    taken = issue.call.slots.get("input.0")
+    if taken is None or not _needs_gradient(taken):
+        return False
+    places = taken.at(issue.ranks)
+    return any(
+        (places >= 0).all()
+        and (at := values.at(issue.ranks)).min(initial=0) >= 0
+        and np.array_equal(values.counts[at], taken.counts[places])
+        for values in given
+    )
+
+
+def _is_handed(issue: IssuedCollective, call: CallView) -> bool:
+    """True where a call that took part in the loss was handed what came out, with no graph."""
+    if call.phase is not Phase.FORWARD or not any(map(_needs_gradient, call.outputs)):
+        return False
+    outputs = [v for s, v in issue.call.slots.items() if s.split(".")[0] == "output"]
+    return any(
+        not _has_graph(values)
+        and (
+            any(_are_same(values, output, issue.ranks) for output in outputs)
+            or _are_joined(values, outputs, issue.ranks)
+        )
+        for values in call.inputs
+    )
+
+
+def _are_same(values: SlotValues, output: SlotValues, ranks: Array) -> bool:
+    places, at = values.at(ranks), output.at(ranks)
+    if (places < 0).any() or (at < 0).any() or values.is_constant:
+        return False
+    is_known = values.is_known[places].all() and output.is_known[at].all()
+    return bool(is_known and (values.hashes[places] == output.hashes[at]).all())
+
+
+def _are_joined(values: SlotValues, outputs: list[SlotValues], ranks: Array) -> bool:
+    """True where a value has as many elements and the norm of all outputs put together."""
+    places, at = values.at(ranks), [output.at(ranks) for output in outputs]
+    if len(outputs) < 2 or (places < 0).any() or any((each < 0).any() for each in at):
+        return False
+    counts = sum(output.counts[each] for output, each in zip(outputs, at))
+    norms = sum(output.column("l2")[each] ** 2 for output, each in zip(outputs, at))
+    wanted = values.column("l2")[places] ** 2
+    is_like = (values.counts[places] == counts) & (abs(norms - wanted) <= _SAME_NORM * wanted)
+    return bool(is_like.all() and (wanted > 0).all())
+
+
+def _detached_candidate(
+    step_view: StepView, values: SlotValues, issue: IssuedCollective
+) -> Candidate:
+    ranks = values.ranks
+    name = values.slot[5:]
+    at = str(issue.facts.get("at", ""))
+    return candidate_at(
+        step_view,
+        values.call,
+        Kind.PARAMETER,
+        f"param:{name}",
+        ranks,
+        ranks,
+        times_of_value(values, ranks),
+        f"has no gradient on {ranks_named(ranks.tolist())}: what the module gave went through "
+        f"{issue.op}{f' ({at})' if at else ''}, which keeps no graph",
+        advice=_DETACHED_ADVICE,
+        evidence=lambda: {"collective": {"op": issue.op, "path": issue.call.path, "at": at}},
     )

@@ -11,24 +11,19 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_of
-from rankscope.diagnosis.context import CheckContext
+from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.distances import rounding_of
-from rankscope.diagnosis.stepview import CallView, SlotValues, StepView, is_output
+from rankscope.diagnosis.stepview import Array, CallView, SlotValues, is_output
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.tree.jsontext import statistic
 
-__all__ = ["changed_recomputations"]
-
-Array = NDArray[Any]
 _FEW: Final = 4
 
 
-def changed_recomputations(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+def changed_recomputations(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every output that came out otherwise when it was recomputed."""
     for again in step_view.of(Phase.RECOMPUTE):
         firsts = [
@@ -43,7 +38,7 @@ def changed_recomputations(step_view: StepView, context: CheckContext) -> Iterat
                 continue
             compared, wrong, first = _compare(again, values, firsts)
             if compared:
-                context.coverage.applied(values)
+                step_view.context.coverage.applied(values)
             if len(wrong) and first is not None:
                 yield _candidate(step_view, values, first, wrong)
 
@@ -100,7 +95,7 @@ def _is_same(values: SlotValues, place: int, old: SlotValues, where: int) -> boo
 
 
 def _candidate(
-    step_view: StepView, values: SlotValues, first: SlotValues, wrong: Array
+    step_view: JudgedStep, values: SlotValues, first: SlotValues, wrong: Array
 ) -> Candidate:
     def numbers(value: SlotValues, rank: int) -> dict[str, Any]:
         place = int(value.at(np.array([rank]))[0])
@@ -115,8 +110,7 @@ def _candidate(
         few = wrong.tolist()[:_FEW]
         return {"values": [numbers(value, rank) for rank in few for value in (first, values)]}
 
-    return candidate_of(
-        step_view,
+    return step_view.candidate(
         values,
         Kind.RECOMPUTE,
         wrong,

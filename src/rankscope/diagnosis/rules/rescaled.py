@@ -12,17 +12,15 @@ clipping of single elements), and gradients that are whole on each rank: those a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_of
-from rankscope.diagnosis.context import CheckContext
+from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.distances import rounding_of
 from rankscope.diagnosis.gradientpasses import TakenGradient, taken_gradients
 from rankscope.diagnosis.replicas import FSDP1_FLAT
-from rankscope.diagnosis.stepview import SlotValues, StepView
+from rankscope.diagnosis.stepview import Array, SlotValues
 from rankscope.layout.marks import FSDP1_AXIS
 from rankscope.layout.placement import PieceKind
 from rankscope.record.finding import Kind
@@ -31,9 +29,6 @@ from rankscope.record.ranklists import ranks_named
 from rankscope.record.statistics import NONFINITE
 from rankscope.record.value import ValueFlag
 
-__all__ = ["rescaled_shards"]
-
-Array = NDArray[Any]
 _AS_LEFT: Final = int(ValueFlag.AS_LEFT)
 _ABSENT: Final = int(ValueFlag.ABSENT)
 _APART: Final = 1e-3
@@ -46,28 +41,28 @@ _ADVICE: Final = (
 )
 
 
-def rescaled_shards(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+def rescaled_shards(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield one candidate for every set of ranks that scaled their shards apart in a step."""
     for event in taken_gradients(step_view):
         families: dict[bytes, tuple[Array, list[TakenGradient]]] = {}
         runs = _runs(event)
-        is_fsdp1 = "FSDP1" in context.incarnation(step_view.incarnation).wrappers
+        is_fsdp1 = "FSDP1" in step_view.life.wrappers
         for gradient in event:
             for ranks in _sharing(gradient, runs, is_fsdp1=is_fsdp1):
                 families.setdefault(ranks.tobytes(), (ranks, []))[1].append(gradient)
         for ranks, gradients in families.values():
             factors = _factors(gradients, ranks)
-            if factors is not None and _do_replicas_tell(step_view, context, ranks):
+            if factors is not None and _do_replicas_tell(step_view, ranks):
                 continue
             if factors is not None and np.ptp(factors) > _allowed(gradients) * factors.max():
-                yield _candidate(step_view, context, gradients, ranks, factors)
+                yield _candidate(step_view, gradients, ranks, factors)
 
 
-def _do_replicas_tell(step_view: StepView, context: CheckContext, ranks: Array) -> bool:
+def _do_replicas_tell(step_view: JudgedStep, ranks: Array) -> bool:
     """True where gradients that these ranks hold whole differ: that is named by itself, and may
     tell which of the ranks it is."""
     for values in step_view.values(Phase.GRADS):
-        same = context.layouts.same(values)
+        same = step_view.context.layouts.same(values)
         for group in same.groups if same is not None else ():
             if np.isin(group, ranks).all() and values.agree(group) is False:
                 return True
@@ -165,22 +160,17 @@ def _dtype(values: SlotValues) -> str:
 
 
 def _candidate(
-    step_view: StepView,
-    context: CheckContext,
-    gradients: Sequence[TakenGradient],
-    ranks: Array,
-    factors: Array,
+    step_view: JudgedStep, gradients: Sequence[TakenGradient], ranks: Array, factors: Array
 ) -> Candidate:
     first = next((g.values for g in gradients if (g.values.at(ranks) >= 0).all()), None)
     first = first or gradients[0].values
     for gradient in gradients:
-        context.coverage.applied(gradient.values)
+        step_view.context.coverage.applied(gradient.values)
     norms = np.sqrt(sum(each.values.column("l2")[each.values.at(ranks)] ** 2 for each in gradients))
     by_rank = {int(rank): float(factor) for rank, factor in zip(ranks, factors)}
     listed = ", ".join(f"rank {rank}: {factor:.6g}" for rank, factor in list(by_rank.items())[:4])
     more = ", ..." if len(by_rank) > 4 else ""
-    return candidate_of(
-        step_view,
+    return step_view.candidate(
         first,
         Kind.SCALE,
         ranks,

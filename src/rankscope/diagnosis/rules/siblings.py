@@ -17,21 +17,15 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_of
-from rankscope.diagnosis.context import CheckContext
-from rankscope.diagnosis.datapeers import same_inputs
+from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.distances import sides, sides_text
 from rankscope.diagnosis.rules.equality import is_within_rounding
-from rankscope.diagnosis.stepview import CallView, SlotValues, StepView, sibling_path
+from rankscope.diagnosis.stepview import Array, CallView, SlotValues, sibling_path
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
 
-__all__ = ["lost_reductions"]
-
-Array = NDArray[Any]
 _FEWEST: Final = 2
 
 
@@ -50,11 +44,11 @@ class _Family:
     """Per member [g]: nothing that goes in differs, it would agree without a reduction."""
 
 
-def lost_reductions(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+def lost_reductions(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every output that is not replicated where its siblings' are."""
-    for groups in _by_size(same_inputs(step_view)):
-        for family in _families(step_view, context, groups):
-            yield from _judged(step_view, context, family)
+    for groups in _by_size(step_view.same_inputs):
+        for family in _families(step_view, groups):
+            yield from _judged(step_view, family)
 
 
 def _by_size(groups: tuple[Array, ...]) -> list[Array]:
@@ -62,11 +56,11 @@ def _by_size(groups: tuple[Array, ...]) -> list[Array]:
     return [np.stack([g for g in groups if len(g) == size]) for size in sizes]
 
 
-def _families(step_view: StepView, context: CheckContext, groups: Array) -> Iterable[_Family]:
-    sharded = context.incarnation(step_view.incarnation).replicas.sharded_paths
+def _families(step_view: JudgedStep, groups: Array) -> Iterable[_Family]:
+    sharded = step_view.life.replicas.sharded_paths
     found: dict[tuple[Any, ...], _Family] = {}
     for call in step_view.of(Phase.FORWARD, Phase.BACKWARD):
-        outputs = [h for h in call.outputs if not _is_described(context, h) and not h.is_constant]
+        outputs = [h for h in call.outputs if not _is_described(step_view, h) and not h.is_constant]
         if not outputs:
             continue
         inputs = _inputs_agree(call, groups)
@@ -86,8 +80,8 @@ def _families(step_view: StepView, context: CheckContext, groups: Array) -> Iter
     return found.values()
 
 
-def _is_described(context: CheckContext, values: SlotValues) -> bool:
-    return values.source != "unknown" or context.layouts.same(values) is not None
+def _is_described(step_view: JudgedStep, values: SlotValues) -> bool:
+    return values.source != "unknown" or step_view.context.layouts.same(values) is not None
 
 
 def _inputs_agree(call: CallView, groups: Array) -> Array:
@@ -107,12 +101,12 @@ def _meshes_inside(call: CallView) -> frozenset[str]:
     return frozenset(found)
 
 
-def _judged(step_view: StepView, context: CheckContext, family: _Family) -> Iterator[Candidate]:
+def _judged(step_view: JudgedStep, family: _Family) -> Iterator[Candidate]:
     agrees, inputs = np.stack(family.agrees), np.stack(family.inputs_agree)
     if not (agrees == 1).any():
         return
     for values in family.members:
-        context.coverage.applied(values)
+        step_view.context.coverage.applied(values)
     by_itself = np.stack(family.is_by_itself)
     found: dict[int, list[tuple[Array, list[str]]]] = {}
     for column in np.flatnonzero((agrees == 1).any(0) & (agrees == 0).any(0)).tolist():
@@ -142,10 +136,7 @@ def _is_telling(agreeing: Array, lost: Array, is_by_itself: bool) -> bool:
 
 
 def _candidate(
-    step_view: StepView,
-    values: SlotValues,
-    groups: list[Array],
-    paths: list[str],
+    step_view: JudgedStep, values: SlotValues, groups: list[Array], paths: list[str]
 ) -> Candidate:
     ranks = np.unique(np.concatenate(groups))
 
@@ -160,8 +151,7 @@ def _candidate(
             found["groups"] = [ranks_text(group.tolist()) for group in groups]
         return found
 
-    return candidate_of(
-        step_view,
+    return step_view.candidate(
         values,
         Kind.REPLICA,
         ranks,

@@ -11,22 +11,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_of
-from rankscope.diagnosis.context import CheckContext
+from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.distances import rounding_of
 from rankscope.diagnosis.replicas import RootPlace
 from rankscope.diagnosis.stepview import SlotValues, StepView, is_input, is_output
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
 
-__all__ = ["StageLink", "mixed_up_micro_batches", "note_stages", "stage_edges"]
-
-Array = NDArray[Any]
 _Place = tuple[str, str, int]
 """Path of a root, slot, rank."""
 _Values = dict[int, tuple[SlotValues, int]]
@@ -54,13 +48,13 @@ def stage_edges(step_view: StepView) -> list[StageLink]:
     return edges
 
 
-def note_stages(step_view: StepView, context: CheckContext) -> None:
+def note_stages(step_view: JudgedStep) -> None:
     """Keep which root feeds which in one step, so that these are not taken for replicas.
 
     Several ranks may have made the same output (tensor-parallel ones): all of them feed. Of
     integers nothing is kept: token ids that one rank made may be another's batch by chance.
     """
-    replicas = context.incarnation(step_view.incarnation).replicas
+    replicas = step_view.life.replicas
     if not replicas.is_any:
         return
     feeds: set[tuple[RootPlace, RootPlace]] = set()
@@ -117,7 +111,7 @@ def _by_place(
     return found
 
 
-def mixed_up_micro_batches(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+def mixed_up_micro_batches(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every stage input that is not what was sent for its micro-batch."""
     for edge in stage_edges(step_view):
         at = {number: micro for micro, (_, number) in edge.sent.items()}
@@ -126,7 +120,7 @@ def mixed_up_micro_batches(step_view: StepView, context: CheckContext) -> Iterat
         )
         usual = min(shifts, key=lambda shift: (-shifts[shift], abs(shift)))
         for micro, (values, number) in sorted(edge.taken.items()):
-            context.coverage.applied(values)
+            step_view.context.coverage.applied(values)
             sent = edge.sent.get(micro + usual)
             if sent is None or sent[1] == number:
                 continue
@@ -136,10 +130,7 @@ def mixed_up_micro_batches(step_view: StepView, context: CheckContext) -> Iterat
 
 
 def _candidate(
-    step_view: StepView,
-    edge: StageLink,
-    values: SlotValues,
-    other: int | None,
+    step_view: JudgedStep, edge: StageLink, values: SlotValues, other: int | None
 ) -> Candidate:
     micro = values.call.micro_batch
     detail = (
@@ -148,8 +139,7 @@ def _candidate(
         else f"nothing that rank {edge.sender} made in this step"
     )
     ranks = np.array([edge.receiver], np.int64)
-    return candidate_of(
-        step_view,
+    return step_view.candidate(
         values,
         Kind.COLLECTIVE,
         ranks,

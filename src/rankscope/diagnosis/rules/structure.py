@@ -15,16 +15,14 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_at, candidate_of
-from rankscope.diagnosis.context import CheckContext
-from rankscope.diagnosis.datapeers import same_inputs
+from rankscope.diagnosis.context import Candidate, JudgedStep, candidate_at
 from rankscope.diagnosis.distances import minority
 from rankscope.diagnosis.rankclock import times_of_call
 from rankscope.diagnosis.replicas import InferredReplicas
 from rankscope.diagnosis.rules.stages import stage_edges
 from rankscope.diagnosis.stepview import (
+    Array,
     CallView,
     SlotValues,
     StepView,
@@ -38,32 +36,27 @@ from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.tree.slotview import SlotView
 
-__all__ = ["different_calls", "different_kinds", "layers_of_two_stages"]
-
-Array = NDArray[Any]
-
-
 # ---- dtype, shape, placement ---------------------------------------------------------------------
 
 
-def different_kinds(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+def different_kinds(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every value that ranks hold as different things."""
     for values in step_view.values(*Phase):
         if len(values.views) < 2 or values.call.phase is Phase.COLLECTIVE:
             continue
-        views = _of_one_part(values, context.incarnation(step_view.incarnation).replicas)
+        views = _of_one_part(values, step_view.life.replicas)
         what = {word for view in views for word in view.disagreement}
         if len(views) < 2 or not what or _is_stage(values):
             continue
         if len({view.dtype for view in views}) > 1:
             texts = [view.dtype for view in views]
-            yield _candidate(step_view, context, values, views, texts, Kind.DTYPE)
+            yield _candidate(step_view, values, views, texts, Kind.DTYPE)
         elif what & {"source", "mesh", "placements"} and _is_one_mesh(views):
             texts = [_layout_text(view) for view in views]
-            yield _candidate(step_view, context, values, views, texts, Kind.PLACEMENT)
+            yield _candidate(step_view, values, views, texts, Kind.PLACEMENT)
         elif "global_shape" in what and _is_one_mesh(views):
             texts = [str(view.global_shape) for view in views]
-            yield _candidate(step_view, context, values, views, texts, Kind.SHAPE)
+            yield _candidate(step_view, values, views, texts, Kind.SHAPE)
 
 
 def _of_one_part(values: SlotValues, replicas: InferredReplicas) -> list[SlotView]:
@@ -106,12 +99,7 @@ def _is_one_mesh(views: list[SlotView]) -> bool:
 
 
 def _candidate(
-    step_view: StepView,
-    context: CheckContext,
-    values: SlotValues,
-    views: list[SlotView],
-    texts: list[str],
-    kind: Kind,
+    step_view: JudgedStep, values: SlotValues, views: list[SlotView], texts: list[str], kind: Kind
 ) -> Candidate:
     ranks = np.array([rank for view in views for rank in view.ranks], np.int64)
     keys = np.array([text for view, text in zip(views, texts) for _ in view.ranks])
@@ -120,9 +108,8 @@ def _candidate(
         blamed = _outvoted(step_view, values, ranks, keys, kind)
     members = np.sort(ranks)
     listed = "; ".join(f"{ranks_named(view.ranks)}: {text}" for view, text in zip(views, texts))
-    context.coverage.applied(values)
-    return candidate_of(
-        step_view,
+    step_view.context.coverage.applied(values)
+    return step_view.candidate(
         values,
         kind,
         blamed,
@@ -167,10 +154,10 @@ def _is_like(other: CallView, call: CallView, family: str) -> bool:
 # ---- calls ---------------------------------------------------------------------------------------
 
 
-def different_calls(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+def different_calls(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every module that some of the ranks with the same data did not call."""
-    groups = same_inputs(step_view)
-    owners = context.incarnation(step_view.incarnation).owners
+    groups = step_view.same_inputs
+    owners = step_view.life.owners
     families: dict[tuple[int, str, Phase], list[CallView]] = {}
     for call in step_view.of(Phase.FORWARD):
         if call.parent is not None:
@@ -240,12 +227,12 @@ class _NumberedLayer(NamedTuple):
         return f"{self.family}.{self.number}" if self.family else f"{self.number}"
 
 
-def layers_of_two_stages(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+def layers_of_two_stages(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every layer that a pipeline's stage and the one it feeds both run."""
     edges = {(edge.sender, edge.receiver) for edge in stage_edges(step_view)}
     if not edges:
         return
-    run = _layers_by_rank(step_view, context)
+    run = _layers_by_rank(step_view)
     twice: dict[_NumberedLayer, set[int]] = {}
     for sender, receiver in edges:
         for layer in _run_by_both(run.get(sender, {}), run.get(receiver, {})):
@@ -255,12 +242,10 @@ def layers_of_two_stages(step_view: StepView, context: CheckContext) -> Iterator
         yield _run_twice(step_view, run[min(ranks)][layer], layer, sorted(ranks))
 
 
-def _layers_by_rank(
-    step_view: StepView, context: CheckContext
-) -> dict[int, dict[_NumberedLayer, CallView]]:
+def _layers_by_rank(step_view: JudgedStep) -> dict[int, dict[_NumberedLayer, CallView]]:
     """Return {rank: {layer: its first call}} of the layers with parameters, but for those that
     run more than once in a micro-batch: weights that are shared on purpose."""
-    owners = context.incarnation(step_view.incarnation).owners
+    owners = step_view.life.owners
     owned = {_layer_of(path) for path in owners}
     calls = [
         (call, layer) for call in step_view.of(Phase.FORWARD) if (layer := _layer_of(call.path))
@@ -311,10 +296,7 @@ def _is_shared(step_view: StepView, layer: _NumberedLayer, ranks: Array) -> bool
 
 
 def _run_twice(
-    step_view: StepView,
-    call: CallView,
-    layer: _NumberedLayer,
-    ranks: list[int],
+    step_view: StepView, call: CallView, layer: _NumberedLayer, ranks: list[int]
 ) -> Candidate:
     members = call.ranks[np.isin(call.ranks, ranks)]
     return candidate_at(

@@ -1,10 +1,19 @@
-"""Ranks whose gradients are reduced train one model: they began with the same weights.
+"""Weights that should be one and are not: of replicas, and of two modules that are tied.
 
-Plain parameters that differ at setup may be shards. They are none where the first gradient of one
-that is no constant is the same on these ranks though its module was handed different values there:
-only a reduction makes that so, and what was reduced belongs to replicas. (The first gradient of an
-adapter is zero where its other half begins as zero.) Weights that were made equal between setup and
-the optimizer step (a broadcast after a first forward) are no fault.
+**Other weights.** Ranks whose gradients are reduced train one model: they began with the same
+weights. Plain parameters that differ at setup may be shards. They are none where the first gradient
+of one that is no constant is the same on these ranks though its module was handed different values
+there: only a reduction makes that so, and what was reduced belongs to replicas. (The first gradient
+of an adapter is zero where its other half begins as zero.) Weights that were made equal between
+setup and the optimizer step (a broadcast after a first forward) are no fault.
+
+**Lost ties.** Tied weights became two parameters: an embedding and its head drift apart from then
+on. A parameter that two modules share is one parameter, and the trace has it once. Where the weight
+of an embedding and that of another module begin bitwise equal, and both step with gradients of
+their own, they are a tie that was lost: `parallelize_module` and a copy per module make two
+parameters of one. So are copies on two stages of a pipeline whose gradients nobody sums. Copies of
+whole models (a teacher, a critic) hold two embeddings; those are left alone. Plain weights of one
+rank may be copied on purpose, to train a head of its own: a warning.
 """
 
 from __future__ import annotations
@@ -13,38 +22,34 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_of
-from rankscope.diagnosis.context import CheckContext
-from rankscope.diagnosis.distances import differing_sides, minority, sides_text
+from rankscope.diagnosis.context import Candidate, JudgedStep
+from rankscope.diagnosis.distances import differing_sides, minority, sides, sides_text
 from rankscope.diagnosis.replicas import clusters
-from rankscope.diagnosis.stepview import SlotValues, StepView
-from rankscope.record.finding import Kind
+from rankscope.diagnosis.stepview import Array, SlotValues, StepView
+from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 
-__all__ = ["other_weights"]
-
-Array = NDArray[Any]
+# ---- other weights -------------------------------------------------------------------------------
 
 
-def other_weights(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+def other_weights(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every parameter that differed at setup on ranks that share its
     gradient. Asked of each parameter once in an incarnation, in the first optimizer step in which
     its gradient is no constant."""
-    incarnation = context.incarnation(step_view.incarnation)
-    gradients = {_key(values): values for values in step_view.values(Phase.GRADS)}
+    incarnation = step_view.life
+    gradients = {_key_of_call(values): values for values in step_view.values(Phase.GRADS)}
     setup = incarnation.setup
     if setup is None or not gradients:
         return
     if incarnation.undecided is None:
         incarnation.undecided = {
-            _key(values): values
+            _key_of_call(values): values
             for values in setup.values(Phase.SETUP)
-            if values.slot.startswith("param:") and _is_open(values, context)
+            if values.slot.startswith("param:") and _is_open(values, step_view)
         }
-    after = {_key(values): values for values in step_view.values(Phase.PARAMS)}
+    after = {_key_of_call(values): values for values in step_view.values(Phase.PARAMS)}
     for key, values in [*incarnation.undecided.items()]:
         gradient, latest = gradients.get(key), after.get(key)
         if gradient is None or latest is None or gradient.source != "unknown":
@@ -56,20 +61,20 @@ def other_weights(step_view: StepView, context: CheckContext) -> Iterator[Candid
             g for g in clusters(gradient) if _is_unlike(g, values, gradient, latest, step_view)
         ]
         if groups:
-            yield _candidate(setup, values, groups)
+            yield _other_candidate(setup, values, groups)
     if not incarnation.undecided:
         incarnation.setup = None
 
 
-def _key(values: SlotValues) -> tuple[str, int, str]:
+def _key_of_call(values: SlotValues) -> tuple[str, int, str]:
     return values.call.path, values.call.ordinal, values.slot.partition(":")[2]
 
 
-def _is_open(values: SlotValues, context: CheckContext) -> bool:
+def _is_open(values: SlotValues, step_view: JudgedStep) -> bool:
     """True for a plain parameter that differs between ranks and of which no layout speaks."""
     if values.source != "unknown" or values.is_constant or values.agree(values.ranks) is not False:
         return False
-    return context.layouts.same(values) is None
+    return step_view.context.layouts.same(values) is None
 
 
 def _is_unlike(
@@ -89,7 +94,7 @@ def _is_unlike(
     )
 
 
-def _candidate(setup: StepView, values: SlotValues, groups: list[Array]) -> Candidate:
+def _other_candidate(setup: JudgedStep, values: SlotValues, groups: list[Array]) -> Candidate:
     blamed = np.concatenate([minority(g, values.hashes[values.at(g)]) for g in groups])
     members = np.unique(np.concatenate(groups))
     is_resolved = len(blamed) < len(members)
@@ -98,8 +103,7 @@ def _candidate(setup: StepView, values: SlotValues, groups: list[Array]) -> Cand
         found: dict[str, Any] = {"layout": "inferred", "values": differing_sides(values, groups)}
         return found if is_resolved else found | {"rank_resolution": "none"}
 
-    return candidate_of(
-        setup,
+    return setup.candidate(
         values,
         Kind.REPLICA,
         blamed,
@@ -109,4 +113,85 @@ def _candidate(setup: StepView, values: SlotValues, groups: list[Array]) -> Cand
         evidence=evidence,
         priority=1,
         members=members,
+    )
+
+
+# ---- ties that were lost -------------------------------------------------------------------------
+
+
+_TIE_ADVICE = (
+    "Tie them again behind parallelize_module or fully_shard (head.weight = embedding.weight), "
+    "before the optimizer is made. Weights copied to train a head of its own are no fault."
+)
+_STAGES_ADVICE = (
+    "Sum the gradients of the two over the ranks that hold them, before the optimizer steps. "
+    "Weights copied to train a head of its own are no fault."
+)
+
+
+def lost_ties(step_view: JudgedStep) -> Iterator[Candidate]:
+    """Yield a candidate for every weight that began equal to an embedding's and trains apart. Asked
+    once in an incarnation, of its first optimizer step."""
+    incarnation = step_view.life
+    setup = incarnation.setup
+    if setup is None or incarnation.undecided is not None:
+        return
+    gradients = {_key(values): values for values in step_view.values(Phase.GRADS)}
+    for embedding, other in _equal_pairs(setup):
+        own, its = gradients.get(_key(embedding)), gradients.get(_key(other))
+        if own is None or its is None:
+            continue
+        step_view.context.coverage.applied(own)
+        step_view.context.coverage.applied(its)
+        if not np.isin(own.hashes, its.hashes).any():
+            yield _tie_candidate(setup, embedding, other)
+
+
+def _key(values: SlotValues) -> tuple[str, str]:
+    return values.call.path, values.slot.partition(":")[2]
+
+
+def _equal_pairs(setup: StepView) -> Iterator[tuple[SlotValues, SlotValues]]:
+    """Yield the weights of embeddings with those of other modules that hold the same."""
+    embeddings: list[SlotValues] = []
+    others: dict[int, list[SlotValues]] = {}
+    for values in setup.values(Phase.SETUP):
+        if not values.slot.startswith("param:") or values.is_constant or not values.is_known.all():
+            continue
+        if "embedding" in values.call.node.class_name.lower():
+            embeddings.append(values)
+        else:
+            others.setdefault(int(values.hashes[0]), []).append(values)
+    for embedding in embeddings:
+        for other in others.get(int(embedding.hashes[0]), ()):
+            same = (embedding.ranks, embedding.hashes, embedding.counts)
+            is_beside = all(map(np.array_equal, same, (other.ranks, other.hashes, other.counts)))
+            if is_beside or _is_on_other_ranks(embedding, other):
+                yield embedding, other
+
+
+def _is_on_other_ranks(embedding: SlotValues, other: SlotValues) -> bool:
+    """True where ranks without the embedding hold all of it in the other module."""
+    is_apart = not np.isin(embedding.ranks, other.ranks).any()
+    hashes = np.unique(np.concatenate([embedding.hashes, other.hashes]))
+    counts = np.unique(np.concatenate([embedding.counts, other.counts]))
+    return is_apart and len(hashes) == len(counts) == 1
+
+
+def _tie_candidate(setup: JudgedStep, embedding: SlotValues, other: SlotValues) -> Candidate:
+    first = f"{embedding.call.path}.{embedding.slot[6:]}"
+    ranks = np.union1d(embedding.ranks, other.ranks)
+    is_beside = np.array_equal(embedding.ranks, other.ranks)
+    is_fault = other.source == "dtensor" or not is_beside
+    return setup.candidate(
+        other,
+        Kind.STRUCTURE,
+        ranks,
+        f"begins with the values of {first}, but is a parameter of its own: each steps with its "
+        f"own gradient, as if they had never been tied",
+        advice=_TIE_ADVICE if is_beside else _STAGES_ADVICE,
+        severity=Severity.FAULT if is_fault else Severity.WARNING,
+        evidence=lambda: {"tied_to": first, "values": sides(other, other.ranks)},
+        priority=1,
+        members=other.ranks,
     )

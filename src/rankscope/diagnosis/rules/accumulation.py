@@ -1,9 +1,10 @@
-"""A step that takes the gradients of some micro-batches alone, though others left some as well.
+"""Gradients that a step takes too few of, and gradients that were left over from the step before.
 
-Those of an earlier micro-batch were gone when a later backward pass began, and nothing is left of
-them in what the optimizer takes. Right programs do that too: they measure gradients first (of a
-probe, for a constraint, for a Fisher matrix), wipe them and then train. So it is a fault where
-something shows that the micro-batches were meant to be one batch:
+**Lost micro-batches.** A step takes the gradients of some micro-batches alone, though others left
+some as well. Those of an earlier micro-batch were gone when a later backward pass began, and
+nothing is left of them in what the optimizer takes. Right programs do that too: they measure
+gradients first (of a probe, for a constraint, for a Fisher matrix), wipe them and then train. So it
+is a fault where something shows that the micro-batches were meant to be one batch:
 
 * the gradients that were lost were not to be reduced (`no_sync`), those of the last pass were, and
   the same lines of the program called all their forwards: a loop over micro-batches. A pass that
@@ -18,20 +19,25 @@ the gradients that one pass left for the other are wiped on purpose (a GAN).
 Else it is a warning, once in a job. Nothing is said where micro-batches were handed the same inputs
 (the second one of sharpness-aware minimization), where inputs need gradients themselves (attacks),
 or where several passes went through one forward (gradient surgery).
+
+**Carried gradients.** Ranks whose backward begins with the gradients of the step before:
+`zero_grad` was skipped. A reduction hides it: what DDP sums holds the old gradient of one rank, and
+all ranks get the same wrong sum. So a rank marks the gradients that were there, and not zero, when
+its backward began. Where ranks that hold the same parameter differ in that one of them is wrong.
+Ranks that are all alike may accumulate over steps; and of a rank with marks next to ranks with some
+others nothing is said, because on accelerators zeros are marked as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_of
-from rankscope.diagnosis.context import CheckContext
-from rankscope.diagnosis.distances import rounding_of
+from rankscope.diagnosis.context import Candidate, CheckContext, JudgedStep, candidate_at
+from rankscope.diagnosis.distances import minority, rounding_of
 from rankscope.diagnosis.gradientpasses import (
     Mixture,
     TakenGradient,
@@ -39,15 +45,16 @@ from rankscope.diagnosis.gradientpasses import (
     mixture_of,
     taken_gradients,
 )
-from rankscope.diagnosis.stepview import CallView, SlotValues, StepView
+from rankscope.diagnosis.rankclock import times_of_value
+from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named
+from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.value import ValueFlag
 
-__all__ = ["always_lost_micro_batches", "lost_micro_batches"]
+# ---- micro-batches that are lost -----------------------------------------------------------------
 
-Array = NDArray[Any]
+
 _NO_SYNC: Final = int(ValueFlag.NO_SYNC)
 _RESTARTED, _SAME_LINES = int(ValueFlag.RESTARTED), int(ValueFlag.SAME_LINES)
 _MOST_NAMED: Final = 256
@@ -68,17 +75,17 @@ _WARNING: Final = (
 )
 
 
-def lost_micro_batches(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+def lost_micro_batches(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a warning for optimizer steps that lack what earlier micro-batches left, where nothing
     shows that these were meant to be one batch; keep the candidate where something does, for
     `always_lost_micro_batches`. Keeps the steps too in which gradients were averaged over ranks
     before the last of them were added.
     """
-    incarnation = context.incarnation(step_view.incarnation)
+    incarnation = step_view.life
     events = {id(call.top) for call in step_view.of(Phase.GRADS)}
     if events:
         incarnation.stepped.add(step_view.step)
-    for gradients, mixture, ranks in _mixtures(step_view, context):
+    for gradients, mixture, ranks in _mixtures(step_view):
         if mixture.is_reduced_early:
             incarnation.reduced_early.add(step_view.step)
         root = gradients[0].values.call.top.path
@@ -92,13 +99,13 @@ def lost_micro_batches(step_view: StepView, context: CheckContext) -> Iterator[C
         if not _are_batches_of_their_own(forwards, ranks):
             continue
         for gradient in gradients:
-            context.coverage.applied(gradient.values)
+            step_view.context.coverage.applied(gradient.values)
         is_meant = len(events) == 1 and (
             _is_held_back(gradients, mixture) or _are_shares(step_view, root, len(forwards))
         )
         is_warned = ("", "lost") in incarnation.warned
         incarnation.warned.add(("", "lost"))
-        candidate = _candidate(step_view, gradients, mixture, ranks)
+        candidate = _lost_candidate(step_view, gradients, mixture, ranks)
         if is_meant:
             incarnation.lost.setdefault(step_view.step, []).append(candidate)
         elif not is_warned:
@@ -121,12 +128,10 @@ def _as_warning(candidate: Candidate) -> Candidate:
     return replace(candidate, severity=Severity.WARNING, advice=_WARNING)
 
 
-def _mixtures(
-    step_view: StepView, context: CheckContext
-) -> Iterator[tuple[list[TakenGradient], Mixture, Array]]:
+def _mixtures(step_view: JudgedStep) -> Iterator[tuple[list[TakenGradient], Mixture, Array]]:
     """Yield, for every optimizer step whose gradients were gathered in parts, what became of the
     parts, and the ranks."""
-    lines = context.incarnation(step_view.incarnation).replicas.lines
+    lines = step_view.life.replicas.lines
     for event in taken_gradients(step_view):
         gradients = gathered_apart(event)
         found = mixture_of(gradients, lines) if gradients else None
@@ -201,18 +206,14 @@ def _are_small_logits(gradients: Sequence[SlotValues], count: int) -> bool:
     return max(largest) <= slack and max(largest) >= _UNSURE
 
 
-def _candidate(
-    step_view: StepView,
-    gradients: Sequence[TakenGradient],
-    mixture: Mixture,
-    ranks: Array,
+def _lost_candidate(
+    step_view: JudgedStep, gradients: Sequence[TakenGradient], mixture: Mixture, ranks: Array
 ) -> Candidate:
     first, worths = gradients[0].values, gradients[0].worths
     ends = [1 + worth.call.ordinal for worth in worths]  # passes are counted from 1 for people
     began = [str(ends[number] + 1) for number in mixture.lost if number + 1 < len(ends)]
     others = len(gradients) - 1
-    return candidate_of(
-        step_view,
+    return step_view.candidate(
         first,
         Kind.SCALE,
         ranks,
@@ -234,3 +235,53 @@ def _candidate(
 def _norm(values: Sequence[SlotValues]) -> float:
     """Return the norm of all these on their lowest rank."""
     return float(np.sqrt(sum(float(each.column("l2")[0]) ** 2 for each in values)))
+
+
+# ---- gradients that are left over ----------------------------------------------------------------
+
+
+_LEFT_OVER = int(ValueFlag.CARRIED)
+
+
+def carried_gradients(step_view: JudgedStep) -> Iterator[Candidate]:
+    """Yield one candidate for a step that some ranks began with gradients of the step before."""
+    gradients = [h for h in step_view.values(Phase.GRADS) if h.slot.startswith("grad:")]
+    marks = [(values, (values.flags & _LEFT_OVER) != 0) for values in gradients]
+    bearers = np.unique(np.concatenate([h.ranks[m] for h, m in marks] or [np.zeros(0, np.int64)]))
+    shared = [(h, m) for h, m in marks if m.any() and not np.isin(h.ranks, bearers).all()]
+    if shared:
+        yield _carried_candidate(step_view, [values for values, _ in shared], bearers)
+
+
+def _carried_candidate(
+    step_view: JudgedStep, gradients: list[SlotValues], bearers: Array
+) -> Candidate:
+    first = gradients[0]
+    ranks = np.unique(np.concatenate([values.ranks for values in gradients]))
+    own = ranks[np.isin(ranks, bearers)]
+    others = ranks[~np.isin(ranks, bearers)]
+    odd = minority(ranks, np.isin(ranks, bearers))
+    blamed = odd if len(odd) < len(ranks) else own
+    for values in gradients:
+        step_view.context.coverage.applied(values)
+    return candidate_at(
+        step_view,
+        first.call,
+        Kind.REPLICA,
+        first.slot,
+        blamed,
+        blamed,
+        times_of_value(first, blamed) - 2,  # before gradients are reduced: see diagnosis/joins.py
+        f"backward began with the gradients of the step before on {ranks_named(own.tolist())}, and "
+        f"without on {ranks_named(others.tolist())}: they were added to this step's",
+        advice="zero_grad was not called on every one of these ranks between the two backward "
+        "passes: look for a condition around it that depends on the rank, or for a parameter group "
+        "that one rank's optimizer lacks.",
+        evidence=lambda: {
+            "carried_by": ranks_text(own.tolist()),
+            "not_by": ranks_text(others.tolist()),
+            "gradients": len(gradients),
+        },
+        weight=len(gradients),
+        priority=-2,
+    )

@@ -1,0 +1,429 @@
+"""Collectives of all ranks belong together, and give what their inputs give.
+
+Members, order, op:
+
+* A group name stands for the same members on every rank that uses it.
+* The n-th collective of a group is the same op with the same reduce op, source and destination on
+  all of its ranks, and (all_reduce, broadcast, reduce) of the same dtype and shape.
+* Two that were issued in the other order on some ranks: each rank has the same call sites, but not
+  in the same order. Where sites differ altogether (stages of a pipeline) nothing is said.
+
+What was exchanged: outputs that a collective makes equal are compared by hash. Sums are held to the
+sketches of the inputs (they are linear), maxima to maxima, parts to means and norms; all within
+rounding. Only collectives of which every member was recorded are looked at, and only messages that
+are known to be one (`diagnosis/joins.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from rankscope.diagnosis.context import Candidate, JudgedStep, candidate_at
+from rankscope.diagnosis.distances import ROUNDING, minority, rounding_of, sides
+from rankscope.diagnosis.issuedcollectives import (
+    EQUAL_OUTPUTS,
+    IssuedCollective,
+    issues_in,
+    issues_of,
+    known_collectives,
+    ranks_in_doubt,
+)
+from rankscope.diagnosis.joins import Message, message_value
+from rankscope.diagnosis.rankclock import times_of_call
+from rankscope.diagnosis.stepview import Array, SlotValues, StepView
+from rankscope.record.finding import Kind
+from rankscope.record.ranklists import ranks_named, ranks_text
+from rankscope.record.statistics import NONFINITE
+from rankscope.record.value import ValueFlag
+
+_SAME_SHAPE: Final = frozenset({"all_reduce", "broadcast", "reduce"})
+_FACTS: Final = ("op", "reduce", "src", "dst")
+
+
+def mismatched_collectives(step_view: StepView) -> Iterator[Candidate]:
+    """Yield a candidate for every collective whose sides do not belong together."""
+    doubtful = ranks_in_doubt(step_view)
+    by_group: dict[str, list[IssuedCollective]] = {}
+    for issue in issues_of(step_view):
+        if issue.group and issue.members and not issue.is_message:
+            by_group.setdefault(issue.group, []).append(issue)
+    for group in by_group.values():
+        meant = {tuple(sorted(issue.members)) for issue in group}
+        if len(meant) > 1:
+            yield from _other_members(step_view, group)
+            continue
+        if doubtful.intersection(*meant):
+            continue
+        yield from _other_facts(step_view, group)
+        yield from _swapped(step_view, group)
+
+
+# ---- members -------------------------------------------------------------------------------------
+
+
+def _other_members(step_view: StepView, group: list[IssuedCollective]) -> Iterator[Candidate]:
+    by_call: dict[int, list[IssuedCollective]] = {}
+    for issue in group:
+        by_call.setdefault(id(issue.call), []).append(issue)
+    for issues in by_call.values():
+        if len({tuple(sorted(issue.members)) for issue in issues}) > 1:
+            yield _group_candidate(step_view, issues)
+
+
+def _group_candidate(step_view: StepView, issues: list[IssuedCollective]) -> Candidate:
+    call = issues[0].call
+    together = [*issues_in(call)]
+    ranks = np.concatenate([issue.ranks for issue in issues])
+    keys = np.array([str(sorted(i.members)) for i in issues for _ in i.ranks])
+    members = np.unique(np.concatenate([issue.ranks for issue in together]))
+    blamed = minority(ranks, keys)
+    if len(blamed) == len(ranks):
+        blamed = members
+    listed = "; ".join(
+        f"{ranks_named(i.ranks.tolist())} mean {list(i.members)} by group {i.group}"
+        for i in together
+    )
+    return candidate_at(
+        step_view,
+        call,
+        Kind.GROUP,
+        issues[0].slot,
+        blamed,
+        members,
+        times_of_call(call, members),
+        f"{issues[0].op}: {listed}",
+        evidence=lambda: {
+            "groups": [
+                {"ranks": ranks_text(i.ranks.tolist()), "group": i.group, "members": [*i.members]}
+                for i in together
+            ]
+        },
+        priority=-3,
+    )
+
+
+# ---- arguments -----------------------------------------------------------------------------------
+
+
+def _other_facts(step_view: StepView, group: list[IssuedCollective]) -> Iterator[Candidate]:
+    by_sequence: dict[int, list[IssuedCollective]] = {}
+    for issue in group:
+        by_sequence.setdefault(issue.sequence, []).append(issue)
+    for issues in by_sequence.values():
+        facts = [facts_text(issue, issue.ranks.tolist()) for issue in issues]
+        if len(issues) > 1 and len(set(facts)) > 1:
+            yield _facts_candidate(step_view, issues, facts)
+
+
+def facts_text(issue: IssuedCollective, ranks: Sequence[int]) -> str:
+    """Return what must be the same on all ranks, as some of them issued it, as text."""
+    facts = [f"{name}={issue.facts[name]}" for name in _FACTS if name in issue.facts]
+    values = issue.call.slots.get("input.0")
+    if issue.op in _SAME_SHAPE and values is not None:
+        own = [view for view in values.views if ranks[0] in view.ranks]
+        facts += [f"dtype={view.dtype}" for view in own]
+        shape = next((v.shapes()[r] for r in ranks for v in values.views if r in v.ranks), None)
+        facts += [f"shape={list(shape)}"] if shape is not None else []
+    return " ".join(facts)
+
+
+def _facts_candidate(
+    step_view: StepView, issues: list[IssuedCollective], facts: list[str]
+) -> Candidate:
+    ranks = np.concatenate([issue.ranks for issue in issues])
+    keys = np.array([text for issue, text in zip(issues, facts) for _ in issue.ranks])
+    times = np.concatenate([times_of_call(i.call, i.ranks) for i in issues])
+    order = np.argsort(ranks, kind="stable")
+    listed = "; ".join(
+        f"{ranks_named(i.ranks.tolist())}: {text} in {i.call.path or '(root)'}"
+        for i, text in zip(issues, facts)
+    )
+    first = issues[0]
+    return candidate_at(
+        step_view,
+        first.call,
+        Kind.COLLECTIVE,
+        first.slot,
+        minority(ranks, keys),
+        ranks[order],
+        times[order],
+        f"number {first.sequence} of group {first.group} is not one collective: {listed}",
+        evidence=lambda: {
+            "sides": [
+                {"ranks": ranks_text(i.ranks.tolist()), "path": i.call.path, "call": text}
+                for i, text in zip(issues, facts)
+            ]
+        },
+        priority=-2,
+    )
+
+
+# ---- order ---------------------------------------------------------------------------------------
+
+
+def _swapped(step_view: StepView, group: list[IssuedCollective]) -> Iterator[Candidate]:
+    """Yield both call sites where some ranks issued two collectives in the other order."""
+    forward = [i for i in group if i.facts.get("issuer") != "backward"]
+    lines: dict[int, list[tuple[int, IssuedCollective]]] = {}
+    for issue in forward:
+        for rank in issue.ranks.tolist():
+            lines.setdefault(rank, []).append((issue.sequence, issue))
+    for line in lines.values():
+        line.sort(key=lambda each: each[0])
+    sites = {rank: tuple(issue.site for _, issue in line) for rank, line in lines.items()}
+    if len(set(sites.values())) < 2 or len({tuple(sorted(s)) for s in sites.values()}) > 1:
+        return
+    ranks = np.array(sorted(sites), np.int64)
+    keys = np.array([str(sites[rank]) for rank in ranks.tolist()])
+    length = len(next(iter(sites.values())))
+    crossed = [n for n in range(length) if len({line[n] for line in sites.values()}) > 1]
+    times = np.array(
+        [
+            min(int(times_of_call(lines[r][n][1].call, np.array([r]))[0]) for n in crossed)
+            for r in ranks.tolist()
+        ]
+    )
+    seen: set[tuple[str, str]] = set()
+    for n in crossed:
+        for rank in ranks.tolist():
+            issue = lines[rank][n][1]
+            place = (issue.call.path, issue.slot)
+            if place not in seen:
+                seen.add(place)
+                yield _swap_candidate(step_view, issue, ranks, keys, times, crossed, lines)
+
+
+def _swap_candidate(
+    step_view: StepView,
+    issue: IssuedCollective,
+    ranks: Array,
+    keys: Array,
+    times: Array,
+    crossed: list[int],
+    lines: dict[int, list[tuple[int, IssuedCollective]]],
+) -> Candidate:
+    def order_of(rank: int) -> list[str]:
+        return [_site_text(lines[rank][n][1]) for n in crossed[:8]]
+
+    sides = [
+        {
+            "ranks": ranks_text(ranks[keys == key].tolist()),
+            "order": order_of(int(ranks[keys == key][0])),
+        }
+        for key in dict.fromkeys(keys.tolist())
+    ]
+    listed = "; ".join(f"ranks {side['ranks']}: {' then '.join(side['order'])}" for side in sides)
+    return candidate_at(
+        step_view,
+        issue.call,
+        Kind.COLLECTIVE,
+        issue.slot,
+        minority(ranks, keys),
+        ranks,
+        times,
+        f"{issue.op} was issued in another order on some ranks of group {issue.group}: {listed}",
+        evidence=lambda: {"sides": sides},
+        priority=-2,
+    )
+
+
+def _site_text(issue: IssuedCollective) -> str:
+    path, line = issue.site
+    return f"{path or '(root)'}{f' ({line})' if line else ''}"
+
+
+# ---- what was exchanged --------------------------------------------------------------------------
+
+
+_ADDED: Final = frozenset({*ROUNDING, "int32", "int64"})
+"""dtypes whose sums do not wrap around, or not in practice."""
+_SLACK: Final = 8
+"""Times the rounding of the dtype that a sum may be off, relative to the norms of its summands."""
+
+
+def wrong_exchanges(step_view: JudgedStep) -> Iterator[Candidate]:
+    """Yield a candidate for every collective whose output is not what went in."""
+    for issue in known_collectives(step_view):
+        if len(issue.ranks) == len(issue.members) > 1:
+            yield from _judged_exchange(step_view, issue)
+
+
+def _judged_exchange(step_view: JudgedStep, issue: IssuedCollective) -> Iterator[Candidate]:
+    outputs = [h for s, h in issue.call.slots.items() if s.split(".")[0] == "output"]
+    for number, output in enumerate(outputs):
+        if output.dtype == "python" or not _is_there(output, issue.ranks):
+            continue
+        problem = _unequal(issue, output) or _unlike_inputs(issue, output, number, len(outputs))
+        step_view.context.coverage.applied(output)
+        if problem is not None:
+            text, blamed = problem
+            yield _exchange_candidate(step_view, issue, output, text, blamed)
+
+
+def _is_there(values: SlotValues, ranks: Array) -> bool:
+    places = values.at(ranks)
+    return bool((places >= 0).all() and values.is_known[places].all())
+
+
+def _unequal(issue: IssuedCollective, output: SlotValues) -> tuple[str, Array] | None:
+    if issue.op not in EQUAL_OUTPUTS or output.agree(issue.ranks) is not False:
+        return None
+    blamed = minority(issue.ranks, output.hashes[output.at(issue.ranks)])
+    return "its output differs between ranks", blamed
+
+
+def _unlike_inputs(
+    issue: IssuedCollective, output: SlotValues, number: int, outputs: int
+) -> tuple[str, Array] | None:
+    given = issue.call.slots.get(f"input.{number}" if issue.op != "all_gather" else "input.0")
+    given = given or issue.call.slots.get("input")
+    if given is None or given.dtype == "python" or issue.facts.get("object"):
+        return None
+    if not _is_there(given, issue.ranks) or _is_late(given, issue.ranks):
+        return None
+    if not (_is_finite(given, issue.ranks) and _is_finite(output, issue.ranks)):
+        return None
+    if issue.op == "all_gather" and outputs == len(issue.members):
+        sender = issue.members[number]
+        is_whole = given.hashes[given.at(np.array([sender]))[0]]
+        wrong = issue.ranks[output.hashes[output.at(issue.ranks)] != is_whole]
+        return (f"rank {sender}'s part is not what it gave", wrong) if len(wrong) else None
+    if issue.op == "broadcast":
+        source = given.hashes[given.at(np.array([issue.facts.get("src", -1)]))[0]]
+        wrong = issue.ranks[output.hashes[output.at(issue.ranks)] != source]
+        return ("it is not what the source gave", wrong) if len(wrong) else None
+    test = _TESTS.get((issue.op, str(issue.facts.get("reduce", ""))))
+    if test is None or given.dtype not in _ADDED:
+        return None
+    if not (_has_numbers(given, issue.ranks) and _has_numbers(output, issue.ranks)):
+        return None
+    if test(issue, given, output):
+        return None
+    return "its output is not what its inputs give", issue.ranks
+
+
+def _is_late(values: SlotValues, ranks: Array) -> bool:
+    return bool((values.flags[values.at(ranks)] & int(ValueFlag.AFTER_CALL)).any())
+
+
+def _is_finite(values: SlotValues, ranks: Array) -> bool:
+    places = values.at(ranks)
+    return not any(values.column(n)[places].any() for n in NONFINITE)
+
+
+def _has_numbers(values: SlotValues, ranks: Array) -> bool:
+    """True where the statistics and sketches of all ranks are numbers: nothing without elements has
+    any, and those of elements near the end of a dtype's range overflow."""
+    places = values.at(ranks)
+    return all(np.isfinite(values.column(n)[places]).all() for n in ("min", "l2", "sketch"))
+
+
+# ---- arithmetic ----------------------------------------------------------------------------------
+
+
+def _allowed(given: SlotValues, places: Array) -> float:
+    return float(_SLACK * max(rounding_of(given.dtype), 1e-9) * given.column("l2")[places].sum())
+
+
+def _sums(
+    issue: IssuedCollective, given: SlotValues, output: SlotValues, *, divisor: int = 1
+) -> bool:
+    ins, outs = given.at(issue.ranks), output.at(issue.ranks)
+    wanted = given.column("sketch")[ins].sum(0) / divisor
+    apart = np.sqrt(np.mean((output.column("sketch")[outs] - wanted) ** 2, axis=1)).max()
+    return bool(apart <= _allowed(given, ins) / divisor + 1e-30)
+
+
+def _averages(issue: IssuedCollective, given: SlotValues, output: SlotValues) -> bool:
+    return _sums(issue, given, output, divisor=len(issue.members))
+
+
+def _extreme(name: str) -> Callable[[IssuedCollective, SlotValues, SlotValues], bool]:
+    def test(issue: IssuedCollective, given: SlotValues, output: SlotValues) -> bool:
+        least = given.column(name)[given.at(issue.ranks)]
+        found = output.column(name)[output.at(issue.ranks)]
+        return bool((found == (least.max() if name == "max" else least.min())).all())
+
+    return test
+
+
+def _parts_sum(issue: IssuedCollective, given: SlotValues, output: SlotValues) -> bool:
+    """Reduce-scatter: what all parts add up to."""
+    ins, outs = given.at(issue.ranks), output.at(issue.ranks)
+    entered = float((given.column("mean") * given.counts)[ins].sum())
+    left = float((output.column("mean") * output.counts)[outs].sum())
+    width = float(np.sqrt(given.counts[ins].max()))
+    return abs(entered - left) <= _allowed(given, ins) * width + 1e-30
+
+
+def _parts_kept(issue: IssuedCollective, given: SlotValues, output: SlotValues) -> bool:
+    """All-gather into one tensor: every output holds all inputs."""
+    ins, outs = given.at(issue.ranks), output.at(issue.ranks)
+    if (output.counts[outs] != given.counts[ins].sum()).any():
+        return True  # gathered in other shapes than one flat tensor: nothing is known
+    norm = float(np.sqrt((given.column("l2")[ins] ** 2).sum()))
+    return bool((np.abs(output.column("l2")[outs] - norm) <= 1e-6 * norm + 1e-30).all())
+
+
+_TESTS: Final[dict[tuple[str, str], Callable[[IssuedCollective, SlotValues, SlotValues], bool]]] = {
+    ("all_reduce", "sum"): _sums,
+    ("all_reduce", "avg"): _averages,
+    ("all_reduce", "max"): _extreme("max"),
+    ("all_reduce", "min"): _extreme("min"),
+    ("reduce_scatter_tensor", "sum"): _parts_sum,
+    ("all_gather_into_tensor", ""): _parts_kept,
+}
+
+
+# ---- messages ------------------------------------------------------------------------------------
+
+
+def wrong_messages(step_view: StepView, wrong: list[Message]) -> Iterator[Candidate]:
+    """Yield a candidate for each of these messages, all of them received in this step."""
+    by_call = {(message.received.call_id, message.receiver): message for message in wrong}
+    for issue in issues_of(step_view):
+        for rank in issue.ranks.tolist() if issue.op == "recv" else ():
+            message = by_call.get((issue.call.node.id, rank))
+            received = message_value(issue)
+            if message is not None and received is not None:
+                text = f"rank {rank} received something else than rank {message.sender} sent"
+                own = np.array([rank])
+                yield _exchange_candidate(step_view, issue, received, text, own, members=own)
+
+
+def _exchange_candidate(
+    step_view: StepView,
+    issue: IssuedCollective,
+    output: SlotValues,
+    text: str,
+    blamed: Array,
+    members: Array | None = None,
+) -> Candidate:
+    ranks = issue.ranks if members is None else members
+    given = [h for s, h in issue.call.slots.items() if s.split(".")[0] == "input"]
+
+    def evidence() -> dict[str, Any]:
+        return {
+            "op": issue.op,
+            "reduce": issue.facts.get("reduce"),
+            "group": issue.group,
+            "members": [*issue.members],
+            "inputs": [side for values in given[:2] for side in sides(values, issue.ranks)],
+            "outputs": sides(output, issue.ranks),
+        }
+
+    return candidate_at(
+        step_view,
+        issue.call,
+        Kind.COLLECTIVE,
+        issue.slot,
+        blamed,
+        ranks,
+        times_of_call(issue.call, ranks, is_end=True),
+        f"{issue.op} of {ranks_named(issue.ranks.tolist())}: {text}",
+        evidence=evidence,
+        priority=-1,
+    )
