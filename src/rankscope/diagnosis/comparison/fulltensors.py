@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from rankscope.diagnosis.comparison.alignment import AlignedValue
-from rankscope.diagnosis.comparison.commonvalues import agreed_holder
 from rankscope.diagnosis.comparison.datasamples import Unit
 from rankscope.diagnosis.comparison.difference import Batches, Difference, Measured, Totals
 from rankscope.diagnosis.comparison.wholevalues import Wholes, WholeValues
@@ -54,8 +54,9 @@ class _HeldWhole:
         self._composing, self._values = composing, values
         self.members, self.row, self.unit = wholes.members[index], wholes.rows[index], unit
 
+    @cached_property
     def tensor(self) -> torch.Tensor:
-        """Return it.
+        """The tensor.
 
         Raises:
             SelectionError: its bytes, or those of a piece, were not kept.
@@ -159,7 +160,9 @@ class FullTensors:
             )
         )
         if batches is None or not value.key.phase.facts.is_activation:
-            return self._of_common(sides, ref, test, allowed)
+            first = min(sides[1])  # what all data-parallel ranks have is in every micro-batch
+            alike = [part for part in test if part.unit[0] == first]
+            return _held_to({part.unit: ref[0] for part in alike}, alike)
         if batches is not self._batches:
             self._batches, self._partner = batches, None
         if isinstance(estimated, str):
@@ -168,29 +171,13 @@ class FullTensors:
         if measured != Measured.SAMPLES:
             units = [{part.unit for part in side} for side in (ref, test)]
             if batches.are_the_same and units[0] == units[1]:
-                return _by_unit(ref, test)
+                return _held_to(_first_of_units(ref), test)
             is_gradient = value.key.phase is Phase.BACKWARD
-            common = None if is_gradient else _held_to_first(ref, test)
+            common = None if is_gradient else _held_to({p.unit: ref[0] for p in test}, test)
             is_near = common is not None and bool((common.errors() <= allowed).all())
             if is_near or measured == Measured.SKETCHES:
                 return common
         return self._by_sample(value, ref, test, batches)
-
-    def _of_common(
-        self,
-        sides: tuple[Mapping[int, Wholes], Mapping[int, Wholes]],
-        ref: list[_HeldWhole],
-        test: list[_HeldWhole],
-        allowed: float,
-    ) -> Difference | None:
-        """Compare what all data-parallel ranks have in common, of the first micro-batch."""
-        wholes = sides[0][min(sides[0])]
-        own = agreed_holder(wholes, range(len(wholes)), allowed) if len(wholes) > 1 else 0
-        if isinstance(own, str):
-            return None
-        first = min(sides[1])
-        alike = [part for part in test if part.unit[0] == first]
-        return _held_to_first([ref[own]], alike)
 
     def _by_sample(
         self, value: AlignedValue, ref: list[_HeldWhole], test: list[_HeldWhole], batches: Batches
@@ -198,11 +185,11 @@ class FullTensors:
         """Compare the samples of the test with the same ones of the reference."""
         from rankscope.tensors.exactdistance import joined, same_rows
 
-        mine = {part.unit: part for part in reversed(ref)}
+        mine = _first_of_units(ref)
         if len({part.unit for part in test}) < len(test) and batches.match.is_by_order:
             return None  # pieces of a batch, in a layout that nobody declared
-        tensors = [mine[unit].tensor().movedim(self._batch_dims[0], 0) for unit in sorted(mine)]
-        made = [(part, part.tensor().movedim(self._batch_dims[1], 0)) for part in test]
+        tensors = [mine[unit].tensor.movedim(self._batch_dims[0], 0) for unit in sorted(mine)]
+        made = [(part, part.tensor.movedim(self._batch_dims[1], 0)) for part in test]
         rows = {part.unit: len(tensor) for part, tensor in made}
         shapes = {tensor.shape[1:] for tensor in (*tensors, *(tensor for _, tensor in made))}
         if len(shapes) > 1 or sum(rows.values()) != sum(map(len, tensors)):
@@ -243,25 +230,21 @@ def _parts(
             yield _HeldWhole(composing, values[micro_batch], wholes, index, (micro_batch, place))
 
 
-def _by_unit(ref: list[_HeldWhole], test: list[_HeldWhole]) -> Difference | None:
+def _first_of_units(parts: Iterable[_HeldWhole]) -> dict[Unit, _HeldWhole]:
     first: dict[Unit, _HeldWhole] = {}
-    for part in ref:
+    for part in parts:
         first.setdefault(part.unit, part)
-    pairs: list[_Pair] = []
-    for part in test:
-        own, theirs = first[part.unit].tensor(), part.tensor()
-        if own.shape != theirs.shape:
-            return None
-        pairs.append((own, theirs, first[part.unit].row, part))
-    return _measured(pairs, [part.row for part in first.values()])
+    return first
 
 
-def _held_to_first(ref: list[_HeldWhole], test: list[_HeldWhole]) -> Difference | None:
-    own = ref[0].tensor()
-    pairs: list[_Pair] = [(own, part.tensor(), ref[0].row, part) for part in test]
-    if any(tensor.shape != own.shape for _, tensor, _, _ in pairs):
+def _held_to(partners: Mapping[Unit, _HeldWhole], test: list[_HeldWhole]) -> Difference | None:
+    """Hold each part of the test to the reference's for its unit; None where shapes differ."""
+    pairs: list[_Pair] = [
+        (partners[part.unit].tensor, part.tensor, partners[part.unit].row, part) for part in test
+    ]
+    if any(own.shape != theirs.shape for own, theirs, _, _ in pairs):
         return None
-    return _measured(pairs, [ref[0].row])
+    return _measured(pairs, [*{id(part): part.row for part in partners.values()}.values()])
 
 
 def _measured(pairs: list[_Pair], ref_rows: list[Array]) -> Difference:
@@ -272,7 +255,7 @@ def _measured(pairs: list[_Pair], ref_rows: list[Array]) -> Difference:
     apart: list[ExactDistance] = [exact_distance(own, theirs) for own, theirs, _, _ in pairs]
     parts = [part for *_, part in pairs]
     is_known = all(row is not None for _, _, row, _ in pairs)
-    first = {part.unit: part.row for part in reversed(parts)}
+    first = _first_of_units(parts)
     return Difference(
         dots=np.array([[each.cross, each.own, each.theirs] for each in apart]),
         squares=np.array([math.inf if e.other_nonfinite else e.square for e in apart]),
@@ -282,7 +265,7 @@ def _measured(pairs: list[_Pair], ref_rows: list[Array]) -> Difference:
         is_exact=np.array([not each.unequal for each in apart]),
         measured=Measured.TENSORS,
         ref=Totals.of(np.stack(ref_rows)),
-        test=Totals.of(np.stack([first[unit] for unit in sorted(first)])),
+        test=Totals.of(np.stack([first[unit].row for unit in sorted(first)])),
         ref_rows=[row for _, _, row, _ in pairs],
         test_rows=[part.row if is_known else None for part in parts],
     )
