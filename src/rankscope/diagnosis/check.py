@@ -16,9 +16,8 @@ from rankscope.diagnosis.finalreport import made_report
 from rankscope.diagnosis.gradientorigins import innermost_takers, origins_of_gradients
 from rankscope.diagnosis.joins import Message, Messages, joins_of
 from rankscope.diagnosis.lastcalls import ORDERLY
-from rankscope.diagnosis.layouts import Layouts
 from rankscope.diagnosis.matchedcollectives import MatchedCollectives
-from rankscope.diagnosis.replicas import InferredReplicas
+from rankscope.diagnosis.replicas import InferredReplicas, Layouts
 from rankscope.diagnosis.rules.accumulation import (
     always_lost_micro_batches,
     carried_gradients,

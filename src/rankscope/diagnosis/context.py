@@ -12,9 +12,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from rankscope.diagnosis.coverage import Coverage
-from rankscope.diagnosis.layouts import Layouts
 from rankscope.diagnosis.rankclock import times_of_value
-from rankscope.diagnosis.replicas import InferredReplicas
+from rankscope.diagnosis.replicas import InferredReplicas, Layouts
 from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView
 from rankscope.record.call import Mode
 from rankscope.record.finding import Kind, Severity

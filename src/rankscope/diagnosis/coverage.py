@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from rankscope.diagnosis.issuedcollectives import issues_of
-from rankscope.diagnosis.layouts import Layouts
+from rankscope.diagnosis.replicas import Layouts
 from rankscope.diagnosis.stepview import Array, SlotValues, StepView, sibling_path
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from rankscope.diagnosis.context import IncarnationState, JudgedStep
-from rankscope.diagnosis.layouts import Layouts, sorted_lines
+from rankscope.diagnosis.replicas import Layouts, sorted_lines
 from rankscope.diagnosis.stepview import Array, StepView, root_of
 from rankscope.layout.infer import AxisName, is_fsdp_axis, named_as
 from rankscope.layout.placement import Mesh, Placement

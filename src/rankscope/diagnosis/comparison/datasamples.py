@@ -14,8 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from rankscope.diagnosis.comparison.wholevalues import WholeValues
-from rankscope.diagnosis.layouts import Layouts
-from rankscope.diagnosis.replicas import InferredReplicas
+from rankscope.diagnosis.replicas import InferredReplicas, Layouts
 from rankscope.diagnosis.stepview import Array, SlotValues, StepView
 from rankscope.layout.infer import HeldParameter, axes_of, largest_mesh
 from rankscope.layout.placement import Mesh

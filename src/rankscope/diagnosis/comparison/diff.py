@@ -33,8 +33,7 @@ from rankscope.diagnosis.comparison.preflight import (
     step_line,
 )
 from rankscope.diagnosis.comparison.rollouts import StepPair, paired_steps, wholes_of
-from rankscope.diagnosis.comparison.sharednames import renumbered_modules
-from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
+from rankscope.diagnosis.comparison.stepdifferences import StepDifferences, renumbered_modules
 from rankscope.diagnosis.comparison.tolerances import Tolerances
 from rankscope.diagnosis.comparison.tracesides import StepKey, TraceSide, two_sides
 from rankscope.diagnosis.comparison.unpaired import Partners, Tally

@@ -17,7 +17,7 @@ import numpy as np
 
 from rankscope.assembly.combine import CombinationPlan, apply_plan, plan_rows
 from rankscope.diagnosis.comparison.lostranks import LostRanks
-from rankscope.diagnosis.layouts import Layouts
+from rankscope.diagnosis.replicas import Layouts
 from rankscope.diagnosis.stepview import Array, SlotValues
 from rankscope.layout.declared import declared_pieces
 from rankscope.layout.placement import Mesh, Placement, Ranges

@@ -22,7 +22,7 @@ from rankscope.diagnosis.distances import (
     sides_text,
 )
 from rankscope.diagnosis.issuedcollectives import issues_in
-from rankscope.diagnosis.layouts import Same
+from rankscope.diagnosis.replicas import Same
 from rankscope.diagnosis.stepview import Array, SlotValues, StepView, is_input
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase

@@ -26,7 +26,7 @@ import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.distances import sides, sides_text
-from rankscope.diagnosis.layouts import sorted_lines
+from rankscope.diagnosis.replicas import sorted_lines
 from rankscope.diagnosis.stepview import Array, SlotValues, sibling_path
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
