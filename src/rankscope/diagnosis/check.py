@@ -49,9 +49,7 @@ from rankscope.diagnosis.rules.structure import (
 from rankscope.diagnosis.rules.weights import lost_ties, other_weights
 from rankscope.diagnosis.stepview import StepView, step_view_of
 from rankscope.diagnosis.unreduced import (
-    note_stepped_models,
     note_unreduced,
-    without_uneven_steps,
     without_unreduced,
 )
 from rankscope.layout.layoutfile import LayoutFile
@@ -144,7 +142,7 @@ def _checked(
         context.coverage.next_step()
     candidates += _wrongly_received(messages, steps)
     candidates += always_lost_micro_batches(context)
-    candidates = without_unreduced(without_uneven_steps(candidates, context), context)
+    candidates = without_unreduced(candidates, context)
     candidates = matched.judged(candidates, steps, ends_of(trace))
     candidates += _of_the_end(trace, steps, context)
     _note_stalls(trace, context, candidates)
@@ -243,7 +241,6 @@ def _judged(step_view: JudgedStep) -> list[Candidate]:
     found = [candidate for rule in STEP_RULES for candidate in rule(step_view)]
     innermost_takers(step_view, found)
     found += origins_of_gradients(step_view, found)
-    note_stepped_models(step_view)
     note_unreduced(step_view)
     remember_parameters(step_view)
     return found

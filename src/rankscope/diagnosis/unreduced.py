@@ -32,7 +32,7 @@ other steps: from then on nothing is compared between these ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import numpy as np
@@ -81,8 +81,9 @@ _FOLLOWS: Final = frozenset(Phase) - {Phase.SETUP, Phase.COLLECTIVE}
 
 
 def note_unreduced(step_view: JudgedStep) -> None:
-    """Keep what a step shows of ranks that train apart, and of reductions behind the gradients'
-    reading. Call it before the step's parameters are remembered."""
+    """Keep what a step shows of ranks that train apart or step other models, and of reductions
+    behind the gradients' reading. Call it before the step's parameters are remembered."""
+    _note_stepped_models(step_view)
     _note_averaging(step_view)
     _note_updates(step_view)
 
@@ -90,8 +91,18 @@ def note_unreduced(step_view: JudgedStep) -> None:
 def without_unreduced(candidates: Iterable[Candidate], context: CheckContext) -> list[Candidate]:
     """Return the candidates but for what such programs do, with one warning for steps in
     `no_sync()`."""
-    reduced_late = _without_late_reductions(candidates, context)
-    return list(_with_one_warning([*_without_training_apart(reduced_late, context)]))
+    left: list[Candidate] = []
+    for candidate in candidates:
+        incarnation = context.incarnation(candidate.incarnation)
+        for decide in (_of_uneven_steps, _of_late_reductions, _of_training_apart):
+            decided = decide(candidate, incarnation)
+            if isinstance(decided, str):
+                context.coverage.note(decided)
+                break
+            candidate = decided
+        else:
+            left.append(candidate)
+    return list(_with_one_warning(left))
 
 
 # ---- ranks that train apart ----------------------------------------------------------------------
@@ -258,31 +269,21 @@ def _between(sketches: Array) -> Array:
     return np.asarray(sketches[1:] - sketches[0], np.float64)
 
 
-def _without_training_apart(
-    candidates: Iterable[Candidate], context: CheckContext
-) -> Iterator[Candidate]:
-    """Yield the candidates but for what differs because ranks train apart."""
-    for candidate in candidates:
-        incarnation = context.incarnation(candidate.incarnation)
-        if not _is_apart(candidate, incarnation):
-            yield candidate
-            continue
-        if not incarnation.averages:
-            if candidate.kind is Kind.GRADIENT and _begins_late(incarnation):
-                yield dataclasses.replace(candidate, severity=Severity.WARNING, advice=_BEGINS_LATE)
-            else:
-                yield candidate
-            continue
-        context.coverage.note(
+def _of_training_apart(candidate: Candidate, incarnation: IncarnationState) -> Candidate | str:
+    """Return a candidate, or what to say where it differs because ranks train apart."""
+    if not _is_apart(candidate, incarnation):
+        return candidate
+    if incarnation.averages:
+        return (
             "ranks train apart and average their parameters "
             f"(seen in step {incarnation.averages[0]}): gradients and parameters of steps without "
             "a reduction were not compared"
         )
-
-
-def _begins_late(incarnation: IncarnationState) -> bool:
-    """True where the trace begins later than the training, and no gradient of it was reduced."""
-    return incarnation.begins_late and not incarnation.together
+    # the trace begins later than the training, and no gradient of it was reduced
+    is_late = incarnation.begins_late and not incarnation.together
+    if candidate.kind is Kind.GRADIENT and is_late:
+        return dataclasses.replace(candidate, severity=Severity.WARNING, advice=_BEGINS_LATE)
+    return candidate
 
 
 def _is_apart(candidate: Candidate, incarnation: IncarnationState) -> bool:
@@ -312,36 +313,24 @@ def _note_updates(step_view: JudgedStep) -> None:
             incarnation.updates.setdefault(key, {})[step_view.step] = update
 
 
-def _without_late_reductions(
-    candidates: Iterable[Candidate], context: CheckContext
-) -> Iterator[Candidate]:
-    """Yield the candidates but for gradients that were reduced behind their reading."""
-    for candidate in candidates:
-        incarnation = context.incarnation(candidate.incarnation)
-        updates = incarnation.updates.get((candidate.path, candidate.slot.partition(":")[2]), {})
-        if candidate.kind is Kind.GRADIENT and candidate.step in incarnation.reduced_early:
-            yield dataclasses.replace(candidate, advice=_TOO_EARLY)
-        elif candidate.step in incarnation.apart and (
-            (candidate.kind is Kind.GRADIENT and _moved_alike(candidate, updates))
-            or (candidate.kind is Kind.PARAMETER and _moved_late(candidate, updates))
-        ):
-            context.coverage.note(
-                "gradients differ before the optimizer's step and their parameters are the same "
-                "after it: reduced inside the step, so these gradients were not compared"
-            )
-        else:
-            yield candidate
-
-
-def _moved_late(candidate: Candidate, updates: Mapping[int, ParameterUpdate]) -> bool:
-    following = updates.get(candidate.step + 1)
-    return following is not None and following.of(candidate.members) == "alike"
-
-
-def _moved_alike(candidate: Candidate, updates: Mapping[int, ParameterUpdate]) -> bool:
+def _of_late_reductions(candidate: Candidate, incarnation: IncarnationState) -> Candidate | str:
+    """Return a candidate, or what to say where a gradient was reduced behind its reading."""
+    if candidate.kind is Kind.GRADIENT and candidate.step in incarnation.reduced_early:
+        return dataclasses.replace(candidate, advice=_TOO_EARLY)
+    updates = incarnation.updates.get((candidate.path, candidate.slot.partition(":")[2]), {})
     steps = [step for step in (candidate.step, candidate.step + 1) if step in updates]
-    found = [updates[step].of(candidate.members) for step in steps]
-    return any(each == "alike" for each in found) and "apart" not in found
+    became = {step: updates[step].of(candidate.members) for step in steps}
+    is_alike = "alike" in became.values() and "apart" not in became.values()
+    is_reduced = {
+        Kind.GRADIENT: is_alike,
+        Kind.PARAMETER: became.get(candidate.step + 1) == "alike",
+    }
+    if candidate.step not in incarnation.apart or not is_reduced.get(candidate.kind):
+        return candidate
+    return (
+        "gradients differ before the optimizer's step and their parameters are the same "
+        "after it: reduced inside the step, so these gradients were not compared"
+    )
 
 
 # ---- one warning -------------------------------------------------------------------------------
@@ -401,7 +390,7 @@ _OF_ONE_RANK = frozenset({Kind.NONFINITE, Kind.RECOMPUTE})
 """What needs no other rank to be seen."""
 
 
-def note_stepped_models(step_view: JudgedStep) -> None:
+def _note_stepped_models(step_view: JudgedStep) -> None:
     """Keep which ranks stepped which models in this step, and whether all stepped the same."""
     stepped: dict[str, set[int]] = {}
     for call in step_view.of(Phase.GRADS):
@@ -416,34 +405,19 @@ def note_stepped_models(step_view: JudgedStep) -> None:
         incarnation.uneven[step_view.step] = stepped
 
 
-def without_uneven_steps(
-    candidates: Iterable[Candidate], context: CheckContext
-) -> Iterator[Candidate]:
-    """Yield the candidates but for what ranks differ in because they count their steps unlike."""
-    for candidate in candidates:
-        members = set(candidate.members.tolist())
-        uneven = None if candidate.kind in _OF_ONE_RANK else _uneven(candidate, members, context)
-        if uneven is None:
-            yield candidate
-            continue
-        step, ranks = uneven
-        context.coverage.note(
-            f"in step {step} {ranks_named(ranks)} stepped another model than other ranks did, so "
-            "steps of one number are not the same step on them: not compared from there on"
-        )
-
-
-def _uneven(
-    candidate: Candidate, members: set[int], context: CheckContext
-) -> tuple[int, set[int]] | None:
-    """Return the first step up to this one in which members stepped different models, and which."""
-    incarnation = context.incarnation(candidate.incarnation)
-    for step, stepped in incarnation.uneven.items():
+def _of_uneven_steps(candidate: Candidate, incarnation: IncarnationState) -> Candidate | str:
+    """Return a candidate, or what to say where up to its step members stepped different models."""
+    members = set(candidate.members.tolist())
+    for step, stepped in incarnation.uneven.items() if candidate.kind not in _OF_ONE_RANK else ():
         if step > candidate.step and not incarnation.begins_late:
             continue
         everyone = set().union(*stepped.values()) & members
         for root, ranks in stepped.items():
             behind = (everyone - ranks) & incarnation.steppers[root]
             if behind and ranks & members:
-                return step, behind
-    return None
+                return (
+                    f"in step {step} {ranks_named(behind)} stepped another model than other ranks "
+                    "did, so steps of one number are not the same step on them: not compared from "
+                    "there on"
+                )
+    return candidate
