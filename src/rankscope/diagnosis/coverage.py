@@ -37,7 +37,7 @@ class Coverage:
     """The first few of those, siblings (`layers.*`) under one name."""
     is_any_inside: bool = False
     """True once a value of a module below a root was seen."""
-    skipped: dict[str, int] = field(default_factory=dict)
+    skipped: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
     _lacking: dict[tuple[str, str], Counter[int]] = field(default_factory=dict)
     """{(what it is of, the fact that is not known): how often on each rank, of each step}"""
@@ -64,7 +64,7 @@ class Coverage:
 
     def skip(self, reason: str) -> None:
         """Count a value that nothing could be said of."""
-        self.skipped[reason] = self.skipped.get(reason, 0) + 1
+        self.skipped[reason] += 1
 
     def next_step(self) -> None:
         """Forget which values were counted: those of a step are gone with it."""

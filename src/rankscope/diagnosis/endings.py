@@ -154,10 +154,11 @@ def _crashes(
         # ranks that raised, the killed ones are named below, and not they.
         first = _stopped_first([*own[_UNKNOWN], *lost], in_order)
         alone = [rank for rank in first if rank in raised]
+        left = [in_order[rank].call for rank in own[_UNKNOWN] if rank in in_order]
         if first:
             own = {_UNKNOWN: alone} if alone else {}
             lost = [rank for rank in first if rank in lost]
-        elif at := [r for r in lost if r in in_order and _is_beside(r, own[_UNKNOWN], in_order)]:
+        elif at := [r for r in lost if r in in_order and in_order[r].call in left]:
             doubt = f"{_NAMELESS}; {ranks_named(at)}, last in the same place, may have gone first"
             own = {replace(_UNKNOWN, text=doubt): own[_UNKNOWN]}
     for end, ranks in own.items():
@@ -194,10 +195,6 @@ def _end_of(crash: Crash) -> _End:
         text=crash.sentence,
         is_consequence=any(PEER_LOST.search(text) for text in (crash.error, *crash.causes)),
     )
-
-
-def _is_beside(rank: int, others: list[int], last: dict[int, LastCall]) -> bool:
-    return any(last[other].call is last[rank].call for other in others if other in last)
 
 
 def _stopped_first(ranks: list[int], last: dict[int, LastCall]) -> list[int]:

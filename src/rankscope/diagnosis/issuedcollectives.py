@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -116,11 +117,8 @@ def equal_by_offset(
     there: dict[tuple[int, bool] | None, list[int]] = {}
     for number, value in one.items():
         there.setdefault(value, []).append(number)
-    fits: dict[int, int] = {}
-    for number, value in other.items():
-        for found in there.get(value, ()) if value is not None else ():
-            fits[found - number] = fits.get(found - number, 0) + 1
-    return fits
+    known = ((number, value) for number, value in other.items() if value is not None)
+    return Counter(found - number for number, value in known for found in there.get(value, ()))
 
 
 def fits_shifted(fits: Mapping[int, int]) -> bool:

@@ -335,7 +335,8 @@ class LayoutRecords(ShownValues):
                 continue
             if self.is_fsdp and issue.op.startswith(("all_gather", "reduce_scatter")):
                 continue  # of parameters, not of activations
-            axis = self._axis_of(issue.members)
+            members = tuple(sorted(issue.members))
+            axis = next((axis for axis, lines in self.lines.items() if members in lines), "")
             if axis:
                 kind = (str(issue.facts.get("issuer", "")), issue.op)
                 self.issued.setdefault((issue.call.path, axis), set()).add(kind)
@@ -405,7 +406,3 @@ class LayoutRecords(ShownValues):
             is_run = (at >= 0).all() and not more and (last - first == length - 1).all()
             if is_run and (first[:, 1:] == last[:, :-1] + 1).all():
                 self.runs[key, axis] = length
-
-    def _axis_of(self, members: Iterable[int]) -> str:
-        own = tuple(sorted(members))
-        return next((axis for axis, lines in self.lines.items() if own in lines), "")

@@ -257,7 +257,7 @@ class InferredReplicas:
     @property
     def lines(self) -> tuple[Array, ...]:
         """Ranks of which every plain parameter is equal, and which are no stages of one model."""
-        return tuple(part for line in self._lines for part in self._by_part(line))
+        return tuple(part for line in self._lines for part in self.by_part(line))
 
     @property
     def is_any(self) -> bool:
@@ -269,10 +269,6 @@ class InferredReplicas:
         if not self._feeds.issuperset(feeds):
             self._feeds.update(feeds)
             self._parts = _parts(self._feeds)
-
-    def by_part(self, ranks: Array) -> list[Array]:
-        """Return these ranks, those together that compute the same part of a model."""
-        return list(self._by_part(ranks, fewest=1))
 
     def is_cut_between(self, path: str, ranks: Array) -> bool:
         """True where a plain parameter of the module itself is another one on each of the ranks."""
@@ -294,7 +290,7 @@ class InferredReplicas:
             groups = _across(groups, values.views[0].meshes)
         if self._parts and values.call.phase is Phase.GRADS and not values.is_constant:
             self._note_tied(key, values)
-        found = [part for group in groups for part in self._by_part(group, key)]
+        found = [part for group in groups for part in self.by_part(group, key)]
         if key in self._constant:
             is_one_element = not (values.counts > 1).any()
             found = [
@@ -310,10 +306,10 @@ class InferredReplicas:
     def _note_tied(self, key: tuple[str, str], values: SlotValues) -> None:
         """Keep which stages step with one gradient of a parameter: only a reduction makes it so."""
         for group in clusters(values):
-            if sum(1 for _ in self._by_part(group, key, fewest=1)) > 1:
+            if sum(1 for _ in self.by_part(group, key, fewest=1)) > 1:
                 self._tied.setdefault(key, []).append(group)
 
-    def _by_part(
+    def by_part(
         self, ranks: Array, key: tuple[str, str] | None = None, fewest: int = 2
     ) -> Iterator[Array]:
         """Yield those of the ranks that compute the same part of a model, or share a parameter."""
@@ -333,7 +329,7 @@ class InferredReplicas:
         self, key: tuple[str, str], group: Array, values: SlotValues, step_view: StepView
     ) -> Iterator[Array]:
         """Yield the parts of a group of equal constants that are known to be replicas."""
-        local = (part for line in self._local_lines for part in self._by_part(line))
+        local = (part for line in self._local_lines for part in self.by_part(line))
         lines = (*self.lines, *local)
         is_line = any(len(group) == len(line) and (group == line).all() for line in lines)
         if is_line or self._is_proven(key, group, values, step_view):

@@ -240,7 +240,11 @@ def plan_assembly(
             return Refusal.about(members, Obstacle.RANGES, str(error))
         misfits = [rank for rank in members if rank in held and not _fits(held[rank], found)]
         if misfits:
-            return _misfit(held, misfits, _lengths(found))
+            text = (
+                f"{ranks_words(misfits[:1])} holds shape {list(held[misfits[0]])}, "
+                f"its layout says {list(_lengths(found))}"
+            )
+            return Refusal.about(misfits, Obstacle.SHAPE, text)
         if 0 in _lengths(found):
             continue
         present = [[rank for rank in summand if rank in held] for summand in part.summands]
@@ -370,16 +374,6 @@ def _part_ranges(
 def _fits(shape: tuple[int, ...], ranges: tuple[Ranges, ...]) -> bool:
     wanted = _lengths(ranges)
     return shape == wanted or (0 in shape and 0 in wanted)
-
-
-def _misfit(
-    held: Mapping[int, tuple[int, ...]], misfits: Sequence[int], wanted: tuple[int, ...]
-) -> Refusal:
-    text = (
-        f"{ranks_words(misfits[:1])} holds shape {list(held[misfits[0]])}, "
-        f"its layout says {list(wanted)}"
-    )
-    return Refusal.about(misfits, Obstacle.SHAPE, text)
 
 
 def tiling_problem(whole: tuple[int, ...], boxes: Sequence[tuple[Ranges, ...]]) -> str | None:

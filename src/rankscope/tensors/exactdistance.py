@@ -90,14 +90,14 @@ def exact_distance(first: torch.Tensor, second: torch.Tensor) -> ExactDistance:
         most = int(by_element.argmax())
         if float(by_element[most]) > greatest:
             greatest, where = float(by_element[most]), start + most
-    place = where if first_other < 0 else first_other
+    place, shape = where if first_other < 0 else first_other, tuple(first.shape)
     return ExactDistance(
         cross=cross,
         own=own,
         theirs=theirs,
         square=square,
         greatest=math.sqrt(max(greatest, 0.0)),
-        at=_index(place, tuple(first.shape)),
+        at=tuple(map(int, np.unravel_index(place, shape))) if len(flat[0]) else (0,) * len(shape),
         unequal=unequal,
         other_nonfinite=other,
     )
@@ -130,12 +130,3 @@ def _numbers(flat: torch.Tensor, is_complex: bool) -> torch.Tensor:
     if own.dtype.is_floating_point and own.dtype.itemsize == 1:  # torch converts it in one step
         own = own.float()
     return own.to(torch.float64).unsqueeze(-1)
-
-
-def _index(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the index, by dim, of an element in row-major order."""
-    found: list[int] = []
-    for size in reversed(shape):
-        flat, at = divmod(flat, size) if size else (0, 0)
-        found.append(at)
-    return tuple(reversed(found))

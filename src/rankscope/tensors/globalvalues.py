@@ -163,10 +163,6 @@ class _Planning:
         """True where a DTensor or a layout file says how the pieces lie."""
         self._notes: list[str] = []
 
-    @property
-    def _world(self) -> int:
-        return int(self._trace.run["world_size"])
-
     def whole(self) -> tuple[AssemblyPlan, list[str]]:
         """Return the plan and what is to be said of it."""
         found = plan_assemblies(self._pieces())
@@ -235,7 +231,7 @@ class _Planning:
                 "batches"
             )
             return join_replicas(plans)
-        dim = self._batch_dim
+        dim = self._trace.batch_dim
         joined = join_batches(peers.mesh, axes, plans, dim)
         self._say_if_ranks_lack("all batches there are")
         self._notes.append(
@@ -288,15 +284,11 @@ class _Planning:
         prints = prints_of(self._value.views)
         if len({*prints.values()}) != 1 or not prints.keys() >= self._shapes.keys():
             return False
-        dim = self._batch_dim
+        dim = self._trace.batch_dim
         return not all(
             len(shape) > dim and peers.samples.get(rank) and shape[dim] % peers.samples[rank] == 0
             for rank, shape in self._shapes.items()
         )
-
-    @property
-    def _batch_dim(self) -> int:
-        return self._trace.batch_dim
 
     def _owners(self) -> set[int]:
         """Return the ranks that should hold the value: those that do, and those that own the module
@@ -310,9 +302,10 @@ class _Planning:
 
     def _say_if_ranks_lack(self, what: str) -> None:
         traced = {int(rank["rank"]) for rank in self._trace.run["ranks"]}
-        if len(traced) < self._world:
+        world = int(self._trace.run["world_size"])
+        if len(traced) < world:
             self._notes.append(
-                f"{what}, but only {ranks_words(traced)} of {self._world} are in the trace"
+                f"{what}, but only {ranks_words(traced)} of {world} are in the trace"
             )
 
     def _error(self, text: str) -> LayoutError:

@@ -120,7 +120,7 @@ class _StepSearch:
             if is_right or pending.earlier_than(each) is None:
                 pending.summands(each)
                 return True
-        return pending.is_counted_elsewhere(index) or pending.is_due_to_another(index)
+        return pending.is_counted_elsewhere(index) or index in pending.explained
 
     def _is_of_all(self, phase: Phase) -> bool:
         """True where one origin stands for all values of a phase."""
@@ -394,7 +394,8 @@ class PendingValues:
         """Calls that were given summands."""
         self._given_to: dict[str, ComparedValue] = {}
         """Where the summands began that backward of a module was given, by its path."""
-        self._explained = self._explained_by_others()
+        self.explained = self._explained_by_others()
+        """Indices of the totals of a tensor that another module's part makes wrong."""
         self._gradients: dict[tuple[str, str], ComparedValue] = {}
         self._elsewhere: list[ComparedValue] = []
 
@@ -438,10 +439,6 @@ class PendingValues:
                 ):
                     found.add(index)
         return found
-
-    def is_due_to_another(self, index: int) -> bool:
-        """True for the total of a tensor that another module's part makes wrong."""
-        return index in self._explained
 
     def is_left_unreduced(self, each: ComparedValue) -> bool:
         """True for a parameter that ranks step with gradients of their own, so that it is another

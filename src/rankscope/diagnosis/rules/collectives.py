@@ -282,7 +282,8 @@ def _unlike_inputs(
     given = given or issue.call.slots.get("input")
     if given is None or given.dtype == "python" or issue.facts.get("object"):
         return None
-    if not _is_there(given, issue.ranks) or _is_late(given, issue.ranks):
+    late = int(ValueFlag.AFTER_CALL)
+    if not _is_there(given, issue.ranks) or (given.flags[given.at(issue.ranks)] & late).any():
         return None
     if not (_is_finite(given, issue.ranks) and _is_finite(output, issue.ranks)):
         return None
@@ -303,10 +304,6 @@ def _unlike_inputs(
     if test(issue, given, output):
         return None
     return "its output is not what its inputs give", issue.ranks
-
-
-def _is_late(values: SlotValues, ranks: Array) -> bool:
-    return bool((values.flags[values.at(ranks)] & int(ValueFlag.AFTER_CALL)).any())
 
 
 def _is_finite(values: SlotValues, ranks: Array) -> bool:

@@ -46,14 +46,11 @@ class _Family:
 
 def lost_reductions(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every output that is not replicated where its siblings' are."""
-    for groups in _by_size(step_view.same_inputs):
+    handed = step_view.same_inputs
+    for size in sorted({len(group) for group in handed}):
+        groups = np.stack([group for group in handed if len(group) == size])
         for family in _families(step_view, groups):
             yield from _judged(step_view, family)
-
-
-def _by_size(groups: tuple[Array, ...]) -> list[Array]:
-    sizes = sorted({len(group) for group in groups})
-    return [np.stack([g for g in groups if len(g) == size]) for size in sizes]
 
 
 def _families(step_view: JudgedStep, groups: Array) -> Iterable[_Family]:

@@ -63,7 +63,7 @@ def _of_one_part(values: SlotValues, replicas: InferredReplicas) -> list[SlotVie
     """Return what ranks hold that compute the same part of a model: stages of a pipeline may hold
     different things."""
     views = [view for view in values.views if view.dtype != "python"]
-    for part in replicas.by_part(values.ranks):
+    for part in replicas.by_part(values.ranks, fewest=1):
         own = [view for view in views if np.isin(part, view.ranks).any()]
         if len(own) > 1:
             return own
