@@ -13,6 +13,7 @@ from rankscope.tree.build import build
 from rankscope.tree.reader import open_trace
 from tests.export.conftest import call_rows, exported, held_values
 from tests.export.test_jsonl import COUNTS, STATISTICS
+from tests.tree.altered import alter_step
 from tests.tree.ranks_on_paper import PaperRank
 
 pq = pytest.importorskip("pyarrow.parquet", reason="the extra rankscope[parquet] is not installed")
@@ -200,8 +201,12 @@ def test_a_step_that_cannot_be_written_leaves_no_file(tmp_path):
     from rankscope.export.parquet import write_step
 
     trace = wide_trace(tmp_path)
-    columns = trace.columns()
-    trace._columns = dict(columns.items()) | {"values.rank": columns["values.rank"][:100]}
+
+    def unfit(columns, texts):
+        texts.append("no description")
+        columns["values.tensor"][-1] = len(texts) - 1  # read when values are written
+
+    alter_step(trace.path, unfit)
     with pytest.raises(TraceError, match="the trace is damaged"):
         write_step(trace, trace.steps[0], tmp_path / "out")
     assert not [f for f in (tmp_path / "out").rglob("*") if f.is_file()]

@@ -4,63 +4,52 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+
+import numpy as np
 
 from rankscope.errors import SelectionError
 from rankscope.export.place import ExportPlace
-from rankscope.export.rows import Row, rows_of
+from rankscope.export.rows import Cells, ExportedStep
 from rankscope.export.subset import Selection
-from rankscope.record.statistics import COUNTS, NUMBERS
 from rankscope.run.filenames import Progress
-from rankscope.tree.digests import Columns, column_digest
-from rankscope.tree.jsontext import number, statistic
+from rankscope.tree.jsontext import number
 from rankscope.tree.views import Trace
 
 __all__ = ["write"]
 
-_NUMBERS = (*COUNTS, *NUMBERS, "hash", "sketch")
+_TOGETHER = 4096
+"""Lines that are made at a time."""
 
 
 def write(
     trace: Trace, selection: Selection, place: ExportPlace, progress: Progress
 ) -> Sequence[str]:
     """Write the lines, one step in memory at a time."""
-    columns, ranks = trace.columns(), selection.ranks(trace)
+    ranks = selection.ranks(trace)
     groups, lines = len(selection.groups(trace)), 0
     encode = json.JSONEncoder(check_circular=False, allow_nan=False).encode
     with place.target.open("w", encoding="ascii") as file:
         for done, (step, nodes) in enumerate(selection.walk(trace)):
             progress("writing values", done / groups)
-            for row in rows_of(step, nodes, columns, ranks):
-                file.write(encode(_line(row, columns)) + "\n")
-                lines += 1
+            exported = ExportedStep(step, nodes, ranks, trace.path)
+            rows = exported.values()
+            for begin in range(0, len(rows), _TOGETHER):
+                cells = exported.value_cells(rows[begin : begin + _TOGETHER])
+                columns = (_finite(column) for column in cells.values())
+                file.writelines(encode(dict(zip(cells, line))) + "\n" for line in zip(*columns))
+            lines += len(rows)
     if not lines:
         raise SelectionError("the trace holds no value in what is asked for")
     return (f"{lines} values, one a line",)
 
 
-def _line(row: Row, columns: Columns) -> dict[str, Any]:
-    shared, fold, rank, at = row
-    is_digested = bool(columns["values.digested"][at])
-    return {
-        **shared,
-        "rank": rank,
-        "shape": fold.shape,
-        "flags": fold.flags,
-        "requires_grad": fold.requires_grad,
-        "note": fold.note,
-        "time_ns": int(columns["values.time_ns"][at]),
-        "reference": int(columns["values.reference"][at]) or None,
-        "digested": is_digested,
-        **(_numbers(columns, at) if is_digested else dict.fromkeys(_NUMBERS)),
-    }
-
-
-def _numbers(columns: Columns, at: int) -> dict[str, Any]:
-    digest = column_digest(columns, at)
-    return {
-        **{name: digest.number(name) for name in COUNTS},
-        **{name: statistic(digest.number(name)) for name in NUMBERS},
-        "hash": f"{digest.hash:016x}",
-        "sketch": [number(each) for each in digest.sketch],
-    }
+def _finite(cells: Cells) -> list[object]:
+    """Return rows with NaN and infinities as JSON holds them."""
+    listed, items = cells.listed(), cells.items
+    if cells.place is None and items.dtype.kind == "f":
+        for row in np.flatnonzero(~np.isfinite(items.reshape(len(items), -1)).all(axis=1)).tolist():
+            if items.ndim == 1:
+                listed[row] = None if listed[row] is None else number(listed[row])
+            else:
+                listed[row] = listed[row] and [number(each) for each in listed[row]]
+    return listed

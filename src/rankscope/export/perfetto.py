@@ -19,14 +19,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from rankscope.errors import SelectionError
 from rankscope.export import packets
 from rankscope.export.place import ExportPlace
-from rankscope.export.rows import rows_of
 from rankscope.export.subset import Selection, group_name
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_text
 from rankscope.record.statistics import COUNTS, numbers_with_first
+from rankscope.record.value import Digest
 from rankscope.run.filenames import Progress
-from rankscope.tree.digests import Columns, column_digest
 from rankscope.tree.views import Node, Step, Trace
 
 __all__ = ["MAX_EVENTS", "SliceEdge", "Span", "edges", "write"]
@@ -145,12 +144,12 @@ class _RankCall(NamedTuple):
     status: str
 
 
-def _calls_of(node: Node, columns: Columns) -> Iterator[_RankCall]:
-    """Yield the calls of a node of a trace with these columns, by rank."""
-    rows = slice(node.call_rows.start, node.call_rows.stop)
+def _calls_of(node: Node) -> Iterator[_RankCall]:
+    """Yield the calls of a node, by rank."""
+    rows = slice(*node.step.lists.first_call[node.row : node.row + 2])
     names = ("rank", "start_ns", "duration_ns", "status")
     for rank, start, duration, status in zip(
-        *(columns[f"calls.{name}"][rows].tolist() for name in names)
+        *(node.step[f"calls.{name}"][rows].tolist() for name in names)
     ):
         end = None if duration < 0 else start + duration
         yield _RankCall(rank, start, end, CallStatus.word_of(status))
@@ -165,7 +164,7 @@ def write(
     max_events: int = MAX_EVENTS,
 ) -> Sequence[str]:
     """Write the archive; steps that would be too much for a viewer are left out, and named."""
-    wanted, columns = selection.ranks(trace), trace.columns()
+    wanted = selection.ranks(trace)
     lives = _lives(trace, wanted, place.scratch)
     groups, written, left = len(selection.groups(trace)), 0, list[str]()
     for done, (step, nodes) in enumerate(selection.walk(trace)):
@@ -175,7 +174,7 @@ def write(
         if len(ranks) < len(counts):
             name = group_name(step)
             left.append(f"{name}, ranks {ranks_text(set(counts) - ranks)}" if ranks else name)
-        for rank in _write_step(step, nodes, lives, columns, ranks):
+        for rank in _write_step(step, nodes, lives, ranks):
             written += counts[rank]
     if not written:
         raise SelectionError(
@@ -212,8 +211,8 @@ def _said(written: int, here: list[_Rank], left: list[str], limit: int) -> list[
 def _lives(trace: Trace, wanted: frozenset[int], folder: Path) -> dict[tuple[int, int], _Rank]:
     """Return what becomes a process, by rank and incarnation."""
     lives = {}
-    starts = trace.columns()["calls.start_ns"]
-    epoch_ns = int(starts.min(initial=starts[0])) if len(starts) else 0
+    starts = (step.columns()["calls.start_ns"] for step in (*trace.setup, *trace.steps))
+    epoch_ns = min((int(each.min()) for each in starts if len(each)), default=0)
     taken = set[tuple[str, int]]()
     for number, one in enumerate(trace.run["ranks"]):
         rank, incarnation = int(one["rank"]), int(one["incarnation"])
@@ -261,7 +260,6 @@ def _write_step(
     step: Step,
     nodes: Sequence[Node],
     lives: dict[tuple[int, int], _Rank],
-    columns: Columns,
     ranks: frozenset[int],
 ) -> Iterator[int]:
     """Append a step to the files of its ranks; yield each rank that has it."""
@@ -269,13 +267,13 @@ def _write_step(
     instants: dict[int, list[tuple[int, bytes]]] = {rank: [] for rank in ranks}
     for node in nodes if ranks else ():
         shared = _call_content(step, node)
-        results = _results(step, node, columns, ranks)
+        results = _results(node, ranks)
         troubles = {
             (rank, trouble.status): trouble.error
             for trouble in _troubles(node)
             for rank in trouble.ranks
         }
-        for call in _calls_of(node, columns):
+        for call in _calls_of(node):
             if call.rank not in ranks:
                 continue
             own: dict[str, packets.Argument] = {"status": call.status}
@@ -342,33 +340,38 @@ def _trouble_content(node: Node, status: str, error: str) -> bytes:
     )
 
 
-def _results(
-    step: Step, node: Node, columns: Columns, ranks: frozenset[int]
-) -> dict[int, dict[str, packets.Argument]]:
+def _results(node: Node, ranks: frozenset[int]) -> dict[int, dict[str, packets.Argument]]:
     """Return what came out of a call on each rank, as arguments by slot."""
     stems = node.phase.facts.results
     found: dict[int, dict[str, packets.Argument]] = {}
-    for shared, fold, rank, row in rows_of(step, [node], columns, ranks) if stems else ():
-        slot = shared["slot"]
-        mine = found.setdefault(rank, {})
-        if slot.partition(".")[0] not in stems or len(mine) >= _MAX_RESULTS:
+    for slot in node.slots if stems else ():
+        if slot.slot.partition(".")[0] not in stems:
             continue
-        arguments: dict[str, packets.Argument] = {
-            "dtype": shared["dtype"],
-            "shape": "x".join(map(str, fold.shape)) or "scalar",
-        }
-        if shared["placements"]:
-            arguments["placements"] = " ".join(f"{k}={v}" for k, v in shared["placements"].items())
-        if fold.flags:
-            arguments["flags"] = ",".join(fold.flags)
-        if columns["values.digested"][row]:
-            digest = column_digest(columns, row)
-            numbers = {n: digest.number(n) for n in numbers_with_first("mean", "std")}
-            arguments |= {name: value for name, value in numbers.items() if not math.isnan(value)}
-            arguments |= {name: digest.number(name) for name in (*COUNTS[1:], *COUNTS[:1])}
-            arguments["hash"] = f"{digest.hash:016x}"
-        mine[slot] = arguments
+        digests = slot.per_rank()
+        placements = " ".join(f"{axis}={text}" for axis, text in slot.placements.items())
+        for piece in slot.pieces:
+            shared = {
+                "dtype": slot.dtype,
+                "shape": "x".join(map(str, piece.shape)) or "scalar",
+                **({"placements": placements} if placements else {}),
+                **({"flags": ",".join(piece.flags)} if piece.flags else {}),
+            }
+            for rank in ranks.intersection(piece.ranks):
+                mine = found.setdefault(rank, {})
+                if len(mine) < _MAX_RESULTS:
+                    mine[slot.slot] = shared | _numbers(digests[rank])
     return found
+
+
+def _numbers(digest: Digest | None) -> dict[str, packets.Argument]:
+    if digest is None:
+        return {}
+    numbers = {name: digest.number(name) for name in numbers_with_first("mean", "std")}
+    return {
+        **{name: value for name, value in numbers.items() if not math.isnan(value)},
+        **{name: digest.number(name) for name in (*COUNTS[1:], *COUNTS[:1])},
+        "hash": f"{digest.hash:016x}",
+    }
 
 
 def _pack(target: Path, trace: Trace, here: list[_Rank], left: list[str]) -> None:
