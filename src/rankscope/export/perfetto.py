@@ -89,13 +89,6 @@ _FIRST_FREE_PID = 1 << 22
 """Linux gives no larger one."""
 
 
-class _Slice(NamedTuple):
-    phase: str
-    start: int
-    end: float
-    content: bytes
-
-
 @dataclass(slots=True)
 class _Rank:
     """One life of one rank: its file, and the tracks it has so far."""
@@ -131,28 +124,6 @@ class _Rank:
             made = [packets.clock(self.epoch_ns), head, *made]
         with self.path.open("ab") as file:
             file.writelines(made)
-
-
-class _RankCall(NamedTuple):
-    """One rank's call."""
-
-    rank: int
-    start: int
-    """Wall clock, ns."""
-    end: int | None
-    """None where it was not recorded."""
-    status: str
-
-
-def _calls_of(node: Node) -> Iterator[_RankCall]:
-    """Yield the calls of a node, by rank."""
-    rows = slice(*node.step.lists.first_call[node.row : node.row + 2])
-    names = ("rank", "start_ns", "duration_ns", "status")
-    for rank, start, duration, status in zip(
-        *(node.step[f"calls.{name}"][rows].tolist() for name in names)
-    ):
-        end = None if duration < 0 else start + duration
-        yield _RankCall(rank, start, end, CallStatus.word_of(status))
 
 
 def write(
@@ -263,49 +234,54 @@ def _write_step(
     ranks: frozenset[int],
 ) -> Iterator[int]:
     """Append a step to the files of its ranks; yield each rank that has it."""
-    slices: dict[int, list[_Slice]] = {rank: [] for rank in sorted(ranks)}
+    slices: dict[int, dict[str, list[Span[bytes]]]] = {rank: {} for rank in sorted(ranks)}
     instants: dict[int, list[tuple[int, bytes]]] = {rank: [] for rank in ranks}
+    names = ("rank", "start_ns", "duration_ns", "status")
     for node in nodes if ranks else ():
-        shared = _call_content(step, node)
+        shared, phase = _call_content(step, node), node.phase.word
         results = _results(node, ranks)
         troubles = {
             (rank, trouble.status): trouble.error
             for trouble in _troubles(node)
             for rank in trouble.ranks
         }
-        for call in _calls_of(node):
-            if call.rank not in ranks:
+        rows = slice(*node.step.lists.first_call[node.row : node.row + 2])
+        own = (node.step[f"calls.{name}"][rows].tolist() for name in names)
+        for rank, start, duration, ended in zip(*own):
+            if rank not in ranks:
                 continue
-            own: dict[str, packets.Argument] = {"status": call.status}
-            content = shared + packets.arguments("", "", own | results.get(call.rank, {}))
-            end = math.inf if call.end is None else call.end
-            slices[call.rank].append(_Slice(node.phase.word, call.start, end, content))
+            said = {"status": CallStatus.word_of(ended), **results.get(rank, {})}
+            content = shared + packets.arguments("", "", said)
+            end = math.inf if duration < 0 else start + duration
+            slices[rank].setdefault(phase, []).append(Span(start, end, content))
             for status in (CallStatus.RAISED.word, "error"):
-                if (call.rank, status) in troubles:
-                    at = call.start if call.end is None else call.end
-                    error = troubles[call.rank, status]
-                    instants[call.rank].append((at, _trouble_content(node, status, error)))
+                if (rank, status) in troubles:
+                    at = start if duration < 0 else start + duration
+                    error = _trouble_content(node, status, troubles[rank, status])
+                    instants[rank].append((at, error))
     for rank, found in slices.items():
         life = lives.get((rank, step.incarnation))
         if life is not None and found:
-            made = list(_step_packets(step, life, found, instants[rank]))
-            life.append(made)
+            life.append(_step_packets(step, life, found, instants[rank]))
             yield rank
 
 
 def _step_packets(
-    step: Step, life: _Rank, slices: list[_Slice], instants: list[tuple[int, bytes]]
+    step: Step,
+    life: _Rank,
+    slices: dict[str, list[Span[bytes]]],
+    instants: list[tuple[int, bytes]],
 ) -> list[bytes]:
     made: list[bytes] = []
-    first = min(each.start for each in slices)
-    last = max(each.start if each.end == math.inf else int(each.end) for each in slices)
+    every = [span for spans in slices.values() for span in spans]
     track = life.track(_STEPS, 0, made)
     own: dict[str, packets.Argument] = {"step": step.step, "incarnation": step.incarnation}
     name = "setup" if step.is_setup else f"{step.mode.word} step {step.step}"
+    first = min(span.start for span in every)
     made.append(packets.begin(track, first, packets.arguments(name, "step", own)))
+    last = max(span.start if span.end == math.inf else int(span.end) for span in every)
     made.append(packets.end(track, last))
-    for phase in dict.fromkeys(each.phase for each in slices):
-        spans = [Span(each.start, each.end, each.content) for each in slices if each.phase == phase]
+    for phase, spans in slices.items():
         for edge in edges(spans):
             track = life.track(phase, edge.lane, made)
             if edge.begins is None:
