@@ -15,6 +15,7 @@ import pytest
 import rankscope
 from tests import forked
 from tests.conftest import REPOSITORY
+from tests.tree import record_forms
 from tests.tree.record_golden import rebuilt, unpacked
 
 PACKAGE = Path(rankscope.__file__).parent
@@ -47,9 +48,9 @@ from rankscope.tree.build import recover
 from rankscope.tree.reader import open_trace
 from tests.tree import columntable
 
-records, folder, before = map(Path, sys.argv[1:])
+records, folder, before, form = map(Path, sys.argv[1:])
 recover([records], folder / "trace")
-trace, older = open_trace(folder / "trace"), open_trace(before)
+trace = open_trace(folder / "trace")
 
 def exported(trace, name, out):
     export(trace, name, out, Selection(), lambda what, part: None)
@@ -63,7 +64,7 @@ def told(trace, name):
         import pyarrow.dataset as dataset
     except ImportError:
         return found
-    out = exported(trace, "parquet", folder / name)
+    out = exported(trace, "parquet", folder / f"{name}-parquet")
     for table, new in (("values", ["owner", "digested"]), ("calls", ["seen_ns", "start_ns"])):
         rows = dataset.dataset(out / table).to_table()
         found[table] = list(zip(*(rows[name].to_pylist() for name in new)))
@@ -94,7 +95,8 @@ print(json.dumps({
     "tree": [each["owner"] for each in digests(tree["steps"][0]["nodes"])],
     "docs": columntable.tables(),
     "new": told(trace, "new"),
-    "older": told(older, "older"),
+    "before": told(open_trace(before), "before"),
+    "format 1": told(open_trace(form), "form"),
 }))
 """
 
@@ -126,7 +128,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     records = unpacked(JOB, folder / "records")
     rebuilt(records, folder / "before")
     (folder / "program.py").write_text(PROGRAM)
-    arguments = map(str, (folder / "program.py", records, folder, folder / "before"))
+    form, _ = record_forms.unpacked("inline", folder / "form")  # of format 1
+    arguments = map(str, (folder / "program.py", records, folder, folder / "before", form))
     done = forked.run(
         [sys.executable, *arguments],
         env={**os.environ, "PYTHONPATH": f"{folder / 'src'}{os.pathsep}{REPOSITORY}"},
@@ -171,6 +174,10 @@ def test_a_new_column_stands_in_the_exports(found: dict[str, Any]) -> None:
     assert all(seen == start for seen, start in new["calls"])
 
 
-def test_a_trace_from_before_a_column_says_that_it_is_missing(found: dict[str, Any]) -> None:
-    assert {owner for owner, is_digested in found["older"]["jsonl"] if is_digested} == {7}
-    assert {seen for seen, _ in found["older"].get("calls", [(7, 0)])} == {7}
+@pytest.mark.parametrize("which", ["before", "format 1"])
+def test_a_trace_from_before_a_column_says_that_it_is_missing(
+    found: dict[str, Any], which: str
+) -> None:
+    older = found[which]
+    assert {owner for owner, is_digested in older["jsonl"] if is_digested} == {7}
+    assert {seen for seen, _ in older.get("calls", [(7, 0)])} == {7}

@@ -31,7 +31,7 @@ from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.digests import Columns
 from rankscope.tree.joinedcolumns import join_columns
 from rankscope.tree.step import StepColumns, StepHead, StepTexts
-from rankscope.tree.stepfile import head_of
+from rankscope.tree.stepfile import head_of, missing_rows
 from rankscope.tree.tracejson import load_json
 from rankscope.tree.views import meshes_of
 
@@ -263,11 +263,10 @@ class _Reader:
             own[f"values.{name}"] = np.concatenate([*parts, np.empty(0, np.int64)])
         columns |= own
         columns["samples.sketch"] = self._samples(columns)
-        for name in COLUMNS:
-            if name.startswith("values.") and name not in columns:
-                count, width = last - first, COLUMNS[name].width
-                shape = (count,) if width == 1 else (count, width)
-                columns[name] = np.zeros(shape, COLUMNS[name].dtype)
+        counts = {"values": last - first, "calls": len(columns.get("calls.node", ()))}
+        for name, column in COLUMNS.items():
+            if column.table in counts and name not in columns:
+                columns[name] = missing_rows(column, counts[column.table])
         return StepColumns(
             head=self._head, columns=columns, texts=StepTexts(self._items), began_ns=began_ns,
             first_value=first, first_call=self._first_call or 0,

@@ -27,7 +27,7 @@ from rankscope.tree.columns import map_columns
 from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.step import StepColumns, StepHead, StepTexts
 
-__all__ = ["StepFiles", "entry_of", "head_of", "write_steps"]
+__all__ = ["StepFiles", "entry_of", "head_of", "missing_rows", "write_steps"]
 
 Array = NDArray[Any]
 Entry = Mapping[str, Any]
@@ -149,7 +149,9 @@ class StepFiles:
                     begin, end = entry["rows"][column.table]
                     found = columns.get(column.name)
                     if found is None:
-                        found = _missing(column, end)
+                        if column.since <= _FIRST_FORMAT:
+                            raise KeyError(column.name)
+                        found = missing_rows(column, end)
                     if not 0 <= begin <= end <= len(found):
                         raise ValueError(f"rows {begin} to {end} of {len(found)} of {column.name}")
                     own[column.name] = found[begin:end].view(np.ndarray)  # faster than a map
@@ -208,14 +210,8 @@ class _FileTexts(Sequence[object]):
         return found
 
 
-def _missing(column: Column, count: int) -> Array:
-    """Return what a file says that was written before there was this column.
-
-    Raises:
-        KeyError: there always was.
-    """
-    if column.since <= _FIRST_FORMAT:
-        raise KeyError(column.name)
+def missing_rows(column: Column, count: int) -> Array:
+    """Return rows of a column that nothing was written of."""
     shape = (count,) if column.width == 1 else (count, column.width)
     return np.broadcast_to(np.array(column.missing, column.dtype), shape)
 
