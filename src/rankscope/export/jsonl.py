@@ -26,11 +26,10 @@ def write(
 ) -> Sequence[str]:
     """Write the lines, one step in memory at a time."""
     ranks = selection.ranks(trace)
-    groups, lines = len(selection.groups(trace)), 0
+    lines = 0
     encode = json.JSONEncoder(check_circular=False, allow_nan=False).encode
     with place.target.open("w", encoding="ascii") as file:
-        for done, (step, nodes) in enumerate(selection.walk(trace)):
-            progress("writing values", done / groups)
+        for step, nodes in selection.walk(trace, progress, "writing values"):
             exported = ExportedStep(step, nodes, ranks, trace.path)
             rows = exported.values()
             for begin in range(0, len(rows), _TOGETHER):

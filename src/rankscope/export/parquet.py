@@ -117,10 +117,8 @@ def write(
 ) -> Sequence[str]:
     """Write the tables, step by step."""
     ranks = selection.ranks(trace)
-    groups = len(selection.groups(trace))
     every = []
-    for done, (step, nodes) in enumerate(selection.walk(trace)):
-        progress("writing values", done / groups)
+    for step, nodes in selection.walk(trace, progress, "writing values"):
         every.append(write_step(trace, step, place.target, nodes=nodes, ranks=ranks))
     values, samples, made = (sum(counts) for counts in zip(*every))
     if not values:

@@ -137,9 +137,8 @@ def write(
     """Write the archive; steps that would be too much for a viewer are left out, and named."""
     wanted = selection.ranks(trace)
     lives = _lives(trace, wanted, place.scratch)
-    groups, written, left = len(selection.groups(trace)), 0, list[str]()
-    for done, (step, nodes) in enumerate(selection.walk(trace)):
-        progress("writing calls", done / groups)
+    written, left = 0, list[str]()
+    for step, nodes in selection.walk(trace, progress, "writing calls"):
         counts = _events(nodes, wanted)
         ranks = _fitting(counts, max_events - written) if not left else frozenset[int]()
         if len(ranks) < len(counts):
