@@ -75,7 +75,7 @@ class Root(nn.Module):
 
 def compared(trace: Trace, cloned: Cloned) -> dict[tuple[str, str], bool]:
     """Hold everything kept against the clones; return for each slot whether it was kept."""
-    columns, files = trace.columns(), trace.tensor_files
+    files = trace.tensor_files
     found: dict[tuple[str, str], bool] = {}
     calls: dict[str, int] = {}
     nodes = sorted(
@@ -87,7 +87,7 @@ def compared(trace: Trace, cloned: Cloned) -> dict[tuple[str, str], bool]:
         for view in node.slots:
             if (name, view.slot) not in cloned:
                 continue
-            reference = int(columns["values.reference"][view.rows[0]])
+            reference = int(view.step["values.reference"][view.rows.start])
             found[name, view.slot] = bool(reference)
             if reference:
                 stored = files.find(0, 0, reference)
@@ -254,14 +254,13 @@ def test_many_inputs_tied_weights_and_outputs_that_come_back_as_inputs(tmp_path:
     trace = traced_unharmed(program, tmp_path / "t", tensors="**")
     found = compared(trace, cloned)
     assert len(found) == 800 and all(found.values())
-    columns = trace.columns()
     first = {
-        view.slot: int(columns["values.reference"][view.rows[0]])
+        view.slot: int(view.step["values.reference"][view.rows.start])
         for node in trace.find("twice", phase="setup")
         for view in node.slots
     }
     again = {
-        view.slot: int(columns["values.reference"][view.rows[0]])
+        view.slot: int(view.step["values.reference"][view.rows.start])
         for node in trace.find("tied", phase="setup")
         for view in node.slots
     }
@@ -317,11 +316,12 @@ def test_forwards_of_several_threads_are_each_kept_as_they_were(tmp_path: Path) 
         for worker in workers:
             worker.join()
     trace = handle.open()
-    columns, files, seen = trace.columns(), trace.tensor_files, []
+    files, seen = trace.tensor_files, []
     for node in trace.find("0", phase="forward"):
         by_slot = {view.slot: view for view in node.slots}
         references = {
-            slot: int(columns["values.reference"][view.rows[0]]) for slot, view in by_slot.items()
+            slot: int(view.step["values.reference"][view.rows.start])
+            for slot, view in by_slot.items()
         }
         given = torch.tensor(files.find(0, 0, references["input.0"]).array())
         made = torch.tensor(files.find(0, 0, references["output"]).array())
@@ -345,10 +345,7 @@ def test_gradients_that_come_steps_after_their_forward_are_kept(
             rankscope.step()
         sum(losses).backward()
     trace = handle.open()
-    references = trace.columns()["values.reference"]
     kept = [
-        bool(references[view.rows[0]])
-        for node in trace.find("1", phase="backward")
-        for view in node.slots
+        bool(view.references()) for node in trace.find("1", phase="backward") for view in node.slots
     ]
     assert kept == [True] * 10

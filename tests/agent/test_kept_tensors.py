@@ -66,10 +66,9 @@ def odd_program(use_reentrant: bool) -> Any:
 
 def values_of(trace: Trace) -> Iterator[tuple[Node, SlotView, int]]:
     """Every slot of every node, and the reference of rank 0's bytes."""
-    columns = trace.columns()
     for node in trace.walk():
         for view in node.slots:
-            yield node, view, int(columns["values.reference"][view.rows[0]])
+            yield node, view, int(view.step["values.reference"][view.rows.start])
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])

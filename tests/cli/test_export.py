@@ -169,14 +169,9 @@ def test_an_interrupted_export_leaves_nothing_at_all(long_job, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("name", formats())
-def test_memory_does_not_grow_with_the_steps(long_job, tmp_path, name, monkeypatch):
-    """Beyond what a trace of any length may hold of columns."""
-    monkeypatch.setattr("rankscope.tree.joinedcolumns._FEW", -1)
-    monkeypatch.setattr("rankscope.tree.joinedcolumns._MOST_OPEN", 1)
-
+def test_memory_does_not_grow_with_the_steps(long_job, tmp_path, name):
     def peak(steps):
         trace = open_trace(long_job[steps])
-        trace.columns()
         tracemalloc.start()
         export(trace, name, tmp_path / str(steps), Selection(), lambda what, part: None)
         _, most = tracemalloc.get_traced_memory()

@@ -57,8 +57,7 @@ def stored(found: Trace, path: str, slot: str) -> list[object]:
     """Return the elements kept of each rank; where none were, whose are kept and not kept."""
     (node,) = found.find(path, phase="forward")
     (view,) = (view for view in node.slots if view.slot == slot)
-    columns = found.columns()
-    keys = [int(columns["values.reference"][row]) for row in view.rows]
+    keys = view.step["values.reference"][view.rows].tolist()
     if not all(keys):
         return [ranks_text(view.references()), ranks_text(view.not_kept)]
     return [
@@ -125,12 +124,13 @@ def test_torchs_count_of_a_collective_goes_on_in_steps_that_are_not_traced(
 ) -> None:
     out, answers = traced_with_answers(ranks, counts, folder=tmp_path, world=2)
     trace = open_trace(out)
-    columns = trace.columns()
-    rows = {is_one: [
-        row for node in trace.walk() if (node.phase is Phase.COLLECTIVE) is is_one
-        for row in node.call_rows
-    ] for is_one in (True, False)}  # fmt: skip
-    assert not columns["calls.issued"][rows[False]].any()
+    issued: dict[int, list[int]] = {}
+    for node in trace.walk():
+        numbers = node.step["calls.issued"][node.call_rows]
+        if node.phase is Phase.COLLECTIVE:
+            for rank, number in zip(node.ranks, numbers.tolist()):
+                issued.setdefault(rank, []).append(number)
+        else:
+            assert not numbers.any()
     for rank, after in enumerate(answers):
-        own = [row for row in rows[True] if columns["calls.rank"][row] == rank]
-        assert sorted(columns["calls.issued"][own].tolist()) == after
+        assert sorted(issued[rank]) == after

@@ -12,7 +12,6 @@ from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 from rankscope.tree.build import build
-from rankscope.tree.digests import column_digest
 from rankscope.tree.reader import open_trace
 from tests.tree.jobs import grid_job
 from tests.tree.ranks_on_paper import PaperRank
@@ -112,13 +111,14 @@ def call_rows(trace):
 
 def held_values(trace):
     """{(node, slot, rank): numbers or None}: each rank's own, as `open_trace` reads the columns."""
-    columns, held = trace.columns(), {}
+    held = {}
     for node in trace.walk():
         for slot in node.slots:
             folded = slot.per_rank()
-            for row in slot.rows:
+            columns = slot.step
+            for row in range(slot.rows.start, slot.rows.stop):
                 rank = int(columns["values.rank"][row])
-                own = column_digest(columns, row) if columns["values.digested"][row] else None
+                own = columns.digest(row)
                 assert getattr(folded[rank], "hash", None) == getattr(own, "hash", None)
                 held[node.id, slot.slot, rank] = own
     return held

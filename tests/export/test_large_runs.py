@@ -135,11 +135,10 @@ def test_the_norm_of_a_sharded_gradient_is_that_of_the_whole(ask, runs):
 
 def test_the_slowest_rank_of_a_module_is_the_one_that_sleeps(ask, runs):
     trace = runs["drifts"][0]
-    columns = trace.columns()
     spent = {}
     for node in trace.walk():
         if node.phase is Phase.FORWARD:
-            own = slice(node.call_rows.start, node.call_rows.stop)
+            columns, own = node.step, node.call_rows
             for rank, ns in zip(columns["calls.rank"][own], columns["calls.duration_ns"][own]):
                 spent.setdefault(node.path, {}).setdefault(int(rank), []).append(int(ns))
     rows = {row["path"]: row for row in ask("drifts", "Which rank is slowest in each module?")}

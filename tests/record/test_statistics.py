@@ -78,8 +78,8 @@ jsonschema.Draft202012Validator(schema()).validate(text)
 trace = open_trace(folder / "trace")
 (node,) = trace.find("", phase="forward")
 value, shard = node.value("output.plain"), node.value("output.sharded")
-columns = trace.columns()
-row = next(s for s in node.slots if s.slot == "output.plain").rows[0]
+columns = node.step
+row = next(s for s in node.slots if s.slot == "output.plain").rows.start
 names = ["median_abs", "abs_sum", "mean"]
 slots = {s["slot"]: s for s in text["steps"][0]["nodes"][0]["slots"]}
 rankscope_says("export", folder / "trace", "--format", "jsonl", "--out", folder / "x.jsonl")

@@ -21,7 +21,6 @@ from rankscope.spool.settledprefix import settled_to
 from rankscope.spool.streamreader import StreamReader
 from rankscope.tree.build import build, recover
 from rankscope.tree.growingtree import GrowingTree, grown_steps
-from rankscope.tree.joinedcolumns import JoinedColumn
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
 from tests import forked
@@ -185,33 +184,28 @@ def test_a_step_that_comes_long_after_it_was_written_is_counted(tmp_path: Path):
     assert "came after their step was written" in note
 
 
-def test_columns_of_many_files_are_read_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_columns_of_a_trace_are_those_of_its_steps_behind_each_other(tmp_path: Path):
     out, work = job(tmp_path), tmp_path / "work"
     for _ in grown(out, work, pieces=9):
         pass
     build(work)
     files = {step["file"] for step in json.loads((work / TRACE_NAME).read_text())["steps"]}
     assert len(files) > 3
-    at_once = open_trace(work).columns()
-    monkeypatch.setattr("rankscope.tree.joinedcolumns._FEW", -1)
-    columns = open_trace(work).columns()
-    rng = np.random.default_rng(0)
-    for name, column in columns.items():
-        assert isinstance(column, JoinedColumn)
-        whole = np.asarray(column)
-        np.testing.assert_array_equal(whole, at_once[name])
-        assert len(whole) == len(column) and whole.shape == column.shape
-        size = len(whole)
-        for _ in range(20 if size else 0):
-            first, last = sorted(rng.integers(0, size + 1, 2).tolist())
-            np.testing.assert_array_equal(column[first:last], whole[first:last])
-            rows = rng.integers(-size, size, 10)
-            np.testing.assert_array_equal(column[rows], whole[rows])
-            np.testing.assert_array_equal(column[first : first + 1], whole[first : first + 1])
-        mask = rng.integers(0, 2, size).astype(bool)
-        np.testing.assert_array_equal(column[mask], whole[mask])
-        with pytest.raises(IndexError):
-            column[size]
+    trace = open_trace(work)
+    steps = [step.columns() for step in (*trace.setup, *trace.steps)]
+    every = trace.columns()
+    assert {"values.hash", "calls.start_ns", "samples.sketch", "values.incarnation"} <= {*every}
+    first_sample = 0
+    for name in {*every} - {"values.sample_row", "values.incarnation"}:
+        np.testing.assert_array_equal(every[name], np.concatenate([step[name] for step in steps]))
+    for step, at in zip(steps, np.cumsum([len(step["values.rank"]) for step in steps])):
+        rows = slice(at - len(step["values.rank"]), at)
+        own = step["values.sample_row"]
+        assert (every["values.incarnation"][rows] == step.head.incarnation).all()
+        moved = np.where(own >= 0, own + first_sample, -1)
+        np.testing.assert_array_equal(every["values.sample_row"][rows], moved)
+        first_sample += len(step["samples.sketch"])
+    assert first_sample == len(every["samples.sketch"])
 
 
 class Pens:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope.diagnosis.check import check
-from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.finalreport import report_json
 from rankscope.errors import RankscopeError, TraceError
 from rankscope.layout.layoutfile import LayoutFile
@@ -155,9 +154,8 @@ class TopSource:
     def _finished(self) -> tuple[list[RankStatus], dict[str, Any]]:
         """Return how the ranks of a finished trace ended, and what else is said of it."""
         trace = open_trace(self._folder)
-        known: list[CheckContext] = []
-        report = check(trace, self._layouts, each_step=lambda _, context: known.append(context))
-        places, _ = places_in(trace, known[-1] if known else None)
+        report = check(trace, self._layouts)
+        places, _ = places_in(trace)
         hosts = {int(each["rank"]): str(each["host"]) for each in trace.run["ranks"]}
         statuses = [
             RankStatus(rank=rank, host=hosts.get(rank, ""), place=place)

@@ -6,14 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.stepview import CallView, StepView
+from rankscope.diagnosis.rankclock import times_of_value
+from rankscope.diagnosis.stepview import CallView, SlotValues, StepView
 from rankscope.record.call import Mode
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 
-__all__ = ["Candidate", "candidate_at"]
+__all__ = ["Candidate", "candidate_at", "candidate_of"]
 
 Array = NDArray[Any]
 
@@ -79,4 +81,23 @@ def candidate_at(
         times_ns=times_ns,
         message=message,
         **more,
+    )
+
+
+def candidate_of(
+    step_view: StepView,
+    values: SlotValues,
+    kind: Kind,
+    ranks: Array | list[int],
+    message: str,
+    *,
+    members: Array | None = None,
+    **more: Any,
+) -> Candidate:
+    """Return a candidate in a value of a step, when its members had it: they are the faulty ranks
+    where nothing else is said."""
+    of = np.asarray(ranks) if members is None else members
+    times_ns = times_of_value(values, of)
+    return candidate_at(
+        step_view, values.call, kind, values.slot, ranks, of, times_ns, message, **more
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, overload
+from typing import Any, Final
 
 from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.causeorder import Join
@@ -20,7 +20,6 @@ from rankscope.diagnosis.lastcalls import ORDERLY
 from rankscope.diagnosis.layouts import Layouts
 from rankscope.diagnosis.matchedcollectives import MatchedCollectives
 from rankscope.diagnosis.messages import Message, Messages
-from rankscope.diagnosis.rankclock import RankClock
 from rankscope.diagnosis.replicas import InferredReplicas
 from rankscope.diagnosis.rules.carried import carried_gradients
 from rankscope.diagnosis.rules.detached import detached_by_collectives
@@ -51,11 +50,9 @@ from rankscope.diagnosis.rules.weights import other_weights
 from rankscope.diagnosis.stepview import StepView, step_view_of
 from rankscope.diagnosis.unevensteps import note_stepped_models, without_uneven_steps
 from rankscope.diagnosis.unreduced import note_unreduced, without_unreduced
-from rankscope.errors import TraceError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.finding import Kind, Report
 from rankscope.run.filenames import Progress
-from rankscope.tree.joinedcolumns import as_arrays
 from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.summary import ended_words
 from rankscope.tree.views import Step, Trace
@@ -132,7 +129,7 @@ def _checked(
     for number, step in enumerate(steps):
         if progress is not None:
             progress("checking", number / len(steps))
-        step_view = step_view_of(step, context.columns)
+        step_view = step_view_of(step)
         candidates += _judged(step_view, context)
         messages.note(step_view, number, context)
         matched.note(step_view, number, context)
@@ -141,11 +138,10 @@ def _checked(
         if each_step is not None:
             each_step(step_view, context)
         context.coverage.next_step()
-    candidates += _wrongly_received(messages, steps, context)
+    candidates += _wrongly_received(messages, steps)
     candidates += always_lost_micro_batches(context)
     candidates = without_unreduced(without_uneven_steps(candidates, context), context)
-    again = _StepViews(steps, context)
-    candidates = matched.judged(candidates, again, context, ends_of(trace))
+    candidates = matched.judged(candidates, steps, ends_of(trace))
     candidates += _of_the_end(trace, steps, context)
     _note_stalls(trace, context, candidates)
     words = ended_words(trace.run)
@@ -156,45 +152,18 @@ def _checked(
     joins: list[Join] = []
     if len(candidates) > 1:
         joins += messages.joins()
-        for number, step_view in enumerate(again):
+        for number, step_view in enumerate(map(step_view_of, steps)):
             joins += joins_of(step_view, context, functools.partial(matched.is_one, number))
     return made_report(trace, context, candidates, joins)
 
 
-class _StepViews(Sequence[StepView]):
-    """The steps of a trace, each read when it is asked for and not kept."""
-
-    def __init__(self, steps: Sequence[Step], context: CheckContext) -> None:
-        self._steps, self._columns = steps, context.columns
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    @overload
-    def __getitem__(self, number: int) -> StepView: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[StepView]: ...
-
-    def __getitem__(self, number: int | slice) -> StepView | Sequence[StepView]:
-        if isinstance(number, slice):
-            return [step_view_of(step, self._columns) for step in self._steps[number]]
-        return step_view_of(self._steps[number], self._columns)
-
-
 def _context(trace: Trace, layouts: LayoutFile | None) -> CheckContext:
-    columns = as_arrays(trace.columns())
-    try:
-        return CheckContext(
-            run=trace.run,
-            columns=columns,
-            layouts=Layouts(layouts, int(trace.run["world_size"])),
-            clock=RankClock(columns),
-            coverage=Coverage(),
-            hosts={rank["rank"]: str(rank["host"]) for rank in trace.completeness["ranks"]},
-        )
-    except KeyError as error:
-        raise TraceError(f"{trace.path}: the values have no column {error}") from error
+    return CheckContext(
+        run=trace.run,
+        layouts=Layouts(layouts, int(trace.run["world_size"])),
+        coverage=Coverage(),
+        hosts={rank["rank"]: str(rank["host"]) for rank in trace.completeness["ranks"]},
+    )
 
 
 def _of_the_end(trace: Trace, steps: Sequence[Step], context: CheckContext) -> Iterable[Candidate]:
@@ -210,7 +179,7 @@ def _of_the_end(trace: Trace, steps: Sequence[Step], context: CheckContext) -> I
         if ran := behind & _ranks_of(step):  # one that others did not wait for may have ended early
             final.insert(0, step)
             behind -= ran
-    return ended_badly(trace, context, [step_view_of(step, context.columns) for step in final])
+    return ended_badly(trace, context, [step_view_of(step) for step in final])
 
 
 def _ranks_of(step: Step) -> set[int]:
@@ -241,16 +210,14 @@ def _with_stalls(
     return {**evidence(), "stalls": stalls}
 
 
-def _wrongly_received(
-    messages: Messages, steps: Sequence[Step], context: CheckContext
-) -> Iterator[Candidate]:
+def _wrongly_received(messages: Messages, steps: Sequence[Step]) -> Iterator[Candidate]:
     """Read the steps again in which something came that was not sent: most traces have none."""
     wrong: dict[int, list[Message]] = {}
     for message in messages.paired():
         if message.is_other:
             wrong.setdefault(message.received.step, []).append(message)
     for number, found in sorted(wrong.items()):
-        yield from wrong_messages(step_view_of(steps[number], context.columns), context, found)
+        yield from wrong_messages(step_view_of(steps[number]), found)
 
 
 def _judged(step_view: StepView, context: CheckContext) -> list[Candidate]:

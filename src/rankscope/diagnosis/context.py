@@ -7,16 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_at
+from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.coverage import Coverage
 from rankscope.diagnosis.layouts import Layouts
-from rankscope.diagnosis.rankclock import RankClock
 from rankscope.diagnosis.replicas import InferredReplicas
 from rankscope.diagnosis.stepview import SlotValues, StepView
-from rankscope.record.finding import Kind
 
 __all__ = ["CheckContext", "IncarnationState", "Latest", "Left"]
 
@@ -133,9 +130,7 @@ class CheckContext:
 
     run: Mapping[str, Any]
     """The run header, as in docs/trace-format.md."""
-    columns: Mapping[str, Array]
     layouts: Layouts
-    clock: RankClock
     coverage: Coverage
     hosts: Mapping[int, str] = field(default_factory=dict)
     """{rank: its host}"""
@@ -146,25 +141,3 @@ class CheckContext:
         if incarnation not in self.incarnations:
             self.incarnations[incarnation] = IncarnationState(replicas=InferredReplicas(None))
         return self.incarnations[incarnation]
-
-    def candidate(
-        self,
-        step_view: StepView,
-        values: SlotValues,
-        kind: Kind,
-        ranks: Array | list[int],
-        message: str,
-        *,
-        members: Array | None = None,
-        **more: Any,
-    ) -> Candidate:
-        """Return a candidate in a value of a step, when its members had it: they are the faulty
-        ranks where nothing else is said."""
-        of = np.asarray(ranks) if members is None else members
-        call, slot = values.call, values.slot
-        times_ns = self.times(values, of)
-        return candidate_at(step_view, call, kind, slot, ranks, of, times_ns, message, **more)
-
-    def times(self, values: SlotValues, ranks: Array) -> Array:
-        """Return when these ranks had the value."""
-        return self.clock.of_value(values, ranks)

@@ -25,6 +25,7 @@ from rankscope.diagnosis.lastcalls import (
     last_calls,
     last_words,
 )
+from rankscope.diagnosis.rankclock import times_of_call
 from rankscope.diagnosis.stepview import CallView, StepView
 from rankscope.errors import TraceError
 from rankscope.record.finding import Kind
@@ -60,7 +61,7 @@ def ended_badly(
         step_views: the last steps of the last incarnation.
     """
     ends = ends_of(trace)
-    last = last_calls(step_views, context)
+    last = last_calls(step_views)
     ended = trace.run.get("ended")
     if trace.is_live or ended is not None:
         at = (ended or {}).get("at")
@@ -69,11 +70,11 @@ def ended_badly(
     unrecorded = _unrecorded(trace, last)
     # what others wait for may be what a full spool had no room for
     are_left = ended is None and not trace.stalls and _are_left(last, ends)
-    hangs = [] if unrecorded or are_left else list(hangs_of(step_views, context, last, ends))
+    hangs = [] if unrecorded or are_left else list(hangs_of(step_views, last, ends))
     yield from hangs
     if ended is None:  # else no rank failed: the job was ended from outside
         is_explained = bool(hangs) or bool(ranks_left_open(step_views, last, ends))
-        yield from _crashes(trace, context, last, unrecorded, is_explained=is_explained)
+        yield from _crashes(trace, last, unrecorded, is_explained=is_explained)
 
 
 def _are_left(last: Mapping[int, LastCall], ends: Mapping[int, str]) -> bool:
@@ -125,7 +126,6 @@ def _is_behind(call: LastCall | None, since: Mapping[str, Any]) -> bool:
 
 def _crashes(
     trace: Trace,
-    context: CheckContext,
     last: dict[int, LastCall],
     unrecorded: dict[int, str],
     *,
@@ -135,7 +135,6 @@ def _crashes(
 
     Args:
         trace: the trace.
-        context: what is known beyond one step.
         last: {rank: what it did last}
         unrecorded: as of `_unrecorded`.
         is_explained: a hang was found, or ranks stand where one may be that could not be judged.
@@ -162,7 +161,7 @@ def _crashes(
     if own.keys() == {_UNKNOWN}:
         # None of them says why: those that others left behind went first. Where that leaves out the
         # ranks that raised, the killed ones are named below, and not they.
-        first = _stopped_first([*own[_UNKNOWN], *lost], in_order, context)
+        first = _stopped_first([*own[_UNKNOWN], *lost], in_order)
         alone = [rank for rank in first if rank in raised]
         if first:
             own = {_UNKNOWN: alone} if alone else {}
@@ -171,14 +170,14 @@ def _crashes(
             doubt = f"{_NAMELESS}; {ranks_named(at)}, last in the same place, may have gone first"
             own = {replace(_UNKNOWN, text=doubt): own[_UNKNOWN]}
     for end, ranks in own.items():
-        yield from _crash(ranks, end, last, ends, context)
+        yield from _crash(ranks, end, last, ends)
     if lost and not own and not is_explained and len(lost) < len(ends):
         call = last[lost[0]].call if lost[0] in last else None
         text = "gone without an exception: killed by a signal, aborted, or left by os._exit"
         if lost[0] in unrecorded:
             text += f"; its spool was full, nothing is recorded of it from {unrecorded[lost[0]]} on"
         gone = replace(_UNKNOWN, path=call.path if call else "", text=text)
-        yield from _crash(lost, gone, last, ends, context, call)
+        yield from _crash(lost, gone, last, ends, call)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,14 +209,14 @@ def _is_beside(rank: int, others: list[int], last: dict[int, LastCall]) -> bool:
     return any(last[other].call is last[rank].call for other in others if other in last)
 
 
-def _stopped_first(ranks: list[int], last: dict[int, LastCall], context: CheckContext) -> list[int]:
+def _stopped_first(ranks: list[int], last: dict[int, LastCall]) -> list[int]:
     """Return the ranks that others left behind and that left nobody behind: they ended first."""
 
     def is_past(one: int, other: int) -> bool:
         call = last[other].call
         if one not in call.ranks:
             return False
-        return bool(context.clock.of_call(call, np.array([one]))[0] < last[one].time_ns)
+        return bool(times_of_call(call, np.array([one]))[0] < last[one].time_ns)
 
     stopped = [rank for rank in ranks if rank in last and last[rank].waiting is None]
     return [
@@ -233,7 +232,6 @@ def _crash(
     end: _End,
     last: dict[int, LastCall],
     ends: dict[int, str],
-    context: CheckContext,
     call: CallView | None = None,
 ) -> Iterator[Candidate]:
     """Yield the candidate of ranks that ended in the same way, in `call` where that is known."""
@@ -244,7 +242,7 @@ def _crash(
     members = np.array(known, np.int64)
     candidate = candidate_at(
         each.step_view,
-        call or _call_left(each, known[0], end, context),
+        call or _call_left(each, known[0], end),
         Kind.CRASH,
         "",
         ranks,
@@ -260,7 +258,7 @@ def _crash(
     yield candidate
 
 
-def _call_left(each: LastCall, rank: int, end: _End, context: CheckContext) -> CallView:
+def _call_left(each: LastCall, rank: int, end: _End) -> CallView:
     """Return the call that an exception left; outside of all, the last that was no collective.
 
     A collective has the path of the module that issued it, and is no place to look for a crash of
@@ -272,4 +270,4 @@ def _call_left(each: LastCall, rank: int, end: _End, context: CheckContext) -> C
         return left[-1]
     calls = [call for call in own if call.phase is not Phase.COLLECTIVE]
     at = np.array([rank])
-    return max(calls, key=lambda c: int(context.clock.of_call(c, at)[0]), default=each.call)
+    return max(calls, key=lambda c: int(times_of_call(c, at)[0]), default=each.call)

@@ -24,10 +24,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate
+from rankscope.diagnosis.candidates import Candidate, candidate_of
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.datapeers import root_calls, same_inputs
 from rankscope.diagnosis.distances import sides, sides_text
+from rankscope.diagnosis.rankclock import times_of_value
 from rankscope.diagnosis.replicas import InferredReplicas
 from rankscope.diagnosis.rules.equality import drawn_apart_advice, is_within_rounding
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView
@@ -74,21 +75,19 @@ def _first(step_view: StepView, context: CheckContext, group: Array) -> Iterator
             advice = drawn_apart_advice(values.call.path)
             what = "were handed the same, and hold different values"
             random = {"random_numbers": values.call.path}
-            yield _candidate(step_view, context, values, group, what, advice, **random)
+            yield _candidate(step_view, values, group, what, advice, **random)
     elif True in made:
-        places = _apart_in_backward(step_view, context, group)
+        places = _apart_in_backward(step_view, group)
         if places:
             _, _, values = min(places, key=lambda place: place[:2])
             is_loss = values.slot.startswith("grad_output")
             values = values if is_loss else _taker(step_view, values, group)
             advice = _OTHER_LOSS if is_loss else _NOT_SUMMED
             what = "compute the same, and get different gradients of it"
-            yield _candidate(step_view, context, values, group, what, advice)
+            yield _candidate(step_view, values, group, what, advice)
 
 
-def _apart_in_backward(
-    step_view: StepView, context: CheckContext, group: Array
-) -> list[tuple[int, int, SlotValues]]:
+def _apart_in_backward(step_view: StepView, group: Array) -> list[tuple[int, int, SlotValues]]:
     """Return when, how deep (negative) and which gradients differ although what they are of, and
     what came in, is the same."""
     forward = {_key(call): call for call in step_view.of(Phase.FORWARD)}
@@ -105,7 +104,7 @@ def _apart_in_backward(
         if came and not differing and all(values.agree(group) is not None for values in came):
             depth = call.path.count(".") + bool(call.path)
             places += [
-                (int(context.times(values, group).min()), -depth, values)
+                (int(times_of_value(values, group).min()), -depth, values)
                 for values in call.outputs
                 if _differs(values, group) and _agrees(own, values, "grad_input", group)
             ]
@@ -114,14 +113,13 @@ def _apart_in_backward(
 
 def _candidate(
     step_view: StepView,
-    context: CheckContext,
     values: SlotValues,
     group: Array,
     what: str,
     advice: str,
     **evidence: Any,
 ) -> Candidate:
-    return context.candidate(
+    return candidate_of(
         step_view,
         values,
         Kind.REPLICA,

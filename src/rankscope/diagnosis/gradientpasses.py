@@ -16,8 +16,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import rounding_of
+from rankscope.diagnosis.rankclock import times_of_call
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView
 from rankscope.record.phases import Phase
 from rankscope.record.statistics import NONFINITE
@@ -95,7 +95,7 @@ class Mixture:
         return abs(factor) <= _NONE * largest
 
 
-def taken_gradients(step_view: StepView, context: CheckContext) -> Iterator[list[TakenGradient]]:
+def taken_gradients(step_view: StepView) -> Iterator[list[TakenGradient]]:
     """Yield the gradients of each optimizer step of which a pass is recorded."""
     if not step_view.left_by_passes:
         return
@@ -116,7 +116,7 @@ def taken_gradients(step_view: StepView, context: CheckContext) -> Iterator[list
             own = left.get(place)
             if not own or (values.flags & _FOREIGN).any():
                 continue
-            passes = [each for each in own if _is_between(each, earlier, values, context)]
+            passes = [each for each in own if _is_between(each, earlier, values)]
             if passes:
                 passes.sort(key=lambda each: each.call.ordinal)
                 found.append(TakenGradient(values, tuple(passes)))
@@ -124,18 +124,16 @@ def taken_gradients(step_view: StepView, context: CheckContext) -> Iterator[list
             yield found
 
 
-def _is_between(
-    left: SlotValues, earlier: SlotValues | None, taken: SlotValues, context: CheckContext
-) -> bool:
+def _is_between(left: SlotValues, earlier: SlotValues | None, taken: SlotValues) -> bool:
     """True where a pass came behind the optimizer step before, and before this one."""
     rank = left.ranks[:1]
-    now = context.clock.of_call(left.call, rank)[0]
-    if rank[0] not in taken.ranks or now > context.clock.of_call(taken.call, rank)[0]:
+    now = times_of_call(left.call, rank)[0]
+    if rank[0] not in taken.ranks or now > times_of_call(taken.call, rank)[0]:
         return False
     return (
         earlier is None
         or rank[0] not in earlier.ranks
-        or bool(now > context.clock.of_call(earlier.call, rank)[0])
+        or bool(now > times_of_call(earlier.call, rank)[0])
     )
 
 

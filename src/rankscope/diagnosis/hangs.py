@@ -18,6 +18,7 @@ from rankscope.diagnosis.issuedcollectives import (
     ranks_in_doubt,
 )
 from rankscope.diagnosis.lastcalls import MOST_LISTED, ORDERLY, LastCall, last_words
+from rankscope.diagnosis.rankclock import span_of_call, times_of_call
 from rankscope.diagnosis.stepview import CallView, StepView
 from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named, ranks_text
@@ -43,7 +44,6 @@ class _Hang:
 
 def hangs_of(
     step_views: Sequence[StepView],
-    context: CheckContext,
     last: dict[int, LastCall],
     ends: dict[int, str],
 ) -> Iterator[Candidate]:
@@ -51,7 +51,6 @@ def hangs_of(
 
     Args:
         step_views: the last steps of the last incarnation.
-        context: what is known beyond one step.
         last: {rank: what it did last}
         ends: {rank: how its stream ends}
     """
@@ -72,8 +71,8 @@ def hangs_of(
             if hang is not None:
                 found.append(hang)
     for hang in found:
-        after = [h for h in found if h is not hang and _is_because_of(h, hang, step_views, context)]
-        yield _hang_candidate(context, hang, after, last)
+        after = [h for h in found if h is not hang and _is_because_of(h, hang, step_views)]
+        yield _hang_candidate(hang, after, last)
 
 
 def ranks_left_open(
@@ -91,9 +90,7 @@ def ranks_left_open(
     }
 
 
-def _is_because_of(
-    later: _Hang, hang: _Hang, step_views: Sequence[StepView], context: CheckContext
-) -> bool:
+def _is_because_of(later: _Hang, hang: _Hang, step_views: Sequence[StepView]) -> bool:
     """True where those who are missing in `later` wait in `hang`, and would come to it first."""
     if not set(later.missing) <= set(hang.waiting):
         return False
@@ -102,7 +99,7 @@ def _is_because_of(
         a, b = _same_call(step_view, one), _same_call(step_view, other)
         common = np.intersect1d(a.ranks, b.ranks)[:1] if a and b else None
         if a is not None and b is not None and common is not None and len(common):
-            return bool(context.clock.of_call(a, common) < context.clock.of_call(b, common))
+            return bool(times_of_call(a, common) < times_of_call(b, common))
     calls = hang.step_view.calls
     return calls.index(one) < calls.index(other) if one in calls and other in calls else False
 
@@ -141,9 +138,7 @@ def _hang(
     return _Hang(step_view=step_view, issue=missed, waiting=tuple(left), missing=tuple(missing))
 
 
-def _hang_candidate(
-    context: CheckContext, hang: _Hang, after: list[_Hang], last: dict[int, LastCall]
-) -> Candidate:
+def _hang_candidate(hang: _Hang, after: list[_Hang], last: dict[int, LastCall]) -> Candidate:
     def evidence() -> dict[str, Any]:
         return {
             "waiting": [
@@ -162,7 +157,7 @@ def _hang_candidate(
         }
 
     issue = hang.issue
-    members, times = _when(context, hang, after, last)
+    members, times = _when(hang, after, last)
     heard = [
         f"rank {r} was last in {last[r].call.path or '(root)'}" for r in hang.missing if r in last
     ]
@@ -182,9 +177,7 @@ def _hang_candidate(
     )
 
 
-def _when(
-    context: CheckContext, hang: _Hang, after: list[_Hang], last: dict[int, LastCall]
-) -> tuple[Array, Array]:
+def _when(hang: _Hang, after: list[_Hang], last: dict[int, LastCall]) -> tuple[Array, Array]:
     """Return who is part of a hang, and since when.
 
     Who waits does since it came. Who is missing is after all it did, so what went wrong there
@@ -195,12 +188,12 @@ def _when(
     away = [rank for rank in hang.missing if rank in last]
     late = {rank: h.issue.call for h in after for rank in h.waiting}
     left = [
-        int(context.clock.of_call(late[rank], np.array([rank]))[0]) - 1
+        int(times_of_call(late[rank], np.array([rank]))[0]) - 1
         if rank in late
         else last[rank].time_ns + 2
         for rank in away
     ]
-    times = np.concatenate([context.clock.of_call(issue.call, there), np.array(left, np.int64)])
+    times = np.concatenate([times_of_call(issue.call, there), np.array(left, np.int64)])
     return np.concatenate([there, np.array(away, np.int64)]), times
 
 
@@ -246,7 +239,7 @@ def without_recent(
 ) -> dict[int, LastCall]:
     """Leave out, and tell of, ranks that came to their collective just before `at_s`: where the job
     goes on, before its records were read."""
-    patience = _Patience(step_views, context, read_s if at_s is None else at_s)
+    patience = _Patience(step_views, read_s if at_s is None else at_s)
     recent = {
         rank: (each.waiting, each.time_ns)
         for rank, each in last.items()
@@ -260,12 +253,12 @@ def without_recent(
 class _Patience:
     """Three times as long as any rank stood in one in the last steps, and 3 s at least."""
 
-    def __init__(self, step_views: Sequence[StepView], context: CheckContext, now_s: float) -> None:
+    def __init__(self, step_views: Sequence[StepView], now_s: float) -> None:
         """Look at the last steps, `step_views`, as of a time on the wall clock."""
         longest_ns = 0
         for step_view in step_views:
             for issue in issues_of(step_view):
-                begins, ends = context.clock.span(issue.call, issue.ranks)
+                begins, ends = span_of_call(issue.call, issue.ranks)
                 longest_ns = max(longest_ns, int((ends - begins).max()))
         self.seconds = max(_FEWEST_S, _TIMES_LONGEST * longest_ns / 1e9)
         self._now_s = now_s

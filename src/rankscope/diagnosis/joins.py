@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from rankscope.diagnosis.causeorder import Join
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.issuedcollectives import IssuedCollective, known_collectives
+from rankscope.diagnosis.rankclock import span_of_call, times_of_call, times_of_value
 from rankscope.diagnosis.rules.stages import StageLink, stage_edges
 from rankscope.diagnosis.stepview import StepView
 from rankscope.record.phases import Phase
@@ -41,15 +42,15 @@ def joins_of(
     """
     for issue in known_collectives(step_view):
         if len(issue.ranks) > 1 and is_one(step_view, issue):
-            yield _collective(issue, context)
+            yield _collective(issue)
     for edge in stage_edges(step_view):
-        yield from _stage(edge, context)
+        yield from _stage(edge)
     yield from _events(step_view, context)
 
 
-def _collective(issue: IssuedCollective, context: CheckContext) -> Join:
+def _collective(issue: IssuedCollective) -> Join:
     ranks = issue.ranks
-    begins, ends = context.clock.span(issue.call, ranks)
+    begins, ends = span_of_call(issue.call, ranks)
     ends = np.maximum(ends, begins + 1)
     every = np.ones(len(ranks), bool)
     givers = ranks == issue.facts.get("src") if issue.op in _ONE_WAY else every
@@ -61,16 +62,16 @@ def _collective(issue: IssuedCollective, context: CheckContext) -> Join:
     )
 
 
-def _stage(edge: StageLink, context: CheckContext) -> Iterator[Join]:
+def _stage(edge: StageLink) -> Iterator[Join]:
     sender, receiver = np.array([edge.sender]), np.array([edge.receiver])
     for micro in edge.sent.keys() & edge.taken.keys():
         sent, taken = edge.sent[micro], edge.taken[micro]
         if sent[1] == taken[1]:
             yield Join(
                 givers=sender,
-                begins=context.times(sent[0], sender),
+                begins=times_of_value(sent[0], sender),
                 takers=receiver,
-                ends=context.times(taken[0], receiver),
+                ends=times_of_value(taken[0], receiver),
             )
 
 
@@ -88,5 +89,5 @@ def _events(step_view: StepView, context: CheckContext) -> Iterator[Join]:
             if len(own) < 2 or own.tobytes() in seen or (not meshes and values.agree(own) is False):
                 continue
             seen.add(own.tobytes())
-            times = context.clock.of_call(values.call, own)
+            times = times_of_call(values.call, own)
             yield Join(givers=own, begins=times - 1, takers=own, ends=times - 1)

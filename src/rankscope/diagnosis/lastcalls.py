@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.issuedcollectives import IssuedCollective, issues_of
+from rankscope.diagnosis.rankclock import times_of_call
 from rankscope.diagnosis.stepview import CallView, StepView
 from rankscope.record.call import CallStatus
 from rankscope.record.streams import EndReason
@@ -58,7 +58,7 @@ class LastCall:
     error: str
 
 
-def last_calls(step_views: Sequence[StepView], context: CheckContext) -> dict[int, LastCall]:
+def last_calls(step_views: Sequence[StepView]) -> dict[int, LastCall]:
     """Return {rank: what it did last} in these steps."""
     found: dict[int, LastCall] = {}
     for step_view in step_views:
@@ -67,7 +67,7 @@ def last_calls(step_views: Sequence[StepView], context: CheckContext) -> dict[in
         opened: dict[int, list[tuple[int, int, CallView]]] = {}
         errors: dict[int, str] = {}
         for number, call in enumerate(step_view.calls):
-            times = context.clock.of_call(call, call.ranks).tolist()
+            times = times_of_call(call, call.ranks).tolist()
             at = dict(zip(call.ranks.tolist(), times))
             for rank, time_ns in at.items():
                 if rank not in latest or time_ns >= latest[rank][0]:

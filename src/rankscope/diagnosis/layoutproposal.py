@@ -25,7 +25,6 @@ from rankscope.layout.infer import is_fsdp_axis, lines_along
 from rankscope.layout.placement import Mesh, Placement
 from rankscope.layout.proof import Proof, Said, cut
 from rankscope.record.collective import MESSAGES
-from rankscope.tree.joinedcolumns import as_arrays
 from rankscope.tree.views import Trace
 
 __all__ = ["LayoutProposal", "ProposedEntry", "propose_layout"]
@@ -75,11 +74,10 @@ def propose_layout(trace: Trace) -> LayoutProposal:
     Args:
         trace: an open trace of two ranks or more; one rank holds everything whole.
     """
-    columns = as_arrays(trace.columns())
     mesh = _mesh(int(trace.run["world_size"]), trace.run.get("groups", ()))
     records = LayoutRecords({axis: lines_along(mesh, [axis]) for axis in mesh.axes})
     for step in [*trace.setup, *trace.steps]:
-        records.read(step_view_of(step, columns))
+        records.read(step_view_of(step))
     placed = _Placing(records)
     names = _names(placed)
     entries = tuple(_entries(placed, names))

@@ -14,6 +14,7 @@ from rankscope.layout.placement import LayoutSource, Mesh, Placement
 from rankscope.layout.proof import ShownValues, SlotKey, described_as, may_be_cut
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
+from rankscope.tree.slotview import shapes_of
 
 __all__ = ["LayoutRecords"]
 
@@ -91,7 +92,7 @@ class LayoutRecords(ShownValues):
 
     def _note(self, call: CallView, slot: str, values: SlotValues) -> None:
         key = (call.path, slot)
-        shapes = {rank: own for view in values.views for rank, own in view.shapes().items()}
+        shapes = shapes_of(values.views)
         kinds = (values.flags & int(ValueFlag.MIX64)).tolist()
         each = zip(values.ranks.tolist(), values.hashes.tolist(), kinds, values.is_known.tolist())
         prints = {rank: (bits, kind) for rank, bits, kind, is_known in each if is_known}

@@ -35,13 +35,15 @@ from rankscope.diagnosis.issuedcollectives import (
     ranks_in_doubt,
 )
 from rankscope.diagnosis.lastcalls import ORDERLY
+from rankscope.diagnosis.rankclock import issued_counts, span_of_call, times_of_call
 from rankscope.diagnosis.rules.mismatchedcollectives import facts_text
-from rankscope.diagnosis.stepview import StepView
+from rankscope.diagnosis.stepview import StepView, step_view_of
 from rankscope.record.call import Mode
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.value import ValueFlag
+from rankscope.tree.views import Step
 
 __all__ = ["MatchedCollectives"]
 
@@ -123,7 +125,7 @@ class MatchedCollectives:
             group = _group_of(step_view, issue)
             came.setdefault(group, set()).update(issue.ranks.tolist())
             if not issue.sequence:
-                issued = context.clock.issued(issue.call, issue.ranks)
+                issued = issued_counts(issue.call, issue.ranks)
                 counts.setdefault(group, set()).update(issued.tolist())
             if _is_torn(issue, context):
                 met = self._groups.setdefault(group, _Met())
@@ -139,8 +141,7 @@ class MatchedCollectives:
     def judged(
         self,
         candidates: list[Candidate],
-        steps: Sequence[StepView],
-        context: CheckContext,
+        steps: Sequence[Step],
         ends: Mapping[int, str],
     ) -> list[Candidate]:
         """Return the candidates but for those that hold collectives to each other that are not one,
@@ -149,20 +150,19 @@ class MatchedCollectives:
         Args:
             candidates: of single steps.
             steps: all of the trace; each is read again when it is asked for.
-            context: what is known beyond one step.
             ends: {rank: how its last stream ends}
         """
         final = max((incarnation for incarnation, _ in self._last), default=0)
         unlike = [group for group in self._groups if self._is_unlike(group, ends, final)]
         if not unlike:
             return candidates
-        lines, owners = _lines(steps, set(unlike), context)
+        lines, owners = _lines(steps, set(unlike))
         found: list[Candidate] = []
         for group in unlike:
             if self._is_doubtful(group):
                 self._apart[group] = None
                 continue
-            found += self._judged_group(group, lines[group], steps, context, ends, final)
+            found += self._judged_group(group, lines[group], steps, ends, final)
         return [c for c in candidates if self._is_left(c, owners)] + found
 
     def is_one(self, number: int, step_view: StepView, issue: IssuedCollective) -> bool:
@@ -216,8 +216,7 @@ class MatchedCollectives:
         self,
         group: _Group,
         lines: dict[int, list[_OwnCall]],
-        steps: Sequence[StepView],
-        context: CheckContext,
+        steps: Sequence[Step],
         ends: Mapping[int, str],
         final: int,
     ) -> Iterator[Candidate]:
@@ -227,7 +226,7 @@ class MatchedCollectives:
             self._apart[group] = None
             return
         if not self._are_whole(incarnation, lines):
-            yield from self._counted_group(group, lines, steps, context)
+            yield from self._counted_group(group, lines, steps)
             return
         longest = max(map(len, lines.values()))
         is_over = all(ends.get(rank) in ORDERLY for rank in lines)
@@ -251,15 +250,11 @@ class MatchedCollectives:
             sides = {rank: line[wrong] for rank, line in lines.items() if wrong < len(line)}
             if len({end.number for end in sides.values()}) == 1:
                 return  # found in its step
-            yield _candidate(group, wrong, sides, steps, context)
+            yield _candidate(group, wrong, sides, steps)
         self._apart[group] = first
 
     def _counted_group(
-        self,
-        group: _Group,
-        lines: dict[int, list[_OwnCall]],
-        steps: Sequence[StepView],
-        context: CheckContext,
+        self, group: _Group, lines: dict[int, list[_OwnCall]], steps: Sequence[Step]
     ) -> Iterator[Candidate]:
         """The same by torch's count, where that is known and fits what collectives gave."""
         by_count = _by(lines, lambda end: end.counted)
@@ -282,7 +277,7 @@ class MatchedCollectives:
                 continue
             at = {end.number for end in sides.values()}
             if len(at) > 1 or not self._are_level(group, min(at), sides):
-                yield _candidate(group, key[1] - 1, sides, steps, context)
+                yield _candidate(group, key[1] - 1, sides, steps)
             return  # else it was found in its step
 
     def _is_left(self, candidate: Candidate, owners: _Owners) -> bool:
@@ -324,7 +319,7 @@ def _is_torn(issue: IssuedCollective, context: CheckContext) -> bool:
     places = given.at(ranks)
     if not given.is_known[places].all() or (given.flags[places] & int(ValueFlag.MIX64)).any():
         return False
-    begins, ends = context.clock.span(issue.call, ranks)
+    begins, ends = span_of_call(issue.call, ranks)
     by_host: dict[str, list[int]] = {}
     for place, rank in enumerate(ranks.tolist()):
         by_host.setdefault(context.hosts.get(rank, str(rank)), []).append(place)
@@ -349,12 +344,12 @@ def _key_of(candidate: Candidate) -> tuple[Any, ...]:
 
 
 def _lines(
-    steps: Sequence[StepView], wanted: set[_Group], context: CheckContext
+    steps: Sequence[Step], wanted: set[_Group]
 ) -> tuple[dict[_Group, dict[int, list[_OwnCall]]], _Owners]:
     """Return what each rank issued in its own order, and whose each call is."""
     lines: dict[_Group, dict[int, list[_OwnCall]]] = {group: {} for group in wanted}
     owners: _Owners = {}
-    for number, step_view in enumerate(steps):
+    for number, step_view in enumerate(map(step_view_of, steps)):
         for issue in known_collectives(step_view):
             group = _group_of(step_view, issue)
             if group not in wanted:
@@ -362,8 +357,8 @@ def _lines(
             place = (step_view.incarnation, step_view.mode, step_view.step, issue.call.path,
                      issue.call.micro_batch, issue.slot)  # fmt: skip
             owners.setdefault(place, {})[group] = number
-            times = context.clock.of_call(issue.call, issue.ranks).tolist()
-            counts = context.clock.issued(issue.call, issue.ranks).tolist()
+            times = times_of_call(issue.call, issue.ranks).tolist()
+            counts = issued_counts(issue.call, issue.ranks).tolist()
             issued = dict(zip(issue.ranks.tolist(), counts))
             device = _device_of(issue)
             for rank, time_ns in zip(issue.ranks.tolist(), times):
@@ -448,11 +443,7 @@ def _first_mismatch(lines: Mapping[int, list[_OwnCall]]) -> int | None:
 
 
 def _candidate(
-    group: _Group,
-    wrong: int,
-    sides: Mapping[int, _OwnCall],
-    steps: Sequence[StepView],
-    context: CheckContext,
+    group: _Group, wrong: int, sides: Mapping[int, _OwnCall], steps: Sequence[Step]
 ) -> Candidate:
     """Return the candidate of a collective that is not one, in the last step that holds a side."""
     ranks = np.array(sorted(sides), np.int64)
@@ -460,7 +451,7 @@ def _candidate(
     blamed = minority(ranks, keys)
     at = max(sides[rank].number for rank in blamed.tolist())
     own = next(rank for rank in blamed.tolist() if sides[rank].number == at)
-    step_view = steps[at]
+    step_view = step_view_of(steps[at])
     issue = next(i for i in known_collectives(step_view) if i.call.node.id == sides[own].call_id)
     alike = [(text, ranks[keys == text].tolist()) for text in dict.fromkeys(keys.tolist())]
     listed = "; ".join(f"{ranks_named(some)}: {text}" for text, some in alike)

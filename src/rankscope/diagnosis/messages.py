@@ -25,6 +25,7 @@ from rankscope.diagnosis.issuedcollectives import (
     fits_shifted,
     issues_of,
 )
+from rankscope.diagnosis.rankclock import times_of_call
 from rankscope.diagnosis.stepview import SlotValues, StepView
 from rankscope.record.value import ValueFlag
 
@@ -146,7 +147,7 @@ def _message_end(
             value = int(values.hashes[place]), bool(flags & ValueFlag.MIX64)
         if not is_sent:
             context.coverage.applied(values)
-    time = context.clock.of_call(issue.call, ranks, is_end=not is_sent)
+    time = times_of_call(issue.call, ranks, is_end=not is_sent)
     return _MessageEnd(step, issue.call.node.id, int(time[0]), value)
 
 

@@ -9,7 +9,6 @@ event each: their values have no order among themselves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,55 +17,45 @@ from numpy.typing import NDArray
 from rankscope.diagnosis.stepview import CallView, SlotValues, is_input
 from rankscope.record.phases import Phase
 
-__all__ = ["RankClock"]
+__all__ = ["issued_counts", "span_of_call", "times_of_call", "times_of_value"]
 
 Array = NDArray[Any]
 
 
-class RankClock:
-    """Begin and end of every call on every rank, and which collective of its group it was."""
+def span_of_call(call: CallView, ranks: Array) -> tuple[Array, Array]:
+    """Return begin and end of a call on these ranks, in ns; where an end was not recorded, its
+    begin."""
+    start = _on("start_ns", call, ranks)
+    return start, start + np.maximum(_on("duration_ns", call, ranks), 0)
 
-    def __init__(self, columns: Mapping[str, Array]) -> None:
-        self._rank = columns["calls.rank"]
-        self._start = columns["calls.start_ns"]
-        self._duration = columns["calls.duration_ns"]
-        self._issued = columns.get("calls.issued")
 
-    def span(self, call: CallView, ranks: Array) -> tuple[Array, Array]:
-        """Return begin and end of a call on these ranks, in ns; where an end was not recorded, its
-        begin."""
-        found = self._rows(call, ranks)
-        if found is None:
-            return np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)
-        start = self._start[found]
-        return start, start + np.maximum(self._duration[found], 0)
+def issued_counts(call: CallView, ranks: Array) -> Array:
+    """Return the column `calls.issued` of a collective on these ranks."""
+    return _on("issued", call, ranks)
 
-    def issued(self, call: CallView, ranks: Array) -> Array:
-        """Return the column `calls.issued` of a collective on these ranks; 0 in a trace without."""
-        found = self._rows(call, ranks) if self._issued is not None else None
-        if found is None or self._issued is None:
-            return np.zeros(len(ranks), np.uint64)
-        return np.asarray(self._issued[found])
 
-    def _rows(self, call: CallView, ranks: Array) -> Array | None:
-        rows = call.node.call_rows
-        own = self._rank[rows.start : rows.stop]
-        if not len(own):
-            return None
-        return rows.start + np.minimum(np.searchsorted(own, ranks), len(own) - 1)
+def times_of_call(call: CallView, ranks: Array, *, is_end: bool = False) -> Array:
+    """Return when a call began (or ended) on these ranks."""
+    begin, end = span_of_call(call.top if call.phase.facts.is_event else call, ranks)
+    return end if is_end and not call.phase.facts.is_event else begin
 
-    def of_call(self, call: CallView, ranks: Array, *, is_end: bool = False) -> Array:
-        """Return when a call began (or ended) on these ranks."""
-        begin, end = self.span(call.top if call.phase.facts.is_event else call, ranks)
-        return end if is_end and not call.phase.facts.is_event else begin
 
-    def of_value(self, values: SlotValues, ranks: Array) -> Array:
-        """Return when a value was there on these ranks."""
-        call = values.call
-        if call.phase is Phase.BACKWARD:
-            places = np.maximum(values.at(ranks), 0)
-            return values.column("time_ns")[places]
-        if is_input(values.slot, call.phase):
-            return self.of_call(call, ranks)
-        late = int(values.slot.startswith("returned") or call.phase is Phase.COLLECTIVE)
-        return self.of_call(call, ranks, is_end=True) + late
+def times_of_value(values: SlotValues, ranks: Array) -> Array:
+    """Return when a value was there on these ranks."""
+    call = values.call
+    if call.phase is Phase.BACKWARD:
+        places = np.maximum(values.at(ranks), 0)
+        return values.column("time_ns")[places]
+    if is_input(values.slot, call.phase):
+        return times_of_call(call, ranks)
+    late = int(values.slot.startswith("returned") or call.phase is Phase.COLLECTIVE)
+    return times_of_call(call, ranks, is_end=True) + late
+
+
+def _on(name: str, call: CallView, ranks: Array) -> Array:
+    """Return a column of calls on these ranks."""
+    step, rows = call.node.step, call.node.call_rows
+    own = step["calls.rank"][rows]
+    places = np.minimum(np.searchsorted(own, ranks), len(own) - 1)
+    column: Array = step[f"calls.{name}"][rows][places]
+    return column

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
@@ -11,12 +11,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.errors import TraceError
 from rankscope.record.call import Mode
 from rankscope.record.notes import RanksNote
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag, is_form
-from rankscope.tree.slotview import SlotView
+from rankscope.tree.slotview import SlotView, by_slot
 from rankscope.tree.views import Node, Step
 
 Array = NDArray[Any]
@@ -58,26 +57,29 @@ def is_output(slot: str, phase: Phase) -> bool:
 class SlotValues:
     """One slot of one call over all its ranks. Arrays are in order of rank."""
 
-    def __init__(self, call: CallView, views: list[SlotView], columns: Mapping[str, Array]) -> None:
+    def __init__(self, call: CallView, views: list[SlotView]) -> None:
         self.call = call
         self.slot = views[0].slot
         self.views = views
-        self._columns = columns
+        self._columns = views[0].step.columns
         self._agreements: dict[int, Array] = {}
         self._rows: slice | Array
         if len(views) == 1:
-            self._rows = slice(views[0].rows.start, views[0].rows.stop)
+            self._rows = views[0].rows
         else:
             self._rows = np.concatenate([np.arange(v.rows.start, v.rows.stop) for v in views])
-        ranks = columns["values.rank"][self._rows]
-        if len(ranks) != sum(len(view.rows) for view in views):
-            raise TraceError(f"{call.path or '(root)'}:{self.slot}: its values are not in the file")
+        ranks = self._columns["values.rank"][self._rows]
         self._order = None if (ranks[1:] > ranks[:-1]).all() else np.argsort(ranks, kind="stable")
         self.ranks: Array = ranks if self._order is None else ranks[self._order]
 
     def column(self, name: str) -> Array:
-        """Return one column of the values file, for these ranks."""
+        """Return one column of values, for these ranks."""
         rows = self._columns[f"values.{name}"][self._rows]
+        return rows if self._order is None else rows[self._order]
+
+    def digests(self) -> Array:
+        """Return the numbers of these ranks as a structured array."""
+        rows = self.views[0].step.digests(self._rows)
         return rows if self._order is None else rows[self._order]
 
     @cached_property
@@ -246,26 +248,22 @@ class StepView:
                     yield values
 
 
-def step_view_of(step: Step, columns: Mapping[str, Array]) -> StepView:
+def step_view_of(step: Step) -> StepView:
     """Read one step. Nothing of the trace keeps it: it goes when the caller lets it go."""
     ranks_of: dict[str, Array] = {}
     calls: list[CallView] = []
 
-    def read(node: Node, parent: CallView | None) -> None:
-        waiting: list[tuple[Node, CallView | None]] = [(node, parent)]
-        while waiting:
-            node, parent = waiting.pop()
-            text = node.ranks_text
-            if text not in ranks_of:
-                ranks_of[text] = np.array(node.ranks, np.int64)
-            call = _call_of(node, parent, ranks_of[text], columns)
-            calls.append(call)
-            if parent is not None:
-                parent.children.append(call)
-            waiting.extend((child, call) for child in reversed(node.children))
-
-    for top in step.fresh():
-        read(top, None)
+    waiting: list[tuple[Node, CallView | None]] = [(top, None) for top in reversed(step.fresh())]
+    while waiting:
+        node, parent = waiting.pop()
+        text = node.ranks_text
+        if text not in ranks_of:
+            ranks_of[text] = np.array(node.ranks, np.int64)
+        call = _call_of(node, parent, ranks_of[text])
+        calls.append(call)
+        if parent is not None:
+            parent.children.append(call)
+        waiting.extend((child, call) for child in reversed(node.children))
     return StepView(
         is_setup=step.is_setup,
         mode=step.mode,
@@ -277,20 +275,12 @@ def step_view_of(step: Step, columns: Mapping[str, Array]) -> StepView:
     )
 
 
-def _call_of(
-    node: Node, parent: CallView | None, ranks: Array, columns: Mapping[str, Array]
-) -> CallView:
+def _call_of(node: Node, parent: CallView | None, ranks: Array) -> CallView:
     call = CallView.__new__(CallView)
     call.node, call.path, call.phase = node, node.path, node.phase
     call.micro_batch, call.ordinal, call.parent = node.micro_batch, node.ordinal, parent
     call.top = call if parent is None else parent.top
-    call.ranks, call.children, call.slots = ranks, [], {}
-    by_slot: dict[str, list[SlotView]] = {}
-    for view in node.slots:
-        if is_form(view.slot):  # notes of each rank's own
-            continue
-        by_slot.setdefault(view.slot, []).append(view)
-    for slot, views in by_slot.items():
-        if any(len(view.rows) for view in views):
-            call.slots[slot] = SlotValues(call, views, columns)
+    call.ranks, call.children = ranks, []
+    entries = by_slot(view for view in node.slots if not is_form(view.slot))  # each rank's own
+    call.slots = {slot: SlotValues(call, views) for slot, views in entries.items()}
     return call

@@ -20,7 +20,6 @@ from rankscope.page.valuechoice import ValueChoice
 from rankscope.page.verdicthtml import job_html
 from rankscope.record.finding import Report
 from rankscope.run.filenames import Progress
-from rankscope.tree.joinedcolumns import as_arrays
 from rankscope.tree.selection import nothing_matched
 from rankscope.tree.views import Trace
 
@@ -53,12 +52,9 @@ def check_page(
     cells = CheckCells(trace)
     charts = CheckCharts(cells.rows, cells.planes.world)
 
-    known: list[CheckContext] = []
-
     def each_step(step_view: StepView, context: CheckContext) -> None:
         cells.note(step_view, context)
-        charts.note(step_view, context)
-        known[:] = [context]
+        charts.note(step_view)
 
     report = check(trace, layouts, progress=progress, each_step=each_step)
     cells.mark(report.findings)
@@ -68,7 +64,7 @@ def check_page(
         charts.with_loss(),
         title=trace.path.name,
         job=job_html("", trace),
-        ranks=ranks_html(trace, known[0] if known else None),
+        ranks=ranks_html(trace),
         layout=layout_named(trace.run, layouts),
     )
     return fitting(content, made.chosen, made.details, most_bytes), report
@@ -109,9 +105,8 @@ class _CheckPage:
             if row is not None:
                 marked.setdefault(row, set()).update(finding.ranks)
         details = CallDetails(cells.rows, marked)
-        columns = as_arrays(trace.columns())
         for number, step in enumerate((*trace.setup, *trace.steps)):
             if number in choice.rows_of:
-                view = step_view_of(step, columns)
+                view = step_view_of(step)
                 details.add(number, view, cells.held[number], choice.rows_of[number])
         return details.calls

@@ -62,7 +62,7 @@ def diff_page(
         cells.charts,
         title=f"{test.path.name} beside {ref.path.name}",
         job=job_html("reference ", ref) + job_html("this run ", test),
-        ranks=ranks_html(test, None),
+        ranks=ranks_html(test, reads_calls=False),
     )
     page = fitting(content, lambda limit: cells.chosen(report, limit), cells.details, DATA_BYTES)
     return page, report

@@ -60,7 +60,7 @@ def report_fragment(report: Report) -> str:
 
 
 def _verdict_of(trace: Trace) -> str:
-    values = len(trace.columns()["values.rank"])
+    values = sum(len(s.columns()["values.rank"]) for s in (*trace.setup, *trace.steps))
     if values > _MOST_JUDGED:
         return f"<p>not judged here ({values:,} values): rankscope.check(trace)</p>"
     try:

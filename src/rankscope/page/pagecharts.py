@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.context import CheckContext
+from rankscope.diagnosis.rankclock import span_of_call
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView
 from rankscope.page.modulerows import ModuleRows
 from rankscope.record.call import Mode
@@ -32,8 +32,8 @@ class CheckCharts:
         "odd": [rows whose gradients or parameters are not finite]}."""
 
     @np.errstate(over="ignore", invalid="ignore")
-    def note(self, step_view: StepView, context: CheckContext) -> None:
-        """Take a step; called as `each_step` of `check` is."""
+    def note(self, step_view: StepView) -> None:
+        """Take a step, in the order of the trace."""
         if step_view.is_setup:
             self._before.clear()
         gradients = self._by_module(step_view, Phase.GRADS, "grad:")
@@ -51,7 +51,7 @@ class CheckCharts:
         updates = self._updates(step_view)
         if updates:
             found["update"] = updates
-        times = self._times(step_view, context)
+        times = self._times(step_view)
         if times:
             found["ms"] = times
         self.steps.append(found)
@@ -99,12 +99,12 @@ class CheckCharts:
                     squares[1] += norm * norm
         return _roots({row: far / of for row, (far, of) in moved.items() if of})
 
-    def _times(self, step_view: StepView, context: CheckContext) -> dict[str, list[float]]:
+    def _times(self, step_view: StepView) -> dict[str, list[float]]:
         """Return how long the outermost calls of a phase took on each rank, in ms."""
         found = {phase: np.zeros(self._world) for phase in _TIMED}
         for call in step_view.of(*_TIMED):
             if call.parent is None:
-                begin, end = context.clock.span(call, call.ranks)
+                begin, end = span_of_call(call, call.ranks)
                 found[call.phase][call.ranks] += (end - begin) / 1e6
         return {
             phase.word: [round(float(each), 3) for each in times]

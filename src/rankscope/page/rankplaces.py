@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.endings import ends_of
 from rankscope.diagnosis.lastcalls import LastCall, last_calls
 from rankscope.diagnosis.stepview import step_view_of
@@ -21,30 +20,28 @@ _MOST_LINES: Final = 40
 
 
 def places_in(
-    trace: Trace, context: CheckContext | None
+    trace: Trace, *, reads_calls: bool = True
 ) -> tuple[dict[int, RankPlace], dict[int, int]]:
     """Return where each rank is, and when the call it entered last began there (wall-clock ns).
 
     Args:
         trace: the trace.
-        context: what `check` knows at its end, None where it saw no step.
+        reads_calls: say what is known of its last calls, too.
     """
-    last: dict[int, LastCall] = {}
-    steps = [*trace.setup, *trace.steps][-_LAST_STEPS:]
-    if context is not None:
-        last = last_calls([step_view_of(step, context.columns) for step in steps], context)
+    steps = [*trace.setup, *trace.steps][-_LAST_STEPS:] if reads_calls else []
+    last = last_calls([step_view_of(step) for step in steps])
     places = {rank: _place(end, last.get(rank)) for rank, end in ends_of(trace).items()}
     return places, {rank: each.time_ns for rank, each in last.items()}
 
 
-def ranks_html(trace: Trace, context: CheckContext | None) -> str:
+def ranks_html(trace: Trace, *, reads_calls: bool = True) -> str:
     """Return a table: state, last step, last call, in which collective, how long ago.
 
     Args:
         trace: the trace.
-        context: as of `places_in`.
+        reads_calls: as of `places_in`.
     """
-    places, began = places_in(trace, context)
+    places, began = places_in(trace, reads_calls=reads_calls)
     lines = alike_places(places)
     missing = str(trace.completeness["missing"])
     head = ["ranks", "state", "last step", "last in", "waits in"]

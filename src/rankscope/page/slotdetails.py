@@ -14,7 +14,7 @@ from rankscope.layout.placement import Mesh
 from rankscope.record.ranklists import ranks_text
 from rankscope.record.statistics import NUMBERS, STATISTICS
 from rankscope.record.visibletext import visible
-from rankscope.tree.slotview import SlotView
+from rankscope.tree.slotview import SlotView, shapes_of
 
 __all__ = ["NUMBER_NAMES", "python_detail", "slot_detail"]
 
@@ -42,7 +42,7 @@ def slot_detail(values: SlotValues, marked: Collection[int] = ()) -> dict[str, A
     kept = [rank for view in values.views for rank in view.references()]
     if kept:
         shown["kept"] = ranks_text(kept)
-    shapes = {rank: shape for view in values.views for rank, shape in view.shapes().items()}
+    shapes = shapes_of(values.views)
     groups = _groups(values, shapes)
     pieces = _pieces(values)
     if len(groups) > _MOST_FOLDS:

@@ -20,7 +20,7 @@ from rankscope.errors import LayoutError, SelectionError, TensorWarning, TraceEr
 from rankscope.layout.batches import join_batches, join_replicas
 from rankscope.layout.declared import declared_pieces
 from rankscope.layout.layoutfile import LayoutFile, layout_given
-from rankscope.layout.placement import Layout, LayoutSource, Mesh, Placement, PlacementKind
+from rankscope.layout.placement import Layout, LayoutSource, Mesh, Placement
 from rankscope.layout.plan import (
     AssemblyPlan,
     Obstacle,
@@ -50,7 +50,6 @@ __all__ = [
     "whole_value",
 ]
 
-_REPLICATE: Final = Placement(kind=PlacementKind.REPLICATE)
 _EVERYWHERE: Final = "every rank holds the same"
 
 
@@ -301,7 +300,7 @@ class _Planning:
 
     def _is_common(self, peers: Peers) -> bool:
         """True for what does not depend on the batch, such as a table of positions."""
-        prints = prints_of(self._trace.columns(), self._value.views)
+        prints = prints_of(self._value.views)
         if len({*prints.values()}) != 1 or not prints.keys() >= self._shapes.keys():
             return False
         dim = self._batch_dim

@@ -38,10 +38,13 @@ def tensor_faults(trace: Path) -> Iterator[str]:
 
 def missing_chunks(trace: Trace) -> Iterator[str]:
     """Yield a line for each chunk that values of a finished trace lie in and that is not there."""
-    columns = trace.columns()
-    names = ("values.rank", "values.incarnation", "values.chunk")
-    rows = np.stack([np.asarray(columns[name], np.int64) for name in names], axis=1)
-    for rank, incarnation, number in np.unique(rows[rows[:, 2] > 0], axis=0).tolist():
+    named: set[tuple[int, int, int]] = set()
+    for step in (*trace.setup, *trace.steps):
+        columns = step.columns()
+        rows = np.stack([columns["values.rank"], columns["values.chunk"]], axis=1)
+        for rank, number in np.unique(rows[rows[:, 1] > 0], axis=0).tolist():
+            named.add((rank, step.incarnation, number))
+    for rank, incarnation, number in sorted(named):
         stream = StreamId(rank=rank, incarnation=incarnation)
         name = chunk_path(chunk_folder(trace.path, stream), number)
         if not name.is_file():

@@ -26,7 +26,7 @@ from rankscope.layout.placement import LayoutSource, Mesh
 from rankscope.layout.plan import ranks_words
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
-from rankscope.tree.digests import Columns
+from rankscope.tree.slotview import by_slot
 
 if TYPE_CHECKING:
     from rankscope.tree.slotview import SlotView
@@ -112,19 +112,18 @@ def owners_of(trace: Trace, incarnation: int) -> Mapping[str, tuple[int, ...]]:
 
 def _infer(trace: Trace, step: Step, wanted: frozenset[int], declared: Mesh | None) -> Peers:
     setup = [s for s in trace.setup if s.incarnation == step.incarnation]
-    columns = trace.columns()
     owned = [
-        _held(columns, own)
+        _held(own)
         for s in setup
         for node in s.walk()
-        for slot, views in by_slot(node).items()
+        for slot, views in tensors_of(node).items()
         if slot.startswith("param:") and (own := [v for v in views if wanted & {*v.ranks}])
     ]
     mesh = declared or largest_mesh(owned, wanted)
     if not wanted <= set(mesh.ranks):
         mesh = flat_mesh(wanted)
     wrappers = {w for s in (*setup, step) for node in s.walk() for w in node.wrappers}
-    inputs = _root_inputs(columns, step, wanted)
+    inputs = _root_inputs(step, wanted)
     facts = axes_of(mesh, owned, [prints for _, prints in inputs], wrappers)
     data = [each.axis for each in facts if each.is_data]
     reasons = []
@@ -151,58 +150,49 @@ def _infer(trace: Trace, step: Step, wanted: frozenset[int], declared: Mesh | No
     )
 
 
-def prints_of(columns: Columns, views: Iterable[SlotView]) -> dict[int, DigestKey]:
+def prints_of(views: Iterable[SlotView]) -> dict[int, DigestKey]:
     """Return what tells the ranks' values apart, for those that were digested."""
     names = ("rank", "hash", "count", "flags", "digested")
-    parts = (slice(view.rows.start, view.rows.stop) for view in views)
     return {
         rank: DigestKey(number, count, bool(flags & ValueFlag.MIX64))
-        for rows in parts
+        for view in views
         for rank, number, count, flags, digested in zip(
-            *(columns[f"values.{name}"][rows].tolist() for name in names)
+            *(view.step[f"values.{name}"][view.rows].tolist() for name in names)
         )
         if digested
     }
 
 
-def by_slot(node: Node) -> dict[str, list[SlotView]]:
-    """Return the entries of every tensor of a call, all ranks' together."""
-    found: dict[str, list[SlotView]] = {}
-    for view in node.slots:
-        if view.dtype != "python":
-            found.setdefault(view.slot, []).append(view)
-    return found
+def tensors_of(node: Node) -> dict[str, list[SlotView]]:
+    """Return the entries of every tensor of a call by its slot."""
+    return by_slot(view for view in node.slots if view.dtype != "python")
 
 
-def is_constant(columns: Columns, views: Iterable[SlotView]) -> bool:
+def is_constant(views: Iterable[SlotView]) -> bool:
     """True where no rank holds two different finite elements: as equal on shards as on replicas."""
-    return not any(
-        columns["values.digested"][row] and columns["values.min"][row] < columns["values.max"][row]
-        for view in views
-        for row in view.rows
-    )
+    names = ("digested", "min", "max")
+    columns = ([view.step[f"values.{name}"][view.rows] for name in names] for view in views)
+    return not any((digested & (least < most)).any() for digested, least, most in columns)
 
 
 # ---- parameters ----------------------------------------------------------------------------------
 
 
-def _held(columns: Columns, views: list[SlotView]) -> HeldParameter:
+def _held(views: list[SlotView]) -> HeldParameter:
     """Return one parameter over all its ranks."""
     is_placed = views[0].source in (LayoutSource.DTENSOR, LayoutSource.MARKED)
     return HeldParameter(
         placements=views[0].placements if is_placed else {},
         meshes=views[0].meshes if is_placed else (),
-        prints=prints_of(columns, views),
-        is_constant=is_constant(columns, views),
+        prints=prints_of(views),
+        is_constant=is_constant(views),
     )
 
 
 # ---- root inputs ---------------------------------------------------------------------------------
 
 
-def _root_inputs(
-    columns: Columns, step: Step, ranks: frozenset[int]
-) -> list[tuple[SlotView, dict[int, DigestKey]]]:
+def _root_inputs(step: Step, ranks: frozenset[int]) -> list[tuple[SlotView, dict[int, DigestKey]]]:
     """Return the plain tensors that the root was handed, in the first micro-batch."""
     found: list[tuple[SlotView, dict[int, DigestKey]]] = []
     roots: Iterable[Node] = () if step.is_setup else step.nodes
@@ -212,7 +202,7 @@ def _root_inputs(
         for view in node.slots:
             is_input = view.slot.split(".")[0] == "input" and view.dtype != "python"
             if is_input and view.source is not LayoutSource.DTENSOR:
-                prints = {r: p for r, p in prints_of(columns, [view]).items() if r in ranks}
+                prints = {r: p for r, p in prints_of([view]).items() if r in ranks}
                 if prints:
                     found.append((view, prints))
     return found

@@ -7,7 +7,7 @@ others lie follows from them; elsewhere the value alone.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
@@ -22,13 +22,14 @@ from rankscope.layout.proof import (
     may_be_cut,
 )
 from rankscope.record.phases import Phase
-from rankscope.tensors.peers import by_slot, is_constant, prints_of
+from rankscope.tensors.peers import is_constant, prints_of, tensors_of
+from rankscope.tree.slotview import shapes_of
 
 if TYPE_CHECKING:
     from rankscope.tree.slotview import SlotView
     from rankscope.tree.views import Node, Step, Trace, Value
 
-Prints = Callable[["Trace", "Sequence[SlotView]"], Mapping[int, Hashable]]
+Prints = Callable[["Sequence[SlotView]"], Mapping[int, Hashable]]
 """What tells the values of ranks apart; {} for constants, which are as equal on shards."""
 _PROOFS: Final[WeakKeyDictionary[Trace, dict[Any, Proof]]] = WeakKeyDictionary()
 """What was worked out of open traces, which do not change."""
@@ -51,7 +52,7 @@ def how_it_lies(value: Value, mesh: Mesh, prints: Prints | None = None) -> dict[
         known[place] = _proof_of_step(node, mesh, told)
     key = (_name(node), slot)
     alone = ShownValues(known[place].shown.lines)
-    alone.note(key, _held(value.views), told(node.trace, value.views) or _moved(value, told))
+    alone.note(key, shapes_of(value.views), told(value.views) or _moved(value, told))
     found = {axis: said for (_, axis), said in Proof(alone).known.items()}
     described = key[0], described_as(slot, node.phase.word)
     for axis in alone.lines:
@@ -90,9 +91,10 @@ def _proof_of_step(of: Node, mesh: Mesh, told: Prints) -> Proof:
             shown.inner.update({call: inside} if inside else {})
             if any(each.phase is Phase.COLLECTIVE for each in node.children):
                 shown.issued.update({(call, axis): set() for axis in shown.lines})
-        for slot, views in by_slot(node).items() if is_forward or node.phase is Phase.SETUP else ():
-            prints = told(node.trace, views)
-            shown.note((call, slot), _held(views), prints)
+        is_shown = is_forward or node.phase is Phase.SETUP
+        for slot, views in tensors_of(node).items() if is_shown else ():
+            prints = told(views)
+            shown.note((call, slot), shapes_of(views), prints)
             if is_forward and prints and views[0].source is LayoutSource.UNKNOWN:
                 shown.note_twin((call, slot), tuple(sorted(prints.items())))
     return Proof(shown)
@@ -104,14 +106,9 @@ def _name(node: Node) -> str:
     return f"{node.path} ({node.micro_batch}, {node.ordinal})" if again else node.path
 
 
-def _held(views: Iterable[SlotView]) -> dict[int, tuple[int, ...]]:
-    return {rank: shape for view in views for rank, shape in view.shapes().items()}
-
-
-def digests(trace: Trace, views: Sequence[SlotView]) -> Mapping[int, Hashable]:
+def digests(views: Sequence[SlotView]) -> Mapping[int, Hashable]:
     """Return what tells the values of ranks apart by their digests, {} for constants."""
-    columns = trace.columns()
-    return {} if is_constant(columns, views) else prints_of(columns, views)
+    return {} if is_constant(views) else prints_of(views)
 
 
 def _moved(value: Value, told: Prints) -> Mapping[int, Hashable]:
@@ -124,6 +121,6 @@ def _moved(value: Value, told: Prints) -> Mapping[int, Hashable]:
     for each in steps_of(node)[1].walk():
         if each.path == node.path and each.phase in (Phase.GRADS, Phase.PARAMS):
             for found in filter(None, map(each.value, moving)):
-                if prints := told(node.trace, found.views):
+                if prints := told(found.views):
                     return prints
     return {}

@@ -103,7 +103,7 @@ def choose(trace: Trace, wanted: Wanted) -> tuple[list[Chosen], list[str]]:
             raise _nothing(trace, name, wanted, groups)
         repeated = 0
         for (path, slot), nodes in name.found.items():
-            node = _one_of(name, slot, nodes, wanted, trace)
+            node = _one_of(name, slot, nodes)
             repeated += len(nodes) > 1
             value = node.value(slot)
             assert value is not None
@@ -165,7 +165,7 @@ def _note(node: Node, names: Iterable[_Name], wanted: Wanted) -> None:
             nodes.append(node)
 
 
-def _one_of(name: _Name, slot: str, nodes: list[Node], wanted: Wanted, trace: Trace) -> Node:
+def _one_of(name: _Name, slot: str, nodes: list[Node]) -> Node:
     """Return the node that is meant.
 
     Raises:

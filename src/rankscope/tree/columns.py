@@ -6,7 +6,7 @@ so that every mapped column is aligned.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,10 @@ from numpy.typing import NDArray
 from rankscope.chunks.safetensors import MappedFile, as_array, parse_entries
 from rankscope.errors import TraceError
 from rankscope.record.statistics import ADDED
-from rankscope.record.stepcolumns import COLUMNS
+from rankscope.record.stepcolumns import COLUMNS, Column
 from rankscope.record.streams import MAX_RANKS
-from rankscope.tree.joinedcolumns import FileColumns
 
-__all__ = [
-    "check_columns",
-    "map_columns",
-]
+__all__ = ["FileColumns", "check_columns", "filled", "map_columns"]
 
 _UNCHECKED = {"format": "rankscope.values/1"}
 """All that was said of a file before it had a checksum."""
@@ -32,12 +28,24 @@ _KINDS = {name: np.dtype(column.dtype).kind for name, column in COLUMNS.items()}
     ("values.node", "calls.node", "values.slot", "values.chunk", "values.incarnation"), "iu"
 )
 """Kind of number of each column, as numpy calls it; formats 1 and 2 had ids in place of rows."""
-Column = NDArray[Any]
+Array = NDArray[Any]
+
+
+class FileColumns(dict[str, Array]):
+    """The columns of one file; to ask for one that it lacks is an error of the file."""
+
+    def __init__(self, file: Path, columns: Iterable[tuple[str, Array]] = ()) -> None:
+        """Hold columns of a file."""
+        super().__init__(columns)
+        self.file = file
+
+    def __missing__(self, name: str) -> Array:
+        raise TraceError(f"{self.file}: has no column {name}: the file is damaged")
 
 
 def map_columns(
     path: Path, world_size: int = MAX_RANKS, *, is_checked: bool = False
-) -> dict[str, Column]:
+) -> dict[str, Array]:
     """Return every column of a values file, mapped and not copied.
 
     Args:
@@ -68,7 +76,13 @@ def map_columns(
     return columns
 
 
-def check_columns(columns: Mapping[str, Column], world_size: int) -> None:
+def filled(column: Column, rows: int, number: float = 0) -> Array:
+    """Return rows of a column that all hold one number."""
+    shape = (rows,) if column.width == 1 else (rows, column.width)
+    return np.broadcast_to(np.array(number, column.dtype), shape)
+
+
+def check_columns(columns: Mapping[str, Array], world_size: int) -> None:
     """Refuse columns of another kind or shape than their name says, columns of one table that have
     other rows than each other, and ranks that nobody is.
 

@@ -16,7 +16,6 @@ from rankscope.layout.plan import Piece
 from rankscope.record.notes import Note
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.wholestatistics import Combined
-from rankscope.tree.digests import digest_rows
 from rankscope.tree.heldlayouts import layout_of
 from rankscope.tree.step import StepColumns
 
@@ -56,7 +55,7 @@ def _all_combined(
     results: list[list[Combined]] = [[] for _ in rows]
     if not is_digested.any():
         return results
-    numbers = digest_rows(step, rows)
+    numbers = step.digests(rows)
     for mesh in meshes:
         own = np.flatnonzero(np.isin(ranks, mesh.ranks))
         if not len(own):

@@ -122,12 +122,6 @@ class Document:
             head=self.heads[group], columns=LazyColumns(made), texts=texts, began_ns=self.began_ns
         )
 
-    def counts(self, group: int) -> dict[str, int]:
-        """Return how many rows of "values", "calls" and "samples" a group has."""
-        step = self.step(group)
-        columns = {"values": "rank", "calls": "rank", "samples": "sketch"}
-        return {table: len(step[f"{table}.{name}"]) for table, name in columns.items()}
-
     def _tables(self, number: int) -> Tables:
         return build_tables(self._records.streams(number), self._vocabulary)
 

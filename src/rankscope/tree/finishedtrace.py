@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
-
-import numpy as np
 
 from rankscope.run.filenames import (
     CELLS_SUFFIX,
@@ -19,11 +17,9 @@ from rankscope.run.filenames import (
     Progress,
 )
 from rankscope.run.folders import is_held
-from rankscope.tree.digests import Columns
-from rankscope.tree.joinedcolumns import join_steps
 from rankscope.tree.older import OlderTrace, is_older
 from rankscope.tree.step import StepColumns, StepHead
-from rankscope.tree.stepfile import StepFiles, head_of
+from rankscope.tree.stepfile import StepFiles, known_entries
 from rankscope.tree.tracejson import load_json
 from rankscope.tree.views import Trace, TraceSource
 
@@ -34,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["WrittenSteps", "trace_files", "trace_of", "wait_for_collector"]
 
-_COUNTED = ("values", "calls", "samples")
 _POLL_S = 0.1
 _OF_A_COLLECTOR = (COLLECTOR_NAME, COLLECTOR_LOG_NAME, COLLECTOR_LOCK_NAME, REPLICA_FOLDER)
 _FIRST_S = 10.0
@@ -70,22 +65,13 @@ class WrittenSteps:
         """
         self.head, self._folder, self._began_ns, self._others = head, folder, began_ns, others
         self._files = StepFiles(folder, int(head["run"]["world_size"]))
-        known = [(entry, head_of(entry)) for entry in entries]
-        self.passed_over: Iterable[str] = {
-            f"mode {entry['mode']!r}" for entry, found in known if found is None
-        }
-        listed: list[tuple[StepHead, _Place]] = [
-            (found, entry) for entry, found in known if found is not None
-        ]
+        known, self.passed_over = known_entries(entries)
+        listed: list[tuple[StepHead, _Place]] = [*known]
         listed += [(found, (other, i)) for other in others for i, found in enumerate(other.heads)]
         if others:  # what is finished is in order
             listed.sort(key=lambda each: (not each[0].is_setup, each[0].name))
         self.heads: Sequence[StepHead] = [found for found, _ in listed]
         self._places = [place for _, place in listed]
-        self._counts = [self._rows(place) for place in self._places]
-        rows = np.array([[each[name] for name in _COUNTED] for each in self._counts], np.int64)
-        before = np.cumsum(rows, axis=0) - rows if len(rows) else rows
-        self._first = [dict(zip(_COUNTED, each)) for each in before.tolist()]
 
     def file(self, group: int) -> Path:
         """Return what a step is read from."""
@@ -98,16 +84,10 @@ class WrittenSteps:
         Raises:
             TraceError: its file is damaged, or not there.
         """
-        place, first = self._places[group], self._first[group]
-        if not isinstance(place, tuple):
-            return self._files.step(place, self.heads[group], self._began_ns, first)
-        step = place[0].step(place[1])
-        step.first_value, step.first_call = first["values"], first["calls"]
-        return step
-
-    def columns(self) -> Columns:
-        """Return the columns of all steps, one behind the other."""
-        return join_steps(self.step, self.heads, self._counts, self._first)
+        place = self._places[group]
+        if isinstance(place, tuple):
+            return place[0].step(place[1])
+        return self._files.step(place, self.heads[group], self._began_ns)
 
     @property
     def tensors(self) -> Mapping[StreamId, TensorRecords]:
@@ -119,12 +99,6 @@ class WrittenSteps:
         yield from self._files.faults([p for p in self._places if not isinstance(p, tuple)])
         for other in self._others:
             yield from other.faults()
-
-    def _rows(self, place: _Place) -> dict[str, int]:
-        if isinstance(place, tuple):
-            return place[0].counts(place[1])
-        rows = {name: place["rows"][name] for name in _COUNTED}
-        return {name: int(last) - int(first) for name, (first, last) in rows.items()}
 
 
 def trace_of(document: Document, folder: Path, **more: Any) -> Trace:

@@ -12,12 +12,13 @@ sketches of the root's inputs alone, unless all are asked for.
 
 from __future__ import annotations
 
+import functools
 import json
 import lzma
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,22 +26,18 @@ from numpy.typing import NDArray
 from rankscope.errors import TraceError, TraceVersionError
 from rankscope.record.phases import Phase
 from rankscope.record.statistics import COUNTS, NUMBERS
+from rankscope.record.stepcolumns import COLUMNS
 from rankscope.record.value import SKETCH_SIZE
 from rankscope.run.filenames import VALUES_NAME
 from rankscope.run.replacing import replacing
-from rankscope.tree.columns import check_columns
+from rankscope.tree.columns import FileColumns, check_columns, filled
 from rankscope.tree.damage import UNREADABLE
-from rankscope.tree.digests import Columns
-from rankscope.tree.joinedcolumns import FileColumns
 from rankscope.tree.nodestext import write_nodes
-from rankscope.tree.older import OlderSteps, listed_nodes
+from rankscope.tree.older import FileRows, OlderSteps, listed_nodes
 from rankscope.tree.schemacheck import check_json
+from rankscope.tree.step import StepColumns
 from rankscope.tree.stepfile import entry_of
 from rankscope.tree.views import Trace
-
-if TYPE_CHECKING:
-    from rankscope.chunks.tensorfiles import TensorRecords
-    from rankscope.record.streams import StreamId
 
 __all__ = ["GoldenFile", "is_golden", "write_golden"]
 
@@ -68,9 +65,15 @@ _LEFT_OUT_OF_RANK: Final[Mapping[str, Any]] = {
     "host": "", "origin": "0" * 16, "committed": None, "received": 0, "dropped": 0, "gaps": [],
     "notes": [],
 }  # fmt: skip
-_PLAIN: Final = (*COUNTS, *NUMBERS, "sketch", "hash", "rank", "flags", "digested")
-_OF_SAMPLES: Final = ("sample_row", "sample_count", "sample_dim")
-Column = NDArray[Any]
+_OF_VALUES: Final = tuple(
+    f"values.{name}"
+    for name in (
+        *COUNTS, *NUMBERS, "sketch", "hash", "rank", "flags", "digested", "sample_row",
+        "sample_count", "sample_dim",
+    )
+)  # fmt: skip
+_SKETCHES: Final = "samples.sketch"
+Array = NDArray[Any]
 
 
 def write_golden(trace: Trace, file: Path, *, has_samples: bool) -> int:
@@ -84,15 +87,14 @@ def write_golden(trace: Trace, file: Path, *, has_samples: bool) -> int:
     Raises:
         OSError: it cannot be written.
     """
-    kept = _Rows(trace.columns(), has_samples=has_samples)
+    kept = _Rows(has_samples=has_samples)
     body: dict[str, list[Any]] = {"setup": [], "steps": []}
     for step in (*trace.setup, *trace.steps):
-        columns = step.columns()
-        kept.first = columns.first_value
+        take = functools.partial(kept.take, step.columns())
         text: list[str] = []
         write_nodes(step, "\n", text.append)
-        nodes = [*_nodes(json.loads("".join(text)), kept)]
-        head = entry_of(columns.head)
+        nodes = [*_nodes(json.loads("".join(text)), take)]
+        head = entry_of(step.head)
         body["setup" if step.is_setup else "steps"].append({**head, "nodes": nodes})
     found = kept.columns()
     head = {
@@ -118,8 +120,10 @@ def is_golden(path: Path) -> bool:
         return False
 
 
-class GoldenFile:
+class GoldenFile(OlderSteps):
     """A golden file as the source of a trace."""
+
+    _began_ns = 0
 
     def __init__(self, file: Path) -> None:
         """Read it.
@@ -138,34 +142,23 @@ class GoldenFile:
                 raise ValueError(f"its format is {head['format']!r}")
             if number != GOLDEN_FORMAT.partition("/")[2]:
                 raise TraceVersionError(f"{file}: format {head['format']}: use a newer rankscope")
-            self.head: Mapping[str, Any] = head["trace"]
-            check_json(_filled(self.head), "older_trace", file)
+            trace: Mapping[str, Any] = head["trace"]
+            check_json(_filled(trace), "older_trace", file)
             self._columns = FileColumns(file, _unpacked(head["columns"], rest))
-            check_columns(self._columns, self.head["run"]["world_size"])
+            check_columns(self._columns, trace["run"]["world_size"])
         except (OSError, lzma.LZMAError, RecursionError, *UNREADABLE, EOFError) as error:
             raise TraceError(f"{file}: no golden trace, or a damaged one: {error}") from error
-        self._steps = OlderSteps(
-            [*self.head["setup"], *self.head["steps"]],
-            lambda group: listed_nodes(group, file),
-            self.columns,
-            self.head["run"],
-            lambda group: file,
-        )
-        self.heads, self.passed_over = self._steps.heads, self._steps.passed_over
-        self.step = self._steps.step
+        super().__init__(trace, [*trace["setup"], *trace["steps"]])
 
     def file(self, group: int) -> Path:
         """Return the file itself."""
         return self._file
 
-    def columns(self) -> Columns:
-        """Return the columns that were kept."""
-        return self._columns
+    def _nodes(self, group: int) -> list[dict[str, Any]]:
+        return listed_nodes(self._groups[group], self._file)
 
-    @property
-    def tensors(self) -> Mapping[StreamId, TensorRecords]:
-        """{}: no tensor is kept."""
-        return {}
+    def _rows(self, nodes: Any) -> FileRows:
+        return FileRows(self._columns)
 
     def faults(self) -> Iterator[str]:
         """Yield nothing: the file was read whole."""
@@ -204,7 +197,7 @@ def _inflated(packed: bytes) -> bytes:
     return raw
 
 
-def _unpacked(listed: Any, data: bytes) -> Iterator[tuple[str, Column]]:
+def _unpacked(listed: Any, data: bytes) -> Iterator[tuple[str, Array]]:
     at = 0
     for name, dtype, shape in listed:
         kind, count = np.dtype(dtype), math.prod(shape)
@@ -220,45 +213,36 @@ def _unpacked(listed: Any, data: bytes) -> Iterator[tuple[str, Column]]:
 class _Rows:
     """Collects the rows of the values that are kept."""
 
-    def __init__(self, columns: Columns, *, has_samples: bool) -> None:
-        self._columns, self._has_samples = columns, has_samples
-        self.first = 0
-        """Row of the first value of the step whose rows are taken."""
-        self._values: list[int] = []
-        self._samples: list[int] = []
-        self._starts: list[int] = []
-        """Per kept value its first row among the kept samples; -1 for none."""
+    def __init__(self, *, has_samples: bool) -> None:
+        self._has_samples = has_samples
+        self._parts = {name: [filled(COLUMNS[name], 0)] for name in (*_OF_VALUES, _SKETCHES)}
+        self._count = self._samples = 0
 
-    def take(self, first: int, last: int, *, is_of_root: bool) -> list[int]:
-        """Take the rows of one slot; return where they stand in the golden file."""
-        begin = len(self._values)
-        for row in range(first + self.first, last + self.first):
-            start, count = (
-                int(self._columns[f"values.{name}"][row]) for name in ("sample_row", "sample_count")
-            )
-            is_kept = start >= 0 and (is_of_root or self._has_samples)
-            self._starts.append(len(self._samples) if is_kept else -1)
-            if is_kept:
-                self._samples.extend(range(start, start + count))
-            self._values.append(row)
-        return [begin, len(self._values)]
+    def take(self, step: StepColumns, first: int, last: int, *, is_of_root: bool) -> list[int]:
+        """Take the rows of one slot of a step; return where they stand in the golden file."""
+        own = {name: step[name][first:last] for name in _OF_VALUES}
+        starts, counts = own["values.sample_row"], own["values.sample_count"]
+        is_kept = (starts >= 0) & (is_of_root or self._has_samples)
+        for start, count in zip(starts[is_kept].tolist(), counts[is_kept].tolist()):
+            self._parts[_SKETCHES].append(step[_SKETCHES][start : start + count])
+        kept = np.where(is_kept, counts, 0).astype(counts.dtype)
+        ends = self._samples + np.cumsum(kept)
+        own["values.sample_row"] = np.where(is_kept, ends - kept, -1)
+        own["values.sample_count"] = kept
+        for name, column in own.items():
+            self._parts[name].append(column)
+        begin = self._count
+        self._count += last - first
+        self._samples += int(kept.sum())
+        return [begin, self._count]
 
-    def columns(self) -> dict[str, Column]:
+    def columns(self) -> dict[str, Array]:
         """Return the columns of the kept rows."""
-        rows = np.array(self._values, np.int64)
-        found = {f"values.{name}": self._columns[f"values.{name}"][rows] for name in _PLAIN}
-        found |= {f"values.{name}": self._columns[f"values.{name}"][rows] for name in _OF_SAMPLES}
-        starts = np.array(self._starts, found["values.sample_row"].dtype)
-        found["values.sample_row"] = starts
-        found["values.sample_count"] = np.where(
-            starts >= 0, found["values.sample_count"], 0
-        ).astype(found["values.sample_count"].dtype)
-        found = {name: _narrowed(column) for name, column in found.items()}
-        found["samples.sketch"] = self._columns["samples.sketch"][np.array(self._samples, np.int64)]
-        return found
+        found = {name: np.concatenate(parts) for name, parts in self._parts.items()}
+        return {name: _narrowed(column) for name, column in found.items()}
 
 
-def _narrowed(column: Column) -> Column:
+def _narrowed(column: Array) -> Array:
     """Return float64 as float32 where every number stays finite that is."""
     if column.dtype != np.float64:
         return column
@@ -267,24 +251,26 @@ def _narrowed(column: Column) -> Column:
     return narrow if (np.isfinite(narrow) == np.isfinite(column)).all() else column
 
 
-def _nodes(nodes: list[dict[str, Any]], kept: _Rows) -> Iterator[dict[str, Any]]:
+def _nodes(nodes: list[dict[str, Any]], take: Callable[..., list[int]]) -> Iterator[dict[str, Any]]:
     for node in nodes:
         if node["phase"] in _LEFT_OUT:
             continue
         own: dict[str, Any] = {key: node[key] for key in _OF_NODE if key in node}
         is_root = not node["path"] and node["phase"] == Phase.FORWARD.word
         slots = [
-            _slot(slot, kept, is_of_root=is_root and slot["slot"].startswith("input"))
+            _slot(slot, take, is_of_root=is_root and slot["slot"].startswith("input"))
             for slot in node["slots"]
             if slot["dtype"] != "python"
         ]
-        children = [*_nodes(node["children"], kept)]
+        children = [*_nodes(node["children"], take)]
         yield {**own, "time": _NO_TIME, "slots": slots, "children": children}
 
 
-def _slot(slot: Mapping[str, Any], kept: _Rows, *, is_of_root: bool) -> dict[str, Any]:
+def _slot(
+    slot: Mapping[str, Any], take: Callable[..., list[int]], *, is_of_root: bool
+) -> dict[str, Any]:
     own = {key: slot[key] for key in _OF_SLOT if key in slot}
-    own["rows"] = kept.take(*slot["rows"], is_of_root=is_of_root)
+    own["rows"] = take(*slot["rows"], is_of_root=is_of_root)
     own["values"] = [
         {key: each[key] for key in _OF_VALUE if key in each} for each in slot["values"]
     ]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["encoded", "json_text", "number", "read_number", "statistic"]
+__all__ = ["encoded", "json_text", "number", "statistic"]
 
 _BROKEN = frozenset({"groups", "hosts", "meshes", "setup", "steps"})
 """Keys whose lists get one line per item, wherever they stand."""
@@ -26,11 +26,6 @@ def number(value: float) -> float | str:
     if math.isfinite(value):
         return value
     return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
-
-
-def read_number(value: Any) -> float:
-    """Return the float that `number` or `statistic` wrote."""
-    return math.nan if value is None else float(value)
 
 
 encoded = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False).encode

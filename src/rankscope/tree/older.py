@@ -8,12 +8,15 @@ in columns.
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,15 +26,14 @@ from rankscope.layout.placement import Mesh, Ranges, global_ranges, parse_placem
 from rankscope.record.call import CallStatus
 from rankscope.record.descriptions import ModuleName, TensorFacts, read_ranges
 from rankscope.record.ranklists import parse_ranks
-from rankscope.record.stepcolumns import COLUMNS
+from rankscope.record.statistics import MEASURED
+from rankscope.record.stepcolumns import COLUMNS, Column
 from rankscope.record.value import SKETCH_SIZE
 from rankscope.run.filenames import STEPS_FOLDER, TRACE_NAME, VALUES_NAME
-from rankscope.tree.columns import map_columns
+from rankscope.tree.columns import filled, map_columns
 from rankscope.tree.damage import UNREADABLE
-from rankscope.tree.digests import Columns
-from rankscope.tree.joinedcolumns import join_columns
-from rankscope.tree.step import StepColumns, StepHead, StepTexts
-from rankscope.tree.stepfile import head_of, missing_rows
+from rankscope.tree.step import Columns, StepColumns, StepHead, StepTexts
+from rankscope.tree.stepfile import MOST_OPEN, known_entries
 from rankscope.tree.tracejson import load_json
 from rankscope.tree.views import meshes_of
 
@@ -39,13 +41,19 @@ if TYPE_CHECKING:
     from rankscope.chunks.tensorfiles import TensorRecords
     from rankscope.record.streams import StreamId
 
-__all__ = ["OlderSteps", "OlderTrace", "is_older", "listed_nodes"]
+__all__ = ["FileRows", "OlderSteps", "OlderTrace", "is_older", "listed_nodes"]
 
 Array = NDArray[Any]
 Data = Mapping[str, Any]
 _NODES: Final = re.compile(rf"{STEPS_FOLDER}/\d{{6,}}\.json")
 _VALUES: Final = re.compile(rf"{re.escape(VALUES_NAME)}|{STEPS_FOLDER}/\d{{6,}}\.safetensors")
 _COUNTED_BY: Final = {"values": "values.rank", "samples": "samples.sketch", "calls": "calls.rank"}
+_ALWAYS: Final = frozenset(
+    f"values.{name}"
+    for name in ("rank", "flags", "digested", "hash", "sketch", *(s.name for s in MEASURED))
+)
+"""Columns of values without which a file is damaged."""
+_NEVER: Final = 2**62
 _STATUSES: Final = {status.word: int(status) for status in CallStatus}
 
 
@@ -54,36 +62,46 @@ def is_older(head: Data) -> bool:
     return str(head["format"]) in ("rankscope.trace/1", "rankscope.trace/2")
 
 
-class OlderSteps:
-    """Steps whose nodes are JSON, one after the other."""
+class FileRows(NamedTuple):
+    """The values file in which a step lies; rows of the step are counted through all files."""
 
-    def __init__(
-        self,
-        groups: Sequence[Data],
-        nodes: Callable[[Data], list[dict[str, Any]]],
-        columns: Callable[[], Columns],
-        run: Data,
-        file: Callable[[Data], Path],
-    ) -> None:
+    columns: Columns
+    first_value: int = 0
+    """Rows of values in the files before it."""
+    first_sample: int = 0
+
+
+class OlderSteps(ABC):
+    """Steps whose nodes are JSON, as the source of a trace."""
+
+    def __init__(self, head: Data, groups: Sequence[Data]) -> None:
         """Read none yet.
 
         Args:
-            groups: heads, with nodes inside or the file of them.
-            nodes: returns the nodes of one.
-            columns: of all of them.
-            run: header of the run.
-            file: where one is.
+            head: {"run", "completeness"}.
+            groups: heads of the steps, with nodes inside or the file of them.
         """
-        self._file = file
-        known = [(group, head_of(group)) for group in groups]
-        self.passed_over = frozenset(
-            f"mode {group['mode']!r}" for group, head in known if head is None
-        )
-        self.groups = [group for group, head in known if head is not None]
-        self.heads: list[StepHead] = [head for _, head in known if head is not None]
-        self.columns = columns
-        self._nodes, self._world_size = nodes, int(run["world_size"])
-        self._meshes = meshes_of(run)
+        self.head = head
+        known, self.passed_over = known_entries(groups)
+        self.heads = [found for found, _ in known]
+        self._groups = [group for _, group in known]
+        self._world_size = int(head["run"]["world_size"])
+        self._meshes = meshes_of(head["run"])
+
+    @abstractmethod
+    def file(self, group: int) -> Path:
+        """Where the nodes of a step are."""
+
+    @abstractmethod
+    def _nodes(self, group: int) -> list[dict[str, Any]]: ...
+
+    @abstractmethod
+    def _rows(self, nodes: Sequence[Data]) -> FileRows:
+        """Return where the values of a step lie."""
+
+    @property
+    @abstractmethod
+    def _began_ns(self) -> int: ...
 
     def step(self, group: int) -> StepColumns:
         """Return the columns of a step.
@@ -91,22 +109,22 @@ class OlderSteps:
         Raises:
             TraceError: it is damaged.
         """
-        data = self.groups[group]
         try:
-            made = _Reader(self.heads[group], self.columns(), self._meshes, self._world_size)
-            return made.step(self._nodes(data), self._began_ns)
+            nodes = self._nodes(group)
+            made = _Reader(self.heads[group], self._rows(nodes), self._meshes, self._world_size)
+            return made.step(nodes, self._began_ns)
         except UNREADABLE as error:
             raise TraceError(
-                f"{self._file(data)}: {type(error).__name__} {error}: the trace is damaged"
+                f"{self.file(group)}: {type(error).__name__} {error}: the trace is damaged"
             ) from error
 
-    @functools.cached_property
-    def _began_ns(self) -> int:
-        columns = self.columns()
-        return int(columns["calls.start_ns"].min(initial=2**62)) if "calls.node" in columns else 0
+    @property
+    def tensors(self) -> Mapping[StreamId, TensorRecords]:
+        """{}: the chunks of a finished trace need no records."""
+        return {}
 
 
-class OlderTrace:
+class OlderTrace(OlderSteps):
     """A trace folder of format 1 or 2, or one half grown in format 2."""
 
     def __init__(
@@ -116,15 +134,13 @@ class OlderTrace:
 
         Args:
             folder: of the trace.
-            head: {"run", "completeness"}.
-            groups: heads of the steps.
+            head, groups: as of `OlderSteps`.
             values: {"file", "values", "samples", "calls"} of each values file; of a single one the
                 name alone.
         """
-        self._folder, self.head, self._values = folder, head, values
-        self._steps = OlderSteps(groups, self._nodes, self.columns, head["run"], self._file)
-        self.heads, self.passed_over = self._steps.heads, self._steps.passed_over
-        self.step = self._steps.step
+        super().__init__(head, groups)
+        self._folder, self._values = folder, values
+        self._opened = functools.lru_cache(MOST_OPEN)(self._columns)
 
     @classmethod
     def of(cls, folder: Path, head: Data) -> OlderTrace:
@@ -135,59 +151,74 @@ class OlderTrace:
 
     def file(self, group: int) -> Path:
         """Where the nodes of a step are."""
-        return self._file(self._steps.groups[group])
-
-    def columns(self) -> Columns:
-        """Return the columns of all steps, mapped."""
-        return self._joined
-
-    @property
-    def tensors(self) -> Mapping[StreamId, TensorRecords]:
-        """{}: the chunks of a finished trace need no records."""
-        return {}
-
-    def counts(self, group: int) -> dict[str, int]:
-        """Return how many rows of "values", "calls" and "samples" a step has."""
-        step = self.step(group)
-        return {kind: len(step[column]) for kind, column in _COUNTED_BY.items()}
+        data = self._groups[group]
+        if "nodes_file" not in data:
+            return self._folder / TRACE_NAME
+        return self._named(str(data["nodes_file"]), _NODES, "nodes")
 
     def faults(self) -> Iterator[str]:
         """Yield what is wrong with each file that nodes or columns lie in."""
-        for group in self._steps.groups:
-            if "nodes_file" in group:
+        for group, data in enumerate(self._groups):
+            if "nodes_file" in data:
                 try:
                     self._nodes(group)
                 except TraceError as error:
                     yield str(error)
-        for part in self._values:
+        for number in range(len(self._values)):
             try:
-                path = _named(self._folder, part["file"], _VALUES, "values")
-                found = map_columns(path, self.head["run"]["world_size"], is_checked=True)
-                for kind, column in _COUNTED_BY.items():
-                    if len(found[column]) != part.get(kind, len(found[column])):
-                        raise TraceError(
-                            f"{path}: {column} has {len(found[column])} rows, the trace says "
-                            f"{part[kind]}: the file is damaged"
-                        )
+                self._columns(number, is_checked=True)
             except TraceError as error:
                 yield str(error)
 
+    def _nodes(self, group: int) -> list[dict[str, Any]]:
+        data, file = self._groups[group], self.file(group)
+        return listed_nodes(load_json(file, "nodes") if "nodes_file" in data else data, file)
+
+    def _columns(self, number: int, *, is_checked: bool = False) -> Columns:
+        """Map a values file.
+
+        Raises:
+            TraceError: it is damaged, or holds other rows than the trace says.
+        """
+        part = self._values[number]
+        path = self._named(part["file"], _VALUES, "values")
+        found = map_columns(path, self._world_size, is_checked=is_checked)
+        for kind, column in _COUNTED_BY.items():
+            if kind in part and len(found[column]) != part[kind]:
+                raise TraceError(
+                    f"{path}: {column} has {len(found[column])} rows, the trace says "
+                    f"{part[kind]}: the file is damaged"
+                )
+        return found
+
+    def _rows(self, nodes: Sequence[Data]) -> FileRows:
+        """Return the file that holds the first value of a step, and so all of it; of a step without
+        values the one that holds its first call."""
+        if len(self._values) == 1 or not nodes:
+            return FileRows(self._opened(0))
+        values, samples = (
+            [0, *itertools.accumulate(int(part[kind]) for part in self._values)]
+            for kind in ("values", "samples")
+        )
+        rows = (slot["rows"][0] for data, _ in _walked(nodes) for slot in data["slots"])
+        first = next(rows, None)
+        if first is None:
+            wanted = np.uint64(int(nodes[0]["id"], 16))
+            files = range(len(self._values))
+            number = next((n for n in files if wanted in self._opened(n)["calls.node"]), 0)
+        else:
+            number = min(bisect.bisect_right(values, first), len(self._values)) - 1
+        return FileRows(self._opened(number), values[number], samples[number])
+
     @functools.cached_property
-    def _joined(self) -> Columns:
-        world_size = self.head["run"]["world_size"]
-        paths = [_named(self._folder, p["file"], _VALUES, "values") for p in self._values]
-        made = [functools.partial(map_columns, path, world_size) for path in paths]
-        return made[0]() if len(made) == 1 else join_columns(made, self._values)
+    def _began_ns(self) -> int:
+        starts = (self._opened(n)["calls.start_ns"] for n in range(len(self._values)))
+        return min((int(each.min(initial=_NEVER)) for each in starts), default=_NEVER)
 
-    def _file(self, group: Data) -> Path:
-        if "nodes_file" not in group:
-            return self._folder / TRACE_NAME
-        return _named(self._folder, str(group["nodes_file"]), _NODES, "nodes")
-
-    def _nodes(self, group: Data) -> list[dict[str, Any]]:
-        file = self._file(group)
-        holder = load_json(file, "nodes") if "nodes_file" in group else group
-        return listed_nodes(holder, file)
+    def _named(self, name: str, pattern: re.Pattern[str], what: str) -> Path:
+        if not pattern.fullmatch(name):
+            raise TraceError(f"{self._folder}: {name!r} is no {what} file: the trace is damaged")
+        return self._folder / name
 
 
 def listed_nodes(holder: Data, file: Path) -> list[dict[str, Any]]:
@@ -202,10 +233,15 @@ def listed_nodes(holder: Data, file: Path) -> list[dict[str, Any]]:
     return nodes
 
 
-def _named(folder: Path, name: str, pattern: re.Pattern[str], what: str) -> Path:
-    if not pattern.fullmatch(name):
-        raise TraceError(f"{folder}: {name!r} is no {what} file: the trace is damaged")
-    return folder / name
+def _walked(nodes: Sequence[Data]) -> Iterator[tuple[Data, int]]:
+    """Yield every node with the row of its parent, parents first; -1 for none."""
+    waiting = [(node, -1) for node in reversed(nodes)]
+    for row in itertools.count():
+        if not waiting:
+            return
+        data, parent = waiting.pop()
+        yield data, parent
+        waiting += [(child, row) for child in reversed(data["children"])]
 
 
 class _Reader:
@@ -214,12 +250,12 @@ class _Reader:
     def __init__(
         self,
         head: StepHead,
-        columns: Columns,
+        rows: FileRows,
         meshes: Mapping[str, Sequence[Mesh]],
         world_size: int,
     ) -> None:
-        self._head, self._columns, self._meshes = head, columns, meshes
-        self._world_size = world_size
+        self._head, self._meshes, self._world_size = head, meshes, world_size
+        self._columns, self._first_value, self._first_sample = rows
         self._items: list[object] = []
         self._numbers: dict[object, int] = {}
         self._node: dict[str, list[int]] = {
@@ -230,16 +266,11 @@ class _Reader:
         self._value: dict[str, list[Array]] = {"node": [], "slot": [], "tensor": []}
         self._rows: list[tuple[int, int]] = []
         self._next_call: int | None = None
-        self._first_call: int | None = None
 
     def step(self, nodes: Sequence[Data], began_ns: int) -> StepColumns:
         """Return the columns of the step."""
-        waiting: list[tuple[Data, int]] = [(node, -1) for node in reversed(nodes)]
-        while waiting:
-            data, parent = waiting.pop()
-            row = len(self._node["nodes.id"])
+        for row, (data, parent) in enumerate(_walked(nodes)):
             self._add_node(data, parent, row)
-            waiting += [(child, row) for child in reversed(data["children"])]
         columns: dict[str, Array] = {
             name: np.array(listed, COLUMNS[name].dtype) for name, listed in self._node.items()
         }
@@ -254,23 +285,24 @@ class _Reader:
         last = self._rows[-1][1] if self._rows else 0
         if [begin for begin, _ in self._rows[1:]] != [end for _, end in self._rows[:-1]]:
             raise ValueError("the rows of its slots do not follow on each other")
-        own = {
-            name: column[first:last]
-            for name, column in self._columns.items()
-            if name.startswith("values.")
-        }
         for name, parts in self._value.items():
-            own[f"values.{name}"] = np.concatenate([*parts, np.empty(0, np.int64)])
-        columns |= own
+            columns[f"values.{name}"] = np.concatenate([*parts, np.empty(0, np.int64)])
+        for column in COLUMNS.values():
+            if column.table == "values" and column.name not in columns:
+                columns[column.name] = self._values(column, first, last)
+            elif column.table == "calls" and column.name not in columns:
+                count = len(columns.get("calls.node", ()))
+                columns[column.name] = filled(column, count, column.missing)
         columns["samples.sketch"] = self._samples(columns)
-        counts = {"values": last - first, "calls": len(columns.get("calls.node", ()))}
-        for name, column in COLUMNS.items():
-            if column.table in counts and name not in columns:
-                columns[name] = missing_rows(column, counts[column.table])
-        return StepColumns(
-            head=self._head, columns=columns, texts=StepTexts(self._items), began_ns=began_ns,
-            first_value=first, first_call=self._first_call or 0,
-        )  # fmt: skip
+        texts = StepTexts(self._items)
+        return StepColumns(head=self._head, columns=columns, texts=texts, began_ns=began_ns)
+
+    def _values(self, column: Column, first: int, last: int) -> Array:
+        """Return a column of values from the file, or what stands for one that it may lack."""
+        if column.name in self._columns or column.name in _ALWAYS:
+            return np.asarray(self._columns[column.name][first:last])
+        is_unknown = column.since == 1 and np.dtype(column.dtype).kind == "f"
+        return filled(column, last - first, np.nan if is_unknown else column.missing)
 
     def _samples(self, columns: dict[str, Array]) -> Array:
         """Return the rows of samples of the step, and count its own from 0."""
@@ -282,7 +314,11 @@ class _Reader:
         first = int(starts[has_any].min())
         last = int((starts + counts)[has_any].max())
         columns["values.sample_row"] = np.where(has_any, starts - first, -1)
-        return self._columns["samples.sketch"][first:last]
+        first, last = first - self._first_sample, last - self._first_sample
+        sketches = self._columns["samples.sketch"]
+        if not 0 <= first <= last <= len(sketches):
+            raise ValueError(f"samples {first} to {last} are not in the columns")
+        return sketches[first:last]
 
     # ---- nodes and calls
 
@@ -350,8 +386,6 @@ class _Reader:
             first = int(found[0])
         if (node[first : first + count] != wanted).any() or len(node) < first + count:
             raise ValueError(f"the columns have other calls of node {data['id']} than its ranks")
-        if self._first_call is None:
-            self._first_call = first
         self._next_call = first + count
         return {
             name: np.asarray(self._columns[f"calls.{name}"][first : first + count])
@@ -389,7 +423,7 @@ class _Reader:
     # ---- slots and values
 
     def _add_slot(self, data: Data, row: int) -> None:
-        begin, end = data["rows"]
+        begin, end = (row - self._first_value for row in data["rows"])
         ranks = self._columns["values.rank"][begin:end]
         if not 0 <= begin < end or len(ranks) != end - begin:
             raise ValueError(f"rows {begin} to {end} are not in the columns")

@@ -26,7 +26,6 @@ from rankscope.record.value import UNFOLDED_FLAGS, Digest, Samples, ValueFlag
 from rankscope.record.wholestatistics import Combined
 from rankscope.tree.combinedslots import combined
 from rankscope.tree.damage import damaged_is_trace_error
-from rankscope.tree.digests import column_digest
 from rankscope.tree.heldlayouts import layout_of, placements_of, source_of
 from rankscope.tree.step import StepColumns
 
@@ -86,7 +85,7 @@ class Fold:
     @property
     def digest(self) -> Digest | None:
         """The numbers of the lowest rank; None where it was not digested."""
-        return _digest(self._step, self._first)
+        return self._step.digest(self._first)
 
     @property
     def flag_bits(self) -> int:
@@ -117,24 +116,28 @@ class SlotView:
     step: StepColumns = field(repr=False)
     entry: int
     """Which of the entries of its step it is."""
-    place: int
-    """Which entry of its node's list it is."""
     _where: Whereabouts = field(repr=False)
+
+    @property
+    def rows(self) -> slice:
+        """Its rows in the values of its step, one per rank."""
+        first, last = self.step.entry_start[self.entry : self.entry + 2].tolist()
+        return slice(first, last)
 
     @property
     def slot(self) -> str:
         """Name: `input.0`, `output`, `param:weight` ..."""
-        return self.step.texts.text(int(self.step["values.slot"][self._own.start]))
+        return self.step.texts.text(int(self.step["values.slot"][self.rows.start]))
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks that have a value here."""
-        return self.step.ranks("values", self._own)
+        return self.step.ranks("values", self.rows)
 
     @property
     def facts(self) -> TensorFacts:
         """What the lowest rank holds; dtype, device, global shape and layout are those of all."""
-        return self.step.texts.tensor(int(self.step["values.tensor"][self._own.start]))
+        return self.step.texts.tensor(int(self.step["values.tensor"][self.rows.start]))
 
     @property
     def dtype(self) -> str:
@@ -155,10 +158,10 @@ class SlotView:
     def disagreement(self) -> tuple[str, ...]:
         """What the ranks of this slot's entries differ in; () where there is one entry."""
         step, slots = self.step, self.step["values.slot"]
-        node = int(step["values.node"][self._own.start])
+        node = int(step["values.node"][self.rows.start])
         first, last = step.node_entries[[node, node + 1]].tolist()
         starts = step.entry_start[first:last]
-        alike = starts[slots[starts] == slots[self._own.start]]
+        alike = starts[slots[starts] == slots[self.rows.start]]
         if len(alike) < 2:
             return ()
         tensors = step["values.tensor"][alike].tolist()
@@ -202,7 +205,7 @@ class SlotView:
     def pieces(self) -> tuple[Fold, ...]:
         """The distinct pieces: ranks together that hold the same shape, flags and note, whatever
         their numbers are."""
-        step, rows = self.step, self._own
+        step, rows = self.step, self.rows
         flags = (step["values.flags"][rows] & ~np.uint32(UNFOLDED_FLAGS)).astype(np.int64)
         key = step.piece_numbers[rows] << 32 | flags
         if (key == key[0]).all():
@@ -221,16 +224,10 @@ class SlotView:
         sharded."""
         return combined(self.step, self.entry, self.meshes) if self._is_spread() else ()
 
-    @property
-    def rows(self) -> range:
-        """Rows of the value columns, one per rank."""
-        first = self.step.first_value
-        return range(self._own.start + first, self._own.stop + first)
-
     def per_rank(self) -> dict[int, Digest | None]:
         """Return each rank's numbers, None where a value was not digested."""
-        rows = range(self._own.start, self._own.stop)
-        return {rank: _digest(self.step, row) for rank, row in zip(self.ranks, rows)}
+        first = self.rows.start
+        return {rank: self.step.digest(row) for row, rank in enumerate(self.ranks, first)}
 
     def shapes(self) -> dict[int, tuple[int, ...]]:
         """Return each rank's local shape."""
@@ -239,15 +236,15 @@ class SlotView:
     def references(self) -> dict[int, tuple[int, int]]:
         """Return {rank: (incarnation, reference)} of the ranks whose full tensor was kept."""
         life = self.step.head.incarnation
-        numbers = self.step["values.reference"][self._own].tolist()
-        ranks = self.step["values.rank"][self._own].tolist()
+        numbers = self.step["values.reference"][self.rows].tolist()
+        ranks = self.step["values.rank"][self.rows].tolist()
         return {rank: (life, number) for rank, number in zip(ranks, numbers) if number}
 
     @property
     def not_kept(self) -> tuple[int, ...]:
         """Ranks whose full tensor was asked for and could not be kept."""
-        flags = self.step["values.flags"][self._own] & int(ValueFlag.NOT_KEPT)
-        return tuple(self.step["values.rank"][self._own][flags != 0].tolist())
+        flags = self.step["values.flags"][self.rows] & int(ValueFlag.NOT_KEPT)
+        return tuple(self.step["values.rank"][self.rows][flags != 0].tolist())
 
     def ranges(self, rank: int) -> tuple[Ranges, ...] | None:
         """Return the global indices a rank holds, None where the layout is unknown."""
@@ -266,17 +263,12 @@ class SlotView:
         """Return per-sample sketches by rank, for the ranks that have them."""
         step, found = self.step, {}
         names = ("rank", "sample_dim", "sample_count", "sample_row")
-        own = (step[f"values.{name}"][self._own].tolist() for name in names)
+        own = (step[f"values.{name}"][self.rows].tolist() for name in names)
         for rank, dim, count, first in zip(*own):
             if first >= 0:
                 rows = step["samples.sketch"][first : first + count].tolist()
                 found[rank] = Samples(dim=dim, rows=tuple(map(tuple, rows)))
         return found
-
-    @property
-    def _own(self) -> slice:
-        first, last = self.step.entry_start[self.entry : self.entry + 2].tolist()
-        return slice(first, last)
 
     @property
     def _fold_starts(self) -> Any:
@@ -295,10 +287,17 @@ class SlotView:
         return self.distinct > 1 or not is_whole
 
 
-def _digest(step: StepColumns, row: int) -> Digest | None:
-    if not step["values.digested"][row]:
-        return None
-    return column_digest(step, row)
+def by_slot(views: Iterable[SlotView]) -> dict[str, list[SlotView]]:
+    """Return entries by the name of their slot: those of ranks that differ in it together."""
+    found: dict[str, list[SlotView]] = {}
+    for view in views:
+        found.setdefault(view.slot, []).append(view)
+    return found
+
+
+def shapes_of(views: Iterable[SlotView]) -> dict[int, tuple[int, ...]]:
+    """Return each rank's local shape in entries of one slot."""
+    return {rank: shape for view in views for rank, shape in view.shapes().items()}
 
 
 def shape_text(slot: SlotView, rank: int | None = None) -> str:

@@ -22,13 +22,15 @@ from rankscope.record.call import CallStatus, Mode
 from rankscope.record.collective import Collective
 from rankscope.record.descriptions import ModuleName, TensorFacts
 from rankscope.record.ranklists import ranks_text
-from rankscope.record.value import UNFOLDED_FLAGS
+from rankscope.record.statistics import COUNTS, NUMBERS
+from rankscope.record.value import UNFOLDED_FLAGS, Digest
 from rankscope.record.wholestatistics import Combined
-from rankscope.tree.digests import Columns
 
-__all__ = ["LazyColumns", "StepColumns", "StepHead", "StepName", "StepTexts"]
+__all__ = ["Columns", "LazyColumns", "StepColumns", "StepHead", "StepName", "StepTexts"]
 
 Array = NDArray[Any]
+Columns = Mapping[str, Array]
+_DIGEST: Final = (*COUNTS, *NUMBERS, "hash", "sketch")
 _NEVER: Final = np.iinfo(np.int64).max
 _T = TypeVar("_T")
 
@@ -183,10 +185,6 @@ class StepColumns:
     texts: StepTexts
     began_ns: int
     """Wall clock of the first call of the run."""
-    first_value: int = 0
-    """Row of its first value among those of the whole trace."""
-    first_call: int = 0
-    """The same for calls."""
     combined: dict[int, tuple[Combined, ...]] = field(default_factory=dict)
     """Numbers of whole tensors by entry, as far as somebody asked (`combinedslots`)."""
     _ranks: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
@@ -298,12 +296,33 @@ class StepColumns:
             found = self._ranks[key] = tuple(ranks.tolist())
         return found
 
+    def digest(self, row: int) -> Digest | None:
+        """Return the numbers in a row of values; None where the value was not digested."""
+        if not self["values.digested"][row]:
+            return None
+        numbers: dict[str, Any] = {name: int(self[f"values.{name}"][row]) for name in COUNTS}
+        numbers |= {name: float(self[f"values.{name}"][row]) for name in NUMBERS}
+        sketch = tuple(self["values.sketch"][row].tolist())
+        return Digest.of(numbers, int(self["values.hash"][row]), sketch)
+
+    def digests(self, rows: slice | Array) -> Array:
+        """Return the numbers in some rows of values, of any shape, as a structured array."""
+        found = np.empty(self["values.hash"][rows].shape, self._digest_dtype)
+        for name in _DIGEST:
+            found[name] = self[f"values.{name}"][rows]
+        return found
+
     def ranks_text(self, ranks: tuple[int, ...]) -> str:
         """Return ranks as people write them: `0-7`."""
         found = self._rank_texts.get(ranks)
         if found is None:
             found = self._rank_texts[ranks] = ranks_text(ranks)
         return found
+
+    @cached_property
+    def _digest_dtype(self) -> np.dtype[Any]:
+        columns = ((name, self[f"values.{name}"]) for name in _DIGEST)
+        return np.dtype([(name, column.dtype, column.shape[1:]) for name, column in columns])
 
     @cached_property
     def _kinds_and_pieces(self) -> tuple[Array, Array]:

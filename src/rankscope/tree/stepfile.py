@@ -23,11 +23,11 @@ from rankscope.errors import TraceError
 from rankscope.record.call import Mode
 from rankscope.record.stepcolumns import COLUMNS, Column
 from rankscope.run.filenames import STEPS_FOLDER, STEPS_FORMAT
-from rankscope.tree.columns import map_columns
+from rankscope.tree.columns import filled, map_columns
 from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.step import StepColumns, StepHead, StepTexts
 
-__all__ = ["StepFiles", "entry_of", "head_of", "missing_rows", "write_steps"]
+__all__ = ["MOST_OPEN", "StepFiles", "entry_of", "head_of", "known_entries", "write_steps"]
 
 Array = NDArray[Any]
 Entry = Mapping[str, Any]
@@ -35,7 +35,7 @@ Entry = Mapping[str, Any]
 _OF_STEPS: Final = ("nodes", "calls", "values", "samples", "failures")
 _FIRST_FORMAT: Final = 1
 """Of step files."""
-_MOST_OPEN: Final = 64
+MOST_OPEN: Final = 64
 """Files mapped at a time; each takes a file descriptor."""
 _FILE: Final = re.compile(rf"{STEPS_FOLDER}/\d{{6,}}\.safetensors")
 
@@ -107,13 +107,26 @@ def head_of(entry: Entry) -> StepHead | None:
     )
 
 
+def known_entries(
+    entries: Sequence[Entry],
+) -> tuple[list[tuple[StepHead, Entry]], frozenset[str]]:
+    """Return entries with their heads, and what of them only a newer rankscope knows.
+
+    Raises:
+        KeyError, TypeError, ValueError: one is none.
+    """
+    read = [(head_of(each), each) for each in entries]
+    newer = frozenset(f"mode {each['mode']!r}" for head, each in read if head is None)
+    return [(head, each) for head, each in read if head is not None], newer
+
+
 class StepFiles:
     """The step files of one trace folder, mapped when they are asked for."""
 
     def __init__(self, folder: Path, world_size: int) -> None:
         """Open none yet; `world_size`: no rank is as high."""
         self._folder, self._world_size = folder, world_size
-        self._file = functools.lru_cache(_MOST_OPEN)(functools.partial(_opened, world_size))
+        self._file = functools.lru_cache(MOST_OPEN)(functools.partial(_opened, world_size))
 
     def path(self, entry: Entry) -> Path:
         """Return the file of a step.
@@ -126,16 +139,13 @@ class StepFiles:
             raise TraceError(f"{self._folder}: {name!r} is no step file: the trace is damaged")
         return self._folder / name
 
-    def step(
-        self, entry: Entry, head: StepHead, began_ns: int, first: Mapping[str, int]
-    ) -> StepColumns:
+    def step(self, entry: Entry, head: StepHead, began_ns: int) -> StepColumns:
         """Return a step.
 
         Args:
             entry: where it lies.
             head: of the entry.
             began_ns: as of the step.
-            first: rows of "values" and "calls" of the trace before it.
 
         Raises:
             TraceError: the file is damaged, or not there.
@@ -149,16 +159,13 @@ class StepFiles:
                     begin, end = entry["rows"][column.table]
                     found = columns.get(column.name)
                     if found is None:
-                        if column.since <= _FIRST_FORMAT:
+                        if column.since <= _FIRST_FORMAT:  # every file has it
                             raise KeyError(column.name)
-                        found = missing_rows(column, end)
+                        found = filled(column, end, column.missing)
                     if not 0 <= begin <= end <= len(found):
                         raise ValueError(f"rows {begin} to {end} of {len(found)} of {column.name}")
                     own[column.name] = found[begin:end].view(np.ndarray)  # faster than a map
-            step = StepColumns(
-                head=head, columns=own, texts=texts, began_ns=began_ns,
-                first_value=first["values"], first_call=first["calls"],
-            )  # fmt: skip
+            step = StepColumns(head=head, columns=own, texts=texts, began_ns=began_ns)
             _check(step, self._world_size)
         except UNREADABLE as error:
             raise TraceError(
@@ -177,7 +184,7 @@ class StepFiles:
                     sound.add(path)
                 head = head_of(entry)
                 if head is not None:
-                    self.step(entry, head, 0, {"values": 0, "calls": 0})
+                    self.step(entry, head, 0)
             except TraceError as error:
                 yield str(error)
 
@@ -208,12 +215,6 @@ class _FileTexts(Sequence[object]):
                 self._utf8[begin:end].tobytes().decode(errors="surrogatepass")
             )
         return found
-
-
-def missing_rows(column: Column, count: int) -> Array:
-    """Return rows of a column that nothing was written of."""
-    shape = (count,) if column.width == 1 else (count, column.width)
-    return np.broadcast_to(np.array(column.missing, column.dtype), shape)
 
 
 def _used_texts(steps: Sequence[StepColumns]) -> Array:

@@ -6,9 +6,12 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rankscope.errors import SelectionError, TraceError
 from rankscope.globs import glob_matches
@@ -19,15 +22,16 @@ from rankscope.record.notes import BLACK_BOX, Note, RanksNote
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import parse_ranks, ranks_named
 from rankscope.record.statistics import STATISTICS
+from rankscope.record.stepcolumns import COLUMNS
 from rankscope.record.value import Digest, Samples
 from rankscope.record.wholestatistics import Combined
 from rankscope.run.outfolder import typed
 from rankscope.run.stallrecords import Stall, stalls_in
+from rankscope.tree.columns import filled
 from rankscope.tree.damage import damaged_is_trace_error
-from rankscope.tree.digests import Columns
 from rankscope.tree.selection import default_phase, named, nothing_matched
 from rankscope.tree.slotview import SlotView, Whereabouts, shape_text
-from rankscope.tree.step import StepColumns, StepHead
+from rankscope.tree.step import Columns, LazyColumns, StepColumns, StepHead
 from rankscope.tree.summary import ended_words, endings, extent
 
 if TYPE_CHECKING:
@@ -83,9 +87,6 @@ class TraceSource(Protocol):
 
     def step(self, group: int) -> StepColumns:
         """Return a step."""
-
-    def columns(self) -> Columns:
-        """Return the columns of all steps, one behind the other."""
 
     @property
     def tensors(self) -> Mapping[StreamId, TensorRecords]:
@@ -312,7 +313,7 @@ class Node:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks that made the call."""
-        return self.step.ranks("calls", self._calls)
+        return self.step.ranks("calls", self.call_rows)
 
     @property
     def ranks_text(self) -> str:
@@ -320,16 +321,16 @@ class Node:
         return self.step.ranks_text(self.ranks)
 
     @property
-    def call_rows(self) -> range:
-        """Its rows in the columns of calls of the trace, one per rank."""
-        first = self.step.first_call
-        return range(self._calls.start + first, self._calls.stop + first)
+    def call_rows(self) -> slice:
+        """Its rows in the calls of its step, one per rank."""
+        first, last = self.step.lists.first_call[self.row : self.row + 2]
+        return slice(first, last)
 
     @property
     def collectives(self) -> tuple[tuple[str, Mapping[str, Any]], ...]:
         """What ranks issued in this call, as `collective` of docs/trace-format.md, with those ranks
         as text: several entries where they differ, () where it is no collective's."""
-        own = self._calls
+        own = self.call_rows
         kinds, numbers = (self.step[f"calls.{n}"][own] for n in ("collective", "number"))
         if kinds[0] < 0:
             return ()
@@ -409,9 +410,7 @@ class Node:
     def slots(self) -> tuple[SlotView, ...]:
         """Slot entries in the order they were recorded."""
         first, last = self.step.lists.first_entry[self.row : self.row + 2]
-        return tuple(
-            SlotView(self.step, entry, entry - first, self._where) for entry in range(first, last)
-        )
+        return tuple(SlotView(self.step, entry, self._where) for entry in range(first, last))
 
     @property
     def children(self) -> tuple[Node, ...]:
@@ -432,11 +431,6 @@ class Node:
             waiting.extend(reversed(node.children))
 
     @property
-    def _calls(self) -> slice:
-        first, last = self.step.lists.first_call[self.row : self.row + 2]
-        return slice(first, last)
-
-    @property
     def _names(self) -> tuple[ModuleName, ...]:
         """What ranks call the module, the lowest first; mostly one name."""
         texts, first = self.step.texts, self.step.lists.module[self.row]
@@ -445,7 +439,7 @@ class Node:
         return tuple(texts.module(n) for n in dict.fromkeys(self._column("module").tolist()))
 
     def _column(self, name: str) -> Any:
-        return self.step[f"calls.{name}"][self._calls]
+        return self.step[f"calls.{name}"][self.call_rows]
 
     def _of(self, chosen: Any) -> tuple[int, ...]:
         found: tuple[int, ...] = tuple(self._column("rank")[chosen].tolist())
@@ -527,7 +521,6 @@ class Trace:
         meshes = meshes_of(self.run)
         self.tensors: TensorReaders | None = None
         """Set by `rankscope.open_trace`."""
-        self._columns: Columns | None = None
         self._source = source
         where = Whereabouts(meshes, path, self.run["world_size"])
         self._passed_over: set[str] = set(source.passed_over)
@@ -587,10 +580,13 @@ class Trace:
         return "; ".join([word, *ended, *no_step])
 
     def columns(self) -> Columns:
-        """Return the columns of calls, values and samples of all steps, one behind the other."""
-        if self._columns is None:
-            self._columns = self._source.columns()
-        return self._columns
+        """Return the columns of calls, values and samples of all steps, one behind the other: those
+        that say something beyond their step, and `values.incarnation`, the life of the step.
+
+        Each is read when it is asked for, and held whole; `Step.columns` maps them.
+        """
+        every = (*self.setup, *self.steps)
+        return LazyColumns({name: partial(_joined, every, name) for name in _OF_ALL})
 
     def faults(self) -> Iterator[str]:
         """Read every file that nodes and columns lie in, and yield what is wrong with each."""
@@ -644,7 +640,6 @@ class Trace:
         """Let go of its files: each is unmapped with the last view of it. Nothing is read of the
         trace afterwards."""
         self.setup = self.steps = ()  # each knows the trace
-        self._columns = None
         self.__dict__.pop("tensor_files", None)
 
     def walk(self) -> Iterator[Node]:
@@ -773,6 +768,33 @@ class Trace:
 
 
 _PHASES = {phase.word: phase for phase in Phase}
+_OF_ALL = (
+    *(
+        column.name
+        for column in COLUMNS.values()
+        if column.table in ("calls", "values", "samples")
+        and not (column.is_text or column.name.endswith(".node"))
+    ),
+    "values.incarnation",
+)
+"""What says something beyond its step."""
+
+
+def _joined(steps: Iterable[Step], name: str) -> NDArray[Any]:
+    """Return a column of all steps; rows of samples are counted through them."""
+    is_life = name not in COLUMNS
+    parts = [np.empty(0, np.uint32) if is_life else filled(COLUMNS[name], 0)]
+    samples = 0
+    for step in steps:
+        columns = step.columns()
+        if is_life:
+            parts.append(np.full(len(columns["values.rank"]), step.incarnation, np.uint32))
+        elif name == "values.sample_row":
+            parts.append(np.where(columns[name] >= 0, columns[name] + samples, -1))
+            samples += len(columns["samples.sketch"])
+        else:
+            parts.append(columns[name])
+    return np.concatenate(parts)
 
 
 def meshes_of(run: Mapping[str, Any]) -> dict[str, tuple[Mesh, ...]]:

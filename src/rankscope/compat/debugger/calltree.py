@@ -16,7 +16,7 @@ from typing import Any, Final
 from rankscope.assembly.skeleton import BareCall
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase
-from rankscope.tree.slotview import SlotView
+from rankscope.tree.slotview import SlotView, by_slot
 from rankscope.tree.views import Node, Step
 
 __all__ = ["ForwardCall", "call_of", "forwards", "prune_layers", "pruned_calls"]
@@ -109,10 +109,7 @@ class _CallReader:
         below = node.path[len(self._root) + 1 :] if self._root else node.path
         path = f".{below}" if node.path != self._root else ""
         again = f"_{node.ordinal}" if node.ordinal and path else ""
-        views: dict[str, list[SlotView]] = {}
-        for view in node.slots:
-            if self._rank is None or self._rank in view.ranks:
-                views.setdefault(view.slot, []).append(view)
+        views = by_slot(v for v in node.slots if self._rank is None or self._rank in v.ranks)
         children = [self.call(child) for child in self._below(node)]
         inputs, held = self._inputs(views, bool(children))
         return ForwardCall(

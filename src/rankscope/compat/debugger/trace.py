@@ -185,8 +185,7 @@ class DebuggerBlock:
         stream = read_stream(source)
         root, below = running.session.place_of(self._model)
         path = join_path(name_roots([roots_of(stream.definitions)])[0].get(root, ""), below)
-        first_ns = int(trace.columns()["calls.start_ns"].min(initial=2**62))
-        began_us = (self._began_ns + stream.clock_offset_ns - first_ns) / 1000
+        began_us = (self._began_ns + stream.clock_offset_ns - document.began_ns) / 1000
         return Recorded(
             trace,
             held,

@@ -221,11 +221,11 @@ class LocalValues:
         own = (view for view in views if self._rank in view.ranks)
         return max(own, key=lambda view: len(view.placements), default=None)
 
-    def _tells(self, trace: Trace, views: Sequence[SlotView]) -> Mapping[int, Hashable]:
+    def _tells(self, views: Sequence[SlotView]) -> Mapping[int, Hashable]:
         """Return what tells the ranks' values apart: where there are no digests, this rank's by
         the bytes that it kept."""
         own = next((view for view in views if self._rank in view.ranks), None)
-        known = digests(trace, views)
+        known = digests(views)
         found = None if known or own is None else self._stored(own)
         return {self._rank: _origin(*found)} if found and not _is_constant(found[0]) else known
 

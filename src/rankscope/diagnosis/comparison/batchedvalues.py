@@ -124,7 +124,7 @@ def compare_batched(
         is_cut = _is_cut_in_an_unknown_way(theirs, common, allowed)
         return "layout unknown" if is_cut else common
     first = next(iter(theirs.by_unit.values()))[0]
-    return other_size(next(iter(ours.by_unit.values()))[0], first)
+    return other_size(first)
 
 
 def _unit_by_unit(ours: _Units, left: _Units, every: _Units, allowed: float) -> Difference:

@@ -47,7 +47,7 @@ def compare_common(
         return own
     alike = [i for i in range(len(test)) if test.counts[i] == ref.counts[own]]
     if not alike:
-        return other_size(ref, test)
+        return other_size(test)
     parts = Parts(Measured.SKETCHES)
     for index in alike:
         parts.add(ref, own, test, index, (0, 0))
@@ -57,7 +57,7 @@ def compare_common(
     return parts.finished(ref.rows[[own]], test.rows[alike[:1]], others)
 
 
-def other_size(ref: Wholes, test: Wholes) -> str:
+def other_size(test: Wholes) -> str:
     """Return why two values of unlike sizes are not compared."""
     if test.is_described or len(test) == 1:
         return "of another size than the reference's"

@@ -18,11 +18,10 @@ from rankscope.diagnosis.comparison.lostranks import LostRanks
 from rankscope.diagnosis.comparison.wholevalues import WholeValues
 from rankscope.diagnosis.layouts import Layouts
 from rankscope.diagnosis.stepview import CallView, StepView, step_view_of
-from rankscope.errors import LayoutError, TraceError
+from rankscope.errors import LayoutError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
-from rankscope.tree.joinedcolumns import as_arrays
 from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.views import Step, Trace
 
@@ -50,24 +49,17 @@ class TraceSide:
         Args:
             trace: an open trace.
             layouts: declared layouts, used where they are for as many ranks.
-
-        Raises:
-            TraceError: a column of its values is missing.
         """
         self.trace = trace
         self.world = int(trace.run["world_size"])
-        self.columns = as_arrays(trace.columns())
         fits = layouts is not None and (self.world == 1 or _is_for(layouts, self.world))
         self.layouts = Layouts(layouts if fits else None, self.world)
         every = [*trace.setup, *trace.steps]
         self.incarnation = max((step.incarnation for step in every), default=0)
         self.lost = LostRanks(trace, self.incarnation)
-        try:
-            self.wholes = WholeValues(self.columns, self.layouts, self.lost)
-        except KeyError as error:
-            raise TraceError(f"{trace.path}: the values have no column {error}") from error
+        self.wholes = WholeValues(self.layouts, self.lost)
         own = [step for step in trace.setup if step.incarnation == self.incarnation]
-        self.setup: StepView | None = step_view_of(own[0], self.columns) if own else None
+        self.setup: StepView | None = step_view_of(own[0]) if own else None
         self.stages = stages_of(self.setup, self.world)
         self.steps: dict[StepKey, Step] = {
             (step.mode, step.step): step
@@ -84,9 +76,9 @@ class TraceSide:
 
     def view(self, keys: Sequence[StepKey]) -> StepView:
         """Read one step, or several as one in which each is a micro-batch."""
-        found = step_view_of(self.steps[keys[0]], self.columns)
+        found = step_view_of(self.steps[keys[0]])
         for index, key in enumerate(keys[1:], 1):
-            more = step_view_of(self.steps[key], self.columns)
+            more = step_view_of(self.steps[key])
             for call in more.calls:
                 call.micro_batch = index
             found.calls += more.calls

@@ -35,7 +35,6 @@ NO_TENSOR: Final = "no tensor was there"
 """Why nothing is known of what is None on all ranks, as untrained gradients are."""
 EVERY_PLACE: Final = -1
 """The place of a whole that holds the batches of all data-parallel ranks."""
-_NUMBERS: Final = tuple((s.name, "u8" if s.is_count else "f8") for s in STATISTICS)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -81,12 +80,8 @@ class _MeshPlan:
 class WholeValues:
     """Composes the values of one trace; plans are made once per layout and set of ranks."""
 
-    def __init__(self, columns: Mapping[str, Array], layouts: Layouts, lost: LostRanks) -> None:
-        self._columns, self._layouts, self._lost = columns, layouts, lost
-        sketch_size = columns["values.sketch"].shape[1]
-        self._dtype = np.dtype(
-            [("hash", "u8"), *_NUMBERS, ("sketch", "f8", (sketch_size,))],
-        )
+    def __init__(self, layouts: Layouts, lost: LostRanks) -> None:
+        self._layouts, self._lost = layouts, lost
         self._plans: dict[Any, list[_MeshPlan]] = {}
 
     def of(self, values: SlotValues, places: Array | None) -> Wholes | str:
@@ -103,7 +98,7 @@ class WholeValues:
         unknown = self._lost.of(values)
         if unknown:
             return unknown
-        made = _Making(values, places, self._digests(values), self._columns["samples.sketch"])
+        made = _Making(values, places)
         reasons = []
         for view in values.views:
             meshes = self._meshes(view, values)
@@ -123,12 +118,6 @@ class WholeValues:
     ) -> dict[int, Wholes | str]:
         """Return the same of every micro-batch that has the slot."""
         return {call: self.of(values, places) for call, values in by_call.items()}
-
-    def _digests(self, values: SlotValues) -> Array:
-        rows = np.empty(len(values.ranks), self._dtype)
-        for name in self._dtype.names or ():
-            rows[name] = values.column(name)
-        return rows
 
     def _meshes(self, view: SlotView, values: SlotValues) -> list[_MeshPlan] | None:
         """Return how the pieces of each mesh are composed; None of a value nothing describes."""
@@ -210,11 +199,10 @@ def _plans_by_mesh(pieces: Mapping[int, Piece], at: Array, ranks: Array) -> list
 class _Making:
     """Collects the wholes of one slot."""
 
-    def __init__(
-        self, values: SlotValues, places: Array | None, digests: Array, samples: Array
-    ) -> None:
+    def __init__(self, values: SlotValues, places: Array | None) -> None:
         self._values, self._places = values, places
-        self._digests, self._samples = digests, samples
+        self._digests = values.digests()
+        self._samples = values.call.node.step["samples.sketch"]
         self._first = values.column("sample_row")
         self._count = values.column("sample_count")
         self._dim = values.column("sample_dim")
@@ -335,8 +323,8 @@ class _Making:
 def combined_row(found: Combined, dtype: np.dtype[Any]) -> Array:
     """Return what was combined as a structured digest without a hash."""
     row = np.zeros((), dtype)
-    for name, kind in _NUMBERS:
-        number = found.number(name)
-        row[name] = number if number is not None else 0 if kind == "u8" else np.nan
+    for each in STATISTICS:
+        number = found.number(each.name)
+        row[each.name] = number if number is not None else 0 if each.is_count else np.nan
     row["sketch"] = np.nan if found.sketch is None else found.sketch
     return row

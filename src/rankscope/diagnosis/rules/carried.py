@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import minority
+from rankscope.diagnosis.rankclock import times_of_value
 from rankscope.diagnosis.stepview import SlotValues, StepView
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
@@ -58,7 +59,7 @@ def _candidate(
         first.slot,
         blamed,
         blamed,
-        context.times(first, blamed) - 2,  # before gradients are reduced: see diagnosis/joins.py
+        times_of_value(first, blamed) - 2,  # before gradients are reduced: see diagnosis/joins.py
         f"backward began with the gradients of the step before on {ranks_named(own.tolist())}, and "
         f"without on {ranks_named(others.tolist())}: they were added to this step's",
         advice="zero_grad was not called on every one of these ranks between the two backward "

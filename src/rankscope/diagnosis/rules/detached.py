@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.issuedcollectives import IssuedCollective, issues_in
+from rankscope.diagnosis.rankclock import times_of_value
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
@@ -37,7 +38,7 @@ _SAME: Final = 1e-6
 """Relative distance within which two norms of the same elements lie."""
 
 
-def detached_by_collectives(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+def detached_by_collectives(step_view: StepView, _: CheckContext) -> Iterator[Candidate]:
     """Yield a candidate for every parameter whose gradient ends at a collective."""
     stepped = {
         (values.call.path, values.slot[6:])
@@ -54,7 +55,7 @@ def detached_by_collectives(step_view: StepView, context: CheckContext) -> Itera
                 ended[call.path] = _end_of_graph(step_view, call.path)
             issue = ended[call.path]
             if issue is not None:
-                yield _candidate(step_view, context, values, issue)
+                yield _candidate(step_view, values, issue)
 
 
 def _end_of_graph(step_view: StepView, path: str) -> IssuedCollective | None:
@@ -142,9 +143,7 @@ def _are_joined(values: SlotValues, outputs: list[SlotValues], ranks: Array) -> 
     return bool(is_like.all() and (wanted > 0).all())
 
 
-def _candidate(
-    step_view: StepView, context: CheckContext, values: SlotValues, issue: IssuedCollective
-) -> Candidate:
+def _candidate(step_view: StepView, values: SlotValues, issue: IssuedCollective) -> Candidate:
     ranks = values.ranks
     name = values.slot[5:]
     at = str(issue.facts.get("at", ""))
@@ -155,7 +154,7 @@ def _candidate(
         f"param:{name}",
         ranks,
         ranks,
-        context.times(values, ranks),
+        times_of_value(values, ranks),
         f"has no gradient on {ranks_named(ranks.tolist())}: what the module gave went through "
         f"{issue.op}{f' ({at})' if at else ''}, which keeps no graph",
         advice=_ADVICE,

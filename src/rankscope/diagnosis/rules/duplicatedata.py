@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate
+from rankscope.diagnosis.candidates import Candidate, candidate_of
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.datapeers import DDP, data_lines, root_calls, wrapped_roots
 from rankscope.diagnosis.stepview import SlotValues, StepView, root_of
@@ -39,7 +39,7 @@ def duplicate_batches(step_view: StepView, context: CheckContext) -> Iterator[Ca
         place = ("", "duplicate")
         if same and place not in context.incarnation(step_view.incarnation).warned:
             context.incarnation(step_view.incarnation).warned.add(place)
-            yield _candidate(step_view, context, inputs[0], source, same)
+            yield _candidate(step_view, inputs[0], source, same)
             return
 
 
@@ -59,14 +59,14 @@ def _is_shared(inputs: list[SlotValues], line: Array) -> bool:
 
 
 def _candidate(
-    step_view: StepView, context: CheckContext, values: SlotValues, source: str, lines: list[Array]
+    step_view: StepView, values: SlotValues, source: str, lines: list[Array]
 ) -> Candidate:
     ranks = np.unique(np.concatenate(lines))
 
     def evidence() -> dict[str, Any]:
         return {"data_axis": source, "same_on": [ranks_text(line.tolist()) for line in lines[:8]]}
 
-    return context.candidate(
+    return candidate_of(
         step_view,
         values,
         Kind.DUPLICATE,

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate
+from rankscope.diagnosis.candidates import Candidate, candidate_of
 from rankscope.diagnosis.context import CheckContext, IncarnationState
 from rankscope.diagnosis.datapeers import same_inputs
 from rankscope.diagnosis.distances import (
@@ -251,7 +251,7 @@ def _candidate(
         advice = drawn_apart_advice(random)
     elif kind is Kind.GRADIENT and all(batches.is_shared(group) for group in groups):
         advice = _SAME_BATCH
-    return context.candidate(
+    return candidate_of(
         step_view,
         values,
         kind,

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate
+from rankscope.diagnosis.candidates import Candidate, candidate_of
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import sides, sides_text
 from rankscope.diagnosis.layouts import sorted_lines
@@ -66,7 +66,7 @@ def equal_shards(step_view: StepView, context: CheckContext) -> Iterator[Candida
                 continue
             seen.add(id(values))
             is_stacked = len(values.views[0].pieces[0].shape) >= _STACKED and not is_plain
-            yield _candidate(step_view, context, values, axis, lines, is_stacked=is_stacked)
+            yield _candidate(step_view, values, axis, lines, is_stacked=is_stacked)
 
 
 def _shard_lines(values: SlotValues) -> dict[str, list[Array]]:
@@ -87,7 +87,6 @@ def _is_drawn(values: SlotValues) -> bool:
 
 def _candidate(
     step_view: StepView,
-    context: CheckContext,
     values: SlotValues,
     axis: str,
     lines: list[Array],
@@ -95,7 +94,7 @@ def _candidate(
     is_stacked: bool,
 ) -> Candidate:
     ranks = np.unique(np.concatenate(lines))
-    return context.candidate(
+    return candidate_of(
         step_view,
         values,
         Kind.DUPLICATE,

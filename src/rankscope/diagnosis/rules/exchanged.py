@@ -24,6 +24,7 @@ from rankscope.diagnosis.issuedcollectives import (
     known_collectives,
 )
 from rankscope.diagnosis.messages import Message, message_value
+from rankscope.diagnosis.rankclock import times_of_call
 from rankscope.diagnosis.stepview import SlotValues, StepView
 from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named
@@ -57,7 +58,7 @@ def _judged(
         context.coverage.applied(output)
         if problem is not None:
             text, blamed = problem
-            yield _candidate(step_view, context, issue, output, text, blamed)
+            yield _candidate(step_view, issue, output, text, blamed)
 
 
 def _is_there(values: SlotValues, ranks: Array) -> bool:
@@ -178,9 +179,7 @@ _TESTS: Final[dict[tuple[str, str], Callable[[IssuedCollective, SlotValues, Slot
 # ---- messages ------------------------------------------------------------------------------------
 
 
-def wrong_messages(
-    step_view: StepView, context: CheckContext, wrong: list[Message]
-) -> Iterator[Candidate]:
+def wrong_messages(step_view: StepView, wrong: list[Message]) -> Iterator[Candidate]:
     """Yield a candidate for each of these messages, all of them received in this step."""
     by_call = {(message.received.call_id, message.receiver): message for message in wrong}
     for issue in issues_of(step_view):
@@ -190,12 +189,11 @@ def wrong_messages(
             if message is not None and received is not None:
                 text = f"rank {rank} received something else than rank {message.sender} sent"
                 own = np.array([rank])
-                yield _candidate(step_view, context, issue, received, text, own, members=own)
+                yield _candidate(step_view, issue, received, text, own, members=own)
 
 
 def _candidate(
     step_view: StepView,
-    context: CheckContext,
     issue: IssuedCollective,
     output: SlotValues,
     text: str,
@@ -222,7 +220,7 @@ def _candidate(
         issue.slot,
         blamed,
         ranks,
-        context.clock.of_call(issue.call, ranks, is_end=True),
+        times_of_call(issue.call, ranks, is_end=True),
         f"{issue.op} of {ranks_named(issue.ranks.tolist())}: {text}",
         evidence=evidence,
         priority=-1,

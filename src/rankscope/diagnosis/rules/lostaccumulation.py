@@ -29,7 +29,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate
+from rankscope.diagnosis.candidates import Candidate, candidate_of
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import rounding_of
 from rankscope.diagnosis.gradientpasses import (
@@ -98,7 +98,7 @@ def lost_micro_batches(step_view: StepView, context: CheckContext) -> Iterator[C
         )
         is_warned = ("", "lost") in incarnation.warned
         incarnation.warned.add(("", "lost"))
-        candidate = _candidate(step_view, context, gradients, mixture, ranks)
+        candidate = _candidate(step_view, gradients, mixture, ranks)
         if is_meant:
             incarnation.lost.setdefault(step_view.step, []).append(candidate)
         elif not is_warned:
@@ -127,7 +127,7 @@ def _mixtures(
     """Yield, for every optimizer step whose gradients were gathered in parts, what became of the
     parts, and the ranks."""
     lines = context.incarnation(step_view.incarnation).replicas.lines
-    for event in taken_gradients(step_view, context):
+    for event in taken_gradients(step_view):
         gradients = gathered_apart(event)
         found = mixture_of(gradients, lines) if gradients else None
         if found is not None:
@@ -203,7 +203,6 @@ def _are_small_logits(gradients: Sequence[SlotValues], count: int) -> bool:
 
 def _candidate(
     step_view: StepView,
-    context: CheckContext,
     gradients: Sequence[TakenGradient],
     mixture: Mixture,
     ranks: Array,
@@ -212,7 +211,7 @@ def _candidate(
     ends = [1 + worth.call.ordinal for worth in worths]  # passes are counted from 1 for people
     began = [str(ends[number] + 1) for number in mixture.lost if number + 1 < len(ends)]
     others = len(gradients) - 1
-    return context.candidate(
+    return candidate_of(
         step_view,
         first,
         Kind.SCALE,

@@ -24,6 +24,7 @@ from rankscope.diagnosis.issuedcollectives import (
     issues_of,
     ranks_in_doubt,
 )
+from rankscope.diagnosis.rankclock import times_of_call
 from rankscope.diagnosis.stepview import StepView
 from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named, ranks_text
@@ -35,7 +36,7 @@ _SAME_SHAPE: Final = frozenset({"all_reduce", "broadcast", "reduce"})
 _FACTS: Final = ("op", "reduce", "src", "dst")
 
 
-def mismatched_collectives(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+def mismatched_collectives(step_view: StepView, _: CheckContext) -> Iterator[Candidate]:
     """Yield a candidate for every collective whose sides do not belong together."""
     doubtful = ranks_in_doubt(step_view)
     by_group: dict[str, list[IssuedCollective]] = {}
@@ -45,31 +46,27 @@ def mismatched_collectives(step_view: StepView, context: CheckContext) -> Iterat
     for group in by_group.values():
         meant = {tuple(sorted(issue.members)) for issue in group}
         if len(meant) > 1:
-            yield from _other_members(step_view, context, group)
+            yield from _other_members(step_view, group)
             continue
         if doubtful.intersection(*meant):
             continue
-        yield from _other_facts(step_view, context, group)
-        yield from _swapped(step_view, context, group)
+        yield from _other_facts(step_view, group)
+        yield from _swapped(step_view, group)
 
 
 # ---- members -------------------------------------------------------------------------------------
 
 
-def _other_members(
-    step_view: StepView, context: CheckContext, group: list[IssuedCollective]
-) -> Iterator[Candidate]:
+def _other_members(step_view: StepView, group: list[IssuedCollective]) -> Iterator[Candidate]:
     by_call: dict[int, list[IssuedCollective]] = {}
     for issue in group:
         by_call.setdefault(id(issue.call), []).append(issue)
     for issues in by_call.values():
         if len({tuple(sorted(issue.members)) for issue in issues}) > 1:
-            yield _group_candidate(step_view, context, issues)
+            yield _group_candidate(step_view, issues)
 
 
-def _group_candidate(
-    step_view: StepView, context: CheckContext, issues: list[IssuedCollective]
-) -> Candidate:
+def _group_candidate(step_view: StepView, issues: list[IssuedCollective]) -> Candidate:
     call = issues[0].call
     together = [*issues_in(call)]
     ranks = np.concatenate([issue.ranks for issue in issues])
@@ -89,7 +86,7 @@ def _group_candidate(
         issues[0].slot,
         blamed,
         members,
-        context.clock.of_call(call, members),
+        times_of_call(call, members),
         f"{issues[0].op}: {listed}",
         evidence=lambda: {
             "groups": [
@@ -111,13 +108,11 @@ def _by_sequence(group: list[IssuedCollective]) -> dict[int, list[IssuedCollecti
     return found
 
 
-def _other_facts(
-    step_view: StepView, context: CheckContext, group: list[IssuedCollective]
-) -> Iterator[Candidate]:
+def _other_facts(step_view: StepView, group: list[IssuedCollective]) -> Iterator[Candidate]:
     for issues in _by_sequence(group).values():
         facts = [facts_text(issue, issue.ranks.tolist()) for issue in issues]
         if len(issues) > 1 and len(set(facts)) > 1:
-            yield _facts_candidate(step_view, context, issues, facts)
+            yield _facts_candidate(step_view, issues, facts)
 
 
 def facts_text(issue: IssuedCollective, ranks: Sequence[int]) -> str:
@@ -138,11 +133,11 @@ def facts_text(issue: IssuedCollective, ranks: Sequence[int]) -> str:
 
 
 def _facts_candidate(
-    step_view: StepView, context: CheckContext, issues: list[IssuedCollective], facts: list[str]
+    step_view: StepView, issues: list[IssuedCollective], facts: list[str]
 ) -> Candidate:
     ranks = np.concatenate([issue.ranks for issue in issues])
     keys = np.array([text for issue, text in zip(issues, facts) for _ in issue.ranks])
-    times = np.concatenate([context.clock.of_call(i.call, i.ranks) for i in issues])
+    times = np.concatenate([times_of_call(i.call, i.ranks) for i in issues])
     order = np.argsort(ranks, kind="stable")
     listed = "; ".join(
         f"{ranks_named(i.ranks.tolist())}: {text} in {i.call.path or '(root)'}"
@@ -171,9 +166,7 @@ def _facts_candidate(
 # ---- order ---------------------------------------------------------------------------------------
 
 
-def _swapped(
-    step_view: StepView, context: CheckContext, group: list[IssuedCollective]
-) -> Iterator[Candidate]:
+def _swapped(step_view: StepView, group: list[IssuedCollective]) -> Iterator[Candidate]:
     """Yield both call sites where some ranks issued two collectives in the other order."""
     forward = [i for i in group if i.facts.get("issuer") != "backward"]
     lines: dict[int, list[tuple[int, IssuedCollective]]] = {}
@@ -191,7 +184,7 @@ def _swapped(
     crossed = [n for n in range(length) if len({line[n] for line in sites.values()}) > 1]
     times = np.array(
         [
-            min(int(context.clock.of_call(lines[r][n][1].call, np.array([r]))[0]) for n in crossed)
+            min(int(times_of_call(lines[r][n][1].call, np.array([r]))[0]) for n in crossed)
             for r in ranks.tolist()
         ]
     )

@@ -22,9 +22,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate
+from rankscope.diagnosis.candidates import Candidate, candidate_of
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import sides
+from rankscope.diagnosis.rankclock import times_of_value
 from rankscope.diagnosis.stepview import SlotValues, StepView, is_input, is_output
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
@@ -89,7 +90,7 @@ def nonfinite_origins(step_view: StepView, context: CheckContext) -> Iterator[Ca
         if mild in incarnation.warned:
             return
         incarnation.warned.add(mild)
-    first = _first_by_rank(spoiled, context)
+    first = _first_by_rank(spoiled)
     surest = min(each.level for each in first.values())
     origins = {rank: each for rank, each in first.items() if each.level == surest}
     by_place: dict[int, list[int]] = {}
@@ -141,13 +142,11 @@ def _is_of_gradients(values: SlotValues) -> bool:
     return any(issuer in ("backward", "optimizer") for issuer in issuers)
 
 
-def _first_by_rank(
-    spoiled: list[tuple[SlotValues, Array]], context: CheckContext
-) -> dict[int, _First]:
+def _first_by_rank(spoiled: list[tuple[SlotValues, Array]]) -> dict[int, _First]:
     first: dict[int, _First] = {}
     for values, places in spoiled:
         ranks = values.ranks[places]
-        for rank, time_ns in zip(ranks.tolist(), context.times(values, ranks).tolist()):
+        for rank, time_ns in zip(ranks.tolist(), times_of_value(values, ranks).tolist()):
             if rank not in first or time_ns < first[rank].time_ns:
                 first[rank] = _First(values=values, time_ns=time_ns, level=_level(values))
     return first
@@ -215,7 +214,7 @@ def _candidate(
             "spoiled_values": [_name(value) for value, _ in spoiled[:8]],
         }
 
-    return context.candidate(
+    return candidate_of(
         step_view,
         values,
         Kind.NONFINITE,

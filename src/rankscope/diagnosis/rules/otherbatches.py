@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate
+from rankscope.diagnosis.candidates import Candidate, candidate_of
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.datapeers import root_calls
 from rankscope.diagnosis.distances import sides, sides_text
@@ -47,7 +47,7 @@ def other_batches(step_view: StepView, context: CheckContext) -> Iterator[Candid
         given = _differing_input(step_view, issue)
         if given is not None:
             context.coverage.applied(given)
-            yield _candidate(step_view, context, given, issue)
+            yield _candidate(step_view, given, issue)
 
 
 def _sums_a_layer(issue: IssuedCollective, step_view: StepView, context: CheckContext) -> bool:
@@ -82,11 +82,9 @@ def _differing_input(step_view: StepView, issue: IssuedCollective) -> SlotValues
     return None
 
 
-def _candidate(
-    step_view: StepView, context: CheckContext, given: SlotValues, issue: IssuedCollective
-) -> Candidate:
+def _candidate(step_view: StepView, given: SlotValues, issue: IssuedCollective) -> Candidate:
     ranks = issue.ranks
-    return context.candidate(
+    return candidate_of(
         step_view,
         given,
         Kind.REPLICA,

@@ -29,7 +29,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate
+from rankscope.diagnosis.candidates import Candidate, candidate_of
 from rankscope.diagnosis.context import CheckContext, Latest
 from rankscope.diagnosis.stepview import SlotValues, StepView, root_of, sibling_path
 from rankscope.record.finding import Kind, Severity
@@ -109,13 +109,13 @@ def parameters_left(step_view: StepView, context: CheckContext) -> Iterator[Cand
             if not is_stale and place in warned:
                 continue
             warned.add(place)
-            yield _unheld(step_view, context, update, is_stale=is_stale)
+            yield _unheld(step_view, update, is_stale=is_stale)
         elif (
             len(update.stayed)
             and not is_meant
             and _should_move(update, typical, distance, siblings)
         ):
-            yield _left(step_view, context, update)
+            yield _left(step_view, update)
 
 
 def remember_parameters(step_view: StepView, context: CheckContext) -> None:
@@ -258,10 +258,9 @@ def _places(known: Array, ranks: Array) -> Array:
     return np.where(known[found] == ranks, found, -1)
 
 
-def _left(step_view: StepView, context: CheckContext, update: _JudgedUpdate) -> Candidate:
+def _left(step_view: StepView, update: _JudgedUpdate) -> Candidate:
     return _candidate(
         step_view,
-        context,
         update,
         update.stayed,
         "has a gradient and was not moved by the optimizer step",
@@ -269,22 +268,19 @@ def _left(step_view: StepView, context: CheckContext, update: _JudgedUpdate) -> 
     )
 
 
-def _unheld(
-    step_view: StepView, context: CheckContext, update: _JudgedUpdate, *, is_stale: bool
-) -> Candidate:
+def _unheld(step_view: StepView, update: _JudgedUpdate, *, is_stale: bool) -> Candidate:
     if not is_stale:
         text = "has a gradient, but no optimizer holds it"
-        return _candidate(step_view, context, update, update.unheld, text, Severity.WARNING)
+        return _candidate(step_view, update, update.unheld, text, Severity.WARNING)
     text = (
         "has a gradient and did not move: no optimizer holds it, but one holds parameters that "
         "no module owns any more"
     )
-    return _candidate(step_view, context, update, update.unheld, text, Severity.FAULT)
+    return _candidate(step_view, update, update.unheld, text, Severity.FAULT)
 
 
 def _candidate(
     step_view: StepView,
-    context: CheckContext,
     update: _JudgedUpdate,
     ranks: Array,
     text: str,
@@ -299,7 +295,7 @@ def _candidate(
             "notes": [str(each) for each in _on_foreign_parameters(step_view)],
         }
 
-    return context.candidate(
+    return candidate_of(
         step_view,
         values,
         Kind.PARAMETER,

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate
+from rankscope.diagnosis.candidates import Candidate, candidate_of
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import rounding_of
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView, is_output
@@ -45,7 +45,7 @@ def changed_recomputations(step_view: StepView, context: CheckContext) -> Iterat
             if compared:
                 context.coverage.applied(values)
             if len(wrong) and first is not None:
-                yield _candidate(step_view, context, values, first, wrong)
+                yield _candidate(step_view, values, first, wrong)
 
 
 def _compare(
@@ -100,7 +100,7 @@ def _is_same(values: SlotValues, place: int, old: SlotValues, where: int) -> boo
 
 
 def _candidate(
-    step_view: StepView, context: CheckContext, values: SlotValues, first: SlotValues, wrong: Array
+    step_view: StepView, values: SlotValues, first: SlotValues, wrong: Array
 ) -> Candidate:
     def numbers(value: SlotValues, rank: int) -> dict[str, Any]:
         place = int(value.at(np.array([rank]))[0])
@@ -115,7 +115,7 @@ def _candidate(
         few = wrong.tolist()[:_FEW]
         return {"values": [numbers(value, rank) for rank in few for value in (first, values)]}
 
-    return context.candidate(
+    return candidate_of(
         step_view,
         values,
         Kind.RECOMPUTE,

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate
+from rankscope.diagnosis.candidates import Candidate, candidate_of
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import rounding_of
 from rankscope.diagnosis.gradientpasses import TakenGradient, taken_gradients
@@ -48,7 +48,7 @@ _ADVICE: Final = (
 
 def rescaled_shards(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
     """Yield one candidate for every set of ranks that scaled their shards apart in a step."""
-    for event in taken_gradients(step_view, context):
+    for event in taken_gradients(step_view):
         families: dict[bytes, tuple[Array, list[TakenGradient]]] = {}
         runs = _runs(event)
         is_fsdp1 = "FSDP1" in context.incarnation(step_view.incarnation).wrappers
@@ -179,7 +179,7 @@ def _candidate(
     by_rank = {int(rank): float(factor) for rank, factor in zip(ranks, factors)}
     listed = ", ".join(f"rank {rank}: {factor:.6g}" for rank, factor in list(by_rank.items())[:4])
     more = ", ..." if len(by_rank) > 4 else ""
-    return context.candidate(
+    return candidate_of(
         step_view,
         first,
         Kind.SCALE,

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate
+from rankscope.diagnosis.candidates import Candidate, candidate_of
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.datapeers import same_inputs
 from rankscope.diagnosis.distances import sides, sides_text
@@ -129,7 +129,7 @@ def _judged(step_view: StepView, context: CheckContext, family: _Family) -> Iter
                     found.setdefault(row, []).append((group, paths))
     for row, lost_on in found.items():
         groups = [group for group, _ in lost_on]
-        yield _candidate(step_view, context, family.members[row], groups, lost_on[0][1])
+        yield _candidate(step_view, family.members[row], groups, lost_on[0][1])
 
 
 def _is_telling(agreeing: Array, lost: Array, is_by_itself: bool) -> bool:
@@ -143,7 +143,6 @@ def _is_telling(agreeing: Array, lost: Array, is_by_itself: bool) -> bool:
 
 def _candidate(
     step_view: StepView,
-    context: CheckContext,
     values: SlotValues,
     groups: list[Array],
     paths: list[str],
@@ -161,7 +160,7 @@ def _candidate(
             found["groups"] = [ranks_text(group.tolist()) for group in groups]
         return found
 
-    return context.candidate(
+    return candidate_of(
         step_view,
         values,
         Kind.REPLICA,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate
+from rankscope.diagnosis.candidates import Candidate, candidate_of
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import rounding_of
 from rankscope.diagnosis.replicas import RootPlace
@@ -132,12 +132,11 @@ def mixed_up_micro_batches(step_view: StepView, context: CheckContext) -> Iterat
                 continue
             is_known = number in at
             if is_known or 2 * shifts[usual] >= len(edge.taken):
-                yield _candidate(step_view, context, edge, values, at.get(number))
+                yield _candidate(step_view, edge, values, at.get(number))
 
 
 def _candidate(
     step_view: StepView,
-    context: CheckContext,
     edge: StageLink,
     values: SlotValues,
     other: int | None,
@@ -149,7 +148,7 @@ def _candidate(
         else f"nothing that rank {edge.sender} made in this step"
     )
     ranks = np.array([edge.receiver], np.int64)
-    return context.candidate(
+    return candidate_of(
         step_view,
         values,
         Kind.COLLECTIVE,

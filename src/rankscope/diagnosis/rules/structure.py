@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, candidate_at
+from rankscope.diagnosis.candidates import Candidate, candidate_at, candidate_of
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.datapeers import same_inputs
 from rankscope.diagnosis.distances import minority
+from rankscope.diagnosis.rankclock import times_of_call
 from rankscope.diagnosis.replicas import InferredReplicas
 from rankscope.diagnosis.rules.stages import stage_edges
 from rankscope.diagnosis.stepview import (
@@ -120,7 +121,7 @@ def _candidate(
     members = np.sort(ranks)
     listed = "; ".join(f"{ranks_named(view.ranks)}: {text}" for view, text in zip(views, texts))
     context.coverage.applied(values)
-    return context.candidate(
+    return candidate_of(
         step_view,
         values,
         kind,
@@ -183,7 +184,7 @@ def different_calls(step_view: StepView, context: CheckContext) -> Iterator[Cand
             for call in partial:
                 absent = _missing(call, group, owners)
                 assert absent is not None  # filtered above
-                yield _uncalled(step_view, context, call, group, absent)
+                yield _uncalled(step_view, call, group, absent)
 
 
 def _missing(call: CallView, group: Array, owners: Any) -> Array | None:
@@ -204,9 +205,7 @@ def _missing(call: CallView, group: Array, owners: Any) -> Array | None:
     return absent
 
 
-def _uncalled(
-    step_view: StepView, context: CheckContext, call: CallView, group: Array, absent: Array
-) -> Candidate:
+def _uncalled(step_view: StepView, call: CallView, group: Array, absent: Array) -> Candidate:
     present = group[np.isin(group, call.ranks)]
     return candidate_at(
         step_view,
@@ -215,7 +214,7 @@ def _uncalled(
         "",
         absent if len(present) >= len(absent) else present,
         present,
-        context.clock.of_call(call, present),
+        times_of_call(call, present),
         f"{ranks_named(absent.tolist())} did not call it, {ranks_named(present.tolist())} with the "
         f"same data did",
         evidence=lambda: {
@@ -253,7 +252,7 @@ def layers_of_two_stages(step_view: StepView, context: CheckContext) -> Iterator
             if not _is_shared(step_view, layer, np.array(sorted((sender, receiver)), np.int64)):
                 twice.setdefault(layer, set()).update((sender, receiver))
     for layer, ranks in sorted(twice.items()):
-        yield _run_twice(step_view, context, run[min(ranks)][layer], layer, sorted(ranks))
+        yield _run_twice(step_view, run[min(ranks)][layer], layer, sorted(ranks))
 
 
 def _layers_by_rank(
@@ -313,7 +312,6 @@ def _is_shared(step_view: StepView, layer: _NumberedLayer, ranks: Array) -> bool
 
 def _run_twice(
     step_view: StepView,
-    context: CheckContext,
     call: CallView,
     layer: _NumberedLayer,
     ranks: list[int],
@@ -326,7 +324,7 @@ def _run_twice(
         "",
         ranks,
         members,
-        context.clock.of_call(call, members),
+        times_of_call(call, members),
         f"{layer.path} runs on {ranks_named(ranks)}, of which one stage feeds the other: the model "
         f"runs it twice",
         advice="Look at how the layers are split into stages: the end of one range is the begin of "

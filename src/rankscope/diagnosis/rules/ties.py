@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from rankscope.diagnosis.candidates import Candidate
+from rankscope.diagnosis.candidates import Candidate, candidate_of
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import sides
 from rankscope.diagnosis.stepview import SlotValues, StepView
@@ -48,7 +48,7 @@ def lost_ties(step_view: StepView, context: CheckContext) -> Iterator[Candidate]
         context.coverage.applied(own)
         context.coverage.applied(its)
         if not np.isin(own.hashes, its.hashes).any():
-            yield _candidate(setup, context, embedding, other)
+            yield _candidate(setup, embedding, other)
 
 
 def _key(values: SlotValues) -> tuple[str, str]:
@@ -82,14 +82,12 @@ def _is_on_other_ranks(embedding: SlotValues, other: SlotValues) -> bool:
     return is_apart and len(hashes) == len(counts) == 1
 
 
-def _candidate(
-    setup: StepView, context: CheckContext, embedding: SlotValues, other: SlotValues
-) -> Candidate:
+def _candidate(setup: StepView, embedding: SlotValues, other: SlotValues) -> Candidate:
     first = f"{embedding.call.path}.{embedding.slot[6:]}"
     ranks = np.union1d(embedding.ranks, other.ranks)
     is_beside = np.array_equal(embedding.ranks, other.ranks)
     is_fault = other.source == "dtensor" or not is_beside
-    return context.candidate(
+    return candidate_of(
         setup,
         other,
         Kind.STRUCTURE,

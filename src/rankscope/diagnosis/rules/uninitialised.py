@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate
+from rankscope.diagnosis.candidates import Candidate, candidate_of
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import sides, sides_text
 from rankscope.diagnosis.stepview import SlotValues, StepView, sibling_path
@@ -75,16 +75,14 @@ def _judged(
         own = _sizes(values)
         far = _present(values) & (own > 0) & ((own > _FAR * usual) | (own * _FAR < usual))
         if far.any():
-            yield _candidate(step_view, context, values, values.ranks[far], usual, Severity.FAULT)
+            yield _candidate(step_view, values, values.ranks[far], usual, Severity.FAULT)
     for values in zeros:
         is_whole = all(not _size(each) for each in instances[_instance(values.call.path)])
         is_alone = len(zeros) == 1 and values is not family[-1]
         if values is family[-1] or not (is_whole or is_alone):
             continue
         severity = Severity.FAULT if is_whole else Severity.WARNING
-        yield _candidate(
-            step_view, context, values, values.ranks[_present(values)], usual, severity
-        )
+        yield _candidate(step_view, values, values.ranks[_present(values)], usual, severity)
 
 
 def _instance(path: str) -> str:
@@ -113,14 +111,13 @@ def _size(values: SlotValues) -> float:
 
 def _candidate(
     step_view: StepView,
-    context: CheckContext,
     values: SlotValues,
     ranks: Array,
     usual: float,
     severity: Severity,
 ) -> Candidate:
     what = "is zero" if not _size(values) else "is of another order of magnitude"
-    return context.candidate(
+    return candidate_of(
         step_view,
         values,
         Kind.SCALE,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate
+from rankscope.diagnosis.candidates import Candidate, candidate_of
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import differing_sides, minority, sides_text
 from rankscope.diagnosis.replicas import clusters
@@ -56,7 +56,7 @@ def other_weights(step_view: StepView, context: CheckContext) -> Iterator[Candid
             g for g in clusters(gradient) if _is_unlike(g, values, gradient, latest, step_view)
         ]
         if groups:
-            yield _candidate(setup, context, values, groups)
+            yield _candidate(setup, values, groups)
     if not incarnation.undecided:
         incarnation.setup = None
 
@@ -89,9 +89,7 @@ def _is_unlike(
     )
 
 
-def _candidate(
-    setup: StepView, context: CheckContext, values: SlotValues, groups: list[Array]
-) -> Candidate:
+def _candidate(setup: StepView, values: SlotValues, groups: list[Array]) -> Candidate:
     blamed = np.concatenate([minority(g, values.hashes[values.at(g)]) for g in groups])
     members = np.unique(np.concatenate(groups))
     is_resolved = len(blamed) < len(members)
@@ -100,7 +98,7 @@ def _candidate(
         found: dict[str, Any] = {"layout": "inferred", "values": differing_sides(values, groups)}
         return found if is_resolved else found | {"rank_resolution": "none"}
 
-    return context.candidate(
+    return candidate_of(
         setup,
         values,
         Kind.REPLICA,
