@@ -302,6 +302,33 @@ def test_one_module_writes_and_parses_safetensors_headers() -> None:
     assert knowing == ["chunks/safetensors.py"]
 
 
+def calling(name: str) -> set[str]:
+    """Return the functions and methods of the package that call something of this name."""
+    found = set()
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and any(
+                isinstance(inner, ast.Call) and ast.unparse(inner.func).rpartition(".")[2] == name
+                for inner in ast.walk(node)
+            ):
+                found.add(f"{path.relative_to(SOURCE).as_posix()}:{node.name}")
+    return found
+
+
+def test_one_function_opens_step_files_and_one_writes_them() -> None:
+    """What is checked when a file is opened, and what it may lack, is known in one place."""
+    assert calling("MappedFile") == {
+        "tree/columns.py:map_columns",
+        "chunks/finishing.py:read_header",  # of full tensors
+    }
+    assert {each.partition(":")[0] for each in calling("map_columns")} == {
+        "tree/stepfile.py",
+        "tree/older.py",  # formats 1 and 2 had a columns file of another name
+    }
+    assert calling("write_arrays") == {"tree/stepfile.py:write_steps"}
+    assert not calling("safe_open") | calling("load_file") | calling("save_file")
+
+
 def test_rules_and_exports_read_a_tree_through_its_typed_views() -> None:
     for path in MODULES:
         if room(path) in {"diagnosis", "tensors", "export"}:

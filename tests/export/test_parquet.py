@@ -204,7 +204,7 @@ def test_a_step_that_cannot_be_written_leaves_no_file(tmp_path):
 
     def unfit(columns, texts):
         texts.append("no description")
-        columns["values.tensor"][-1] = len(texts) - 1  # asked for when the calls are written
+        columns["values.tensor"][-1] = len(texts) - 1  # read when values are written
 
     alter_step(trace.path, unfit)
     with pytest.raises(TraceError, match="the trace is damaged"):

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import sys
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,15 @@ import pytest
 
 import rankscope
 from rankscope.capture.reading import ValueNumbers
-from rankscope.record.statistics import ADDED, COUNTS, MEASURED, NUMBERS, STATISTICS
+from rankscope.record.statistics import ADDED, COUNTS, MEASURED, NUMBERS
 from rankscope.record.value import Digest
 from rankscope.record.wholestatistics import Combined
 from rankscope.spool.recordformat import VALUE, VALUE_DTYPE
 from tests import forked
 
 PACKAGE = Path(rankscope.__file__).parent
-DOCS = PACKAGE.parent.parent / "docs"
-SCHEMA = json.loads((resources.files("rankscope.tree") / "trace.schema.json").read_text())
+REPOSITORY = PACKAGE.parent.parent
+DOCS = REPOSITORY / "docs"
 
 ROWS = """
     Statistic(
@@ -52,8 +51,9 @@ from typer.testing import CliRunner
 import rankscope
 from rankscope.cli.app import app
 from rankscope.tree.reader import open_trace
+from tests.tree.columntable import schema
 
-folder, schema = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
+folder = Path(sys.argv[1])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
 
@@ -74,7 +74,7 @@ def rankscope_says(*arguments):
 
 trace_file = folder / "trace/tree.json"
 text = json.loads(trace_file.read_text())
-jsonschema.Draft202012Validator(schema).validate(text)
+jsonschema.Draft202012Validator(schema()).validate(text)
 trace = open_trace(folder / "trace")
 (node,) = trace.find("", phase="forward")
 value, shard = node.value("output.plain"), node.value("output.sharded")
@@ -113,53 +113,6 @@ save_file(kept, file)
 found["old"] = rankscope_says("show", folder / "trace", "--stats", ",".join(names))
 print(json.dumps(found))
 """
-
-
-def parts_of_the_schema(rows: Any) -> dict[str, dict[str, Any]]:
-    """Return what the schema has to say of a digest, of a whole and of a summary."""
-    counts = [row["name"] for row in rows if row["is_count"]]
-    numbers = [row["name"] for row in rows if not row["is_count"]]
-    late = {row["name"] for row in rows if row["is_added"]}
-    statistic, number = {"$ref": "#/$defs/statistic"}, {"$ref": "#/$defs/number"}
-    sketch: dict[str, Any] = {"type": "array", "items": number}
-    span: dict[str, Any] = {"type": "array", "items": number, "minItems": 2, "maxItems": 2}
-    count = {"type": "integer", "minimum": 0}
-    digest: dict[str, Any] = {
-        **dict.fromkeys(counts, count),
-        **dict.fromkeys(numbers, statistic),
-        "hash": {"type": "string", "pattern": "^[0-9a-f]{16}$"},
-        "sketch": sketch,
-    }
-    whole: dict[str, Any] = {
-        **{name: {"type": ["integer", "null"], "minimum": 0} for name in counts},
-        **dict.fromkeys(numbers, statistic),
-        "sketch": {"oneOf": [{"type": "null"}, sketch]},
-    }
-    summary: dict[str, Any] = {
-        "distinct": count,
-        "digested": count,
-        **{name: count for name in counts if name != "count"},
-        **{name: {"oneOf": [{"type": "null"}, span]} for name in numbers},
-    }
-    found = {"digest": digest, "whole_digest": whole, "summary": summary}
-    return {
-        key: {"properties": each, "required": sorted(each.keys() - late)}
-        for key, each in found.items()
-    }
-
-
-def rows_of_the_table() -> list[dict[str, Any]]:
-    return [
-        {"name": s.name, "is_count": s.is_count, "is_added": s.of_values is not None}
-        for s in STATISTICS
-    ]
-
-
-def test_the_schema_says_of_statistics_what_the_table_says() -> None:
-    for key, expected in parts_of_the_schema(rows_of_the_table()).items():
-        held = SCHEMA["$defs"][key]
-        assert held["properties"] == expected["properties"], key
-        assert sorted(held["required"]) == expected["required"], key
 
 
 def test_typed_records_have_the_measured_statistics_in_the_order_of_the_table() -> None:
@@ -201,17 +154,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     marker = ')\n"""In the order'
     assert text.count(marker) == 1
     table.write_text(text.replace(marker, ROWS.lstrip("\n")))
-    rows = rows_of_the_table()
-    rows += [{"name": n, "is_count": False, "is_added": True} for n in ("median_abs", "abs_sum")]
-    schema = json.loads(json.dumps(SCHEMA))
-    for key, part in parts_of_the_schema(rows).items():
-        schema["$defs"][key] |= part
-    (folder / "schema.json").write_text(json.dumps(schema))
     script = folder / "job.py"
     script.write_text(JOB)
     done = forked.run(
-        [sys.executable, str(script), str(folder), str(folder / "schema.json")],
-        env={**os.environ, "PYTHONPATH": str(folder / "src"), "OMP_NUM_THREADS": "1"},
+        [sys.executable, str(script), str(folder)],
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{folder / 'src'}{os.pathsep}{REPOSITORY}",
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
         timeout=300,

@@ -37,7 +37,7 @@ from tests.conftest import REPOSITORY
 from tests.record.test_notes import NOTES
 from tests.stepwise.growing import grown
 from tests.stepwise.test_paper_jobs import job
-from tests.tree.columntable import table_in, tables
+from tests.tree.columntable import SCHEMA, schema_text, table_in, tables
 from tests.tree.jobs import grid_job, read_valid, validator
 
 PAGE = (REPOSITORY / "docs" / "trace-format.md").read_text()
@@ -160,6 +160,11 @@ def test_the_pages_third_program_follows_a_running_job(tmp_path):
 def test_the_tables_of_columns_are_those_of_the_code():
     """`python -m tests.tree.columntable` writes them."""
     assert table_in(PAGE) == tables()
+
+
+def test_the_schema_says_of_columns_and_statistics_what_their_tables_say():
+    """`python -m tests.tree.columntable` writes these parts too."""
+    assert SCHEMA.read_text() == schema_text()
 
 
 def test_every_column_of_the_page_is_in_a_step_file_and_the_other_way_round(folder):

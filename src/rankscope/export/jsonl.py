@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+
+import numpy as np
 
 from rankscope.errors import SelectionError
 from rankscope.export.place import ExportPlace
-from rankscope.export.rows import Row, rows_of
+from rankscope.export.rows import Cells, ExportedStep
 from rankscope.export.subset import Selection
-from rankscope.record.statistics import COUNTS, NUMBERS
-from rankscope.record.value import Digest
 from rankscope.run.filenames import Progress
-from rankscope.tree.jsontext import number, statistic
-from rankscope.tree.step import StepColumns
+from rankscope.tree.jsontext import number
 from rankscope.tree.views import Trace
 
 __all__ = ["write"]
 
-_NUMBERS = (*COUNTS, *NUMBERS, "hash", "sketch")
+_TOGETHER = 4096
+"""Lines that are made at a time."""
 
 
 def write(
@@ -27,41 +26,29 @@ def write(
 ) -> Sequence[str]:
     """Write the lines, one step in memory at a time."""
     ranks = selection.ranks(trace)
-    groups, lines = len(selection.groups(trace)), 0
+    lines = 0
     encode = json.JSONEncoder(check_circular=False, allow_nan=False).encode
     with place.target.open("w", encoding="ascii") as file:
-        for done, (step, nodes) in enumerate(selection.walk(trace)):
-            progress("writing values", done / groups)
-            for node in nodes:
-                for row in rows_of(step, node, ranks):
-                    file.write(encode(_line(row, node.step)) + "\n")
-                    lines += 1
+        for step, nodes in selection.walk(trace, progress, "writing values"):
+            exported = ExportedStep(step, nodes, ranks, trace.path)
+            rows = exported.values()
+            for begin in range(0, len(rows), _TOGETHER):
+                cells = exported.value_cells(rows[begin : begin + _TOGETHER])
+                columns = (_finite(column) for column in cells.values())
+                file.writelines(encode(dict(zip(cells, line))) + "\n" for line in zip(*columns))
+            lines += len(rows)
     if not lines:
         raise SelectionError("the trace holds no value in what is asked for")
     return (f"{lines} values, one a line",)
 
 
-def _line(row: Row, columns: StepColumns) -> dict[str, Any]:
-    shared, fold, rank, at = row
-    digest = columns.digest(at)
-    return {
-        **shared,
-        "rank": rank,
-        "shape": fold.shape,
-        "flags": fold.flags,
-        "requires_grad": fold.requires_grad,
-        "note": fold.note,
-        "time_ns": int(columns["values.time_ns"][at]),
-        "reference": int(columns["values.reference"][at]) or None,
-        "digested": digest is not None,
-        **(dict.fromkeys(_NUMBERS) if digest is None else _numbers(digest)),
-    }
-
-
-def _numbers(digest: Digest) -> dict[str, Any]:
-    return {
-        **{name: digest.number(name) for name in COUNTS},
-        **{name: statistic(digest.number(name)) for name in NUMBERS},
-        "hash": f"{digest.hash:016x}",
-        "sketch": [number(each) for each in digest.sketch],
-    }
+def _finite(cells: Cells) -> list[object]:
+    """Return rows with NaN and infinities as JSON holds them."""
+    listed, items = cells.listed(), cells.items
+    if cells.place is None and items.dtype.kind == "f":
+        for row in np.flatnonzero(~np.isfinite(items.reshape(len(items), -1)).all(axis=1)).tolist():
+            if items.ndim == 1:
+                listed[row] = None if listed[row] is None else number(listed[row])
+            else:
+                listed[row] = listed[row] and [number(each) for each in listed[row]]
+    return listed

@@ -19,12 +19,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from rankscope.errors import SelectionError
 from rankscope.export import packets
 from rankscope.export.place import ExportPlace
-from rankscope.export.rows import rows_of
 from rankscope.export.subset import Selection, group_name
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_text
 from rankscope.record.statistics import COUNTS, numbers_with_first
+from rankscope.record.value import Digest
 from rankscope.run.filenames import Progress
 from rankscope.tree.views import Node, Step, Trace
 
@@ -89,13 +89,6 @@ _FIRST_FREE_PID = 1 << 22
 """Linux gives no larger one."""
 
 
-class _Slice(NamedTuple):
-    phase: str
-    start: int
-    end: float
-    content: bytes
-
-
 @dataclass(slots=True)
 class _Rank:
     """One life of one rank: its file, and the tracks it has so far."""
@@ -133,27 +126,6 @@ class _Rank:
             file.writelines(made)
 
 
-class _RankCall(NamedTuple):
-    """One rank's call."""
-
-    rank: int
-    start: int
-    """Wall clock, ns."""
-    end: int | None
-    """None where it was not recorded."""
-    status: str
-
-
-def _calls_of(node: Node) -> Iterator[_RankCall]:
-    """Yield the calls of a node, by rank."""
-    names = ("rank", "start_ns", "duration_ns", "status")
-    for rank, start, duration, status in zip(
-        *(node.step[f"calls.{name}"][node.call_rows].tolist() for name in names)
-    ):
-        end = None if duration < 0 else start + duration
-        yield _RankCall(rank, start, end, CallStatus.word_of(status))
-
-
 def write(
     trace: Trace,
     selection: Selection,
@@ -165,9 +137,8 @@ def write(
     """Write the archive; steps that would be too much for a viewer are left out, and named."""
     wanted = selection.ranks(trace)
     lives = _lives(trace, wanted, place.scratch)
-    groups, written, left = len(selection.groups(trace)), 0, list[str]()
-    for done, (step, nodes) in enumerate(selection.walk(trace)):
-        progress("writing calls", done / groups)
+    written, left = 0, list[str]()
+    for step, nodes in selection.walk(trace, progress, "writing calls"):
         counts = _events(nodes, wanted)
         ranks = _fitting(counts, max_events - written) if not left else frozenset[int]()
         if len(ranks) < len(counts):
@@ -262,49 +233,54 @@ def _write_step(
     ranks: frozenset[int],
 ) -> Iterator[int]:
     """Append a step to the files of its ranks; yield each rank that has it."""
-    slices: dict[int, list[_Slice]] = {rank: [] for rank in sorted(ranks)}
+    slices: dict[int, dict[str, list[Span[bytes]]]] = {rank: {} for rank in sorted(ranks)}
     instants: dict[int, list[tuple[int, bytes]]] = {rank: [] for rank in ranks}
+    names = ("rank", "start_ns", "duration_ns", "status")
     for node in nodes if ranks else ():
-        shared = _call_content(step, node)
-        results = _results(step, node, ranks)
+        shared, phase = _call_content(step, node), node.phase.word
+        results = _results(node, ranks)
         troubles = {
             (rank, trouble.status): trouble.error
             for trouble in _troubles(node)
             for rank in trouble.ranks
         }
-        for call in _calls_of(node):
-            if call.rank not in ranks:
+        rows = slice(*node.step.lists.first_call[node.row : node.row + 2])
+        own = (node.step[f"calls.{name}"][rows].tolist() for name in names)
+        for rank, start, duration, ended in zip(*own):
+            if rank not in ranks:
                 continue
-            own: dict[str, packets.Argument] = {"status": call.status}
-            content = shared + packets.arguments("", "", own | results.get(call.rank, {}))
-            end = math.inf if call.end is None else call.end
-            slices[call.rank].append(_Slice(node.phase.word, call.start, end, content))
+            said = {"status": CallStatus.word_of(ended), **results.get(rank, {})}
+            content = shared + packets.arguments("", "", said)
+            end = math.inf if duration < 0 else start + duration
+            slices[rank].setdefault(phase, []).append(Span(start, end, content))
             for status in (CallStatus.RAISED.word, "error"):
-                if (call.rank, status) in troubles:
-                    at = call.start if call.end is None else call.end
-                    error = troubles[call.rank, status]
-                    instants[call.rank].append((at, _trouble_content(node, status, error)))
+                if (rank, status) in troubles:
+                    at = start if duration < 0 else start + duration
+                    error = _trouble_content(node, status, troubles[rank, status])
+                    instants[rank].append((at, error))
     for rank, found in slices.items():
         life = lives.get((rank, step.incarnation))
         if life is not None and found:
-            made = list(_step_packets(step, life, found, instants[rank]))
-            life.append(made)
+            life.append(_step_packets(step, life, found, instants[rank]))
             yield rank
 
 
 def _step_packets(
-    step: Step, life: _Rank, slices: list[_Slice], instants: list[tuple[int, bytes]]
+    step: Step,
+    life: _Rank,
+    slices: dict[str, list[Span[bytes]]],
+    instants: list[tuple[int, bytes]],
 ) -> list[bytes]:
     made: list[bytes] = []
-    first = min(each.start for each in slices)
-    last = max(each.start if each.end == math.inf else int(each.end) for each in slices)
+    every = [span for spans in slices.values() for span in spans]
     track = life.track(_STEPS, 0, made)
     own: dict[str, packets.Argument] = {"step": step.step, "incarnation": step.incarnation}
     name = "setup" if step.is_setup else f"{step.mode.word} step {step.step}"
+    first = min(span.start for span in every)
     made.append(packets.begin(track, first, packets.arguments(name, "step", own)))
+    last = max(span.start if span.end == math.inf else int(span.end) for span in every)
     made.append(packets.end(track, last))
-    for phase in dict.fromkeys(each.phase for each in slices):
-        spans = [Span(each.start, each.end, each.content) for each in slices if each.phase == phase]
+    for phase, spans in slices.items():
         for edge in edges(spans):
             track = life.track(phase, edge.lane, made)
             if edge.begins is None:
@@ -339,33 +315,38 @@ def _trouble_content(node: Node, status: str, error: str) -> bytes:
     )
 
 
-def _results(
-    step: Step, node: Node, ranks: frozenset[int]
-) -> dict[int, dict[str, packets.Argument]]:
+def _results(node: Node, ranks: frozenset[int]) -> dict[int, dict[str, packets.Argument]]:
     """Return what came out of a call on each rank, as arguments by slot."""
     stems = node.phase.facts.results
     found: dict[int, dict[str, packets.Argument]] = {}
-    for shared, fold, rank, row in rows_of(step, node, ranks) if stems else ():
-        slot = shared["slot"]
-        mine = found.setdefault(rank, {})
-        if slot.partition(".")[0] not in stems or len(mine) >= _MAX_RESULTS:
+    for slot in node.slots if stems else ():
+        if slot.slot.partition(".")[0] not in stems:
             continue
-        arguments: dict[str, packets.Argument] = {
-            "dtype": shared["dtype"],
-            "shape": "x".join(map(str, fold.shape)) or "scalar",
-        }
-        if shared["placements"]:
-            arguments["placements"] = " ".join(f"{k}={v}" for k, v in shared["placements"].items())
-        if fold.flags:
-            arguments["flags"] = ",".join(fold.flags)
-        digest = node.step.digest(row)
-        if digest is not None:
-            numbers = {n: digest.number(n) for n in numbers_with_first("mean", "std")}
-            arguments |= {name: value for name, value in numbers.items() if not math.isnan(value)}
-            arguments |= {name: digest.number(name) for name in (*COUNTS[1:], *COUNTS[:1])}
-            arguments["hash"] = f"{digest.hash:016x}"
-        mine[slot] = arguments
+        digests = slot.per_rank()
+        placements = " ".join(f"{axis}={text}" for axis, text in slot.placements.items())
+        for piece in slot.pieces:
+            shared = {
+                "dtype": slot.dtype,
+                "shape": "x".join(map(str, piece.shape)) or "scalar",
+                **({"placements": placements} if placements else {}),
+                **({"flags": ",".join(piece.flags)} if piece.flags else {}),
+            }
+            for rank in ranks.intersection(piece.ranks):
+                mine = found.setdefault(rank, {})
+                if len(mine) < _MAX_RESULTS:
+                    mine[slot.slot] = shared | _numbers(digests[rank])
     return found
+
+
+def _numbers(digest: Digest | None) -> dict[str, packets.Argument]:
+    if digest is None:
+        return {}
+    numbers = {name: digest.number(name) for name in numbers_with_first("mean", "std")}
+    return {
+        **{name: value for name, value in numbers.items() if not math.isnan(value)},
+        **{name: digest.number(name) for name in (*COUNTS[1:], *COUNTS[:1])},
+        "hash": f"{digest.hash:016x}",
+    }
 
 
 def _pack(target: Path, trace: Trace, here: list[_Rank], left: list[str]) -> None:

@@ -11,12 +11,8 @@ from rankscope.globs import glob_matches
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_text
-from rankscope.tree.selection import (
-    nothing_matched,
-    parse_mode,
-    parse_phase,
-    parse_ranges,
-)
+from rankscope.run.filenames import Progress
+from rankscope.tree.selection import nothing_matched, parse_mode, parse_phase, parse_ranges
 from rankscope.tree.views import Node, Step, Trace
 
 __all__ = ["Selection", "group_name"]
@@ -91,14 +87,23 @@ class Selection:
             raise SelectionError(f"the trace holds no such step; it holds {there}")
         return [*setup, *steps]
 
-    def walk(self, trace: Trace) -> Iterator[tuple[Step, list[Node]]]:
+    def walk(
+        self, trace: Trace, progress: Progress, what: str
+    ) -> Iterator[tuple[Step, list[Node]]]:
         """Yield every group with the nodes that are asked for, in the order of the tree.
+
+        Args:
+            trace: of which.
+            progress: told before each group.
+            what: is done with them.
 
         Raises:
             SelectionError: no node of any has such a path; lists near ones.
         """
         seen: set[str] = set()
-        for step in self.groups(trace):
+        groups = self.groups(trace)
+        for done, step in enumerate(groups):
+            progress(what, done / len(groups))
             nodes = []
             for node in step.passing():
                 path = node.path

@@ -1,5 +1,5 @@
-"""The columns of a step: the one list from which numpy dtypes, checks and the page of the docs are
-made.
+"""The columns of a step: the one list from which numpy dtypes, checks, exports, the numbers in
+tree.json, its schema and the page of the docs are made.
 
 A step is rows of five tables. Rows that name a row of another table count within the step; texts
 are those of the file.
@@ -7,6 +7,7 @@ are those of the file.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -14,7 +15,7 @@ from typing import Final
 from rankscope.record.statistics import STATISTICS
 from rankscope.record.value import SKETCH_SIZE
 
-__all__ = ["COLUMNS", "TABLES", "Column"]
+__all__ = ["COLUMNS", "DIGEST", "TABLES", "Column", "Told", "told"]
 
 TABLES: Final[Mapping[str, str]] = {
     "nodes": "one row a call as all ranks made it, parents before what they called",
@@ -28,6 +29,14 @@ TABLES: Final[Mapping[str, str]] = {
 
 
 _TEXT: Final = "number of a text"
+
+
+class Told(enum.Enum):
+    """Who says a column under its own name, beside step files."""
+
+    NOWHERE = "readers make something else of it"
+    EXPORTS = "Parquet and, of values, jsonl"
+    DIGEST = "exports and tree.json: equal bytes have it in common, what is not digested has none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,11 @@ class Column:
     """Of numbers of texts: -1 where a row may name none."""
     width: int = 1
     """Numbers in a row."""
+    told: Told = Told.NOWHERE
+    none: int | None = None
+    """The number that says there is none: null in exports."""
+    is_hex: bool = False
+    """16 hex digits in JSON and exports."""
 
     @property
     def is_text(self) -> bool:
@@ -58,6 +72,11 @@ class Column:
     def table(self) -> str:
         """Table that it is of."""
         return self.name.partition(".")[0]
+
+    @property
+    def own_name(self) -> str:
+        """Its name within the table."""
+        return self.name.partition(".")[2]
 
 
 COLUMNS: Final[Mapping[str, Column]] = {
@@ -73,8 +92,15 @@ COLUMNS: Final[Mapping[str, Column]] = {
         Column("nodes.graph_task", "<i4", "of backward: which backward pass"),
         Column("calls.node", "<i8", "row of its node"),
         Column("calls.rank", "<i4", "global rank"),
-        Column("calls.start_ns", "<i8", "wall clock at which it began", "ns"),
-        Column("calls.duration_ns", "<i8", "how long it took, -1 where its end is not known", "ns"),
+        Column("calls.start_ns", "<i8", "wall clock at which it began", "ns", told=Told.EXPORTS),
+        Column(
+            "calls.duration_ns",
+            "<i8",
+            "how long it took, -1 where its end is not known",
+            "ns",
+            told=Told.EXPORTS,
+            none=-1,
+        ),
         Column("calls.status", "|u1", "how it ended, a number of CallStatus"),
         Column("calls.issued", "<u8", "torch's own count of collectives of the group, 0 for none"),
         Column("calls.module", "<i4", f"{_TEXT}: JSON of class, raw path and wrappers"),
@@ -88,15 +114,23 @@ COLUMNS: Final[Mapping[str, Column]] = {
         Column("values.tensor", "<i4", f"{_TEXT}: JSON of dtype, device, shapes and layout"),
         Column("values.rank", "<i4", "global rank"),
         Column("values.flags", "<u4", "bits of ValueFlag"),
-        Column("values.digested", "|b1", "it has numbers"),
-        Column("values.hash", "<u8", "of the bytes, order-sensitive"),
+        Column(
+            "values.hash", "<u8", "of the bytes, order-sensitive", told=Told.DIGEST, is_hex=True
+        ),
         *(
-            Column(f"values.{s.name}", "<u8" if s.is_count else "<f8", s.meaning)
+            Column(f"values.{s.name}", "<u8" if s.is_count else "<f8", s.meaning, told=Told.DIGEST)
             for s in STATISTICS
         ),
-        Column("values.sketch", "<f8", "random projections", width=SKETCH_SIZE),
-        Column("values.time_ns", "<i8", "wall clock at which it was read", "ns"),
-        Column("values.reference", "<u8", "of its full tensor in tensors/, 0 where none was kept"),
+        Column("values.sketch", "<f8", "random projections", width=SKETCH_SIZE, told=Told.DIGEST),
+        Column("values.time_ns", "<i8", "wall clock at which it was read", "ns", told=Told.EXPORTS),
+        Column(
+            "values.reference",
+            "<u8",
+            "of its full tensor in tensors/, 0 where none was kept",
+            told=Told.EXPORTS,
+            none=0,
+        ),
+        Column("values.digested", "|b1", "it has numbers", told=Told.EXPORTS),
         Column("values.chunk", "<u4", "number of the file in tensors/, 0 for none"),
         Column("values.sample_row", "<i8", "first row in samples, -1 for none"),
         Column("values.sample_count", "<i4", "samples"),
@@ -110,3 +144,17 @@ COLUMNS: Final[Mapping[str, Column]] = {
     )
 }
 """In the order of a file."""
+
+DIGEST: Final = tuple(
+    sorted(
+        (column for column in COLUMNS.values() if column.told is Told.DIGEST),
+        key=lambda column: column.own_name not in {each.name for each in STATISTICS},
+    )
+)
+"""What tree.json and exports say of the numbers of a value: the statistics, then the others."""
+
+
+def told(table: str) -> tuple[Column, ...]:
+    """Return the columns of a table that exports say under their own names."""
+    others = [c for c in COLUMNS.values() if c.table == table and c.told is Told.EXPORTS]
+    return (*others, *(column for column in DIGEST if column.table == table))

@@ -7,6 +7,7 @@ different values the ranks hold in a slot counts, as do ranks that disagree.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -283,29 +284,26 @@ def _issued(facts: Mapping[str, Any]) -> str:
 
 
 def _ranks_apart(node: Node) -> Iterator[RanksApart]:
-    for slot, ranks, what in _contradictions(node):
+    def apart(slot: str, ranks: tuple[int, ...], what: str) -> RanksApart:
         took_us = 0.0 if slot.startswith("input") else node.time.max_us or 0.0
-        at_us = node.time.start_us + took_us
-        yield RanksApart(
-            path=node.path, phase=node.phase, slot=slot, ranks=ranks, what=what, at_us=at_us
-        )
+        return RanksApart(
+            path=node.path, phase=node.phase, slot=slot, ranks=ranks, what=what,
+            at_us=node.time.start_us + took_us,
+        )  # fmt: skip
 
-
-def _contradictions(node: Node) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """Yield slot, ranks and what is wrong with them."""
     if not node.has_returned:
         for outcome in node.outcomes:
             if not outcome.has_returned and outcome.status not in _IN_ORDER:
-                yield "", outcome.ranks, outcome.status.replace("_", " ")
+                yield apart("", outcome.ranks, outcome.status.replace("_", " "))
     slots = node.slots
     for slot in slots:
         others = [each for each in slots if each.slot == slot.slot and each is not slot]
         if slot.disagreement and is_bound_to_one_tensor(slot, others):
-            yield slot.slot, slot.ranks, f"disagree in {', '.join(slot.disagreement)}"
+            yield apart(slot.slot, slot.ranks, f"disagree in {', '.join(slot.disagreement)}")
         for whole in slot.combined:
             if whole.note is not None and whole.note.kind is NoteKind.REPLICAS_DIFFER:
                 ranks = parse_ranks(str(whole.note.fields["ranks"]))
-                yield slot.slot, ranks, "replicas differ"
+                yield apart(slot.slot, ranks, "replicas differ")
 
 
 def numbered_groups(
@@ -347,17 +345,13 @@ def is_number(part: str) -> bool:
 def _grouped(
     row: Sequence[ModuleOutline], standing: Mapping[str, Hashable], most: int
 ) -> list[AlikeModules]:
-    runs: list[list[ModuleOutline]] = []
+    def key(module: ModuleOutline) -> Hashable:
+        return module.kind, standing.get(module.path)
+
+    runs = [[*run] for _, run in itertools.groupby(row, key)]
     by_kind: dict[Hashable, list[ModuleOutline]] = {}
-    last: Hashable = None
     for module in row:
-        key = (module.kind, standing.get(module.path))
-        by_kind.setdefault(key, []).append(module)
-        if runs and key == last:
-            runs[-1].append(module)
-        else:
-            runs.append([module])
-        last = key
+        by_kind.setdefault(key(module), []).append(module)
     groups = runs if len(runs) <= most else list(by_kind.values())
     if len(groups) <= most:
         return [AlikeModules(modules=tuple(group)) for group in groups]
@@ -370,15 +364,13 @@ def _grouped(
     ]
 
 
-def difference(module: ModuleOutline, other: ModuleOutline) -> ModuleDifference | None:
-    """Return the first thing in which two modules differ, those inside them last; None where they
-    are alike."""
-    return _difference(module, other, "") if module.kind != other.kind else None
-
-
-def _difference(
-    module: ModuleOutline, other: ModuleOutline, inside: str
+def difference(
+    module: ModuleOutline, other: ModuleOutline, inside: str = ""
 ) -> ModuleDifference | None:
+    """Return the first thing in which two modules differ, those inside them last; None where they
+    are alike. `inside`: the path to them from where the comparison began."""
+    if module.kind == other.kind:
+        return None
     if module.class_name != other.class_name:
         return ModuleDifference(
             path=inside, phase="", what="class", here=module.class_name, there=other.class_name
@@ -401,8 +393,9 @@ def _difference(
     if found and _order(differing[0])[0] <= len(_CALL_FACTS):
         return found[0]
     for name, child in module.children.items():
-        if child.kind != other.children[name].kind:
-            return _difference(child, other.children[name], f"{inside}.{name}".lstrip("."))
+        below = difference(child, other.children[name], f"{inside}.{name}".lstrip("."))
+        if below is not None:
+            return below
     return found[0] if found else None
 
 

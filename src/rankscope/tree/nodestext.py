@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_text
 from rankscope.record.statistics import COUNTS, NUMBERS
-from rankscope.record.value import SKETCH_SIZE, ValueFlag
+from rankscope.record.stepcolumns import DIGEST
+from rankscope.record.value import ValueFlag
 from rankscope.record.wholestatistics import Combined
 from rankscope.tree.jsontext import encoded, number, statistic
 from rankscope.tree.slotview import SlotView, flag_words
@@ -29,11 +30,9 @@ _BLOCK: Final = 2048
 _PIECES: Final = 4096
 """Of text that are handed on together."""
 _DIGEST: Final = ", ".join(
-    [
-        *(f'"{name}": %s' for name in (*COUNTS, *NUMBERS)),
-        '"hash": "%016x"',
-        f'"sketch": [{", ".join(["%s"] * SKETCH_SIZE)}]',
-    ]
+    f'"{column.own_name}": '
+    + ('"%016x"' if column.is_hex else "%s" if column.width == 1 else "[%s]")
+    for column in DIGEST
 )
 
 
@@ -204,7 +203,7 @@ class _NodesText:
         step = self._step
         bounds = step.fold_start[first : first + _BLOCK + 1]
         heads = bounds[:-1]
-        digests = _digest_texts(step.digests(heads))
+        digests = _digest_texts(step, heads)
         is_digested = step["values.digested"][heads].tolist()
         names = ("tensor", "flags", "sample_dim", "sample_count", "sample_row")
         numbers = zip(*(step[f"values.{name}"][heads].tolist() for name in names))
@@ -240,17 +239,19 @@ class _NodesText:
         return text
 
 
-def _digest_texts(rows: NDArray[Any]) -> list[str]:
-    counts = [rows[name].tolist() for name in COUNTS]
-    numbers = [_number_texts(rows[name], statistic) for name in NUMBERS]
-    sketches = _number_texts(rows["sketch"].reshape(-1), number)
-    sketch = [sketches[place::SKETCH_SIZE] for place in range(SKETCH_SIZE)]
-    return [_DIGEST % own for own in zip(*counts, *numbers, rows["hash"].tolist(), *sketch)]
+def _digest_texts(step: StepColumns, rows: NDArray[Any]) -> list[str]:
+    own = (step[column.name][rows] for column in DIGEST)
+    return [_DIGEST % numbers for numbers in zip(*map(_number_texts, own))]
 
 
-def _number_texts(column: NDArray[Any], odd: Callable[[float], Any]) -> list[str]:
-    """Return numbers as JSON has them; `odd` says what those are that are not finite."""
-    texts = [*map(float.__repr__, column.tolist())]
+def _number_texts(column: NDArray[Any]) -> list[Any]:
+    """Return numbers as JSON has them; of a statistic NaN is null."""
+    if column.dtype.kind != "f":
+        return [*column.tolist()]
+    odd = statistic if column.ndim == 1 else number
+    texts = [*map(float.__repr__, column.reshape(-1).tolist())]
     for place in np.flatnonzero(~np.isfinite(column)).tolist():
-        texts[place] = encoded(odd(float(column[place])))
-    return texts
+        texts[place] = encoded(odd(float(column.flat[place])))
+    if column.ndim == 1:
+        return texts
+    return [", ".join(row) for row in zip(*[iter(texts)] * column.shape[1])]

@@ -290,6 +290,9 @@ class _Reader:
         for column in COLUMNS.values():
             if column.table == "values" and column.name not in columns:
                 columns[column.name] = self._values(column, first, last)
+            elif column.table == "calls" and column.name not in columns:
+                count = len(columns.get("calls.node", ()))
+                columns[column.name] = filled(column, count, column.missing)
         columns["samples.sketch"] = self._samples(columns)
         texts = StepTexts(self._items)
         return StepColumns(head=self._head, columns=columns, texts=texts, began_ns=began_ns)
@@ -298,8 +301,8 @@ class _Reader:
         """Return a column of values from the file, or what stands for one that it may lack."""
         if column.name in self._columns or column.name in _ALWAYS:
             return np.asarray(self._columns[column.name][first:last])
-        is_float = np.dtype(column.dtype).kind == "f"
-        return filled(column, last - first, np.nan if is_float else 0)
+        is_unknown = column.since == 1 and np.dtype(column.dtype).kind == "f"
+        return filled(column, last - first, np.nan if is_unknown else column.missing)
 
     def _samples(self, columns: dict[str, Array]) -> Array:
         """Return the rows of samples of the step, and count its own from 0."""
