@@ -151,16 +151,7 @@ class Describer:
         known = self._known.get(("python", note))
         if known is not None:
             return known
-        meta = ValueMeta(
-            dtype="python",
-            device="",
-            shape=(),
-            global_shape=None,
-            layout=_UNKNOWN,
-            ranges=None,
-            note=note,
-        )
-        return self._keep(("python", note), Described(meta=meta))
+        return self._keep(("python", note), Described(meta=_meta("python", "", (), note)))
 
     def _kind(self, kind: type) -> _TensorKind:
         found = _TensorKind.PLAIN
@@ -185,18 +176,9 @@ class Describer:
         known = self._known.get(full_key)
         if known is not None:
             return known
-        meta = ValueMeta(
-            dtype=dtype_name(tensor.dtype),
-            device=device,
-            shape=tuple(tensor.shape),
-            global_shape=None,
-            layout=_UNKNOWN,
-            ranges=None,
-            note=reason,
-        )
         is_on_host = tensor.device.type == "cpu"
         described = Described(
-            meta=meta,
+            meta=_meta(dtype_name(tensor.dtype), device, tuple(tensor.shape), reason),
             requires_grad=tensor.requires_grad,
             can_digest=reason is None and is_on_host,
             can_digest_on_device=reason is None and not is_on_host,
@@ -220,17 +202,11 @@ class Describer:
             shape, requires_grad, dtype, device = (), False, "unknown", "unknown"
         note = note[:_MOST_TEXT]
         key = ("structure", shape, requires_grad, dtype, device, note, is_pending)
-        meta = ValueMeta(
-            dtype=dtype,
-            device=device,
-            shape=shape,
-            global_shape=None,
-            layout=_UNKNOWN,
-            ranges=None,
-            note=note,
-        )
         known = self._known.get(key)
-        return known or self._keep(
+        if known is not None:
+            return known
+        meta = _meta(dtype, device, shape, note)
+        return self._keep(
             key, Described(meta=meta, requires_grad=requires_grad, is_pending=is_pending)
         )
 
@@ -287,6 +263,19 @@ class Describer:
             allows_samples=inner.allows_samples and is_first,
             can_digest_on_device=inner.can_digest_on_device,
         )
+
+
+def _meta(dtype: str, device: str, shape: tuple[int, ...], note: str | None) -> ValueMeta:
+    """Return the description of a value whose layout is not known."""
+    return ValueMeta(
+        dtype=dtype,
+        device=device,
+        shape=shape,
+        global_shape=None,
+        layout=_UNKNOWN,
+        ranges=None,
+        note=note,
+    )
 
 
 def placement_of(placement: Any, dims: int) -> Placement:

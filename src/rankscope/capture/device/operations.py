@@ -60,17 +60,10 @@ class OperationsForm:
 
 
 def make_operations_form(
-    accelerator: Accelerator, plan: FoldPlan, batch_dim: int | None, storage: Storage
+    accelerator: Accelerator, plan: FoldPlan, storage: Storage
 ) -> OperationsForm:
-    """Return the form, its tables enqueued on the current stream.
-
-    Args:
-        accelerator: where to.
-        plan: of the values.
-        batch_dim: the plan's, counted from the front; None where samples are not kept apart.
-        storage: how the values are stored.
-    """
-    folds = tuple(_fold(accelerator, box, batch_dim, plan) for box in _boxes(plan))
+    """Return the form of values of a plan, its tables enqueued on the current stream."""
+    folds = tuple(_fold(accelerator, box, plan) for box in _boxes(plan))
     row_keys = _words(accelerator, powers(np.arange(0, plan.count, _KEYS)))
     column_keys = _words(accelerator, powers(np.arange(1, 1 + min(_KEYS, plan.count))))
     same = None
@@ -110,10 +103,8 @@ class _DeviceFold:
     """[before, samples or 1, after, 8] factors of the rows, those of the batch dim left out."""
 
 
-def _fold(
-    accelerator: Accelerator, box: FoldSegment, batch_dim: int | None, plan: FoldPlan
-) -> _DeviceFold:
-    where = box.where
+def _fold(accelerator: Accelerator, box: FoldSegment, plan: FoldPlan) -> _DeviceFold:
+    where, batch_dim = box.where, plan.batch_dim
     weights = _table(accelerator, box.weights(0, box.rows))
     if plan.batch_factors is None or batch_dim is None:
         rows = weighted = (1, 1, box.rows)
