@@ -15,8 +15,6 @@ frees nothing where it does not get it: the next call does.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import fcntl
 import os
 import struct
@@ -29,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankscope.errors import SpoolError
+from rankscope.run.diskspace import punch_hole
 from rankscope.run.filenames import SETTLED_SUFFIX
 from rankscope.run.replacing import replacing
 from rankscope.spool.origin import first_record
@@ -41,8 +40,6 @@ _CRC: Final = struct.Struct("<I")
 _HEAD_BYTES: Final = _NUMBERS.size + _CRC.size
 _MAGIC: Final = b"rsSETTL1"
 _BLOCK: Final = 4096
-_KEEP_SIZE_PUNCH_HOLE: Final = 0x01 | 0x02
-_UNABLE: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EINTR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,20 +217,6 @@ def free(replica: Path, end: int) -> bool:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return False
-        return _punch_hole(descriptor, begin, size, replica)
+        return punch_hole(descriptor, begin, size)
     finally:
         os.close(descriptor)
-
-
-def _punch_hole(descriptor: int, begin: int, size: int, replica: Path) -> bool:
-    library = ctypes.CDLL(None, use_errno=True)
-    call = getattr(library, "fallocate64", None) or getattr(library, "fallocate", None)
-    if call is None:  # a system without it
-        return False
-    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    if call(descriptor, _KEEP_SIZE_PUNCH_HOLE, begin, size) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in _UNABLE:
-        return False
-    raise OSError(number, os.strerror(number), str(replica))

@@ -12,10 +12,8 @@ import fcntl
 import functools
 import hashlib
 import importlib.util
-import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +29,7 @@ from rankscope.capture.codefolders import (
     made_folders,
     no_folder,
 )
+from rankscope.run.replacing import replacing
 
 __all__ = [
     "COMPILER",
@@ -242,13 +241,9 @@ def _saved(name: str) -> Iterator[Any]:
 def _save(name: str, held: dict[str, Any]) -> Path | None:
     for folder in made_folders():
         with contextlib.suppress(OSError):
-            handle, draft = tempfile.mkstemp(dir=folder, prefix=".draft-")
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(msgpack.packb(held))
-                return Path(draft).replace(folder / name)
-            finally:
-                Path(draft).unlink(missing_ok=True)
+            with replacing(folder / name, is_synced=False) as file:
+                file.write(msgpack.packb(held))
+            return folder / name
     return None
 
 
