@@ -22,7 +22,6 @@ from rankscope.gather.protocol import Ended, OpenStream
 from rankscope.gather.shipping import Shipment
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.folders import SHARED, mark_job_over, stream_folder
-from rankscope.spool.recordcolumns import open_replica
 from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.replication import read_end, replica_path
 from rankscope.spool.validprefix import valid_prefix
@@ -30,7 +29,7 @@ from rankscope.spool.writer import SpoolWriter
 from tests import forked
 from tests.gather.jobs import environment
 from tests.ports import free_port, has_ipv6
-from tests.spool.streams import enter, rank_definition
+from tests.spool.streams import enter, open_replica, rank_definition
 from tests.spool.test_interruption import numbers_in
 from tests.waiting import wait_until
 
@@ -57,7 +56,7 @@ def assert_replica_is_whole(out, rank, batches, incarnation=0):
     found = open_replica(path)
     _, values, _ = found.values()
     assert values["sequence"].tolist() == list(range(1, batches * 100 + 1))
-    assert found.definitions().found[0]["rank"] == rank
+    assert found.definitions()[0]["rank"] == rank
     end = read_end(replica_path(out, stream(rank, incarnation)))
     assert end is not None
     assert (end.committed, end.end) == (size, EndReason.EXIT)
