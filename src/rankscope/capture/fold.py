@@ -59,7 +59,6 @@ class FoldSegment:
     matrix: npt.NDArray[np.float32]
     """[inner, 8] factors of the trailing dims."""
     multiply_rows: int
-    """Rows multiplied at a time."""
     sum_width: int
     """Row length for sums where the whole segment is one block."""
     outer: tuple[npt.NDArray[np.float32], ...]

@@ -46,9 +46,8 @@ class Window(NamedTuple):
     last: int
     """Beyond `step` where other ranks may be ahead: these steps come along where they are."""
     step: int
-    """The one at which it happened."""
+    """At which it happened."""
     text: str
-    """What happened."""
 
     @property
     def asked(self) -> tuple[int, int]:
@@ -67,7 +66,6 @@ class Happening:
     step: int
     """The step that ran where it happened."""
     text: str
-    """What happened, in words."""
 
     @classmethod
     def read(cls, entry: str) -> Happening:

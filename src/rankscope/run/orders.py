@@ -104,7 +104,6 @@ class TakenOrder:
     life: int
     mode: Mode
     first: int
-    """Its first step."""
     stands: bool
     """A rank has begun that step."""
     is_over: bool

@@ -151,7 +151,6 @@ class PreparedRun:
     run_folder: Path
     collection: Collection
     announcement: str
-    """What is said of the run before it begins."""
     made: Sequence[Path]
     """The trace folder and those of its parents that were made now, the innermost first."""
     made_for_spools: Sequence[Path]

@@ -1,6 +1,6 @@
 """The CRC-32 of many cells at once.
 
-CRC-32 is linear over GF(2), which saves both a Python loop over cells and most table lookups.
+CRC-32 is linear over GF(2), which saves a Python loop over the cells of sound streams.
 
 Whether cells are sound is asked of a block of them at a time. The crc of a whole block, stored crcs
 included, is one call of zlib; what it has to be follows from the stored crcs alone. Let Z append 64
@@ -13,8 +13,7 @@ by
 and the sum in it takes one multiplication by a power of Z per cell, in halves: pairs, pairs of
 pairs, and so on. Every cell counts: one damaged cell is always found, several are missed
 with the 2^-32 that a single cell's own crc has. Which cells of a damaged block are wrong is asked
-of each of its cells: the crc of 60 bytes is the exclusive or of what each byte contributes
-from its place, and of the crc of 60 zero bytes.
+of each of its cells.
 """
 
 from __future__ import annotations
@@ -41,31 +40,11 @@ _SOUND_ZEROS = _OF_ZEROS.to_bytes(4, "little") + bytes(_COVERED)
 """A cell of zeros with the crc that belongs to it."""
 
 
-@functools.cache
-def _place_tables() -> Words:
-    """What byte value v at place p of the covered bytes contributes: [60, 256]."""
-    last = np.arange(256, dtype=np.uint32)
-    for _ in range(8):
-        last = np.where(last & 1, (last >> 1) ^ np.uint32(_REVERSED_POLYNOMIAL), last >> 1)
-    tables = np.empty((_COVERED, 256), np.uint32)
-    tables[-1] = last
-    for place in range(_COVERED - 2, -1, -1):
-        after = tables[place + 1]
-        tables[place] = (after >> 8) ^ last[after & 0xFF]
-    return tables
-
-
 def cell_crcs(cells: npt.NDArray[np.uint8]) -> Words:
     """Return the CRC-32 of bytes 4..64 of each cell: [N, 64] bytes to [N]."""
-    tables = _place_tables()
-    crcs = np.empty(len(cells), np.uint32)
-    for start in range(0, len(cells), CHECK_BLOCK):
-        places = np.ascontiguousarray(cells[start : start + CHECK_BLOCK, 4:].T)
-        total = np.full(places.shape[1], _OF_ZEROS, np.uint32)
-        for table, values in zip(tables, places):
-            total ^= table.take(values)
-        crcs[start : start + CHECK_BLOCK] = total
-    return crcs
+    covered = np.ascontiguousarray(cells[:, 4:]).tobytes()
+    starts = range(0, len(covered), _COVERED)
+    return np.array([zlib.crc32(covered[at : at + _COVERED]) for at in starts], np.uint32)
 
 
 @functools.cache
@@ -79,7 +58,9 @@ def _sound_zeros() -> list[int]:
 def _powers() -> Words:
     """Z, Z^2, Z^4 ... as tables of what each byte of a crc becomes: [levels, 4, 256]."""
     words = np.arange(256, dtype=np.uint32) << np.array([[0], [8], [16], [24]], np.uint32)
-    byte = _place_tables()[-1]
+    byte = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        byte = np.where(byte & 1, (byte >> 1) ^ np.uint32(_REVERSED_POLYNOMIAL), byte >> 1)
     powers = np.empty((_LEVELS, 4, 256), np.uint32)
     for _ in range(CELL_BYTES):
         words = (words >> 8) ^ byte[words & 0xFF]

@@ -78,6 +78,15 @@ NO_SEQUENCE = 0xFFFF_FFFF_FFFF_FFFF
 """Parent of a call that has none."""
 NO_MICRO_BATCH = 0xFFFF_FFFF
 
+
+def record_bytes(head: bytes) -> int:
+    """Return the bytes of the record whose first cell begins with these; 0 where nothing was
+    written yet, or less than a cell's header is there."""
+    if len(head) < HEADER_BYTES or head[4] == 0:
+        return 0
+    return (int.from_bytes(head[6:8], "little") + 1) * CELL_BYTES
+
+
 _CODES = {"<u8": "Q", "<i8": "q", "<u4": "I", "<u2": "H", "|u1": "B", "<f8": "d"}
 
 

@@ -11,7 +11,7 @@ from rankscope.errors import SpoolError
 from rankscope.run.folders import segment_indexes, segment_path
 from rankscope.spool.crc import cell_crcs
 from rankscope.spool.origin import UNKNOWN, keep_origin, kept_origin, origin_of
-from rankscope.spool.recordformat import CELL_BYTES, HEADER_BYTES, STAMP, RecordKind
+from rankscope.spool.recordformat import CELL_BYTES, HEADER_BYTES, STAMP, RecordKind, record_bytes
 from rankscope.spool.validprefix import as_cells, valid_prefix
 
 __all__ = ["StreamReader"]
@@ -83,10 +83,9 @@ class StreamReader:
         if not self._open(index):
             return b""
         try:
-            head = os.pread(self._descriptor, CELL_BYTES, at)
-            if len(head) < CELL_BYTES or head[4] == 0:
+            first = record_bytes(os.pread(self._descriptor, CELL_BYTES, at))
+            if not first:
                 return b""
-            first = (int.from_bytes(head[6:8], "little") + 1) * CELL_BYTES
             wanted = min(max(max_bytes - max_bytes % CELL_BYTES, first), size - at)
             chunk = os.pread(self._descriptor, wanted, at)
         except OSError as error:

@@ -8,7 +8,6 @@ then.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -21,14 +20,9 @@ from typing import Any, Final, NamedTuple
 
 import msgpack  # type: ignore[import-untyped]
 
-from rankscope.capture.codefolders import (
-    code_folders,
-    is_off,
-    is_ours,
-    is_safe,
-    made_folders,
-    no_folder,
-)
+from rankscope.capture.codefolders import is_off, made_folders, no_folder, trusted_files
+from rankscope.errors import FolderBusyError, SpoolError
+from rankscope.run.folders import FolderLock
 from rankscope.run.replacing import replacing
 
 __all__ = [
@@ -193,15 +187,13 @@ def lock_for_building(architecture: str) -> Iterator[bool]:
     with contextlib.ExitStack() as stack:
         is_held = False
         for folder in made_folders():
-            try:
-                path = folder / f"{architecture}.lock"
-                lock = stack.enter_context(open(path, "w", encoding="utf-8"))
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FolderBusyError):
+                try:
+                    lock = FolderLock(folder / f"{architecture}.lock", "compiler")
+                except SpoolError:
+                    continue
+                stack.callback(lock.release)
                 is_held = True
-            except BlockingIOError:
-                pass
-            except OSError:
-                continue
             break
         yield is_held
 
@@ -231,11 +223,9 @@ def _source_key() -> str:
 
 
 def _saved(name: str) -> Iterator[Any]:
-    for folder in code_folders():
-        path = folder / name
-        if is_safe(folder) and is_ours(path):
-            with contextlib.suppress(OSError, ValueError):
-                yield msgpack.unpackb(path.read_bytes())
+    for path in trusted_files(name):
+        with contextlib.suppress(OSError, ValueError):
+            yield msgpack.unpackb(path.read_bytes())
 
 
 def _save(name: str, held: dict[str, Any]) -> Path | None:
