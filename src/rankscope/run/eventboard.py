@@ -133,10 +133,7 @@ class EventBoard:
         return int(agree(self._folder, "0", str(time)))
 
     def tell_taken(self, number: int) -> None:
-        """Write that a glob of values to watch took one.
-
-        Args:
-            number: of the glob, as all ranks count them.
+        """Write that a glob of values to watch, by its number for all ranks, took one.
 
         Raises:
             OSError: it cannot be written.

@@ -64,9 +64,6 @@ class Collection:
         """See that relays may send there, before anything is made; return the keys they use, None
         without.
 
-        Args:
-            keys: the key file.
-
         Raises:
             BindError: the address may not be used.
             KeysError: the keys cannot be.

@@ -131,12 +131,7 @@ def variants() -> Iterator[ReadVariant | CombineVariant]:
 
 
 def find_image(architecture: str, variant: ReadVariant | CombineVariant) -> CompiledImage | None:
-    """Return a compiled kernel, None where none that is to be trusted lies on this host.
-
-    Args:
-        architecture: `cuda-90`, `hip-gfx942`.
-        variant: which kernel.
-    """
+    """Return a compiled kernel, None where none that is to be trusted lies on this host."""
     if is_off():
         return None
     for held in _saved(_file_name(architecture, variant)):
