@@ -8,8 +8,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["code_folders", "is_off", "made_folders", "no_folder", "trusted_files"]
-
 
 def is_off() -> bool:
     """True where RANKSCOPE_KERNEL asks for no compiled code."""

@@ -44,8 +44,6 @@ from rankscope.layout.placement import (
 )
 from rankscope.record.value import ValueMeta
 
-__all__ = ["Described", "Describer", "dtype_name", "placement_of"]
-
 _MOST_TEXT: Final = 120
 _MOST_CACHED: Final = 1 << 16
 _MOST_REPEATED: Final = 1 << 24

@@ -25,8 +25,6 @@ from rankscope.capture.reading import Arithmetic, ValueForm, ValueNumbers, empty
 from rankscope.layout.placement import Ranges
 from rankscope.record.statistics import ADDED, ADDED_UNKNOWN
 
-__all__ = ["Digester"]
-
 _xxh3: Final[Any] = xxhash.xxh3_64_intdigest  # the stubs know no ctypes memory as a buffer
 _MOST_KINDS: Final = 4096
 _MOST_KIND_BYTES: Final = 64 << 20

@@ -13,8 +13,6 @@ from rankscope.capture.torch_internals.dtensor import mesh_ranks
 from rankscope.layout.placement import Mesh
 from rankscope.record.streams import ProcessGroup
 
-__all__ = ["MeshTable", "process_groups"]
-
 
 def process_groups() -> tuple[ProcessGroup, ...]:
     """Return every process group this rank has built, the default group first."""

@@ -10,8 +10,6 @@ import xxhash
 from rankscope.capture.dtypestorage import Array, Storage
 from rankscope.capture.fold import BLOCK_ELEMENTS, contiguous_runs
 
-__all__ = ["has_minus_zero", "hash_words"]
-
 
 def has_minus_zero(array: Array, storage: Storage) -> bool:
     """Return whether a stored word is -0, or may be one where to normalize costs no more."""

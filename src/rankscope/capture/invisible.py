@@ -14,8 +14,6 @@ from collections.abc import Iterator
 
 from rankscope.capture.torch_internals.dispatch import disable_torch_function, operation_guards
 
-__all__ = ["invisible", "invisible_operations"]
-
 
 def invisible() -> contextlib.AbstractContextManager[object]:
     """Return a context for reading attributes and memory of tensors, about half a microsecond.

@@ -25,8 +25,6 @@ from typing import Final
 from rankscope.capture.codefolders import is_off, made_folders, no_folder, trusted_files
 from rankscope.capture.kernelcalls import Kernel, gives_numpys_numbers
 
-__all__ = ["build", "load", "prepare", "why_none"]
-
 _SOURCE: Final = Path(__file__).with_name("kernel.c")
 _FLAGS: Final = (
     *("-O3", "-std=gnu99", "-shared", "-fPIC", "-w"),

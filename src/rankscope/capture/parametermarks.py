@@ -19,8 +19,6 @@ from rankscope.capture.torch_internals.parallel import sharded_originals
 from rankscope.layout.marks import FSDP1_AXIS, ParameterMark
 from rankscope.layout.placement import Placement, PlacementKind
 
-__all__ = ["ParameterMarks"]
-
 _WHOLE: Final = Placement(kind=PlacementKind.REPLICATE)
 _RUN: Final = Placement(kind=PlacementKind.SHARD, dim=0)
 

@@ -25,8 +25,6 @@ from rankscope.record.dtypes import STORED_TYPES
 from rankscope.run.diskspace import reserve
 from rankscope.run.ownfile import OwnFile, above_standard_streams, leave_mapping, map_file
 
-__all__ = ["HeldBytes", "Scratch"]
-
 _LINE: Final = 64
 _PAGE: Final = 4096
 """Tensors begin at multiples of it, those that are smaller at multiples of a line."""

@@ -41,8 +41,6 @@ from rankscope.record.streams import StreamId
 from rankscope.run.diskspace import reserve
 from rankscope.run.ownfile import OwnFile, above_standard_streams
 
-__all__ = ["CHUNK_BYTES", "CHUNK_TENSORS", "HEADER_BYTES", "ByteArray", "ChunkEntry", "ChunkWriter"]
-
 CHUNK_BYTES: Final = 256 << 20
 CHUNK_TENSORS: Final = 8192
 HEADER_BYTES: Final = (1 << 20) - LENGTH_BYTES

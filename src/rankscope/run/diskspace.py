@@ -13,8 +13,6 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["free_bytes", "punch_hole", "reserve"]
-
 _KEEP_SIZE: Final = 1
 _PUNCH_HOLE: Final = 2
 """As linux/falloc.h has them; with the first the length of the file stays as it is."""

@@ -20,8 +20,6 @@ from typing import Any, Final
 from rankscope.errors import KeysError
 from rankscope.run.replacing import new_file
 
-__all__ = ["KEYS_FORMAT", "CurveKeys", "read_keys", "relays_file", "write_keys"]
-
 KEYS_FORMAT: Final = "rankscope.keys/1"
 _KEY: Final = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 """32 bytes as Z85 (ZeroMQ RFC 32)."""

@@ -30,8 +30,6 @@ from rankscope.run.folders import is_held, stream_folder, streams
 from rankscope.run.ownfile import OwnFile, above_standard_streams
 from rankscope.run.processes import is_process_alive, process_name
 
-__all__ = ["StreamLock", "is_abandoned", "is_alive"]
-
 _RETRY_S = 0.2
 _FLOCK = struct.Struct("@hhqqi")
 """struct flock of 64-bit Linux: type, whence, start, length, pid."""

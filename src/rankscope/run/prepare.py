@@ -37,8 +37,6 @@ from rankscope.run.outfolder import (
 )
 from rankscope.run.processes import process_name
 
-__all__ = ["Collection", "PreparedRun", "RunRequest", "prepare_run"]
-
 
 @dataclass(frozen=True, slots=True)
 class Collection:

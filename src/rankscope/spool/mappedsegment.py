@@ -19,8 +19,6 @@ from rankscope.run.folders import segment_indexes, segment_path
 from rankscope.run.ownfile import OwnFile, leave_mapping, map_file
 from rankscope.spool.recordformat import CELL_BYTES, FIRST, RecordKind
 
-__all__ = ["Segment", "first_segment"]
-
 
 class Segment:
     """A mapped segment and how far it is filled. The writer alone moves `at`."""

@@ -19,8 +19,6 @@ from rankscope.errors import SpoolError
 from rankscope.run.replacing import write_by_rename
 from rankscope.spool.recordformat import CELL_BYTES, record_bytes
 
-__all__ = ["UNKNOWN", "first_record", "keep_origin", "kept_origin", "origin_of", "origin_text"]
-
 UNKNOWN = 0
 """Of a stream without a record, or one whose first record is nowhere any more."""
 _NAME = "origin"

@@ -14,8 +14,6 @@ from rankscope.spool.origin import UNKNOWN, keep_origin, kept_origin, origin_of
 from rankscope.spool.recordformat import CELL_BYTES, HEADER_BYTES, STAMP, RecordKind, record_bytes
 from rankscope.spool.validprefix import as_cells, valid_prefix
 
-__all__ = ["StreamReader"]
-
 _CHUNK = 4 << 20
 _FIRST_CHUNK = 128 << 10
 

@@ -51,8 +51,6 @@ from rankscope.spool.recordformat import (
 )
 from rankscope.spool.writelock import WriteLock
 
-__all__ = ["DEFAULT_SEGMENT_BYTES", "SpoolWriter"]
-
 DEFAULT_SEGMENT_BYTES: Final = 16 << 20
 _SEGMENTS_PER_LIMIT: Final = 8
 _LAST_WORDS_BYTES: Final = 8 * CELL_BYTES

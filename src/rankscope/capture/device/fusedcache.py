@@ -25,22 +25,6 @@ from rankscope.errors import FolderBusyError, SpoolError
 from rankscope.run.folders import FolderLock
 from rankscope.run.replacing import replacing
 
-__all__ = [
-    "COMPILER",
-    "CombineVariant",
-    "CompiledImage",
-    "ReadVariant",
-    "compiler_of",
-    "find_image",
-    "lock_for_building",
-    "missing",
-    "obstacle",
-    "save_failure",
-    "save_image",
-    "triton_version",
-    "variants",
-]
-
 COMPILER: Final = "rankscope.capture.device.fusedcompile"
 """The module that compiles, given an architecture."""
 _SOURCES: Final = ("fusedkernels.py", "fusedcompile.py", "fusedplan.py", "mix64.py")

@@ -21,8 +21,6 @@ from rankscope.capture.dtypestorage import Storage
 from rankscope.capture.fold import FoldPlan, FoldSegment
 from rankscope.record.value import SKETCH_SIZE
 
-__all__ = ["OperationsForm", "make_operations_form"]
-
 _BLOCK: Final = 1 << 24
 """Elements hashed at a time: bounds the 64-bit temporaries."""
 _KEYS: Final = 1 << 12

@@ -13,8 +13,6 @@ from rankscope.capture.fold import FoldPlan
 from rankscope.capture.reading import ValueNumbers
 from rankscope.record.value import SKETCH_SIZE
 
-__all__ = ["HASH", "SKETCH", "agree", "reading_of_row", "row_size"]
-
 HASH: Final = 10
 """Before it: finite, nan, +inf, -inf, zero, min, max, mean, root of the sum of squares about
 the mean, norm. The hash lies there as the bits of a number."""

@@ -8,14 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "disable_torch_function",
-    "dispatch_bits",
-    "is_functorch_wrapper",
-    "operation_guards",
-    "overrides_dispatch",
-]
-
 _C: Any = torch._C
 
 
