@@ -1,4 +1,5 @@
-"""What a tensor is, without its numbers: dtype, shapes, layout, and whether it has a digest.
+"""What a tensor is, without its numbers: dtype, shapes, layout, and whether it has a digest; and
+what frameworks have marked on a parameter.
 
 Descriptions are cached by what they are made of, so that the same kind of value is described once
 and is then known by its identity. Everything about a DTensor is read off its local tensor and its
@@ -9,6 +10,7 @@ is `pending`.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,6 +26,7 @@ from rankscope.capture.torch_internals.dispatch import (
 )
 from rankscope.capture.torch_internals.distributed import (
     async_collective_result,
+    group_ranks,
     is_async_collective,
 )
 from rankscope.capture.torch_internals.dtensor import (
@@ -32,7 +35,9 @@ from rankscope.capture.torch_internals.dtensor import (
     placement_class,
     shard_order,
 )
+from rankscope.capture.torch_internals.parallel import sharded_originals
 from rankscope.errors import LayoutError
+from rankscope.layout.marks import FSDP1_AXIS, ParameterMark
 from rankscope.layout.placement import (
     Layout,
     LayoutSource,
@@ -378,3 +383,60 @@ def _why_not(tensor: torch.Tensor) -> str | None:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return torch's name of a dtype without the prefix."""
     return str(dtype).removeprefix("torch.")
+
+
+_WHOLE: Final = Placement(kind=PlacementKind.REPLICATE)
+_RUN: Final = Placement(kind=PlacementKind.SHARD, dim=0)
+
+
+class ParameterMarks:
+    """Marks of frameworks on the parameters of some modules: plain attributes, read without
+    importing the framework or running code of the program's.
+
+    * Megatron-core and Transformer Engine mark what is cut over the tensor-parallel ranks with
+      `tensor_model_parallel`, `partition_dim` and `partition_stride`. A parameter that has
+      `sequence_parallel`, or `tensor_model_parallel = False`, is whole on all of them.
+      `allreduce = False` says that it is an expert's, whose axis is another one.
+    * FSDP1 with `use_orig_params=True` keeps of each parameter a run of its elements on each rank.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self._flat: dict[int, ParameterMark] = {}
+        """By identity of the parameter."""
+        for parameter, group in sharded_originals(modules):
+            members = group_ranks(group)
+            if members is not None:
+                mark = ParameterMark(axis=FSDP1_AXIS, placement=_RUN, members=members)
+                self._flat[id(parameter)] = mark
+
+    def of(self, module: torch.nn.Module, parameter: torch.Tensor) -> ParameterMark | None:
+        """Return what stands on a parameter of this module, None where nothing does."""
+        return self._flat.get(id(parameter)) or _megatron(module, parameter)
+
+
+def _megatron(module: torch.nn.Module, parameter: torch.Tensor) -> ParameterMark | None:
+    own: dict[str, Any] = getattr(parameter, "__dict__", {})
+    is_cut = own.get("tensor_model_parallel")
+    is_expert = own.get("allreduce") is False
+    if is_cut is True:
+        placement = _cut(own.get("partition_dim"), own.get("partition_stride", 1), parameter.dim())
+    elif is_expert or (is_cut is not False and not isinstance(own.get("sequence_parallel"), bool)):
+        return None
+    else:
+        placement = _WHOLE
+    if placement is None:
+        return None
+    members = None
+    group = module.__dict__.get("tp_group")
+    if torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup):
+        members = group_ranks(group)
+    return ParameterMark(axis="etp" if is_expert else "tp", placement=placement, members=members)
+
+
+def _cut(dim: object, stride: object, dims: int) -> Placement | None:
+    """Return the placement of a cut along a dim, in `stride` blocks each of which is cut."""
+    if type(dim) is not int or type(stride) is not int or not 0 <= dim < dims or stride < 1:
+        return None
+    if stride == 1:
+        return Placement(kind=PlacementKind.SHARD, dim=dim)
+    return Placement(kind=PlacementKind.STRIDED_SHARD, dim=dim, split_factor=stride)
