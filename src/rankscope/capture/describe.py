@@ -10,6 +10,7 @@ is `pending`.
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from rankscope.capture.dtypestorage import storage_of
-from rankscope.capture.groups import MeshTable
+from rankscope.capture.invisible import invisible_operations
 from rankscope.capture.pytree import describe_leaf
 from rankscope.capture.torch_internals.dispatch import (
     dispatch_bits,
@@ -32,6 +33,7 @@ from rankscope.capture.torch_internals.distributed import (
 from rankscope.capture.torch_internals.dtensor import (
     dtensor_parts,
     is_dtensor,
+    mesh_ranks,
     placement_class,
     shard_order,
 )
@@ -87,12 +89,34 @@ class Described:
         return self.meta.ranges
 
 
+class _MeshTable:
+    """The meshes seen so far. It keeps none alive: a mesh holds process groups."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Any], int, Mesh]] = {}
+        self._numbers: dict[Mesh, int] = {}
+
+    def find(self, device_mesh: Any) -> tuple[int, Mesh]:
+        """Return a number that stands for this mesh, and its record. Equal meshes share both."""
+        known = self._known.get(id(device_mesh))
+        if known is not None and known[0]() is device_mesh:
+            return known[1], known[2]
+        with invisible_operations():
+            ranks = mesh_ranks(device_mesh)
+        shape = tuple(int(size) for size in device_mesh.shape)
+        names = device_mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(len(shape)))
+        mesh = Mesh(axes=tuple(str(name) for name in names), shape=shape, ranks=ranks)
+        number = self._numbers.setdefault(mesh, len(self._numbers) + 1)
+        self._known[id(device_mesh)] = weakref.ref(device_mesh), number, mesh
+        return number, mesh
+
+
 class Describer:
     """Describes the tensors of one rank. Call it inside `invisible()`."""
 
-    def __init__(self, rank: int, meshes: MeshTable | None = None) -> None:
+    def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._meshes = meshes or MeshTable()
+        self._meshes = _MeshTable()
         self._kinds: dict[type, _TensorKind] = {
             torch.Tensor: _TensorKind.PLAIN,
             torch.nn.Parameter: _TensorKind.PLAIN,
