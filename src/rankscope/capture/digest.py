@@ -20,8 +20,14 @@ import xxhash
 
 from rankscope.capture.dtypestorage import Array, Floats, elements, memory_type, storage_of_digested
 from rankscope.capture.fold import BLOCK_ELEMENTS, flat_copy, make_plan
-from rankscope.capture.hashing import hash_words
-from rankscope.capture.reading import Arithmetic, ValueForm, ValueNumbers, empty_reading, words_at
+from rankscope.capture.reading import (
+    Arithmetic,
+    ValueForm,
+    ValueNumbers,
+    empty_reading,
+    hash_words,
+    words_at,
+)
 from rankscope.layout.placement import Ranges
 from rankscope.record.statistics import ADDED, ADDED_UNKNOWN
 

@@ -26,7 +26,6 @@ from rankscope.capture.fold import (
     multiply_rows,
     sum_width,
 )
-from rankscope.capture.hashing import has_minus_zero, hash_words
 from rankscope.capture.kernel import load
 from rankscope.capture.kernelcalls import BoundKernel, Kernel, Workspace
 from rankscope.capture.moments import (
@@ -301,3 +300,28 @@ def empty_reading(plan: FoldPlan) -> ValueNumbers:
     rows = None if plan.batch_factors is None else np.zeros(plan.batch_factors.shape)
     none = np.zeros(SKETCH_SIZE)
     return _reading(plan, NO_VALUES, xxhash.xxh3_64_intdigest(b""), none, rows)
+
+
+def has_minus_zero(array: Array, storage: Storage) -> bool:
+    """Return whether a stored word is -0, or may be one where to normalize costs no more."""
+    size = storage.dtype.itemsize
+    if size == 1:
+        return True  # a table normalizes 8-bit floats at no cost worth a look
+    words = np.dtype(f"<i{size}")
+    for run in contiguous_runs(array):
+        # -0 is the smallest signed integer of its size
+        if int(np.minimum.reduce(run.view(words))) == np.iinfo(words).min:
+            return True
+    return False
+
+
+def hash_words(array: Array, storage: Storage | None = None) -> int:
+    """Return xxh3 of the words in row-major order, normalized where a storage is given."""
+    state: Any = xxhash.xxh3_64()
+    for run in contiguous_runs(array):
+        for start in range(0, run.size, BLOCK_ELEMENTS):
+            part = run[start : start + BLOCK_ELEMENTS]
+            state.update(
+                storage.normalize(part) if storage is not None and storage.normalize else part
+            )
+    return int(state.intdigest())

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from rankscope.errors import SpoolError
 from rankscope.run.folders import segment_indexes, segment_path
-from rankscope.spool.crc import cell_crcs
 from rankscope.spool.origin import UNKNOWN, keep_origin, kept_origin, origin_of
 from rankscope.spool.recordformat import CELL_BYTES, HEADER_BYTES, STAMP, RecordKind, record_bytes
-from rankscope.spool.validprefix import as_cells, valid_prefix
+from rankscope.spool.validprefix import as_cells, cell_crcs, valid_prefix
 
 _CHUNK = 4 << 20
 _FIRST_CHUNK = 128 << 10
