@@ -54,14 +54,14 @@ OF_A_COLLECTOR = frozenset(
 """What is in a trace folder as long as its tree is not."""
 
 
-def default_out(folder: Path | None = None) -> Path:
-    """Return `rankscope-<time>` in `folder` (by default here), a name nothing has yet.
+def default_out() -> Path:
+    """Return `rankscope-<time>` here, a name nothing has yet.
 
     Raises:
         FolderError: there is no "here" any more.
     """
     try:
-        folder = folder or Path.cwd()
+        folder = Path.cwd()
     except OSError as error:
         raise FolderError(
             f"the working folder is gone ({error.strerror}): name the trace folder with --rs-out"
