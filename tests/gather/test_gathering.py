@@ -54,7 +54,7 @@ def assert_replica_is_whole(out, rank, batches, incarnation=0):
     size = path.stat().st_size
     assert valid_prefix(path) == size
     found = open_replica(path)
-    _, values, _ = found.values()
+    _, values = found.values()
     assert values["sequence"].tolist() == list(range(1, batches * 100 + 1))
     assert found.definitions()[0]["rank"] == rank
     end = read_end(replica_path(out, stream(rank, incarnation)))
@@ -143,7 +143,7 @@ def test_rank_relay_and_collector_killed_at_random_lose_and_double_nothing(hosts
     assert companions["relay"].wait(120) == 0, host.log("relay")
     assert_replica_is_whole(host.out, 0, 30)
     path = replica_path(host.out, stream(1))
-    _, values, _ = open_replica(path).values()
+    _, values = open_replica(path).values()
     assert values["sequence"].tolist() == [*range(1, len(values) + 1)]
     assert len(values) >= host.confirmed(1) > 0
     ranks = json.loads((host.out / "trace.json").read_text())["completeness"]["ranks"]
