@@ -26,7 +26,7 @@ ROOMS = {
     "run": {"errors", "record"},
     "spool": {"errors", "record", "run"},
     "chunks": {"errors", "record", "run"},
-    "capture": {"errors", "layout", "record"},
+    "capture": {"errors", "layout", "record", "run"},
     "agent": {
         *("errors", "globs", "layout", "record", "settings", "run"),
         *("spool", "chunks", "capture"),

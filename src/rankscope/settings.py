@@ -10,8 +10,9 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from rankscope.errors import LayoutError, SettingError
 from rankscope.layout.layoutfile import LayoutFile
@@ -137,27 +138,15 @@ def _parse_roundings(text: str) -> int:
     return roundings
 
 
-def _parse_digest(text: str) -> str:
-    if text not in {"full", "none"}:
-        raise SettingError(
-            f"{text!r} is neither: write full (statistics, hash, sketch) or none (structure only)"
-        )
-    return text
+def _word(*known: str, problem: str) -> Callable[[str], str]:
+    """Return what takes one of these words; `problem` says which they are."""
 
+    def parse(text: str) -> str:
+        if text not in known:
+            raise SettingError(f"{text!r} is {problem}")
+        return text
 
-def _parse_tree(text: str) -> str:
-    if text not in {"auto", "always", "never"}:
-        raise SettingError(f"{text!r} is none of these: write auto, always or never")
-    return text
-
-
-def _parse_compile(text: str) -> str:
-    if text not in {"opaque", "eager"}:
-        raise SettingError(
-            f"{text!r} is neither: write opaque (a compiled region is one node) or eager (traced "
-            "steps run it as written: all is seen, but the numbers are not bitwise the compiled)"
-        )
-    return text
+    return parse
 
 
 def _parse_path(text: str) -> Path:
@@ -186,6 +175,7 @@ class Setting:
     """As options spell it: `spool-bytes`; the field is `spool_bytes`."""
     parse: Callable[[str], object]
     default: str
+    """"" where there is none."""
     metavar: str
     help: str
     is_flag: bool = False
@@ -203,243 +193,190 @@ class Setting:
         return "RANKSCOPE_" + self.field.upper()
 
 
-SETTINGS: tuple[Setting, ...] = (
-    Setting(
-        name="out",
+def _setting(**row: Any) -> Any:
+    return field(metadata={"default": "", **row})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The settings of one session, parsed: every field is a row of the table."""
+
+    out: Path | None = _setting(
         parse=_parse_path,
-        default="",
         metavar="DIR",
         help="trace folder, made with its parents; where it is not empty, the sibling DIR-2 is "
         "taken; %j in it is the scheduler's job id; default rankscope-<time> here",
-    ),
-    Setting(
-        name="steps",
+    )
+    steps: StepSelection = _setting(
         parse=StepSelection.parse,
         default="0-2",
         metavar="STEPS",
         help="steps to trace: 0-2,10 or every:100 or all, or at:FILE for one soon after each touch "
         "of that file; several with commas; or last:N for those before something happens, alone or "
         "with at:FILE, spike:K, watch:PATH:SLOT",
-    ),
-    Setting(
-        name="ranks",
+    )
+    ranks: tuple[int, ...] | None = _setting(
         parse=_parse_ranks,
         default="all",
         metavar="RANKS",
         help="ranks to trace: 0-3,8 or all",
-    ),
-    Setting(
-        name="paths",
+    )
+    paths: tuple[str, ...] = _setting(
         parse=_parse_globs,
         default="*",
         metavar="GLOBS",
         help="modules to trace: fnmatch globs on the whole path, separated by commas",
-    ),
-    Setting(
-        name="phases",
+    )
+    phases: tuple[str, ...] = _setting(
         parse=_parse_phases,
         default="all",
         metavar="PHASES",
         help="phases to trace, separated by commas, or all",
-    ),
-    Setting(
-        name="slots",
+    )
+    slots: tuple[str, ...] = _setting(
         parse=_parse_globs,
         default="*",
         metavar="GLOBS",
         help="slots to take: input.*, output, grad:weight ...",
-    ),
-    Setting(
-        name="digest",
-        parse=_parse_digest,
+    )
+    digest: str = _setting(
+        parse=_word(
+            *("full", "none"),
+            problem="neither: write full (statistics, hash, sketch) or none (structure only)",
+        ),
         default="full",
         metavar="full|none",
         help="numbers kept per value: full, or none for the structure alone",
-    ),
-    Setting(
-        name="compile",
-        parse=_parse_compile,
+    )
+    compile: str = _setting(
+        parse=_word(
+            *("opaque", "eager"),
+            problem="neither: write opaque (a compiled region is one node) or eager (traced steps "
+            "run it as written: all is seen, but the numbers are not bitwise the compiled)",
+        ),
         default="opaque",
         metavar="opaque|eager",
         help="compiled regions: one opaque node each, or run as written while a step is traced",
-    ),
-    Setting(
-        name="batch-dim",
+    )
+    batch_dim: int = _setting(
         parse=_parse_whole,
         default="0",
         metavar="DIM",
         help="dimension that counts samples: 0, or 1 for [sequence, batch, hidden]",
-    ),
-    Setting(
-        name="layout",
+    )
+    layout: LayoutFile | None = _setting(
         parse=_parse_layout,
-        default="",
         metavar="FILE",
         help="TOML file: how plain tensors lie that were cut by hand; goes into the trace",
-    ),
-    Setting(
-        name="spool",
+    )
+    spool: Path | None = _setting(
         parse=_parse_path,
-        default="",
         metavar="DIR",
         help="local disk folder for the ranks' spools; default the system's temporary folder",
-    ),
-    Setting(
-        name="spool-bytes",
+    )
+    spool_bytes: int = _setting(
         parse=_parse_spool_bytes,
         default="256M",
         metavar="SIZE",
         help="unsent bytes a rank may hold before whole steps are dropped",
-    ),
-    Setting(
-        name="keep-spool",
+    )
+    keep_spool: bool = _setting(
         parse=_parse_bool,
         default="0",
         metavar="0|1",
-        is_flag=True,
         help="keep the ranks' records beside the tree after finishing",
-    ),
-    Setting(
-        name="collector",
+        is_flag=True,
+    )
+    collector: str = _setting(
         parse=str,
-        default="",
         metavar="ADDRESS",
         help="a collector already running: ipc:///path, or tcp://HOST:PORT with keys; or shared",
-    ),
-    Setting(
-        name="keys",
+    )
+    keys: Path | None = _setting(
         parse=_parse_path,
-        default="",
         metavar="FILE",
         help="keys to a collector on TCP: FILE.relay, made by `rankscope keys new FILE`",
-    ),
-    Setting(
-        name="metrics",
+    )
+    metrics: int | None = _setting(
         parse=_parse_port,
-        default="",
         metavar="PORT",
         help="serve metrics for Prometheus at 127.0.0.1:PORT of the head host; default none",
-    ),
-    Setting(
-        name="live-check",
+    )
+    """Port of the collector's metrics, None for none."""
+    live_check: bool = _setting(
         parse=_parse_bool,
         default="1",
         metavar="0|1",
         help="judge each traced step soon after it ended, on the head host: findings go to stderr "
         "and findings.jsonl",
-    ),
-    Setting(
-        name="on-finding",
+    )
+    on_finding: str = _setting(
         parse=str,
-        default="",
         metavar="CMD",
         help="shell command given each finding of the live check, as JSON on stdin",
         is_secret=True,
-    ),
-    Setting(
-        name="parquet",
+    )
+    parquet: bool = _setting(
         parse=_parse_bool,
         default="0",
         metavar="0|1",
         help="write each step into a Parquet dataset too, parquet/ in the trace folder, soon after "
         "it is over",
-    ),
-    Setting(
-        name="tree",
-        parse=_parse_tree,
+    )
+    tree: str = _setting(
+        parse=_word(
+            *("auto", "always", "never"),
+            problem="none of these: write auto, always or never",
+        ),
         default="auto",
         metavar="auto|always|never",
         help="tree.json, for jq and people: auto writes it where it takes up to 100 MB",
-    ),
-    Setting(
-        name="finish-seconds",
+    )
+    """"auto", "always" or "never"."""
+    finish_seconds: float = _setting(
         parse=_parse_seconds,
         default=f"{FINISH_SECONDS:g}",
         metavar="SECONDS",
         help="how long the finished job waits for its tree",
-    ),
-    Setting(
-        name="drain-seconds",
+    )
+    drain_seconds: float = _setting(
         parse=_parse_seconds,
         default=f"{DRAIN_SECONDS:g}",
         metavar="SECONDS",
         help="grace for ranks that vanished without an end record, "
         "before the tree is built without them",
-    ),
-    Setting(
-        name="stall-seconds",
+    )
+    stall_seconds: float = _setting(
         parse=_parse_seconds,
         default=f"{STALL_SECONDS:g}",
         metavar="SECONDS",
         help="note it once no rank of a host has moved for that long inside a traced step; 0 never",
-    ),
-    Setting(
-        name="tensors",
+    )
+    tensors: tuple[str, ...] | None = _setting(
         parse=_parse_globs,
-        default="",
         metavar="GLOBS",
         help="full tensors to keep: path:slot globs such as 'layers.0.*:output', without a slot "
         "all of a path, '**' everything; default none",
-    ),
-    Setting(
-        name="tensor-budget",
+    )
+    """None where no full tensor is kept."""
+    tensor_budget: int | None = _setting(
         parse=parse_size,
-        default="",
         metavar="SIZE",
         help="disk a rank may use for full tensors; default its share of half the free disk",
-    ),
-    Setting(
-        name="tensor-memory",
+    )
+    """None for a share of the free disk."""
+    tensor_memory: int = _setting(
         parse=parse_size,
         default="256M",
         metavar="SIZE",
         help="pinned memory for full tensors on their way from an accelerator",
-    ),
-    Setting(
-        name="perturb",
+    )
+    perturb: int = _setting(
         parse=_parse_roundings,
         default="0",
         metavar="ROUNDINGS",
         help="changes the run: floating inputs are off by so many roundings, for diff --noise",
-    ),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """The settings of one session, parsed."""
-
-    out: Path | None
-    steps: StepSelection
-    ranks: tuple[int, ...] | None
-    paths: tuple[str, ...]
-    phases: tuple[str, ...]
-    slots: tuple[str, ...]
-    digest: str
-    compile: str
-    batch_dim: int
-    layout: LayoutFile | None
-    spool: Path | None
-    spool_bytes: int
-    keep_spool: bool
-    collector: str
-    keys: Path | None
-    metrics: int | None
-    """Port of the collector's metrics, None for none."""
-    live_check: bool
-    on_finding: str
-    parquet: bool
-    tree: str
-    """"auto", "always" or "never"."""
-    finish_seconds: float
-    drain_seconds: float
-    stall_seconds: float
-    tensors: tuple[str, ...] | None
-    """None where no full tensor is kept."""
-    tensor_budget: int | None
-    """None for a share of the free disk."""
-    tensor_memory: int
-    perturb: int
+    )
 
     def traced_of(self, world_size: int) -> int:
         """Return how many ranks of a world are selected."""
@@ -455,6 +392,9 @@ class Settings:
         """Return the same for a trace, which others may read: of a secret, that it is set."""
         texts = self.as_text()
         return texts | {s.name: SET for s in SETTINGS if s.is_secret and texts[s.name]}
+
+
+SETTINGS = tuple(Setting(name=f.name.replace("_", "-"), **f.metadata) for f in fields(Settings))
 
 
 def _as_text(value: object) -> str:
@@ -501,7 +441,7 @@ def settings_from(
     if given:
         known = ", ".join(s.field for s in SETTINGS)
         raise SettingError(f"{sorted(given)[0]!r} is not a setting: choose from {known}")
-    settings = Settings(**values)  # type: ignore[arg-type]  # every field is filled from the table, checked below
+    settings = Settings(**values)  # type: ignore[arg-type]  # every field is filled from the table
     settings.steps.check(
         keeps_tensors=bool(settings.tensors),
         keeps_numbers=settings.digest == "full",
@@ -517,9 +457,6 @@ def _empty(setting: Setting) -> object:
 def is_enabled(environ: Mapping[str, str] = os.environ) -> bool:
     """True where the variable RANKSCOPE asks for a trace."""
     return environ.get("RANKSCOPE", "").lower() not in {"", "0", "false", "no", "off"}
-
-
-assert [s.field for s in SETTINGS] == [f.name for f in fields(Settings)]
 
 
 _PREFIX = "RANKSCOPE_"

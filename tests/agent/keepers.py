@@ -86,7 +86,7 @@ class Rank:
         """TENSOR records and definitions in the spool."""
         with StreamReader(self.trace / "spool") as reader:
             found = records(b"".join(reader.chunks()))
-        return found.columns(RecordKind.TENSOR)[1], {d["id"]: d for d in found.definitions().found}
+        return found.columns(RecordKind.TENSOR)[1], {d["id"]: d for d in found.definitions()}
 
     def close(self) -> dict[int, torch.Tensor]:
         """End as a session does; return everything kept, read with nothing but safetensors."""

@@ -25,12 +25,12 @@ import torch
 from rankscope.capture.device import fusedplan
 from rankscope.capture.device.devicedigester import DeviceDigester
 from rankscope.capture.device.fusedforms import FusedReader
-from rankscope.capture.device.mix64 import mix64
 from rankscope.capture.digest import Digester
 from rankscope.capture.dtypestorage import elements, storage_of
 from rankscope.capture.reading import ValueNumbers
 from rankscope.layout.placement import Ranges
 from tests.capture import interpreteddriver
+from tests.capture.hashed import mix64
 from tests.capture.test_device import (
     ACTIVATIONS,
     DTYPES,

@@ -20,11 +20,11 @@ from rankscope.capture.device.devicedigester import DeviceDigester
 from rankscope.capture.device.fusedcache import CompiledImage, find_image
 from rankscope.capture.device.fusedforms import FusedReader
 from rankscope.capture.device.gpudriver import architecture_of, driver_of
-from rankscope.capture.device.mix64 import mix64
 from rankscope.capture.digest import Digester
 from rankscope.capture.dtypestorage import storage_of
 from rankscope.capture.reading import ValueNumbers
 from rankscope.layout.placement import Ranges
+from tests.capture.hashed import mix64
 
 CPU = torch.device("cpu")
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")

@@ -39,7 +39,7 @@ from rankscope.capture.device.fusedforms import FusedReader
 from rankscope.capture.device.fusedplan import FusedPlan, make_fused_plan
 from rankscope.capture.device.gpudriver import GpuDriver
 from rankscope.capture.device.hostgpus import architectures_of_host
-from rankscope.capture.device.mix64 import BASE, mix64, powers
+from rankscope.capture.device.mix64 import BASE, powers
 from rankscope.capture.device.resultrow import agree as rows_agree
 from rankscope.capture.digest import Digester
 from rankscope.doctor.condition import Status
@@ -47,6 +47,7 @@ from rankscope.doctor.interpreter import _gpu_kernels
 from rankscope.layout.placement import Ranges
 from rankscope.record.phases import Phase
 from rankscope.record.sketchfactors import product_factors
+from tests.capture.hashed import mix64
 from tests.capture.test_device import agree, held_ranges, values
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankscope.capture.parametermarks import ParameterMarks
+from rankscope.capture.describe import ParameterMarks
 
 
 def mark_of(**attributes: Any) -> tuple[str, str] | None:

@@ -37,7 +37,6 @@ NAMES = [
     "torch.fx._symbolic_trace._is_fx_tracing_tls",
     "torch._dynamo.utils.counters",
     "torch._C._is_tracing",
-    "torch.float8_e8m0fnu",
     "torch.float4_e2m1fn_x2",
 ]
 """Private names torch itself can do without in the program below."""

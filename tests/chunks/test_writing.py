@@ -522,7 +522,7 @@ def test_a_writer_killed_at_any_moment_loses_no_recorded_tensor(tmp_path, seed):
     with StreamReader(tmp_path / "spool") as reader:
         found = records(b"".join(reader.chunks()))
     _, tensors = found.columns(RecordKind.TENSOR)
-    definitions = {d["id"]: d for d in found.definitions().found}
+    definitions = {d["id"]: d for d in found.definitions()}
     assert len(tensors) > 0
     folder = chunk_folder(tmp_path, STREAM)
     unfinished = [path for path in folder.glob("*.safetensors") if not whole(path)]

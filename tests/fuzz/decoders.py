@@ -122,7 +122,6 @@ def _columns(cells: bytes) -> None:
     for kind in COLUMNS:
         found.columns(kind)
     found.values()
-    found.samples()
     found.definitions()
     ending(found)
 

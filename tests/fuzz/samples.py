@@ -109,7 +109,7 @@ def definitions() -> Iterator[dict[str, Any]]:
     yield from ({"id": 9, **fields} for fields in DEFINITIONS)
     for name in ("by_hand", "fsdp2_tp"):
         for source in find_streams([job(name)]):
-            yield from records(bytes(source.data)).definitions().found
+            yield from records(bytes(source.data)).definitions()
 
 
 def small_stream() -> bytes:

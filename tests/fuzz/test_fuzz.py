@@ -109,7 +109,7 @@ def test_any_cells_with_a_valid_crc_are_read(payloads, kind):
     for each in COLUMNS:
         positions, rows = found.columns(each)
         assert len(positions) == len(rows)
-    found.values(), found.samples(), found.definitions()
+    found.values(), found.definitions()
 
 
 @settings(max_examples=60, deadline=None)

@@ -22,7 +22,6 @@ from rankscope.gather.protocol import Ended, OpenStream
 from rankscope.gather.shipping import Shipment
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.folders import SHARED, mark_job_over, stream_folder
-from rankscope.spool.recordcolumns import open_replica
 from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.replication import read_end, replica_path
 from rankscope.spool.validprefix import valid_prefix
@@ -30,7 +29,7 @@ from rankscope.spool.writer import SpoolWriter
 from tests import forked
 from tests.gather.jobs import environment
 from tests.ports import free_port, has_ipv6
-from tests.spool.streams import enter, rank_definition
+from tests.spool.streams import enter, open_replica, rank_definition
 from tests.spool.test_interruption import numbers_in
 from tests.waiting import wait_until
 
@@ -55,9 +54,9 @@ def assert_replica_is_whole(out, rank, batches, incarnation=0):
     size = path.stat().st_size
     assert valid_prefix(path) == size
     found = open_replica(path)
-    _, values, _ = found.values()
+    _, values = found.values()
     assert values["sequence"].tolist() == list(range(1, batches * 100 + 1))
-    assert found.definitions().found[0]["rank"] == rank
+    assert found.definitions()[0]["rank"] == rank
     end = read_end(replica_path(out, stream(rank, incarnation)))
     assert end is not None
     assert (end.committed, end.end) == (size, EndReason.EXIT)
@@ -144,7 +143,7 @@ def test_rank_relay_and_collector_killed_at_random_lose_and_double_nothing(hosts
     assert companions["relay"].wait(120) == 0, host.log("relay")
     assert_replica_is_whole(host.out, 0, 30)
     path = replica_path(host.out, stream(1))
-    _, values, _ = open_replica(path).values()
+    _, values = open_replica(path).values()
     assert values["sequence"].tolist() == [*range(1, len(values) + 1)]
     assert len(values) >= host.confirmed(1) > 0
     ranks = json.loads((host.out / "trace.json").read_text())["completeness"]["ranks"]

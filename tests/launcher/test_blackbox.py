@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from rankscope.record.call import Mode
-from rankscope.spool.recordcolumns import open_replica
 from rankscope.spool.recordformat import RecordKind
 from rankscope.tree.reader import open_trace
 from tests import forked
@@ -24,6 +23,7 @@ from tests.lateaccelerator import why_not
 from tests.launcher.launches import Start, kill, launching, rankscope
 from tests.launcher.ways import installed
 from tests.ports import free_port
+from tests.spool.streams import open_replica
 from tests.waiting import wait_until
 
 pytestmark = [

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgpack
 
 from rankscope.record.streams import EndReason
-from rankscope.spool.recordcolumns import records
+from rankscope.spool.recordcolumns import Records, records
 from rankscope.spool.recordformat import (
     CELL_BYTES,
     ENTER,
@@ -18,7 +18,7 @@ from rankscope.spool.recordformat import (
     RecordKind,
     StepEvent,
 )
-from rankscope.spool.settledprefix import SettledPrefix, free, write_settled
+from rankscope.spool.settledprefix import SettledPrefix, free, read_replica, write_settled
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 
@@ -72,6 +72,11 @@ def settled(whole: bytes, end: int, begin: int | None = None, late: int = 0) -> 
     found = records(whole[:begin])
     kept = found.cells_of(found.positions(RecordKind.DEFINITION)).tobytes()
     return SettledPrefix(end, kept + whole[begin:end], late)
+
+
+def open_replica(path: Path) -> Records:
+    """The committed records of a replica, as far as they are still there."""
+    return records(read_replica(path)[0])
 
 
 def settle(replica: Path, prefix: SettledPrefix) -> None:

@@ -6,8 +6,9 @@ import struct
 import msgpack
 import numpy as np
 
+from rankscope.assembly.rankstreams import _samples
 from rankscope.record.streams import EndReason
-from rankscope.spool.recordcolumns import ending, open_replica, records
+from rankscope.spool.recordcolumns import ending, records
 from rankscope.spool.recordformat import (
     DEFINITION_LENGTH,
     VALUE_HEAD,
@@ -17,6 +18,7 @@ from rankscope.spool.writer import SpoolWriter
 from tests.spool.streams import (
     SMALL,
     enter,
+    open_replica,
     rank_definition,
     samples,
     stream_bytes,
@@ -59,14 +61,14 @@ def test_samples_come_back_with_their_shape(tmp_path):
         writer.write(RecordKind.SAMPLES, samples(count, count))
     writer.write(RecordKind.SAMPLES, samples(9, 70)[:100])
     writer.close()
-    positions, heads, tables = records(stream_bytes(tmp_path / "s")).samples()
-    assert [table.shape for table in tables] == [(0, 8), (1, 8), (2, 8), (64, 8)]
-    assert heads["sequence"].tolist() == [0, 1, 2, 64]
-    assert len(positions) == 4
-    assert tables[3][5].tobytes() == bytes(range(32))
+    found, wrong = _samples(records(stream_bytes(tmp_path / "s")))
+    assert found.heads["sequence"].tolist() == [0, 1, 2, 64]
+    assert found.heads["count"].tolist() == [0, 1, 2, 64] and found.rows.shape == (67, 8)
+    assert all(row.tobytes() == bytes(range(32)) for row in found.rows)
+    assert wrong.total() == 1
 
 
-def test_definitions_decode_and_broken_ones_are_set_aside_with_a_line_each(tmp_path):
+def test_definitions_decode_and_broken_ones_are_left_out(tmp_path):
     writer = SpoolWriter(tmp_path / "s", limit_bytes=SMALL)
     writer.define(rank_definition())
     bad = [
@@ -88,10 +90,8 @@ def test_definitions_decode_and_broken_ones_are_set_aside_with_a_line_each(tmp_p
     writer.define(msgpack.packb({"id": 2, "kind": "slot", "name": "Ω" * 100}))
     writer.close()
     definitions = records(stream_bytes(tmp_path / "s")).definitions()
-    assert [entry["id"] for entry in definitions.found] == [1, 2]
-    assert definitions.found[1]["name"] == "Ω" * 100
-    assert len(definitions.rejected) == len(bad) + 1
-    assert all("cell" in line for line in definitions.rejected)
+    assert [entry["id"] for entry in definitions] == [1, 2]
+    assert definitions[1]["name"] == "Ω" * 100
 
 
 def test_an_empty_or_torn_replica_opens(tmp_path):

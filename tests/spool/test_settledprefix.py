@@ -11,7 +11,7 @@ import pytest
 from rankscope.assembly.sources import find_streams
 from rankscope.errors import SpoolError
 from rankscope.record.streams import StreamId
-from rankscope.spool.recordcolumns import open_replica, records
+from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.replication import replica_path
 from rankscope.spool.settledprefix import (
@@ -25,7 +25,7 @@ from rankscope.spool.settledprefix import (
 )
 from rankscope.spool.validprefix import valid_prefix
 from tests import forked
-from tests.spool.streams import record_begins, settle, settled, write_some
+from tests.spool.streams import open_replica, record_begins, settle, settled, write_some
 from tests.spool.test_reader import record_ends
 
 STREAM = StreamId(rank=0, incarnation=0)
@@ -140,7 +140,7 @@ def test_records_of_a_settled_replica_are_those_kept_and_those_behind(replica: P
     found = open_replica(replica)
     expected = records(settled(whole, ends[500], ends[480]).kept + whole[ends[500] :])
     assert found.cells.tobytes() == expected.cells.tobytes()
-    assert [one["kind"] for one in found.definitions().found] == ["rank"]
+    assert [one["kind"] for one in found.definitions()] == ["rank"]
     assert valid_prefix(replica) == len(whole)
 
 

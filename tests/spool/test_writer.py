@@ -95,7 +95,7 @@ def test_a_full_spool_drops_whole_steps_tells_which_and_resumes_when_room_is_fre
     assert write_step(writer, 0, 100) == 100
     taken = write_step(writer, 1, 8000)
     assert 0 < taken < 8000
-    assert writer.dropping
+    assert writer.is_dropping
     assert write_step(writer, 2, 10) == 0
     assert write_step(writer, 3, 10) == 0
     assert writer.define(msgpack.packb({"id": 7, "kind": "slot", "name": "while full"}))
@@ -105,7 +105,7 @@ def test_a_full_spool_drops_whole_steps_tells_which_and_resumes_when_room_is_fre
             received += piece
         reader.free_below(len(received))
         assert write_step(writer, 4, 10) == 10
-        assert not writer.dropping
+        assert not writer.is_dropping
         writer.close()
         for piece in reader.chunks(len(received)):
             received += piece
@@ -119,7 +119,7 @@ def test_a_full_spool_drops_whole_steps_tells_which_and_resumes_when_room_is_fre
     # Dropped: the rest of step 1 and its end, and steps 2 and 3 with their marks.
     assert gaps[0]["records"] == 8000 - taken + 1 + 12 + 12
     assert gaps[0]["records"] == writer.dropped_records == ending(found).dropped_records
-    assert 7 in [entry["id"] for entry in found.definitions().found]
+    assert 7 in [entry["id"] for entry in found.definitions()]
     _, steps = found.columns(RecordKind.STEP)
     assert steps["step"].tolist() == [0, 0, 1, 4, 4]
     _, values = found.values()
@@ -144,7 +144,7 @@ def test_a_definition_dropped_from_no_full_spool_precedes_the_records_that_use_i
         for piece in reader.chunks(len(received)):
             received += piece
     found = records(bytes(received))
-    ids = [entry["id"] for entry in found.definitions().found]
+    ids = [entry["id"] for entry in found.definitions()]
     assert ids == list(range(2, 3000))
     at, values = found.values()
     last = found.positions(RecordKind.DEFINITION)[-1]
@@ -245,7 +245,7 @@ def test_a_disk_without_room_is_told_at_the_start_and_drops_steps_later(tmp_path
         except SpoolError as error:
             print(error)
         taken = sum(writer.write(2, enter(number)) for number in range(5000))
-        print(taken, writer.dropping, writer.trouble)
+        print(taken, writer.is_dropping, writer.trouble)
         writer.close()
         print(len(stream_bytes(base / "first")))
     """

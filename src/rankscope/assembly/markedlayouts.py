@@ -1,6 +1,6 @@
 """Layouts that frameworks wrote on parameters: the tree gives them to parameters and gradients.
 
-A rank records the mark of each of its parameters (`capture/parametermarks.py`). A mark says how a
+A rank records the mark of each of its parameters (`capture/describe.py`). A mark says how a
 parameter lies along an axis, often not between which ranks: here, where the groups of all ranks and
 what they held at setup are known, `layout/marks.py` says which ranks these are. Where that is not
 certain, or where local shapes contradict a mark, the parameter stays as it was recorded: its layout

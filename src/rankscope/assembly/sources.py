@@ -200,7 +200,7 @@ def _began_ns(data: Array | bytes) -> int:
 
 
 def _first_definition(data: Array | bytes) -> Mapping[str, Any]:
-    return next(iter(records(first_record(data)).definitions().found), {})
+    return next(iter(records(first_record(data)).definitions()), {})
 
 
 def _join(found: _StreamCopies) -> StreamBytes:

@@ -21,8 +21,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-__all__ = ["Accelerator", "HostCopy", "is_host"]
-
 
 def is_host(device: torch.device) -> bool:
     """True for memory that torch operations on the host read and write."""

@@ -8,8 +8,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["code_folders", "is_off", "is_ours", "is_safe", "made_folders", "no_folder"]
-
 
 def is_off() -> bool:
     """True where RANKSCOPE_KERNEL asks for no compiled code."""
@@ -27,22 +25,11 @@ def code_folders() -> Iterator[Path]:
     yield Path(tempfile.gettempdir()) / f"rankscope-{os.getuid()}" / "kernel"
 
 
-def is_safe(folder: Path) -> bool:
-    """True where nobody else can put code, nor put another folder in place of this one."""
-    return is_ours(folder.parent) and is_ours(folder)
-
-
-def is_ours(path: Path) -> bool:
-    """True for a folder or file of this user that nobody else can write, and no link."""
-    try:
-        status = path.lstat()
-    except OSError:
-        return False
-    return (
-        status.st_uid == os.getuid()
-        and not status.st_mode & 0o022
-        and (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode))
-    )
+def trusted_files(name: str) -> Iterator[Path]:
+    """Yield the files of this name in the folders of code that nobody else can have put there."""
+    for folder in code_folders():
+        if _is_safe(folder) and _is_ours(folder / name):
+            yield folder / name
 
 
 def no_folder() -> str:
@@ -62,5 +49,23 @@ def made_folders() -> Iterator[Path]:
                 part.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError:
             continue
-        if is_safe(folder):
+        if _is_safe(folder):
             yield folder
+
+
+def _is_safe(folder: Path) -> bool:
+    """True where nobody else can put code, nor put another folder in place of this one."""
+    return _is_ours(folder.parent) and _is_ours(folder)
+
+
+def _is_ours(path: Path) -> bool:
+    """True for a folder or file of this user that nobody else can write, and no link."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return (
+        status.st_uid == os.getuid()
+        and not status.st_mode & 0o022
+        and (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode))
+    )

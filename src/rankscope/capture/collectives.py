@@ -218,15 +218,8 @@ _REDUCING: Final = frozenset(op for op, facts in OPS.items() if "reduce" in fact
 def read_functional(
     op: str, args: Sequence[Any], kwargs: dict[str, Any], groups: Groups, where: Where
 ) -> Issued:
-    """Return what a call of a functional collective's operator says.
-
-    Args:
-        op: its word, of FUNCTIONAL.
-        args: of the call.
-        kwargs: of the call.
-        groups: names and members.
-        where: what is known beside the call itself.
-    """
+    """Return what a call of a functional collective's operator says; its word is one of
+    FUNCTIONAL's, the rest as of `read_method`."""
     taken = [*args, *kwargs.values()]
     texts = [value for value in taken if isinstance(value, str)]
     named = next(value for value in reversed(taken) if _is_group(value))

@@ -1,4 +1,5 @@
-"""What a tensor is, without its numbers: dtype, shapes, layout, and whether it has a digest.
+"""What a tensor is, without its numbers: dtype, shapes, layout, and whether it has a digest; and
+what frameworks have marked on a parameter.
 
 Descriptions are cached by what they are made of, so that the same kind of value is described once
 and is then known by its identity. Everything about a DTensor is read off its local tensor and its
@@ -9,13 +10,15 @@ is `pending`.
 from __future__ import annotations
 
 import enum
+import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from rankscope.capture.dtypestorage import storage_of
-from rankscope.capture.groups import MeshTable
+from rankscope.capture.invisible import invisible_operations
 from rankscope.capture.pytree import describe_leaf
 from rankscope.capture.torch_internals.dispatch import (
     dispatch_bits,
@@ -24,15 +27,19 @@ from rankscope.capture.torch_internals.dispatch import (
 )
 from rankscope.capture.torch_internals.distributed import (
     async_collective_result,
+    group_ranks,
     is_async_collective,
 )
 from rankscope.capture.torch_internals.dtensor import (
     dtensor_parts,
     is_dtensor,
+    mesh_ranks,
     placement_class,
     shard_order,
 )
+from rankscope.capture.torch_internals.parallel import sharded_originals
 from rankscope.errors import LayoutError
+from rankscope.layout.marks import FSDP1_AXIS, ParameterMark
 from rankscope.layout.placement import (
     Layout,
     LayoutSource,
@@ -43,8 +50,6 @@ from rankscope.layout.placement import (
     global_ranges,
 )
 from rankscope.record.value import ValueMeta
-
-__all__ = ["Described", "Describer", "dtype_name", "placement_of"]
 
 _MOST_TEXT: Final = 120
 _MOST_CACHED: Final = 1 << 16
@@ -84,12 +89,34 @@ class Described:
         return self.meta.ranges
 
 
+class _MeshTable:
+    """The meshes seen so far. It keeps none alive: a mesh holds process groups."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Any], int, Mesh]] = {}
+        self._numbers: dict[Mesh, int] = {}
+
+    def find(self, device_mesh: Any) -> tuple[int, Mesh]:
+        """Return a number that stands for this mesh, and its record. Equal meshes share both."""
+        known = self._known.get(id(device_mesh))
+        if known is not None and known[0]() is device_mesh:
+            return known[1], known[2]
+        with invisible_operations():
+            ranks = mesh_ranks(device_mesh)
+        shape = tuple(int(size) for size in device_mesh.shape)
+        names = device_mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(len(shape)))
+        mesh = Mesh(axes=tuple(str(name) for name in names), shape=shape, ranks=ranks)
+        number = self._numbers.setdefault(mesh, len(self._numbers) + 1)
+        self._known[id(device_mesh)] = weakref.ref(device_mesh), number, mesh
+        return number, mesh
+
+
 class Describer:
     """Describes the tensors of one rank. Call it inside `invisible()`."""
 
-    def __init__(self, rank: int, meshes: MeshTable | None = None) -> None:
+    def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._meshes = meshes or MeshTable()
+        self._meshes = _MeshTable()
         self._kinds: dict[type, _TensorKind] = {
             torch.Tensor: _TensorKind.PLAIN,
             torch.nn.Parameter: _TensorKind.PLAIN,
@@ -151,16 +178,7 @@ class Describer:
         known = self._known.get(("python", note))
         if known is not None:
             return known
-        meta = ValueMeta(
-            dtype="python",
-            device="",
-            shape=(),
-            global_shape=None,
-            layout=_UNKNOWN,
-            ranges=None,
-            note=note,
-        )
-        return self._keep(("python", note), Described(meta=meta))
+        return self._keep(("python", note), Described(meta=_meta("python", "", (), note)))
 
     def _kind(self, kind: type) -> _TensorKind:
         found = _TensorKind.PLAIN
@@ -185,18 +203,9 @@ class Describer:
         known = self._known.get(full_key)
         if known is not None:
             return known
-        meta = ValueMeta(
-            dtype=dtype_name(tensor.dtype),
-            device=device,
-            shape=tuple(tensor.shape),
-            global_shape=None,
-            layout=_UNKNOWN,
-            ranges=None,
-            note=reason,
-        )
         is_on_host = tensor.device.type == "cpu"
         described = Described(
-            meta=meta,
+            meta=_meta(dtype_name(tensor.dtype), device, tuple(tensor.shape), reason),
             requires_grad=tensor.requires_grad,
             can_digest=reason is None and is_on_host,
             can_digest_on_device=reason is None and not is_on_host,
@@ -220,17 +229,11 @@ class Describer:
             shape, requires_grad, dtype, device = (), False, "unknown", "unknown"
         note = note[:_MOST_TEXT]
         key = ("structure", shape, requires_grad, dtype, device, note, is_pending)
-        meta = ValueMeta(
-            dtype=dtype,
-            device=device,
-            shape=shape,
-            global_shape=None,
-            layout=_UNKNOWN,
-            ranges=None,
-            note=note,
-        )
         known = self._known.get(key)
-        return known or self._keep(
+        if known is not None:
+            return known
+        meta = _meta(dtype, device, shape, note)
+        return self._keep(
             key, Described(meta=meta, requires_grad=requires_grad, is_pending=is_pending)
         )
 
@@ -287,6 +290,19 @@ class Describer:
             allows_samples=inner.allows_samples and is_first,
             can_digest_on_device=inner.can_digest_on_device,
         )
+
+
+def _meta(dtype: str, device: str, shape: tuple[int, ...], note: str | None) -> ValueMeta:
+    """Return the description of a value whose layout is not known."""
+    return ValueMeta(
+        dtype=dtype,
+        device=device,
+        shape=shape,
+        global_shape=None,
+        layout=_UNKNOWN,
+        ranges=None,
+        note=note,
+    )
 
 
 def placement_of(placement: Any, dims: int) -> Placement:
@@ -391,3 +407,60 @@ def _why_not(tensor: torch.Tensor) -> str | None:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return torch's name of a dtype without the prefix."""
     return str(dtype).removeprefix("torch.")
+
+
+_WHOLE: Final = Placement(kind=PlacementKind.REPLICATE)
+_RUN: Final = Placement(kind=PlacementKind.SHARD, dim=0)
+
+
+class ParameterMarks:
+    """Marks of frameworks on the parameters of some modules: plain attributes, read without
+    importing the framework or running code of the program's.
+
+    * Megatron-core and Transformer Engine mark what is cut over the tensor-parallel ranks with
+      `tensor_model_parallel`, `partition_dim` and `partition_stride`. A parameter that has
+      `sequence_parallel`, or `tensor_model_parallel = False`, is whole on all of them.
+      `allreduce = False` says that it is an expert's, whose axis is another one.
+    * FSDP1 with `use_orig_params=True` keeps of each parameter a run of its elements on each rank.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self._flat: dict[int, ParameterMark] = {}
+        """By identity of the parameter."""
+        for parameter, group in sharded_originals(modules):
+            members = group_ranks(group)
+            if members is not None:
+                mark = ParameterMark(axis=FSDP1_AXIS, placement=_RUN, members=members)
+                self._flat[id(parameter)] = mark
+
+    def of(self, module: torch.nn.Module, parameter: torch.Tensor) -> ParameterMark | None:
+        """Return what stands on a parameter of this module, None where nothing does."""
+        return self._flat.get(id(parameter)) or _megatron(module, parameter)
+
+
+def _megatron(module: torch.nn.Module, parameter: torch.Tensor) -> ParameterMark | None:
+    own: dict[str, Any] = getattr(parameter, "__dict__", {})
+    is_cut = own.get("tensor_model_parallel")
+    is_expert = own.get("allreduce") is False
+    if is_cut is True:
+        placement = _cut(own.get("partition_dim"), own.get("partition_stride", 1), parameter.dim())
+    elif is_expert or (is_cut is not False and not isinstance(own.get("sequence_parallel"), bool)):
+        return None
+    else:
+        placement = _WHOLE
+    if placement is None:
+        return None
+    members = None
+    group = module.__dict__.get("tp_group")
+    if torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup):
+        members = group_ranks(group)
+    return ParameterMark(axis="etp" if is_expert else "tp", placement=placement, members=members)
+
+
+def _cut(dim: object, stride: object, dims: int) -> Placement | None:
+    """Return the placement of a cut along a dim, in `stride` blocks each of which is cut."""
+    if type(dim) is not int or type(stride) is not int or not 0 <= dim < dims or stride < 1:
+        return None
+    if stride == 1:
+        return Placement(kind=PlacementKind.SHARD, dim=dim)
+    return Placement(kind=PlacementKind.STRIDED_SHARD, dim=dim, split_factor=stride)

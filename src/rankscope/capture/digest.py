@@ -18,14 +18,18 @@ import numpy as np
 import torch
 import xxhash
 
-from rankscope.capture.dtypestorage import Array, Floats, elements, memory_type, storage_of
+from rankscope.capture.dtypestorage import Array, Floats, elements, memory_type, storage_of_digested
 from rankscope.capture.fold import BLOCK_ELEMENTS, flat_copy, make_plan
-from rankscope.capture.hashing import hash_words
-from rankscope.capture.reading import Arithmetic, ValueForm, ValueNumbers, empty_reading, words_at
+from rankscope.capture.reading import (
+    Arithmetic,
+    ValueForm,
+    ValueNumbers,
+    empty_reading,
+    hash_words,
+    words_at,
+)
 from rankscope.layout.placement import Ranges
 from rankscope.record.statistics import ADDED, ADDED_UNKNOWN
-
-__all__ = ["Digester"]
 
 _xxh3: Final[Any] = xxhash.xxh3_64_intdigest  # the stubs know no ctypes memory as a buffer
 _MOST_KINDS: Final = 4096
@@ -129,14 +133,8 @@ class Digester:
     def _add_kind(
         self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, samples: bool, key: object
     ) -> ValueForm:
-        storage = storage_of(local.dtype)
-        if storage is None:
-            raise TypeError(
-                f"{local.dtype} tensors have no digest: ask capture.describe before reading one"
-            )
-        batch_dim: int | None = None
-        if samples and local.dim():
-            batch_dim = self._batch_dim + (local.dim() if self._batch_dim < 0 else 0)
+        storage = storage_of_digested(local.dtype)
+        batch_dim = self._batch_dim if samples else None
         plan = make_plan(tuple(local.shape), ranges, batch_dim, storage.is_complex)
         self._held_bytes += plan.held_bytes
         if len(self._kinds) >= _MOST_KINDS or self._held_bytes > _MOST_KIND_BYTES:

@@ -17,8 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rankscope.capture.torch_internals.dispatch import optional_dtypes
-
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.floating]
 
@@ -101,7 +99,11 @@ def _decode(word: int, exponent_bits: int, bias: int, is_fnuz: bool, has_inf: bo
     return sign * math.ldexp(whole, max(exponent, 1) - bias)
 
 
-def _eight_bits(values: list[float]) -> Storage:
+def _eight_bits(**parameters: Any) -> Storage:
+    return _tabled([_decode(word, **parameters) for word in range(256)])
+
+
+def _tabled(values: list[float]) -> Storage:
     """Return the storage of an 8-bit float type: its 256 values say everything about it."""
     table = np.array(values, dtype=np.float32)
     normal = np.arange(256, dtype=np.uint8)
@@ -118,31 +120,16 @@ def _eight_bits(values: list[float]) -> Storage:
     )
 
 
-def _integer(dtype: str, floats: str) -> Storage:
+def _integer(dtype: str, floats: str, **more: Any) -> Storage:
+    """Return the storage of words that numpy knows as numbers."""
     word = np.dtype(dtype)
     kernel_kind = word.name if floats == "<f4" else ""
-    return Storage(dtype=word, floats=_float_type(floats), kernel_kind=kernel_kind)
+    return Storage(dtype=word, floats=np.dtype(floats), kernel_kind=kernel_kind, **more)
 
 
-def _float_type(name: str) -> np.dtype[np.floating]:
-    return np.dtype(np.float32) if name == "<f4" else np.dtype(np.float64)
-
-
-def _floating(
-    dtype: str,
-    floats: str,
-    is_complex: bool = False,
-    widen: Callable[[Array], Floats] | None = None,
-) -> Storage:
-    return Storage(
-        dtype=np.dtype(dtype),
-        floats=_float_type(floats),
-        is_complex=is_complex,
-        is_native=dtype == floats,
-        kernel_kind=np.dtype(dtype).name if floats == "<f4" else "",
-        widen=widen,
-        normalize=_normalize_floats,
-    )
+def _floating(dtype: str, floats: str, **more: Any) -> Storage:
+    is_native = dtype == floats
+    return _integer(dtype, floats, is_native=is_native, normalize=_normalize_floats, **more)
 
 
 _STORAGES: Final[dict[torch.dtype, Storage]] = {
@@ -165,34 +152,32 @@ _STORAGES: Final[dict[torch.dtype, Storage]] = {
     torch.int16: _integer("<i2", "<f4"),
     torch.int32: _integer("<i4", "<f8"),
     torch.int64: _integer("<i8", "<f8"),
-    **{
-        t: _integer(f"<u{t.itemsize}", "<f4" if t.itemsize < 4 else "<f8")
-        for t in optional_dtypes("uint16", "uint32", "uint64")
-    },
+    torch.uint16: _integer("<u2", "<f4"),
+    torch.uint32: _integer("<u4", "<f8"),
+    torch.uint64: _integer("<u8", "<f8"),
+    torch.float8_e4m3fn: _eight_bits(exponent_bits=4, bias=7, is_fnuz=False, has_inf=False),
+    torch.float8_e4m3fnuz: _eight_bits(exponent_bits=4, bias=8, is_fnuz=True, has_inf=False),
+    torch.float8_e5m2: _eight_bits(exponent_bits=5, bias=15, is_fnuz=False, has_inf=True),
+    torch.float8_e5m2fnuz: _eight_bits(exponent_bits=5, bias=16, is_fnuz=True, has_inf=False),
+    torch.float8_e8m0fnu: _tabled([*(2.0 ** (word - 127) for word in range(255)), math.nan]),
 }
-_EIGHT_BIT_FORMATS: Final = {
-    "float8_e4m3fn": (4, 7, False, False),
-    "float8_e4m3fnuz": (4, 8, True, False),
-    "float8_e5m2": (5, 15, False, True),
-    "float8_e5m2fnuz": (5, 16, True, False),
-}
-"""Exponent bits, bias, fnuz, has infinities."""
-
-
-def _add_eight_bit_formats() -> None:
-    for name, parameters in _EIGHT_BIT_FORMATS.items():
-        for dtype in optional_dtypes(name):
-            _STORAGES[dtype] = _eight_bits([_decode(word, *parameters) for word in range(256)])
-    for dtype in optional_dtypes("float8_e8m0fnu"):
-        _STORAGES[dtype] = _eight_bits([*(2.0 ** (word - 127) for word in range(255)), math.nan])
-
-
-_add_eight_bit_formats()
 
 
 def storage_of(dtype: torch.dtype) -> Storage | None:
     """Return how a dtype is stored, None for one without a digest (quantized, packed)."""
     return _STORAGES.get(dtype)
+
+
+def storage_of_digested(dtype: torch.dtype) -> Storage:
+    """Return how a dtype is stored that `describe` said can be digested.
+
+    Raises:
+        TypeError: it cannot be.
+    """
+    storage = storage_of(dtype)
+    if storage is None:
+        raise TypeError(f"{dtype} tensors have no digest: ask capture.describe before reading one")
+    return storage
 
 
 def memory_type(count: int, storage: Storage) -> type[ctypes.Array[ctypes.c_char]]:

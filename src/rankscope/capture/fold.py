@@ -14,8 +14,8 @@ of a shard then are segments of their own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +47,7 @@ _TILE = 64
 Floats = npt.NDArray[np.floating]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class FoldSegment:
     """A box of the tensor in which one fold holds."""
 
@@ -59,24 +59,21 @@ class FoldSegment:
     matrix: npt.NDArray[np.float32]
     """[inner, 8] factors of the trailing dims."""
     multiply_rows: int
-    """Rows multiplied at a time."""
     sum_width: int
     """Row length for sums where the whole segment is one block."""
     outer: tuple[npt.NDArray[np.float32], ...]
     """[8, n] factors of every leading dim, outermost first."""
     sample: int = 0
     """Index of the batch dim that this segment holds, where single samples are segments."""
-    tables: list[npt.NDArray[np.float64]] = field(default_factory=list)
-    """The row weights once computed, where they are few."""
-    doubles: list[npt.NDArray[np.float64]] = field(default_factory=list)
-    """`matrix` as float64, once asked for."""
 
-    @property
+    @cached_property
     def matrix64(self) -> npt.NDArray[np.float64]:
         """[inner, 8] factors of the trailing dims as float64."""
-        if not self.doubles:
-            self.doubles.append(self.matrix.astype(np.float64))
-        return self.doubles[0]
+        return self.matrix.astype(np.float64)
+
+    @cached_property
+    def _all_weights(self) -> npt.NDArray[np.float64]:
+        return self._weights(0, self.rows)
 
     @property
     def held_bytes(self) -> int:
@@ -86,9 +83,9 @@ class FoldSegment:
 
     def weights(self, start: int, stop: int) -> npt.NDArray[np.float64]:
         """Return the [stop - start, 8] products of the leading dims' factors for these rows."""
-        if not self.tables and self.rows <= BLOCK_ROWS:
-            self.tables.append(self._weights(0, self.rows))
-        return self.tables[0][start:stop] if self.tables else self._weights(start, stop)
+        if self.rows <= BLOCK_ROWS:
+            return self._all_weights[start:stop]
+        return self._weights(start, stop)
 
     def _weights(self, start: int, stop: int) -> npt.NDArray[np.float64]:
         row = np.arange(start, stop)
@@ -109,6 +106,8 @@ class FoldPlan:
     segments: tuple[FoldSegment, ...]
     batch_factors: npt.NDArray[np.float64] | None
     """[samples, 8] factors of the batch dim, None where samples are not kept apart."""
+    batch_dim: int | None
+    """Counted from the front; None where samples are not kept apart."""
     whole: FoldSegment | None = None
     """The whole tensor as one segment, where its rows are few enough to weigh them from a table."""
     batch_rows: tuple[int, int, int] | None = None
@@ -145,9 +144,12 @@ def make_plan(
     Args:
         shape: local shape.
         ranges: per dim the global indices held; their lengths are the local shape.
-        batch_dim: dim whose samples are kept apart, counted from the front; None for no samples.
+        batch_dim: dim whose samples are kept apart where there are few enough, from the back where
+            it is negative; None for no samples.
         is_complex: the array has a last dim of 2 for real and imaginary parts.
     """
+    if batch_dim is not None and batch_dim < 0:
+        batch_dim += len(shape)
     held: list[Ranges] = [((0, n),) for n in shape] if ranges is None else list(ranges)
     sizes = list(shape)
     if not sizes:
@@ -160,7 +162,9 @@ def make_plan(
         batch_dim = None
     count = int(np.prod(sizes, dtype=object))
     batch = None if batch_dim is None else factors(batch_dim, held[batch_dim]).T.astype(np.float64)
-    plan = partial(FoldPlan, count=count, shape=tuple(sizes), batch_factors=batch)
+    plan = partial(
+        FoldPlan, count=count, shape=tuple(sizes), batch_factors=batch, batch_dim=batch_dim
+    )
     if count == 0:
         return plan(segments=())
     first = 0 if batch_dim is None else batch_dim + 1

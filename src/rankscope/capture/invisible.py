@@ -14,15 +14,9 @@ from collections.abc import Iterator
 
 from rankscope.capture.torch_internals.dispatch import disable_torch_function, operation_guards
 
-__all__ = ["invisible", "invisible_operations"]
-
-
-def invisible() -> contextlib.AbstractContextManager[object]:
-    """Return a context for reading attributes and memory of tensors, about half a microsecond.
-
-    Registering a tensor hook needs no more either: grad mode is left as it is.
-    """
-    return disable_torch_function()
+invisible = disable_torch_function
+"""Returns a context for reading attributes and memory of tensors, about half a microsecond.
+Registering a tensor hook needs no more either: grad mode is left as it is."""
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rankscope.capture.dtypestorage import memory_type, storage_of, stored_words
+from rankscope.capture.dtypestorage import memory_type, storage_of_digested, stored_words
 from rankscope.capture.fold import BLOCK_ELEMENTS, contiguous_runs
 from rankscope.record.dtypes import STORED_TYPES
 from rankscope.record.value import ValueMeta
@@ -56,8 +56,7 @@ def own_bytes(tensor: torch.Tensor) -> ByteArray | None:
         return None
     if not tensor.numel():
         return _NOTHING
-    storage = storage_of(tensor.dtype)
-    assert storage is not None  # everything that can be stored can be digested
+    storage = storage_of_digested(tensor.dtype)
     memory = memory_type(tensor.numel(), storage)
     data: ByteArray = _bytes_at(memory.from_address(tensor.data_ptr()), np.uint8)
     return data
@@ -68,8 +67,7 @@ def byte_pieces(tensor: torch.Tensor) -> Iterator[ByteArray]:
 
     They are copies: what another thread writes into the tensor meanwhile does not reach them.
     """
-    storage = storage_of(tensor.dtype)
-    assert storage is not None  # as above
+    storage = storage_of_digested(tensor.dtype)
     is_negative = tensor.is_neg()
     is_conjugate = tensor.is_complex() and tensor.is_conj()
     words = stored_words(tensor, storage)

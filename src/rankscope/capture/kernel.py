@@ -22,17 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from rankscope.capture.codefolders import (
-    code_folders,
-    is_off,
-    is_ours,
-    is_safe,
-    made_folders,
-    no_folder,
-)
+from rankscope.capture.codefolders import is_off, made_folders, no_folder, trusted_files
 from rankscope.capture.kernelcalls import Kernel, gives_numpys_numbers
-
-__all__ = ["build", "load", "prepare", "why_none"]
 
 _SOURCE: Final = Path(__file__).with_name("kernel.c")
 _FLAGS: Final = (
@@ -102,13 +93,8 @@ def load() -> Kernel | None:
     name = _library_name()
     if name is None:
         return None
-    for folder in code_folders():
-        path = folder / name
-        if is_safe(folder) and is_ours(path):
-            found = _checked(path)
-            if found is not None:
-                return found
-    return None
+    checked = map(_checked, trusted_files(name))
+    return next((kernel for kernel in checked if kernel is not None), None)
 
 
 @functools.cache

@@ -8,13 +8,15 @@ infinities, magnitudes whose squares leave the range of the type. `measure_caref
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Flags", "Moments", "ValueBlock", "measure", "measure_carefully", "measure_small"]
+__all__ = [
+    *("NO_VALUES", "Flags", "ValueBlock"),
+    *("combined", "measure", "measure_carefully", "measure_small"),
+]
 
 Floats = npt.NDArray[np.floating]
 
@@ -43,6 +45,9 @@ class ValueBlock(NamedTuple):
     """Root of the sum of squared deviations from the mean."""
     norm: float
     """Root of the sum of squares."""
+
+
+NO_VALUES: Final = ValueBlock(0, 0, 0, 0, 0, math.nan, math.nan, math.nan, 0.0, 0.0)
 
 
 class Flags:
@@ -126,11 +131,7 @@ def measure_carefully(flat: Floats) -> tuple[ValueBlock, npt.NDArray[np.float64]
     zero = int(np.count_nonzero(values == 0))
     if count == 0:
         values[:] = 0.0
-        return (
-            ValueBlock(0, nan, posinf, neginf, 0, math.nan, math.nan, math.nan, 0.0, 0.0),
-            values,
-            1.0,
-        )
+        return NO_VALUES._replace(nan=nan, posinf=posinf, neginf=neginf), values, 1.0
     low = float(_minimum(np.where(finite, values, np.inf)))
     high = float(_maximum(np.where(finite, values, -np.inf)))
     values = np.where(finite, values, 0.0)
@@ -164,48 +165,23 @@ def _ones(width: int, dtype: np.dtype[np.floating]) -> Floats:
     return found
 
 
-@dataclass(slots=True)
-class Moments:
-    """Running combination of blocks (pairwise update: Chan, Golub, LeVeque 1979).
+def combined(one: ValueBlock, other: ValueBlock) -> ValueBlock:
+    """Return the moments of two blocks together (pairwise update: Chan, Golub, LeVeque 1979).
 
     Roots are combined by hypot, so that nothing overflows before the result itself does.
     """
-
-    finite: int = 0
-    nan: int = 0
-    posinf: int = 0
-    neginf: int = 0
-    zero: int = 0
-    min: float = math.nan
-    max: float = math.nan
-    mean: float = math.nan
-    deviation: float = 0.0
-    norm: float = 0.0
-
-    def add(self, block: ValueBlock) -> None:
-        """Take one more block in."""
-        self.nan += block.nan
-        self.posinf += block.posinf
-        self.neginf += block.neginf
-        self.zero += block.zero
-        if block.finite == 0:
-            return
-        if self.finite == 0:
-            self.finite, self.min, self.max = block.finite, block.min, block.max
-            self.mean, self.deviation, self.norm = block.mean, block.deviation, block.norm
-            return
-        both = self.finite + block.finite
-        apart = block.mean - self.mean
-        between = abs(apart) * math.sqrt(self.finite * (block.finite / both))
-        self.deviation = math.hypot(self.deviation, block.deviation, between)
-        self.norm = math.hypot(self.norm, block.norm)
-        self.mean += apart * (block.finite / both)
-        self.min, self.max = min(self.min, block.min), max(self.max, block.max)
-        self.finite = both
-
-    def block(self) -> ValueBlock:
-        """Return what was combined."""
-        return ValueBlock(
-            self.finite, self.nan, self.posinf, self.neginf, self.zero,
-            self.min, self.max, self.mean, self.deviation, self.norm,
-        )  # fmt: skip
+    if not one.finite:
+        one, other = other, one
+    low, high, mean, deviation, norm = one[5:]
+    both = one.finite + other.finite
+    if other.finite:
+        apart = other.mean - mean
+        between = abs(apart) * math.sqrt(one.finite * (other.finite / both))
+        deviation = math.hypot(deviation, other.deviation, between)
+        norm = math.hypot(norm, other.norm)
+        mean += apart * (other.finite / both)
+        low, high = min(low, other.min), max(high, other.max)
+    return ValueBlock(
+        both, one.nan + other.nan, one.posinf + other.posinf, one.neginf + other.neginf,
+        one.zero + other.zero, low, high, mean, deviation, norm,
+    )  # fmt: skip

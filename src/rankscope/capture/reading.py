@@ -26,13 +26,13 @@ from rankscope.capture.fold import (
     multiply_rows,
     sum_width,
 )
-from rankscope.capture.hashing import has_minus_zero, hash_words
 from rankscope.capture.kernel import load
 from rankscope.capture.kernelcalls import BoundKernel, Kernel, Workspace
 from rankscope.capture.moments import (
+    NO_VALUES,
     Flags,
-    Moments,
     ValueBlock,
+    combined,
     measure,
     measure_carefully,
     measure_small,
@@ -115,11 +115,6 @@ class Arithmetic:
     def __init__(self) -> None:
         self._scratch = _ThreadBuffers()
         self._kernel: Kernel | None = load()
-
-    @property
-    def has_kernel(self) -> bool:
-        """False where everything is numpy's."""
-        return self._kernel is not None
 
     def bind(self, plan: FoldPlan, storage: Storage) -> BoundKernel | None:
         """Return the kernel for whole values, None where there is none or it does not pay."""
@@ -211,7 +206,7 @@ class Arithmetic:
         self, array: Array, plan: FoldPlan, storage: Storage
     ) -> tuple[ValueBlock, Doubles, Doubles | None]:
         """Return moments, sketch and rows of a tensor of any size and strides by blocks."""
-        moments, shaped = Moments(), array.reshape(plan.shape)
+        moments, shaped = NO_VALUES, array.reshape(plan.shape)
         parts = np.zeros(
             (1 if plan.batch_factors is None else len(plan.batch_factors), SKETCH_SIZE)
         )
@@ -222,12 +217,12 @@ class Arithmetic:
                 for start in range(0, run.size, most * segment.inner):
                     words = run[start : start + most * segment.inner]
                     block, part = self._look_at_block(words, segment, row, storage)
-                    moments.add(block)
+                    moments = combined(moments, block)
                     parts[segment.sample] += part
                     row += words.size // segment.inner
         if plan.batch_factors is None:
-            return moments.block(), parts[0], None
-        return moments.block(), _vecdot(parts, plan.batch_factors, axis=0), parts
+            return moments, parts[0], None
+        return moments, _vecdot(parts, plan.batch_factors, axis=0), parts
 
     def _look_at_block(
         self, words: Array, segment: FoldSegment, row: int, storage: Storage
@@ -302,13 +297,31 @@ def _reading(
 
 def empty_reading(plan: FoldPlan) -> ValueNumbers:
     """Return the reading of a tensor without elements."""
-    rows = (
-        None
-        if plan.batch_factors is None
-        else np.zeros((len(plan.batch_factors), SKETCH_SIZE), np.float32)
-    )
-    nan = math.nan
-    none = (0.0,) * SKETCH_SIZE
-    return ValueNumbers(
-        0, xxhash.xxh3_64_intdigest(b""), 0, 0, 0, 0, nan, nan, nan, nan, 0.0, none, rows, False
-    )
+    rows = None if plan.batch_factors is None else np.zeros(plan.batch_factors.shape)
+    none = np.zeros(SKETCH_SIZE)
+    return _reading(plan, NO_VALUES, xxhash.xxh3_64_intdigest(b""), none, rows)
+
+
+def has_minus_zero(array: Array, storage: Storage) -> bool:
+    """Return whether a stored word is -0, or may be one where to normalize costs no more."""
+    size = storage.dtype.itemsize
+    if size == 1:
+        return True  # a table normalizes 8-bit floats at no cost worth a look
+    words = np.dtype(f"<i{size}")
+    for run in contiguous_runs(array):
+        # -0 is the smallest signed integer of its size
+        if int(np.minimum.reduce(run.view(words))) == np.iinfo(words).min:
+            return True
+    return False
+
+
+def hash_words(array: Array, storage: Storage | None = None) -> int:
+    """Return xxh3 of the words in row-major order, normalized where a storage is given."""
+    state: Any = xxhash.xxh3_64()
+    for run in contiguous_runs(array):
+        for start in range(0, run.size, BLOCK_ELEMENTS):
+            part = run[start : start + BLOCK_ELEMENTS]
+            state.update(
+                storage.normalize(part) if storage is not None and storage.normalize else part
+            )
+    return int(state.intdigest())

@@ -150,11 +150,8 @@ def write_header(descriptor: int, text: bytes, region_bytes: int) -> None:
 
 
 def parse_header(text: bytes, data_bytes: int) -> ChunkHeader:
-    """Read the header of a finished chunk; everything in it is checked against the file.
-
-    Args:
-        text: the header region.
-        data_bytes: what follows it in the file.
+    """Read the header of a finished chunk; everything in it is checked against the bytes
+    that follow it in the file.
 
     Raises:
         ChunkError: it is no header of ours, or does not fit the file.

@@ -239,10 +239,8 @@ def _whole_tensors(
 
 
 def damaged(path: Path, place: tuple[StreamId, int] | None = None) -> list[int]:
-    """Return the references of a finished chunk whose bytes are not what its checksums say.
-
-    Args:
-        path, place: as of `read_header`.
+    """Return the references of a finished chunk whose bytes are not what its checksums say;
+    `path` and `place` as of `read_header`.
 
     Raises:
         ChunkError: the chunk cannot be read, is unfinished, or says that it is of another place.

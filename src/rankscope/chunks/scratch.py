@@ -22,10 +22,8 @@ import numpy as np
 from rankscope.chunks.safetensors import write_all
 from rankscope.chunks.writing import ByteArray
 from rankscope.record.dtypes import STORED_TYPES
+from rankscope.run.diskspace import reserve
 from rankscope.run.ownfile import OwnFile, above_standard_streams, leave_mapping, map_file
-from rankscope.run.reserving import reserve
-
-__all__ = ["HeldBytes", "Scratch"]
 
 _LINE: Final = 64
 _PAGE: Final = 4096

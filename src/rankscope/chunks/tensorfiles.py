@@ -32,8 +32,6 @@ from rankscope.errors import ChunkError, TraceError
 from rankscope.record.streams import StreamId
 from rankscope.run.filenames import TENSOR_FOLDER
 
-__all__ = ["StoredTensor", "TensorFiles", "TensorRecords", "standing_references"]
-
 TensorRecords = tuple[NDArray[Any], Mapping[int, Mapping[str, Any]]]
 """A stream's TENSOR records (TENSOR_DTYPE) and its definitions by number."""
 _xxh3: Final[Any] = xxhash.xxh3_64_intdigest

@@ -38,10 +38,8 @@ from rankscope.chunks.safetensors import CHECKSUM_DIGITS, LENGTH_BYTES, entry_te
 from rankscope.errors import ChunkError, ChunkFullError
 from rankscope.record.dtypes import STORED_TYPES
 from rankscope.record.streams import StreamId
+from rankscope.run.diskspace import reserve
 from rankscope.run.ownfile import OwnFile, above_standard_streams
-from rankscope.run.reserving import reserve
-
-__all__ = ["CHUNK_BYTES", "CHUNK_TENSORS", "HEADER_BYTES", "ByteArray", "ChunkEntry", "ChunkWriter"]
 
 CHUNK_BYTES: Final = 256 << 20
 CHUNK_TENSORS: Final = 8192

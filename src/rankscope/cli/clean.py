@@ -20,7 +20,7 @@ from rankscope.errors import SettingError, SpoolError
 from rankscope.gather.cleanup import is_in_tree, kept_stream, remove_run
 from rankscope.run import filenames as names
 from rankscope.run.folders import is_held, read_run_header, spool_base
-from rankscope.run.liveness import is_abandoned
+from rankscope.run.locks import is_abandoned
 from rankscope.run.outfolder import OF_A_COLLECTOR, typed
 from rankscope.run.processes import is_process_alive
 

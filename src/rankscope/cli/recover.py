@@ -13,7 +13,7 @@ from rankscope.gather.blackbox import copy_what_is_held
 from rankscope.gather.cleanup import is_in_tree, remove_run
 from rankscope.run.eventboard import held_anything
 from rankscope.run.filenames import TRACE_NAME
-from rankscope.run.liveness import is_abandoned
+from rankscope.run.locks import is_abandoned
 from rankscope.run.outfolder import typed
 from rankscope.tree.build import recover
 

@@ -25,7 +25,7 @@ from rankscope.run.folders import (
     spool_base,
     streams,
 )
-from rankscope.run.liveness import is_abandoned
+from rankscope.run.locks import is_abandoned
 from rankscope.run.mounts import mount_of
 from rankscope.run.outfolder import typed
 from rankscope.settings import Settings

@@ -177,7 +177,7 @@ class HeldStream:
         return [
             Happening.read(entry["entry"])
             for chunk in self.definitions.chunks()
-            for entry in records(chunk, is_verified=True).definitions().found
+            for entry in records(chunk, is_verified=True).definitions()
             if entry["kind"] == "untold"
         ]
 
@@ -478,7 +478,7 @@ class HeldStream:
         state: _State | None = None
         with StreamReader(self._target) as reader:
             for chunk in reader.chunks((self._index - 1) * reader.segment_bytes):
-                for entry in records(chunk, is_verified=True).definitions().found:
+                for entry in records(chunk, is_verified=True).definitions():
                     if entry["kind"] == _COPIED:
                         state = _state(entry)
         if state is None:

@@ -7,7 +7,7 @@ the collectives that modules with cut parameters issue. One of the last is belie
 held different values of most cut parameters when training began (ranks that are data-parallel hold
 the same). Where nothing or more than one answer is left, the axis is not known.
 
-Plain data goes in and comes out; the marks are read in `capture/parametermarks.py`.
+Plain data goes in and comes out; the marks are read in `capture/describe.py`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ import re
 from rankscope.errors import BindError
 from rankscope.run.companions import LONGEST_IPC_PATH
 
-__all__ = ["check_address", "is_ipv6", "is_tcp"]
-
 _TCP = re.compile(r"tcp://(\[[^\]]+\]|[^:/\s]+):(\d{1,5}|\*)")
 
 

@@ -173,9 +173,7 @@ def companion_environment(environ: Mapping[str, str] = os.environ) -> dict[str, 
     }
 
 
-def start_daemon(
-    command: Sequence[str], log: Path, folder: Path, environ: Mapping[str, str] = os.environ
-) -> str:
+def start_daemon(command: Sequence[str], log: Path, folder: Path) -> str:
     """Start `command` as nobody's child: own session, stdio to `log`, no inherited descriptor.
     Return its name (`run.processes`).
 
@@ -193,7 +191,7 @@ def start_daemon(
         output = open_own_log(log)
         done = subprocess.run(
             ["/bin/sh", "-c", line],
-            env=companion_environment(environ),
+            env=companion_environment(),
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -46,9 +46,8 @@ class Window(NamedTuple):
     last: int
     """Beyond `step` where other ranks may be ahead: these steps come along where they are."""
     step: int
-    """The one at which it happened."""
+    """At which it happened."""
     text: str
-    """What happened."""
 
     @property
     def asked(self) -> tuple[int, int]:
@@ -67,7 +66,6 @@ class Happening:
     step: int
     """The step that ran where it happened."""
     text: str
-    """What happened, in words."""
 
     @classmethod
     def read(cls, entry: str) -> Happening:
@@ -135,10 +133,7 @@ class EventBoard:
         return int(agree(self._folder, "0", str(time)))
 
     def tell_taken(self, number: int) -> None:
-        """Write that a glob of values to watch took one.
-
-        Args:
-            number: of the glob, as all ranks count them.
+        """Write that a glob of values to watch, by its number for all ranks, took one.
 
         Raises:
             OSError: it cannot be written.

@@ -6,8 +6,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["bytes_on_disk", "piece_of"]
-
 _UNIT_BYTES = 512
 """In which `st_blocks` counts, whatever the file system's own blocks are."""
 

@@ -18,8 +18,6 @@ from rankscope.run.filenames import FINDINGS_NAME
 from rankscope.run.filepieces import piece_of
 from rankscope.run.outfolder import typed
 
-__all__ = ["FindingNotices", "told_in"]
-
 _MOST_BYTES: Final = 4 << 20
 """Read in one look."""
 

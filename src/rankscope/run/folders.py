@@ -21,11 +21,12 @@ import re
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rankscope.errors import FolderBusyError, SpoolError
 from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS, StreamId
+from rankscope.run.diskspace import free_bytes
 from rankscope.run.filenames import CELLS_SUFFIX, JOB_OVER_NAME, RUN_NAME
 from rankscope.run.replacing import read_json_map, write_by_rename
 
@@ -204,18 +205,7 @@ def write_run_header(run_folder: Path, header: RunHeader) -> None:
     Raises:
         SpoolError: it cannot be written.
     """
-    fields = {
-        "format": RUN_FORMAT,
-        "run_id": header.run_id,
-        "out": str(header.out),
-        "collector": header.collector,
-        "world_size": header.world_size,
-        "settings": dict(header.settings),
-        "max_restarts": header.max_restarts,
-        "agent": header.agent,
-        "collects": header.collects,
-        "keeps_apart": header.keeps_apart,
-    }
+    fields = {"format": RUN_FORMAT, **asdict(header), "out": str(header.out)}
     write_by_rename(run_folder / RUN_NAME, json.dumps(fields, indent=1) + "\n")
 
 
@@ -266,9 +256,7 @@ def check_free_space(folder: Path, needed_bytes: int) -> None:
     Raises:
         SpoolError: names the folder, what is needed and what is free.
     """
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    found = os.statvfs(existing)
-    free = found.f_bavail * found.f_frsize
+    free = free_bytes(folder)
     if free < needed_bytes:
         raise SpoolError(
             f"{folder}: needs {needed_bytes >> 20} MiB for the spools, {free >> 20} MiB are free",

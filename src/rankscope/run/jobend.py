@@ -16,8 +16,6 @@ from rankscope.run.eventboard import agree, agreed
 from rankscope.run.filenames import JOB_END_NAME, REPLICA_FOLDER
 from rankscope.run.stallrecords import stalls_in
 
-__all__ = ["JobEnd", "job_end", "note_job_end", "signal_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnd:

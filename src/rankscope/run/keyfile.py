@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope.errors import KeysError
-
-__all__ = ["KEYS_FORMAT", "CurveKeys", "read_keys", "relays_file", "write_keys"]
+from rankscope.run.replacing import new_file
 
 KEYS_FORMAT: Final = "rankscope.keys/1"
 _KEY: Final = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
@@ -57,10 +56,10 @@ def write_keys(path: Path, keys: CurveKeys) -> None:
     made: list[Path] = []
     try:
         for place, pairs in ((path, of_collector), (relays_file(path), of_relays)):
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            with os.fdopen(os.open(place, flags, 0o600), "w") as file:
+            with new_file(place) as file:
                 made.append(place)
-                file.write(json.dumps({"format": KEYS_FORMAT, **pairs}, indent=1) + "\n")
+                text = json.dumps({"format": KEYS_FORMAT, **pairs}, indent=1)
+                file.write(f"{text}\n".encode())
     except (OSError, ValueError) as error:
         for one in made:  # no half of a pair
             one.unlink(missing_ok=True)

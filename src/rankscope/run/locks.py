@@ -18,11 +18,17 @@ import time
 from pathlib import Path
 
 from rankscope.errors import SpoolError
-from rankscope.run.filenames import STREAM_LOCK_NAME
+from rankscope.run.filenames import (
+    HELD_FOLDER,
+    LAUNCHER_LOCK_NAME,
+    RELAY_LOCK_NAME,
+    RUN_NAME,
+    START_LOCK_NAME,
+    STREAM_LOCK_NAME,
+)
+from rankscope.run.folders import is_held, stream_folder, streams
 from rankscope.run.ownfile import OwnFile, above_standard_streams
 from rankscope.run.processes import is_process_alive, process_name
-
-__all__ = ["StreamLock", "is_alive"]
 
 _RETRY_S = 0.2
 _FLOCK = struct.Struct("@hhqqi")
@@ -106,6 +112,21 @@ def is_alive(folder: Path) -> bool:
     if _FLOCK.unpack(answer[: _FLOCK.size])[0] != fcntl.F_UNLCK:
         return True
     return is_process_alive(name) and name != process_name(os.getpid())  # itself, before an exec
+
+
+def is_abandoned(run_folder: Path) -> bool:
+    """True for a host's run folder in which nobody is at work: no rank, relay or launcher.
+
+    Without `run.json` it is that of one process that traced itself, once there are records.
+    """
+    places = [place for place in (run_folder, run_folder / HELD_FOLDER) if place.is_dir()]
+    found = [stream_folder(place, stream) for place in places for stream in streams(place)]
+    if not found and not (run_folder / RUN_NAME).is_file():
+        return False
+    locks = (LAUNCHER_LOCK_NAME, RELAY_LOCK_NAME, START_LOCK_NAME)
+    return not any(is_held(run_folder / name) for name in locks) and not any(
+        is_alive(folder) for folder in found
+    )
 
 
 def _is_held_here(path: Path) -> bool:

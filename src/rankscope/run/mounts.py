@@ -7,8 +7,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Mount", "mount_of"]
-
 _NETWORK = frozenset(
     {
         "9p", "afs", "beegfs", "ceph", "cifs", "cvmfs", "fhgfs", "gfs2", "glusterfs", "gpfs",

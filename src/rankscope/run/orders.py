@@ -104,7 +104,6 @@ class TakenOrder:
     life: int
     mode: Mode
     first: int
-    """Its first step."""
     stands: bool
     """A rank has begun that step."""
     is_over: bool
@@ -153,11 +152,7 @@ def agreement_folder(run_folder: Path, header: RunHeader, life: int) -> Path:
 
 
 def taken_in(folder: Path) -> list[TakenOrder]:
-    """Return the orders that ranks took, of all lives.
-
-    Args:
-        folder: holds the folders in which they agree.
-    """
+    """Return the orders that ranks took, of all lives, which agree in folders of this one."""
     found = []
     for place in folder.glob(f"{ORDER_FOLDER}.*"):
         life = place.name.rpartition(".")[2]

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from rankscope.errors import FolderError, SpoolError
+from rankscope.errors import FolderError
 from rankscope.run.filenames import (
     COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
@@ -54,14 +54,14 @@ OF_A_COLLECTOR = frozenset(
 """What is in a trace folder as long as its tree is not."""
 
 
-def default_out(folder: Path | None = None) -> Path:
-    """Return `rankscope-<time>` in `folder` (by default here), a name nothing has yet.
+def default_out() -> Path:
+    """Return `rankscope-<time>` here, a name nothing has yet.
 
     Raises:
         FolderError: there is no "here" any more.
     """
     try:
-        folder = folder or Path.cwd()
+        folder = Path.cwd()
     except OSError as error:
         raise FolderError(
             f"the working folder is gone ({error.strerror}): name the trace folder with --rs-out"
@@ -279,30 +279,6 @@ def prepare_out(path: Path, option: str = "--rs-out", *, is_shared: bool = False
     if not os.access(path, os.W_OK | os.X_OK):
         raise FolderError(f"{path} cannot be written: give a folder you may write with {option}")
     return path
-
-
-def check_budget(folder: Path, budget_bytes: int | None, *, ranks: int) -> None:
-    """Refuse a disk without room for the full tensors that ranks may keep.
-
-    Args:
-        folder: where they go, or will once it is made.
-        budget_bytes: of one rank, as it was asked for; None refuses nothing.
-        ranks: how many keep tensors there.
-
-    Raises:
-        SpoolError: says what is needed and what is free.
-    """
-    if budget_bytes is None:
-        return
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    found = os.statvfs(existing)
-    free = found.f_bavail * found.f_frsize
-    if free < budget_bytes * ranks:
-        raise SpoolError(
-            f"{folder}: {ranks} ranks may keep {budget_bytes >> 20} MiB of full tensors each, "
-            f"{free >> 20} MiB are free; give less with --rs-tensor-budget, or another disk with "
-            f"--rs-out"
-        )
 
 
 def missing_folders(path: Path) -> list[Path]:

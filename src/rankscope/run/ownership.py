@@ -16,8 +16,6 @@ from pathlib import Path
 
 from rankscope.errors import FolderError
 
-__all__ = ["check_folder_found", "open_own_log", "own_subfolder"]
-
 
 def check_folder_found(path: Path, option: str = "--rs-out") -> None:
     """Refuse a trace folder that is there already and is another user's, or holds links.

@@ -14,9 +14,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rankscope.errors import KeysError
+from rankscope.errors import KeysError, SpoolError
 from rankscope.run.address import check_address, is_tcp
 from rankscope.run.companions import ipc_address
+from rankscope.run.diskspace import free_bytes
 from rankscope.run.filenames import REPLICA_FOLDER
 from rankscope.run.folders import (
     SHARED,
@@ -28,7 +29,6 @@ from rankscope.run.folders import (
 )
 from rankscope.run.keyfile import CurveKeys, read_keys
 from rankscope.run.outfolder import (
-    check_budget,
     default_out,
     missing_folders,
     named_out,
@@ -36,8 +36,6 @@ from rankscope.run.outfolder import (
     take_out,
 )
 from rankscope.run.processes import process_name
-
-__all__ = ["Collection", "PreparedRun", "RunRequest", "prepare_run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +61,6 @@ class Collection:
     def check(self, keys: Path | None) -> CurveKeys | None:
         """See that relays may send there, before anything is made; return the keys they use, None
         without.
-
-        Args:
-            keys: the key file.
 
         Raises:
             BindError: the address may not be used.
@@ -151,7 +146,6 @@ class PreparedRun:
     run_folder: Path
     collection: Collection
     announcement: str
-    """What is said of the run before it begins."""
     made: Sequence[Path]
     """The trace folder and those of its parents that were made now, the innermost first."""
     made_for_spools: Sequence[Path]
@@ -169,6 +163,17 @@ def _remove_made(made: Sequence[Path]) -> None:
     if made and made[0].name == REPLICA_FOLDER:
         shutil.rmtree(made[0], ignore_errors=True)
     remove_empty(made)
+
+
+def _check_budget(folder: Path, budget_bytes: int, ranks: int) -> None:
+    """Refuse a disk without room for the full tensors that as many ranks may keep."""
+    free = free_bytes(folder)
+    if free < budget_bytes * ranks:
+        raise SpoolError(
+            f"{folder}: {ranks} ranks may keep {budget_bytes >> 20} MiB of full tensors each, "
+            f"{free >> 20} MiB are free; give less with --rs-tensor-budget, or another disk with "
+            f"--rs-out"
+        )
 
 
 def prepare_run(
@@ -192,11 +197,10 @@ def prepare_run(
         check_free_space(base, request.spool_bytes * local_ranks)
         asked = out = named_out(request.out or default_out(), request.run_id)
         is_of_all = collection.is_shared and not request.keeps_apart
-        check_budget(
-            base if collection.is_elsewhere else out,
-            request.tensor_budget,
-            ranks=request.traced_ranks if is_of_all else local_ranks,
-        )
+        if request.tensor_budget is not None:
+            place = base if collection.is_elsewhere else out
+            ranks = request.traced_ranks if is_of_all else local_ranks
+            _check_budget(place, request.tensor_budget, ranks)
         made_for_spools = missing_folders(base / request.key)
         undo.callback(remove_empty, made_for_spools)
         run_folder = host_run_folder(base, request.key)

@@ -7,8 +7,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["is_process_alive", "launcher_of", "process_name", "started_at"]
-
 _MOST_ANCESTORS = 64
 
 

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 
 from rankscope.run.filenames import Progress
 
-__all__ = ["progress"]
-
 _FIRST_S = 1.0
 """Nothing is said about work that is done sooner."""
 _EVERY_S = 0.2

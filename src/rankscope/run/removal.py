@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-__all__ = ["Place", "Reach", "Removable", "may_remove"]
-
 
 class Removable(enum.Enum):
     """What is to go."""

@@ -12,7 +12,6 @@ from typing import Any, BinaryIO
 
 from rankscope.errors import SpoolError
 
-__all__ = ["new_file", "read_json_map", "replacing", "sync_by_name", "write_by_rename"]
 _LARGEST_JSON = 16 << 20
 
 

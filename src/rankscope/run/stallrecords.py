@@ -21,13 +21,6 @@ from rankscope.run.filenames import STALL_FOLDER
 from rankscope.run.ownership import own_subfolder
 from rankscope.run.replacing import read_json_map, write_by_rename
 
-__all__ = [
-    "Stall",
-    "carry_stalls",
-    "keep_stall",
-    "remove_stalls",
-    "stalls_in",
-]
 _NS = 1_000_000_000
 _LARGEST_NS = 1 << 63
 

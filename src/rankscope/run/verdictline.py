@@ -14,8 +14,6 @@ from rankscope.run.companions import companion_environment
 from rankscope.run.findingnotices import told_in
 from rankscope.run.outfolder import typed
 
-__all__ = ["verdict_line"]
-
 _MOST_S = 10.0
 """A small trace takes one second, that of a thousand ranks minutes: nobody's exit code waits for
 those."""

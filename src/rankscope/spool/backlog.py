@@ -13,8 +13,6 @@ from typing import Final
 
 from rankscope.spool.recordformat import GAP, PAYLOAD_BYTES, TO_ITS_END, RecordKind
 
-__all__ = ["Backlog"]
-
 _MOST_BYTES: Final = 64 << 20
 """Definitions kept in memory while the spool is full; beyond it the write is refused."""
 

@@ -100,76 +100,66 @@ _texts = _list(_text)
 
 _FIELDS: Final[Mapping[str, Mapping[str, Check]]] = {
     "rank": {
-        "rank": _rank, "world_size": _within(1, MAX_RANKS + 1), "local_rank": _rank,
-        "local_world_size": _within(0, MAX_RANKS + 1),
-        "incarnation": _within(0, MAX_INCARNATIONS), "host": _text, "pid": _size,
-        "format": _number, "run_id": _text, "wall_ns": _time, "monotonic_ns": _time,
-        "versions": _texts_by_name, "argv": _texts, "settings": _texts_by_name,
-        "environment": _texts_by_name,
+        "rank": _rank, "world_size?": _within(1, MAX_RANKS + 1), "local_rank?": _rank,
+        "local_world_size?": _within(0, MAX_RANKS + 1),
+        "incarnation?": _within(0, MAX_INCARNATIONS), "host?": _text, "pid?": _size,
+        "format?": _number, "run_id?": _text, "wall_ns?": _time, "monotonic_ns?": _time,
+        "versions?": _texts_by_name, "argv?": _texts, "settings?": _texts_by_name,
+        "environment?": _texts_by_name,
     },
-    "root": {"class": _text, "parameters": _size, "preferred": _flag},
+    "root": {"class": _text, "parameters": _size, "preferred?": _flag},
     "inside": {"root": _number, "in": _number, "path": _text},
     "module": {
-        "root": _number, "path": _text, "raw_path": _text, "class": _text, "wrappers": _texts,
-        "opaque": _flag,
+        "root": _number, "path": _text, "raw_path?": _text, "class": _text, "wrappers?": _texts,
+        "opaque?": _flag,
     },
     "mark": {
         "module": _number, "name": _text, "axis": _text, "placement": _text,
-        "members": _or_none(_distinct_ranks),
+        "members?": _or_none(_distinct_ranks),
     },
     "slot": {"name": _text},
     "meta": {
-        "dtype": _text, "device": _text, "shape": _shape, "global_shape": _or_none(_shape),
-        "source": _text, "mesh": _number, "placements": _texts,
-        "ranges": _or_none(_list(_list(_pair), _MOST_DIMS)), "note": _or_none(_text),
-        "requires_grad": _flag,
+        "dtype": _text, "device?": _text, "shape": _shape, "global_shape?": _or_none(_shape),
+        "source?": _text, "mesh?": _number, "placements?": _texts,
+        "ranges?": _or_none(_list(_list(_pair), _MOST_DIMS)), "note?": _or_none(_text),
+        "requires_grad?": _flag,
     },
     "mesh": {
         "axes": _texts, "shape": _list(_within(1, MAX_RANKS + 1), _MOST_DIMS),
-        "ranks": _distinct_ranks, "device": _text,
+        "ranks": _distinct_ranks, "device?": _text,
     },
-    "text": {"text": _text, "fact": _fact},
+    "text": {"text": _text, "fact?": _fact},
     "group": {
-        "name": _text, "ranks": _distinct_ranks, "backend": _text, "description": _or_none(_text),
+        "name": _text, "ranks": _distinct_ranks, "backend?": _text, "description?": _or_none(_text),
     },
     "collective": {
         "op": _text, "group": _text, "members": _distinct_ranks, "async": _flag, "issuer": _text,
-        "reduce": _or_none(_text), "src": _or_none(_integer), "dst": _or_none(_integer),
-        "peer": _or_none(_integer), "tag": _or_none(_integer), "object": _flag, "since": _text,
-        "at": _text,
+        "reduce?": _or_none(_text), "src?": _or_none(_integer), "dst?": _or_none(_integer),
+        "peer?": _or_none(_integer), "tag?": _or_none(_integer), "object?": _flag, "since?": _text,
+        "at?": _text,
     },
-    "layout": {"file": _text, "text": _text},
-    "raised": {"error": _text, "causes": _texts, "where": _text},
-    "not_kept": {"reason": _text, "text": _text},
+    "layout": {"file?": _text, "text?": _text},
+    "raised": {"error?": _text, "causes?": _texts, "where?": _text},
+    "not_kept": {"reason?": _text, "text?": _text},
     "asked": {"event": _text, "mode": _is_mode, "first": _size, "last": _size, "text": _text},
     "untold": {"entry": _text},
     "copied": {
-        "kept": _size, "ring": _integer, "high": _size, "step": _integer,
+        "kept?": _size, "ring?": _integer, "high?": _size, "step": _integer,
         "copied": _list(_run_of_steps), "gone": _list(_run_of_steps),
-        "torn": _list(_run_of_steps), "hole": _integer, "mode": _within(0, 2),
-        "dropping": _list(_size, 2),
-        "calls": _list(_pair), "windows": _number, "noted": _number, "numbers": _number,
-        "is_done": _flag, "is_taken": _flag,
+        "torn": _list(_run_of_steps), "hole?": _integer, "mode?": _within(0, 2),
+        "dropping?": _list(_size, 2),
+        "calls?": _list(_pair), "windows?": _number, "noted?": _number, "numbers?": _number,
+        "is_done": _flag, "is_taken?": _flag,
     },
 }  # fmt: skip
-"""What each field of a kind has to be; all lists of ranks are in the order of their group."""
-_NEEDED: Final[Mapping[str, frozenset[str]]] = {
-    "rank": frozenset({"rank"}),
-    "root": frozenset({"class", "parameters"}),
-    "inside": frozenset({"root", "in", "path"}),
-    "module": frozenset({"root", "path", "class"}),
-    "mark": frozenset({"module", "name", "axis", "placement"}),
-    "slot": frozenset({"name"}),
-    "meta": frozenset({"dtype", "shape"}),
-    "mesh": frozenset({"axes", "shape", "ranks"}),
-    "text": frozenset({"text"}),
-    "group": frozenset({"name", "ranks"}),
-    "collective": frozenset({"op", "group", "members", "async", "issuer"}),
-    "asked": frozenset({"event", "mode", "first", "last", "text"}),
-    "untold": frozenset({"entry"}),
-    "copied": frozenset({"step", "copied", "gone", "torn", "is_done"}),
-}
-"""Fields without which a definition says nothing; spools of an older rankscope lack others."""
+"""What each field of a kind has to be; all lists of ranks are in the order of their group. Without
+those that bear no question mark a definition says nothing; spools of an older rankscope lack
+others."""
+_KINDS: Final = {
+    kind: ({name.rstrip("?"): check for name, check in fields.items()},
+           {name for name in fields if not name.endswith("?")})
+    for kind, fields in _FIELDS.items()
+}  # fmt: skip
 
 
 def decode_definition(payload: bytes) -> dict[str, Any]:
@@ -191,16 +181,16 @@ def decode_definition(payload: bytes) -> dict[str, Any]:
     version = found.get("format")
     if kind == "rank" and type(version) is int and FORMAT_VERSION < version < _NUMBERS:
         return {"id": number, "kind": kind, "format": version}  # whoever reads it refuses that
-    fields = _FIELDS.get(kind)
-    if fields is None:
+    if kind not in _KINDS:
         return {"id": number, "kind": kind}
+    fields, needed = _KINDS[kind]
     taken: dict[str, Any] = {"id": number, "kind": kind}
     for name, check in fields.items():
         if name in found:
             value = taken[name] = found[name]
             if not check(value):
                 raise SpoolError(f"{name} of a {kind} is {_shown(value)}")
-    missing = _NEEDED.get(kind, frozenset()) - taken.keys()
+    missing = needed - taken.keys()
     if missing:
         raise SpoolError(f"a {kind} has no {', '.join(sorted(missing))}")
     _check_together(kind, taken)

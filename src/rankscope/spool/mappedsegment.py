@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from rankscope.errors import SpoolError
+from rankscope.run.diskspace import free_bytes
 from rankscope.run.folders import segment_indexes, segment_path
 from rankscope.run.ownfile import OwnFile, leave_mapping, map_file
 from rankscope.spool.recordformat import CELL_BYTES, FIRST, RecordKind
-
-__all__ = ["Segment", "first_segment"]
 
 
 class Segment:
@@ -94,10 +93,9 @@ def first_segment(folder: Path, size_bytes: int) -> Segment:
     try:
         segment = Segment(folder, 0, size_bytes)
     except OSError as error:
-        found = os.statvfs(folder)
         raise SpoolError(
             f"{folder}: cannot reserve {size_bytes >> 10} KiB for the spool "
-            f"({error.strerror}; {found.f_bavail * found.f_frsize >> 10} KiB free); "
+            f"({error.strerror}; {free_bytes(folder) >> 10} KiB free); "
             f"choose another disk with --rs-spool or less with --rs-spool-bytes"
         ) from error
     return segment

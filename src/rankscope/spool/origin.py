@@ -17,9 +17,7 @@ import numpy.typing as npt
 
 from rankscope.errors import SpoolError
 from rankscope.run.replacing import write_by_rename
-from rankscope.spool.recordformat import CELL_BYTES
-
-__all__ = ["UNKNOWN", "first_record", "keep_origin", "kept_origin", "origin_of", "origin_text"]
+from rankscope.spool.recordformat import CELL_BYTES, record_bytes
 
 UNKNOWN = 0
 """Of a stream without a record, or one whose first record is nowhere any more."""
@@ -28,10 +26,7 @@ _NAME = "origin"
 
 def first_record(stream: bytes | mmap | npt.NDArray[np.uint8]) -> bytes:
     """Return the cells of the record these bytes begin with, b"" where it is not whole."""
-    head = bytes(stream[:CELL_BYTES])
-    if len(head) < CELL_BYTES or head[4] == 0:
-        return b""
-    size = (int.from_bytes(head[6:8], "little") + 1) * CELL_BYTES
+    size = record_bytes(bytes(stream[:CELL_BYTES]))
     record = bytes(stream[:size])
     return record if len(record) == size else b""
 

@@ -3,14 +3,14 @@
 found = records(buffer)                 committed records of a replica, nothing copied
 found.columns(RecordKind.ENTER)         positions among all records, and a structured array
 found.values()                          the same for values; a column is taken when it is asked for
-found.definitions()                     msgpack maps, checked; what does not decode is set aside
+found.definitions()                     msgpack maps, checked; what does not decode is left out
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,24 +30,20 @@ from rankscope.spool.recordformat import (
     GAP_DTYPE,
     HEADER_BYTES,
     PAYLOAD_BYTES,
-    SAMPLES_DTYPE,
     STEP_DTYPE,
     TENSOR_DTYPE,
     VALUE_CELLS,
     VALUE_DTYPE,
     RecordKind,
 )
-from rankscope.spool.settledprefix import read_replica
 from rankscope.spool.soundness import judged
 from rankscope.spool.validprefix import Cells, as_cells, cell_heads, committed_heads
 
 __all__ = [
-    "DefinitionsRead",
     "Ending",
     "Records",
     "ValueRows",
     "ending",
-    "open_replica",
     "records",
     "step_codes",
 ]
@@ -65,15 +61,6 @@ COLUMNS: Mapping[RecordKind, np.dtype[Any]] = {
 VALUE_COLUMNS = tuple(name for name in VALUE_DTYPE.names or () if name not in ("pad", "spare"))
 Positions = npt.NDArray[np.int64]
 Structured = npt.NDArray[Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DefinitionsRead:
-    """The definitions of a buffer, in the order they were committed."""
-
-    found: tuple[dict[str, Any], ...]
-    rejected: tuple[str, ...]
-    """One line for each record that is no definition of its kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,20 +121,6 @@ class Records:
         has_digest = self.size[positions] == VALUE_CELLS
         return positions, ValueRows(self.cells, self.start[positions], has_digest)
 
-    def samples(self) -> tuple[Positions, Structured, list[npt.NDArray[np.float32]]]:
-        """Positions, SAMPLES_DTYPE heads, and the [count, size] sketches of each."""
-        positions = self.positions(RecordKind.SAMPLES)
-        _, heads = self._one_cell(positions, SAMPLES_DTYPE)
-        kept, tables = [], []
-        for number, (position, head) in enumerate(zip(positions, heads)):
-            body = self.payload(int(position))[SAMPLES_DTYPE.itemsize :]
-            wanted = int(head["count"]) * int(head["size"])
-            if wanted * 4 <= len(body):
-                table = np.frombuffer(body, "<f4", wanted)
-                tables.append(table.reshape(int(head["count"]), int(head["size"])))
-                kept.append(number)
-        return positions[kept], heads[kept], tables
-
     def payload(self, position: int) -> bytes:
         """All payload bytes of one record, its padding included."""
         first = int(self.start[position])
@@ -160,15 +133,13 @@ class Records:
         wanted = np.repeat(starts - firsts, sizes) + np.arange(int(sizes.sum()))
         return self.cells.take(wanted, axis=0)
 
-    def definitions(self) -> DefinitionsRead:
-        """Decode the definitions; what is none of its kind is set aside."""
-        found, rejected = [], []
+    def definitions(self) -> list[dict[str, Any]]:
+        """Decode the definitions, in the order they were committed; what is none is left out."""
+        found = []
         for position in self.positions(RecordKind.DEFINITION):
-            try:
+            with contextlib.suppress(SpoolError):
                 found.append(decode_definition(self.payload(int(position))))
-            except SpoolError as error:
-                rejected.append(f"definition in cell {self.start[position]}: {error}")
-        return DefinitionsRead(found=tuple(found), rejected=tuple(rejected))
+        return found
 
     def _one_cell(self, positions: Positions, dtype: np.dtype[Any]) -> tuple[Positions, Structured]:
         cell = np.dtype(
@@ -263,15 +234,6 @@ def records(buffer: bytes | memoryview | Cells, *, is_verified: bool = False) ->
     start = np.flatnonzero(octets[:, 1] == FIRST)
     size = np.diff(start, append=len(cells))
     return Records(cells=cells, start=start, size=size, kind=octets[start, 0])
-
-
-def open_replica(path: Path) -> Records:
-    """Map a replica and index its committed records, as far as they are still there.
-
-    Raises:
-        SpoolError: the file cannot be read.
-    """
-    return records(read_replica(path)[0])
 
 
 def ending(found: Records) -> Ending:

@@ -12,19 +12,19 @@ The writer fills the following cells first and the first cell last; a cell half 
 crc, unwritten space is zero and a zero cell is never valid, so a reader that finds every cell of a
 record valid has the whole record, and any other record is not committed yet. All numbers are
 little-endian. Records never cross a segment: the rest of a segment is one FILLER record, and every
-segment but the first begins with one that says whose it is. ENTER,
-EXIT and VALUE fill their cells to the last byte, which spares the writer the padding.
+segment but the first begins with one that says whose it is.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 import struct
-from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
-from rankscope.record.statistics import ADDED, MEASURED, MOST_ADDED, Statistic
+from rankscope.record.statistics import ADDED, MEASURED, MOST_ADDED
 from rankscope.record.streams import EndReason
 
 FORMAT_VERSION = 1
@@ -36,9 +36,6 @@ FIRST = 1
 MAX_RECORD_CELLS = 1 << 16
 LATEST_NS = 1 << 62
 """The year 2116: sums and differences of two times below it fit in 64 bits."""
-
-HEADER = struct.Struct("<IBBH")
-"""crc, kind, flags, left."""
 
 
 class RecordKind(enum.IntEnum):
@@ -81,12 +78,30 @@ NO_SEQUENCE = 0xFFFF_FFFF_FFFF_FFFF
 """Parent of a call that has none."""
 NO_MICRO_BATCH = 0xFFFF_FFFF
 
-ENTER = struct.Struct("<QQqIIIIBBHII4x")
-"""sequence, parent sequence, time_ns, module definition, step, micro_batch, ordinal, phase, mode,
-thread, root definition, 0."""
-ENTER_COLLECTIVE = struct.Struct("<QQqIIIIBBHIII")
-"""ENTER of a collective: the last two are its definition, and how many of its kind its group had
-before it in this step."""
+
+def record_bytes(head: bytes) -> int:
+    """Return the bytes of the record whose first cell begins with these; 0 where nothing was
+    written yet, or less than a cell's header is there."""
+    if len(head) < HEADER_BYTES or head[4] == 0:
+        return 0
+    return (int.from_bytes(head[6:8], "little") + 1) * CELL_BYTES
+
+
+_CODES = {"<u8": "Q", "<i8": "q", "<u4": "I", "<u2": "H", "|u1": "B", "<f8": "d"}
+
+
+def _packing(dtype: np.dtype[Any]) -> struct.Struct:
+    """Return what packs the fields of a record in their order; void ones are padding."""
+    codes = "<"
+    for name in dtype.names or ():
+        field = dtype[name]
+        is_void = field.kind == "V" and not field.shape
+        count = field.itemsize if is_void else math.prod(field.shape)
+        code = "x" if is_void else _CODES[field.base.str]
+        codes += code if count == 1 else f"{count}{code}"
+    return struct.Struct(codes)
+
+
 ENTER_DTYPE = np.dtype(
     [
         ("sequence", "<u8"), ("parent", "<u8"), ("time_ns", "<i8"), ("module", "<u4"),
@@ -95,49 +110,45 @@ ENTER_DTYPE = np.dtype(
         ("number", "<u4"),
     ]
 )  # fmt: skip
+"""module, root and collective are definitions; number: how many collectives of its kind its group
+had before it in this step."""
+ENTER_COLLECTIVE = _packing(ENTER_DTYPE)
+ENTER = struct.Struct(f"{ENTER_COLLECTIVE.format[:-1]}4x")
+"""ENTER of a call that is no collective: the definition is 0, and it has no number."""
 
-EXIT = struct.Struct("<QqIBQ27x")
-"""sequence, time_ns, text definition of the error (0 for none), CallStatus, and of a collective
-which of its group's it was by torch's own count, from 1 (0 where that is not known)."""
 EXIT_DTYPE = np.dtype(
     [
         ("sequence", "<u8"), ("time_ns", "<i8"), ("text", "<u4"), ("status", "u1"),
         ("issued", "<u8"), ("pad", "V27"),
     ]
 )  # fmt: skip
+"""text: definition of the error (0 for none); status: CallStatus; issued: of a collective which of
+its group's it was by torch's own count, from 1 (0 where that is not known)."""
+EXIT = _packing(EXIT_DTYPE)
 
-VALUE_HEAD = struct.Struct("<QqIIIBxHQQQ")
-"""sequence of the call, time_ns, slot definition, meta definition, ValueFlag, phase, ordinal (of
-the backward pass, 0 elsewhere), count, hash, reference to kept bytes (0 for none)."""
 _MEASURED = [s for s in MEASURED if s.name != "count"]
-_SPARE = 8 * (MOST_ADDED - len(ADDED))
-
-
-def _codes(statistics: Iterable[Statistic]) -> str:
-    return "".join("Q" if s.is_count else "d" for s in statistics)
-
-
-VALUE = struct.Struct(f"{VALUE_HEAD.format}{_codes(_MEASURED)}8d{_codes(ADDED)}{_SPARE}x")
-"""VALUE_HEAD, then the measured statistics (`rankscope.record.statistics`; count is in the head),
-sketch, added statistics; VALUE_CELLS cells. A spool that is older than an added one has 0 there."""
 _VALUE_HEAD_FIELDS = [
     ("sequence", "<u8"), ("time_ns", "<i8"), ("slot", "<u4"), ("meta", "<u4"), ("flags", "<u4"),
     ("phase", "u1"), ("pad", "V1"), ("ordinal", "<u2"), ("count", "<u8"), ("hash", "<u8"),
     ("reference", "<u8"),
 ]  # fmt: skip
+"""slot and meta are definitions; flags: ValueFlag; ordinal: of the backward pass, 0 elsewhere;
+reference: to kept bytes, 0 for none."""
+VALUE_HEAD = _packing(np.dtype(_VALUE_HEAD_FIELDS))
 VALUE_DTYPE = np.dtype(
     [
         *_VALUE_HEAD_FIELDS,
         *((s.name, "<u8" if s.is_count else "<f8") for s in _MEASURED),
         ("sketch", "<f8", (8,)),
         *((s.name, "<f8") for s in ADDED),
-        ("spare", f"V{_SPARE}"),
+        ("spare", f"V{8 * (MOST_ADDED - len(ADDED))}"),
     ]
 )
+"""Head, measured statistics (`rankscope.record.statistics`; count is in the head), sketch, added
+statistics; VALUE_CELLS cells. A spool that is older than an added one has 0 there."""
+VALUE = _packing(VALUE_DTYPE)
 VALUE_CELLS = 4
 
-SAMPLES = struct.Struct("<QIHBxIIHHII")
-"""sequence of the call, slot definition, ordinal, phase, samples, K, batch dim, three spares."""
 SAMPLES_DTYPE = np.dtype(
     [
         ("sequence", "<u8"), ("slot", "<u4"), ("ordinal", "<u2"), ("phase", "u1"), ("pad", "V1"),
@@ -145,52 +156,49 @@ SAMPLES_DTYPE = np.dtype(
         ("spare3", "<u4"),
     ]
 )  # fmt: skip
+"""count: of samples; size: numbers of each; dim: the batch dim."""
+SAMPLES = _packing(SAMPLES_DTYPE)
 
-STEP = struct.Struct("<qIBBxxI")
-"""time_ns, step, mode, StepEvent, note (text definition, 0 for none)."""
 STEP_DTYPE = np.dtype(
     [
         ("time_ns", "<i8"), ("step", "<u4"), ("mode", "u1"), ("event", "u1"), ("pad", "V2"),
         ("text", "<u4"),
     ]
 )  # fmt: skip
+"""event: StepEvent; text: definition of a note, 0 for none."""
+STEP = _packing(STEP_DTYPE)
 
-ERROR = struct.Struct("<QqII")
-"""sequence of the call (NO_SEQUENCE for none), time_ns, text definition, spare."""
 ERROR_DTYPE = np.dtype([("sequence", "<u8"), ("time_ns", "<i8"), ("text", "<u4"), ("spare", "<u4")])
+"""sequence: of the call, NO_SEQUENCE for none; text is a definition."""
+ERROR = _packing(ERROR_DTYPE)
 
-TENSOR = struct.Struct("<QIIQQQI12x")
-"""reference, chunk, index in the chunk, offset in its data, bytes, xxh3_64 of them, meta definition
-(dtype and local shape), spare. A later record of the same place in the same chunk gives those bytes
-another reference; the key in the chunk is the first one."""
 TENSOR_DTYPE = np.dtype(
     [
         ("reference", "<u8"), ("chunk", "<u4"), ("index", "<u4"), ("offset", "<u8"),
         ("nbytes", "<u8"), ("checksum", "<u8"), ("meta", "<u4"), ("pad", "V12"),
     ]
 )  # fmt: skip
+"""index: in the chunk; offset: in its data; checksum: xxh3_64 of the bytes; meta: definition with
+dtype and local shape. A later record of the same place in the same chunk gives those bytes another
+reference; the key in the chunk is the first one."""
+TENSOR = _packing(TENSOR_DTYPE)
 
-GAP = struct.Struct("<qQQIIBxxx")
-"""time_ns, records dropped, bytes dropped, first step, last step, mode.
-
-One that has dropped nothing and `TO_ITS_END` as its last step says that dropping began; the next
-one says what was dropped.
-"""
 TO_ITS_END = (1 << 32) - 1
-
 GAP_DTYPE = np.dtype(
     [
         ("time_ns", "<i8"), ("records", "<u8"), ("bytes", "<u8"), ("first_step", "<u4"),
         ("last_step", "<u4"), ("mode", "u1"), ("pad", "V3"),
     ]
 )  # fmt: skip
+"""What was dropped. One that has dropped nothing and `TO_ITS_END` as its last step says that
+dropping began; the next one says what was dropped."""
+GAP = _packing(GAP_DTYPE)
 
-END = struct.Struct("<qQQII")
-"""time_ns, records committed, records dropped, text definition of a note (0 for none), index in
-END_REASONS."""
 END_DTYPE = np.dtype(
     [("time_ns", "<i8"), ("records", "<u8"), ("dropped", "<u8"), ("text", "<u4"), ("reason", "<u4")]
 )
+"""records: committed; text: definition of a note, 0 for none; reason: index in END_REASONS."""
+END = _packing(END_DTYPE)
 STAMP = struct.Struct("<QQ")
 """Origin of the stream (`spool.origin`) and number of the segment, from 1: the first segment says
 whose it is with its first record. Zeros in a spool that is older."""
@@ -201,13 +209,7 @@ END_REASONS = (EndReason.EXIT, EndReason.CLOSED, EndReason.SWITCHED_OFF, EndReas
 DEFINITION_LENGTH = struct.Struct("<I")
 """Byte length of the msgpack that follows."""
 
-assert ENTER.size == ENTER_COLLECTIVE.size == ENTER_DTYPE.itemsize <= PAYLOAD_BYTES
-assert EXIT.size == EXIT_DTYPE.itemsize <= PAYLOAD_BYTES
-assert VALUE_HEAD.size == PAYLOAD_BYTES
-assert VALUE.size == VALUE_DTYPE.itemsize == VALUE_CELLS * PAYLOAD_BYTES
-assert SAMPLES.size == SAMPLES_DTYPE.itemsize <= PAYLOAD_BYTES
-assert STEP.size == STEP_DTYPE.itemsize <= PAYLOAD_BYTES
-assert ERROR.size == ERROR_DTYPE.itemsize <= PAYLOAD_BYTES
-assert TENSOR.size == TENSOR_DTYPE.itemsize == PAYLOAD_BYTES
-assert GAP.size == GAP_DTYPE.itemsize <= PAYLOAD_BYTES
-assert END.size == END_DTYPE.itemsize <= PAYLOAD_BYTES
+# these fill their cells to the last byte, which spares the writer the padding
+assert VALUE_HEAD.size == TENSOR.size == ENTER.size == EXIT.size == PAYLOAD_BYTES
+assert VALUE.size == VALUE_CELLS * PAYLOAD_BYTES
+assert max(each.size for each in (SAMPLES, STEP, ERROR, GAP, END)) <= PAYLOAD_BYTES

@@ -21,8 +21,6 @@ from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER
 from rankscope.run.folders import stream_named
 from rankscope.run.replacing import read_json_map, write_by_rename
 
-__all__ = ["StreamEnd", "read_end", "replica_path", "replicated", "write_end"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamEnd:

@@ -32,8 +32,6 @@ from rankscope.run.removal import Place, Reach, Removable, may_remove
 from rankscope.spool.recordformat import CELL_BYTES
 from rankscope.spool.writer import SpoolWriter
 
-__all__ = ["RingWriter"]
-
 _SEGMENT_BYTES: Final = 4 << 20
 _GRACE_NS: Final = 5_000_000_000
 _MOST_UNTOLD: Final = 32

@@ -15,8 +15,6 @@ frees nothing where it does not get it: the next call does.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import fcntl
 import os
 import struct
@@ -29,10 +27,11 @@ import numpy as np
 import numpy.typing as npt
 
 from rankscope.errors import SpoolError
+from rankscope.run.diskspace import punch_hole
 from rankscope.run.filenames import SETTLED_SUFFIX
 from rankscope.run.replacing import replacing
 from rankscope.spool.origin import first_record
-from rankscope.spool.recordformat import CELL_BYTES
+from rankscope.spool.recordformat import CELL_BYTES, record_bytes
 
 _NUMBERS: Final = struct.Struct("<8sQQQI")
 """Magic with the format's number, bytes of the replica that are settled, bytes that follow, late
@@ -41,8 +40,6 @@ _CRC: Final = struct.Struct("<I")
 _HEAD_BYTES: Final = _NUMBERS.size + _CRC.size
 _MAGIC: Final = b"rsSETTL1"
 _BLOCK: Final = 4096
-_KEEP_SIZE_PUNCH_HOLE: Final = 0x01 | 0x02
-_UNABLE: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EINTR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +75,11 @@ def read_settled(replica: Path) -> SettledPrefix:
         SpoolError: there is such a file, and it cannot be read, or is damaged.
     """
     path = replica.with_suffix(SETTLED_SUFFIX)
-    try:
-        with path.open("rb") as file:
-            settled, size, late, crc = _numbers(path, file.read(_HEAD_BYTES))
-            if size != os.fstat(file.fileno()).st_size - _HEAD_BYTES:
-                raise _damaged(path)
-            kept = file.read(size)
-    except FileNotFoundError:
+    whole = _begin_of(path)
+    if whole is None:
         return NOTHING_SETTLED
-    except OSError as error:
-        raise SpoolError(f"{path}: cannot be read: {error.strerror}") from error
-    if zlib.crc32(kept) != crc:
+    (settled, size, late, crc), kept = _numbers(path, whole), whole[_HEAD_BYTES:]
+    if size != len(kept) or zlib.crc32(kept) != crc:
         raise _damaged(path)
     try:
         return SettledPrefix(settled, kept, late)
@@ -103,18 +94,24 @@ def settled_to(replica: Path) -> int:
         SpoolError: it cannot be read, or is damaged.
     """
     path = replica.with_suffix(SETTLED_SUFFIX)
+    head = _begin_of(path, _HEAD_BYTES)
+    return 0 if head is None else _numbers(path, head)[0]
+
+
+def _begin_of(path: Path, most_bytes: int = -1) -> bytes | None:
+    """Return the first bytes of a file, all by default; None where there is no such file."""
     try:
         with path.open("rb") as file:
-            return _numbers(path, file.read(_HEAD_BYTES))[0]
+            return file.read(most_bytes)
     except FileNotFoundError:
-        return 0
+        return None
     except OSError as error:
         raise SpoolError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _numbers(path: Path, head: bytes) -> tuple[int, int, int, int]:
     """Return bytes settled, bytes kept, late records, crc of the bytes kept."""
-    if len(head) == _HEAD_BYTES:
+    if len(head) >= _HEAD_BYTES:
         magic, settled, size, late, crc = _NUMBERS.unpack_from(head)
         (own,) = _CRC.unpack_from(head, _NUMBERS.size)
         if magic == _MAGIC and own == zlib.crc32(head[: _NUMBERS.size]):
@@ -210,8 +207,7 @@ def free(replica: Path, end: int) -> bool:
     end = min(end, settled_to(replica))
     descriptor = os.open(replica, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        head = os.pread(descriptor, CELL_BYTES, 0)
-        first = (int.from_bytes(head[6:8], "little") + 1) * CELL_BYTES
+        first = record_bytes(os.pread(descriptor, CELL_BYTES, 0))
         begin = -(-first // _BLOCK) * _BLOCK
         size = end // _BLOCK * _BLOCK - begin
         if size <= 0:
@@ -220,20 +216,6 @@ def free(replica: Path, end: int) -> bool:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return False
-        return _punch_hole(descriptor, begin, size, replica)
+        return punch_hole(descriptor, begin, size)
     finally:
         os.close(descriptor)
-
-
-def _punch_hole(descriptor: int, begin: int, size: int, replica: Path) -> bool:
-    library = ctypes.CDLL(None, use_errno=True)
-    call = getattr(library, "fallocate64", None) or getattr(library, "fallocate", None)
-    if call is None:  # a system without it
-        return False
-    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    if call(descriptor, _KEEP_SIZE_PUNCH_HOLE, begin, size) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in _UNABLE:
-        return False
-    raise OSError(number, os.strerror(number), str(replica))

@@ -104,11 +104,7 @@ def sound_rows(kind: RecordKind, rows: Rows) -> tuple[Rows, Counter[str]]:
 
 
 def sound_digests(rows: Rows) -> Mask:
-    """Return which digests have counts that fit each other, [rows].
-
-    Args:
-        rows: whole records of values.
-    """
+    """Return which digests, whole records of values, have counts that fit each other, [rows]."""
     left = rows["count"]
     fits = np.ones(len(rows), bool)
     for name in NONFINITE:

@@ -6,16 +6,12 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 from rankscope.errors import SpoolError
 from rankscope.run.folders import segment_indexes, segment_path
-from rankscope.spool.crc import cell_crcs
 from rankscope.spool.origin import UNKNOWN, keep_origin, kept_origin, origin_of
-from rankscope.spool.recordformat import CELL_BYTES, HEADER_BYTES, STAMP, RecordKind
-from rankscope.spool.validprefix import as_cells, valid_prefix
-
-__all__ = ["StreamReader"]
+from rankscope.spool.recordformat import CELL_BYTES, HEADER_BYTES, STAMP, RecordKind, record_bytes
+from rankscope.spool.validprefix import as_cells, cell_crcs, valid_prefix
 
 _CHUNK = 4 << 20
 _FIRST_CHUNK = 128 << 10
@@ -84,10 +80,9 @@ class StreamReader:
         if not self._open(index):
             return b""
         try:
-            head = os.pread(self._descriptor, CELL_BYTES, at)
-            if len(head) < CELL_BYTES or head[4] == 0:
+            first = record_bytes(os.pread(self._descriptor, CELL_BYTES, at))
+            if not first:
                 return b""
-            first = (int.from_bytes(head[6:8], "little") + 1) * CELL_BYTES
             wanted = min(max(max_bytes - max_bytes % CELL_BYTES, first), size - at)
             chunk = os.pread(self._descriptor, wanted, at)
         except OSError as error:
@@ -157,12 +152,7 @@ class StreamReader:
     def __enter__(self) -> StreamReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def is_own(self, index: int) -> bool:

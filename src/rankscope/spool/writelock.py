@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import Final
 
-__all__ = ["Token", "WriteLock"]
-
 Token = tuple[int]
 """Identity of the thread; every attempt makes a new tuple, so that attempts differ by identity."""
 

@@ -51,8 +51,6 @@ from rankscope.spool.recordformat import (
 )
 from rankscope.spool.writelock import WriteLock
 
-__all__ = ["DEFAULT_SEGMENT_BYTES", "SpoolWriter"]
-
 DEFAULT_SEGMENT_BYTES: Final = 16 << 20
 _SEGMENTS_PER_LIMIT: Final = 8
 _LAST_WORDS_BYTES: Final = 8 * CELL_BYTES
@@ -89,9 +87,9 @@ class SpoolWriter:
                 f"--rs-spool-bytes must be at least {MINIMUM_LIMIT_BYTES}"
             )
         size = min(segment_bytes, limit_bytes // _SEGMENTS_PER_LIMIT)
-        self._folder = folder
-        self._segment_bytes = size - size % CELL_BYTES
-        self._segments_allowed = limit_bytes // self._segment_bytes
+        self.folder = folder
+        self.segment_bytes = size - size % CELL_BYTES
+        self._segments_allowed = limit_bytes // self.segment_bytes
         self._retire = retire
         self._writing = WriteLock()
         self._holder = self._writing.holder
@@ -99,7 +97,8 @@ class SpoolWriter:
         """A write was left by an exception of the program's (KeyboardInterrupt)."""
         self._backlog = Backlog()
         self._origin = UNKNOWN
-        self._is_dropping = False
+        self.is_dropping = False
+        """Records are dropped because the spool is full."""
         self._records: dict[int, int] = {}
         """Records of each segment left behind: by its number, so that nothing is counted twice."""
         self._kept: list[Segment] = []
@@ -108,28 +107,13 @@ class SpoolWriter:
         self._segment: Segment | Closed = CLOSED
         self._lock = _claim(folder)
         try:
-            first = first_segment(folder, self._segment_bytes)
+            first = first_segment(folder, self.segment_bytes)
             first.data_end = first.end - _LAST_WORDS_BYTES
             self._segment, self._kept = first, [first]
         except SpoolError:
             self._lock.release()
             raise
         _writers.add(self)
-
-    @property
-    def folder(self) -> Path:
-        """The stream's folder."""
-        return self._folder
-
-    @property
-    def segment_bytes(self) -> int:
-        """Size of every segment of this stream."""
-        return self._segment_bytes
-
-    @property
-    def dropping(self) -> bool:
-        """True while records are dropped because the spool is full."""
-        return self._is_dropping
 
     @property
     def dropped_records(self) -> int:
@@ -146,7 +130,7 @@ class SpoolWriter:
         """Length of the stream so far."""
         segment = self._segment
         return (
-            segment.index * self._segment_bytes + segment.at if isinstance(segment, Segment) else 0
+            segment.index * self.segment_bytes + segment.at if isinstance(segment, Segment) else 0
         )
 
     def write(self, kind: int, payload: bytes) -> bool:
@@ -250,17 +234,17 @@ class SpoolWriter:
         if kind == RecordKind.STEP:
             self._note_step(payload)
         cells = max(1, -(-len(payload) // PAYLOAD_BYTES))
-        if cells * CELL_BYTES > self._segment_bytes // 2 or cells > MAX_RECORD_CELLS:
+        if cells * CELL_BYTES > self.segment_bytes // 2 or cells > MAX_RECORD_CELLS:
             del self._holder[0]
             raise SpoolError(
-                f"{self._folder}: a record of {len(payload)} bytes does not fit in a segment of "
-                f"{self._segment_bytes} bytes; raise --rs-spool-bytes"
+                f"{self.folder}: a record of {len(payload)} bytes does not fit in a segment of "
+                f"{self.segment_bytes} bytes; raise --rs-spool-bytes"
             )
         if kind == RecordKind.DEFINITION:
             return self._write_definition(payload)
-        if not self._is_dropping and self._backlog.definitions:
+        if not self.is_dropping and self._backlog.definitions:
             self._settle()
-        if not self._is_dropping and self._make_room(cells, kind):
+        if not self.is_dropping and self._make_room(cells, kind):
             put(self._segment, kind, payload)
             return True
         self._start_dropping()
@@ -275,7 +259,7 @@ class SpoolWriter:
         if not self._backlog.keep(payload):
             del self._holder[0]
             raise SpoolError(
-                f"{self._folder}: the spool is full and {len(self._backlog.definitions)} "
+                f"{self.folder}: the spool is full and {len(self._backlog.definitions)} "
                 f"definitions wait for room; raise --rs-spool-bytes, or see relay.log beside it "
                 f"for why nothing is sent"
             )
@@ -287,14 +271,14 @@ class SpoolWriter:
         if event != StepEvent.BEGIN:
             return
         self._backlog.step, self._backlog.mode = step, mode
-        if self._is_dropping and self._has_room_again():
-            self._is_dropping = False
-        if not self._is_dropping:
+        if self.is_dropping and self._has_room_again():
+            self.is_dropping = False
+        if not self.is_dropping:
             self._settle()
 
     def _has_room_again(self) -> bool:
         """Worth resuming: half a segment for data, here or in a new one."""
-        half = self._segment_bytes // 2 // CELL_BYTES
+        half = self.segment_bytes // 2 // CELL_BYTES
         self._refresh_data_end()
         segment = self._segment
         if segment.data_end - segment.at >= (half + self._backlog.cells) * CELL_BYTES:
@@ -315,9 +299,9 @@ class SpoolWriter:
         return True
 
     def _start_dropping(self) -> None:
-        if not self._is_dropping:
+        if not self.is_dropping:
             self._backlog.begin(self._put_reserved)
-        self._is_dropping = True
+        self.is_dropping = True
         segment = self._segment
         if isinstance(segment, Segment):
             segment.data_end = 0
@@ -327,7 +311,7 @@ class SpoolWriter:
     def _make_room(self, cells: int, kind: int) -> bool:
         """Make the current segment one with room for `cells` more; False where there is none."""
         segment = self._segment
-        if not self._is_dropping:
+        if not self.is_dropping:
             self._refresh_data_end()
         needed = segment.at + cells * CELL_BYTES
         if kind in (RecordKind.GAP, RecordKind.END):
@@ -353,9 +337,9 @@ class SpoolWriter:
         if not isinstance(old, Segment) or len(self._kept) >= self._segments_allowed:
             return False
         try:
-            new = Segment(self._folder, old.index + 1, self._segment_bytes)
+            new = Segment(self.folder, old.index + 1, self.segment_bytes)
         except OSError as error:
-            self.trouble = f"{self._folder}: no new segment: {error.strerror}"
+            self.trouble = f"{self.folder}: no new segment: {error.strerror}"
             return False
         self._count_records()
         rest = (old.end - old.at) // CELL_BYTES
@@ -365,7 +349,7 @@ class SpoolWriter:
         put(new, RecordKind.FILLER, STAMP.pack(self._origin, new.index))
         self._kept = [*(kept for kept in self._kept if kept.index != new.index), new]
         self._segment = new
-        if not self._is_dropping:
+        if not self.is_dropping:
             self._refresh_data_end()
         old.unmap()
         self._hand_over()
@@ -378,7 +362,7 @@ class SpoolWriter:
         for full in self._kept[:-1]:
             try:
                 if full.exists():
-                    self._retire(full.path, full.index * self._segment_bytes)
+                    self._retire(full.path, full.index * self.segment_bytes)
             except OSError as error:
                 self.trouble = f"{full.path}: cannot be moved away: {error.strerror}"
 

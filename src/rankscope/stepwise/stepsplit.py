@@ -214,7 +214,7 @@ class SplitStream:
                 self.held[keys[owner]] += cells.size
 
     def _note_definitions(self, found: Records) -> None:
-        for definition in found.definitions().found:
+        for definition in found.definitions():
             if definition["kind"] == "rank":
                 wall, monotonic = definition.get("wall_ns"), definition.get("monotonic_ns")
                 settings = definition.get("settings")

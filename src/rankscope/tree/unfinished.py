@@ -11,8 +11,7 @@ from typing import Any
 from rankscope.errors import SpoolError
 from rankscope.run.filenames import COLLECTOR_LOCK_NAME, HOST_STATE_PREFIX, REPLICA_FOLDER
 from rankscope.run.folders import find_runs, is_held, spool_base, stream_folder, streams
-from rankscope.run.liveness import is_abandoned
-from rankscope.run.locks import is_alive
+from rankscope.run.locks import is_abandoned, is_alive
 from rankscope.spool.origin import origin_text
 from rankscope.spool.replication import read_end, replica_path, replicated
 from rankscope.spool.streamreader import StreamReader

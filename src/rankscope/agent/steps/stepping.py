@@ -38,9 +38,9 @@ from rankscope.agent.steps.stepmachine import RunningStep, StepMachine, Tick
 from rankscope.agent.steps.updates import Updates
 from rankscope.agent.values.parameters import ParameterEvents
 from rankscope.agent.values.valuereader import ValueReader
-from rankscope.capture.groups import process_groups
 from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.autograd import current_graph_task
+from rankscope.capture.torch_internals.distributed import process_groups
 from rankscope.capture.torch_internals.parallel import stage_modules
 from rankscope.record.call import Mode
 from rankscope.record.streams import EndReason

@@ -19,8 +19,8 @@ from rankscope.agent.hooks.members import (
 from rankscope.agent.hooks.modules import ModuleInfo, Root
 from rankscope.agent.values.onaccelerator import HeldValue
 from rankscope.agent.values.rootevents import RootEvents
+from rankscope.capture.describe import ParameterMarks
 from rankscope.capture.invisible import invisible
-from rankscope.capture.parametermarks import ParameterMarks
 from rankscope.capture.torch_internals.dtensor import is_dtensor
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag

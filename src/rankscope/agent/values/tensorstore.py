@@ -8,7 +8,6 @@ and one without a record means that the tensor never arrived.)
 
 from __future__ import annotations
 
-import os
 from _thread import get_ident
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -22,6 +21,7 @@ from rankscope.capture.keeping import byte_pieces, own_bytes, why_not_stored
 from rankscope.capture.staging import DeviceStaging
 from rankscope.errors import ChunkError
 from rankscope.globs import glob_matches, slot_matches, split_place
+from rankscope.run.diskspace import free_bytes
 from rankscope.spool.writelock import WriteLock
 
 __all__ = ["TensorStore", "free_disk_share", "size_of"]
@@ -315,6 +315,4 @@ def free_disk_share(folder: Path, writers: int) -> int:
         folder: the trace folder, or one that will be made.
         writers: ranks that keep tensors on that disk.
     """
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    found = os.statvfs(existing)
-    return int(found.f_bavail * found.f_frsize * _SHARE) // max(writers, 1)
+    return int(free_bytes(folder) * _SHARE) // max(writers, 1)

@@ -29,7 +29,7 @@ from rankscope.capture.device.fusedcache import ReadVariant
 from rankscope.capture.device.fusedforms import FusedForm, FusedReader
 from rankscope.capture.device.operations import OperationsForm, make_operations_form
 from rankscope.capture.device.resultrow import agree, reading_of_row, row_size
-from rankscope.capture.dtypestorage import Storage, storage_of
+from rankscope.capture.dtypestorage import Storage, storage_of_digested
 from rankscope.capture.fold import FoldPlan, make_plan
 from rankscope.capture.invisible import invisible, invisible_operations
 from rankscope.capture.reading import ValueNumbers
@@ -52,8 +52,6 @@ class _DeviceForm:
     plan: FoldPlan
     size: int
     """Numbers of a row."""
-    batch_dim: int | None
-    """Counted from the front; None where samples are not kept apart."""
     storage: Storage
     stream: int
     """As the driver knows it."""
@@ -249,9 +247,7 @@ class DeviceDigester:
                 row.zero_()
                 return
             if form.operations is None:
-                form.operations = make_operations_form(
-                    self._accelerator, form.plan, form.batch_dim, form.storage
-                )
+                form.operations = make_operations_form(self._accelerator, form.plan, form.storage)
                 self._table_bytes += form.operations.held_bytes
             form.operations.fill(row, local)
 
@@ -263,33 +259,23 @@ class DeviceDigester:
         stream: Any,
         key: object,
     ) -> _DeviceForm:
-        storage = storage_of(local.dtype)
-        if storage is None:
-            raise TypeError(
-                f"{local.dtype} tensors have no digest: ask capture.describe before reading one"
-            )
-        batch_dim = (
-            self._batch_dim % local.dim()
-            if samples and -local.dim() <= self._batch_dim < local.dim()
-            else None
-        )
+        storage = storage_of_digested(local.dtype)
+        batch_dim = self._batch_dim if samples else None
         plan = make_plan(tuple(local.shape), ranges, batch_dim, storage.is_complex)
-        if plan.batch_factors is None:
-            batch_dim = None
         if len(self._forms) >= _MOST_FORMS or self._table_bytes > _MOST_TABLE_BYTES:
             self._forget_forms()
         fused = None
         if self._fused is not None and plan.count:
             try:
                 with invisible_operations(), self._accelerator.chosen():
-                    fused = self._fused.make_form(local, ranges, plan, batch_dim, storage, stream)
+                    fused = self._fused.make_form(local, ranges, plan, storage, stream)
             except OSError as error:
                 self._tell(f"{error}: torch operations read instead")
                 self._fused = None
         if fused is not None:
             self._table_bytes += fused.held_bytes
         handle = self._accelerator.handle_of(stream)
-        form = _DeviceForm(plan, row_size(plan), batch_dim, storage, handle, fused)
+        form = _DeviceForm(plan, row_size(plan), storage, handle, fused)
         self._forms[key] = form
         return form
 

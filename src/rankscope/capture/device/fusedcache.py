@@ -8,14 +8,11 @@ then.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import importlib.util
-import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,30 +20,10 @@ from typing import Any, Final, NamedTuple
 
 import msgpack  # type: ignore[import-untyped]
 
-from rankscope.capture.codefolders import (
-    code_folders,
-    is_off,
-    is_ours,
-    is_safe,
-    made_folders,
-    no_folder,
-)
-
-__all__ = [
-    "COMPILER",
-    "CombineVariant",
-    "CompiledImage",
-    "ReadVariant",
-    "compiler_of",
-    "find_image",
-    "lock_for_building",
-    "missing",
-    "obstacle",
-    "save_failure",
-    "save_image",
-    "triton_version",
-    "variants",
-]
+from rankscope.capture.codefolders import is_off, made_folders, no_folder, trusted_files
+from rankscope.errors import FolderBusyError, SpoolError
+from rankscope.run.folders import FolderLock
+from rankscope.run.replacing import replacing
 
 COMPILER: Final = "rankscope.capture.device.fusedcompile"
 """The module that compiles, given an architecture."""
@@ -138,12 +115,7 @@ def variants() -> Iterator[ReadVariant | CombineVariant]:
 
 
 def find_image(architecture: str, variant: ReadVariant | CombineVariant) -> CompiledImage | None:
-    """Return a compiled kernel, None where none that is to be trusted lies on this host.
-
-    Args:
-        architecture: `cuda-90`, `hip-gfx942`.
-        variant: which kernel.
-    """
+    """Return a compiled kernel, None where none that is to be trusted lies on this host."""
     if is_off():
         return None
     for held in _saved(_file_name(architecture, variant)):
@@ -194,15 +166,13 @@ def lock_for_building(architecture: str) -> Iterator[bool]:
     with contextlib.ExitStack() as stack:
         is_held = False
         for folder in made_folders():
-            try:
-                path = folder / f"{architecture}.lock"
-                lock = stack.enter_context(open(path, "w", encoding="utf-8"))
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FolderBusyError):
+                try:
+                    lock = FolderLock(folder / f"{architecture}.lock", "compiler")
+                except SpoolError:
+                    continue
+                stack.callback(lock.release)
                 is_held = True
-            except BlockingIOError:
-                pass
-            except OSError:
-                continue
             break
         yield is_held
 
@@ -232,23 +202,17 @@ def _source_key() -> str:
 
 
 def _saved(name: str) -> Iterator[Any]:
-    for folder in code_folders():
-        path = folder / name
-        if is_safe(folder) and is_ours(path):
-            with contextlib.suppress(OSError, ValueError):
-                yield msgpack.unpackb(path.read_bytes())
+    for path in trusted_files(name):
+        with contextlib.suppress(OSError, ValueError):
+            yield msgpack.unpackb(path.read_bytes())
 
 
 def _save(name: str, held: dict[str, Any]) -> Path | None:
     for folder in made_folders():
         with contextlib.suppress(OSError):
-            handle, draft = tempfile.mkstemp(dir=folder, prefix=".draft-")
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(msgpack.packb(held))
-                return Path(draft).replace(folder / name)
-            finally:
-                Path(draft).unlink(missing_ok=True)
+            with replacing(folder / name, is_synced=False) as file:
+                file.write(msgpack.packb(held))
+            return folder / name
     return None
 
 

@@ -114,7 +114,6 @@ class FusedReader:
         local: torch.Tensor,
         ranges: tuple[Ranges, ...] | None,
         plan: FoldPlan,
-        batch_dim: int | None,
         storage: Storage,
         stream: Any,
     ) -> FusedForm | None:
@@ -124,7 +123,6 @@ class FusedReader:
             local: one of them, not empty.
             ranges: per dim the global indices held.
             plan: of the values.
-            batch_dim: the plan's, counted from the front; None where samples are not kept apart.
             storage: how they are stored.
             stream: the current one.
 
@@ -138,7 +136,7 @@ class FusedReader:
         held = None
         if ranges is not None:
             held = [*ranges, *(((0, n),) for n in shape[len(ranges) :])]
-        fused = make_fused_plan(shape, strides, held, batch_dim)
+        fused = make_fused_plan(shape, strides, held, plan.batch_dim)
         if fused is None:
             return None
         kind = storage.kernel_kind or storage.dtype.name

@@ -16,15 +16,6 @@ import torch
 
 from rankscope.capture.device.fusedcache import CompiledImage
 
-__all__ = [
-    "BoundLaunch",
-    "GpuDriver",
-    "LoadedKernel",
-    "architecture_of",
-    "architectures",
-    "driver_of",
-]
-
 _SCRATCH_POINTERS: Final = 2
 """Triton's kernels end in up to two pointers to memory that ours do not use."""
 

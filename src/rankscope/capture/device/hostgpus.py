@@ -13,8 +13,6 @@ from typing import Any, Final
 
 from rankscope.capture.device.fusedcache import compiler_of
 
-__all__ = ["architectures_of_host", "compilers_of_host"]
-
 _LIBRARY: Final = "libnvidia-ml.so.1"
 _NODES: Final = Path("/sys/class/kfd/kfd/topology/nodes")
 

@@ -14,54 +14,27 @@ Neither keeps out somebody who looks for two values of one hash.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BASE", "FIRST", "HASH_ALGORITHM", "SECOND", "SHIFTS", "mix64", "powers"]
-
 HASH_ALGORITHM: Final = "mix64"
 BASE: Final = 0x9E6D4F0B8A3C7525
-_MODULUS: Final = 1 << 64
 FIRST: Final = 0x05FE0D58184DD27D
 SECOND: Final = 0xFEAE2DAA5057C593
 SHIFTS: Final = (31, 29, 32)
 """mix(z): z ^= z >> 31, z *= FIRST, z ^= z >> 29, z *= SECOND, z ^= z >> 32."""
-_BLOCK: Final = 1 << 12
 
 
 def powers(exponents: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
     """Return BASE to these powers, modulo 2**64; negative ones are inverses."""
     found = np.ones(exponents.shape, dtype=np.uint64)
     left = np.abs(exponents)
-    inverse = pow(BASE, -1, _MODULUS)
+    inverse = pow(BASE, -1, 1 << 64)
     step = np.where(exponents < 0, np.uint64(inverse), np.uint64(BASE))
     while left.any():
         found = np.where(left & 1, found * step, found)
         step = step * step
         left >>= 1
     return found
-
-
-def mix64(words: npt.NDArray[Any]) -> int:
-    """Return the `mix64` hash of normalized flat words."""
-    size = words.dtype.itemsize
-    wide = words.view(f"<u{size}").astype(np.uint64)
-    if size >= 4:
-        wide ^= wide >> np.uint64(4 * size)
-    low = powers(np.arange(1, _BLOCK + 1))
-    total = np.uint64(0)
-    with np.errstate(over="ignore"):
-        starts = powers(np.arange(0, wide.size, _BLOCK))
-        for number, start in enumerate(range(0, wide.size, _BLOCK)):
-            part = wide[start : start + _BLOCK]
-            total += (part * low[: part.size]).sum(dtype=np.uint64) * starts[number]
-        return int(_mix(np.array([total + np.uint64(wide.size)], dtype=np.uint64))[0])
-
-
-def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    z = (z ^ (z >> np.uint64(SHIFTS[0]))) * np.uint64(FIRST)
-    z = (z ^ (z >> np.uint64(SHIFTS[1]))) * np.uint64(SECOND)
-    mixed: npt.NDArray[np.uint64] = z ^ (z >> np.uint64(SHIFTS[2]))
-    return mixed

@@ -21,8 +21,6 @@ from rankscope.capture.dtypestorage import Storage
 from rankscope.capture.fold import FoldPlan, FoldSegment
 from rankscope.record.value import SKETCH_SIZE
 
-__all__ = ["OperationsForm", "make_operations_form"]
-
 _BLOCK: Final = 1 << 24
 """Elements hashed at a time: bounds the 64-bit temporaries."""
 _KEYS: Final = 1 << 12
@@ -55,22 +53,47 @@ class OperationsForm:
         return folds + self.row_keys.nbytes + self.column_keys.nbytes
 
     def fill(self, row: torch.Tensor, local: torch.Tensor) -> None:
-        """Enqueue what computes the row of a non-empty value (see `resultrow`)."""
-        _fill(row, local, self)
+        """Enqueue what computes the row of a non-empty value (see `resultrow`); nothing in it
+        synchronizes."""
+        held = local.detach().resolve_conj().resolve_neg()
+        if held.is_complex():
+            held = torch.view_as_real(held)
+        held = held.reshape(self.plan.shape)
+        values = held.to(torch.float64)
+        finite = torch.isfinite(values)
+        kept = torch.where(finite, values, 0.0)
+        largest = kept.abs().amax()
+        _, exponent = torch.frexp(largest)
+        is_extreme = (largest > 1e150) | ((largest < 1e-150) & (largest > 0))
+        scale = torch.ldexp(
+            torch.ones_like(largest), torch.where(is_extreme, exponent.clamp(-1020, 1020), 0)
+        )
+        scaled = kept / scale
+        number = finite.sum(dtype=torch.float64)
+        mean = scaled.sum() / number
+        away = torch.where(finite, scaled - mean, 0.0)
+        numbers = [
+            number,
+            values.isnan().sum(dtype=torch.float64),
+            (values == math.inf).sum(dtype=torch.float64),
+            (values == -math.inf).sum(dtype=torch.float64),
+            (values == 0).sum(dtype=torch.float64),
+            torch.where(finite, values, math.inf).amin(),
+            torch.where(finite, values, -math.inf).amax(),
+            mean * scale,
+            away.square().sum().sqrt() * scale,
+            scaled.square().sum().sqrt() * scale,
+            _hash(held, self).view(torch.float64),
+        ]
+        row[:SKETCH].copy_(torch.stack(numbers))
+        row[SKETCH:].copy_((_parts(scaled, self) * scale).reshape(-1))
 
 
 def make_operations_form(
-    accelerator: Accelerator, plan: FoldPlan, batch_dim: int | None, storage: Storage
+    accelerator: Accelerator, plan: FoldPlan, storage: Storage
 ) -> OperationsForm:
-    """Return the form, its tables enqueued on the current stream.
-
-    Args:
-        accelerator: where to.
-        plan: of the values.
-        batch_dim: the plan's, counted from the front; None where samples are not kept apart.
-        storage: how the values are stored.
-    """
-    folds = tuple(_fold(accelerator, box, batch_dim, plan) for box in _boxes(plan))
+    """Return the form of values of a plan, its tables enqueued on the current stream."""
+    folds = tuple(_fold(accelerator, box, plan) for box in _boxes(plan))
     row_keys = _words(accelerator, powers(np.arange(0, plan.count, _KEYS)))
     column_keys = _words(accelerator, powers(np.arange(1, 1 + min(_KEYS, plan.count))))
     same = None
@@ -110,10 +133,8 @@ class _DeviceFold:
     """[before, samples or 1, after, 8] factors of the rows, those of the batch dim left out."""
 
 
-def _fold(
-    accelerator: Accelerator, box: FoldSegment, batch_dim: int | None, plan: FoldPlan
-) -> _DeviceFold:
-    where = box.where
+def _fold(accelerator: Accelerator, box: FoldSegment, plan: FoldPlan) -> _DeviceFold:
+    where, batch_dim = box.where, plan.batch_dim
     weights = _table(accelerator, box.weights(0, box.rows))
     if plan.batch_factors is None or batch_dim is None:
         rows = weighted = (1, 1, box.rows)
@@ -133,42 +154,6 @@ def _table(accelerator: Accelerator, array: npt.NDArray[np.float64]) -> torch.Te
     memory = bytearray(array.tobytes())
     table = torch.frombuffer(memory, dtype=torch.float64).reshape(-1, SKETCH_SIZE)
     return accelerator.to_device(table)
-
-
-def _fill(row: torch.Tensor, local: torch.Tensor, form: OperationsForm) -> None:
-    """Compute one row of numbers. Runs without a synchronizing call."""
-    held = local.detach().resolve_conj().resolve_neg()
-    if held.is_complex():
-        held = torch.view_as_real(held)
-    held = held.reshape(form.plan.shape)
-    values = held.to(torch.float64)
-    finite = torch.isfinite(values)
-    kept = torch.where(finite, values, 0.0)
-    largest = kept.abs().amax()
-    _, exponent = torch.frexp(largest)
-    is_extreme = (largest > 1e150) | ((largest < 1e-150) & (largest > 0))
-    scale = torch.ldexp(
-        torch.ones_like(largest), torch.where(is_extreme, exponent.clamp(-1020, 1020), 0)
-    )
-    scaled = kept / scale
-    number = finite.sum(dtype=torch.float64)
-    mean = scaled.sum() / number
-    away = torch.where(finite, scaled - mean, 0.0)
-    numbers = [
-        number,
-        values.isnan().sum(dtype=torch.float64),
-        (values == math.inf).sum(dtype=torch.float64),
-        (values == -math.inf).sum(dtype=torch.float64),
-        (values == 0).sum(dtype=torch.float64),
-        torch.where(finite, values, math.inf).amin(),
-        torch.where(finite, values, -math.inf).amax(),
-        mean * scale,
-        away.square().sum().sqrt() * scale,
-        scaled.square().sum().sqrt() * scale,
-        _hash(held, form).view(torch.float64),
-    ]
-    row[:SKETCH].copy_(torch.stack(numbers))
-    row[SKETCH:].copy_((_parts(scaled, form) * scale).reshape(-1))
 
 
 def _boxes(plan: FoldPlan) -> list[FoldSegment]:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.capture.device.mix64 import mix64
 from rankscope.capture.fold import FoldPlan
 from rankscope.capture.reading import ValueNumbers
 from rankscope.record.value import SKETCH_SIZE
 
-__all__ = ["HASH", "SKETCH", "agree", "reading_of_row", "row_size"]
-
 HASH: Final = 10
 """Before it: finite, nan, +inf, -inf, zero, min, max, mean, root of the sum of squares about
-the mean, norm. The hash lies there as the bits of a number."""
+the mean, norm. The hash lies there as the bits of a number: 0 of a value without elements."""
 SKETCH: Final = 11
 """8 numbers of the whole sketch, or 8 for each sample without the factor of the batch dim."""
 _SAME_STATISTICS: Final = 2e-6
@@ -49,10 +47,9 @@ def reading_of_row(
     low, high, mean, deviation, norm = numbers[5:HASH].tolist()
     if not finite:
         low = high = mean = math.nan
-    hashed = int(words[HASH]) % (1 << 64) if plan.count else mix64(np.empty(0, dtype=np.uint8))
     return ValueNumbers(
         plan.count,
-        hashed,
+        int(words[HASH]) % (1 << 64),
         nan,
         posinf,
         neginf,
@@ -72,27 +69,12 @@ def agree(one: ValueNumbers, other: ValueNumbers) -> bool:
     """True where two ways of reading the same value gave the same numbers, to rounding."""
     slack = _SAME_STATISTICS * other.l2 + _LEAST
     about = _SAME_STATISTICS * other.l2 / math.sqrt(max(other.count, 1)) + _LEAST
-    return (
+    same = partial(np.allclose, rtol=_SAME_STATISTICS, equal_nan=True)
+    summed = partial(np.allclose, rtol=0, atol=10 * slack, equal_nan=True)
+    return bool(
         one[:6] == other[:6]
-        and all(_close(getattr(one, n), getattr(other, n), _LEAST) for n in ("min", "max", "l2"))
-        and _close(one.mean, other.mean, about)
-        and _close(one.std, other.std, about)
-        and np.allclose(one.sketch, other.sketch, rtol=0, atol=10 * slack, equal_nan=True)
-        and _same_samples(one.samples, other.samples, 10 * slack)
+        and same((one.min, one.max, one.l2), (other.min, other.max, other.l2), atol=_LEAST)
+        and same((one.mean, one.std), (other.mean, other.std), atol=about)
+        and summed(one.sketch, other.sketch)
+        and (one.samples is None or other.samples is None or summed(one.samples, other.samples))
     )
-
-
-def _close(one: float, other: float, slack: float) -> bool:
-    return (
-        one == other
-        or (math.isnan(one) and math.isnan(other))
-        or math.isclose(one, other, rel_tol=_SAME_STATISTICS, abs_tol=slack)
-    )
-
-
-def _same_samples(
-    one: npt.NDArray[np.float32] | None, other: npt.NDArray[np.float32] | None, slack: float
-) -> bool:
-    if one is None or other is None:
-        return one is other
-    return bool(np.allclose(one, other, rtol=0, atol=slack, equal_nan=True))

@@ -11,15 +11,6 @@ import torch
 
 from rankscope.capture.torch_internals.loaded import loaded_class
 
-__all__ = [
-    "call_at_end_of_backward",
-    "current_graph_task",
-    "current_node",
-    "has_hook",
-    "next_node",
-    "stops_recomputation",
-]
-
 _C: Any = torch._C
 
 current_graph_task: Callable[[], int] = getattr(_C, "_current_graph_task_id", lambda: -1)

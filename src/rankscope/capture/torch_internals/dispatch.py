@@ -8,22 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "disable_torch_function",
-    "dispatch_bits",
-    "is_functorch_wrapper",
-    "operation_guards",
-    "optional_dtypes",
-    "overrides_dispatch",
-]
-
 _C: Any = torch._C
-
-
-def optional_dtypes(*names: str) -> tuple[torch.dtype, ...]:
-    """Return those of the named dtypes this torch has."""
-    found = (getattr(torch, name, None) for name in names)
-    return tuple(dtype for dtype in found if isinstance(dtype, torch.dtype))
 
 
 disable_torch_function: Callable[[], contextlib.AbstractContextManager[object]] = getattr(

@@ -4,34 +4,35 @@ go, and values they may still be writing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from rankscope.capture.torch_internals.loaded import loaded_class
+from rankscope.record.streams import ProcessGroup
 
 _C: Any = torch._C
 
 
-def default_groups() -> list[tuple[object, str, Sequence[int], str]]:
-    """Return (group, name, global ranks in group order, backend) of this rank's groups.
-
-    Without torch's own table there is nothing to list, and the list is empty.
+def process_groups() -> tuple[ProcessGroup, ...]:
+    """Return every process group this rank has built, the default group first. Without torch's own
+    table, or before there is a group, there is nothing to list.
     """
-    world = getattr(torch.distributed.distributed_c10d, "_world", None)
-    if world is None:
-        return []
-    found: list[tuple[object, str, Sequence[int], str]] = []
-    names = getattr(world, "pg_names", {})
+    world = getattr(getattr(torch.distributed, "distributed_c10d", None), "_world", None)
+    names, backends = getattr(world, "pg_names", {}), getattr(world, "pg_map", {})
+    found = []
     for group, members in list(getattr(world, "pg_group_ranks", {}).items()):
-        if group not in names:
-            continue  # a placeholder for groups of others
-        ranks = [rank for rank, _ in sorted(members.items(), key=lambda item: item[1])]
-        name = str(names[group])
-        backend = str(getattr(world, "pg_map", {}).get(group, ("",))[0])
-        found.append((group, name, ranks, backend))
-    return found
+        if group in names:  # else a placeholder for groups of others
+            found.append(
+                ProcessGroup(
+                    name=str(names[group]),
+                    ranks=tuple(sorted(members, key=members.__getitem__)),
+                    backend=str(backends.get(group, ("",))[0]),
+                    description=str(getattr(group, "group_desc", "")),
+                )
+            )
+    return tuple(found)
 
 
 def group_ranks(group: object) -> tuple[int, ...] | None:

@@ -10,8 +10,6 @@ import torch
 from rankscope.capture.torch_internals.loaded import loaded_class
 from rankscope.layout.placement import PlacementKind
 
-__all__ = ["dtensor_parts", "is_dtensor", "mesh_ranks", "placement_class", "shard_order"]
-
 
 def is_dtensor(kind: type) -> bool:
     """True for DTensor and its subclasses."""

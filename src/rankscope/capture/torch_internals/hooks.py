@@ -8,14 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "HookTable",
-    "forget_keyword_hook",
-    "global_hook_tables",
-    "hide_from_compiled_modules",
-    "own_hook_tables",
-]
-
 HookTable = dict[int, Any]
 _hooks: Any = torch.nn.modules.module
 _GLOBAL_HOOKS = (

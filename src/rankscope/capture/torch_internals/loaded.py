@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["loaded_class"]
-
 
 def loaded_class(module: str, name: str) -> type | None:
     """Return a class of a module somebody else imported: else no such object exists."""

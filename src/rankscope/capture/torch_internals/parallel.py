@@ -10,17 +10,6 @@ import torch
 
 from rankscope.capture.torch_internals.loaded import loaded_class
 
-__all__ = [
-    "is_flattened",
-    "is_sync_off",
-    "pipeline_schedules",
-    "shape_inference",
-    "sharded_module_in_hand",
-    "sharded_originals",
-    "stage_modules",
-]
-
-
 _INFERENCE = ("_forward_metadata_inference", "_backward_metadata_inference", "_shape_inference")
 
 

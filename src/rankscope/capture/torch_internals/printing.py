@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import NamedTuple
 
-__all__ = ["PrintOptions", "print_options"]
-
 
 class PrintOptions(NamedTuple):
     """As torch names and begins with them."""

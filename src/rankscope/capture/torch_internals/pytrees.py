@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["registered_children"]
-
 
 def registered_children(
     value: object, libraries: frozenset[str]

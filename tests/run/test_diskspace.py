@@ -11,8 +11,8 @@ import pytest
 from rankscope.chunks import writing
 from rankscope.chunks.writing import ChunkWriter
 from rankscope.record.streams import StreamId
-from rankscope.run import reserving
-from rankscope.run.reserving import reserve
+from rankscope.run import diskspace
+from rankscope.run.diskspace import reserve
 
 STREAM = StreamId(rank=0, incarnation=0)
 MIB = 1 << 20
@@ -95,7 +95,7 @@ def test_of_a_disk_that_is_nearly_full_nothing_is_taken_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = os.statvfs(tmp_path)
-    monkeypatch.setattr(reserving, "_LEAST_FREE_BYTES", 2 * free.f_bavail * free.f_frsize)
+    monkeypatch.setattr(diskspace, "_LEAST_FREE_BYTES", 2 * free.f_bavail * free.f_frsize)
     writer = ChunkWriter(tmp_path, STREAM, limit_bytes=1 << 40)
     write(writer, 1, MIB)
     (path,) = (tmp_path / "tensors" / "rank00000").iterdir()

@@ -7,9 +7,8 @@ import zlib
 import numpy as np
 import pytest
 
-from rankscope.spool.crc import CHECK_BLOCK, BlockCheck, cell_crcs
 from rankscope.spool.recordformat import FIRST, RecordKind
-from rankscope.spool.validprefix import committed_cells
+from rankscope.spool.validprefix import CHECK_BLOCK, BlockCheck, cell_crcs, committed_cells
 
 
 def sound_cells(count, seed=0):
