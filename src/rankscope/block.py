@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import nn
 
@@ -43,17 +43,13 @@ from rankscope.spool.replication import StreamEnd, replica_path, write_end
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 
-_End = Callable[[], object]
-
 __all__ = ["RankBlock", "begin_block", "begin_rank_block"]
 
-
+_MadeT = TypeVar("_MadeT")
 _TRACED_ALREADY = "not tracing this block: this process is traced already"
 _UNNAMED = (
     "several ranks trace into one folder: give all of them the same out= to open it from here"
 )
-
-
 _MOST_LOOKS = 5
 """Times that records are read anew because a segment was moved away."""
 
@@ -64,25 +60,17 @@ class Begun(NamedTuple):
     out: Path | None
     problem: str
     """Why `out` is None."""
+    end: Callable[[], object] = lambda: None
+    """Ends the trace, and never raises."""
 
 
-def begin_block(model: nn.Module | None, given: Mapping[str, object]) -> tuple[Begun, _End]:
-    """Trace from here on; return the trace folder, or why there is none, and what ends the trace.
-
-    Neither raises: what fails is said on stderr.
-    """
-    made: list[tuple[Begun, _End]] = []
-
-    def begin() -> None:
-        (out, problem), end = _begin(model, given)
-        made.append((Begun(out, problem), functools.partial(attempt, end)))
-
-    problem = _guarded(begin)
-    return made[0] if made else (Begun(None, problem), _nothing)
+def begin_block(model: nn.Module | None, given: Mapping[str, object]) -> Begun:
+    """Trace from here on. Never raises: what fails is said on stderr."""
+    begun, problem = _guarded(lambda: _begin(model, given))
+    return begun or Begun(None, problem)
 
 
-def _begin(model: nn.Module | None, given: Mapping[str, object]) -> tuple[Begun, _End]:
-    """Begin; return how that went, and what ends the block without ever raising."""
+def _begin(model: nn.Module | None, given: Mapping[str, object]) -> Begun:
     if model is not None and not isinstance(model, nn.Module):
         raise SettingError(
             f"the first argument of trace() is a model, and this is a {type(model).__name__}; "
@@ -90,29 +78,31 @@ def _begin(model: nn.Module | None, given: Mapping[str, object]) -> tuple[Begun,
         )
     if current_session() is not None:
         say(_TRACED_ALREADY)
-        return Begun(None, _TRACED_ALREADY), _nothing
+        return Begun(None, _TRACED_ALREADY)
     if who_am_i().world_size > 1:
         out = given.get("out")
-        begun = Begun(Path(str(out)).absolute(), "") if out else Begun(None, _UNNAMED)
+        folder = Path(str(out)).absolute() if out else None
         arm(given)
-        return begun, functools.partial(close, EndReason.CLOSED)
-    block = _TracedBlock(model, _settings(given), None, None, None)
-    return Begun(block.out, ""), block.finish
+        end = functools.partial(attempt, close, EndReason.CLOSED)
+        return Begun(folder, "" if folder else _UNNAMED, end)
+    block = RankBlock(model, _settings(given), None, None, None)
+    return Begun(block.out, "", block.finish)
 
 
-def _guarded(begin: Callable[[], None]) -> str:
-    """Begin; where that fails, say why once and return it, "" else.
+def _guarded(begin: Callable[[], _MadeT]) -> tuple[_MadeT | None, str]:
+    """Return what `begin` made and ""; where it fails, say why once and return None and that.
 
     All that happens before a block runs happens in here, so nothing of it can be raised into the
     program.
     """
-    error = attempt(begin)
+    made: list[_MadeT] = []
+    error = attempt(lambda: made.append(begin()))
     if error is None:
-        return ""
+        return made[0], ""
     text = str(error) if isinstance(error, RankscopeError) else text_of(error)
     problem = as_keywords(f"not tracing: {text}")
     attempt(say, problem)
-    return problem
+    return None, problem
 
 
 def _settings(given: Mapping[str, object]) -> Settings:
@@ -120,63 +110,6 @@ def _settings(given: Mapping[str, object]) -> Settings:
     if settings.steps.last:
         raise SettingError("steps: last:N is for a whole job; a block has an end of its own")
     return settings
-
-
-def _nothing() -> None:
-    """End a block that never began."""
-
-
-class RankBlock:
-    """Traces this process alone, whatever ranks there are beside it."""
-
-    def __init__(self, block: _TracedBlock) -> None:
-        self._block = block
-        self.session = block.session
-
-    def look(self) -> StreamBytes:
-        """Return what `end` would if it came now.
-
-        Raises:
-            SpoolError: the records cannot be read.
-            OSError: those that were moved away cannot be.
-        """
-        return self._block.look()
-
-    def held(self) -> dict[int, tuple[HeldBytes, ByteArray]]:
-        """Return the tensors that are in no chunk in `out`: by reference what they are, and their
-        bytes.
-        """
-        return {} if self._block.scratch is None else self._block.scratch.held()
-
-    @property
-    def has_chunks(self) -> bool:
-        """Tensors are in chunks in `out`: nothing else could be made for their bytes."""
-        return self._block.has_chunks
-
-    def made(self) -> dict[int, Glance]:
-        """Return what was made of those that were looked at, by reference."""
-        return {} if self._block.glances is None else self._block.glances.made()
-
-    def keep_bytes(self) -> None:
-        """From now on keep tensors, where they were looked at."""
-        self._block.keep_bytes()
-
-    def close(self) -> None:
-        """Give up what `held` returned; those who still use it may."""
-        self._block.close()
-
-    def release(self, reference: int) -> None:
-        """Let go of a tensor that was kept; its place may be used again."""
-        self._block.release(reference)
-
-    def end(self) -> StreamBytes:
-        """End the trace and return its records. The tensors in `out` stay there, and `held`.
-
-        Raises:
-            SpoolError: the records cannot be read.
-            OSError: those that were moved away cannot be.
-        """
-        return self._block.end()
 
 
 def begin_rank_block(
@@ -198,17 +131,12 @@ def begin_rank_block(
     if current_session() is not None:
         say(_TRACED_ALREADY)
         return None
-    made: list[RankBlock] = []
-
-    def begin() -> None:
-        made.append(RankBlock(_TracedBlock(model, _settings(given), options, look, recorder)))
-
-    _guarded(begin)
-    return made[0] if made else None
+    return _guarded(lambda: RankBlock(model, _settings(given), options, look, recorder))[0]
 
 
-class _TracedBlock:
-    """The parts of one block, put together and taken apart."""
+class RankBlock:
+    """Traces this process alone, whatever ranks there are beside it. The trace ends by `finish`,
+    which builds its tree, or by `end`, which returns its records instead."""
 
     def __init__(
         self,
@@ -245,7 +173,7 @@ class _TracedBlock:
                 made.callback(shutil.rmtree, self._replica.parent, ignore_errors=True)
             self._taken = 0
             """Bytes of it that are whole segments."""
-            self._writer = writer = SpoolWriter(
+            writer = SpoolWriter(
                 stream_folder(self._run_folder, self._stream),
                 limit_bytes=settings.spool_bytes,
                 retire=self._take_segment,
@@ -257,12 +185,13 @@ class _TracedBlock:
             )
             self._recorder = recorder
             define_rank(recorder, identity, run_id, settings)
-            self.scratch: Scratch | None = None
+            self._scratch: Scratch | None = None
             """Where the bytes of tensors are; None for chunks in the trace folder."""
             self.has_chunks = False
-            self.glances = None if look is None else GlanceStore(look, recorder.tensor)
+            """Tensors are in chunks in `out`: nothing else could be made for their bytes."""
+            self._glances = None if look is None else GlanceStore(look, recorder.tensor)
             """What was made of tensors that were looked at."""
-            store = None if rank_recorder is None else self.glances or self._byte_store()
+            store = None if rank_recorder is None else self._glances or self._byte_store()
             made.callback(self.close)
             tensor_store = make_tensor_store(
                 settings, recorder, self.out, self._stream, writers=1, store=store
@@ -278,30 +207,40 @@ class _TracedBlock:
         if self.out != settings.out:
             say(prepared.announcement)
 
+    def held(self) -> dict[int, tuple[HeldBytes, ByteArray]]:
+        """Return the tensors that are in no chunk in `out`: by reference what they are, and their
+        bytes.
+        """
+        return {} if self._scratch is None else self._scratch.held()
+
+    def made(self) -> dict[int, Glance]:
+        """Return what was made of those that were looked at, by reference."""
+        return {} if self._glances is None else self._glances.made()
+
     def release(self, reference: int) -> None:
-        """As `RankBlock.release`."""
+        """Let go of a tensor that was kept; its place may be used again."""
         if self._tensor_store is not None:
             self._tensor_store.release(reference)
 
     def keep_bytes(self) -> None:
-        """As `RankBlock.keep_bytes`."""
-        if self._tensor_store is not None and self.scratch is None and not self.has_chunks:
+        """From now on keep tensors, where they were looked at."""
+        if self._tensor_store is not None and self._scratch is None and not self.has_chunks:
             self._tensor_store.store_in(self._byte_store())
 
     def close(self) -> None:
-        """As `RankBlock.close`."""
-        if self.scratch is not None:
-            self.scratch.close()
+        """Give up what `held` returned; views already handed out keep their memory alive."""
+        if self._scratch is not None:
+            self._scratch.close()
 
     def _byte_store(self) -> Store:
         budget = self._settings.tensor_budget
         limit_bytes = free_disk_share(self.out, 1) if budget is None else budget
         try:
-            self.scratch = Scratch(self.out, limit_bytes)
+            self._scratch = Scratch(self.out, limit_bytes)
         except OSError:  # a file system without such files, or without mapping them
             self.has_chunks = True
             return chunk_store(self._settings, self._recorder, self.out, self._stream, writers=1)
-        return ScratchStore(self.scratch, self._recorder.tensor)
+        return ScratchStore(self._scratch, self._recorder.tensor)
 
     def _take_segment(self, path: Path, offset: int) -> None:
         """Move a full segment behind the records already in the trace folder."""
@@ -315,7 +254,12 @@ class _TracedBlock:
         path.unlink()
 
     def look(self) -> StreamBytes:
-        """Return the records there are."""
+        """Return what `end` would if it came now.
+
+        Raises:
+            SpoolError: the records cannot be read.
+            OSError: those that were moved away cannot be.
+        """
         self.session.settle()
         for _ in range(_MOST_LOOKS - 1):
             try:
@@ -325,7 +269,12 @@ class _TracedBlock:
         return self._records(None)
 
     def end(self) -> StreamBytes:
-        """Close the spool, and return the records in place of building a tree."""
+        """End the trace and return its records. The tensors in `out` stay there, and `held`.
+
+        Raises:
+            SpoolError: the records cannot be read.
+            OSError: those that were moved away cannot be.
+        """
         hold(None)
         try:
             self.session.close(EndReason.CLOSED)

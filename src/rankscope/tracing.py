@@ -138,7 +138,7 @@ def trace(
     block, problem = _loaded("rankscope.block")
     path, end = None, None
     if block is not None:
-        (path, problem), end = block.begin_block(model, {"steps": "all", "out": out, **settings})
+        path, problem, end = block.begin_block(model, {"steps": "all", "out": out, **settings})
     handle = TraceHandle(path, problem)
     try:
         yield handle

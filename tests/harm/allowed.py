@@ -25,7 +25,7 @@ ENTRIES = {
     },
     "rankscope.agent.activation": {"attach", "close", "current_session"},
     "rankscope.agent.session": {"Session.step"},
-    "rankscope.block": {"begin_block", "_guarded", "_TracedBlock.finish"},
+    "rankscope.block": {"begin_block", "_guarded", "RankBlock.finish"},
     # torch calls these
     "rankscope.agent.guard": {"GuardedHook.run", "attempt", "Guard.hook", "GuardedHook.__init__"},
     # these stand in place of functions of torch or Python, and call the original
