@@ -2,8 +2,9 @@
 
 A layer is a call of a module with a number for a name (`layers.3`) in which a module below it was
 called. Once another layer of its list has come to that, a layer that is not the first is between
-the two for good; what was kept in it alone is let go. `calltree` leaves the same calls out of the
-files, from the whole tree; here is never one that stays there. There, calls of modules that the
+the two for good: its calls are left out of the tree, and what was kept in it alone is let go.
+`calltree` leaves the same calls out of the files, from the whole tree; here is never one that stays
+there. There, calls of modules that the
 model does not hold are passed over and those of held ones in them count as made outside; here, what
 a call of another root makes is no layer and makes none.
 """
@@ -13,9 +14,13 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
+import numpy as np
+
 from rankscope.agent.recorder import Recorder
+from rankscope.assembly.rankstreams import RankStream
 from rankscope.capture.describe import Described
 from rankscope.capture.reading import ValueNumbers
 from rankscope.record.call import Mode
@@ -33,10 +38,11 @@ _FIRST_AND_LATEST: Final = 2
 class _Layer:
     """A call of a module with a number for a name."""
 
-    __slots__ = ("inside", "is_layer", "marker", "place", "references", "sequence")
+    __slots__ = ("calls", "inside", "is_layer", "marker", "place", "references")
 
     def __init__(self, sequence: int, place: tuple[int, str], number: str) -> None:
-        self.sequence = sequence
+        self.calls = [sequence]
+        """It, and those in it that are in no layer further inside."""
         self.place = place
         """Parent call and path of the list."""
         self.marker = f".{number}."
@@ -68,6 +74,8 @@ class LayerRecorder(Recorder):
         """Layers of a list: the first and the latest."""
         self._uses: dict[int, int] = {}
         """Values by reference."""
+        self._dropped: list[int] = []
+        """Calls of layers that were let go."""
         self._unsorted: list[tuple[int, int]] = []
         """Call and reference of values that are not yet counted."""
 
@@ -77,6 +85,21 @@ class LayerRecorder(Recorder):
         """
         with self._drops:
             self._release = release
+
+    def without_dropped(self, stream: RankStream) -> RankStream:
+        """Return the records without the calls of layers that were let go, and their values: of a
+        deep model most of the work would go into them."""
+        dropped = np.array(self._dropped, np.uint64)
+        if not len(dropped):
+            return stream
+        left = ~np.isin(stream.values["sequence"], dropped)
+        return replace(
+            stream,
+            enters=stream.enters[~np.isin(stream.enters["sequence"], dropped)],
+            exits=stream.exits[~np.isin(stream.exits["sequence"], dropped)],
+            values=stream.values[left],
+            has_digest=stream.has_digest[left],
+        )
 
     def enter(
         self,
@@ -140,7 +163,7 @@ class LayerRecorder(Recorder):
         around = self._layers.get(parent)
         if around is not None:
             self._layers[sequence] = around
-            is_below = is_held and around.sequence == parent and around.marker in path
+            is_below = is_held and around.calls[0] == parent and around.marker in path
             if is_below and not around.is_layer:
                 around.is_layer = True
                 self._follow(around)
@@ -149,6 +172,8 @@ class LayerRecorder(Recorder):
             layer = self._layers[sequence] = _Layer(sequence, (parent, found[1]), found[2])
             if around is not None:
                 around.inside.append(layer)
+        elif around is not None:
+            around.calls.append(sequence)
 
     def _follow(self, layer: _Layer) -> None:
         """Take one more layer of a list: the one before it is between others, if not the first."""
@@ -172,6 +197,7 @@ class LayerRecorder(Recorder):
             return
         for inner in layer.inside:
             self._drop(inner)
+        self._dropped += layer.calls
         for reference in layer.references:
             self._uses[reference] -= 1
             if not self._uses[reference]:

@@ -96,7 +96,7 @@ def write_rank(
     files: Files,
     *,
     rank: int | None,
-    is_root: Callable[[Node], bool] = lambda node: not node.path,
+    is_root: Callable[[Node], bool] | None = None,
 ) -> list[str]:
     """Write the forwards of one model on one rank (None: of all together); return the names of the
     JSON files.
@@ -107,9 +107,10 @@ def write_rank(
         values: gives the tensors.
         files: how they are written.
         rank: whose they are.
-        is_root: True for a call of the model.
+        is_root: True for a call of the model; None where that is the trace's own root.
     """
     written: list[str] = []
+    is_root = is_root or (lambda node: not node.path)
     for number, root in enumerate(forwards(steps, rank, is_root)):
         mark = f"{files.label}_{number}" if number else files.label
         call = call_of(root, rank, mark)
