@@ -9,6 +9,7 @@ import resource
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Strides of the tensors that were looked at; watched, not changed."""
     seen, look = list[tuple[int, ...]](), kept.glimpse_of
 
-    def watched(tensor: torch.Tensor, stride: tuple[int, ...] = (), **more: kept.Arena) -> object:
+    def watched(tensor: torch.Tensor, stride: tuple[int, ...] = (), **more: Any) -> object:
         seen.append(stride or tuple(tensor.stride()))
         return look(tensor, stride, **more)
 

@@ -52,7 +52,7 @@ ByteArray = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTensor:
-    """One tensor: what is printed of it, or where its bytes are."""
+    """One tensor: what is printed of it, or its bytes."""
 
     dtype: str
     """torch's name."""
@@ -60,20 +60,8 @@ class KeptTensor:
     checksum: int
     """xxh3_64 of its bytes in row-major order."""
     glimpse: Glimpse | None = None
-    scratch: _Scratch | None = None
-    """Has the bytes; None where there is a glimpse."""
-    begin: int = 0
-    """Where in it."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return STORED_TYPES[self.dtype].nbytes(self.shape)
-
-    @property
-    def data(self) -> ByteArray | None:
-        """Its bytes in row-major order, where they lie; None where they were not kept."""
-        return None if self.scratch is None else self.scratch.read(self.begin, self.nbytes)
+    data: ByteArray | None = None
+    """Its bytes, where they lie; None where there is a glimpse."""
 
 
 class DebuggerStore(Store):
@@ -94,9 +82,8 @@ class DebuggerStore(Store):
         self._keeps_bytes = keeps_bytes
         self._arena = Arena()
         self._scratch = _Scratch(folder, limit_bytes)
-        self._kept: dict[int, KeptTensor] = {}
-        """By reference."""
-        self._keys: dict[int, object] = {}
+        self._kept: dict[int, tuple[KeptTensor, ChunkEntry, object]] = {}
+        """By reference: the tensor, its place in the file, and its key in `_known`."""
         self._known: dict[object, ChunkEntry] = {}
         """By checksum, dtype, shape and, of glimpses, strides: torch's sums depend on the order in
         memory, in their last digits."""
@@ -117,10 +104,12 @@ class DebuggerStore(Store):
 
     def find(self, _rank: int, _incarnation: int, reference: int) -> KeptTensor | None:
         """Return a tensor, None for one that was not kept."""
-        return self._kept.get(reference)
+        kept = self._kept.get(reference)
+        return None if kept is None else kept[0]
 
     def close(self) -> None:
-        """Give up the file."""
+        """Give up the file, and what was kept."""
+        self._kept.clear()
         self._scratch.close()
 
     def store(self, reference: int, described: Described, given: TensorBytes) -> ChunkEntry | None:
@@ -137,21 +126,25 @@ class DebuggerStore(Store):
             if live is None:
                 self._pinned.add(known.reference)
             return known
+        begin, nbytes = 0, STORED_TYPES[meta.dtype].nbytes(meta.shape)
         if self._keeps_bytes:
-            kept = self._write(described, given)
-        else:
-            seen = self._look(described, given, stride)
-            kept = KeptTensor(dtype=meta.dtype, shape=meta.shape, checksum=checksum, glimpse=seen)
-        if kept is None:
-            return None
-        self._count += 1  # no two have one place, and this tells glimpses apart
-        entry = ChunkEntry(reference, 0, self._count, kept.begin, kept.nbytes, kept.checksum, "", 0)
+            written = self._write(nbytes, given)
+            if written is None:
+                return None
+            begin, checksum = written
+        self._count += 1  # no two have one place: so it tells glimpses apart
+        entry = ChunkEntry(reference, 0, self._count, begin, nbytes, checksum, "", 0)
+        kept = KeptTensor(
+            dtype=meta.dtype, shape=meta.shape, checksum=checksum,
+            glimpse=None if self._keeps_bytes else self._look(described, given, stride),
+            data=self._scratch.read(begin, nbytes) if self._keeps_bytes else None,
+        )  # fmt: skip
         if not self._record(reference, entry, described):
-            self._give_back(kept)
+            self._give_back(kept, entry)
             self.refusal = SPOOL_FULL
             return None
-        key = kept.checksum, *kind
-        self._kept[reference], self._keys[reference], self._known[key] = kept, key, entry
+        key = (checksum, *kind)
+        self._kept[reference], self._known[key] = (kept, entry, key), entry
         return entry
 
     def _look(self, described: Described, given: TensorBytes, stride: tuple[int, ...]) -> Glimpse:
@@ -162,11 +155,10 @@ class DebuggerStore(Store):
             tensor = tensor_of(given.whole, described.meta.dtype, described.meta.shape)
             return glimpse_of(tensor, stride, arena=self._arena)
 
-    def _write(self, described: Described, given: TensorBytes) -> KeptTensor | None:
-        """Write the bytes; of a live tensor copies, so that the checksum is that of what is in the
-        file, whatever others write into the tensor meanwhile."""
-        meta = described.meta
-        nbytes = STORED_TYPES[meta.dtype].nbytes(meta.shape)
+    def _write(self, nbytes: int, given: TensorBytes) -> tuple[int, int] | None:
+        """Write the bytes; return where they begin, and their checksum. Of a live tensor copies are
+        written, so that the checksum is that of what is in the file, whatever others write into the
+        tensor meanwhile."""
         pieces: Iterable[ByteArray] = () if given.whole is None else (given.whole,)
         if given.live is not None and nbytes:
             pieces = byte_pieces(given.live)
@@ -175,25 +167,22 @@ class DebuggerStore(Store):
             self.refusal = BUDGET_SPENT
             return None
         try:
-            checksum = self._scratch.write(begin, pieces)
+            return begin, self._scratch.write(begin, pieces)
         except OSError as error:
             self._scratch.give_back(begin, nbytes)
             self.refusal = f"they cannot be written: {error.strerror or error}"
             return None
-        return KeptTensor(
-            dtype=meta.dtype, shape=meta.shape, checksum=checksum, scratch=self._scratch,
-            begin=begin,
-        )  # fmt: skip
 
     def _let_go(self, reference: int) -> None:
-        kept = None if reference in self._pinned else self._kept.pop(reference, None)
-        if kept is not None:
-            self._known.pop(self._keys.pop(reference), None)
-            self._give_back(kept)
+        found = None if reference in self._pinned else self._kept.pop(reference, None)
+        if found is not None:
+            kept, entry, key = found
+            self._known.pop(key, None)
+            self._give_back(kept, entry)
 
-    def _give_back(self, kept: KeptTensor) -> None:
-        if kept.scratch is not None:
-            kept.scratch.give_back(kept.begin, kept.nbytes)
+    def _give_back(self, kept: KeptTensor, entry: ChunkEntry) -> None:
+        if kept.data is not None:
+            self._scratch.give_back(entry.begin, entry.nbytes)
 
 
 class _Scratch:

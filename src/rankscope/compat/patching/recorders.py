@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from rankscope.compat.patching import registry
 from rankscope.compat.patching.capturehooks import renew_hooks
-from rankscope.compat.patching.registry import REGISTRY
-from rankscope.record.namelookup import NameMap
+from rankscope.compat.patching.registry import NameMap
 
 __all__ = ["patch_output_recorders"]
 
@@ -41,7 +41,7 @@ def patch_output_recorders(model: nn.Module) -> None:
     names, recorders and lists of them stand for the replacement registered for that name. Calling
     it again gives the same result. Without a registered replacement nothing is done.
     """
-    names = REGISTRY.names
+    names = registry.names
     if not names:
         return
     patched: dict[nn.Module, Recorders] = {}
@@ -67,7 +67,7 @@ def _original(module: nn.Module) -> Recorders | None:
     return present if isinstance(present, dict) else None
 
 
-def _replaced(recorder: Any, names: NameMap[type[nn.Module]]) -> Any:
+def _replaced(recorder: Any, names: NameMap) -> Any:
     if type(recorder) in (list, tuple):
         return type(recorder)(_replaced(one, names) for one in recorder)
     if isinstance(recorder, (str, type)):
@@ -80,9 +80,6 @@ def _replaced(recorder: Any, names: NameMap[type[nn.Module]]) -> Any:
     return dataclasses.replace(recorder, target_class=replacement)
 
 
-def _replacement(
-    target: str | type | None, names: NameMap[type[nn.Module]]
-) -> type[nn.Module] | None:
+def _replacement(target: str | type | None, names: NameMap) -> type[nn.Module] | None:
     name = target.__name__ if isinstance(target, type) else target
-    found = names.find(name) if isinstance(name, str) else None
-    return None if found is None else found.value
+    return names.find(name) if isinstance(name, str) else None
