@@ -86,26 +86,26 @@ class Watch:
     index: int | None
     takes_first_input: bool
 
-    def covers(self, module: nn.Module, path: str) -> bool:
-        """True where `module`, at `path` (a dot before every name, "" for the model), is meant."""
-        if not (self._is_of_target(module) or self._is_named(module, path)):
+    def covers(self, cls: type, path: str) -> bool:
+        """True where a module of a class, at `path` (a dot before every name, "" for the model), is
+        meant.
+        """
+        is_of_target = self.target is not None and issubclass(cls, self.target)
+        if not (is_of_target or self._is_named(cls, path)):
             return False
         if self.layer_name is None:
             return True
         wanted = f".{self.layer_name.strip('.')}."
         return wanted in f"{path}." or wanted in f"{without_wrappers(path)}."
 
-    def _is_of_target(self, module: nn.Module) -> bool:
-        return self.target is not None and isinstance(module, self.target)
-
-    def _is_named(self, module: nn.Module, path: str) -> bool:
+    def _is_named(self, cls: type, path: str) -> bool:
         if self.name is None:
             return False
         return (
             path.endswith(self.name)
             or without_wrappers(path).endswith(self.name)
-            or type(module).__name__.endswith(self.name)
-            or any(base.__name__ == self.name for base in type(module).__mro__)
+            or cls.__name__.endswith(self.name)
+            or any(base.__name__ == self.name for base in cls.__mro__)
         )
 
 
