@@ -72,7 +72,8 @@ def model_addition_debugger_context(
     block = DebuggerBlock(
         model, folder, files, rank=identity.rank, runs_reprs=is_alone, forwards=forwards
     )
-    with DirectCalls(model, no_grad=no_grad) as direct:
+    direct = DirectCalls(model, no_grad=no_grad)
+    with direct.standing():
         direct.session = block.begin()
         try:
             yield model
