@@ -129,9 +129,6 @@ def begin_rank_block(
         given: settings; `out` is of this rank alone.
         parts: of the block.
     """
-    if current_session() is not None:
-        say(_TRACED_ALREADY)
-        return None
     return _guarded(lambda: RankBlock(model, _settings(given), parts))[0]
 
 

@@ -40,7 +40,6 @@ _WIDENED: Final = frozenset(
     for name in ("float8_e5m2", "float8_e5m2fnuz", "float8_e4m3fn", "float8_e4m3fnuz")
     if (found := getattr(torch, name, None)) is not None
 )
-Texts = Iterator[str]
 _FLOAT: Final = struct.Struct("=f")
 _CHUNK_BYTES: Final = 1 << 18
 _LINE_BYTES: Final = 64
@@ -134,7 +133,7 @@ def tensor_text(seen: Glimpse, device: str = "cpu") -> str:
         return _with_suffixes(f"{_PREFIX}[...]", suffixes)
     texts, width = _texts(torch.frombuffer(seen.items, dtype=dtype), options.precision)
     edge = options.edgeitems if count > options.threshold else count
-    body = _TextLayout(shape, width, edge).text(iter(texts), 0, len(_PREFIX))
+    body = _body(iter(texts), shape, width, edge, len(_PREFIX))
     return _with_suffixes(_PREFIX + body, suffixes)
 
 
@@ -276,37 +275,32 @@ def _floats(values: Sequence[float], precision: int) -> tuple[list[str], int]:
 # ---------------------------------------------------------------------- layout
 
 
-class _TextLayout:
-    """Puts the texts of a tensor's items into brackets and lines."""
+def _body(items: Iterator[str], shape: Sequence[int], width: int, edge: int, indent: int) -> str:
+    """Return the texts of a tensor's items in brackets and lines.
 
-    def __init__(self, shape: Sequence[int], width: int, edge: int) -> None:
-        self._shape = shape
-        self._width = width
-        self._edge = edge
-        """Items at each end of a dim that is longer than both."""
-
-    def text(self, items: Texts, dim: int, indent: int) -> str:
-        """Return the text of what begins at `dim`, `indent` columns from the left."""
-        left = len(self._shape) - dim
-        if not left:
-            return next(items)
-        size = self._shape[dim]
-        is_cut = size > 2 * self._edge
-        count = 2 * self._edge if is_cut else size
-        if left == 1:
-            return self._row(items, count, is_cut, indent)
-        parts = [self.text(items, dim + 1, indent + 1) for _ in range(count)]
-        if is_cut:
-            parts.insert(self._edge, "...")
-        return f"[{(',' + chr(10) * (left - 1) + ' ' * (indent + 1)).join(parts)}]"
-
-    def _row(self, items: Texts, count: int, is_cut: bool, indent: int) -> str:
+    Args:
+        items: those that are shown, in their order.
+        shape: of the tensor.
+        width: of an item.
+        edge: items shown at each end of a dim that is longer than both.
+        indent: columns to the left.
+    """
+    if not shape:
+        return next(items)
+    is_cut = shape[0] > 2 * edge
+    count = 2 * edge if is_cut else shape[0]
+    if len(shape) == 1:
         row = [next(items) for _ in range(count)]
         if is_cut:
-            row.insert(self._edge, " ...")
-        per_line = max(1, (_LINE - indent) // (self._width + 2))
-        lines = [", ".join(row[at : at + per_line]) for at in range(0, len(row), per_line)]
-        return f"[{(',' + chr(10) + ' ' * (indent + 1)).join(lines)}]"
+            row.insert(edge, " ...")
+        per_line = max(1, (_LINE - indent) // (width + 2))
+        parts = [", ".join(row[at : at + per_line]) for at in range(0, len(row), per_line)]
+    else:
+        parts = [_body(items, shape[1:], width, edge, indent + 1) for _ in range(count)]
+        if is_cut:
+            parts.insert(edge, "...")
+    ends = "," + "\n" * max(1, len(shape) - 1) + " " * (indent + 1)
+    return f"[{ends.join(parts)}]"
 
 
 def _with_suffixes(text: str, suffixes: Sequence[str]) -> str:

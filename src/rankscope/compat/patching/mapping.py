@@ -27,8 +27,9 @@ __all__ = [
     "unregister_patch_mapping",
 ]
 _LOADING = "transformers.modeling_utils"
+_MARK = "rankscope_combined"
+"""Holds on a function of ours the one of transformers in whose place it stands."""
 _lock = threading.RLock()
-_theirs: dict[str, Callable[..., Any]] = {}
 
 
 def follow() -> None:
@@ -49,18 +50,16 @@ def follow() -> None:
 def _take(loading: ModuleType) -> None:
     for name, combine in _COMBINED.items():
         theirs = vars(loading)[name]
-        if not hasattr(theirs, "rankscope_combined"):
-            _theirs[name] = theirs
-            combined = combine(theirs)
-            combined.rankscope_combined = True  # type: ignore[attr-defined]
-            vars(loading)[name] = combined
+        if not hasattr(theirs, _MARK):
+            vars(loading)[name] = combined = combine(theirs)
+            setattr(combined, _MARK, theirs)
 
 
 def _let_go(loading: ModuleType) -> None:
-    for name, theirs in list(_theirs.items()):
-        if hasattr(vars(loading).get(name), "rankscope_combined"):
+    for name in _COMBINED:
+        theirs = getattr(vars(loading).get(name), _MARK, None)
+        if theirs is not None:
             vars(loading)[name] = theirs
-        del _theirs[name]
 
 
 def _combined_apply(theirs: Callable[..., Any]) -> Callable[..., Any]:

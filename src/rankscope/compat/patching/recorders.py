@@ -24,14 +24,8 @@ Recorders = dict[str, Any]
 ATTRIBUTE = "_can_record_outputs"
 
 
-@dataclasses.dataclass(slots=True)
-class _Change:
-    original: Recorders
-    patched: Recorders
-
-
-_changed: WeakKeyDictionary[nn.Module, _Change] = WeakKeyDictionary()
-"""What was put on a model, and what it said before: a second call starts from that."""
+_changed: WeakKeyDictionary[nn.Module, tuple[Recorders, Recorders]] = WeakKeyDictionary()
+"""What a model said before, and what was put on it: a second call starts from the former."""
 
 
 def patch_output_recorders(model: nn.Module) -> None:
@@ -50,7 +44,7 @@ def patch_output_recorders(model: nn.Module) -> None:
         if original is not None:
             recorders = {output: _replaced(one, names) for output, one in original.items()}
             if recorders != getattr(module, ATTRIBUTE):
-                _changed[module] = _Change(original, recorders)
+                _changed[module] = original, recorders
                 setattr(module, ATTRIBUTE, recorders)
                 patched[module] = recorders
     if patched:
@@ -61,9 +55,9 @@ def _original(module: nn.Module) -> Recorders | None:
     if ATTRIBUTE not in vars(module) and not hasattr(type(module), ATTRIBUTE):
         return None  # a wrapper may answer for what it wraps
     present = getattr(module, ATTRIBUTE)
-    change = _changed.get(module)
-    if change is not None and present is change.patched:
-        return change.original
+    original, patched = _changed.get(module, (None, None))
+    if patched is not None and present is patched:
+        return original
     return present if isinstance(present, dict) else None
 
 
