@@ -91,8 +91,7 @@ class LayerRecorder(Recorder):
             stream,
             enters=stream.enters[~np.isin(stream.enters["sequence"], dropped)],
             exits=stream.exits[~np.isin(stream.exits["sequence"], dropped)],
-            values=stream.values[left],
-            has_digest=stream.has_digest[left],
+            values=stream.values.chosen(left),
         )
 
     def enter(

@@ -37,7 +37,7 @@ from rankscope.compat.debugger.values import LocalValues
 from rankscope.spool.writer import SpoolWriter
 from rankscope.tree.build import assemble
 from rankscope.tree.finishedtrace import trace_of
-from rankscope.tree.views import Node, Trace
+from rankscope.tree.views import Node
 
 __all__ = ["DebuggerBlock"]
 
@@ -151,10 +151,14 @@ class DebuggerBlock:
             streams.extend(found)
             return [shared.recorder.without_dropped(stream) for stream in found]
 
-        trace = trace_of(assemble([source], settle=settle), shared.folder)
+        document = assemble([source], settle=settle)
+        trace = trace_of(document, shared.folder)
         find, as_text = shared.store.find, self.files.as_text
         values = LocalValues(trace, self._rank, as_text=as_text, find=find)
-        is_root = self._root_in(trace, streams[0], shared.session) if shared.was_joined else None
+        is_root = None
+        if shared.was_joined:
+            first_ns = document.began_ns - streams[0].clock_offset_ns
+            is_root = self._root_in(streams[0], shared.session, first_ns)
         names = write_rank(
             self._folder, trace.steps, values, self.files, rank=self._rank, is_root=is_root
         )
@@ -162,13 +166,12 @@ class DebuggerBlock:
             _log.info("Wrote model trace at %s", (self._folder / name).absolute())
 
     def _root_in(
-        self, trace: Trace, stream: RankStream, session: Session
+        self, stream: RankStream, session: Session, first_ns: int
     ) -> Callable[[Node], bool]:
         """Return what tells the calls of the model, in this block, from those of other models."""
         root, below = session.place_of(self.model)
         path = join_path(name_roots([roots_of(stream.definitions)])[0].get(root, ""), below)
-        first_ns = int(trace.columns()["calls.start_ns"].min(initial=2**62))
-        began_us = (self._began_ns + stream.clock_offset_ns - first_ns) / 1000
+        began_us = (self._began_ns - first_ns) / 1000
         return lambda node: root > 0 and node.path == path and node.time.start_us >= began_us
 
 
