@@ -18,8 +18,6 @@ from rankscope.record.phases import Phase
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.views import Node, Step
 
-__all__ = ["ForwardCall", "call_of", "forwards", "prune_layers"]
-
 _NUMBERED: Final = re.compile(r"(.*)\.(\d+)$")
 _LOOSE: Final = "@"
 """Begins the path of a module that its root does not hold."""

@@ -26,15 +26,13 @@ from rankscope.agent.hooks.wrappers import wrapper_of
 from rankscope.agent.session import Session
 from rankscope.capture.torch_internals.compiling import is_compiled_in_place, is_compiling
 
-__all__ = ["DirectCalls"]
-
 _TORCH: Final = nn.Module.__call__.__code__.co_filename
 _CALLERS: Final = frozenset({"_call_impl", "inner", "_slow_forward"})
 _LIKE_A_METHOD: Final = (*functools.WRAPPER_ASSIGNMENTS, "__code__")  # torch.export reads it
 _MISSING: Final = object()
 _NOTHING: Final = contextlib.nullcontext()
 _attaching = threading.RLock()
-Forward = Callable[..., Any]
+_Forward = Callable[..., Any]
 
 
 class DirectCalls:
@@ -77,7 +75,7 @@ class _Front:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.before: object = vars(module).get("forward", _MISSING)
-        self.forward: Forward = module.forward
+        self.forward: _Forward = module.forward
         self.blocks: tuple[DirectCalls, ...] = ()
         self._copies: list[tuple[weakref.ref[nn.Module], object]] = []
         functools.update_wrapper(self, self.forward, _LIKE_A_METHOD, updated=())

@@ -41,8 +41,6 @@ from rankscope.record.dtypes import STORED_TYPES
 from rankscope.run.ownfile import OwnFile, above_standard_streams, leave_mapping, map_file
 from rankscope.run.reserving import reserve
 
-__all__ = ["DebuggerStore", "KeptTensor", "tensor_of"]
-
 _AHEAD_BYTES: Final = 8 << 20
 """Reserved on disk beyond what is written."""
 _NO_RESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)

@@ -27,8 +27,6 @@ from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.spool.writer import SpoolWriter
 
-__all__ = ["LayerRecorder"]
-
 _NUMBERED: Final = re.compile(r"(.*)\.(\d+)")
 _LOOSE: Final = ".@"
 """Begins the path of a module that no root holds."""

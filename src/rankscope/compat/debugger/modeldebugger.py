@@ -23,8 +23,6 @@ from rankscope.compat.debugger.directcalls import DirectCalls
 from rankscope.compat.debugger.trace import DebuggerBlock
 from rankscope.compat.debugger.treefiles import Files
 
-__all__ = ["model_addition_debugger_context"]
-
 Ranks = int | Iterable[int] | Literal["all"]
 
 

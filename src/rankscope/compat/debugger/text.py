@@ -22,16 +22,6 @@ import torch
 from rankscope.capture import kernel
 from rankscope.capture.torch_internals.printing import PrintOptions, print_options
 
-__all__ = [
-    "Arena",
-    "Glimpse",
-    "glimpse_of",
-    "is_measured",
-    "meta_text",
-    "statistics_of",
-    "tensor_text",
-]
-
 _LINE: Final = 120
 _PREFIX: Final = "tensor("
 _MEASURED: Final = frozenset({torch.float16, torch.float32, torch.bfloat16})

@@ -39,8 +39,6 @@ from rankscope.tree.build import assemble
 from rankscope.tree.finishedtrace import trace_of
 from rankscope.tree.views import Node
 
-__all__ = ["DebuggerBlock"]
-
 _log = logging.getLogger(__name__)
 _SETTINGS: Final = {
     "steps": "all", "ranks": "all", "paths": "*", "phases": "forward", "digest": "none",

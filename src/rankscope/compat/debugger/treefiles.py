@@ -30,8 +30,6 @@ from rankscope.tree.views import Node, Step, Trace
 if TYPE_CHECKING:
     from rankscope.compat.debugger.values import GlobalValues, LocalValues, Shown
 
-__all__ = ["Files", "write", "write_rank"]
-
 _MOST_NAME: Final = 200
 """Bytes of a file's name before its suffix; file systems take 255."""
 _quoted: Final = json.encoder.encode_basestring_ascii

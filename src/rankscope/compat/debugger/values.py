@@ -37,9 +37,6 @@ from rankscope.tensors.rebuild import bytes_of
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.views import Node, Trace, Value
 
-__all__ = ["GlobalValues", "LocalValues", "Shown"]
-
-
 _OF_PARAMETER: Final = "Parameter containing:"
 
 
@@ -60,14 +57,16 @@ class Shown:
     """Statistics, what is not finite, where it lies, why it is not there."""
 
 
-Find = Callable[[int, int, int], StoredTensor | KeptTensor | None]
+_Find = Callable[[int, int, int], StoredTensor | KeptTensor | None]
 """Returns the tensor of a rank, its incarnation and a reference; None where it was not kept."""
 
 
 class LocalValues:
     """What one rank held."""
 
-    def __init__(self, trace: Trace, rank: int, *, as_text: bool, find: Find | None = None) -> None:
+    def __init__(
+        self, trace: Trace, rank: int, *, as_text: bool, find: _Find | None = None
+    ) -> None:
         """Prepare to read; nothing is opened yet.
 
         Args:

@@ -23,8 +23,6 @@ from rankscope.capture.torch_internals.compiling import (
 from rankscope.compat.outputs.outputrecorder import Watch, read_declaration
 from rankscope.compat.outputs.states import Tap
 
-__all__ = ["DECLARATION", "modules_to_record", "paths_to_record"]
-
 DECLARATION = "_can_record_outputs"
 
 _NO_CHILDREN: dict[str, nn.Module | None] = {}

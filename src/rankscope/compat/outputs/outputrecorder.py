@@ -15,14 +15,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = [
-    "OutputRecorder",
-    "Watch",
-    "be_known_to_transformers",
-    "read_declaration",
-    "transformers_capturing",
-]
-
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Attributes under which wrappers of torch hold a module: no part of the name its author gave."""
 
@@ -96,20 +88,20 @@ class Watch:
         if self.layer_name is None:
             return True
         wanted = f".{self.layer_name.strip('.')}."
-        return wanted in f"{path}." or wanted in f"{without_wrappers(path)}."
+        return wanted in f"{path}." or wanted in f"{_without_wrappers(path)}."
 
     def _is_named(self, cls: type, path: str) -> bool:
         if self.name is None:
             return False
         return (
             path.endswith(self.name)
-            or without_wrappers(path).endswith(self.name)
+            or _without_wrappers(path).endswith(self.name)
             or cls.__name__.endswith(self.name)
             or any(base.__name__ == self.name for base in cls.__mro__)
         )
 
 
-def without_wrappers(path: str) -> str:
+def _without_wrappers(path: str) -> str:
     """Return a path without the names that wrappers of torch put into it."""
     return ".".join(name for name in path.split(".") if name not in _WRAPPED)
 

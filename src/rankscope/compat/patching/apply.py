@@ -22,8 +22,6 @@ from rankscope.compat.patching import registry
 from rankscope.compat.patching.imports import ImportWatch
 from rankscope.compat.patching.registry import NameMap
 
-__all__ = ["DEFAULT_PREFIX", "apply_patches"]
-
 DEFAULT_PREFIX = ("transformers", "transformers_modules")
 """transformers, and the package under which it imports the code of models it has downloaded."""
 

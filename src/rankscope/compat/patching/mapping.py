@@ -19,13 +19,6 @@ from rankscope.compat.patching.imports import ImportWatch
 from rankscope.compat.patching.recorders import patch_output_recorders
 from rankscope.compat.patching.registry import NameMap
 
-__all__ = [
-    "clear_patch_mapping",
-    "follow",
-    "get_patch_mapping",
-    "register_patch_mapping",
-    "unregister_patch_mapping",
-]
 _LOADING = "transformers.modeling_utils"
 _MARK = "rankscope_combined"
 """Holds on a function of ours the one of transformers in whose place it stands."""

@@ -13,18 +13,16 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from rankscope.compat.outputs.captureplan import DECLARATION
 from rankscope.compat.patching import registry
 from rankscope.compat.patching.capturehooks import renew_hooks
 from rankscope.compat.patching.registry import NameMap
 
-__all__ = ["patch_output_recorders"]
-
-Recorders = dict[str, Any]
+_Recorders = dict[str, Any]
 """Output name -> class, class name, recorder, or a list of them."""
-ATTRIBUTE = "_can_record_outputs"
 
 
-_changed: WeakKeyDictionary[nn.Module, tuple[Recorders, Recorders]] = WeakKeyDictionary()
+_changed: WeakKeyDictionary[nn.Module, tuple[_Recorders, _Recorders]] = WeakKeyDictionary()
 """What a model said before, and what was put on it: a second call starts from the former."""
 
 
@@ -38,23 +36,23 @@ def patch_output_recorders(model: nn.Module) -> None:
     names = registry.names
     if not names:
         return
-    patched: dict[nn.Module, Recorders] = {}
+    patched: dict[nn.Module, _Recorders] = {}
     for module in model.modules():
         original = _original(module)
         if original is not None:
             recorders = {output: _replaced(one, names) for output, one in original.items()}
-            if recorders != getattr(module, ATTRIBUTE):
+            if recorders != getattr(module, DECLARATION):
                 _changed[module] = original, recorders
-                setattr(module, ATTRIBUTE, recorders)
+                setattr(module, DECLARATION, recorders)
                 patched[module] = recorders
     if patched:
         renew_hooks(model, patched)
 
 
-def _original(module: nn.Module) -> Recorders | None:
-    if ATTRIBUTE not in vars(module) and not hasattr(type(module), ATTRIBUTE):
+def _original(module: nn.Module) -> _Recorders | None:
+    if DECLARATION not in vars(module) and not hasattr(type(module), DECLARATION):
         return None  # a wrapper may answer for what it wraps
-    present = getattr(module, ATTRIBUTE)
+    present = getattr(module, DECLARATION)
     original, patched = _changed.get(module, (None, None))
     if patched is not None and present is patched:
         return original

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 from torch import nn
 
-__all__ = ["NameMap", "names"]
-
 
 class NameMap(dict[str, type[nn.Module]]):
     """Replacements under names and patterns, in their order; never changed once it is made.
