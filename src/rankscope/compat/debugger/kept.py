@@ -83,8 +83,8 @@ class DebuggerStore(Store):
         self._kept: dict[int, tuple[KeptTensor, ChunkEntry, object]] = {}
         """By reference: the tensor, its place in the file, and its key in `_known`."""
         self._known: dict[object, ChunkEntry] = {}
-        """By checksum, dtype, shape and, of glimpses, strides: torch's sums depend on the order in
-        memory, in their last digits."""
+        """By checksum, dtype, shape and, of glimpses, strides (of bytes None): torch's sums depend
+        on the order in memory, in their last digits."""
         self._count = 0
         self._released: deque[int] = deque()
         self._pinned: set[int] = set()
@@ -92,8 +92,7 @@ class DebuggerStore(Store):
 
     def keep_bytes(self) -> None:
         """From now on keep bytes. Glimpses that were kept stay."""
-        if not self._keeps_bytes:
-            self._keeps_bytes, self._known = True, {}
+        self._keeps_bytes = True
 
     def release(self, reference: int) -> None:
         """Let go of a tensor that no file will show, as soon as the next one is kept: then no
@@ -114,18 +113,19 @@ class DebuggerStore(Store):
         """As `Store.store`. What others write into a live tensor meanwhile is kept, or is not."""
         while self._released:
             self._let_go(self._released.popleft())
+        keeps_bytes = self._keeps_bytes  # once: another thread may be opening a block
         meta, live, stride = described.meta, given.live, given.stride
         if live is not None and given.whole is None:
             stride = tuple(live.stride())
         checksum = _checksum(given.pieces if given.whole is None else (given.whole,))
-        kind = meta.dtype, meta.shape, () if self._keeps_bytes else stride
+        kind = meta.dtype, meta.shape, None if keeps_bytes else stride
         known = self._known.get((checksum, *kind))
         if known is not None:
             if live is None:
                 self._pinned.add(known.reference)
             return known
         begin, nbytes = 0, STORED_TYPES[meta.dtype].nbytes(meta.shape)
-        if self._keeps_bytes:
+        if keeps_bytes:
             written = self._write(nbytes, given)
             if written is None:
                 return None
@@ -134,8 +134,8 @@ class DebuggerStore(Store):
         entry = ChunkEntry(reference, 0, self._count, begin, nbytes, checksum, "", 0)
         kept = KeptTensor(
             dtype=meta.dtype, shape=meta.shape, checksum=checksum,
-            glimpse=None if self._keeps_bytes else self._look(described, given, stride),
-            data=self._scratch.read(begin, nbytes) if self._keeps_bytes else None,
+            glimpse=None if keeps_bytes else self._look(described, given, stride),
+            data=self._scratch.read(begin, nbytes) if keeps_bytes else None,
         )  # fmt: skip
         if not self._record(reference, entry, described):
             self._give_back(kept, entry)
