@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -21,17 +22,11 @@ from rankscope.agent.hooks.callvalues import CallOptions
 from rankscope.agent.join import define_rank, who_am_i
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.session import Opened, Session
-from rankscope.agent.values.bytestores import Glance, GlanceStore, Look, ScratchStore, Store
-from rankscope.agent.values.tensorpolicy import (
-    chunk_store,
-    make_recorder,
-    make_tensor_store,
-)
+from rankscope.agent.values.bytestores import Store
+from rankscope.agent.values.tensorpolicy import make_recorder, make_tensor_store
 from rankscope.agent.values.tensorstore import free_disk_share
 from rankscope.assembly.rankstreams import StreamBytes
 from rankscope.capture.kernel import prepare as prepare_kernel
-from rankscope.chunks.scratch import HeldBytes, Scratch
-from rankscope.chunks.writing import ByteArray
 from rankscope.errors import RankscopeError, SettingError, SpoolError
 from rankscope.record.streams import EndReason
 from rankscope.run.folders import run_key, stream_folder
@@ -43,7 +38,7 @@ from rankscope.spool.replication import StreamEnd, replica_path, write_end
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 
-__all__ = ["RankBlock", "begin_block", "begin_rank_block"]
+__all__ = ["OwnParts", "RankBlock", "begin_block", "begin_rank_block"]
 
 _MadeT = TypeVar("_MadeT")
 _TRACED_ALREADY = "not tracing this block: this process is traced already"
@@ -85,7 +80,7 @@ def _begin(model: nn.Module | None, given: Mapping[str, object]) -> Begun:
         arm(given)
         end = functools.partial(attempt, close, EndReason.CLOSED)
         return Begun(folder, "" if folder else _UNNAMED, end)
-    block = RankBlock(model, _settings(given), None, None, None)
+    block = RankBlock(model, _settings(given))
     return Begun(block.out, "", block.finish)
 
 
@@ -112,26 +107,29 @@ def _settings(given: Mapping[str, object]) -> Settings:
     return settings
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnParts:
+    """What stands in place of a block's own where its records are read, and no tree is built."""
+
+    options: CallOptions
+    """What is wanted of calls beyond the settings."""
+    recorder: Callable[[SpoolWriter], Recorder]
+    """Makes what writes the records."""
+    store: Callable[[Recorder, int], Store]
+    """Makes what keeps full tensors; told how many bytes of disk they may take."""
+
+
 def begin_rank_block(
-    model: nn.Module,
-    given: Mapping[str, object],
-    options: CallOptions,
-    recorder: Callable[[SpoolWriter], Recorder],
-    look: Look | None = None,
+    model: nn.Module, given: Mapping[str, object], parts: OwnParts
 ) -> RankBlock | None:
     """Begin to trace this process alone; None where that could not begin, and why was said.
 
     Args:
         model: the root whose path is "".
         given: settings; `out` is of this rank alone.
-        options: what is wanted of calls beyond the settings.
-        recorder: makes what writes the records of this rank.
-        look: what it makes of a tensor is kept, in memory; None keeps all bytes.
+        parts: of the block.
     """
-    if current_session() is not None:
-        say(_TRACED_ALREADY)
-        return None
-    return _guarded(lambda: RankBlock(model, _settings(given), options, look, recorder))[0]
+    return _guarded(lambda: RankBlock(model, _settings(given), parts))[0]
 
 
 class RankBlock:
@@ -142,9 +140,7 @@ class RankBlock:
         self,
         model: nn.Module | None,
         settings: Settings,
-        options: CallOptions | None,
-        look: Look | None,
-        rank_recorder: Callable[[SpoolWriter], Recorder] | None,
+        parts: OwnParts | None = None,
     ) -> None:
         prepare_kernel(say)
         with ExitStack() as made:  # undone where anything in here fails
@@ -168,7 +164,7 @@ class RankBlock:
             self.out, self._run_folder = prepared.out, prepared.run_folder
             self._stream = identity.stream
             self._replica = replica_path(self.out, self._stream)
-            if rank_recorder is None:
+            if parts is None:
                 self._replica.parent.mkdir(mode=0o700)  # others may look in
                 made.callback(shutil.rmtree, self._replica.parent, ignore_errors=True)
             self._taken = 0
@@ -179,68 +175,26 @@ class RankBlock:
                 retire=self._take_segment,
             )
             made.callback(writer.close)
-            self._settings = settings
-            recorder = (
-                make_recorder(writer, settings) if rank_recorder is None else rank_recorder(writer)
-            )
-            self._recorder = recorder
+            recorder = make_recorder(writer, settings) if parts is None else parts.recorder(writer)
             define_rank(recorder, identity, run_id, settings)
-            self._scratch: Scratch | None = None
-            """Where the bytes of tensors are; None for chunks in the trace folder."""
-            self.has_chunks = False
-            """Tensors are in chunks in `out`: nothing else could be made for their bytes."""
-            self._glances = None if look is None else GlanceStore(look, recorder.tensor)
-            """What was made of tensors that were looked at."""
-            store = None if rank_recorder is None else self._glances or self._byte_store()
-            made.callback(self.close)
+            store = None
+            if parts is not None:
+                budget = settings.tensor_budget
+                limit_bytes = free_disk_share(self.out, 1) if budget is None else budget
+                store = parts.store(recorder, limit_bytes)
             tensor_store = make_tensor_store(
                 settings, recorder, self.out, self._stream, writers=1, store=store
             )
-            self._tensor_store = tensor_store
             opened = Opened(
                 identity=identity, writer=writer, recorder=recorder, tensor_store=tensor_store
             )
             self._keep_spool = settings.keep_spool
+            options = None if parts is None else parts.options
             self.session = Session(settings, lambda: opened, preferred_root=model, options=options)
             hold(self.session)
             made.pop_all()
         if self.out != settings.out:
             say(prepared.announcement)
-
-    def held(self) -> dict[int, tuple[HeldBytes, ByteArray]]:
-        """Return the tensors that are in no chunk in `out`: by reference what they are, and their
-        bytes.
-        """
-        return {} if self._scratch is None else self._scratch.held()
-
-    def made(self) -> dict[int, Glance]:
-        """Return what was made of those that were looked at, by reference."""
-        return {} if self._glances is None else self._glances.made()
-
-    def release(self, reference: int) -> None:
-        """Let go of a tensor that was kept; its place may be used again."""
-        if self._tensor_store is not None:
-            self._tensor_store.release(reference)
-
-    def keep_bytes(self) -> None:
-        """From now on keep tensors, where they were looked at."""
-        if self._tensor_store is not None and self._scratch is None and not self.has_chunks:
-            self._tensor_store.store_in(self._byte_store())
-
-    def close(self) -> None:
-        """Give up what `held` returned; views already handed out keep their memory alive."""
-        if self._scratch is not None:
-            self._scratch.close()
-
-    def _byte_store(self) -> Store:
-        budget = self._settings.tensor_budget
-        limit_bytes = free_disk_share(self.out, 1) if budget is None else budget
-        try:
-            self._scratch = Scratch(self.out, limit_bytes)
-        except OSError:  # a file system without such files, or without mapping them
-            self.has_chunks = True
-            return chunk_store(self._settings, self._recorder, self.out, self._stream, writers=1)
-        return ScratchStore(self._scratch, self._recorder.tensor)
 
     def _take_segment(self, path: Path, offset: int) -> None:
         """Move a full segment behind the records already in the trace folder."""
@@ -269,7 +223,7 @@ class RankBlock:
         return self._records(None)
 
     def end(self) -> StreamBytes:
-        """End the trace and return its records. The tensors in `out` stay there, and `held`.
+        """End the trace and return its records. What keeps its tensors stays as it is.
 
         Raises:
             SpoolError: the records cannot be read.

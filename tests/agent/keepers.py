@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from rankscope.agent.values.bytestores import LocalChunkStore, Stored
+from rankscope.agent.values.bytestores import LocalChunkStore
 from rankscope.agent.values.tensorstore import TensorStore
 from rankscope.capture.describe import Described, Describer
 from rankscope.capture.invisible import invisible
-from rankscope.chunks.writing import ChunkWriter
+from rankscope.chunks.writing import ChunkEntry, ChunkWriter
 from rankscope.record.dtypes import STORED_TYPES
 from rankscope.record.streams import StreamId
 from rankscope.spool.recordcolumns import records
@@ -47,7 +47,7 @@ class Rank:
             globs, self.store, self._record, memory_bytes=memory, tell=self.told.append
         )
 
-    def _record(self, reference: int, entry: Stored, described: Described) -> bool:
+    def _record(self, reference: int, entry: ChunkEntry, described: Described) -> bool:
         number = self.metas.get(described)
         if number is None:
             number = self.metas[described] = len(self.metas) + 1

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import rankscope
-from rankscope.capture.kernel import build
+from rankscope.capture.kernel import build, load
+from rankscope.compat.debugger import text
 from rankscope.compat.debugger.text import Arena, glimpse_of, statistics_of, tensor_text
-from rankscope.compat.debugger.values import kernel_squares
 from rankscope.export.formats import export
 from rankscope.export.subset import Selection
 from tests.compat import debugger_modules as modules
@@ -84,23 +84,24 @@ def test_tensors_and_statistics_are_written_as_torch_prints_them() -> None:
     assert compared > 50
 
 
-def test_statistics_by_the_kernel_are_printed_alike() -> None:
+def test_statistics_by_the_kernel_are_printed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     if build() is None:
         pytest.skip("needs a C compiler")
-    squares = kernel_squares()
-    assert squares is not None
     choose, generator = random.Random(4), torch.Generator().manual_seed(4)
+    tensors = [torch.randn(4, 6).t(), torch._neg_view(torch.arange(6.0) ** 2)]
+    tensors += [torch.randn(6).half(), torch.randn(6).bfloat16()]
     for _ in range(2000):
         shape = [choose.choice((1, 2, 3, 17, 64, 333)) for _ in range(choose.randint(0, 3))]
         tensor = torch.randn(shape, generator=generator) * 10 ** choose.uniform(-6, 6)
         tensor += choose.choice((0.0, 1.0, 1e5))
         if choose.random() < 0.1:
             tensor.view(-1)[0] = choose.choice((math.nan, math.inf, -math.inf))
-        by_kernel, by_torch = glimpse_of(tensor, squares), glimpse_of(tensor)
-        assert statistics_of(by_kernel) == statistics_of(by_torch), tensor
-    odds = torch.randn(4, 6).t(), torch.randn(6).half(), torch._neg_view(torch.arange(6.0) ** 2)
-    for odd in (*odds, torch.randn(6).bfloat16()):
-        assert statistics_of(glimpse_of(odd, squares)) == statistics_of(glimpse_of(odd.clone()))
+        tensors.append(tensor)
+    monkeypatch.setattr(text, "_kernel", load)
+    by_kernel = [statistics_of(glimpse_of(tensor)) for tensor in tensors]
+    monkeypatch.setattr(text, "_kernel", lambda: None)
+    for tensor, found in zip(tensors, by_kernel):
+        assert found == statistics_of(glimpse_of(tensor.clone())), tensor
 
 
 def test_items_are_kept_side_by_side_outside_the_heap() -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankscope.agent.values.tensorstore import TensorStore
+from rankscope.compat.debugger.kept import DebuggerStore
 from tests.compat.debugger_files import ours, tree, values, walk
 
 NUMBERED = re.compile(r"(.*)\.(\d+)")
@@ -82,13 +82,13 @@ def both(
 @pytest.fixture
 def released(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """References that were let go; watched, not changed."""
-    seen, release = list[int](), TensorStore.release
+    seen, release = list[int](), DebuggerStore.release
 
-    def watched(keeper: TensorStore, reference: int) -> None:
+    def watched(store: DebuggerStore, reference: int) -> None:
         seen.append(reference)
-        release(keeper, reference)
+        release(store, reference)
 
-    monkeypatch.setattr(TensorStore, "release", watched)
+    monkeypatch.setattr(DebuggerStore, "release", watched)
     return seen
 
 

@@ -23,12 +23,12 @@ import xxhash
 from safetensors.torch import save_file
 
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.values.bytestores import LocalChunkStore, Stored
+from rankscope.agent.values.bytestores import LocalChunkStore
 from rankscope.agent.values.tensorstore import TensorStore
 from rankscope.capture.describe import Described, Describer
 from rankscope.capture.invisible import invisible
 from rankscope.capture.keeping import own_bytes
-from rankscope.chunks.writing import ChunkWriter
+from rankscope.chunks.writing import ChunkEntry, ChunkWriter
 from rankscope.record.streams import StreamId
 from rankscope.spool.recordformat import TENSOR, RecordKind
 from rankscope.spool.writer import SpoolWriter
@@ -66,7 +66,7 @@ def keeper(folder: Path, tensors: list[torch.Tensor]) -> None:
     recorder = Recorder(spool)
     writer = ChunkWriter(folder, STREAM, limit_bytes=1 << 40)
 
-    def record(reference: int, entry: Stored, described: Described) -> bool:
+    def record(reference: int, entry: ChunkEntry, described: Described) -> bool:
         return spool.write(
             RecordKind.TENSOR,
             TENSOR.pack(

@@ -13,9 +13,9 @@ from typing import Final
 
 import msgpack  # type: ignore[import-untyped]  # ships no types
 
-from rankscope.agent.values.bytestores import Stored
 from rankscope.capture.describe import Described
 from rankscope.capture.reading import ValueNumbers
+from rankscope.chunks.writing import ChunkEntry
 from rankscope.layout.placement import Mesh
 from rankscope.record.call import CallStatus, Mode
 from rankscope.record.collective import Collective
@@ -347,7 +347,7 @@ class Recorder:
             )
             self._write(_SAMPLES, head + samples.tobytes())
 
-    def tensor(self, reference: int, entry: Stored, described: Described) -> bool:
+    def tensor(self, reference: int, entry: ChunkEntry, described: Described) -> bool:
         """Record that the bytes of a tensor are whole in a chunk; False where there is no room."""
         meta = self._metas.get(described) or self.meta(described)
         return self._write(

@@ -11,6 +11,7 @@ into room that was left for it (`write_arrays`, chunks).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -151,29 +152,19 @@ def write_tensor(
     Raises:
         OSError: it cannot be written.
     """
-    try:
-        if written is not None:
-            os.link(written, path)
-            return None
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    except FileExistsError:
+    with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
-        return write_tensor(path, dtype, shape, data, written)
-    except OSError:
-        if written is None:
-            raise
-        return write_tensor(path, dtype, shape, data)
+    if written is not None:
+        with contextlib.suppress(OSError):
+            os.link(written, path)
+            return
     entry = entry_text("data", STORED_TYPES[dtype].name, shape, 0, data.nbytes)
     head = framed(header_text([entry]))
-    try:
+    with open(path, "xb") as file:
         if data.nbytes >= _WORTH_RESERVING:
-            reserve(descriptor, 0, len(head) + data.nbytes)
-        done = os.writev(descriptor, [head, data.data])  # one call is faster than two
-        write_all(descriptor, head[done:], done)
-        at = max(done, len(head))
-        write_all(descriptor, data.data[at - len(head) :], at)
-    finally:
-        os.close(descriptor)
+            reserve(file.fileno(), 0, len(head) + data.nbytes)
+        file.write(head)
+        file.write(data.data)
 
 
 def write_all(descriptor: int, data: bytes | memoryview, at: int) -> None:

@@ -77,8 +77,6 @@ class TensorStore:
             tuple[torch.device, int], tuple[int, Described, tuple[int, ...], int]
         ] = {}
         """By device and ticket: reference, description, strides, bytes."""
-        self._shared: set[int] = set()
-        """What was found to be equal to something stored only after it was recorded as another."""
         self._missed: dict[str, list[int]] = {}
         """Reason to [tensors, bytes]."""
 
@@ -202,30 +200,6 @@ class TensorStore:
                 self._tell(text)
                 self._note(text, text)
 
-    def store_in(self, store: Store) -> None:
-        """From now on store elsewhere; what is stored stays where it is."""
-        token, holder = (get_ident(),), self._holder
-        try:
-            if holder.setdefault(0, token) is not token and not self._storing.wait(token):
-                return
-            self._collect(wait=True)
-            self._store = store
-        finally:
-            if 0 in holder and holder[0] is token:
-                del holder[0]
-
-    def release(self, reference: int) -> None:
-        """Let go of a tensor that nobody will ask for, where its place can be used again."""
-        token, holder = (get_ident(),), self._holder
-        try:
-            if holder.setdefault(0, token) is not token and not self._storing.wait(token):
-                return
-            if reference not in self._shared:
-                self._store.release(reference)
-        finally:
-            if 0 in holder and holder[0] is token:
-                del holder[0]
-
     def unmatched_globs(self) -> list[str]:
         """Return the globs that took nothing so far: most likely they are misspelt."""
         return [*self._unmatched]
@@ -275,7 +249,6 @@ class TensorStore:
                 if entry is None:
                     self._count(self._store.refusal, len(data))
                 elif entry.reference != reference:
-                    self._shared.add(entry.reference)
                     self._record(reference, entry, described)
             if staging.failure:
                 for key in [key for key in self._staged if key[0] == device]:

@@ -13,19 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from rankscope.assembly.skeleton import BareCall
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase
 from rankscope.tree.slotview import SlotView, by_slot
 from rankscope.tree.views import Node, Step
 
-__all__ = ["ForwardCall", "call_of", "forwards", "prune_layers", "pruned_calls"]
-
 _NUMBERED: Final = re.compile(r"(.*)\.(\d+)$")
 _LOOSE: Final = "@"
 """Begins the path of a module that its root does not hold."""
-_MOST_SHOWN: Final = 2
-"""Of the layers of one list: the first and the last."""
 
 
 @dataclass(slots=True, eq=False)
@@ -207,47 +202,12 @@ def _nested(prefix: str, leaves: Mapping[str, Any]) -> Any:
 
 def prune_layers(call: ForwardCall) -> None:
     """Leave the first and the last of each list of layers, here and below."""
-    children = call.children
-    dropped = _pruned([c.name for c in children], [[i.name for i in c.children] for c in children])
-    call.children = [child for at, child in enumerate(children) if at not in dropped]
+    lists: dict[str, list[ForwardCall]] = {}
+    for child in call.children:
+        found = _NUMBERED.match(child.name)
+        if found and any(f".{found[2]}." in inner.name for inner in child.children):
+            lists.setdefault(found[1], []).append(child)
+    dropped = {layer for layers in lists.values() for layer in layers[1:-1]}
+    call.children = [child for child in call.children if child not in dropped]
     for child in call.children:
         prune_layers(child)
-
-
-def pruned_calls(call: BareCall) -> Iterator[BareCall]:
-    """Yield the calls that `prune_layers` leaves out, before anything is made of them.
-
-    Args:
-        call: of the model.
-    """
-    children = [*_held(call)]
-    names = [f".{child.path}" for child in children]
-    dropped = _pruned(names, [[f".{inner.path}" for inner in _held(c)] for c in children])
-    for at, child in enumerate(children):
-        if at in dropped:
-            yield child
-        else:
-            yield from pruned_calls(child)
-
-
-def _held(call: BareCall) -> Iterator[BareCall]:
-    for child in call.children:
-        if child.path.startswith(_LOOSE):
-            yield from _held(child)
-        else:
-            yield child
-
-
-def _pruned(names: Sequence[str], inside: Sequence[Sequence[str]]) -> set[int]:
-    """Return which of the calls inside one are layers between the first and the last of a list.
-
-    Args:
-        names: of the calls, in their order.
-        inside: names of the calls in each of them.
-    """
-    lists: dict[str, list[int]] = {}
-    for at, name in enumerate(names):
-        found = _NUMBERED.match(name)
-        if found and any(f".{found[2]}." in each for each in inside[at]):
-            lists.setdefault(found[1], []).append(at)
-    return {at for layers in lists.values() if len(layers) > _MOST_SHOWN for at in layers[1:-1]}

@@ -17,7 +17,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any, Final
 
 import torch
@@ -27,51 +26,43 @@ from rankscope.agent.hooks.wrappers import wrapper_of
 from rankscope.agent.session import Session
 from rankscope.capture.torch_internals.compiling import is_compiled_in_place, is_compiling
 
-__all__ = ["DirectCalls"]
-
 _TORCH: Final = nn.Module.__call__.__code__.co_filename
 _CALLERS: Final = frozenset({"_call_impl", "inner", "_slow_forward"})
 _LIKE_A_METHOD: Final = (*functools.WRAPPER_ASSIGNMENTS, "__code__")  # torch.export reads it
 _MISSING: Final = object()
 _NOTHING: Final = contextlib.nullcontext()
 _attaching = threading.RLock()
-Forward = Callable[..., Any]
+_Forward = Callable[..., Any]
 
 
 class DirectCalls:
-    """Stands in front of `forward` of a model and all modules in it while it is entered."""
+    """Stands in front of `forward` of a model and all modules in it."""
 
     def __init__(self, model: nn.Module, *, no_grad: bool) -> None:
         self.model = model
         self.no_grad = no_grad
         self.session: Session | None = None
         """What is told of calls; None for nothing."""
-        self._fronts: list[_Front] = []
 
-    def __enter__(self) -> DirectCalls:
-        """Put the attributes on."""
+    @contextlib.contextmanager
+    def standing(self) -> Iterator[None]:
+        """Put the attributes on; take them off again in the end, and leave what was there before,
+        or what the program has put there since.
+        """
+        fronts: list[_Front] = []
         with _attaching:
             for module in _uncompiled(self.model, set()):
                 front = vars(module).get("forward")
                 if not (isinstance(front, _Front) and front.module is module):
                     front = vars(module)["forward"] = _Front(module)
                 front.blocks = (*front.blocks, self)
-                self._fronts.append(front)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Take them off again, and leave what was there before, or what the program has put there
-        since.
-        """
-        with _attaching:
-            for front in self._fronts:
-                front.leave(self)
-            self._fronts.clear()
+                fronts.append(front)
+        try:
+            yield
+        finally:
+            with _attaching:
+                for front in fronts:
+                    front.leave(self)
 
 
 class _Front:
@@ -84,7 +75,7 @@ class _Front:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.before: object = vars(module).get("forward", _MISSING)
-        self.forward: Forward = module.forward
+        self.forward: _Forward = module.forward
         self.blocks: tuple[DirectCalls, ...] = ()
         self._copies: list[tuple[weakref.ref[nn.Module], object]] = []
         functools.update_wrapper(self, self.forward, _LIKE_A_METHOD, updated=())

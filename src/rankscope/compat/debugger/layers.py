@@ -2,50 +2,54 @@
 
 A layer is a call of a module with a number for a name (`layers.3`) in which a module below it was
 called. Once another layer of its list has come to that, a layer that is not the first is between
-the two for good; what was kept in it alone is let go. `calltree` leaves the same calls out of the
-files, from the whole tree; here is never one that stays there. There, calls of modules that the
-model does not hold are passed over and those of held ones in them count as made outside; here, what
-a call of another root makes is no layer and makes none.
+the two for good: its calls are left out of the tree, and what was kept in it alone is let go.
+`calltree` leaves the same calls out of the files, from the whole tree; here is never one that stays
+there. There, calls of modules that the model does not hold are passed over and those of held ones
+in them count as made outside; here, what a call of another root makes is no layer and makes none.
 """
 
 from __future__ import annotations
 
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Final
 
+import numpy as np
+
 from rankscope.agent.recorder import Recorder
+from rankscope.assembly.rankstreams import RankStream
 from rankscope.capture.describe import Described
 from rankscope.capture.reading import ValueNumbers
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.spool.writer import SpoolWriter
 
-__all__ = ["LayerRecorder"]
-
 _NUMBERED: Final = re.compile(r"(.*)\.(\d+)")
 _LOOSE: Final = ".@"
 """Begins the path of a module that no root holds."""
-_FIRST_AND_LATEST: Final = 2
 
 
-class _Layer:
-    """A call of a module with a number for a name."""
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call of this step's forwards."""
 
-    __slots__ = ("inside", "is_layer", "marker", "place", "references", "sequence")
-
-    def __init__(self, sequence: int, place: tuple[int, str], number: str) -> None:
-        self.sequence = sequence
-        self.place = place
-        """Parent call and path of the list."""
-        self.marker = f".{number}."
-        """In the path of every module below."""
-        self.is_layer = False
-        """A module below was called in it."""
-        self.inside: list[_Layer] = []
-        self.references: list[int] = []
-        """Of its values, once for each."""
+    sequence: int
+    path: str
+    """Of the module, a dot before every name; "" where the root of the outermost call does not
+    hold it."""
+    parent: _Call | None
+    top: int
+    """Root of the outermost call."""
+    inside: list[_Call] = field(default_factory=list)
+    references: list[int] = field(default_factory=list)
+    """Of its values, once for each."""
+    layers: dict[str, list[_Call]] = field(default_factory=dict)
+    """Of each list of layers called in it the first and the latest."""
+    is_layer: bool = False
+    """A module below was called in it."""
 
 
 class LayerRecorder(Recorder):
@@ -60,16 +64,12 @@ class LayerRecorder(Recorder):
         self._paths = self.note_paths({})
         self._release: Callable[[int], None] | None = None
         self._drops = threading.RLock()
-        self._tops: dict[int, int] = {}
-        """By call: the root of the outermost call that it is in."""
-        self._layers: dict[int, _Layer] = {}
-        """By call: the innermost that it is in, itself included."""
-        self._lists: dict[tuple[int, str], list[_Layer]] = {}
-        """Layers of a list: the first and the latest."""
-        self._uses: dict[int, int] = {}
+        self._calls: dict[int, _Call] = {}
+        """Of this step, by sequence."""
+        self._uses = Counter[int]()
         """Values by reference."""
-        self._unsorted: list[tuple[int, int]] = []
-        """Call and reference of values that are not yet counted."""
+        self._dropped: list[int] = []
+        """Calls of layers that were let go."""
 
     def let_go(self, release: Callable[[int], None] | None) -> None:
         """From now on tell `release` the references that only such layers have; None for no
@@ -77,6 +77,20 @@ class LayerRecorder(Recorder):
         """
         with self._drops:
             self._release = release
+
+    def without_dropped(self, stream: RankStream) -> RankStream:
+        """Return the records without the calls of layers that were let go, and their values: of a
+        deep model most of the work would go into them."""
+        dropped = np.array(self._dropped, np.uint64)
+        if not len(dropped):
+            return stream
+        left = ~np.isin(stream.values["sequence"], dropped)
+        return replace(
+            stream,
+            enters=stream.enters[~np.isin(stream.enters["sequence"], dropped)],
+            exits=stream.exits[~np.isin(stream.exits["sequence"], dropped)],
+            values=stream.values.chosen(left),
+        )
 
     def enter(
         self,
@@ -96,7 +110,12 @@ class LayerRecorder(Recorder):
                 module, root, parent, mode, step, micro_batch, phase, ordinal, time_ns
             )
             if self._release is not None and phase is Phase.FORWARD:
-                self._place(sequence, parent, root, f".{self._paths.of_module.get(module, '')}")
+                path = f".{self._paths.of_module.get(module, '')}"
+                around = None if parent is None else self._calls.get(parent)
+                if around is not None:
+                    self._place(sequence, around, root, path)
+                elif parent is None:
+                    self._calls[sequence] = _Call(sequence, path, None, root)
         return sequence
 
     def value(
@@ -112,8 +131,10 @@ class LayerRecorder(Recorder):
         reference: int = 0,
     ) -> None:
         """As `Recorder.value`."""
-        if reference and self._release is not None:  # first: an interrupt may cost room alone
-            self._unsorted.append((sequence, reference))
+        if reference and self._release is not None:
+            self._uses[reference] += 1  # first: an interrupt may cost room alone
+            if (call := self._calls.get(sequence)) is not None:
+                call.references.append(reference)
         super().value(
             sequence, slot, described, reading, phase, ordinal, flags, batch_dim, reference
         )
@@ -122,59 +143,34 @@ class LayerRecorder(Recorder):
         """As `Recorder.end_step`."""
         super().end_step()
         with self._drops:
-            self._sort()
-            self._layers.clear()
-            self._lists.clear()
-            self._tops.clear()
+            self._calls.clear()
 
-    def _place(self, sequence: int, parent: int | None, root: int, path: str) -> None:
-        """Note which layer a call is in, and what it makes of that one."""
-        if parent is None:
-            self._tops[sequence] = root
+    def _place(self, sequence: int, around: _Call, root: int, path: str) -> None:
+        """Note a call inside another, which may become a layer by that."""
+        is_held = root == around.top and not path.startswith(_LOOSE)
+        call = _Call(sequence, path if is_held else "", around, around.top)
+        self._calls[sequence] = call
+        around.inside.append(call)
+        if around.is_layer or around.parent is None:
             return
-        top = self._tops.get(parent)
-        if top is None:
-            return  # its parent is no call of the forward
-        self._tops[sequence] = top
-        is_held = root == top and not path.startswith(_LOOSE)
-        around = self._layers.get(parent)
-        if around is not None:
-            self._layers[sequence] = around
-            is_below = is_held and around.sequence == parent and around.marker in path
-            if is_below and not around.is_layer:
-                around.is_layer = True
-                self._follow(around)
-        found = _NUMBERED.fullmatch(path) if is_held else None
-        if found is not None:
-            layer = self._layers[sequence] = _Layer(sequence, (parent, found[1]), found[2])
-            if around is not None:
-                around.inside.append(layer)
+        found = _NUMBERED.fullmatch(around.path)
+        if found and f".{found[2]}." in call.path:
+            around.is_layer = True
+            layers = around.parent.layers.setdefault(found[1], [])
+            if len(layers) > 1:
+                self._drop(layers.pop())
+            layers.append(around)
 
-    def _follow(self, layer: _Layer) -> None:
-        """Take one more layer of a list: the one before it is between others, if not the first."""
-        known = self._lists.setdefault(layer.place, [])
-        if len(known) == _FIRST_AND_LATEST:
-            self._sort()
-            self._drop(known.pop())
-        known.append(layer)
-
-    def _sort(self) -> None:
-        """Give the values that came since the last time to the layers they are in."""
-        unsorted, self._unsorted = self._unsorted, []
-        for sequence, reference in unsorted:
-            self._uses[reference] = self._uses.get(reference, 0) + 1
-            layer = self._layers.get(sequence)
-            if layer is not None:
-                layer.references.append(reference)
-
-    def _drop(self, layer: _Layer) -> None:
+    def _drop(self, call: _Call) -> None:
+        """Let go of a layer and all in it, unless another thread may be keeping the same."""
         if self._release is None or len(self._threads) > 1:
             return
-        for inner in layer.inside:
-            self._drop(inner)
-        for reference in layer.references:
+        self._dropped.append(call.sequence)
+        for reference in call.references:
             self._uses[reference] -= 1
             if not self._uses[reference]:
                 del self._uses[reference]
                 self._release(reference)
-        layer.inside, layer.references = [], []
+        for inner in call.inside:
+            self._drop(inner)
+        call.inside, call.references = [], []

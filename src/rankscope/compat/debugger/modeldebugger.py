@@ -10,7 +10,6 @@ docs/compat.md says what is the same as in transformers 5.23 and what is not.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,13 +20,9 @@ from torch import nn
 
 from rankscope.agent.join import who_am_i
 from rankscope.compat.debugger.directcalls import DirectCalls
-from rankscope.compat.debugger.trace import DebuggerBlock, Recorded
-from rankscope.compat.debugger.treefiles import Files, write_rank
-from rankscope.compat.debugger.values import LocalValues, kernel_squares
+from rankscope.compat.debugger.trace import DebuggerBlock
+from rankscope.compat.debugger.treefiles import Files
 
-__all__ = ["model_addition_debugger_context"]
-
-_log = logging.getLogger(__name__)
 Ranks = int | Iterable[int] | Literal["all"]
 
 
@@ -71,30 +66,18 @@ def model_addition_debugger_context(
     label = "" if ranks == 0 else f"_rank{identity.rank}"
     files = Files(prunes=do_prune_layers, as_text=use_repr, all_outputs=all_outputs, label=label)
 
-    def write(found: Recorded) -> None:
-        assert folder is not None  # nothing is recorded for a block without
-        values = LocalValues(
-            found.trace, identity.rank, as_text=use_repr, held=found.held,
-            has_files=found.has_files, squares=kernel_squares(),
-        )  # fmt: skip
-        names = write_rank(
-            folder, found.trace.steps, values, files, rank=identity.rank, is_root=found.is_root
-        )
-        for name in names[::2]:  # each stands before the same without values
-            _log.info("Wrote model trace at %s", (folder / name).absolute())
-
     is_alone = identity.world_size == 1 or ranks == "all"
     block = DebuggerBlock(
-        model, folder, runs_reprs=is_alone, prunes=do_prune_layers, all_outputs=all_outputs,
-        as_text=use_repr, forwards=forwards,
-    )  # fmt: skip
-    with DirectCalls(model, no_grad=no_grad) as direct:
+        model, folder, files, rank=identity.rank, runs_reprs=is_alone, forwards=forwards
+    )
+    direct = DirectCalls(model, no_grad=no_grad)
+    with direct.standing():
         direct.session = block.begin()
         try:
             yield model
         finally:
             direct.session = None
-            block.end(write)
+            block.end()
 
 
 def _wants(ranks: Ranks, rank: int) -> bool:

@@ -10,26 +10,17 @@ with its last printed digit; so this file needs torch and is imported where a te
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import torch
 
+from rankscope.capture import kernel
 from rankscope.capture.torch_internals.printing import PrintOptions, print_options
-
-__all__ = [
-    "Arena",
-    "Glimpse",
-    "Squares",
-    "glimpse_of",
-    "is_measured",
-    "meta_text",
-    "statistics_of",
-    "tensor_text",
-]
 
 _LINE: Final = 120
 _PREFIX: Final = "tensor("
@@ -39,12 +30,10 @@ _WIDENED: Final = frozenset(
     for name in ("float8_e5m2", "float8_e5m2fnuz", "float8_e4m3fn", "float8_e4m3fnuz")
     if (found := getattr(torch, name, None)) is not None
 )
-Texts = Iterator[str]
-Squares = Callable[[torch.Tensor, float], float]
-"""Of a contiguous float32 tensor the sum of (x - center)**2, added in double."""
 _FLOAT: Final = struct.Struct("=f")
 _CHUNK_BYTES: Final = 1 << 18
 _LINE_BYTES: Final = 64
+_kernel: Final = functools.cache(kernel.load)
 
 
 class Arena:
@@ -85,16 +74,17 @@ class Glimpse(NamedTuple):
 
 
 def glimpse_of(
-    tensor: torch.Tensor, squares: Squares | None = None, *, arena: Arena | None = None
+    tensor: torch.Tensor, stride: tuple[int, ...] = (), *, arena: Arena | None = None
 ) -> Glimpse:
     """Look at a tensor.
 
     Args:
         tensor: any strided tensor on the host.
-        squares: what torch's `std` sums, faster.
+        stride: that the program's tensor had, of a copy in row-major order; () where it has it.
         arena: takes the items, for `tensor_text`; None where they are not wanted.
     """
-    numbers = _numbers(tensor, squares)
+    tensor = _laid_out(tensor, stride)
+    numbers = _numbers(tensor)
     odd: dict[str, int] = {}
     if numbers and not (math.isfinite(numbers["min"]) and math.isfinite(numbers["max"])):
         counts = {
@@ -133,7 +123,7 @@ def tensor_text(seen: Glimpse, device: str = "cpu") -> str:
         return _with_suffixes(f"{_PREFIX}[...]", suffixes)
     texts, width = _texts(torch.frombuffer(seen.items, dtype=dtype), options.precision)
     edge = options.edgeitems if count > options.threshold else count
-    body = _TextLayout(shape, width, edge).text(iter(texts), 0, len(_PREFIX))
+    body = _body(iter(texts), shape, width, edge, len(_PREFIX))
     return _with_suffixes(_PREFIX + body, suffixes)
 
 
@@ -165,24 +155,62 @@ def statistics_of(seen: Glimpse, device: str = "cpu") -> dict[str, str]:
     }
 
 
-def _numbers(tensor: torch.Tensor, squares: Squares | None) -> dict[str, float]:
+def _numbers(tensor: torch.Tensor) -> dict[str, float]:
     if not is_measured(tensor.dtype) or not tensor.numel():
         return {}
     low, high = torch.aminmax(tensor)
     mean = tensor.mean().item()
-    std = _std(tensor, mean, squares)
+    std = _std(tensor, mean)
     return {"mean": mean, "std": std, "min": low.item(), "max": high.item()}
 
 
-def _std(tensor: torch.Tensor, mean: float, squares: Squares | None) -> float:
+def _std(tensor: torch.Tensor, mean: float) -> float:
     if tensor.numel() == 1:  # undefined, and torch warns of it
         return math.nan
     is_plain = tensor.dtype == torch.float32 and tensor.is_contiguous() and not tensor.is_neg()
-    if squares is None or not is_plain:
+    fast = _kernel() if is_plain else None
+    if fast is None:
         return tensor.std().item()
-    # as torch does it: in double around the mean it rounds to float32, and rounded at the end
-    std = math.sqrt(squares(tensor, mean) / (tensor.numel() - 1))
+    # as torch does it, six times faster: in double around the mean it rounds to float32, and
+    # rounded at the end
+    squares = fast.squares_around(tensor.data_ptr(), tensor.numel(), mean)
+    std = math.sqrt(squares / (tensor.numel() - 1))
     return float(_FLOAT.unpack(_FLOAT.pack(std))[0])
+
+
+def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """Return the tensor as it lay in memory: sums depend on the order, in their last digits.
+
+    Args:
+        tensor: its elements, in row-major order.
+        stride: that it had; () for row-major order.
+    """
+    if not stride or len(stride) != tensor.dim() or not tensor.numel():
+        return tensor
+    distinct = tensor
+    for dim, step in enumerate(stride):
+        if not step:  # the same items again and again
+            distinct = distinct.narrow(dim, 0, 1)
+    closer = _closed_up(distinct.shape, stride)
+    if closer is None:
+        return tensor
+    memory = torch.empty_strided(distinct.shape, closer, dtype=tensor.dtype, device="cpu")
+    return memory.copy_(distinct).expand(tensor.shape)
+
+
+def _closed_up(shape: Sequence[int], stride: Sequence[int]) -> list[int] | None:
+    """Return strides in the same order, with gaps where there are any, but small ones: what torch
+    makes of a tensor depends on no more. None where two items may lie at one place (`unfold`).
+    """
+    closer = [1] * len(shape)
+    reach, near = 1, 1
+    dims = [dim for dim, size in enumerate(shape) if size > 1]
+    for dim in sorted(dims, key=lambda dim: stride[dim]):
+        if stride[dim] < reach:
+            return None
+        closer[dim] = near + (stride[dim] > reach)
+        reach, near = stride[dim] * shape[dim], closer[dim] * shape[dim]
+    return closer
 
 
 # ---------------------------------------------------------------------- numbers
@@ -237,37 +265,32 @@ def _floats(values: Sequence[float], precision: int) -> tuple[list[str], int]:
 # ---------------------------------------------------------------------- layout
 
 
-class _TextLayout:
-    """Puts the texts of a tensor's items into brackets and lines."""
+def _body(items: Iterator[str], shape: Sequence[int], width: int, edge: int, indent: int) -> str:
+    """Return the texts of a tensor's items in brackets and lines.
 
-    def __init__(self, shape: Sequence[int], width: int, edge: int) -> None:
-        self._shape = shape
-        self._width = width
-        self._edge = edge
-        """Items at each end of a dim that is longer than both."""
-
-    def text(self, items: Texts, dim: int, indent: int) -> str:
-        """Return the text of what begins at `dim`, `indent` columns from the left."""
-        left = len(self._shape) - dim
-        if not left:
-            return next(items)
-        size = self._shape[dim]
-        is_cut = size > 2 * self._edge
-        count = 2 * self._edge if is_cut else size
-        if left == 1:
-            return self._row(items, count, is_cut, indent)
-        parts = [self.text(items, dim + 1, indent + 1) for _ in range(count)]
-        if is_cut:
-            parts.insert(self._edge, "...")
-        return f"[{(',' + chr(10) * (left - 1) + ' ' * (indent + 1)).join(parts)}]"
-
-    def _row(self, items: Texts, count: int, is_cut: bool, indent: int) -> str:
+    Args:
+        items: those that are shown, in their order.
+        shape: of the tensor.
+        width: of an item.
+        edge: items shown at each end of a dim that is longer than both.
+        indent: columns to the left.
+    """
+    if not shape:
+        return next(items)
+    is_cut = shape[0] > 2 * edge
+    count = 2 * edge if is_cut else shape[0]
+    if len(shape) == 1:
         row = [next(items) for _ in range(count)]
         if is_cut:
-            row.insert(self._edge, " ...")
-        per_line = max(1, (_LINE - indent) // (self._width + 2))
-        lines = [", ".join(row[at : at + per_line]) for at in range(0, len(row), per_line)]
-        return f"[{(',' + chr(10) + ' ' * (indent + 1)).join(lines)}]"
+            row.insert(edge, " ...")
+        per_line = max(1, (_LINE - indent) // (width + 2))
+        parts = [", ".join(row[at : at + per_line]) for at in range(0, len(row), per_line)]
+    else:
+        parts = [_body(items, shape[1:], width, edge, indent + 1) for _ in range(count)]
+        if is_cut:
+            parts.insert(edge, "...")
+    ends = "," + "\n" * max(1, len(shape) - 1) + " " * (indent + 1)
+    return f"[{ends.join(parts)}]"
 
 
 def _with_suffixes(text: str, suffixes: Sequence[str]) -> str:

@@ -30,8 +30,6 @@ from rankscope.tree.views import Node, Step, Trace
 if TYPE_CHECKING:
     from rankscope.compat.debugger.values import GlobalValues, LocalValues, Shown
 
-__all__ = ["Files", "write", "write_rank"]
-
 _MOST_NAME: Final = 200
 """Bytes of a file's name before its suffix; file systems take 255."""
 _quoted: Final = json.encoder.encode_basestring_ascii
@@ -96,7 +94,7 @@ def write_rank(
     files: Files,
     *,
     rank: int | None,
-    is_root: Callable[[Node], bool] = lambda node: not node.path,
+    is_root: Callable[[Node], bool] | None = None,
 ) -> list[str]:
     """Write the forwards of one model on one rank (None: of all together); return the names of the
     JSON files.
@@ -107,9 +105,10 @@ def write_rank(
         values: gives the tensors.
         files: how they are written.
         rank: whose they are.
-        is_root: True for a call of the model.
+        is_root: True for a call of the model; None where that is the trace's own root.
     """
     written: list[str] = []
+    is_root = is_root or (lambda node: not node.path)
     for number, root in enumerate(forwards(steps, rank, is_root)):
         mark = f"{files.label}_{number}" if number else files.label
         call = call_of(root, rank, mark)
@@ -135,9 +134,7 @@ class _Writer:
         """Files by what is in them."""
 
     def write(self, call: ForwardCall, base: str) -> list[str]:
-        json_text = _Json()
-        json_text.add(self._node(call, is_root=True), "\n")
-        texts = json_text.whole(), json_text.summary()
+        texts = _json(self._node(call, is_root=True), "\n")
         names = [f"{_safe(base)}_FULL_TENSORS.json", f"{_safe(base)}_SUMMARY.json"]
         for name, text in zip(names, texts):
             draft = self._folder / f".{name}.{os.getpid()}.new"
@@ -218,71 +215,30 @@ def _safe(name: str) -> str:
     return f"{safe[: _MOST_NAME - 17].decode(errors='ignore')}~{digest}"
 
 
-class _Json:
-    """Writes what `json.dumps(data, indent=2)` does, in an eighth of the time: that has no C code
-    for indented text, and here one pass makes the text with tensors' values and that without.
+def _json(data: Any, line: str) -> tuple[str, str]:
+    """Return data as `json.dumps(data, indent=2)` writes it, and the same without the values of
+    tensors. (`json` has no C code for indented text: it takes eight times as long.)
+
+    Args:
+        data: made of dicts with text keys, lists, texts, numbers and None.
+        line: a line's end, and the indent of the next.
     """
-
-    def __init__(self) -> None:
-        self._parts: list[str] = []
-        self._left_out: list[int] = []
-        """Which of them only the whole text has."""
-
-    def whole(self) -> str:
-        """Return the text."""
-        return "".join(self._parts)
-
-    def summary(self) -> str:
-        """Return the text without the values of tensors."""
-        parts = self._parts.copy()
-        for number in self._left_out:
-            parts[number] = ""
-        return "".join(parts)
-
-    def add(self, data: Any, line: str) -> None:
-        """Append data.
-
-        Args:
-            data: made of dicts with text keys, lists, texts, numbers and None.
-            line: a line's end, and the indent of the next.
-        """
-        add = self._parts.append
-        inner = line + "  "
-        if isinstance(data, str):
-            add(_quoted(data))
-        elif isinstance(data, _FileEntry):
-            self._add_entry(data, line, inner)
-        elif isinstance(data, dict) and data:
-            before = "{" + inner
-            for key, each in data.items():
-                add(f"{before}{_quoted(key)}: ")
-                self.add(each, inner)
-                before = "," + inner
-            add(line + "}")
-        elif isinstance(data, list) and data:
-            before = "[" + inner
-            for each in data:
-                add(before)
-                self.add(each, inner)
-                before = "," + inner
-            add(line + "]")
+    inner = line + "  "
+    comma = "," + inner
+    if isinstance(data, str):
+        text = _quoted(data)
+    elif isinstance(data, dict) and data:
+        parts = [(key, f"{_quoted(key)}: ", *_json(each, inner)) for key, each in data.items()]
+        left_out = "value" if isinstance(data, _FileEntry) else None
+        whole = comma.join(name + text for _, name, text, _ in parts)
+        rest = comma.join(name + text for key, name, _, text in parts if key != left_out)
+        return f"{{{inner}{whole}{line}}}", f"{{{inner}{rest}{line}}}"
+    elif isinstance(data, list) and data:
+        if all(type(each) is str for each in data):
+            text = f"[{inner}{comma.join(map(_quoted, data))}{line}]"
         else:
-            add(json.dumps(data))
-
-    def _add_entry(self, entry: _FileEntry, line: str, inner: str) -> None:
-        """Append a tensor: its value is a part of its own, and never the first."""
-        add = self._parts.append
-        before = "{" + inner
-        for key, each in entry.items():
-            if isinstance(each, str):
-                text = _quoted(each)
-            elif isinstance(each, list):
-                deeper = inner + "  "
-                text = f"[{deeper}{(',' + deeper).join(map(_quoted, each))}{inner}]"
-            else:
-                text = json.dumps(each, indent=2).replace("\n", inner)
-            if key == "value":
-                self._left_out.append(len(self._parts))
-            add(f'{before}"{key}": {text}')
-            before = "," + inner
-        add(line + "}")
+            whole, rest = map(comma.join, zip(*(_json(each, inner) for each in data)))
+            return f"[{inner}{whole}{line}]", f"[{inner}{rest}{line}]"
+    else:
+        text = json.dumps(data)
+    return text, text

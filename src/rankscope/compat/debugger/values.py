@@ -8,7 +8,6 @@ for.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,12 +17,11 @@ import torch
 from numpy.typing import NDArray
 
 from rankscope.capture.describe import dtype_name
-from rankscope.capture.kernel import load
 from rankscope.chunks.tensorfiles import StoredTensor
+from rankscope.compat.debugger.kept import KeptTensor, tensor_of
 from rankscope.compat.debugger.text import (
     Arena,
     Glimpse,
-    Squares,
     glimpse_of,
     is_measured,
     meta_text,
@@ -38,20 +36,6 @@ from rankscope.tensors.proofs import digests, how_it_lies
 from rankscope.tensors.rebuild import bytes_of
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.views import Node, Trace, Value
-
-__all__ = ["GlobalValues", "LocalValues", "Shown", "UnwrittenTensor", "kernel_squares", "laid_out"]
-
-
-def kernel_squares() -> Callable[[torch.Tensor, float], float] | None:
-    """Return a function of a contiguous float32 tensor on the host and a center: the sum of
-    (x - center)**2, every difference and sum in double. None where there is no kernel.
-    """
-    kernel = load()
-    if kernel is None:
-        return None
-    squares = kernel.squares_around
-    return lambda tensor, center: squares(tensor.data_ptr(), tensor.numel(), center)
-
 
 _OF_PARAMETER: Final = "Parameter containing:"
 
@@ -73,33 +57,15 @@ class Shown:
     """Statistics, what is not finite, where it lies, why it is not there."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnwrittenTensor:
-    """A tensor that this process holds, and no file of a trace."""
-
-    dtype: str
-    """torch's name."""
-    shape: tuple[int, ...]
-    data: NDArray[np.uint8] | None
-    """Its bytes in row-major order; None where it was looked at, and let go."""
-    glimpse: Glimpse | None = None
-    """What was seen of it then."""
-    origin: object = None
-    """What values of the same bytes share, where they have references of their own."""
+_Find = Callable[[int, int, int], StoredTensor | KeptTensor | None]
+"""Returns the tensor of a rank, its incarnation and a reference; None where it was not kept."""
 
 
 class LocalValues:
     """What one rank held."""
 
     def __init__(
-        self,
-        trace: Trace,
-        rank: int,
-        *,
-        as_text: bool,
-        held: Mapping[int, UnwrittenTensor] | None = None,
-        has_files: bool = True,
-        squares: Squares | None = None,
+        self, trace: Trace, rank: int, *, as_text: bool, find: _Find | None = None
     ) -> None:
         """Prepare to read; nothing is opened yet.
 
@@ -107,14 +73,9 @@ class LocalValues:
             trace: a trace that kept full tensors.
             rank: whose tensors are wanted.
             as_text: they are wanted as text, else as bytes.
-            held: tensors of the rank that are in no file, by reference.
-            has_files: the others are in files of the trace.
-            squares: as `glimpse_of` takes it.
+            find: where they are; by default in the files of the trace.
         """
-        self._files = trace.tensor_files
-        self._held = held or {}
-        self._has_files = has_files
-        self._squares = squares
+        self._find = find or trace.tensor_files.find
         self._arena = Arena() if as_text else None
         self._rank = rank
         self._as_text = as_text
@@ -144,18 +105,17 @@ class LocalValues:
             return Shown(
                 shape=shape, dtype=dtype, lines=_headed(lines, form), data=None, facts=facts
             )
-        found = self._stored(view)
-        if found is None:
+        stored = self._stored(view)
+        if stored is None:
             why = why_not_kept(Value((view,), node), [self._rank])
             facts = {"note": why, **labels}
             return Shown(shape=shape, dtype=dtype, lines=None, data=None, facts=facts)
-        stored, key = found
-        measured, lines = self._facts(stored, key, form)
+        measured, lines = self._facts(stored, form)
         facts = {**measured, **labels}
         data = None if self._as_text else stored.data  # there is a file for each: it has bytes
         return Shown(
-            shape=shape, dtype=dtype, lines=_headed(lines, form), data=data, origin=key,
-            facts=facts,
+            shape=shape, dtype=dtype, lines=_headed(lines, form), data=data,
+            origin=_origin(stored), facts=facts,
         )  # fmt: skip
 
     def differ(self, views: Mapping[str, Sequence[SlotView]], one: str, other: str) -> bool:
@@ -165,30 +125,25 @@ class LocalValues:
             kind, _, rest = slot.partition(".")
             if kind in kept:
                 found = [self._stored(view) for view in entries if self._rank in view.ranks]
-                kept[kind][rest] = [each and _origin(*each) for each in found]
+                kept[kind][rest] = [each and _origin(each) for each in found]
         return kept[one] != kept[other]
 
-    def _stored(
-        self, view: SlotView
-    ) -> tuple[StoredTensor | UnwrittenTensor, tuple[int, int]] | None:
+    def _stored(self, view: SlotView) -> StoredTensor | KeptTensor | None:
         key = view.references().get(self._rank)
-        if key is not None and key[1] in self._held:
-            return self._held[key[1]], key
-        if key is not None and self._has_files:
-            return self._files.find(self._rank, *key), key
-        return None
+        return None if key is None else self._find(self._rank, *key)
 
     def _facts(
-        self, stored: StoredTensor | UnwrittenTensor, key: tuple[int, int], form: Mapping[str, Any]
+        self, stored: StoredTensor | KeptTensor, form: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], tuple[str, ...] | None]:
         """Return statistics and text; made once for all values that share their bytes."""
         device, stride = str(form.get("device", "cpu")), tuple(form.get("stride", ()))
-        known = (key, device, stride)
+        known = (_origin(stored), device, stride)
         if known not in self._measured:
-            seen = stored.glimpse if isinstance(stored, UnwrittenTensor) else None
+            seen = stored.glimpse if isinstance(stored, KeptTensor) else None
             if seen is None:
-                tensor = laid_out(_tensor(stored), stride)
-                seen = glimpse_of(tensor, self._squares, arena=self._arena)
+                assert stored.data is not None  # else there is a glimpse
+                tensor = tensor_of(stored.data, stored.dtype, stored.shape)
+                seen = glimpse_of(tensor, stride, arena=self._arena)
             self._measured[known] = _facts_of(seen, device), _lines(seen, device)
         return self._measured[known]
 
@@ -227,7 +182,7 @@ class LocalValues:
         own = next((view for view in views if self._rank in view.ranks), None)
         known = digests(views)
         found = None if known or own is None else self._stored(own)
-        return {self._rank: _origin(*found)} if found and not _is_constant(found[0]) else known
+        return {self._rank: _origin(found)} if found and not _is_constant(found) else known
 
 
 class GlobalValues:
@@ -265,7 +220,7 @@ class GlobalValues:
         tensor, device = whole.tensor.detach(), str(form.get("device", "cpu"))
         is_one_piece = tuple(tensor.shape) == views[0].folds[0].shape
         stride = tuple(form.get("stride", ())) if is_one_piece else ()
-        seen = glimpse_of(laid_out(tensor, stride), arena=self._arena)
+        seen = glimpse_of(tensor, stride, arena=self._arena)
         return Shown(
             shape=tuple(tensor.shape),
             dtype=dtype_name(tensor.dtype),
@@ -280,34 +235,21 @@ def _headed(lines: tuple[str, ...] | None, form: Mapping[str, Any]) -> tuple[str
     return (_OF_PARAMETER, *lines) if lines and form.get("parameter") else lines
 
 
-def _origin(stored: StoredTensor | UnwrittenTensor, key: tuple[int, int]) -> object:
-    return (
-        key if not isinstance(stored, UnwrittenTensor) or stored.origin is None else stored.origin
-    )
+def _origin(stored: StoredTensor | KeptTensor) -> object:
+    """Return what tensors of the same bytes share."""
+    return stored.checksum, stored.dtype, stored.shape
 
 
-def _is_constant(stored: StoredTensor | UnwrittenTensor) -> bool:
+def _is_constant(stored: StoredTensor | KeptTensor) -> bool:
     """True where no two elements differ, or that was not looked at."""
-    if stored.data is None:
-        numbers = (
-            stored.glimpse.numbers if isinstance(stored, UnwrittenTensor) and stored.glimpse else {}
-        )
+    if isinstance(stored, KeptTensor) and stored.glimpse:
+        numbers = stored.glimpse.numbers
         return numbers.get("min") == numbers.get("max")
-    rows = stored.data.reshape(math.prod(stored.shape), -1) if stored.data.size else stored.data
-    return not (rows != rows[:1]).any()
-
-
-def _tensor(stored: StoredTensor | UnwrittenTensor) -> torch.Tensor:
-    assert stored.data is not None  # else it was looked at
-    dtype: torch.dtype = getattr(torch, stored.dtype)
-    if not stored.data.size:
-        return torch.empty(stored.shape, dtype=dtype, device="cpu")
     data = stored.data
-    if data.flags.writeable:
-        return torch.from_numpy(data).view(dtype).reshape(stored.shape)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # nobody writes into it
-        return torch.from_numpy(data).view(dtype).reshape(stored.shape)
+    if data is None or not data.size:
+        return True
+    rows = data.reshape(math.prod(stored.shape), -1)
+    return not (rows != rows[:1]).any()
 
 
 def _lines(seen: Glimpse, device: str) -> tuple[str, ...] | None:
@@ -323,38 +265,3 @@ def _meta_facts(dtype: str) -> dict[str, Any]:
     if not is_measured(getattr(torch, dtype)):
         return {}
     return dict.fromkeys(("mean", "std", "min", "max"), meta_text((), dtype))
-
-
-def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """Return the tensor as it lay in memory: sums depend on the order, in their last digits.
-
-    Args:
-        tensor: its elements, in row-major order.
-        stride: that it had; () for row-major order.
-    """
-    if not stride or len(stride) != tensor.dim() or not tensor.numel():
-        return tensor
-    distinct = tensor
-    for dim, step in enumerate(stride):
-        if not step:  # the same items again and again
-            distinct = distinct.narrow(dim, 0, 1)
-    closer = _closed_up(distinct.shape, stride)
-    if closer is None:
-        return tensor
-    memory = torch.empty_strided(distinct.shape, closer, dtype=tensor.dtype, device="cpu")
-    return memory.copy_(distinct).expand(tensor.shape)
-
-
-def _closed_up(shape: Sequence[int], stride: Sequence[int]) -> list[int] | None:
-    """Return strides in the same order, with gaps where there are any, but small ones: what torch
-    makes of a tensor depends on no more. None where two items may lie at one place (`unfold`).
-    """
-    closer = [1] * len(shape)
-    reach, near = 1, 1
-    dims = [dim for dim, size in enumerate(shape) if size > 1]
-    for dim in sorted(dims, key=lambda dim: stride[dim]):
-        if stride[dim] < reach:
-            return None
-        closer[dim] = near + (stride[dim] > reach)
-        reach, near = stride[dim] * shape[dim], closer[dim] * shape[dim]
-    return closer

@@ -48,8 +48,6 @@ from rankscope.compat.outputs.states import (
     record_traced,
 )
 
-__all__ = ["capture_outputs", "select_hidden_states"]
-
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 

@@ -1,8 +1,8 @@
 """Which modules of a model one capture records from.
 
 A model's declaration covers its modules down to a submodel that has a declaration of its own,
-which covers what is below it. Looking through a model takes time, so what was found is kept beside
-the model's shape (classes, names, who holds whom) and used again while that is unchanged.
+which covers what is below it. Looking through a model takes time, so what was found in one of some
+shape (classes, names, who holds whom) is used again for that shape.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
-from weakref import WeakKeyDictionary
+from types import NoneType
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -24,48 +23,21 @@ from rankscope.capture.torch_internals.compiling import (
 from rankscope.compat.outputs.outputrecorder import Watch, read_declaration
 from rankscope.compat.outputs.states import Tap
 
-__all__ = ["DECLARATION", "modules_to_record", "paths_to_record"]
-
 DECLARATION = "_can_record_outputs"
+
 _NO_CHILDREN: dict[str, nn.Module | None] = {}
 _MOST = 1_000_000
 """Modules: beyond any model, and soon reached where one holds itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class _RecordedModule:
-    """One module to record from, by its position in the shape."""
+class _ModelShape(NamedTuple):
+    """All that a choice of modules depends on, level by level from the model down; a module held
+    twice stands in it twice, and a name that holds none stands in it too."""
 
-    position: int
-    taps: tuple[Tap, ...]
-
-
-@dataclass(slots=True)
-class _ModelShape:
-    """Everything that a choice of modules depends on, level by level from the model down; a module
-    held twice stands in it twice, and a name that holds none stands in it too.
-    """
-
-    classes: list[type]
-    names: list[str]
-    counts: list[int]
+    classes: tuple[type, ...]
+    names: tuple[str, ...]
+    counts: tuple[int, ...]
     """How many children each module holds."""
-
-
-@dataclass(slots=True)
-class _Known:
-    """What was found in one model while it had this shape."""
-
-    shape: _ModelShape
-    submodels: list[int]
-    """Positions of the modules with a declaration of their own; the model itself is the first."""
-    watches: dict[int, tuple[Watch, ...]] = field(default_factory=dict)
-    places: dict[tuple[str, ...], tuple[_RecordedModule, ...]] = field(default_factory=dict)
-    """Chosen modules by the outputs asked for, under these watches."""
-
-
-_known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
-"""Threads may replace each other's entry; each goes on with what it found itself."""
 
 
 def modules_to_record(
@@ -74,15 +46,7 @@ def modules_to_record(
     """Return the modules to record these outputs from, each once, with what to take from it."""
     # behind a graph break this runs as a frame of its own: compiled, it would be again for every
     # other model that comes or goes
-    modules, places = unseen_by_compiler(_look)(model, keys)
-    found: dict[int, tuple[nn.Module, tuple[Tap, ...]]] = {}
-    for place in places:
-        module, taps = modules[place.position], place.taps
-        assert module is not None
-        if id(module) in found:  # held twice
-            taps = tuple(dict.fromkeys(found[id(module)][1] + taps))
-        found[id(module)] = module, taps
-    return list(found.values())
+    return unseen_by_compiler(_look)(model, keys)
 
 
 @constant_while_tracing
@@ -95,23 +59,18 @@ def paths_to_record(
     return tuple((paths[id(module)], taps) for module, taps in modules_to_record(model, keys))
 
 
-def _look(
-    model: nn.Module, keys: tuple[str, ...]
-) -> tuple[list[nn.Module | None], tuple[_RecordedModule, ...]]:
+def _look(model: nn.Module, keys: tuple[str, ...]) -> list[tuple[nn.Module, tuple[Tap, ...]]]:
     modules, shape = _read(model)
-    known = _known.get(model)
-    if known is None or known.shape != shape:
-        known = _known[model] = _Known(shape, _submodels(shape))
-    watches = {
-        position: read_declaration(getattr(modules[position], DECLARATION, None))
-        for position in known.submodels
-    }
-    if known.watches != watches:
-        known = _known[model] = _Known(shape, known.submodels, watches)
-    places = known.places.get(keys)
-    if places is None:
-        places = known.places[keys] = _choose(shape, modules, watches, frozenset(keys))
-    return modules, places
+    declaring = {cls for cls in {*shape.classes} if hasattr(cls, DECLARATION)}
+    submodels = [n for n, cls in enumerate(shape.classes) if not n or cls in declaring]
+    watches = {n: read_declaration(getattr(modules[n], DECLARATION, None)) for n in submodels}
+    found: dict[nn.Module, dict[Tap, None]] = {}  # a module may be held twice
+    for position, watch in _choose(shape, tuple(watches.items()), keys):
+        module = modules[position]
+        assert module is not None
+        first = _first_parameter(module) if watch.takes_first_input else None
+        found.setdefault(module, {})[watch.key, watch.index, first] = None
+    return [(module, (*taps,)) for module, taps in found.items()]
 
 
 def _read(model: nn.Module) -> tuple[list[nn.Module | None], _ModelShape]:
@@ -126,39 +85,34 @@ def _read(model: nn.Module) -> tuple[list[nn.Module | None], _ModelShape]:
             names += children.keys()
             if len(modules) > _MOST:
                 raise RecursionError(f"{type(model).__name__} holds itself, at some depth")
-    return modules, _ModelShape(list(map(type, modules)), names, counts)
+    return modules, _ModelShape((*map(type, modules),), (*names,), (*counts,))
 
 
-def _submodels(shape: _ModelShape) -> list[int]:
-    declaring = (n for n, cls in enumerate(shape.classes) if n and hasattr(cls, DECLARATION))
-    return [0, *declaring]
-
-
+@functools.lru_cache(maxsize=64)
 def _choose(
-    shape: _ModelShape,
-    modules: list[nn.Module | None],
-    watches: dict[int, tuple[Watch, ...]],
-    keys: frozenset[str],
-) -> tuple[_RecordedModule, ...]:
-    paths, covering = [""] * len(modules), [watches[0]] * len(modules)
+    shape: _ModelShape, watches: tuple[tuple[int, tuple[Watch, ...]], ...], keys: tuple[str, ...]
+) -> list[tuple[int, Watch]]:
+    """Return which positions of the shape are recorded from, with what says so.
+
+    Args:
+        shape: of the model.
+        watches: what the model and each submodel with a declaration ask for, by position.
+        keys: the outputs asked for.
+    """
+    declared = dict(watches)
+    paths, covering = [""] * len(shape.classes), [declared[0]] * len(shape.classes)
     names, child = iter(shape.names), 1
-    places = []
-    for position, module in enumerate(modules):
-        if module is None:
-            continue
+    chosen = []
+    for position, cls in enumerate(shape.classes):
         path = paths[position]
-        covering[position] = watches.get(position, covering[position])
+        covering[position] = declared.get(position, covering[position])
         for _ in range(shape.counts[position]):  # children stand in the order of who holds them
             paths[child], covering[child] = f"{path}.{next(names)}", covering[position]
             child += 1
-        taps: dict[Tap, None] = {}
         for watch in covering[position]:
-            if watch.key in keys and watch.covers(module, path):
-                first = _first_parameter(module) if watch.takes_first_input else None
-                taps[watch.key, watch.index, first] = None
-        if taps:
-            places.append(_RecordedModule(position, tuple(taps)))
-    return tuple(places)
+            if watch.key in keys and cls is not NoneType and watch.covers(cls, path):
+                chosen.append((position, watch))
+    return chosen
 
 
 def _first_parameter(module: nn.Module) -> str:

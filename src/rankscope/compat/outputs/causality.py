@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["configured_causality", "in_config"]
-
 _ABSENT = object()
 
 

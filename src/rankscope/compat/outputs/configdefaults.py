@@ -14,8 +14,6 @@ import rankscope.compat as compat
 from rankscope.compat.outputs.causality import configured_causality, in_config
 from rankscope.compat.outputs.flags import Parameters, config_value
 
-__all__ = ["merge_with_config_defaults"]
-
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 _FROM_CONFIG = (

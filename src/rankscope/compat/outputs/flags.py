@@ -11,8 +11,6 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-__all__ = ["WITH_ATTENTIONS", "Parameters", "config_value", "requested", "selection"]
-
 WITH_ATTENTIONS = ("cross_attentions", "mask_decoder_attentions")
 """Outputs that `output_attentions` asks for too, where they have no flag of their own."""
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -15,14 +15,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = [
-    "OutputRecorder",
-    "Watch",
-    "be_known_to_transformers",
-    "read_declaration",
-    "transformers_capturing",
-]
-
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Attributes under which wrappers of torch hold a module: no part of the name its author gave."""
 
@@ -86,30 +78,30 @@ class Watch:
     index: int | None
     takes_first_input: bool
 
-    def covers(self, module: nn.Module, path: str) -> bool:
-        """True where `module`, at `path` (a dot before every name, "" for the model), is meant."""
-        if not (self._is_of_target(module) or self._is_named(module, path)):
+    def covers(self, cls: type, path: str) -> bool:
+        """True where a module of a class, at `path` (a dot before every name, "" for the model), is
+        meant.
+        """
+        is_of_target = self.target is not None and issubclass(cls, self.target)
+        if not (is_of_target or self._is_named(cls, path)):
             return False
         if self.layer_name is None:
             return True
         wanted = f".{self.layer_name.strip('.')}."
-        return wanted in f"{path}." or wanted in f"{without_wrappers(path)}."
+        return wanted in f"{path}." or wanted in f"{_without_wrappers(path)}."
 
-    def _is_of_target(self, module: nn.Module) -> bool:
-        return self.target is not None and isinstance(module, self.target)
-
-    def _is_named(self, module: nn.Module, path: str) -> bool:
+    def _is_named(self, cls: type, path: str) -> bool:
         if self.name is None:
             return False
         return (
             path.endswith(self.name)
-            or without_wrappers(path).endswith(self.name)
-            or type(module).__name__.endswith(self.name)
-            or any(base.__name__ == self.name for base in type(module).__mro__)
+            or _without_wrappers(path).endswith(self.name)
+            or cls.__name__.endswith(self.name)
+            or any(base.__name__ == self.name for base in cls.__mro__)
         )
 
 
-def without_wrappers(path: str) -> str:
+def _without_wrappers(path: str) -> str:
     """Return a path without the names that wrappers of torch put into it."""
     return ".".join(name for name in path.split(".") if name not in _WRAPPED)
 

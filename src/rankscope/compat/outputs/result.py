@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-__all__ = ["as_tuple", "last_state_of", "value_in", "with_recorded"]
-
 _LAST_STATES = ("vision_hidden_states", "last_hidden_state")
 
 

@@ -21,21 +21,6 @@ from rankscope.capture.torch_internals.autograd import current_graph_task
 from rankscope.capture.torch_internals.compiling import constant_while_tracing
 from rankscope.compat.outputs.outputrecorder import be_known_to_transformers, transformers_capturing
 
-__all__ = [
-    "INNERMOST",
-    "TRACED",
-    "Capture",
-    "Tap",
-    "begin_eagerly",
-    "begin_traced",
-    "capture_around",
-    "end_eagerly",
-    "end_traced",
-    "meet_transformers",
-    "record_eagerly",
-    "record_traced",
-]
-
 Tap = tuple[str, int | None, str | None]
 """Output, element of what the module returns, and, where the module's input comes first, the name
 of the parameter that holds it."""

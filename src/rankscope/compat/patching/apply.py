@@ -18,11 +18,9 @@ from types import ModuleType
 
 from torch import nn
 
+from rankscope.compat.patching import registry
 from rankscope.compat.patching.imports import ImportWatch
-from rankscope.compat.patching.registry import REGISTRY
-from rankscope.record.namelookup import NameMap
-
-__all__ = ["DEFAULT_PREFIX", "apply_patches"]
+from rankscope.compat.patching.registry import NameMap
 
 DEFAULT_PREFIX = ("transformers", "transformers_modules")
 """transformers, and the package under which it imports the code of models it has downloaded."""
@@ -36,7 +34,7 @@ def apply_patches(prefix: str | Iterable[str] = DEFAULT_PREFIX) -> Iterator[None
     imported inside the block runs unpatched and is patched when it is complete, so that nothing it
     derives or keeps outlives the block. The mapping is the one registered when the block begins.
     """
-    names = REGISTRY.names
+    names = registry.names
     if not names:
         yield
         return
@@ -51,7 +49,7 @@ def apply_patches(prefix: str | Iterable[str] = DEFAULT_PREFIX) -> Iterator[None
 class _PatchedBlock:
     """One open block: what it replaces, and where."""
 
-    def __init__(self, names: NameMap[type[nn.Module]], packages: tuple[str, ...]) -> None:
+    def __init__(self, names: NameMap, packages: tuple[str, ...]) -> None:
         self.replacements = tuple(names.values())
         self._packages = packages
         self._inside = tuple(f"{package}." for package in packages)
@@ -63,8 +61,7 @@ class _PatchedBlock:
 
     def replacement(self, name: str) -> type[nn.Module] | None:
         if name not in self._found:
-            found = self._names.find(name)
-            self._found[name] = None if found is None else found.value
+            self._found[name] = self._names.find(name)
         return self._found[name]
 
 

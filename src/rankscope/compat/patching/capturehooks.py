@@ -16,8 +16,6 @@ from torch import nn
 
 from rankscope.compat.outputs.outputrecorder import transformers_capturing
 
-__all__ = ["renew_hooks"]
-
 _NEEDED = (
     "_CAN_RECORD_REGISTRY",
     "_hook_installation_lock",

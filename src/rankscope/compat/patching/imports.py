@@ -8,8 +8,6 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["ImportWatch"]
-
 
 class ImportWatch(MetaPathFinder):
     """A finder in front of `sys.meta_path` while started; the other finders do the finding."""

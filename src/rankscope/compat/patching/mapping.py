@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
@@ -12,28 +13,23 @@ from typing import Any
 
 from torch import nn
 
+from rankscope.compat.patching import registry
 from rankscope.compat.patching.apply import apply_patches
 from rankscope.compat.patching.imports import ImportWatch
 from rankscope.compat.patching.recorders import patch_output_recorders
-from rankscope.compat.patching.registry import REGISTRY
+from rankscope.compat.patching.registry import NameMap
 
-__all__ = [
-    "clear_patch_mapping",
-    "follow",
-    "get_patch_mapping",
-    "register_patch_mapping",
-    "unregister_patch_mapping",
-]
 _LOADING = "transformers.modeling_utils"
+_MARK = "rankscope_combined"
+"""Holds on a function of ours the one of transformers in whose place it stands."""
 _lock = threading.RLock()
-_theirs: dict[str, Callable[..., Any]] = {}
 
 
 def follow() -> None:
     """Make loading follow the registry, or let go of it where nothing is registered."""
     with _lock:
         loading = sys.modules.get(_LOADING)
-        if not REGISTRY.names:
+        if not registry.names:
             _watch.stop()
             if loading is not None:
                 _let_go(loading)
@@ -47,18 +43,16 @@ def follow() -> None:
 def _take(loading: ModuleType) -> None:
     for name, combine in _COMBINED.items():
         theirs = vars(loading)[name]
-        if not hasattr(theirs, "rankscope_combined"):
-            _theirs[name] = theirs
-            combined = combine(theirs)
-            combined.rankscope_combined = True  # type: ignore[attr-defined]
-            vars(loading)[name] = combined
+        if not hasattr(theirs, _MARK):
+            vars(loading)[name] = combined = combine(theirs)
+            setattr(combined, _MARK, theirs)
 
 
 def _let_go(loading: ModuleType) -> None:
-    for name, theirs in list(_theirs.items()):
-        if hasattr(vars(loading).get(name), "rankscope_combined"):
+    for name in _COMBINED:
+        theirs = getattr(vars(loading).get(name), _MARK, None)
+        if theirs is not None:
             vars(loading)[name] = theirs
-        del _theirs[name]
 
 
 def _combined_apply(theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,7 +94,23 @@ def register_patch_mapping(mapping: Mapping[str, type[nn.Module]], overwrite: bo
         TypeError: a key is no string, or a replacement no class or no `torch.nn.Module`.
         ValueError: a key is registered already and `overwrite` is false.
     """
-    REGISTRY.register(mapping, overwrite=overwrite)
+    entries = dict(mapping)
+    for key, replacement in entries.items():
+        _refuse_unfit(key, replacement)
+    with _lock:
+        taken = [key for key in entries if key in registry.names]
+        if taken and not overwrite:
+            raise ValueError(
+                f"{taken} already have a patch mapping registered, so nothing was added. "
+                "Pass overwrite=True to replace it, or unregister_patch_mapping() first."
+            )
+        names = registry.names = NameMap({**registry.names, **entries})
+    for key in entries & names.invalid.keys():
+        warnings.warn(
+            f"{key!r} is no regular expression ({names.invalid[key]}): it stands for a class of "
+            "exactly that name",
+            stacklevel=2,
+        )
     follow()
 
 
@@ -110,16 +120,44 @@ def unregister_patch_mapping(keys: Iterable[str]) -> None:
     Raises:
         ValueError: a key is not registered.
     """
-    REGISTRY.unregister(keys)
+    going = [keys] if isinstance(keys, str) else list(keys)
+    with _lock:
+        unknown = [key for key in going if key not in registry.names]
+        if unknown:
+            raise ValueError(
+                f"Cannot unregister {unknown}: not found in monkey patch mapping cache, so "
+                f"nothing was removed. Give keys as registered: {list(registry.names)}."
+            )
+        left = {key: found for key, found in registry.names.items() if key not in going}
+        registry.names = NameMap(left)
     follow()
 
 
 def get_patch_mapping() -> dict[str, type[nn.Module]]:
     """Return the registered entries in their order; changing the copy changes nothing."""
-    return dict(REGISTRY.names)
+    return dict(registry.names)
 
 
 def clear_patch_mapping() -> None:
     """Remove every entry; blocks that are open keep the entries they began with."""
-    REGISTRY.clear()
+    with _lock:
+        registry.names = NameMap({})
     follow()
+
+
+def _refuse_unfit(key: object, replacement: object) -> None:
+    if not isinstance(key, str):
+        raise TypeError(
+            f"a key is the name of a class or a pattern for names, not {type(key).__name__} {key!r}"
+        )
+    if not isinstance(replacement, type):
+        raise TypeError(
+            f"the replacement for {key!r} must be a class, got {type(replacement).__name__}. "
+            "Give the class itself: nothing was registered"
+        )
+    if not issubclass(replacement, nn.Module):
+        raise TypeError(
+            f"the replacement for {key!r} must be a subclass of nn.Module, and "
+            f"{replacement.__qualname__} is none. Derive it from torch.nn.Module: nothing was "
+            "registered"
+        )

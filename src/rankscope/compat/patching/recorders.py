@@ -13,25 +13,17 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from rankscope.compat.outputs.captureplan import DECLARATION
+from rankscope.compat.patching import registry
 from rankscope.compat.patching.capturehooks import renew_hooks
-from rankscope.compat.patching.registry import REGISTRY
-from rankscope.record.namelookup import NameMap
+from rankscope.compat.patching.registry import NameMap
 
-__all__ = ["patch_output_recorders"]
-
-Recorders = dict[str, Any]
+_Recorders = dict[str, Any]
 """Output name -> class, class name, recorder, or a list of them."""
-ATTRIBUTE = "_can_record_outputs"
 
 
-@dataclasses.dataclass(slots=True)
-class _Change:
-    original: Recorders
-    patched: Recorders
-
-
-_changed: WeakKeyDictionary[nn.Module, _Change] = WeakKeyDictionary()
-"""What was put on a model, and what it said before: a second call starts from that."""
+_changed: WeakKeyDictionary[nn.Module, tuple[_Recorders, _Recorders]] = WeakKeyDictionary()
+"""What a model said before, and what was put on it: a second call starts from the former."""
 
 
 def patch_output_recorders(model: nn.Module) -> None:
@@ -41,33 +33,33 @@ def patch_output_recorders(model: nn.Module) -> None:
     names, recorders and lists of them stand for the replacement registered for that name. Calling
     it again gives the same result. Without a registered replacement nothing is done.
     """
-    names = REGISTRY.names
+    names = registry.names
     if not names:
         return
-    patched: dict[nn.Module, Recorders] = {}
+    patched: dict[nn.Module, _Recorders] = {}
     for module in model.modules():
         original = _original(module)
         if original is not None:
             recorders = {output: _replaced(one, names) for output, one in original.items()}
-            if recorders != getattr(module, ATTRIBUTE):
-                _changed[module] = _Change(original, recorders)
-                setattr(module, ATTRIBUTE, recorders)
+            if recorders != getattr(module, DECLARATION):
+                _changed[module] = original, recorders
+                setattr(module, DECLARATION, recorders)
                 patched[module] = recorders
     if patched:
         renew_hooks(model, patched)
 
 
-def _original(module: nn.Module) -> Recorders | None:
-    if ATTRIBUTE not in vars(module) and not hasattr(type(module), ATTRIBUTE):
+def _original(module: nn.Module) -> _Recorders | None:
+    if DECLARATION not in vars(module) and not hasattr(type(module), DECLARATION):
         return None  # a wrapper may answer for what it wraps
-    present = getattr(module, ATTRIBUTE)
-    change = _changed.get(module)
-    if change is not None and present is change.patched:
-        return change.original
+    present = getattr(module, DECLARATION)
+    original, patched = _changed.get(module, (None, None))
+    if patched is not None and present is patched:
+        return original
     return present if isinstance(present, dict) else None
 
 
-def _replaced(recorder: Any, names: NameMap[type[nn.Module]]) -> Any:
+def _replaced(recorder: Any, names: NameMap) -> Any:
     if type(recorder) in (list, tuple):
         return type(recorder)(_replaced(one, names) for one in recorder)
     if isinstance(recorder, (str, type)):
@@ -80,9 +72,6 @@ def _replaced(recorder: Any, names: NameMap[type[nn.Module]]) -> Any:
     return dataclasses.replace(recorder, target_class=replacement)
 
 
-def _replacement(
-    target: str | type | None, names: NameMap[type[nn.Module]]
-) -> type[nn.Module] | None:
+def _replacement(target: str | type | None, names: NameMap) -> type[nn.Module] | None:
     name = target.__name__ if isinstance(target, type) else target
-    found = names.find(name) if isinstance(name, str) else None
-    return None if found is None else found.value
+    return names.find(name) if isinstance(name, str) else None

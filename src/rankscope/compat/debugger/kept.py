@@ -1,0 +1,287 @@
+"""What the debugger keeps of tensors while its blocks run: what is printed of each, or its bytes in
+a file without a name.
+
+Equal tensors are kept once. The place of a tensor that is let go is used again, so a forward of
+which the first and the last layer are wanted takes the room of a few layers. The file is gone with
+the process, however that ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from rankscope.agent.values.bytestores import (
+    BUDGET_SPENT,
+    SPOOL_FULL,
+    RecordTensor,
+    Store,
+    TensorBytes,
+)
+from rankscope.capture.describe import Described
+from rankscope.capture.invisible import invisible_operations
+from rankscope.capture.keeping import byte_pieces
+from rankscope.chunks.safetensors import write_all
+from rankscope.chunks.writing import ChunkEntry
+from rankscope.compat.debugger.text import Arena, Glimpse, glimpse_of
+from rankscope.record.dtypes import STORED_TYPES
+from rankscope.run.diskspace import reserve
+from rankscope.run.ownfile import OwnFile, above_standard_streams, leave_mapping, map_file
+
+_AHEAD_BYTES: Final = 8 << 20
+"""Reserved on disk beyond what is written."""
+_NO_RESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)
+_xxh3: Final[Any] = xxhash.xxh3_64
+ByteArray = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptTensor:
+    """One tensor: what is printed of it, or its bytes."""
+
+    dtype: str
+    """torch's name."""
+    shape: tuple[int, ...]
+    checksum: int
+    """xxh3_64 of its bytes in row-major order."""
+    glimpse: Glimpse | None = None
+    data: ByteArray | None = None
+    """Its bytes, where they lie; None where there is a glimpse."""
+
+
+class DebuggerStore(Store):
+    """Keeps the tensors of all open blocks."""
+
+    def __init__(
+        self, record: RecordTensor, limit_bytes: int, folder: Path, *, keeps_bytes: bool
+    ) -> None:
+        """Prepare to keep; no file is made before the first bytes.
+
+        Args:
+            record: commits what was kept.
+            limit_bytes: what all bytes may take on disk.
+            folder: takes the file.
+            keeps_bytes: keep bytes, else what is printed.
+        """
+        super().__init__(record, limit_bytes)
+        self._keeps_bytes = keeps_bytes
+        self._arena = Arena()
+        self._scratch = _Scratch(folder, limit_bytes)
+        self._kept: dict[int, tuple[KeptTensor, ChunkEntry, object]] = {}
+        """By reference: the tensor, its place in the file, and its key in `_known`."""
+        self._known: dict[object, ChunkEntry] = {}
+        """By checksum, dtype, shape and, of glimpses, strides (of bytes None): torch's sums depend
+        on the order in memory, in their last digits."""
+        self._count = 0
+        self._released: deque[int] = deque()
+        self._pinned: set[int] = set()
+        """What was found to be equal to something kept only after it was recorded as another."""
+
+    def keep_bytes(self) -> None:
+        """From now on keep bytes. Glimpses that were kept stay."""
+        self._keeps_bytes = True
+
+    def release(self, reference: int) -> None:
+        """Let go of a tensor that no file will show, as soon as the next one is kept: then no
+        other thread uses the store."""
+        self._released.append(reference)
+
+    def find(self, _rank: int, _incarnation: int, reference: int) -> KeptTensor | None:
+        """Return a tensor, None for one that was not kept."""
+        kept = self._kept.get(reference)
+        return None if kept is None else kept[0]
+
+    def close(self) -> None:
+        """Give up the file, and what was kept."""
+        self._kept.clear()
+        self._scratch.close()
+
+    def store(self, reference: int, described: Described, given: TensorBytes) -> ChunkEntry | None:
+        """As `Store.store`. What others write into a live tensor meanwhile is kept, or is not."""
+        while self._released:
+            self._let_go(self._released.popleft())
+        keeps_bytes = self._keeps_bytes  # once: another thread may be opening a block
+        meta, live, stride = described.meta, given.live, given.stride
+        if live is not None and given.whole is None:
+            stride = tuple(live.stride())
+        checksum = _checksum(given.pieces if given.whole is None else (given.whole,))
+        kind = meta.dtype, meta.shape, None if keeps_bytes else stride
+        known = self._known.get((checksum, *kind))
+        if known is not None:
+            if live is None:
+                self._pinned.add(known.reference)
+            return known
+        begin, nbytes = 0, STORED_TYPES[meta.dtype].nbytes(meta.shape)
+        if keeps_bytes:
+            written = self._write(nbytes, given)
+            if written is None:
+                return None
+            begin, checksum = written
+        self._count += 1  # no two have one place: so it tells glimpses apart
+        entry = ChunkEntry(reference, 0, self._count, begin, nbytes, checksum, "", 0)
+        kept = KeptTensor(
+            dtype=meta.dtype, shape=meta.shape, checksum=checksum,
+            glimpse=None if keeps_bytes else self._look(described, given, stride),
+            data=self._scratch.read(begin, nbytes) if keeps_bytes else None,
+        )  # fmt: skip
+        if not self._record(reference, entry, described):
+            self._give_back(kept, entry)
+            self.refusal = SPOOL_FULL
+            return None
+        key = (checksum, *kind)
+        self._kept[reference], self._known[key] = (kept, entry, key), entry
+        return entry
+
+    def _look(self, described: Described, given: TensorBytes, stride: tuple[int, ...]) -> Glimpse:
+        with invisible_operations():
+            if given.live is not None:
+                return glimpse_of(given.live.detach(), arena=self._arena)
+            assert given.whole is not None  # what came from an accelerator
+            tensor = tensor_of(given.whole, described.meta.dtype, described.meta.shape)
+            return glimpse_of(tensor, stride, arena=self._arena)
+
+    def _write(self, nbytes: int, given: TensorBytes) -> tuple[int, int] | None:
+        """Write the bytes; return where they begin, and their checksum. Of a live tensor copies are
+        written, so that the checksum is that of what is in the file, whatever others write into the
+        tensor meanwhile."""
+        pieces: Iterable[ByteArray] = () if given.whole is None else (given.whole,)
+        if given.live is not None and nbytes:
+            pieces = byte_pieces(given.live)
+        begin = self._scratch.place(nbytes)
+        if begin is None:
+            self.refusal = BUDGET_SPENT
+            return None
+        try:
+            return begin, self._scratch.write(begin, pieces)
+        except OSError as error:
+            self._scratch.give_back(begin, nbytes)
+            self.refusal = f"they cannot be written: {error.strerror or error}"
+            return None
+
+    def _let_go(self, reference: int) -> None:
+        found = None if reference in self._pinned else self._kept.pop(reference, None)
+        if found is not None:
+            kept, entry, key = found
+            self._known.pop(key, None)
+            self._give_back(kept, entry)
+
+    def _give_back(self, kept: KeptTensor, entry: ChunkEntry) -> None:
+        if kept.data is not None:
+            self._scratch.give_back(entry.begin, entry.nbytes)
+
+
+class _Scratch:
+    """A file without a name, written with `pwrite` and read through one mapping."""
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        self._folder = folder
+        self._limit_bytes = limit_bytes
+        self._file: OwnFile | None = None
+        self._memory = np.empty(0, np.uint8)
+        self._top = 0
+        """Where what was never used begins."""
+        self._reserved = 0
+        self._free: dict[int, list[int]] = {}
+        """Size -> where places of it begin."""
+
+    def place(self, nbytes: int) -> int | None:
+        """Return where so many bytes may be written; None beyond the limit."""
+        if free := self._free.get(nbytes):
+            return free.pop()
+        begin, end = self._top, self._top + nbytes
+        if end > self._limit_bytes:
+            return None
+        self._top = end
+        return begin
+
+    def give_back(self, begin: int, nbytes: int) -> None:
+        """Have a place used again."""
+        if begin + nbytes == self._top:
+            self._top = begin
+        else:
+            self._free.setdefault(nbytes, []).append(begin)
+
+    def write(self, begin: int, pieces: Iterable[ByteArray]) -> int:
+        """Write bytes in a place, and return their checksum.
+
+        Raises:
+            OSError: the disk refused them.
+        """
+        number = self._opened().check()
+        if self._top > self._reserved:
+            reserve(number, self._reserved, self._top + _AHEAD_BYTES - self._reserved)
+            self._reserved = self._top + _AHEAD_BYTES
+        stream = _xxh3()
+        for piece in pieces:
+            write_all(number, piece.data, begin)
+            stream.update(piece.data)
+            begin += len(piece)
+        return int(stream.intdigest())
+
+    def read(self, begin: int, nbytes: int) -> ByteArray:
+        """Return the bytes of a place, where they lie."""
+        return self._memory[begin : begin + nbytes]
+
+    def close(self) -> None:
+        """Give up the file; views already handed out keep their memory alive."""
+        self._memory = np.empty(0, np.uint8)
+        if self._file is not None:
+            self._let_go()
+
+    def _opened(self) -> OwnFile:
+        """Make the file and map it, once; disk is taken as it is filled.
+
+        The mapping is also what keeps the file the only one of its number and inode where the
+        program closes all descriptors: `OwnFile.check` tells files apart by that.
+        """
+        if self._file is None:
+            with tempfile.TemporaryFile(dir=self._folder, buffering=0) as made:
+                file = OwnFile(above_standard_streams(os.dup(made.fileno())))
+            # private: what a reader writes into it, which torch wants to be able to, is its own
+            flags, access = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+            try:
+                os.ftruncate(file.number, self._limit_bytes)
+                mapped: Any = map_file(file.number, self._limit_bytes, flags=flags, prot=access)
+            except OSError:
+                file.close()
+                raise
+            self._file, self._memory = file, np.frombuffer(mapped, np.uint8)
+            self._let_go = weakref.finalize(self, _let_go, file, mapped)
+        return self._file
+
+
+def _let_go(file: OwnFile, mapped: mmap.mmap) -> None:
+    leave_mapping(mapped, file.identity, but=file.number)
+    file.close()
+
+
+def tensor_of(data: ByteArray, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor over bytes in row-major order, which nobody writes into."""
+    of_type: torch.dtype = getattr(torch, dtype)
+    if not data.size:
+        return torch.empty(shape, dtype=of_type, device="cpu")
+    if data.flags.writeable:
+        return torch.from_numpy(data).view(of_type).reshape(shape)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.from_numpy(data).view(of_type).reshape(shape)
+
+
+def _checksum(pieces: Iterable[ByteArray]) -> int:
+    stream = _xxh3()
+    for piece in pieces:
+        stream.update(piece.data)
+    return int(stream.intdigest())
