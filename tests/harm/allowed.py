@@ -32,12 +32,11 @@ ENTRIES = {
     "rankscope.agent.steps.optimizersearch": {
         *("OptimizerSearch._around.making", "OptimizerSearch._around"),
     },
-    "rankscope.agent.steps.scalers": {"ScalerWatch.put_on.step"},
+    "rankscope.agent.steps.scalers": {"ScalerWatch._around.step"},
     "rankscope.agent.steps.schedules": {"ScheduleWatch._around.step"},
     "rankscope.agent.collectives.interception": {
-        *("CollectiveWatch._issuing.issue", "CollectiveWatch._operating.operate"),
-        *("CollectiveWatch._call", "CollectiveWatch._waiting.wait", "CollectiveWatch._is_recorded"),
-        "CollectiveWatch._deriving.derive",
+        *("CollectiveWatch._issuing.issue", "CollectiveWatch._waiting.wait"),
+        *("CollectiveWatch._is_recorded", "CollectiveWatch._deriving.derive"),
     },
     "rankscope.agent.ending": {"_noting_exit"},
     "rankscope_launcher.startup": {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import sys
 import weakref
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from rankscope.agent.guard import Guard
+from rankscope.agent.standins import StandIns
 
 __all__ = [
     "Holdings",
@@ -27,7 +27,6 @@ __all__ = [
 
 _OPTIMIZER_FILE = "torch/optim/optimizer.py"
 _MAKING = ("__init__", "__setstate__")
-_Member = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,33 +96,26 @@ class OptimizerSearch:
         """
         self._found = OptimizerSet()
         self._made = guard.hook(self.saw)
-        self._originals: dict[str, tuple[_Member, _Member]] = {}
-        """Name of a member of `Optimizer` -> (what stood there, ours)."""
+        self._stand_ins = StandIns()
         self._may_have_missed = False
         """One may be alive that was made before `put_on`."""
 
     def put_on(self) -> None:
         """See every optimizer that is made from now on."""
-        if self._originals:
+        if self._stand_ins:
             return
         self._may_have_missed = any(_has_been_made(cls) for cls in _optimizer_classes())
         for name in _MAKING:
-            original = getattr(torch.optim.Optimizer, name)
-            self._originals[name] = original, self._around(original)
-            setattr(torch.optim.Optimizer, name, self._originals[name][1])
+            self._stand_ins.put(torch.optim.Optimizer, name, self._around)
 
     def take_off(self) -> None:
-        """Put the originals back, unless somebody else has put theirs over ours since."""
-        originals, self._originals = self._originals, {}
-        for name, (original, ours) in originals.items():
-            if getattr(torch.optim.Optimizer, name) is ours:
-                setattr(torch.optim.Optimizer, name, original)
+        """Put the originals back."""
+        self._stand_ins.take_off()
 
-    def _around(self, original: _Member) -> _Member:
-        @functools.wraps(original)
+    def _around(self, original: Callable[..., None]) -> Callable[..., None]:
         def making(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
-            if self._originals:
+            if self._stand_ins:
                 self._made(optimizer)
 
         return making

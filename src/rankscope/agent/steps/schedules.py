@@ -7,13 +7,13 @@ classes that all schedules inherit `step` from; a module call inside of it costs
 
 from __future__ import annotations
 
-import functools
 import itertools
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
+from rankscope.agent.standins import StandIns
 from rankscope.capture.torch_internals.parallel import pipeline_schedules
 
 __all__ = ["ScheduleWatch"]
@@ -31,42 +31,36 @@ class ScheduleWatch:
         self._begins = begins
         self._numbers = itertools.count()
         self._run: int | None = None
-        self._originals: dict[type, Callable[..., Any]] = {}
-        self._patched: dict[type, Callable[..., Any]] = {}
+        self._stand_ins = StandIns()
         self._codes: frozenset[CodeType] = frozenset()
         """Code of torch's own `step`, while a run goes on that began before ours stood there."""
         self._is_over = False
 
     def current(self) -> int | None:
         """Return the number of the run that goes on, counted from 0; None outside every run."""
-        if not self._patched and not self._is_over:
-            self._patch()
+        if not self._stand_ins and not self._is_over:
+            self._put_on()
         if self._codes and _running(self._codes) is None:
             self._run, self._codes = None, frozenset()
         return self._run
 
     def take_off(self) -> None:
-        """Put the originals back, unless somebody else has put theirs over ours since."""
+        """Put the originals back."""
         self._is_over = True
-        for cls, ours in self._patched.items():
-            if vars(cls).get("step") is ours:
-                cls.step = self._originals[cls]  # type: ignore[attr-defined]  # they have a step
-        self._patched.clear()
+        self._stand_ins.take_off()
 
-    def _patch(self) -> None:
-        for cls in pipeline_schedules():
-            original = self._originals[cls] = vars(cls)["step"]
-            ours = self._patched[cls] = self._around(original)
-            cls.step = ours  # type: ignore[attr-defined]  # they have a step
-        codes = (getattr(original, "__code__", None) for original in self._originals.values())
+    def _put_on(self) -> None:
+        classes = pipeline_schedules()
+        codes = (getattr(vars(cls)["step"], "__code__", None) for cls in classes)
         known = frozenset(code for code in codes if code is not None)
+        for cls in classes:
+            self._stand_ins.put(cls, "step", self._around)
         frame = _running(known)
         if frame is not None:  # the first run of all: it has brought us here
             self._run, self._codes = next(self._numbers), known
             self._begins(frame.f_locals.get(frame.f_code.co_varnames[0]))
 
     def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
         def step(schedule: object, *args: Any, **kwargs: Any) -> Any:
             if self._is_over or self.current() is not None:
                 return original(schedule, *args, **kwargs)
