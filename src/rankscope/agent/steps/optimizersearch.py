@@ -18,7 +18,7 @@ from rankscope.agent.standins import StandIns
 __all__ = [
     "Holdings",
     "OptimizerSearch",
-    "OptimizerSet",
+    "OptimizersById",
     "held_parameters",
     "parameters_of",
     "runs_closure",
@@ -43,40 +43,8 @@ class Holdings:
     """
 
 
-class OptimizerSet:
-    """Living optimizers by identity, none kept alive: a class of somebody's own may compare and not
-    hash.
-    """
-
-    def __init__(self) -> None:
-        self._members: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
-
-    def add(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take an optimizer in; True where it was not a member."""
-        if optimizer in self:
-            return False
-        self._members[id(optimizer)] = weakref.ref(optimizer)
-        return True
-
-    def __contains__(self, optimizer: torch.optim.Optimizer) -> bool:
-        member = self._members.get(id(optimizer))
-        return member is not None and member() is optimizer
-
-    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
-        for key, member in list(self._members.items()):
-            optimizer = member()
-            if optimizer is None:
-                self._members.pop(key, None)
-            else:
-                yield optimizer
-
-    def __len__(self) -> int:
-        """Count those alive."""
-        return sum(1 for _ in self)
-
-    def clear(self) -> None:
-        """Leave no member."""
-        self._members.clear()
+OptimizersById = weakref.WeakValueDictionary[int, torch.optim.Optimizer]
+"""Living optimizers by identity: a class of somebody's own may compare and not hash."""
 
 
 class OptimizerSearch:
@@ -94,7 +62,7 @@ class OptimizerSearch:
         Args:
             guard: keeps what fails here out of the constructors of the program.
         """
-        self._found = OptimizerSet()
+        self._found = OptimizersById()
         self._made = guard.hook(self.saw)
         self._stand_ins = StandIns()
         self._may_have_missed = False
@@ -121,7 +89,7 @@ class OptimizerSearch:
         return making
 
     def __contains__(self, optimizer: torch.optim.Optimizer) -> bool:
-        return optimizer in self._found
+        return self._found.get(id(optimizer)) is optimizer
 
     def exists(self) -> bool:
         """True where an optimizer is alive."""
@@ -131,18 +99,22 @@ class OptimizerSearch:
         """Remember an optimizer that steps: a class of somebody's own may be made without torch's
         constructor.
         """
-        self._found.add(optimizer)
+        self._found[id(optimizer)] = optimizer
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Yield the parameters of every optimizer found so far."""
-        for optimizer in self._found:
+        for optimizer in self._alive():
             yield from parameters_of(optimizer)
+
+    def _alive(self) -> list[torch.optim.Optimizer]:
+        references = self._found.valuerefs()  # at once: another thread may make one
+        return [optimizer for each in references if (optimizer := each()) is not None]
 
     def holder_of(self, wanted: frozenset[int]) -> torch.optim.Optimizer | None:
         """Return an optimizer that holds one of these parameters, given by their identities; None
         where none does."""
         if self.exists():
-            for optimizer in self._found:
+            for optimizer in self._alive():
                 if not wanted.isdisjoint(held_parameters(optimizer)):
                     return optimizer
         return None
@@ -157,7 +129,7 @@ class OptimizerSearch:
         return Holdings(known & held.keys(), unheld, strangers)
 
     def _unheld(self, known: frozenset[int]) -> frozenset[int]:
-        return known.difference(*(held_parameters(o) for o in self._found))
+        return known.difference(*(held_parameters(o) for o in self._alive()))
 
     def _finds_earlier(self) -> bool:
         """Search the heap for optimizers made before `put_on`, the first time that this is asked;
@@ -173,7 +145,7 @@ class OptimizerSearch:
         known = len(self._found)
         for candidate in gc.get_referrers(*classes):
             if any(type(candidate) is cls for cls in classes):
-                self._found.add(candidate)
+                self.saw(candidate)
         return len(self._found) > known
 
 

@@ -75,8 +75,8 @@ class Stepping:
         self._close_session = close_session
         self.optimizers = OptimizerSearch(guard)
         self.optimizers.put_on()
-        self._chosen = ChosenSteps(settings.steps)
-        self.machine = StepMachine(self._chosen, self.optimizers.exists)
+        self.chosen = ChosenSteps(settings.steps)
+        self.machine = StepMachine(self.chosen, self.optimizers.exists)
         self.sides = SideNetworks(self.optimizers, self._record_setup)
         self.table = ModuleTable(
             enters_compiled=settings.compile == "eager",
@@ -121,7 +121,7 @@ class Stepping:
         self._parameters, self._updates = parameters, updates
         updates.accumulated.running_step = self._accumulating_step
         self.collectives.open(recorder, values, tracer, self.table)
-        self._chosen.watch_files(recorder, rank, agreement)
+        self.chosen.watch_files(recorder, rank, agreement)
 
     # ------------------------------------------------------------------ a module is called
 
@@ -370,7 +370,7 @@ class Stepping:
     def _is_traced(self, mode: Mode, step: int) -> bool:
         """Decide whether a step that begins is traced, and what of it."""
         is_traced = self.machine.begins(mode, step)
-        orders = self._chosen.ordered
+        orders = self.chosen.ordered
         if orders != self._ordered:
             self._ordered = orders
             paths = tuple(glob for order in orders for glob in order.paths)

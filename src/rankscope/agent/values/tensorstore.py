@@ -149,31 +149,14 @@ class TensorStore:
         """
         if not self._staged:
             return
-        token, holder = (get_ident(),), self._holder
-        try:
-            if holder.setdefault(0, token) is not token and not self._storing.wait(token):
-                return
-            self._collect(wait=wait)
-        finally:
-            if 0 in holder and holder[0] is token:
-                del holder[0]
+        self._alone(lambda: self._collect(wait=wait))
 
     def close(self) -> None:
         """Store what is still on its way, finish the open chunk, and tell what was not kept."""
-        token, holder = (get_ident(),), self._holder
         try:
-            if holder.setdefault(0, token) is not token and not self._storing.wait(token):
-                return  # nested in a write: the chunk is finished from the records
-            self._collect(wait=True)
-            for staging in self._staging.values():
-                staging.close()
-            self._staging.clear()
-            self._store.finish()
+            self._alone(self._finish)  # nested in a write: the chunk is finished from the records
         except ChunkError as error:
             self._tell(str(error))
-        finally:
-            if 0 in holder and holder[0] is token:
-                del holder[0]
         for reason, line in zip(self._missed, self.notes()):
             self._tell(line)
             self._note(reason, line)
@@ -204,33 +187,44 @@ class TensorStore:
 
     def store_in(self, store: Store) -> None:
         """From now on store elsewhere; what is stored stays where it is."""
-        token, holder = (get_ident(),), self._holder
-        try:
-            if holder.setdefault(0, token) is not token and not self._storing.wait(token):
-                return
+
+        def change() -> None:
             self._collect(wait=True)
             self._store = store
-        finally:
-            if 0 in holder and holder[0] is token:
-                del holder[0]
+
+        self._alone(change)
 
     def release(self, reference: int) -> None:
         """Let go of a tensor that nobody will ask for, where its place can be used again."""
-        token, holder = (get_ident(),), self._holder
-        try:
-            if holder.setdefault(0, token) is not token and not self._storing.wait(token):
-                return
+
+        def let_go() -> None:
             if reference not in self._shared:
                 self._store.release(reference)
-        finally:
-            if 0 in holder and holder[0] is token:
-                del holder[0]
+
+        self._alone(let_go)
 
     def unmatched_globs(self) -> list[str]:
         """Return the globs that took nothing so far: most likely they are misspelt."""
         return [*self._unmatched]
 
     # ------------------------------------------------------------------ storing
+
+    def _alone(self, work: Callable[[], None]) -> None:
+        """Do what no other thread may do meanwhile; nothing inside of a write (`WriteLock`)."""
+        token, holder = (get_ident(),), self._holder
+        try:
+            if holder.setdefault(0, token) is token or self._storing.wait(token):
+                work()
+        finally:
+            if 0 in holder and holder[0] is token:
+                del holder[0]
+
+    def _finish(self) -> None:
+        self._collect(wait=True)
+        for staging in self._staging.values():
+            staging.close()
+        self._staging.clear()
+        self._store.finish()
 
     def _store_from_host(self, tensor: torch.Tensor, described: Described) -> int:
         reference = self._next_reference
