@@ -22,12 +22,8 @@ from rankscope.agent.join import define_rank, who_am_i
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.session import Opened, Session
 from rankscope.agent.values.bytestores import Glance, GlanceStore, Look, ScratchStore, Store
-from rankscope.agent.values.tensorpolicy import (
-    chunk_store,
-    make_recorder,
-    make_tensor_store,
-)
-from rankscope.agent.values.tensorstore import free_disk_share
+from rankscope.agent.values.tensorpolicy import chunk_store, make_tensor_store
+from rankscope.agent.values.tensorstore import TensorStore, free_disk_share
 from rankscope.assembly.rankstreams import StreamBytes
 from rankscope.capture.kernel import prepare as prepare_kernel
 from rankscope.chunks.scratch import HeldBytes, Scratch
@@ -252,9 +248,7 @@ class _TracedBlock:
             )
             made.callback(writer.close)
             self._settings = settings
-            recorder = (
-                make_recorder(writer, settings) if rank_recorder is None else rank_recorder(writer)
-            )
+            recorder = (rank_recorder or Recorder)(writer)
             self._recorder = recorder
             define_rank(recorder, identity, run_id, settings)
             self.scratch: Scratch | None = None
@@ -262,14 +256,19 @@ class _TracedBlock:
             self.has_chunks = False
             self.glances = None if look is None else GlanceStore(look, recorder.tensor)
             """What was made of tensors that were looked at."""
-            store = None if rank_recorder is None else self.glances or self._byte_store()
             made.callback(self.close)
-            tensor_store = make_tensor_store(
-                settings, recorder, self.out, self._stream, writers=1, store=store
-            )
-            self._tensor_store = tensor_store
+            self._tensor_store: TensorStore | None = None
+            if rank_recorder is not None:
+                store = self.glances or self._byte_store()
+                self._tensor_store = make_tensor_store(settings, recorder, self._stream, store)
+            elif settings.tensors:
+                store = chunk_store(settings, recorder, self.out, self._stream, writers=1)
+                self._tensor_store = make_tensor_store(settings, recorder, self._stream, store)
             opened = Opened(
-                identity=identity, writer=writer, recorder=recorder, tensor_store=tensor_store
+                identity=identity,
+                writer=writer,
+                recorder=recorder,
+                make_tensor_store=lambda: self._tensor_store,
             )
             self._keep_spool = settings.keep_spool
             self.session = Session(settings, lambda: opened, preferred_root=model, options=options)

@@ -26,7 +26,7 @@ from rankscope.agent.ringrecorder import RingRecorder
 from rankscope.agent.session import Opened
 from rankscope.agent.steps.chosen import Agreement
 from rankscope.agent.steps.touchedfile import OrderWays
-from rankscope.agent.values.tensorpolicy import make_recorder, tensor_store_of_run
+from rankscope.agent.values.tensorpolicy import tensor_store_of_run
 from rankscope.agent.watchingrecorder import WatchingRecorder
 from rankscope.errors import LayoutError, SpoolError
 from rankscope.layout.layoutfile import LayoutFile
@@ -177,9 +177,8 @@ def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joi
             writer=writer,
             recorder=recorder,
             agreement=_agreement(settings, identity, run_folder, header),
-            tensor_store=tensor_store_of_run(settings, recorder, identity, run_folder, header),
-            late_tensor_store=lambda: tensor_store_of_run(
-                settings, recorder, identity, run_folder, header, is_late=True
+            make_tensor_store=lambda: tensor_store_of_run(
+                settings, recorder, identity, run_folder, header
             ),
             is_launched=bool(prepared),
         ),
@@ -209,7 +208,7 @@ def _open_spool(
     folder = stream_folder(_spools(settings, run_folder), identity.stream)
     if not settings.steps.last:
         writer = SpoolWriter(folder, limit_bytes=settings.spool_bytes)
-        return writer, make_recorder(writer, settings)
+        return writer, Recorder(writer)
     board = EventBoard(event_folder(run_folder, header, identity.incarnation))
     ring = RingWriter(
         folder, limit_bytes=settings.spool_bytes, steps=settings.steps.last, board=board

@@ -55,10 +55,8 @@ class Opened:
     recorder: Recorder
     agreement: Agreement = field(default_factory=Agreement)
     """Where the traced ranks agree on a step that is asked for while they run."""
-    tensor_store: TensorStore | None = None
-    """Keeps full tensors, None where none were asked for."""
-    late_tensor_store: Callable[[], TensorStore | None] = lambda: None
-    """Makes that where an order asks for the first ones."""
+    make_tensor_store: Callable[[], TensorStore | None] = lambda: None
+    """Makes what keeps full tensors: called where the settings, or an order, ask for the first."""
     is_launched: bool = False
     """A launcher of ours has the last word on the trace."""
 
@@ -138,7 +136,7 @@ class Session:
         self._rank, self._recorder = opened.identity.rank, opened.recorder
         recorder = opened.recorder
         values = self._values = ValueReader(
-            recorder, Describer(self._rank), settings, opened.tensor_store, opened.late_tensor_store
+            recorder, Describer(self._rank), settings, opened.make_tensor_store
         )
         definitions = self._definitions = DefinitionWriter(recorder, table)
         call_values = CallValues(self.guard, recorder, values, settings, self._options)

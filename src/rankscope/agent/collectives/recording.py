@@ -53,6 +53,8 @@ class _PendingCollective:
     sequence: int
     step: tuple[Mode, int]
     is_selected: bool
+    path: str
+    """Of the module that it belongs to."""
     is_object: bool
     outputs: tuple[torch.Tensor, ...]
     """Memory it writes, held until it has ended."""
@@ -235,6 +237,7 @@ class Collectives:
             sequence,
             step,
             place.is_selected,
+            place.path,
             collective.is_object,
             issued.outputs,
             issued.number,
@@ -307,7 +310,9 @@ class Collectives:
             if call.is_object:
                 self._describe(tensor, call, slot)
             elif self._values.wants(slot):
-                self._values.read(tensor, call.sequence, slot, Phase.COLLECTIVE, samples=False)
+                self._values.read(
+                    tensor, call.sequence, call.path, slot, Phase.COLLECTIVE, samples=False
+                )
 
     def _leave_unread(self, call: _PendingCollective, outputs: tuple[torch.Tensor, ...]) -> None:
         if call.is_selected and self._values.is_on:

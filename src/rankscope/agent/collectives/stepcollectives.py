@@ -151,8 +151,9 @@ class CollectiveTracing:
                 "module", root=0, path="", raw_path="", wrappers=(), opaque=False, **{"class": ""}
             )
         return EventPlace(
-            self._outside, 0, None, running.mode, running.step, None, issuer, self._takes_outside
-        )
+            self._outside, 0, None, running.mode, running.step, None, issuer, self._takes_outside,
+            "",
+        )  # fmt: skip
 
     def _span_in_backward(self) -> NodeSpan | None:
         """Return the module call whose backward this thread is in, as far as that is known."""

@@ -80,6 +80,8 @@ class EventPlace(NamedTuple):
     """One of `record.collective.ISSUERS`."""
     is_selected: bool
     """The setting `paths` takes that module."""
+    path: str
+    """Of that module."""
 
 
 class CallStacks(threading.local):

@@ -341,10 +341,6 @@ class ModuleTable:
             for info in self._all():
                 info.is_selected = self._is_selected(info.path)
 
-    def defined_paths(self) -> dict[int, str]:
-        """Return the path of each module by the number under which the spool knows it."""
-        return {info.definition: info.path for info in self._all() if info.definition}
-
     def _all(self) -> list[ModuleInfo]:
         return [*(info for _, info in [*self._infos.values()]), *self._loose.values()]
 

@@ -325,7 +325,7 @@ class Tracer:
         root = info.root
         return EventPlace(
             self._define(info), root.definition if root is not None else 0, sequence,
-            scope.mode, scope.step, scope.micro_batch, issuer, info.is_selected,
+            scope.mode, scope.step, scope.micro_batch, issuer, info.is_selected, info.path,
         )  # fmt: skip
 
     def current_sequence(self) -> int | None:

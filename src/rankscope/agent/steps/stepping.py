@@ -376,10 +376,7 @@ class Stepping:
             paths = tuple(glob for order in orders for glob in order.paths)
             self.table.select_too(paths)
             self.collectives.select_too(paths)
-            tensors = tuple(glob for order in orders for glob in order.tensors)
-            if tensors:
-                self._recorder.note_paths(self.table.defined_paths())
-            self._values.keep_too(tensors)
+            self._values.keep_too(tuple(glob for order in orders for glob in order.tensors))
         return is_traced
 
     def _end_train(self) -> None:

@@ -27,6 +27,7 @@ from rankscope.record.value import ValueFlag
 
 __all__ = ["ParameterEvents"]
 
+_ABSENT = int(ValueFlag.ABSENT)
 _UNHELD, _CARRIED = int(ValueFlag.UNHELD), int(ValueFlag.CARRIED)
 _NO_SYNC = int(ValueFlag.NO_SYNC)
 
@@ -189,7 +190,7 @@ class ParameterEvents:
             )
             with invisible():
                 for item in items:
-                    is_as_left = self._read(item, sequence, event)
+                    is_as_left = self._read(item, info.path, sequence, event)
                     if taken is not None and item.owner:
                         taken[item.owner] = is_as_left
             if parent is None:
@@ -207,17 +208,18 @@ class ParameterEvents:
         top = event.root.module()
         return top is not None and any(id(p) in event.chosen for p in parameters_of_module(top))
 
-    def _read(self, item: _Item, sequence: int, event: _Event) -> bool:
+    def _read(self, item: _Item, path: str, sequence: int, event: _Event) -> bool:
         phase, held = event.phase, event.left.get(item.owner) if item.owner else None
         if item.tensor is None:
-            self._values.absent(sequence, item.slot, phase, item.flags)
+            self._values.note(None, sequence, item.slot, phase, item.flags | _ABSENT)
             return False
         if item.is_described:
             self._values.describe(item.tensor, sequence, item.slot, phase, item.flags)
             return False
         return self._values.read(
-            item.tensor, sequence, item.slot, phase, flags=item.flags, samples=False, held=held
-        )
+            item.tensor, sequence, path, item.slot, phase,
+            flags=item.flags, samples=False, held=held,
+        )  # fmt: skip
 
     def _items(self, info: ModuleInfo, module: torch.nn.Module, event: _Event) -> Iterable[_Item]:
         is_grads, chosen = event.phase is Phase.GRADS, event.chosen

@@ -91,13 +91,10 @@ class TensorStore:
             self._unmatched |= dict.fromkeys(glob for glob in self._globs if glob not in self._ever)
         self._ever |= {*self._globs}
 
-    def wants(self, path: str | None, slot: str) -> bool:
-        """True where the globs take this slot of this path; of a path that is not known any more,
-        where they take it of any: rather too much is kept than silently too little."""
+    def wants(self, path: str, slot: str) -> bool:
+        """True where the globs take this slot of this path."""
         if self._takes_all:
             return True
-        if path is None:
-            return any(slot_matches(s, slot) for _, s in self._globs.values())
         found = self._wanted.get((path, slot))
         if found is None:
             taking = {

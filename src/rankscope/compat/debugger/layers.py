@@ -57,7 +57,8 @@ class LayerRecorder(Recorder):
 
     def __init__(self, writer: SpoolWriter) -> None:
         super().__init__(writer)
-        self._paths = self.note_paths({})
+        self._paths: dict[int, str] = {}
+        """Of modules, by the number of their definition."""
         self._release: Callable[[int], None] | None = None
         self._drops = threading.RLock()
         self._tops: dict[int, int] = {}
@@ -78,6 +79,13 @@ class LayerRecorder(Recorder):
         with self._drops:
             self._release = release
 
+    def define(self, kind: str, **fields: object) -> int:
+        """As `Recorder.define`."""
+        number = super().define(kind, **fields)
+        if kind == "module":
+            self._paths[number] = str(fields["path"])
+        return number
+
     def enter(
         self,
         module: int,
@@ -96,7 +104,7 @@ class LayerRecorder(Recorder):
                 module, root, parent, mode, step, micro_batch, phase, ordinal, time_ns
             )
             if self._release is not None and phase is Phase.FORWARD:
-                self._place(sequence, parent, root, f".{self._paths.of_module.get(module, '')}")
+                self._place(sequence, parent, root, f".{self._paths.get(module, '')}")
         return sequence
 
     def value(
