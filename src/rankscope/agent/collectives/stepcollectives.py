@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+
 import torch
 
 from rankscope.agent.collectives.autogradnodes import NodeMap, NodeSpan
