@@ -98,7 +98,11 @@ class Tracer:
         if info is None:
             if is_compiled_graph(module):
                 return
-            info = self.learn(module, top)
+            with invisible():
+                if top is None:
+                    info = self._table.learn(module, None)
+                else:
+                    info = self._table.learn(module, top.info.root, top.module, top.scope)
         if top is not None and info.root is not None and info.root.module() is module:
             top = self._without_abandoned()
         in_backward = current_graph_task() != -1
@@ -173,7 +177,9 @@ class Tracer:
         if frames and frames[-1].module is module:
             frame: OpenCall | None = frames.pop()
         else:
-            frame = self._repair(module)
+            frame, *abandoned = self._stacks.pop(module) or [None]
+            for lost in reversed(abandoned):
+                self._abandon(lost)
         is_hooked = module._forward_hooks and self._hooks.stands_behind_outputs_of(module)
         if not frames:
             self._hooks.leave_modules()
@@ -218,19 +224,8 @@ class Tracer:
         if root not in self._compiled_in_place:
             self._compiled_in_place[root] = self._table.compiled_in_place(root)
         for info in self._compiled_in_place[root]:
-            if info.is_selected and info not in scope.forward_calls:
-                sequence = self._recorder.enter(
-                    self._define(info), root.definition, frame.sequence,
-                    scope.mode, scope.step, scope.micro_batch, Phase.FORWARD, 0,
-                )  # fmt: skip
-                self._recorder.exit(sequence, CallStatus.NOT_ENTERED)
-
-    def _repair(self, module: nn.Module) -> OpenCall | None:
-        """Find the call that ends below calls that no hook saw end, and close those."""
-        frame, abandoned = self._stacks.pop(module)
-        for lost in reversed(abandoned):
-            self._abandon(lost)
-        return frame
+            if info not in scope.forward_calls:
+                self._not_entered(info, frame.sequence, scope.mode, scope.step, scope.micro_batch)
 
     def own_output_hook(self, module: nn.Module, args: object, output: object) -> None:
         """Instance forward hook behind a module's own hooks: what the caller really gets."""
@@ -245,15 +240,19 @@ class Tracer:
 
     def note_hidden_root(self, info: ModuleInfo, step: int) -> None:
         """Leave a call without values for a root whose forward in this step no hook saw."""
-        root = info.root
-        assert root is not None  # only roots own parameters
-        if not info.is_selected or not self._wants_forward:
-            return
-        sequence = self._recorder.enter(
-            self._define(info), root.definition, None,
-            Mode.TRAIN, step, root.calls_in_step, Phase.FORWARD, 0,
-        )  # fmt: skip
-        self._recorder.exit(sequence, CallStatus.NOT_ENTERED)
+        assert info.root is not None  # only roots own parameters
+        if self._wants_forward:
+            self._not_entered(info, None, Mode.TRAIN, step, info.root.calls_in_step)
+
+    def _not_entered(
+        self, info: ModuleInfo, parent: int | None, mode: Mode, step: int, micro_batch: int | None
+    ) -> None:
+        if info.is_selected and info.root is not None:
+            sequence = self._recorder.enter(
+                self._define(info), info.root.definition, parent, mode, step, micro_batch,
+                Phase.FORWARD, 0,
+            )  # fmt: skip
+            self._recorder.exit(sequence, CallStatus.NOT_ENTERED)
 
     # ------------------------------------------------------------------ bookkeeping
 
@@ -264,18 +263,6 @@ class Tracer:
         """
         if info.root is not None:
             self._hooks.trace_own_hooks_of(self._table.with_hooks(info.root))
-
-    def learn(self, module: nn.Module, top: OpenCall | None = None) -> ModuleInfo:
-        """Make a module known, inside the call that is open where there is one."""
-        with invisible():
-            if top is None:
-                return self._table.learn(module, None)
-            return self._table.learn(module, top.info.root, top.module, top.scope)
-
-    def learn_inside(self, module: nn.Module, root: Root) -> ModuleInfo:
-        """Make a module known that a root calls while no call is traced."""
-        with invisible():
-            return self._table.learn(module, root)
 
     def _without_abandoned(self) -> OpenCall | None:
         """Close the calls that ended without a hook (KeyboardInterrupt), and return the innermost

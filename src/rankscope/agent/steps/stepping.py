@@ -143,9 +143,10 @@ class Stepping:
             return
         frozen = self.sides.frozen
         if info is None and frozen is not None and module_calls_running() > 1:
-            if self.sides.is_called_by_frozen(self._tracer.learn_inside(module, frozen).root):
+            with invisible():
+                info = self.table.learn(module, frozen)
+            if self.sides.is_called_by_frozen(info.root):
                 return
-            info = self.table.get(module)
         if info is not None and (info.root is None or (info.path and not machine.is_ended)):
             return
         if machine.is_train_over and info is not None and _is_train_forward(info, module):
@@ -318,7 +319,8 @@ class Stepping:
         if not modules or not self._open_session():
             return False
         for module in modules:
-            root = self._tracer.learn(module).root
+            with invisible():
+                root = self.table.learn(module, None).root
             if root is not None:
                 root.is_hidden = True
                 self._record_setup(root)
