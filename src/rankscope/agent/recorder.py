@@ -23,7 +23,6 @@ from rankscope.record.streams import ProcessGroup
 from rankscope.record.value import ValueFlag
 from rankscope.spool.recordformat import (
     ENTER,
-    ENTER_COLLECTIVE,
     ERROR,
     EXIT,
     NO_MICRO_BATCH,
@@ -170,11 +169,18 @@ class Recorder:
         phase: Phase,
         ordinal: int,
         time_ns: int = 0,
+        collective: int = 0,
+        number: int = 0,
     ) -> int:
         """Record that a call began; return its sequence number. (By position: this is the hot
         path.)
 
-        `time_ns`: when it began on the monotonic clock, 0 for now.
+        Args:
+            module: definition of what is called, or issues a collective; the others are of the
+                call.
+            time_ns: when it began on the monotonic clock, 0 for now.
+            collective: definition of a collective that is about to be issued; 0 for none.
+            number: how many of its channel came before in this step.
         """
         sequence = next(self._sequence)
         ident = threading.get_ident()
@@ -192,44 +198,7 @@ class Recorder:
                 mode,
                 self._threads.get(ident) or self._thread(ident),
                 root,
-                0,
-            ),
-        )
-        return sequence
-
-    def enter_collective(
-        self,
-        place: tuple[int, int, int | None, Mode, int, int | None],
-        ordinal: int,
-        collective: Collective,
-        number: int,
-    ) -> int:
-        """Record that a collective is about to be issued; return its sequence number.
-
-        Args:
-            place: module, root, parent, mode, step and micro-batch, as `enter` takes them.
-            ordinal: how many collectives that module issued before in this micro-batch.
-            collective: what it is.
-            number: how many of its channel came before in this step.
-        """
-        module, root, parent, mode, step, micro_batch = place
-        sequence = next(self._sequence)
-        ident = threading.get_ident()
-        self._write(
-            _ENTER,
-            ENTER_COLLECTIVE.pack(
-                sequence,
-                NO_SEQUENCE if parent is None else parent,
-                time.monotonic_ns(),
-                module,
-                step,
-                NO_MICRO_BATCH if micro_batch is None else micro_batch,
-                ordinal,
-                Phase.COLLECTIVE,
-                mode,
-                self._threads.get(ident) or self._thread(ident),
-                root,
-                self.collective(collective),
+                collective,
                 number,
             ),
         )

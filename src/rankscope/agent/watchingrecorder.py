@@ -130,11 +130,14 @@ class WatchingRecorder(RingRecorder):
         phase: Phase,
         ordinal: int,
         time_ns: int = 0,
+        collective: int = 0,
+        number: int = 0,
     ) -> int:
         """Record that a call began; return its sequence number. (By position: hot path.)"""
         sequence = super().enter(
-            module, root, parent, mode, step, micro_batch, phase, ordinal, time_ns
-        )
+            module, root, parent, mode, step, micro_batch, phase, ordinal, time_ns, collective,
+            number,
+        )  # fmt: skip
         watched = self._modules.get(module)
         if watched is not None and mode is self._mode and phase in _WATCHED:
             self._calls[sequence] = watched, mode, step

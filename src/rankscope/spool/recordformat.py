@@ -81,12 +81,10 @@ NO_SEQUENCE = 0xFFFF_FFFF_FFFF_FFFF
 """Parent of a call that has none."""
 NO_MICRO_BATCH = 0xFFFF_FFFF
 
-ENTER = struct.Struct("<QQqIIIIBBHII4x")
+ENTER = struct.Struct("<QQqIIIIBBHIII")
 """sequence, parent sequence, time_ns, module definition, step, micro_batch, ordinal, phase, mode,
-thread, root definition, 0."""
-ENTER_COLLECTIVE = struct.Struct("<QQqIIIIBBHIII")
-"""ENTER of a collective: the last two are its definition, and how many of its kind its group had
-before it in this step."""
+thread, root definition; then, 0 for a module, the definition of a collective, and how many of its
+kind its group had before it in this step."""
 ENTER_DTYPE = np.dtype(
     [
         ("sequence", "<u8"), ("parent", "<u8"), ("time_ns", "<i8"), ("module", "<u4"),
@@ -201,7 +199,7 @@ END_REASONS = (EndReason.EXIT, EndReason.CLOSED, EndReason.SWITCHED_OFF, EndReas
 DEFINITION_LENGTH = struct.Struct("<I")
 """Byte length of the msgpack that follows."""
 
-assert ENTER.size == ENTER_COLLECTIVE.size == ENTER_DTYPE.itemsize <= PAYLOAD_BYTES
+assert ENTER.size == ENTER_DTYPE.itemsize <= PAYLOAD_BYTES
 assert EXIT.size == EXIT_DTYPE.itemsize <= PAYLOAD_BYTES
 assert VALUE_HEAD.size == PAYLOAD_BYTES
 assert VALUE.size == VALUE_DTYPE.itemsize == VALUE_CELLS * PAYLOAD_BYTES

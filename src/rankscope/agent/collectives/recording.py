@@ -231,7 +231,9 @@ class Collectives:
             number = self.messages.next(collective)
         else:
             number = self._next(self._numbers, (place.mode, place.step, *_channel(collective)))
-        sequence = self._recorder.enter_collective(place[:6], ordinal, collective, number)
+        sequence = self._recorder.enter(
+            *place[:6], Phase.COLLECTIVE, ordinal, 0, self._recorder.collective(collective), number
+        )
         step = place.mode, place.step
         call = _PendingCollective(
             sequence,

@@ -97,12 +97,15 @@ class LayerRecorder(Recorder):
         phase: Phase,
         ordinal: int,
         time_ns: int = 0,
+        collective: int = 0,
+        number: int = 0,
     ) -> int:
         """As `Recorder.enter`."""
         with self._drops:
             sequence = super().enter(
-                module, root, parent, mode, step, micro_batch, phase, ordinal, time_ns
-            )
+                module, root, parent, mode, step, micro_batch, phase, ordinal, time_ns, collective,
+                number,
+            )  # fmt: skip
             if self._release is not None and phase is Phase.FORWARD:
                 self._place(sequence, parent, root, f".{self._paths.get(module, '')}")
         return sequence
