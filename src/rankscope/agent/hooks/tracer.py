@@ -177,8 +177,9 @@ class Tracer:
         if frames and frames[-1].module is module:
             frame: OpenCall | None = frames.pop()
         else:
-            frame, *abandoned = self._stacks.pop(module) or [None]
-            for lost in reversed(abandoned):
+            taken = stacks.pop(module)
+            frame = taken[0] if taken else None
+            for lost in reversed(taken[1:]):
                 self._abandon(lost)
         is_hooked = module._forward_hooks and self._hooks.stands_behind_outputs_of(module)
         if not frames:
