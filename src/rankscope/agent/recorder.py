@@ -8,6 +8,7 @@ import itertools
 import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 
 import msgpack  # type: ignore[import-untyped]  # ships no types
 
@@ -103,32 +104,21 @@ class Recorder:
         fields: dict[str, object] = {"text": text, "fact": note.fact}
         return self._texts.get(text) or self._intern(self._texts, text, "text", fields)
 
-    def mesh(self, mesh: Mesh, device: str = "") -> int:
+    def mesh(self, mesh: Mesh) -> int:
         """Return the number of a mesh, defining it on first sight."""
-        fields: dict[str, object] = {
-            "axes": mesh.axes,
-            "shape": mesh.shape,
-            "ranks": mesh.ranks,
-            "device": device,
-        }
+        fields = {"axes": mesh.axes, "shape": mesh.shape, "ranks": mesh.ranks, "device": ""}
         return self._meshes.get(mesh) or self._intern(self._meshes, mesh, "mesh", fields)
 
     def group(self, group: ProcessGroup) -> int:
         """Return the number of a process group, defining it on first sight."""
-        fields: dict[str, object] = {
-            "name": group.name,
-            "ranks": group.ranks,
-            "backend": group.backend,
-            "description": group.description,
-        }
-        return self._groups.get(group) or self._intern(self._groups, group, "group", fields)
+        known = self._groups.get(group)
+        return known or self._intern(self._groups, group, "group", asdict(group))
 
     def collective(self, collective: Collective) -> int:
         """Return the number of a kind of collective, defining it on first sight."""
-        known = self._collectives.get(collective)
-        if known:
-            return known
-        return self._intern(self._collectives, collective, "collective", collective.as_fields())
+        table = self._collectives
+        known = table.get(collective)
+        return known or self._intern(table, collective, "collective", collective.as_fields())
 
     def meta(self, described: Described) -> int:
         """Return the number of a value's description, defining it (and its mesh) on first sight."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
 
 from rankscope.agent.guard import Guard
+from rankscope.agent.hooks.pythonstack import calls_running
 from rankscope.agent.standins import StandIns
 
 __all__ = [
@@ -25,7 +24,6 @@ __all__ = [
     "steps_running",
 ]
 
-_OPTIMIZER_FILE = "torch/optim/optimizer.py"
 _MAKING = ("__init__", "__setstate__")
 
 
@@ -185,10 +183,4 @@ def runs_closure(arguments: tuple[object, ...], keywords: dict[str, object]) -> 
 
 def steps_running() -> int:
     """Return how many optimizer steps are on this thread's Python stack."""
-    count = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        count += code.co_name == "wrapper" and code.co_filename.endswith(_OPTIMIZER_FILE)
-        frame = frame.f_back
-    return count
+    return calls_running("wrapper", "torch/optim/optimizer.py")

@@ -8,11 +8,11 @@ classes that all schedules inherit `step` from; a module call inside of it costs
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
+from rankscope.agent.hooks.pythonstack import frames_here
 from rankscope.agent.standins import StandIns
 from rankscope.capture.torch_internals.parallel import pipeline_schedules
 
@@ -40,7 +40,7 @@ class ScheduleWatch:
         """Return the number of the run that goes on, counted from 0; None outside every run."""
         if not self._stand_ins and not self._is_over:
             self._put_on()
-        if self._codes and _running(self._codes) is None:
+        if self._codes and not any(frame.f_code in self._codes for frame in frames_here()):
             self._run, self._codes = None, frozenset()
         return self._run
 
@@ -55,7 +55,7 @@ class ScheduleWatch:
         known = frozenset(code for code in codes if code is not None)
         for cls in classes:
             self._stand_ins.put(cls, "step", self._around)
-        frame = _running(known)
+        frame = next((frame for frame in frames_here() if frame.f_code in known), None)
         if frame is not None:  # the first run of all: it has brought us here
             self._run, self._codes = next(self._numbers), known
             self._begins(frame.f_locals.get(frame.f_code.co_varnames[0]))
@@ -72,11 +72,3 @@ class ScheduleWatch:
                 self._run = None
 
         return step
-
-
-def _running(codes: frozenset[CodeType]) -> FrameType | None:
-    """Return the innermost frame of this thread that runs one of these codes."""
-    frame: FrameType | None = sys._getframe(1) if codes else None
-    while frame is not None and frame.f_code not in codes:
-        frame = frame.f_back
-    return frame
