@@ -41,14 +41,7 @@ class RingRecorder(Recorder):
     def __init__(
         self, writer: RingWriter, selection: StepSelection, board: EventBoard, rank: int
     ) -> None:
-        """Write what comes before the first step where it is never let go.
-
-        Args:
-            writer: takes the records.
-            selection: how many steps are held, and what a spike is.
-            board: where it is told what happened.
-            rank: this one's number.
-        """
+        """Write what comes before the first step where it is never let go."""
         super().__init__(writer)
         self._ring = writer
         self._steps = selection.last

@@ -26,11 +26,7 @@ class RunningMedian:
     __slots__ = ("_factor", "_highest", "_last", "limit", "median")
 
     def __init__(self, factor: float) -> None:
-        """Know no step yet.
-
-        Args:
-            factor: a magnitude so many times the median leaps.
-        """
+        """Know no step yet; a magnitude `factor` times the median leaps."""
         self._factor = factor
         self._last: deque[float] = deque(maxlen=_STEPS)
         self._highest = 0.0

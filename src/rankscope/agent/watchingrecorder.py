@@ -86,14 +86,8 @@ class WatchingRecorder(RingRecorder):
         rank: int,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        """Watch what the selection names.
-
-        Args:
-            writer: takes the records.
-            selection: how many steps are held, which values are watched, and what a spike is.
-            board: where it is told what happened, and which globs took anything on any rank.
-            rank: this one's number.
-            say: tells the user which globs took nothing; None where another rank does.
+        """Watch what the selection names; `say` tells the user which globs took nothing, None where
+        another rank does.
         """
         super().__init__(writer, selection, board, rank)
         self._globs = selection.watch

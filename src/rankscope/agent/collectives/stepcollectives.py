@@ -40,8 +40,7 @@ class CollectiveTracing:
         """Watch nothing yet.
 
         Args:
-            guard: keeps what fails here out of the program.
-            settings: which phases and paths to take.
+            guard, settings: those of the session.
             open_session: opens the spool, and hands over what is in it by `open`; False where this
                 process is not traced.
             running: what runs, or is about to, outside every module call; None where it is not

@@ -58,7 +58,9 @@ def program_lines() -> int:
     for frame in frames_here():
         if not _is_inside(frame.f_code.co_filename):
             lines.append((frame.f_code.co_filename, frame.f_lineno))
-    return hash(tuple(lines[:_MOST_FRAMES]))
+        if len(lines) == _MOST_FRAMES:
+            break
+    return hash(tuple(lines))
 
 
 def _is_inside(name: str) -> bool:

@@ -47,11 +47,7 @@ class Tracer:
         """Have the hooks of traced steps call this tracer.
 
         Args:
-            recorder: where calls are written.
-            definitions: names the modules of the table it holds.
-            call_values: reads what calls are handed and hand out.
-            hooks: the hooks of this session.
-            settings: which phases to take.
+            recorder, definitions, call_values, hooks, settings: those of the session.
             open_scope: told of an outermost call, and its module; None where that is not traced.
             calls_side: told where modules of one root call one of another.
         """

@@ -50,13 +50,7 @@ class ChosenSteps:
         return tuple(order for orders in self._ordered.values() for order in orders)
 
     def watch_files(self, recorder: Recorder, rank: int, agreement: Agreement) -> None:
-        """Begin to look at the file of `at:FILE`, where the setting has one, and for orders.
-
-        Args:
-            recorder: where missed steps are written down.
-            rank: this one's number.
-            agreement: where ranks agree.
-        """
+        """Begin to look at the file of `at:FILE`, where the setting has one, and for orders."""
         if self._selection.last:
             return  # the relay looks for both
 

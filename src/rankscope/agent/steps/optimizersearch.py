@@ -55,11 +55,6 @@ class OptimizerSearch:
     """
 
     def __init__(self, guard: Guard) -> None:
-        """Know none yet.
-
-        Args:
-            guard: keeps what fails here out of the constructors of the program.
-        """
         self._found = OptimizersById()
         self._made = guard.hook(self.saw)
         self._stand_ins = StandIns()

@@ -24,11 +24,8 @@ class ScalerWatch:
     """Tells of skipped steps between `put_on` and `take_off`; both may be called at any time."""
 
     def __init__(self, skipped: Callable[[torch.optim.Optimizer], None]) -> None:
-        """Watch nothing yet.
-
-        Args:
-            skipped: told of the optimizer after `GradScaler.step` returned without stepping it; it
-                must not raise.
+        """Watch nothing yet; `skipped` is told of the optimizer after `GradScaler.step` returned
+        without stepping it, and must not raise.
         """
         self._skipped = skipped
         self._stand_ins = StandIns()

@@ -23,10 +23,8 @@ class ScheduleWatch:
     """Says in which run of a schedule this process is, from the first question until `take_off`."""
 
     def __init__(self, begins: Callable[[object], None]) -> None:
-        """Watch nothing yet: a program may import pipelines later, or never.
-
-        Args:
-            begins: told of the schedule when a run begins; it must not raise.
+        """Watch nothing yet: a program may import pipelines later, or never. `begins` is told of
+        the schedule when a run begins, and must not raise.
         """
         self._begins = begins
         self._numbers = itertools.count()
