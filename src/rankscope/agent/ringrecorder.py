@@ -113,8 +113,13 @@ class RingRecorder(Recorder):
         super().value(
             sequence, slot, described, reading, phase, ordinal, flags, batch_dim, reference
         )
-        if reading is None:
-            return
+        if reading is not None:
+            self._look(sequence, slot, reading, phase, flags)
+
+    def _look(
+        self, sequence: int, slot: str, reading: ValueNumbers, phase: Phase, flags: int
+    ) -> None:
+        """Look at numbers that were just recorded."""
         is_bad = reading.nan or reading.posinf
         if phase is Phase.GRADS and not flags & OF_SCALER and slot.startswith("grad:"):
             self._squares += reading.l2 * reading.l2

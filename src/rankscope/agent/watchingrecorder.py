@@ -18,7 +18,6 @@ from typing import Final
 
 from rankscope.agent.ringrecorder import OF_SCALER, RingRecorder
 from rankscope.agent.runningmedian import RunningMedian
-from rankscope.capture.describe import Described
 from rankscope.capture.reading import ValueNumbers
 from rankscope.globs import glob_matches, slot_matches, split_place
 from rankscope.record.call import Mode
@@ -156,24 +155,12 @@ class WatchingRecorder(RingRecorder):
                         "prints them, such as lm_head:output"
                     )
 
-    def value(
-        self,
-        sequence: int,
-        slot: str,
-        described: Described,
-        reading: ValueNumbers | None,
-        phase: Phase,
-        ordinal: int,
-        flags: int,
-        batch_dim: int,
-        reference: int = 0,
+    def _look(
+        self, sequence: int, slot: str, reading: ValueNumbers, phase: Phase, flags: int
     ) -> None:
-        """Record one tensor in one slot, and look at its numbers. (By position: hot path.)"""
-        super().value(
-            sequence, slot, described, reading, phase, ordinal, flags, batch_dim, reference
-        )
+        super()._look(sequence, slot, reading, phase, flags)
         call = self._calls.get(sequence)
-        if call is None or reading is None:
+        if call is None:
             return
         module, mode, step = call
         try:
