@@ -10,6 +10,7 @@ finally:
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -53,11 +54,12 @@ from rankscope.run.folders import (
 from rankscope.run.jobend import note_job_end
 from rankscope.run.outfolder import remove_empty
 from rankscope.run.prepare import Collection, PreparedRun, RunRequest, prepare_run
+from rankscope.run.progressline import progress
 from rankscope.run.verdictline import verdict_line
 from rankscope.settings import SET, SETTINGS, Settings
 from rankscope_launcher.companions import Companion, CompanionWatch, wait_for_end
 from rankscope_launcher.ending import HostPart, failure_line, shown
-from rankscope_launcher.progress import Progress, StallNotices, say
+from rankscope_launcher.progress import StallNotices, say
 from rankscope_launcher.untraced import Reached, reached_by_processes, why_nothing
 
 __all__ = ["JobShape", "TracedJob"]
@@ -261,9 +263,10 @@ class TracedJob:
                 say(f"the dataset is not whole: see {shown(log)}")
             if has_finished:
                 most_s = self._settings.finish_seconds
-                with Progress("judging the trace") as progress:
+                with progress() as show:
+                    tick = functools.partial(show, "judging the trace", None)
                     self._verdict = verdict_line(
-                        part.out, shown(part.out), most_s, is_hurried, progress.tick
+                        part.out, shown(part.out), most_s, is_hurried, tick
                     )
             return line
 
@@ -281,7 +284,7 @@ class TracedJob:
         part = self._part
         waiting_for = part.collector or part.relay
         deadline = time.monotonic() + self._settings.finish_seconds
-        with Progress("finishing the trace") as progress:
+        with progress() as show:
             while waiting_for is not None and waiting_for.is_at_work():
                 if time.monotonic() >= deadline or is_hurried() or part.has_no_room():
                     return
@@ -289,7 +292,7 @@ class TracedJob:
                     return
                 for companion in part.companions():
                     companion.tend()
-                progress.tick()
+                show("finishing the trace", None)
                 time.sleep(_POLL_S)
 
     def _nothing_came(self) -> bool:
