@@ -106,7 +106,12 @@ class Recorder:
 
     def mesh(self, mesh: Mesh) -> int:
         """Return the number of a mesh, defining it on first sight."""
-        fields = {"axes": mesh.axes, "shape": mesh.shape, "ranks": mesh.ranks, "device": ""}
+        fields: dict[str, object] = {
+            "axes": mesh.axes,
+            "shape": mesh.shape,
+            "ranks": mesh.ranks,
+            "device": "",
+        }
         return self._meshes.get(mesh) or self._intern(self._meshes, mesh, "mesh", fields)
 
     def group(self, group: ProcessGroup) -> int:
