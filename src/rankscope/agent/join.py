@@ -22,12 +22,11 @@ from rankscope.agent.rendezvous import (
     agree_on_life,
     find_agents_store,
 )
-from rankscope.agent.ringrecorder import RingRecorder
+from rankscope.agent.ringrecorder import RingRecorder, WatchingRecorder
 from rankscope.agent.session import Opened
 from rankscope.agent.steps.chosen import Agreement
 from rankscope.agent.steps.touchedfile import OrderWays
 from rankscope.agent.values.tensorpolicy import tensor_store_of_run
-from rankscope.agent.watchingrecorder import WatchingRecorder
 from rankscope.errors import LayoutError, SpoolError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.secretwords import without_secrets
