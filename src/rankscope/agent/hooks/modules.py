@@ -30,10 +30,6 @@ _FEWEST_KEPT = 1024
 """So many modules are kept before the dead among them are looked for."""
 
 
-def _count_elements(module: nn.Module) -> int:
-    return sum(0 if is_lazy(p) else p.numel() for p in parameters_of_module(module))
-
-
 def _owns_parameters(module: nn.Module) -> bool:
     return next(parameters_of_module(module), None) is not None
 
@@ -264,10 +260,6 @@ class ModuleTable:
             if (top := root.module()) is not None:
                 yield from parameters_of_module(top)
 
-    def parameter_ids(self) -> frozenset[int]:
-        """Return the identities of the parameters of every root."""
-        return frozenset(map(id, self.parameters()))
-
     def paths(self) -> set[str]:
         """Return the canonical paths of all modules seen."""
         return self._paths_of_dead | {info.path for _, info in self._known()}
@@ -304,7 +296,8 @@ class ModuleTable:
             root, path = known.root, known.path
         else:
             own = class_behind_wrappers(core)
-            root = Root(weakref.ref(core), own.__name__, _count_elements(core))
+            elements = sum(0 if is_lazy(p) else p.numel() for p in parameters_of_module(core))
+            root = Root(weakref.ref(core), own.__name__, elements)
             path = ""
             self.roots.append(root)
         for wrapped in outer:

@@ -110,8 +110,10 @@ class Tracer:
             scope = self._scope_that_called(info)
         else:
             scope = self._open_scope(info, module)
-            if scope is not None and not scope.is_muted:
-                self._follow_own_hooks(info)
+            # not a moment longer than the root runs: a model that is saved or copied between two
+            # forwards must carry nothing of ours
+            if scope is not None and not scope.is_muted and info.root is not None:
+                self._hooks.trace_own_hooks_of(self._table.with_hooks(info.root))
             if scope is not None and (not self._scopes or self._scopes[-1] is not scope):
                 self._scopes.append(scope)
         if scope is None:
@@ -252,14 +254,6 @@ class Tracer:
             self._recorder.exit(sequence, CallStatus.NOT_ENTERED)
 
     # ------------------------------------------------------------------ bookkeeping
-
-    def _follow_own_hooks(self, info: ModuleInfo) -> None:
-        """Stand behind the hooks of a root's modules while it runs, and not a moment longer.
-
-        A model that is saved or copied between two forwards must carry nothing of ours.
-        """
-        if info.root is not None:
-            self._hooks.trace_own_hooks_of(self._table.with_hooks(info.root))
 
     def _without_abandoned(self) -> OpenCall | None:
         """Close the calls that ended without a hook (KeyboardInterrupt), and return the innermost

@@ -19,7 +19,7 @@ from rankscope.agent.steps.optimizersearch import Holdings, OptimizerSearch
 from rankscope.agent.steps.scalers import is_skipped_inside, scaling_of
 from rankscope.agent.values.accumulated import AccumulatedGradients
 from rankscope.agent.values.gradients import GradientHooks
-from rankscope.agent.values.parameters import ParameterEvents
+from rankscope.agent.values.parameters import ParameterEvents, has_gradient
 from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.autograd import current_graph_task
 from rankscope.record.call import Mode
@@ -118,7 +118,9 @@ class Updates:
         concerned = holdings.own
         self._unheld |= holdings.unheld
         if concerned:
-            frozen = holdings.unheld - self._events.needing_gradient(holdings.unheld)
+            frozen = holdings.unheld - self._events.those(
+                holdings.unheld, lambda p: p.requires_grad
+            )
             concerned |= frozen - self._read
             self._read |= concerned
             self._shown = ordinal + 1
@@ -164,7 +166,9 @@ class Updates:
         self._note_options(optimizer, step)
         self._note(step, _describe_rates(optimizer))
         again = holdings.unheld & self._unheld_read
-        concerned = holdings.own | (holdings.unheld - again) | self._events.having_gradient(again)
+        concerned = (
+            holdings.own | (holdings.unheld - again) | self._events.those(again, has_gradient)
+        )
         self._unheld_read |= holdings.unheld
         taken = self._events.gradients(
             step, self._count - 1, concerned, flags=flags, unheld=holdings.unheld,
@@ -176,7 +180,9 @@ class Updates:
 
     def _holdings(self, optimizer: torch.optim.Optimizer) -> Holdings:
         """Return whose the parameters are that concern an optimizer's step."""
-        holdings = self._optimizers.holdings(optimizer, self._table.parameter_ids())
+        holdings = self._optimizers.holdings(
+            optimizer, frozenset(map(id, self._table.parameters()))
+        )
         if current_graph_task() != -1:  # inside backward: gradients of others are not final
             return replace(holdings, unheld=frozenset())
         return holdings

@@ -25,7 +25,7 @@ from rankscope.capture.torch_internals.dtensor import is_dtensor
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 
-__all__ = ["ParameterEvents"]
+__all__ = ["ParameterEvents", "has_gradient"]
 
 _ABSENT = int(ValueFlag.ABSENT)
 _UNHELD, _CARRIED = int(ValueFlag.UNHELD), int(ValueFlag.CARRIED)
@@ -132,17 +132,10 @@ class ParameterEvents:
     def has_gradients(self) -> bool:
         """True where a parameter of a root has a gradient now."""
         with invisible():
-            return any(map(_has_gradient, self._table.parameters()))
+            return any(map(has_gradient, self._table.parameters()))
 
-    def having_gradient(self, chosen: Set[int]) -> frozenset[int]:
-        """Return those of the parameters, told by their identities, that have a gradient now."""
-        return self._that(chosen, _has_gradient)
-
-    def needing_gradient(self, chosen: Set[int]) -> frozenset[int]:
-        """Return those of the parameters, told by their identities, that need a gradient."""
-        return self._that(chosen, lambda parameter: parameter.requires_grad)
-
-    def _that(self, chosen: Set[int], holds: Callable[[torch.Tensor], bool]) -> frozenset[int]:
+    def those(self, chosen: Set[int], holds: Callable[[torch.Tensor], bool]) -> frozenset[int]:
+        """Return those of the parameters, told by their identities, of which something holds."""
         if not chosen:
             return frozenset()
         with invisible():
@@ -247,7 +240,8 @@ def _is_placed(root: Root) -> bool:
     return top is not None and any(is_dtensor(type(p)) for p in parameters_of_module(top))
 
 
-def _has_gradient(parameter: torch.Tensor) -> bool:
+def has_gradient(parameter: torch.Tensor) -> bool:
+    """True where a parameter has a gradient now."""
     return gradient_of(parameter) is not None
 
 
