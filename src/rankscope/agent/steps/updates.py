@@ -118,9 +118,8 @@ class Updates:
         concerned = holdings.own
         self._unheld |= holdings.unheld
         if concerned:
-            frozen = holdings.unheld - self._events.those(
-                holdings.unheld, lambda p: p.requires_grad
-            )
+            needing = self._events.those(holdings.unheld, lambda p: p.requires_grad)
+            frozen = holdings.unheld - needing
             concerned |= frozen - self._read
             self._read |= concerned
             self._shown = ordinal + 1
@@ -166,9 +165,8 @@ class Updates:
         self._note_options(optimizer, step)
         self._note(step, _describe_rates(optimizer))
         again = holdings.unheld & self._unheld_read
-        concerned = (
-            holdings.own | (holdings.unheld - again) | self._events.those(again, has_gradient)
-        )
+        again_with = self._events.those(again, has_gradient)
+        concerned = holdings.own | (holdings.unheld - again) | again_with
         self._unheld_read |= holdings.unheld
         taken = self._events.gradients(
             step, self._count - 1, concerned, flags=flags, unheld=holdings.unheld,
@@ -180,9 +178,8 @@ class Updates:
 
     def _holdings(self, optimizer: torch.optim.Optimizer) -> Holdings:
         """Return whose the parameters are that concern an optimizer's step."""
-        holdings = self._optimizers.holdings(
-            optimizer, frozenset(map(id, self._table.parameters()))
-        )
+        known = frozenset(map(id, self._table.parameters()))
+        holdings = self._optimizers.holdings(optimizer, known)
         if current_graph_task() != -1:  # inside backward: gradients of others are not final
             return replace(holdings, unheld=frozenset())
         return holdings
