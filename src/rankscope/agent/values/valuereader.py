@@ -113,18 +113,8 @@ class ValueReader:
         samples: bool = True,
         held: HeldValue | None = None,
     ) -> bool:
-        """Digest one tensor as it is now and record it; the caller holds `invisible()`.
-
-        Args:
-            tensor: any tensor.
-            sequence: the call it belongs to.
-            path: of the module that was called.
-            slot: where in the call.
-            phase: of the value, which may be another than that of the call.
-            ordinal: how many of this slot and phase the call had before.
-            flags: what to know about it (`ValueFlag`).
-            samples: take those of single rows too.
-            held: what was read from it before.
+        """Digest one tensor as it is now and record it under a call of the module with this path;
+        the caller holds `invisible()`.
 
         Returns:
             True where it is still what `held` was read from, which its record says then.
