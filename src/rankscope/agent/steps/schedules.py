@@ -49,6 +49,8 @@ class ScheduleWatch:
 
     def _put_on(self) -> None:
         classes = pipeline_schedules()
+        if not classes:
+            return
         codes = (getattr(vars(cls)["step"], "__code__", None) for cls in classes)
         known = frozenset(code for code in codes if code is not None)
         for cls in classes:

@@ -173,9 +173,19 @@ class ParameterEvents:
             return
 
         def read(info: ModuleInfo, item: _Item, sequence: int) -> None:
-            is_as_left = self._read(item, info.path, sequence, event)
-            if taken is not None and item.owner:
-                taken[item.owner] = is_as_left
+            slot, tensor, flags, is_described, owner = item
+            is_as_left = False
+            if tensor is None:
+                self._values.note(None, sequence, slot, event.phase, flags | _ABSENT)
+            elif is_described:
+                self._values.describe(tensor, sequence, slot, event.phase, flags)
+            else:
+                is_as_left = self._values.read(
+                    tensor, sequence, info.path, slot, event.phase,
+                    flags=flags, samples=False, held=event.left.get(owner) if owner else None,
+                )  # fmt: skip
+            if taken is not None and owner:
+                taken[owner] = is_as_left
 
         parts = self._parts(root, event)
         self._events.write(root, event.phase, event.step, event.ordinal, parts, read)
@@ -189,19 +199,6 @@ class ParameterEvents:
                 items = list(self._items(root, info, module, event))
             yield info, items + extras
             extras = []
-
-    def _read(self, item: _Item, path: str, sequence: int, event: _Event) -> bool:
-        phase, held = event.phase, event.left.get(item.owner) if item.owner else None
-        if item.tensor is None:
-            self._values.note(None, sequence, item.slot, phase, item.flags | _ABSENT)
-            return False
-        if item.is_described:
-            self._values.describe(item.tensor, sequence, item.slot, phase, item.flags)
-            return False
-        return self._values.read(
-            item.tensor, sequence, path, item.slot, phase,
-            flags=item.flags, samples=False, held=held,
-        )  # fmt: skip
 
     def _items(
         self, root: Root, info: ModuleInfo, module: torch.nn.Module, event: _Event
