@@ -87,9 +87,11 @@ class Companion:
 class CompanionWatch:
     """Looks after companions while the launcher's main thread is inside torchrun."""
 
-    def __init__(self, companions: Sequence[Companion], look: Callable[[], object]) -> None:
+    def __init__(
+        self, companions: Sequence[Companion], looks: Sequence[Callable[[], object]]
+    ) -> None:
         self._companions = companions
-        self._look = look
+        self._looks = looks
         """Called every time: what else is to be seen while the job runs."""
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rankscope-companions", daemon=True)
@@ -104,7 +106,8 @@ class CompanionWatch:
         while not self._is_over.wait(_LOOK_S):
             for companion in self._companions:
                 companion.tend()
-            self._look()
+            for look in self._looks:
+                look()
 
 
 def wait_for_end(companions: Sequence[Companion], seconds: float) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from rankscope.tree.reader import open_trace
 from rankscope_launcher.companions import Companion
 from rankscope_launcher.untraced import Reached
 
-__all__ = ["Ending", "failure_line", "shown"]
+__all__ = ["HostPart", "failure_line", "shown"]
 
 _NO_STEP = (NoteKind.NO_STEP_REACHED, NoteKind.NO_STEP_BEGUN)
 _LONGEST_ERROR = 300
@@ -37,22 +37,24 @@ QUIET = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """How far one host's part in a trace has come."""
+@dataclass(slots=True, kw_only=True)
+class HostPart:
+    """One host's part in a trace, and how far it has come."""
 
     out: Path
     run_folder: Path
     collection: Collection
-    relay: Companion | None
-    collector: Companion | None
-    """None where another host of the run has it."""
-    steps: StepSelection = field(default_factory=lambda: StepSelection("0-2"))
+    steps: StepSelection
     """The setting."""
+    relay: Companion | None = None
+    collector: Companion | None = None
+    """None where another host of the run has it."""
     was_held: bool = False
     """Ranks of this host held steps back."""
-    untraced: str = ""
-    """The line for a job of which no rank opened a spool."""
+
+    def companions(self) -> list[Companion]:
+        """Return those that were started."""
+        return [each for each in (self.relay, self.collector) if each is not None]
 
     def has_tree(self) -> bool:
         """True once the tree is in this host's trace folder."""
@@ -69,8 +71,8 @@ class Ending:
             return True
         return held_anything(self.run_folder)
 
-    def line(self) -> str:
-        """Return the line."""
+    def last_line(self, untraced: str) -> str:
+        """Return the last line; `untraced` where no rank opened a spool."""
         if self.collection.is_elsewhere:
             return self._of_records_sent()
         folder = shown(self.out)
@@ -94,7 +96,7 @@ class Ending:
             touched = "" if self.steps.file is None else f", {self.steps.file} was not touched"
             watched = " and no watched value" if self.steps.watch else ""
             quiet = QUIET.format(touched=touched, watched=watched)
-            return quiet if self.was_held else self.untraced
+            return quiet if self.was_held else untraced
         why = f"the collector ended with code {code}, see {self.out / COLLECTOR_LOG_NAME}"
         if code == ExitOutcome.NO_ROOM:
             why = _NO_ROOM

@@ -10,6 +10,7 @@ finally:
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -53,11 +54,12 @@ from rankscope.run.folders import (
 from rankscope.run.jobend import note_job_end
 from rankscope.run.outfolder import remove_empty
 from rankscope.run.prepare import Collection, PreparedRun, RunRequest, prepare_run
+from rankscope.run.progressline import progress
 from rankscope.run.verdictline import verdict_line
 from rankscope.settings import SET, SETTINGS, Settings
 from rankscope_launcher.companions import Companion, CompanionWatch, wait_for_end
-from rankscope_launcher.ending import Ending, failure_line, shown
-from rankscope_launcher.progress import Progress, StallNotices, say
+from rankscope_launcher.ending import HostPart, failure_line, shown
+from rankscope_launcher.progress import StallNotices, say
 from rankscope_launcher.untraced import Reached, reached_by_processes, why_nothing
 
 __all__ = ["JobShape", "TracedJob"]
@@ -99,18 +101,18 @@ class TracedJob:
         self._life = FolderLock(prepared.run_folder / LAUNCHER_LOCK_NAME, "launcher")
         self._settings = settings
         self._shape = shape
-        self._collection = prepared.collection
-        self._out = prepared.out
+        self._part = HostPart(
+            out=prepared.out,
+            run_folder=prepared.run_folder,
+            collection=prepared.collection,
+            steps=settings.steps,
+        )
         self._announcement = prepared.announcement
         self._verdict = ""
-        self._run_folder = prepared.run_folder
         self._made = prepared.made
-        self._relay: Companion | None = None
-        self._collector: Companion | None = None
         self._watch: CompanionWatch | None = None
         self._is_over = False
         self._has_dataset = False
-        self._was_held = False
         self._reached: list[Reached] = []
 
     @classmethod
@@ -167,12 +169,12 @@ class TracedJob:
             variables["RANKSCOPE_KEYS"] = str(self._settings.keys)
         if self._settings.steps.file is not None:  # its path made whole here, not in the script
             variables["RANKSCOPE_STEPS"] = self._settings.steps.text
-        if not self._collection.is_elsewhere:
-            variables["RANKSCOPE_OUT"] = str(self._out)
+        if not self._part.collection.is_elsewhere:
+            variables["RANKSCOPE_OUT"] = str(self._part.out)
         return {
             **variables,
             "RANKSCOPE": "1",
-            "RANKSCOPE_RUN_FOLDER": str(self._run_folder),
+            "RANKSCOPE_RUN_FOLDER": str(self._part.run_folder),
         }
 
     # ------------------------------------------------------------------ life
@@ -182,13 +184,14 @@ class TracedJob:
         was named by address.
         """
         say(self._announcement)
-        folder = self._run_folder
-        self._relay = Companion(relay_command(folder), folder / RELAY_LOG_NAME, folder)
+        part = self._part
+        folder = part.run_folder
+        part.relay = Companion(relay_command(folder), folder / RELAY_LOG_NAME, folder)
         if self._must_collect():
             self._has_dataset = self._settings.parquet and not self._says_trouble(dataset_trouble())
             command = collector_command(
-                self._out,
-                bind=self._collection.listens_on(folder),
+                part.out,
+                bind=part.collection.listens_on(folder),
                 world_size=self._shape.world_size,
                 traced_ranks=self._settings.traced_of(self._shape.world_size),
                 keep_spool=self._settings.keep_spool,
@@ -199,15 +202,10 @@ class TracedJob:
                 run_folder=folder,
                 parquet=self._has_dataset,
             )
-            self._collector = Companion(command, self._out / COLLECTOR_LOG_NAME, folder)
-        stalls = StallNotices(folder, shown(self._out))
-        findings = FindingNotices(self._out, shown(self._out), say)
-
-        def look() -> None:
-            stalls.look()
-            findings.look()
-
-        self._watch = CompanionWatch(self._companions, look)
+            part.collector = Companion(command, part.out / COLLECTOR_LOG_NAME, folder)
+        stalls = StallNotices(folder, shown(part.out))
+        findings = FindingNotices(part.out, shown(part.out), say)
+        self._watch = CompanionWatch(part.companions(), (stalls.look, findings.look))
 
     def _metrics(self) -> int | None:
         """Return the port of the collector's metrics; None for none, or where it cannot be had,
@@ -228,125 +226,99 @@ class TracedJob:
         Args:
             error: what left torchrun; None where the job did not fail.
         """
-        if self._is_over or self._relay is None:
+        part = self._part
+        if self._is_over or part.relay is None:
             return ""
         self._is_over = True
         if self._watch is not None:
             self._watch.stop()
         with _signals_noted() as is_hurried:
             self._life.release()
-            if self._run_folder.is_dir():  # else everything in it was shipped, the relay has left
-                if not self._collection.is_elsewhere:
-                    note_job_end(self._out, error)
-                mark_job_over(self._run_folder)
-            self._reached = reached_by_processes(self._run_folder)
+            if part.run_folder.is_dir():  # else everything in it was shipped, the relay has left
+                if not part.collection.is_elsewhere:
+                    note_job_end(part.out, error)
+                mark_job_over(part.run_folder)
+            self._reached = reached_by_processes(part.run_folder)
             untraced = why_nothing(self._reached, error)
             if self._nothing_came():
                 self._stop()
                 return untraced
-            if self._collection.is_shared and self._was_refused(self._collector):
-                self._collector = None  # two hosts of the run on one machine: the other one's does
-            self._was_held = held_anything(self._run_folder)
+            outcome = None if part.collector is None else part.collector.outcome()
+            if part.collection.is_shared and outcome == ExitOutcome.REFUSED:
+                part.collector = None  # two hosts of the run on one machine: the other one's does
+            part.was_held = held_anything(part.run_folder)
             self._wait(is_hurried)
-            ending = self._ending(untraced)
-            has_no_room = ending.has_no_room()
-            if has_no_room and self._collector is not None and self._shape.hosts == 1:
-                self._collector.stop()  # it watches the folder for this relay's word, for an hour
-                wait_for_end([self._collector], _COMPANION_END_S)
-            line = ending.line()
-            if self._was_held and not (self._out / TRACE_NAME).exists():
+            has_no_room = part.has_no_room()
+            if has_no_room and part.collector is not None and self._shape.hosts == 1:
+                part.collector.stop()  # it watches the folder for this relay's word, for an hour
+                wait_for_end([part.collector], _COMPANION_END_S)
+            line = part.last_line(untraced)
+            if part.was_held and not (part.out / TRACE_NAME).exists():
                 remove_empty(self._made)
-            if ending.has_tree() or not (self._relay.is_at_work() or has_no_room):
+            if part.has_tree() or not (part.relay.is_at_work() or has_no_room):
                 self._tidy()
-            if self._lacks_dataset():
-                say(f"the dataset is not whole: see {shown(self._out / COLLECTOR_LOG_NAME)}")
-            if ending.has_tree() and self._collector is not None:
+            log = part.out / COLLECTOR_LOG_NAME
+            has_finished = part.has_tree() and part.collector is not None
+            if has_finished and self._has_dataset and log.exists():
+                say(f"the dataset is not whole: see {shown(log)}")
+            if has_finished:
                 most_s = self._settings.finish_seconds
-                with Progress("judging the trace") as progress:
+                with progress() as show:
+                    tick = functools.partial(show, "judging the trace", None)
                     self._verdict = verdict_line(
-                        self._out, shown(self._out), most_s, is_hurried, progress.tick
+                        part.out, shown(part.out), most_s, is_hurried, tick
                     )
             return line
 
-    @property
-    def _companions(self) -> list[Companion]:
-        return [one for one in (self._relay, self._collector) if one is not None]
-
     def _must_collect(self) -> bool:
-        if not self._shape.is_head or self._collection.is_elsewhere:
+        collection, lock = self._part.collection, self._part.out / COLLECTOR_LOCK_NAME
+        if not self._shape.is_head or collection.is_elsewhere:
             return False
         # held: a collector that was started by hand finishes the run
-        return not self._collection.is_shared or not is_held(self._out / COLLECTOR_LOCK_NAME)
-
-    @staticmethod
-    def _was_refused(collector: Companion | None) -> bool:
-        return collector is not None and collector.outcome() == ExitOutcome.REFUSED
-
-    def _ending(self, untraced: str = "") -> Ending:
-        return Ending(
-            out=self._out,
-            run_folder=self._run_folder,
-            collection=self._collection,
-            relay=self._relay,
-            collector=self._collector,
-            steps=self._settings.steps,
-            was_held=self._was_held,
-            untraced=untraced,
-        )
+        return not collection.is_shared or not is_held(lock)
 
     def _wait(self, is_hurried: Callable[[], bool]) -> None:
-        """Wait for the tree, or for the records to have left where it is built elsewhere."""
-        waiting_for = self._collector or self._relay
+        """Wait for the tree, or for the records to have left where it is built elsewhere; a dataset
+        is whole when the collector has left.
+        """
+        part = self._part
+        waiting_for = part.collector or part.relay
         deadline = time.monotonic() + self._settings.finish_seconds
-        with Progress("finishing the trace") as progress:
+        with progress() as show:
             while waiting_for is not None and waiting_for.is_at_work():
-                if time.monotonic() >= deadline or is_hurried():
+                if time.monotonic() >= deadline or is_hurried() or part.has_no_room():
                     return
-                if self._collector is not None and self._has_what_it_waits_for():
+                if part.collector is not None and part.has_tree() and not self._has_dataset:
                     return
-                if self._ending().has_no_room():
-                    return
-                for companion in self._companions:
+                for companion in part.companions():
                     companion.tend()
-                progress.tick()
+                show("finishing the trace", None)
                 time.sleep(_POLL_S)
-
-    def _has_what_it_waits_for(self) -> bool:
-        """True once the tree is there; a dataset is whole when the collector has left."""
-        return self._ending().has_tree() and not self._has_dataset
-
-    def _lacks_dataset(self) -> bool:
-        """True where the collector has not finished it, or could not: its log stays then."""
-        is_asked_for = self._has_dataset and self._collector is not None
-        return (
-            is_asked_for and self._ending().has_tree() and (self._out / COLLECTOR_LOG_NAME).exists()
-        )
 
     def _nothing_came(self) -> bool:
         """True where no rank of the whole run ever opened a spool."""
-        if self._shape.hosts > 1 or not self._run_folder.is_dir():
-            return False
-        return not self._ending().has_records()
+        part = self._part
+        return self._shape.hosts == 1 and part.run_folder.is_dir() and not part.has_records()
 
     def _stop(self) -> None:
-        for companion in self._companions:
+        out = self._part.out
+        for companion in self._part.companions():
             companion.stop()
         self._tidy()
         if self._must_collect():
-            shutil.rmtree(self._out / REPLICA_FOLDER, ignore_errors=True)
+            shutil.rmtree(out / REPLICA_FOLDER, ignore_errors=True)
             for name in (COLLECTOR_LOCK_NAME, COLLECTOR_LOG_NAME):
-                (self._out / name).unlink(missing_ok=True)
+                (out / name).unlink(missing_ok=True)
             remove_empty(self._made)
 
     def _tidy(self) -> None:
         """Remove this host's run folder once nobody writes there and every record has gone."""
-        if not wait_for_end(self._companions, _COMPANION_END_S):
+        folder = self._part.run_folder
+        if not wait_for_end(self._part.companions(), _COMPANION_END_S):
             return
-        if self._run_folder.is_dir() and not (
-            streams(self._run_folder) or held_anything(self._run_folder)
-        ):
-            shutil.rmtree(self._run_folder, ignore_errors=True)
-            remove_run_folder(self._run_folder)
+        if folder.is_dir() and not (streams(folder) or held_anything(folder)):
+            shutil.rmtree(folder, ignore_errors=True)
+            remove_run_folder(folder)
 
     def close(
         self, speak: Callable[[str], object] = say, error: BaseException | None = None
@@ -363,9 +335,9 @@ class TracedJob:
         problem = attempt(lambda: lines.extend((self.finish(error), self._verdict)))
         if problem is not None:
             why = str(problem) if isinstance(problem, RankscopeError) else text_of(problem)
-            lines = [f"the trace in {self._out} was not finished: {why}"]
+            lines = [f"the trace in {self._part.out} was not finished: {why}"]
         if any(lines):
-            attempt(lambda: lines.insert(0, failure_line(error, self._out, self._reached)))
+            attempt(lambda: lines.insert(0, failure_line(error, self._part.out, self._reached)))
             for each in filter(None, lines):
                 speak(each)
 

@@ -23,7 +23,7 @@ from rankscope.agent.join import define_rank, who_am_i
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.session import Opened, Session
 from rankscope.agent.values.bytestores import Store
-from rankscope.agent.values.tensorpolicy import make_recorder, make_tensor_store
+from rankscope.agent.values.tensorpolicy import chunk_store, make_tensor_store
 from rankscope.agent.values.tensorstore import free_disk_share
 from rankscope.assembly.rankstreams import StreamBytes
 from rankscope.capture.kernel import prepare as prepare_kernel
@@ -175,18 +175,25 @@ class RankBlock:
                 retire=self._take_segment,
             )
             made.callback(writer.close)
-            recorder = make_recorder(writer, settings) if parts is None else parts.recorder(writer)
+            recorder = (parts.recorder if parts else Recorder)(writer)
             define_rank(recorder, identity, run_id, settings)
-            store = None
+            store: Store | None = None
             if parts is not None:
                 budget = settings.tensor_budget
                 limit_bytes = free_disk_share(self.out, 1) if budget is None else budget
                 store = parts.store(recorder, limit_bytes)
-            tensor_store = make_tensor_store(
-                settings, recorder, self.out, self._stream, writers=1, store=store
+            elif settings.tensors:
+                store = chunk_store(settings, recorder, self.out, self._stream, writers=1)
+            tensor_store = (
+                None
+                if store is None
+                else make_tensor_store(settings, recorder, self._stream, store)
             )
             opened = Opened(
-                identity=identity, writer=writer, recorder=recorder, tensor_store=tensor_store
+                identity=identity,
+                writer=writer,
+                recorder=recorder,
+                make_tensor_store=lambda: tensor_store,
             )
             self._keep_spool = settings.keep_spool
             options = None if parts is None else parts.options

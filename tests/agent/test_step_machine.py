@@ -138,14 +138,15 @@ def test_an_optimizer_step_that_raised_does_not_swallow_the_next_step() -> None:
 
 
 def test_a_step_is_traced_where_the_setting_names_it_in_train_and_in_eval() -> None:
-    clock, traced = machine(steps="1"), []
+    chosen = ChosenSteps(StepSelection.parse("1"))
+    clock, traced = StepMachine(chosen, lambda: True), []
     for _ in range(3):
         forward(clock)
         forward(clock, gradients=False)
         traced.append((clock.traced_train, clock.traced_eval))
         optimizer_steps(clock)
     assert traced == [(None, None), (1, 1), (None, None)]
-    assert clock.is_train_over and not clock.none_traced()
+    assert clock.is_train_over and not chosen.none_traced(clock.train, clock.eval)
 
 
 def test_an_eval_step_inside_a_traced_train_step_is_open_though_it_is_not_traced() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.agent.watchingrecorder import WatchingRecorder
+from rankscope.agent.ringrecorder import WatchingRecorder
 from rankscope.capture.describe import Described
 from rankscope.capture.reading import ValueNumbers
 from rankscope.layout.placement import Layout, LayoutSource

@@ -131,7 +131,7 @@ def collective(
         **{"class": class_name},
     )  # fmt: skip
     sequence = next(rank._sequence)
-    packed = recordformat.ENTER_COLLECTIVE.pack(
+    packed = recordformat.ENTER.pack(
         sequence, parent, rank.now(), module, step, 0, ordinal, Phase.COLLECTIVE, Mode.TRAIN, 1,
         rank.root(), rank.known("collective", **fields), number,
     )  # fmt: skip

@@ -29,7 +29,7 @@ from rankscope.run.folders import (
     stream_folder,
 )
 from rankscope.run.stallrecords import Stall, carry_stalls, stalls_in
-from rankscope.spool.recordformat import ENTER, ENTER_COLLECTIVE, EXIT, STEP, RecordKind, StepEvent
+from rankscope.spool.recordformat import ENTER, EXIT, STEP, RecordKind, StepEvent
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 from tests import forked
@@ -81,10 +81,9 @@ class Pen:
     ) -> int:
         self._sequence += 1
         now = time.monotonic_ns()
-        layout = ENTER_COLLECTIVE if phase is Phase.COLLECTIVE else ENTER
-        last = (kind, 0) if phase is Phase.COLLECTIVE else (0,)
-        fields = (self._sequence, 0, now, 1, step, 0, 0, phase, mode, 1, 1, *last)
-        self._writer.write(RecordKind.ENTER, layout.pack(*fields))
+        kind = kind if phase is Phase.COLLECTIVE else 0
+        fields = (self._sequence, 0, now, 1, step, 0, 0, phase, mode, 1, 1, kind, 0)
+        self._writer.write(RecordKind.ENTER, ENTER.pack(*fields))
         return self._sequence
 
     def leave(self, sequence: int) -> None:

@@ -1,8 +1,5 @@
 """Sites at which a failure is not put in: the program's own call, and what stands outermost.
 
-One more makes what stands outermost: `OptimizerSearch._around`. If that returned nonsense, nonsense
-would stand in the place of a function of torch.
-
 Something of ours is called by torch or by the program, and that function cannot be guarded by
 another one of ours: it is the guard. Such functions are few, and do next to nothing. What counts of
 them is listed here: their entry, and the calls they make themselves before the guard holds.
@@ -29,15 +26,13 @@ ENTRIES = {
     # torch calls these
     "rankscope.agent.guard": {"GuardedHook.run", "attempt", "Guard.hook", "GuardedHook.__init__"},
     # these stand in place of functions of torch or Python, and call the original
-    "rankscope.agent.steps.optimizersearch": {
-        *("OptimizerSearch._around.making", "OptimizerSearch._around"),
-    },
-    "rankscope.agent.steps.scalers": {"ScalerWatch.put_on.step"},
+    "rankscope.agent.standins": {"StandIns.__bool__"},
+    "rankscope.agent.steps.optimizersearch": {"OptimizerSearch._around.making"},
+    "rankscope.agent.steps.scalers": {"ScalerWatch._around.step"},
     "rankscope.agent.steps.schedules": {"ScheduleWatch._around.step"},
     "rankscope.agent.collectives.interception": {
-        *("CollectiveWatch._issuing.issue", "CollectiveWatch._operating.operate"),
-        *("CollectiveWatch._call", "CollectiveWatch._waiting.wait", "CollectiveWatch._is_recorded"),
-        "CollectiveWatch._deriving.derive",
+        *("CollectiveWatch._issuing.issue", "CollectiveWatch._waiting.wait"),
+        *("CollectiveWatch._is_recorded", "CollectiveWatch._deriving.derive"),
     },
     "rankscope.agent.ending": {"_noting_exit"},
     "rankscope_launcher.startup": {

@@ -18,7 +18,6 @@ from rankscope.record.streams import EndReason, StreamId
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import (
     ENTER,
-    ENTER_COLLECTIVE,
     EXIT,
     NO_MICRO_BATCH,
     NO_SEQUENCE,
@@ -74,10 +73,9 @@ def write_job(folder: Path, *, steps: int, values: int = 20, rank: int = 0) -> N
 
     def enter(at: int, step: int, module: int, phase: Phase, parent: int = NO_SEQUENCE) -> int:
         number = next(count)
-        is_sum = phase is Phase.COLLECTIVE
-        packed = (ENTER_COLLECTIVE if is_sum else ENTER).pack(
-            *(number, parent, at, module, step, NO_MICRO_BATCH, 0, phase, 0, 1, 2),
-            *((8, 0) if is_sum else (0,)),
+        kind = 8 if phase is Phase.COLLECTIVE else 0
+        packed = ENTER.pack(
+            number, parent, at, module, step, NO_MICRO_BATCH, 0, phase, 0, 1, 2, kind, 0
         )
         writer.write(RecordKind.ENTER, packed)
         return number

@@ -100,7 +100,7 @@ def write(folders: Sequence[str], ranks: int, modules: int, *, has_digests: bool
                 module, parent = 5 + call - first, NO_SEQUENCE if call == first else first
                 writer.write(
                     RecordKind.ENTER,
-                    ENTER.pack(call, parent, began + call, module, step, 0, 0, 1, 0, 0, 2, 0),
+                    ENTER.pack(call, parent, began + call, module, step, 0, 0, 1, 0, 0, 2, 0, 0),
                 )
                 if has_digests:
                     numbers = (0, 0, 0, 0, *(rank * 0.001 + call + n for n in range(13)))

@@ -27,7 +27,7 @@ SMALL = 1 << 20
 
 def enter(number: int) -> bytes:
     """An ENTER whose sequence is `number`."""
-    return ENTER.pack(number, 0, number, 1, 0, 0, 0, 1, 0, 0, 1, 0)
+    return ENTER.pack(number, 0, number, 1, 0, 0, 0, 1, 0, 0, 1, 0, 0)
 
 
 def value(number: int) -> bytes:

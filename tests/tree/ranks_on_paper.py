@@ -186,6 +186,7 @@ class PaperRank:
                 1,
                 root,
                 0,
+                0,
             ),
         )
         return sequence

@@ -140,14 +140,14 @@ def _open(settings: Settings) -> Opened | None:
         if settings.ranks is not None and who_am_i().rank not in settings.ranks:
             _tell_stage("unselected")
         return None
-    identity = _joined.opened.identity
+    identity = _joined.identity
     if not _owner()[0]:
         is_alone = identity.world_size == 1 and placed() is None
         name = _ALONE if is_alone else f"{identity.rank}/{identity.local_rank}"
         os.environ[_OWNER_VARIABLE] = f"{name}:{os.getpid()}"
     if multiprocessing.parent_process() is not None:  # leaves by os._exit, without `atexit`
         multiprocessing.util.Finalize(None, close, exitpriority=0)
-    return _joined.opened
+    return _joined
 
 
 def close(reason: EndReason = EndReason.EXIT) -> Path | None:
@@ -182,7 +182,7 @@ def _close(reason: EndReason) -> Path | None:
         _tell_stage("no-call", "" if raised is None else f"{raised.error} at {raised.where}")
     if _owner() == (_ALONE, str(os.getpid())):
         del os.environ[_OWNER_VARIABLE]
-    is_own = joined is not None and joined.opened.identity.pid == os.getpid()  # no forked child's
+    is_own = joined is not None and joined.identity.pid == os.getpid()  # no forked child's
     return joined.out if joined is not None and is_own and joined.wait_for_tree(reason) else None
 
 

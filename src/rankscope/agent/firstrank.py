@@ -10,7 +10,7 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,9 +84,7 @@ _begun: Counter[str] = Counter()
 """Traces that this process has begun, by folder."""
 
 
-def find_or_prepare_run(
-    settings: Settings, identity: RankIdentity, environ: Mapping[str, str]
-) -> Path:
+def find_or_prepare_run(settings: Settings, identity: RankIdentity) -> Path:
     """Return the run folder of this host; the first rank to ask prepares it, and starts relay and
     collector.
 
@@ -94,16 +92,16 @@ def find_or_prepare_run(
         RankscopeError: the run cannot be prepared here, or another rank does not get on with it.
     """
     base = spool_base(settings.spool)
-    store = find_store(environ) if identity.world_size > 1 else None
+    store = find_store() if identity.world_size > 1 else None
     which = _which_trace(settings)
-    key = run_key(f"{_run_name(identity, environ, store)}{which}")
+    key = run_key(f"{_run_name(identity, store)}{which}")
     above = missing_folders(base.parent)
     run_folder, lock = _wait_for_lock(base, key)
     try:
         if not (run_folder / RUN_NAME).exists():
             prepare_kernel(say)
             start_extras(compilers_of_host())  # without them torch operations take the digests
-            _prepare(settings, identity, run_folder, environ, store, which)
+            _prepare(settings, identity, run_folder, store, which)
         _ensure_companions(settings, run_folder, read_run_header(run_folder))
     finally:
         if (run_folder / RUN_NAME).exists():
@@ -141,39 +139,39 @@ def _wait_for_lock(base: Path, key: str) -> tuple[Path, FolderLock]:
             time.sleep(_POLL_S)
 
 
-def _run_name(identity: RankIdentity, environ: Mapping[str, str], store: Store | None) -> str:
+def _run_name(identity: RankIdentity, store: Store | None) -> str:
     """Return what all ranks of this launch on this host share and no other launch does."""
-    if identity.world_size == 1 and not restarts_left(environ) and not identity.incarnation:
+    if identity.world_size == 1 and not restarts_left() and not identity.incarnation:
         return f"{identity.host}:{identity.pid}:{time.time_ns()}"
-    if ELASTIC_RUN in environ:  # an elastic agent may choose another port for the next life
-        return f"{environ[ELASTIC_RUN]}:{_launcher(identity, environ)}"
+    if ELASTIC_RUN in os.environ:  # an elastic agent may choose another port for the next life
+        return f"{os.environ[ELASTIC_RUN]}:{_launcher(identity)}"
     at = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
-    name = ":".join([*(environ.get(name, "") for name in at), _launcher(identity, environ)])
+    name = ":".join([*(os.environ.get(name, "") for name in at), _launcher(identity)])
     if store is None:
         return name
     # ranks that no launcher placed (one started the other, or somebody by hand) agree in the store
-    own = name if _is_placed(identity, environ) else f"{name}:{uuid.uuid4().hex}"
+    own = name if _is_placed(identity) else f"{name}:{uuid.uuid4().hex}"
     return agree(store, f"run on {identity.host}", own)
 
 
-def _starter(identity: RankIdentity, environ: Mapping[str, str]) -> str:
+def _starter(identity: RankIdentity) -> str:
     """Name the process after whose end no rank of this host begins any more."""
-    if identity.world_size == 1 and not restarts_left(environ):
+    if identity.world_size == 1 and not restarts_left():
         return process_name(identity.pid)  # what started it may be a shell
-    return _launcher(identity, environ)
+    return _launcher(identity)
 
 
-def _launcher(identity: RankIdentity, environ: Mapping[str, str]) -> str:
+def _launcher(identity: RankIdentity) -> str:
     """Name the process that started the ranks of this host."""
-    found = placed(environ)
+    found = placed()
     if found is None or found.rank != identity.rank:
         return process_name(os.getppid())
     return process_name(launcher_of(found.variables))
 
 
-def _is_placed(identity: RankIdentity, environ: Mapping[str, str]) -> bool:
+def _is_placed(identity: RankIdentity) -> bool:
     """True where a launcher's variables say where on its host this rank stands."""
-    found = placed(environ)
+    found = placed()
     return (
         found is not None
         and (found.rank, found.world_size) == (identity.rank, identity.world_size)
@@ -186,7 +184,6 @@ def _prepare(
     settings: Settings,
     identity: RankIdentity,
     run_folder: Path,
-    environ: Mapping[str, str],
     store: Store | None,
     which: str,
 ) -> None:
@@ -196,19 +193,19 @@ def _prepare(
     row; else the host that asks first.
     """
     is_alone = identity.local_world_size >= identity.world_size and (
-        identity.world_size == 1 or _is_placed(identity, environ)
+        identity.world_size == 1 or _is_placed(identity)
     )
     is_head = identity.rank == identity.local_rank
     if is_alone:
         store = None
-    elif store is not None and ELASTIC_RUN not in environ:
+    elif store is not None and ELASTIC_RUN not in os.environ:
         own = f"{identity.host}/{run_folder.name}"
         is_head = agree(store, f"head{which}", own) == own
     collection = Collection.asked(settings.collector, is_one_host=is_alone)
     collection.check(settings.keys)
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{run_folder.name[:8]}"
     if store is None and not is_alone:  # every host comes to this name by itself
-        run_id = run_key(":".join(environ.get(name, "") for name in _SHARED_BY_HOSTS) + which)
+        run_id = run_key(":".join(os.environ.get(name, "") for name in _SHARED_BY_HOSTS) + which)
     request = RunRequest(
         run_id=run_id,
         key=run_folder.name,
@@ -221,8 +218,8 @@ def _prepare(
         spool_bytes=settings.spool_bytes,
         tensor_budget=settings.tensor_budget if settings.tensors else None,
         settings=settings.as_text(),
-        max_restarts=identity.incarnation + restarts_left(environ),
-        agent=_starter(identity, environ),
+        max_restarts=identity.incarnation + restarts_left(),
+        agent=_starter(identity),
         collects=0 if collection.is_elsewhere else settings.traced_of(identity.world_size),
     )
     if is_head or store is None:

@@ -98,10 +98,10 @@ def identify(
     )
 
 
-def restarts_left(environ: Mapping[str, str] = os.environ) -> int:
+def restarts_left() -> int:
     """Return how often an elastic agent may still start the ranks again; 0 without one."""
-    most = environ.get("TORCHELASTIC_MAX_RESTARTS", "")
-    done = environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "")
+    done = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     return max(0, int(most) - int(done)) if most.isdecimal() and done.isdecimal() else 0
 
 

@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,12 +22,11 @@ from rankscope.agent.rendezvous import (
     agree_on_life,
     find_agents_store,
 )
-from rankscope.agent.ringrecorder import RingRecorder
+from rankscope.agent.ringrecorder import RingRecorder, WatchingRecorder
 from rankscope.agent.session import Opened
 from rankscope.agent.steps.chosen import Agreement
 from rankscope.agent.steps.touchedfile import OrderWays
-from rankscope.agent.values.tensorpolicy import make_recorder, tensor_store_of_run
-from rankscope.agent.watchingrecorder import WatchingRecorder
+from rankscope.agent.values.tensorpolicy import tensor_store_of_run
 from rankscope.errors import LayoutError, SpoolError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.secretwords import without_secrets
@@ -74,10 +73,9 @@ _ENVIRONMENT_SHOWN = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
+class Joined(Opened):
     """A rank that takes part in a run."""
 
-    opened: Opened
     out: Path
     finish_seconds: float
     collection: Collection
@@ -101,7 +99,7 @@ class Joined:
             at = self.collection.address
             say(f"records go to the collector at {at}, which writes the tree")
             return False
-        if restarts_left() or (reason is EndReason.RAISED and self.opened.identity.world_size > 1):
+        if restarts_left() or (reason is EndReason.RAISED and self.identity.world_size > 1):
             say(f"the trace follows in {self.out}; read it then: {typed('show', self.out)}")
             return False
         deadline = time.monotonic() + self.finish_seconds
@@ -110,7 +108,7 @@ class Joined:
                 say("nothing happened, so there is no trace")
                 return False
             if time.monotonic() > deadline:
-                places = (self.opened.writer.folder.parent, self.out)
+                places = (self.writer.folder.parent, self.out)
                 say(
                     f"no tree in {self.out} after {self.finish_seconds:g} s; build it from the "
                     f"records: {typed('recover', *places, out=f'{self.out}-recovered')}"
@@ -126,7 +124,7 @@ class Joined:
 
     def _has_run_gone(self) -> bool:
         """True where relay and collector have left, and left nothing."""
-        run_folder = self.opened.writer.folder.parents[1]
+        run_folder = self.writer.folder.parents[1]
         return not run_folder.exists() and not (self.out.is_dir() and any(self.out.iterdir()))
 
 
@@ -138,7 +136,7 @@ def who_am_i() -> RankIdentity:
     return identify(group)
 
 
-def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joined | None:
+def join_run(settings: Settings) -> Joined | None:
     """Open this rank's spool in the run it belongs to.
 
     Returns:
@@ -150,20 +148,20 @@ def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joi
     """
     identity = who_am_i()
     is_selected = settings.ranks is None or identity.rank in settings.ranks
-    prepared = environ.get(RUN_FOLDER_VARIABLE)
+    prepared = os.environ.get(RUN_FOLDER_VARIABLE)
     if not is_selected:
         if not prepared and identity.rank == 0 and settings.traced_of(identity.world_size):
             # it starts the head's collector, for the ranks that are
-            find_or_prepare_run(settings, identity, environ)
+            find_or_prepare_run(settings, identity)
         return None
-    run_folder = Path(prepared) if prepared else find_or_prepare_run(settings, identity, environ)
+    run_folder = Path(prepared) if prepared else find_or_prepare_run(settings, identity)
     header = read_run_header(run_folder)
     collection = Collection.of_run(run_folder, header)
     spools = _spools(settings, run_folder)
     earlier = [one for one in streams(spools) if one.rank == identity.rank]
     if any(is_alive(stream_folder(spools, one)) for one in earlier):
         return None  # a child that inherited RANK
-    identity = replace(identity, incarnation=_life(identity, earlier, environ))
+    identity = replace(identity, incarnation=_life(identity, earlier))
     while stream_folder(spools, identity.stream).exists():
         if identity.incarnation + 1 >= MAX_INCARNATIONS:
             raise SpoolError(f"{spools}: there are records of every life that a rank may have")
@@ -172,17 +170,14 @@ def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joi
     define_rank(recorder, identity, header.run_id, settings)
     speaks = identity.rank == min(settings.ranks or (0,))
     return Joined(
-        opened=Opened(
-            identity=identity,
-            writer=writer,
-            recorder=recorder,
-            agreement=_agreement(settings, identity, run_folder, header),
-            tensor_store=tensor_store_of_run(settings, recorder, identity, run_folder, header),
-            late_tensor_store=lambda: tensor_store_of_run(
-                settings, recorder, identity, run_folder, header, is_late=True
-            ),
-            is_launched=bool(prepared),
+        identity=identity,
+        writer=writer,
+        recorder=recorder,
+        agreement=_agreement(settings, identity, run_folder, header),
+        make_tensor_store=lambda: tensor_store_of_run(
+            settings, recorder, identity, run_folder, header
         ),
+        is_launched=bool(prepared),
         out=header.out,
         finish_seconds=settings.finish_seconds,
         collection=collection,
@@ -209,7 +204,7 @@ def _open_spool(
     folder = stream_folder(_spools(settings, run_folder), identity.stream)
     if not settings.steps.last:
         writer = SpoolWriter(folder, limit_bytes=settings.spool_bytes)
-        return writer, make_recorder(writer, settings)
+        return writer, Recorder(writer)
     board = EventBoard(event_folder(run_folder, header, identity.incarnation))
     ring = RingWriter(
         folder, limit_bytes=settings.spool_bytes, steps=settings.steps.last, board=board
@@ -222,15 +217,15 @@ def _open_spool(
     )
 
 
-def _life(identity: RankIdentity, earlier: Sequence[StreamId], environ: Mapping[str, str]) -> int:
+def _life(identity: RankIdentity, earlier: Sequence[StreamId]) -> int:
     """Return the number of this life of the rank: on several hosts the one that they agree on.
 
     Where they cannot, it is what the agent of this host counts, or the next that has no records
     here: two programs one after the other, or a restart that another host began.
     """
     free = max((one.incarnation + 1 for one in earlier), default=0)
-    if ELASTIC_RUN in environ and identity.world_size > identity.local_world_size:
-        store = find_agents_store(environ)
+    if ELASTIC_RUN in os.environ and identity.world_size > identity.local_world_size:
+        store = find_agents_store()
         if store is not None:
             agreed = agree_on_life(store, at_least=free, started_at=started_at())
             if agreed is not None:

@@ -41,11 +41,7 @@ class Perturbation:
     """
 
     def __init__(self, roundings: int) -> None:
-        """Put the hooks on.
-
-        Args:
-            roundings: how many roundings (units of `torch.finfo(dtype).eps`) a value is off.
-        """
+        """Put the hooks on; `roundings` is in units of `torch.finfo(dtype).eps`."""
         self._roundings = roundings
         self._calls = _Calls()
         self._handles = [

@@ -7,9 +7,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final
+from dataclasses import asdict
 
 import msgpack  # type: ignore[import-untyped]  # ships no types
 
@@ -25,7 +24,6 @@ from rankscope.record.streams import ProcessGroup
 from rankscope.record.value import ValueFlag
 from rankscope.spool.recordformat import (
     ENTER,
-    ENTER_COLLECTIVE,
     ERROR,
     EXIT,
     NO_MICRO_BATCH,
@@ -40,12 +38,10 @@ from rankscope.spool.recordformat import (
 )
 from rankscope.spool.writer import SpoolWriter
 
-__all__ = ["CallPaths", "Recorder"]
+__all__ = ["Recorder"]
 
 _MAX_TEXTS = 10_000
 """Distinct reprs and error texts interned per rank; later ones are replaced by a fixed text."""
-_CALLS_REMEMBERED: Final = 1 << 14
-"""At least so many of the latest calls, a few MB."""
 _ENTER, _EXIT, _VALUE = int(RecordKind.ENTER), int(RecordKind.EXIT), int(RecordKind.VALUE)
 _SAMPLES, _TENSOR = int(RecordKind.SAMPLES), int(RecordKind.TENSOR)
 # plain ints: an IntFlag's own `|` costs a microsecond
@@ -53,32 +49,6 @@ _STRUCTURE = int(ValueFlag.STRUCTURE_ONLY)
 _FIRST, _SKETCH = ValueNumbers._fields.index("hash") + 1, ValueNumbers._fields.index("sketch")
 """Between them stand the statistics, in the order of a spool's record."""
 _HAS_SAMPLES, _REUSED = int(ValueFlag.HAS_SAMPLES), int(ValueFlag.REUSED)
-
-
-class CallPaths:
-    """Which path each of the latest calls was made of: what to keep of full tensors is asked for by
-    path.
-
-    Calls of steps before are remembered too, some thousands of them: gradients of their graphs may
-    still come, and where threads call roots beside each other, one ends the step of another's call.
-    """
-
-    def __init__(self, known: Mapping[int, str]) -> None:
-        """Know the paths of these modules, by the number of their definition."""
-        self.of_module = dict(known)
-        self.modules: dict[int, int] = {}
-        """{call: number of its module}."""
-        self._modules_before: dict[int, int] = {}
-
-    def of_call(self, sequence: int) -> str | None:
-        """Return the path of a call of this step or the last, None where it is not known."""
-        module = self.modules.get(sequence) or self._modules_before.get(sequence)
-        return None if module is None else self.of_module.get(module)
-
-    def end_step(self) -> None:
-        """Forget the calls before those of this step, where they are many."""
-        if len(self.modules) >= _CALLS_REMEMBERED:
-            self.modules, self._modules_before = {}, self.modules
 
 
 class Recorder:
@@ -97,18 +67,6 @@ class Recorder:
         self._collectives: dict[Collective, int] = {}
         self._metas: dict[Described, int] = {}
         self._threads: dict[int, int] = {}
-        self._call_paths: CallPaths | None = None
-        """None while nobody has to know: see `note_paths`."""
-
-    def note_paths(self, known: Mapping[int, str]) -> CallPaths:
-        """Note from now on which path each call is made of.
-
-        Args:
-            known: paths of the modules that are defined, by number.
-        """
-        if self._call_paths is None:
-            self._call_paths = CallPaths(known)
-        return self._call_paths
 
     def define(self, kind: str, **fields: object) -> int:
         """Commit a definition and return its number."""
@@ -122,8 +80,6 @@ class Recorder:
                 unicode_errors="backslashreplace",  # file names and keys may hold lone surrogates
             )
             writer.define(packed)
-            if kind == "module" and self._call_paths is not None:
-                self._call_paths.of_module[number] = str(fields["path"])
             return number
 
     def never_let_go(self) -> AbstractContextManager[None]:
@@ -148,32 +104,26 @@ class Recorder:
         fields: dict[str, object] = {"text": text, "fact": note.fact}
         return self._texts.get(text) or self._intern(self._texts, text, "text", fields)
 
-    def mesh(self, mesh: Mesh, device: str = "") -> int:
+    def mesh(self, mesh: Mesh) -> int:
         """Return the number of a mesh, defining it on first sight."""
         fields: dict[str, object] = {
             "axes": mesh.axes,
             "shape": mesh.shape,
             "ranks": mesh.ranks,
-            "device": device,
+            "device": "",
         }
         return self._meshes.get(mesh) or self._intern(self._meshes, mesh, "mesh", fields)
 
     def group(self, group: ProcessGroup) -> int:
         """Return the number of a process group, defining it on first sight."""
-        fields: dict[str, object] = {
-            "name": group.name,
-            "ranks": group.ranks,
-            "backend": group.backend,
-            "description": group.description,
-        }
-        return self._groups.get(group) or self._intern(self._groups, group, "group", fields)
+        known = self._groups.get(group)
+        return known or self._intern(self._groups, group, "group", asdict(group))
 
     def collective(self, collective: Collective) -> int:
         """Return the number of a kind of collective, defining it on first sight."""
-        known = self._collectives.get(collective)
-        if known:
-            return known
-        return self._intern(self._collectives, collective, "collective", collective.as_fields())
+        table = self._collectives
+        known = table.get(collective)
+        return known or self._intern(table, collective, "collective", collective.as_fields())
 
     def meta(self, described: Described) -> int:
         """Return the number of a value's description, defining it (and its mesh) on first sight."""
@@ -214,11 +164,18 @@ class Recorder:
         phase: Phase,
         ordinal: int,
         time_ns: int = 0,
+        collective: int = 0,
+        number: int = 0,
     ) -> int:
         """Record that a call began; return its sequence number. (By position: this is the hot
         path.)
 
-        `time_ns`: when it began on the monotonic clock, 0 for now.
+        Args:
+            module: definition of what is called, or issues a collective; the others are of the
+                call.
+            time_ns: when it began on the monotonic clock, 0 for now.
+            collective: definition of a collective that is about to be issued; 0 for none.
+            number: how many of its channel came before in this step.
         """
         sequence = next(self._sequence)
         ident = threading.get_ident()
@@ -236,51 +193,10 @@ class Recorder:
                 mode,
                 self._threads.get(ident) or self._thread(ident),
                 root,
-                0,
-            ),
-        )
-        if self._call_paths is not None:
-            self._call_paths.modules[sequence] = module
-        return sequence
-
-    def enter_collective(
-        self,
-        place: tuple[int, int, int | None, Mode, int, int | None],
-        ordinal: int,
-        collective: Collective,
-        number: int,
-    ) -> int:
-        """Record that a collective is about to be issued; return its sequence number.
-
-        Args:
-            place: module, root, parent, mode, step and micro-batch, as `enter` takes them.
-            ordinal: how many collectives that module issued before in this micro-batch.
-            collective: what it is.
-            number: how many of its channel came before in this step.
-        """
-        module, root, parent, mode, step, micro_batch = place
-        sequence = next(self._sequence)
-        ident = threading.get_ident()
-        self._write(
-            _ENTER,
-            ENTER_COLLECTIVE.pack(
-                sequence,
-                NO_SEQUENCE if parent is None else parent,
-                time.monotonic_ns(),
-                module,
-                step,
-                NO_MICRO_BATCH if micro_batch is None else micro_batch,
-                ordinal,
-                Phase.COLLECTIVE,
-                mode,
-                self._threads.get(ident) or self._thread(ident),
-                root,
-                self.collective(collective),
+                collective,
                 number,
             ),
         )
-        if self._call_paths is not None:
-            self._call_paths.modules[sequence] = module
         return sequence
 
     def _thread(self, ident: int) -> int:
@@ -363,15 +279,10 @@ class Recorder:
         """
         self.define("not_kept", reason=reason, text=text)
 
-    def path_of(self, sequence: int) -> str | None:
-        """Return the path of the module a call of this step or the last was made of; None where it
-        is not known, as while paths are not noted."""
-        return None if self._call_paths is None else self._call_paths.of_call(sequence)
-
     def end_step(self) -> None:
-        """Forget what is noted of the calls before those of this step."""
-        if self._call_paths is not None:
-            self._call_paths.end_step()
+        """Take note that all values of a step are written, but those that accelerators still
+        have.
+        """
 
     def step(self, event: StepEvent, mode: Mode, step: int, note: Note | None = None) -> None:
         """Record that a traced step began or ended."""

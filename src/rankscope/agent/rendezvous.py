@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -43,21 +42,21 @@ class Rendezvous:
     host: str
 
 
-def find_store(environ: Mapping[str, str] = os.environ) -> Store | None:
+def find_store() -> Store | None:
     """Return the job's store: the launching agent's where it has one, else the process group's.
 
     The agent's comes first because every rank finds it, with or without a process group.
     """
-    store = find_agents_store(environ)
+    store = find_agents_store()
     if store is None and dist.is_available() and dist.is_initialized():
         store = default_store()
     return store
 
 
-def find_agents_store(environ: Mapping[str, str] = os.environ) -> Store | None:
+def find_agents_store() -> Store | None:
     """Return the store of the launching elastic agents, which outlives the ranks; None without."""
-    address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and address and port.isdecimal():
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and address and port.isdecimal():
         try:
             return TCPStore(address, int(port), is_master=False, timeout=_CONNECT)
         except (RuntimeError, ValueError):  # no store there: perhaps there is a process group
@@ -103,12 +102,12 @@ def agree_on_life(store: Store, *, at_least: int, started_at: float) -> int | No
         expected, proposed = held, f"{max(at_least, int(life) + 1)} {time.time()!r}"
 
 
-def publish(store: Store, rendezvous: Rendezvous, which: str = "") -> None:
+def publish(store: Store, rendezvous: Rendezvous, which: str) -> None:
     """Tell every host of the job; `which` of its traces this is about."""
     PrefixStore(_PREFIX, store).set(_KEY + which, json.dumps(asdict(rendezvous)))
 
 
-def lookup(store: Store, which: str = "") -> Rendezvous | None:
+def lookup(store: Store, which: str) -> Rendezvous | None:
     """Return what the head host published, None where it does not within half a minute."""
     try:
         prefixed = PrefixStore(_PREFIX, store)

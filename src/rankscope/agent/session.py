@@ -55,10 +55,8 @@ class Opened:
     recorder: Recorder
     agreement: Agreement = field(default_factory=Agreement)
     """Where the traced ranks agree on a step that is asked for while they run."""
-    tensor_store: TensorStore | None = None
-    """Keeps full tensors, None where none were asked for."""
-    late_tensor_store: Callable[[], TensorStore | None] = lambda: None
-    """Makes that where an order asks for the first ones."""
+    make_tensor_store: Callable[[], TensorStore | None] = lambda: None
+    """Makes what keeps full tensors: called where the settings, or an order, ask for the first."""
     is_launched: bool = False
     """A launcher of ours has the last word on the trace."""
 
@@ -96,7 +94,7 @@ class Session:
         self._step = self.guard.hook(self._step_now)
         self._perturbation = Perturbation(settings.perturb) if settings.perturb else None
         self._steps = steps = Stepping(settings, self.guard, self._open, self.close)
-        self._machine, self._hooks, self._table = steps.machine, steps.hooks, steps.table
+        self._hooks, self._table = steps.hooks, steps.table
         if preferred_root is not None:
             steps.preferred.append(preferred_root)
         _sessions.add(self)
@@ -138,7 +136,7 @@ class Session:
         self._rank, self._recorder = opened.identity.rank, opened.recorder
         recorder = opened.recorder
         values = self._values = ValueReader(
-            recorder, Describer(self._rank), settings, opened.tensor_store, opened.late_tensor_store
+            recorder, Describer(self._rank), settings, opened.make_tensor_store
         )
         definitions = self._definitions = DefinitionWriter(recorder, table)
         call_values = CallValues(self.guard, recorder, values, settings, self._options)
@@ -190,7 +188,7 @@ class Session:
                 tensor_store.close()
         if reason is not EndReason.SWITCHED_OFF:  # which says why itself
             self._report_no_step(is_launched=opened.is_launched)
-        self._machine.close()
+        self._steps.chosen.close()
         if raised is not None:
             self._recorder.define(
                 "raised", error=raised.error, causes=raised.causes, where=raised.where
@@ -218,7 +216,8 @@ class Session:
 
     def _report_no_step(self, *, is_launched: bool) -> None:
         """Say that the job ended before any step it was to trace."""
-        note = self._machine.none_traced()
+        machine = self._steps.machine
+        note = self._steps.chosen.none_traced(machine.train, machine.eval)
         if note is not None:
             self._recorder.error(None, note)
             if self._rank == 0 and not is_launched:
@@ -241,7 +240,7 @@ class Session:
         self._step()
 
     def _step_now(self) -> None:
-        self._machine.step()
+        self._steps.machine.step()
         if not self._is_closed:
             self._hooks.watch_for_step()
 

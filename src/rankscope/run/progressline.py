@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
-
-from rankscope.run.filenames import Progress
+from collections.abc import Callable, Iterator
 
 _FIRST_S = 1.0
 """Nothing is said about work that is done sooner."""
@@ -15,9 +13,10 @@ _EVERY_S = 0.2
 
 
 @contextlib.contextmanager
-def progress() -> Iterator[Progress]:
+def progress() -> Iterator[Callable[[str, float | None], None]]:
     """Give a function that shows progress on stderr, where that is a terminal, from the first
-    second on. The line is gone when the work is done."""
+    second on: what is being done, and which part of it is. The line is gone when the work is done.
+    """
     begin = shown = time.monotonic()
     width = 0
 
@@ -27,11 +26,12 @@ def progress() -> Iterator[Progress]:
                 sys.stderr.write(text)
                 sys.stderr.flush()
 
-    def say(what: str, part: float) -> None:
+    def say(what: str, part: float | None) -> None:
         nonlocal shown, width
         now = time.monotonic()
         if now - begin >= _FIRST_S and now - shown >= _EVERY_S:
-            line = f"rankscope: {what} {part:4.0%} ({now - begin:.0f} s)"
+            done = "" if part is None else f" {part:4.0%}"
+            line = f"rankscope: {what}{done} ({now - begin:.0f} s)"
             write("\r" + line.ljust(width))
             shown, width = now, len(line)
 

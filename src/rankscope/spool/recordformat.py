@@ -111,10 +111,8 @@ ENTER_DTYPE = np.dtype(
     ]
 )  # fmt: skip
 """module, root and collective are definitions; number: how many collectives of its kind its group
-had before it in this step."""
-ENTER_COLLECTIVE = _packing(ENTER_DTYPE)
-ENTER = struct.Struct(f"{ENTER_COLLECTIVE.format[:-1]}4x")
-"""ENTER of a call that is no collective: the definition is 0, and it has no number."""
+had before it in this step. Both are 0 for a module's call."""
+ENTER = _packing(ENTER_DTYPE)
 
 EXIT_DTYPE = np.dtype(
     [

@@ -4,6 +4,7 @@ waited for it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -15,7 +16,8 @@ class InFlight:
     """Counts by storage; whoever adds a tensor keeps it alive until it is taken away again."""
 
     def __init__(self) -> None:
-        self._writers: dict[int, int] = {}
+        self._writers: Counter[int | None] = Counter()
+        """By storage; None stands for all memory without one."""
 
     def has(self, tensor: torch.Tensor) -> bool:
         """True where a collective may still write what a plain tensor shows."""
@@ -26,21 +28,14 @@ class InFlight:
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Take note that a collective is going to write these."""
-        for tensor in tensors:
-            memory = memory_of(tensor)
-            if memory is not None:
-                self._writers[memory] = self._writers.get(memory, 0) + 1
+        self._writers.update(map(memory_of, tensors))
 
     def remove(self, tensors: Iterable[torch.Tensor]) -> None:
         """Take note that it has."""
-        for tensor in tensors:
-            memory = memory_of(tensor)
-            left = 0 if memory is None else self._writers.get(memory, 0) - 1
-            if memory is not None:
-                if left > 0:
-                    self._writers[memory] = left
-                else:
-                    self._writers.pop(memory, None)
+        for memory in map(memory_of, tensors):
+            self._writers[memory] -= 1
+            if self._writers[memory] <= 0:
+                del self._writers[memory]
 
 
 def memory_of(tensor: torch.Tensor) -> int | None:

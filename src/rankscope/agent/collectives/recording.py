@@ -53,6 +53,8 @@ class _PendingCollective:
     sequence: int
     step: tuple[Mode, int]
     is_selected: bool
+    path: str
+    """Of the module that it belongs to."""
     is_object: bool
     outputs: tuple[torch.Tensor, ...]
     """Memory it writes, held until it has ended."""
@@ -108,26 +110,16 @@ class MessageCount:
 
 
 class Collectives:
-    """The collectives of one session's traced steps (a `CollectiveListener`)."""
+    """The collectives of one session's traced steps, as `CollectiveWatch` tells of them."""
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        values: ValueReader,
-        place: Callable[[str], EventPlace | None],
-        messages: MessageCount,
-    ) -> None:
+    def __init__(self, place: Callable[[str], EventPlace | None]) -> None:
         """Record nothing yet.
 
         Args:
-            recorder: writes the calls.
-            values: reads their tensors.
-            place: says where in which step this thread is; None where that is not traced.
-            messages: numbers sends and receives.
+            place: says where in which step this thread is, given what is about to be called; None
+                where that is not traced. It has called `open` before it says anything else.
         """
-        self._messages = messages
-        self._recorder = recorder
-        self._values = values
+        self.messages = MessageCount()
         self._place = place
         self._groups = Groups()
         self._ordinals: dict[_Key, itertools.count[int]] = {}
@@ -140,6 +132,10 @@ class Collectives:
         """By the storage a functional collective writes."""
         self._coalescing = _Coalescing()
 
+    def open(self, recorder: Recorder, values: ValueReader) -> None:
+        """Write calls, and what is read of their tensors, here."""
+        self._recorder, self._values = recorder, values
+
     # ------------------------------------------------------------------ a collective is issued
 
     def begins(
@@ -150,7 +146,7 @@ class Collectives:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        """A collective is about to be issued."""
+        """A collective is about to be issued: `target` is a process group, None for an operator."""
         if name == "_start_coalescing":
             self._coalescing.calls = []
             return
@@ -229,18 +225,21 @@ class Collectives:
             self._ordinals, (place.mode, place.step, place.micro_batch, place.module)
         )
         if collective.op in MESSAGES and collective.peer is None:
-            self._messages.lose()
-        if collective.peer is not None and self._messages.since:
-            collective = dataclasses.replace(collective, since=self._messages.since)
-            number = self._messages.next(collective)
+            self.messages.lose()
+        if collective.peer is not None and self.messages.since:
+            collective = dataclasses.replace(collective, since=self.messages.since)
+            number = self.messages.next(collective)
         else:
             number = self._next(self._numbers, (place.mode, place.step, *_channel(collective)))
-        sequence = self._recorder.enter_collective(place[:6], ordinal, collective, number)
+        sequence = self._recorder.enter(
+            *place[:6], Phase.COLLECTIVE, ordinal, 0, self._recorder.collective(collective), number
+        )
         step = place.mode, place.step
         call = _PendingCollective(
             sequence,
             step,
             place.is_selected,
+            place.path,
             collective.is_object,
             issued.outputs,
             issued.number,
@@ -313,7 +312,9 @@ class Collectives:
             if call.is_object:
                 self._describe(tensor, call, slot)
             elif self._values.wants(slot):
-                self._values.read(tensor, call.sequence, slot, Phase.COLLECTIVE, samples=False)
+                self._values.read(
+                    tensor, call.sequence, call.path, slot, Phase.COLLECTIVE, samples=False
+                )
 
     def _leave_unread(self, call: _PendingCollective, outputs: tuple[torch.Tensor, ...]) -> None:
         if call.is_selected and self._values.is_on:

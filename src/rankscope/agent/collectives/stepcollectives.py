@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from rankscope.agent.collectives.autogradnodes import NodeMap, NodeSpan
 from rankscope.agent.collectives.interception import MESSAGES, CollectiveWatch
-from rankscope.agent.collectives.recording import Collectives, MessageCount
+from rankscope.agent.collectives.recording import Collectives
 from rankscope.agent.guard import Guard
 from rankscope.agent.hooks.callstack import EventPlace
 from rankscope.agent.hooks.members import own_parameters
@@ -29,7 +28,7 @@ __all__ = ["CollectiveTracing"]
 
 
 class CollectiveTracing:
-    """Watches collectives for one session (a `CollectiveListener`)."""
+    """Watches collectives for one session."""
 
     def __init__(
         self,
@@ -41,8 +40,7 @@ class CollectiveTracing:
         """Watch nothing yet.
 
         Args:
-            guard: keeps what fails here out of the program.
-            settings: which phases and paths to take.
+            guard, settings: those of the session.
             open_session: opens the spool, and hands over what is in it by `open`; False where this
                 process is not traced.
             running: what runs, or is about to, outside every module call; None where it is not
@@ -53,12 +51,13 @@ class CollectiveTracing:
         self._is_wanted = Phase.COLLECTIVE.word in settings.phases
         self._paths = settings.paths
         self.select_too(())
-        self._watch = CollectiveWatch(guard, self)
-        self._messages = MessageCount()
+        self._collectives = Collectives(self._place)
+        self._messages = self._collectives.messages
+        self._watch = CollectiveWatch(guard, self._collectives)
         self._nodes = NodeMap()
         self._owners: dict[int, ModuleInfo] = {}
         """By the identity of a parameter; made in a step that asks."""
-        self._collectives: Collectives | None = None
+        self._tracer: Tracer | None = None
         """None until the spool is open."""
         self.awaits_first = False
         """No step and no run of a schedule has begun: what is not a message builds a model."""
@@ -69,7 +68,7 @@ class CollectiveTracing:
         """Take what an open spool gives."""
         self._recorder, self._tracer, self._table = recorder, tracer, table
         self._outside = 0
-        self._collectives = Collectives(recorder, values, self._place, self._messages)
+        self._collectives.open(recorder, values)
 
     def expect_step(self, *, is_first: bool) -> None:
         """Watch from now on, because the next step is to be traced: a pipeline stage receives what
@@ -97,7 +96,7 @@ class CollectiveTracing:
     def put_on(self) -> None:
         """Watch while a traced step runs; safe to call again."""
         self.awaits_first = False
-        if self._is_wanted:
+        if self._is_wanted and self._tracer is not None:
             self._watch.put_on()
             self._tracer.nodes = self._nodes
 
@@ -106,79 +105,41 @@ class CollectiveTracing:
         self._watch.take_off()
         self._messages.lose()
         self._nodes.clear()
-        if self._collectives is not None:
+        if self._tracer is not None:
             self._tracer.nodes = None
 
     def end_step(self, mode: Mode, step: int) -> None:
         """Close what is open of a step."""
         self._nodes.clear()
         self._owners.clear()
-        if self._collectives is not None:
-            self._collectives.end_step(mode, step)
+        self._collectives.end_step(mode, step)
 
     def close(self) -> None:
         """Close whatever is open: the session ends."""
-        if self._collectives is not None:
-            self._collectives.end_step(None, None)
-
-    # ------------------------------------------------------------------ a collective is issued
-
-    def begins(
-        self,
-        state: list[Any],
-        name: str,
-        target: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        """A collective is about to be issued."""
-        is_message = name in MESSAGES
-        if self._collectives is None and (
-            self._running(is_message) is None or not self._open_session()
-        ):
-            if is_message:
-                self._messages.lose()
-            return
-        if self._collectives is not None:
-            self._collectives.begins(state, name, target, args, kwargs)
-
-    def ends(self, state: list[Any], result: Any) -> None:
-        """The call returned."""
-        if self._collectives is not None:
-            self._collectives.ends(state, result)
-
-    def fails(self, state: list[Any], error: BaseException | None) -> None:
-        """The call raised."""
-        if self._collectives is not None:
-            self._collectives.fails(state, error)
-
-    def derives(self, work: Any, future: Any) -> None:
-        """The program takes a work's future."""
-        if self._collectives is not None:
-            self._collectives.derives(work, future)
-
-    def waits(self, state: list[Any], work: Any) -> None:
-        """The program waits."""
-        if self._collectives is not None:
-            self._collectives.waits(state, work)
+        self._collectives.end_step(None, None)
 
     # ------------------------------------------------------------------ places
 
     def _place(self, name: str) -> EventPlace | None:
-        place = self._place_of(name in MESSAGES)
-        if place is None and name in MESSAGES:
+        is_message = name in MESSAGES
+        place = None
+        if self._tracer is not None or (self._running(is_message) and self._open_session()):
+            place = self._place_of(is_message)
+        if place is None and is_message:
             self._messages.lose()
         return place
 
     def _place_of(self, is_message: bool) -> EventPlace | None:
-        frame = self._tracer.frame_around()
+        tracer = self._tracer
+        assert tracer is not None  # the session is open
+        frame = tracer.frame_around()
         if frame is not None:
-            return self._tracer.place_in(frame.info, frame.scope, frame.sequence, frame.phase.word)
+            return tracer.place_in(frame.info, frame.scope, frame.sequence, frame.phase.word)
         issuer = "outside"
         if current_graph_task() != -1:
             span = self._span_in_backward()
             if span is not None:
-                return self._tracer.place_in(span.info, span.scope, span.sequence, "backward")
+                return tracer.place_in(span.info, span.scope, span.sequence, "backward")
             issuer = "backward"
         running = self._running(is_message)
         if running is None:
@@ -190,8 +151,9 @@ class CollectiveTracing:
                 "module", root=0, path="", raw_path="", wrappers=(), opaque=False, **{"class": ""}
             )
         return EventPlace(
-            self._outside, 0, None, running.mode, running.step, None, issuer, self._takes_outside
-        )
+            self._outside, 0, None, running.mode, running.step, None, issuer, self._takes_outside,
+            "",
+        )  # fmt: skip
 
     def _span_in_backward(self) -> NodeSpan | None:
         """Return the module call whose backward this thread is in, as far as that is known."""

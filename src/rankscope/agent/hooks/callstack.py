@@ -80,6 +80,8 @@ class EventPlace(NamedTuple):
     """One of `record.collective.ISSUERS`."""
     is_selected: bool
     """The setting `paths` takes that module."""
+    path: str
+    """Of that module."""
 
 
 class CallStacks(threading.local):
@@ -90,17 +92,13 @@ class CallStacks(threading.local):
         self.ended: OpenCall | None = None
         """The call whose global forward hook ran last; its own hooks may still be running."""
 
-    def pop(self, module: nn.Module) -> tuple[OpenCall | None, list[OpenCall]]:
-        """Take the call of `module` off the stack.
-
-        Returns:
-            the frame (None where it was never seen to begin), and the frames above it that no hook
-            saw end (KeyboardInterrupt, or an exception past a hook).
+    def pop(self, module: nn.Module) -> list[OpenCall]:
+        """Take the call of `module` off the stack, and those above it that no hook saw end
+        (KeyboardInterrupt, or an exception past a hook); nothing where it was never seen to begin.
         """
-        frames = self.frames
-        for index in range(len(frames) - 1, -1, -1):
-            if frames[index].module is module:
-                frame, abandoned = frames[index], frames[index + 1 :]
-                del frames[index:]
-                return frame, abandoned
-        return None, []
+        for index in range(len(self.frames) - 1, -1, -1):
+            if self.frames[index].module is module:
+                taken = self.frames[index:]
+                del self.frames[index:]
+                return taken
+        return []

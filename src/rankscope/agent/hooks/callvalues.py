@@ -23,6 +23,8 @@ from rankscope.settings import Settings
 
 __all__ = ["CallOptions", "CallValues"]
 
+_UNSEEN = int(ValueFlag.UNSEEN)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions:
@@ -81,11 +83,14 @@ class CallValues:
         """Read the inputs of a call, and return the tensors among them by slot."""
         assert frame.sequence is not None  # recorded frames have one
         if self._values.keeps:
-            self._values.note_inputs(frame.module, args, kwargs, frame.sequence, frame.phase)
+            self._values.note_inputs(
+                frame.module, args, kwargs, frame.sequence, frame.info.path, frame.phase
+            )
             frame.skips_output = not self._is_output_wanted(frame.module, not frame.info.path)
-        seen = self._values.read_all("input", args, frame.sequence, frame.phase) if args else []
+        sequence, path, phase = frame.sequence, frame.info.path, frame.phase
+        seen = self._values.read_all("input", args, sequence, path, phase) if args else []
         if kwargs:
-            seen += self._values.read_all("input", kwargs, frame.sequence, frame.phase)
+            seen += self._values.read_all("input", kwargs, sequence, path, phase)
         self._watch(frame, seen, "input", "grad_input")
         return seen
 
@@ -97,9 +102,10 @@ class CallValues:
             self._reread_replaced_inputs(frame, args, kwargs)
         if frame.skips_output and not frame.module._forward_hooks:
             return
-        tensors = self._values.read_all("output", output, frame.sequence, frame.phase)
+        sequence, path, phase = frame.sequence, frame.info.path, frame.phase
+        tensors = self._values.read_all("output", output, sequence, path, phase)
         if self._values.keeps:
-            self._values.note_result(output, frame.sequence, frame.phase)
+            self._values.note_result(output, sequence, path, phase)
         self._watch(frame, tensors, "output", "grad_output")
         if frame.module._forward_hooks:  # kept: what they return is told apart by identity
             frame.outputs = tuple(tensor for _, tensor in tensors)
@@ -122,6 +128,7 @@ class CallValues:
                         self._values.read(
                             leaf,
                             frame.sequence,
+                            frame.info.path,
                             slot,
                             frame.phase,
                             flags=int(ValueFlag.AFTER_CALL | ValueFlag.SUPERSEDES),
@@ -131,13 +138,15 @@ class CallValues:
         """Read what the module's own hooks put in place of what `forward` returned."""
         assert frame.sequence is not None  # recorded frames have one
         before = frozenset(id(tensor) for tensor in frame.outputs)
-        self._values.read_all("returned", output, frame.sequence, frame.phase, skip=before)
+        self._values.read_all(
+            "returned", output, frame.sequence, frame.info.path, frame.phase, skip=before
+        )
 
     def end_step(self) -> None:
         """Forget the step: hooks on leaves, tensors seen."""
         if self._wants_backward:
             for target in self.gradients.unseen():
-                self._values.unseen(target.sequence, target.slot, Phase.BACKWARD)
+                self._values.note(None, target.sequence, target.slot, Phase.BACKWARD, _UNSEEN)
         self.gradients.forget()
         self._values.end_step()
 
@@ -178,7 +187,9 @@ class CallValues:
                     continue
                 if watched is None or gradient_slot not in watched:
                     self.gradients.watch(
-                        tensor, sequence, gradient_slot, is_of_root=is_of_root and kind == "output"
+                        tensor,
+                        GradientTarget(sequence, frame.info.path, gradient_slot),
+                        is_of_root=is_of_root and kind == "output",
                     )
                 if watched is not None:
                     watched.add(gradient_slot)
@@ -189,7 +200,12 @@ class CallValues:
         with invisible():
             for target in targets:
                 self._values.read(
-                    gradient, target.sequence, target.slot, Phase.BACKWARD, ordinal=ordinal
+                    gradient,
+                    target.sequence,
+                    target.path,
+                    target.slot,
+                    Phase.BACKWARD,
+                    ordinal=ordinal,
                 )
 
     def _say_later_ones_lack(self, target: GradientTarget) -> None:

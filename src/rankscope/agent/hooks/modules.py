@@ -30,10 +30,6 @@ _FEWEST_KEPT = 1024
 """So many modules are kept before the dead among them are looked for."""
 
 
-def _count_elements(module: nn.Module) -> int:
-    return sum(0 if is_lazy(p) else p.numel() for p in parameters_of_module(module))
-
-
 def _owns_parameters(module: nn.Module) -> bool:
     return next(parameters_of_module(module), None) is not None
 
@@ -250,15 +246,13 @@ class ModuleTable:
 
     def hidden_roots(self) -> list[ModuleInfo]:
         """Return the roots whose own calls no hook can see."""
-        found = []
-        for root in self.roots:
-            module = root.module()
-            info = self.get(module) if module is not None else None
-            if info is None or module is None:
-                continue
-            if root.is_hidden or is_compiled_in_place(module):
-                found.append(info)
-        return found
+        return [
+            info
+            for root in self.roots
+            if (module := root.module()) is not None
+            and (info := self.get(module)) is not None
+            and (root.is_hidden or is_compiled_in_place(module))
+        ]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of every root."""
@@ -266,29 +260,22 @@ class ModuleTable:
             if (top := root.module()) is not None:
                 yield from parameters_of_module(top)
 
-    def parameter_ids(self) -> frozenset[int]:
-        """Return the identities of the parameters of every root."""
-        return frozenset(map(id, self.parameters()))
-
     def paths(self) -> set[str]:
         """Return the canonical paths of all modules seen."""
-        return self._paths_of_dead | {info.path for _, info in [*self._infos.values()]}
+        return self._paths_of_dead | {info.path for _, info in self._known()}
 
     def unsynced_parameters(self) -> frozenset[int]:
         """Return the identities of the parameters whose gradients are not to be reduced now."""
-        known = [*self._infos.values()]  # another thread may add to them
-        modules = (module() for module, _ in known)
         return frozenset(
             id(parameter)
-            for module in modules
-            if module is not None and is_sync_off(module)
+            for reference, _ in self._known()
+            if (module := reference()) is not None and is_sync_off(module)
             for parameter in parameters_of_module(module)
         )
 
     def with_wrappers(self, root: Root) -> list[nn.Module]:
         """Return the known modules of a root, wrappers among them."""
-        known = [*self._infos.values()]  # another thread may add to them
-        modules = (module() for module, info in known if info.root is root)
+        modules = (module() for module, info in self._known() if info.root is root)
         return [module for module in modules if module is not None]
 
     def with_hooks(self, root: Root) -> list[nn.Module]:
@@ -309,7 +296,8 @@ class ModuleTable:
             root, path = known.root, known.path
         else:
             own = class_behind_wrappers(core)
-            root = Root(weakref.ref(core), own.__name__, _count_elements(core))
+            elements = sum(0 if is_lazy(p) else p.numel() for p in parameters_of_module(core))
+            root = Root(weakref.ref(core), own.__name__, elements)
             path = ""
             self.roots.append(root)
         for wrapped in outer:
@@ -338,15 +326,11 @@ class ModuleTable:
         selected = (*self._paths, *paths)
         if selected != self._selected:
             self._selected = selected
-            for info in self._all():
+            for info in (*(info for _, info in self._known()), *self._loose.values()):
                 info.is_selected = self._is_selected(info.path)
 
-    def defined_paths(self) -> dict[int, str]:
-        """Return the path of each module by the number under which the spool knows it."""
-        return {info.definition: info.path for info in self._all() if info.definition}
-
-    def _all(self) -> list[ModuleInfo]:
-        return [*(info for _, info in [*self._infos.values()]), *self._loose.values()]
+    def _known(self) -> list[tuple[weakref.ReferenceType[nn.Module], ModuleInfo]]:
+        return [*self._infos.values()]  # at once: another thread may add to them
 
     def _is_selected(self, path: str) -> bool:
         return "*" in self._selected or any(glob_matches(glob, path) for glob in self._selected)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
+from itertools import islice
 from types import FrameType, TracebackType
 
 import torch
@@ -22,31 +24,44 @@ _known_files: dict[str, bool] = {}
 _MOST_FRAMES = 64
 
 
+def frames_here() -> Iterator[FrameType]:
+    """Yield the frames of this thread's Python stack, the innermost first: that of whoever asks."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def calls_running(function: str, file: str) -> int:
+    """Return how many calls of a function, in a file with a name that ends so, are on the stack."""
+    count = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:  # no generator: asked twice in every step, traced or not
+        code = frame.f_code
+        count += code.co_name == function and code.co_filename.endswith(file)
+        frame = frame.f_back
+    return count
+
+
 def call_site() -> str:
     """Return `file.py:12 function`, without folders; "" where no line of the program is near (the
     thread on which backward runs)."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_MOST_FRAMES):
-        if frame is None:
-            return ""
+    for frame in islice(frames_here(), _MOST_FRAMES):
         code = frame.f_code
-        name = code.co_filename
-        if not _is_inside(name):
-            return f"{os.path.basename(name)}:{frame.f_lineno} {code.co_name}"
-        frame = frame.f_back
+        if not _is_inside(code.co_filename):
+            return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_name}"
     return ""
 
 
 def program_lines() -> int:
     """Return a number for the lines of the program that are running, those of its libraries among
     them: calls made from the same place of the program, a loop, have the same."""
-    frame: FrameType | None = sys._getframe(1)
     lines: list[tuple[str, int]] = []
-    while frame is not None and len(lines) < _MOST_FRAMES:
-        name = frame.f_code.co_filename
-        if not _is_inside(name):
-            lines.append((name, frame.f_lineno))
-        frame = frame.f_back
+    for frame in frames_here():
+        if not _is_inside(frame.f_code.co_filename):
+            lines.append((frame.f_code.co_filename, frame.f_lineno))
+        if len(lines) == _MOST_FRAMES:
+            break
     return hash(tuple(lines))
 
 
@@ -110,11 +125,7 @@ def has_room_for(depth: int) -> bool:
     left = sys.getrecursionlimit() - depth * _PER_CALL - _FOR_HOOKS
     if left > 500:  # ordinary models: not worth counting frames
         return True
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and left >= 0:
-        left -= 1
-        frame = frame.f_back
-    return left >= 0
+    return sum(1 for _ in frames_here()) <= left
 
 
 def explain_no_room(class_name: str, depth: int) -> str:
@@ -145,21 +156,13 @@ def keyword_arguments() -> dict[str, object] | None:
 
 def module_calls_running() -> int:
     """Return how many module calls with hooks are on this thread's Python stack."""
-    count = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        count += code.co_name == "inner" and code.co_filename.endswith("module.py")
-        frame = frame.f_back
-    return count
+    return calls_running("inner", "module.py")
 
 
 def is_inferring_shapes() -> bool:
     """True where a pipeline stage runs its module on empty memory, only to learn shapes."""
     inferring = shape_inference()
     frame: FrameType | None = sys._getframe(1) if inferring else None
-    while frame is not None:
-        if frame.f_code in inferring:
-            return True
+    while frame is not None and frame.f_code not in inferring:
         frame = frame.f_back
-    return False
+    return frame is not None

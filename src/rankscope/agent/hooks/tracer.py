@@ -47,11 +47,7 @@ class Tracer:
         """Have the hooks of traced steps call this tracer.
 
         Args:
-            recorder: where calls are written.
-            definitions: names the modules of the table it holds.
-            call_values: reads what calls are handed and hand out.
-            hooks: the hooks of this session.
-            settings: which phases to take.
+            recorder, definitions, call_values, hooks, settings: those of the session.
             open_scope: told of an outermost call, and its module; None where that is not traced.
             calls_side: told where modules of one root call one of another.
         """
@@ -98,7 +94,11 @@ class Tracer:
         if info is None:
             if is_compiled_graph(module):
                 return
-            info = self.learn(module, top)
+            with invisible():
+                if top is None:
+                    info = self._table.learn(module, None)
+                else:
+                    info = self._table.learn(module, top.info.root, top.module, top.scope)
         if top is not None and info.root is not None and info.root.module() is module:
             top = self._without_abandoned()
         in_backward = current_graph_task() != -1
@@ -110,8 +110,10 @@ class Tracer:
             scope = self._scope_that_called(info)
         else:
             scope = self._open_scope(info, module)
-            if scope is not None and not scope.is_muted:
-                self._follow_own_hooks(info)
+            # not a moment longer than the root runs: a model that is saved or copied between two
+            # forwards must carry nothing of ours
+            if scope is not None and not scope.is_muted and info.root is not None:
+                self._hooks.trace_own_hooks_of(self._table.with_hooks(info.root))
             if scope is not None and (not self._scopes or self._scopes[-1] is not scope):
                 self._scopes.append(scope)
         if scope is None:
@@ -173,7 +175,10 @@ class Tracer:
         if frames and frames[-1].module is module:
             frame: OpenCall | None = frames.pop()
         else:
-            frame = self._repair(module)
+            taken = stacks.pop(module)
+            frame = taken[0] if taken else None
+            for lost in reversed(taken[1:]):
+                self._abandon(lost)
         is_hooked = module._forward_hooks and self._hooks.stands_behind_outputs_of(module)
         if not frames:
             self._hooks.leave_modules()
@@ -218,19 +223,8 @@ class Tracer:
         if root not in self._compiled_in_place:
             self._compiled_in_place[root] = self._table.compiled_in_place(root)
         for info in self._compiled_in_place[root]:
-            if info.is_selected and info not in scope.forward_calls:
-                sequence = self._recorder.enter(
-                    self._define(info), root.definition, frame.sequence,
-                    scope.mode, scope.step, scope.micro_batch, Phase.FORWARD, 0,
-                )  # fmt: skip
-                self._recorder.exit(sequence, CallStatus.NOT_ENTERED)
-
-    def _repair(self, module: nn.Module) -> OpenCall | None:
-        """Find the call that ends below calls that no hook saw end, and close those."""
-        frame, abandoned = self._stacks.pop(module)
-        for lost in reversed(abandoned):
-            self._abandon(lost)
-        return frame
+            if info not in scope.forward_calls:
+                self._not_entered(info, frame.sequence, scope.mode, scope.step, scope.micro_batch)
 
     def own_output_hook(self, module: nn.Module, args: object, output: object) -> None:
         """Instance forward hook behind a module's own hooks: what the caller really gets."""
@@ -245,37 +239,21 @@ class Tracer:
 
     def note_hidden_root(self, info: ModuleInfo, step: int) -> None:
         """Leave a call without values for a root whose forward in this step no hook saw."""
-        root = info.root
-        assert root is not None  # only roots own parameters
-        if not info.is_selected or not self._wants_forward:
-            return
-        sequence = self._recorder.enter(
-            self._define(info), root.definition, None,
-            Mode.TRAIN, step, root.calls_in_step, Phase.FORWARD, 0,
-        )  # fmt: skip
-        self._recorder.exit(sequence, CallStatus.NOT_ENTERED)
+        assert info.root is not None  # only roots own parameters
+        if self._wants_forward:
+            self._not_entered(info, None, Mode.TRAIN, step, info.root.calls_in_step)
+
+    def _not_entered(
+        self, info: ModuleInfo, parent: int | None, mode: Mode, step: int, micro_batch: int | None
+    ) -> None:
+        if info.is_selected and info.root is not None:
+            sequence = self._recorder.enter(
+                self._define(info), info.root.definition, parent, mode, step, micro_batch,
+                Phase.FORWARD, 0,
+            )  # fmt: skip
+            self._recorder.exit(sequence, CallStatus.NOT_ENTERED)
 
     # ------------------------------------------------------------------ bookkeeping
-
-    def _follow_own_hooks(self, info: ModuleInfo) -> None:
-        """Stand behind the hooks of a root's modules while it runs, and not a moment longer.
-
-        A model that is saved or copied between two forwards must carry nothing of ours.
-        """
-        if info.root is not None:
-            self._hooks.trace_own_hooks_of(self._table.with_hooks(info.root))
-
-    def learn(self, module: nn.Module, top: OpenCall | None = None) -> ModuleInfo:
-        """Make a module known, inside the call that is open where there is one."""
-        with invisible():
-            if top is None:
-                return self._table.learn(module, None)
-            return self._table.learn(module, top.info.root, top.module, top.scope)
-
-    def learn_inside(self, module: nn.Module, root: Root) -> ModuleInfo:
-        """Make a module known that a root calls while no call is traced."""
-        with invisible():
-            return self._table.learn(module, root)
 
     def _without_abandoned(self) -> OpenCall | None:
         """Close the calls that ended without a hook (KeyboardInterrupt), and return the innermost
@@ -325,7 +303,7 @@ class Tracer:
         root = info.root
         return EventPlace(
             self._define(info), root.definition if root is not None else 0, sequence,
-            scope.mode, scope.step, scope.micro_batch, issuer, info.is_selected,
+            scope.mode, scope.step, scope.micro_batch, issuer, info.is_selected, info.path,
         )  # fmt: skip
 
     def current_sequence(self) -> int | None:

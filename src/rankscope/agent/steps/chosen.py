@@ -37,8 +37,8 @@ class ChosenSteps:
 
     def __init__(self, selection: StepSelection) -> None:
         self._selection = selection
-        self._trigger: TouchedFile | None = None
-        self._orders: TouchedFile | None = None
+        self._files: list[TouchedFile] = []
+        """What asks for steps while the job runs."""
         self._ordered: dict[Mode, tuple[Order, ...]] = {}
         """Orders of the step that runs."""
         self._has_begun = False
@@ -50,13 +50,7 @@ class ChosenSteps:
         return tuple(order for orders in self._ordered.values() for order in orders)
 
     def watch_files(self, recorder: Recorder, rank: int, agreement: Agreement) -> None:
-        """Begin to look at the file of `at:FILE`, where the setting has one, and for orders.
-
-        Args:
-            recorder: where missed steps are written down.
-            rank: this one's number.
-            agreement: where ranks agree.
-        """
+        """Begin to look at the file of `at:FILE`, where the setting has one, and for orders."""
         if self._selection.last:
             return  # the relay looks for both
 
@@ -71,26 +65,21 @@ class ChosenSteps:
 
         if self._selection.file is not None:
             folder = agreement.for_touches
-            self._trigger = TouchedFile(self._selection.file, folder, missed=missed, failed=failed)
+            trigger = TouchedFile(self._selection.file, folder, missed=missed, failed=failed)
+            self._files.append(trigger)
         if agreement.for_orders is not None:
-            self._orders = TouchedFile(
-                agreement.order_file,
-                agreement.for_orders,
-                missed=missed,
-                failed=failed,
-                orders=agreement.order_ways,
-            )
+            file, ways = agreement.order_file, agreement.order_ways
+            folder = agreement.for_orders
+            orders = TouchedFile(file, folder, missed=missed, failed=failed, orders=ways)
+            self._files.append(orders)
 
     def begins(self, mode: Mode, step: int) -> bool:
         """Say, once as it begins, whether a step is traced."""
-        is_asked = self._trigger is not None and self._trigger.begins(mode, step)
-        if self._orders is not None:
-            is_ordered = self._orders.begins(mode, step)
-            if mode is Mode.TRAIN:
-                self._ordered.clear()
-            self._ordered[mode] = self._orders.asked if is_ordered else ()
-            is_asked = is_asked or is_ordered
-        is_chosen = is_asked or step in self._selection
+        asking = [file for file in self._files if file.begins(mode, step)]
+        if mode is Mode.TRAIN:
+            self._ordered.clear()
+        self._ordered[mode] = tuple(order for file in asking for order in file.asked)
+        is_chosen = bool(asking) or step in self._selection
         self._has_begun = self._has_begun or is_chosen
         return is_chosen
 
@@ -115,16 +104,14 @@ class ChosenSteps:
 
     def expects(self, step: int) -> bool:
         """Say whether a train step is going to be traced, as far as is known before it begins."""
-        is_asked = self._trigger is not None and self._trigger.expects(Mode.TRAIN, step)
-        is_ordered = self._orders is not None and self._orders.expects(Mode.TRAIN, step)
-        return is_asked or is_ordered or step in self._selection
+        is_asked = any(file.expects(Mode.TRAIN, step) for file in self._files)
+        return is_asked or step in self._selection
 
     def is_over(self, step: int) -> bool:
         """True where no step after `step` can be traced."""
-        return self._orders is None and self._selection.is_over(step)
+        return not self._files and self._selection.is_over(step)
 
     def close(self) -> None:
         """Say which touches and orders this rank never saw."""
-        for each in (self._trigger, self._orders):
-            if each is not None:
-                each.close()
+        for file in self._files:
+            file.close()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rankscope.agent.hooks.members import parameters_of_module
-from rankscope.agent.steps.optimizersearch import OptimizerSet, held_parameters, parameters_of
+from rankscope.agent.steps.optimizersearch import OptimizersById, held_parameters, parameters_of
 from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.compiling import dynamo_has_compiled, run_compiled_eagerly
 from rankscope.record.notes import Note, NoteKind
@@ -52,7 +52,7 @@ class HiddenSteps:
         """Identities of the first parameter with a gradient of each optimizer's step, since the
         last train step began.
         """
-        self._asked_first = OptimizerSet()
+        self._asked_first = OptimizersById()
         """Optimizers that stepped before any train step, each looked at once."""
         self._gradients: dict[int, tuple[weakref.ref[object], int]] = {}
         """Identity of a parameter -> what stood for its gradient, and the version, when it was
@@ -83,7 +83,8 @@ class HiddenSteps:
         if not dynamo_has_compiled() or not is_new:
             return False
         if is_first:
-            is_hidden = self._asked_first.add(optimizer)
+            is_hidden = self._asked_first.get(id(optimizer)) is not optimizer
+            self._asked_first[id(optimizer)] = optimizer
         if is_hidden:
             self._moved = {parameter}
         return is_hidden

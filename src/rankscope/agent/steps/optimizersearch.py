@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import functools
 import gc
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
 
 from rankscope.agent.guard import Guard
+from rankscope.agent.hooks.pythonstack import calls_running
+from rankscope.agent.standins import StandIns
 
 __all__ = [
     "Holdings",
     "OptimizerSearch",
-    "OptimizerSet",
+    "OptimizersById",
     "held_parameters",
     "parameters_of",
     "runs_closure",
     "steps_running",
 ]
 
-_OPTIMIZER_FILE = "torch/optim/optimizer.py"
 _MAKING = ("__init__", "__setstate__")
-_Member = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,40 +41,8 @@ class Holdings:
     """
 
 
-class OptimizerSet:
-    """Living optimizers by identity, none kept alive: a class of somebody's own may compare and not
-    hash.
-    """
-
-    def __init__(self) -> None:
-        self._members: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
-
-    def add(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take an optimizer in; True where it was not a member."""
-        if optimizer in self:
-            return False
-        self._members[id(optimizer)] = weakref.ref(optimizer)
-        return True
-
-    def __contains__(self, optimizer: torch.optim.Optimizer) -> bool:
-        member = self._members.get(id(optimizer))
-        return member is not None and member() is optimizer
-
-    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
-        for key, member in list(self._members.items()):
-            optimizer = member()
-            if optimizer is None:
-                self._members.pop(key, None)
-            else:
-                yield optimizer
-
-    def __len__(self) -> int:
-        """Count those alive."""
-        return sum(1 for _ in self)
-
-    def clear(self) -> None:
-        """Leave no member."""
-        self._members.clear()
+OptimizersById = weakref.WeakValueDictionary[int, torch.optim.Optimizer]
+"""Living optimizers by identity: a class of somebody's own may compare and not hash."""
 
 
 class OptimizerSearch:
@@ -90,46 +55,34 @@ class OptimizerSearch:
     """
 
     def __init__(self, guard: Guard) -> None:
-        """Know none yet.
-
-        Args:
-            guard: keeps what fails here out of the constructors of the program.
-        """
-        self._found = OptimizerSet()
+        self._found = OptimizersById()
         self._made = guard.hook(self.saw)
-        self._originals: dict[str, tuple[_Member, _Member]] = {}
-        """Name of a member of `Optimizer` -> (what stood there, ours)."""
+        self._stand_ins = StandIns()
         self._may_have_missed = False
         """One may be alive that was made before `put_on`."""
 
     def put_on(self) -> None:
         """See every optimizer that is made from now on."""
-        if self._originals:
+        if self._stand_ins:
             return
         self._may_have_missed = any(_has_been_made(cls) for cls in _optimizer_classes())
         for name in _MAKING:
-            original = getattr(torch.optim.Optimizer, name)
-            self._originals[name] = original, self._around(original)
-            setattr(torch.optim.Optimizer, name, self._originals[name][1])
+            self._stand_ins.put(torch.optim.Optimizer, name, self._around)
 
     def take_off(self) -> None:
-        """Put the originals back, unless somebody else has put theirs over ours since."""
-        originals, self._originals = self._originals, {}
-        for name, (original, ours) in originals.items():
-            if getattr(torch.optim.Optimizer, name) is ours:
-                setattr(torch.optim.Optimizer, name, original)
+        """Put the originals back."""
+        self._stand_ins.take_off()
 
-    def _around(self, original: _Member) -> _Member:
-        @functools.wraps(original)
+    def _around(self, original: Callable[..., None]) -> Callable[..., None]:
         def making(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
-            if self._originals:
+            if self._stand_ins:
                 self._made(optimizer)
 
         return making
 
     def __contains__(self, optimizer: torch.optim.Optimizer) -> bool:
-        return optimizer in self._found
+        return self._found.get(id(optimizer)) is optimizer
 
     def exists(self) -> bool:
         """True where an optimizer is alive."""
@@ -139,18 +92,22 @@ class OptimizerSearch:
         """Remember an optimizer that steps: a class of somebody's own may be made without torch's
         constructor.
         """
-        self._found.add(optimizer)
+        self._found[id(optimizer)] = optimizer
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Yield the parameters of every optimizer found so far."""
-        for optimizer in self._found:
+        for optimizer in self._alive():
             yield from parameters_of(optimizer)
+
+    def _alive(self) -> list[torch.optim.Optimizer]:
+        references = self._found.valuerefs()  # at once: another thread may make one
+        return [optimizer for each in references if (optimizer := each()) is not None]
 
     def holder_of(self, wanted: frozenset[int]) -> torch.optim.Optimizer | None:
         """Return an optimizer that holds one of these parameters, given by their identities; None
         where none does."""
         if self.exists():
-            for optimizer in self._found:
+            for optimizer in self._alive():
                 if not wanted.isdisjoint(held_parameters(optimizer)):
                     return optimizer
         return None
@@ -165,7 +122,7 @@ class OptimizerSearch:
         return Holdings(known & held.keys(), unheld, strangers)
 
     def _unheld(self, known: frozenset[int]) -> frozenset[int]:
-        return known.difference(*(held_parameters(o) for o in self._found))
+        return known.difference(*(held_parameters(o) for o in self._alive()))
 
     def _finds_earlier(self) -> bool:
         """Search the heap for optimizers made before `put_on`, the first time that this is asked;
@@ -181,7 +138,7 @@ class OptimizerSearch:
         known = len(self._found)
         for candidate in gc.get_referrers(*classes):
             if any(type(candidate) is cls for cls in classes):
-                self._found.add(candidate)
+                self.saw(candidate)
         return len(self._found) > known
 
 
@@ -221,10 +178,4 @@ def runs_closure(arguments: tuple[object, ...], keywords: dict[str, object]) -> 
 
 def steps_running() -> int:
     """Return how many optimizer steps are on this thread's Python stack."""
-    count = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        count += code.co_name == "wrapper" and code.co_filename.endswith(_OPTIMIZER_FILE)
-        frame = frame.f_back
-    return count
+    return calls_running("wrapper", "torch/optim/optimizer.py")

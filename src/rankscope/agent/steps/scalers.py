@@ -7,13 +7,13 @@ the optimizer has stepped meanwhile.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.amp import GradScaler
 
+from rankscope.agent.standins import StandIns
 from rankscope.capture.dtypestorage import number_on_host
 from rankscope.capture.invisible import invisible
 
@@ -24,15 +24,11 @@ class ScalerWatch:
     """Tells of skipped steps between `put_on` and `take_off`; both may be called at any time."""
 
     def __init__(self, skipped: Callable[[torch.optim.Optimizer], None]) -> None:
-        """Watch nothing yet.
-
-        Args:
-            skipped: told of the optimizer after `GradScaler.step` returned without stepping it; it
-                must not raise.
+        """Watch nothing yet; `skipped` is told of the optimizer after `GradScaler.step` returned
+        without stepping it, and must not raise.
         """
         self._skipped = skipped
-        self._original: Callable[..., Any] | None = None
-        self._watching: Callable[..., Any] | None = None
+        self._stand_ins = StandIns()
         self._stepped = 0
 
     def stepped(self) -> None:
@@ -41,33 +37,24 @@ class ScalerWatch:
 
     def put_on(self) -> None:
         """Stand in `GradScaler.step`."""
-        if self._watching is not None:
-            return
-        original = self._original = GradScaler.step
+        self._stand_ins.put(GradScaler, "step", self._around)
 
-        @functools.wraps(original)
+    def take_off(self) -> None:
+        """Put the original back."""
+        self._stand_ins.take_off()
+
+    def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(
             scaler: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
         ) -> Any:
             before = self._stepped
             result = original(scaler, optimizer, *args, **kwargs)
-            if self._watching is step and self._stepped == before:
+            if self._stand_ins and self._stepped == before:
+                self._stepped += 1  # another of ours may stand around theirs, around this one
                 self._skipped(optimizer)
             return result
 
-        self._watching = step
-        self._patch(step)
-
-    def take_off(self) -> None:
-        """Put the original back, unless somebody else has put theirs over ours since."""
-        if self._watching is None:
-            return
-        if GradScaler.step is self._watching and self._original is not None:
-            self._patch(self._original)
-        self._watching = self._original = None
-
-    def _patch(self, step: Any) -> None:
-        GradScaler.step = step  # type: ignore[method-assign]
+        return step
 
 
 def scaling_of(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:

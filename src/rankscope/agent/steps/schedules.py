@@ -7,13 +7,13 @@ classes that all schedules inherit `step` from; a module call inside of it costs
 
 from __future__ import annotations
 
-import functools
 import itertools
-import sys
 from collections.abc import Callable
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
+from rankscope.agent.hooks.pythonstack import frames_here
+from rankscope.agent.standins import StandIns
 from rankscope.capture.torch_internals.parallel import pipeline_schedules
 
 __all__ = ["ScheduleWatch"]
@@ -23,50 +23,44 @@ class ScheduleWatch:
     """Says in which run of a schedule this process is, from the first question until `take_off`."""
 
     def __init__(self, begins: Callable[[object], None]) -> None:
-        """Watch nothing yet: a program may import pipelines later, or never.
-
-        Args:
-            begins: told of the schedule when a run begins; it must not raise.
+        """Watch nothing yet: a program may import pipelines later, or never. `begins` is told of
+        the schedule when a run begins, and must not raise.
         """
         self._begins = begins
         self._numbers = itertools.count()
         self._run: int | None = None
-        self._originals: dict[type, Callable[..., Any]] = {}
-        self._patched: dict[type, Callable[..., Any]] = {}
+        self._stand_ins = StandIns()
         self._codes: frozenset[CodeType] = frozenset()
         """Code of torch's own `step`, while a run goes on that began before ours stood there."""
         self._is_over = False
 
     def current(self) -> int | None:
         """Return the number of the run that goes on, counted from 0; None outside every run."""
-        if not self._patched and not self._is_over:
-            self._patch()
-        if self._codes and _running(self._codes) is None:
+        if not self._stand_ins and not self._is_over:
+            self._put_on()
+        if self._codes and not any(frame.f_code in self._codes for frame in frames_here()):
             self._run, self._codes = None, frozenset()
         return self._run
 
     def take_off(self) -> None:
-        """Put the originals back, unless somebody else has put theirs over ours since."""
+        """Put the originals back."""
         self._is_over = True
-        for cls, ours in self._patched.items():
-            if vars(cls).get("step") is ours:
-                cls.step = self._originals[cls]  # type: ignore[attr-defined]  # they have a step
-        self._patched.clear()
+        self._stand_ins.take_off()
 
-    def _patch(self) -> None:
-        for cls in pipeline_schedules():
-            original = self._originals[cls] = vars(cls)["step"]
-            ours = self._patched[cls] = self._around(original)
-            cls.step = ours  # type: ignore[attr-defined]  # they have a step
-        codes = (getattr(original, "__code__", None) for original in self._originals.values())
+    def _put_on(self) -> None:
+        classes = pipeline_schedules()
+        if not classes:
+            return
+        codes = (getattr(vars(cls)["step"], "__code__", None) for cls in classes)
         known = frozenset(code for code in codes if code is not None)
-        frame = _running(known)
+        for cls in classes:
+            self._stand_ins.put(cls, "step", self._around)
+        frame = next((frame for frame in frames_here() if frame.f_code in known), None)
         if frame is not None:  # the first run of all: it has brought us here
             self._run, self._codes = next(self._numbers), known
             self._begins(frame.f_locals.get(frame.f_code.co_varnames[0]))
 
     def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
         def step(schedule: object, *args: Any, **kwargs: Any) -> Any:
             if self._is_over or self.current() is not None:
                 return original(schedule, *args, **kwargs)
@@ -78,11 +72,3 @@ class ScheduleWatch:
                 self._run = None
 
         return step
-
-
-def _running(codes: frozenset[CodeType]) -> FrameType | None:
-    """Return the innermost frame of this thread that runs one of these codes."""
-    frame: FrameType | None = sys._getframe(1) if codes else None
-    while frame is not None and frame.f_code not in codes:
-        frame = frame.f_back
-    return frame

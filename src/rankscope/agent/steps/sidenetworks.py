@@ -21,12 +21,7 @@ class SideNetworks:
     """Finds such networks, and says which train steps they begin."""
 
     def __init__(self, optimizers: OptimizerSearch, record_setup: Callable[[Root], None]) -> None:
-        """Know no network.
-
-        Args:
-            optimizers: the optimizers of the program.
-            record_setup: writes a root down that was found.
-        """
+        """Know no network; `record_setup` writes a root down that was found."""
         self._optimizers = optimizers
         self._record_setup = record_setup
         self.frozen: Root | None = None

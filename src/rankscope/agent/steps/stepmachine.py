@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from rankscope.agent.steps.chosen import ChosenSteps
 from rankscope.record.call import Mode
-from rankscope.record.notes import Note
 
 __all__ = ["RunningStep", "StepMachine", "Tick"]
 
@@ -248,13 +247,3 @@ class StepMachine:
 
     def _running_eval(self) -> RunningStep | None:
         return None if self.traced_eval is None else RunningStep(Mode.EVAL, self.traced_eval, False)
-
-    # ------------------------------------------------------------------ the end
-
-    def none_traced(self) -> Note | None:
-        """Return how a job ended none of whose steps was traced; None where one was."""
-        return self._chosen.none_traced(self.train, self.eval)
-
-    def close(self) -> None:
-        """Say which touches of the file of `at:FILE`, and which orders, this rank never saw."""
-        self._chosen.close()

@@ -64,8 +64,7 @@ class Stepping:
         """Expect the first step; nothing is on but what notices it.
 
         Args:
-            settings: what to trace.
-            guard: keeps what fails here out of the program.
+            settings, guard: those of the session.
             open_session: opens the spool, and calls `open` here; False where this process is not
                 traced.
             close_session: ends the session.
@@ -75,8 +74,8 @@ class Stepping:
         self._close_session = close_session
         self.optimizers = OptimizerSearch(guard)
         self.optimizers.put_on()
-        self._chosen = ChosenSteps(settings.steps)
-        self.machine = StepMachine(self._chosen, self.optimizers.exists)
+        self.chosen = ChosenSteps(settings.steps)
+        self.machine = StepMachine(self.chosen, self.optimizers.exists)
         self.sides = SideNetworks(self.optimizers, self._record_setup)
         self.table = ModuleTable(
             enters_compiled=settings.compile == "eager",
@@ -121,7 +120,7 @@ class Stepping:
         self._parameters, self._updates = parameters, updates
         updates.accumulated.running_step = self._accumulating_step
         self.collectives.open(recorder, values, tracer, self.table)
-        self._chosen.watch_files(recorder, rank, agreement)
+        self.chosen.watch_files(recorder, rank, agreement)
 
     # ------------------------------------------------------------------ a module is called
 
@@ -143,9 +142,10 @@ class Stepping:
             return
         frozen = self.sides.frozen
         if info is None and frozen is not None and module_calls_running() > 1:
-            if self.sides.is_called_by_frozen(self._tracer.learn_inside(module, frozen).root):
+            with invisible():
+                info = self.table.learn(module, frozen)
+            if self.sides.is_called_by_frozen(info.root):
                 return
-            info = self.table.get(module)
         if info is not None and (info.root is None or (info.path and not machine.is_ended)):
             return
         if machine.is_train_over and info is not None and _is_train_forward(info, module):
@@ -318,7 +318,8 @@ class Stepping:
         if not modules or not self._open_session():
             return False
         for module in modules:
-            root = self._tracer.learn(module).root
+            with invisible():
+                root = self.table.learn(module, None).root
             if root is not None:
                 root.is_hidden = True
                 self._record_setup(root)
@@ -370,16 +371,13 @@ class Stepping:
     def _is_traced(self, mode: Mode, step: int) -> bool:
         """Decide whether a step that begins is traced, and what of it."""
         is_traced = self.machine.begins(mode, step)
-        orders = self._chosen.ordered
+        orders = self.chosen.ordered
         if orders != self._ordered:
             self._ordered = orders
             paths = tuple(glob for order in orders for glob in order.paths)
             self.table.select_too(paths)
             self.collectives.select_too(paths)
-            tensors = tuple(glob for order in orders for glob in order.tensors)
-            if tensors:
-                self._recorder.note_paths(self.table.defined_paths())
-            self._values.keep_too(tensors)
+            self._values.keep_too(tuple(glob for order in orders for glob in order.tensors))
         return is_traced
 
     def _end_train(self) -> None:

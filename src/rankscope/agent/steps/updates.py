@@ -15,19 +15,16 @@ import torch
 
 from rankscope.agent.hooks.modules import ModuleTable
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.steps.optimizernotes import (
-    describe_options,
-    describe_rates,
-    describe_strangers,
-)
 from rankscope.agent.steps.optimizersearch import Holdings, OptimizerSearch
 from rankscope.agent.steps.scalers import is_skipped_inside, scaling_of
 from rankscope.agent.values.accumulated import AccumulatedGradients
 from rankscope.agent.values.gradients import GradientHooks
-from rankscope.agent.values.parameters import ParameterEvents
+from rankscope.agent.values.parameters import ParameterEvents, has_gradient
+from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.autograd import current_graph_task
 from rankscope.record.call import Mode
 from rankscope.record.notes import Note, NoteKind
+from rankscope.record.optimizeroptions import options_text
 from rankscope.record.value import ValueFlag
 from rankscope.spool.recordformat import StepEvent
 
@@ -36,6 +33,11 @@ __all__ = ["Updates"]
 _SKIPPED, _SCALED = int(ValueFlag.SKIPPED), int(ValueFlag.SCALED)
 _MOST_OPTIONS = 2_000
 _AFTER_CALL = int(ValueFlag.AFTER_CALL)
+_SHAPES_NAMED = 3
+_LONGEST_VALUE = 40
+_NO_OPTIONS = frozenset(
+    {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr"}
+)
 
 
 class Updates:
@@ -116,7 +118,8 @@ class Updates:
         concerned = holdings.own
         self._unheld |= holdings.unheld
         if concerned:
-            frozen = holdings.unheld - self._events.needing_gradient(holdings.unheld)
+            needing = self._events.those(holdings.unheld, lambda p: p.requires_grad)
+            frozen = holdings.unheld - needing
             concerned |= frozen - self._read
             self._read |= concerned
             self._shown = ordinal + 1
@@ -158,11 +161,12 @@ class Updates:
             )
         self._flags = flags
         holdings = self._holdings(optimizer)
-        self._note(step, describe_strangers(optimizer, holdings))
+        self._note(step, _describe_strangers(optimizer, holdings))
         self._note_options(optimizer, step)
-        self._note(step, describe_rates(optimizer))
+        self._note(step, _describe_rates(optimizer))
         again = holdings.unheld & self._unheld_read
-        concerned = holdings.own | (holdings.unheld - again) | self._events.having_gradient(again)
+        again_with = self._events.those(again, has_gradient)
+        concerned = holdings.own | (holdings.unheld - again) | again_with
         self._unheld_read |= holdings.unheld
         taken = self._events.gradients(
             step, self._count - 1, concerned, flags=flags, unheld=holdings.unheld,
@@ -174,7 +178,8 @@ class Updates:
 
     def _holdings(self, optimizer: torch.optim.Optimizer) -> Holdings:
         """Return whose the parameters are that concern an optimizer's step."""
-        holdings = self._optimizers.holdings(optimizer, self._table.parameter_ids())
+        known = frozenset(map(id, self._table.parameters()))
+        holdings = self._optimizers.holdings(optimizer, known)
         if current_graph_task() != -1:  # inside backward: gradients of others are not final
             return replace(holdings, unheld=frozenset())
         return holdings
@@ -185,7 +190,7 @@ class Updates:
             self._running = ""
 
     def _note_options(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        note = describe_options(optimizer)
+        note = _describe_options(optimizer)
         if note is not None and (note in self._options or len(self._options) < _MOST_OPTIONS):
             self._options.add(note)
             self._note(step, note)
@@ -194,3 +199,75 @@ class Updates:
         if note is not None and note not in self._noted:
             self._noted.add(note)
             self._recorder.step(StepEvent.NOTE, Mode.TRAIN, step, note)
+
+
+# ---- what is noted of an optimizer when it steps -------------------------------------------------
+
+
+def _describe_strangers(optimizer: torch.optim.Optimizer, holdings: Holdings) -> Note | None:
+    """Say what an optimizer holds that no module seen owns; None where there is nothing.
+
+    An optimizer made before `fully_shard` or `parallelize_module` replaced the parameters holds the
+    old ones, which get no gradient; one that keeps master copies gives them theirs.
+    """
+    strangers = holdings.strangers
+    if not strangers:
+        return None
+    with invisible():
+        without = sum(tensor.grad is None for tensor in strangers)
+        shapes = sorted({str(list(tensor.shape)) for tensor in strangers})
+    named = ", ".join(shapes[:_SHAPES_NAMED]) + (", ..." if len(shapes) > _SHAPES_NAMED else "")
+    return Note.of(
+        NoteKind.FOREIGN_PARAMETERS,
+        optimizer=type(optimizer).__name__,
+        own=len(holdings.own),
+        foreign=len(strangers),
+        idle=without,
+        shapes=named,
+    )
+
+
+def _describe_rates(optimizer: torch.optim.Optimizer) -> Note | None:
+    """Say how many parameters with a gradient a step will leave where they are, because the
+    learning rate of their group is 0; None where there is none. A rate that is a tensor is not
+    read: it may lie on an accelerator.
+    """
+    with invisible():
+        still = sum(
+            parameter.grad is not None
+            for group in getattr(optimizer, "param_groups", ())
+            if isinstance(group.get("lr"), int | float) and not group["lr"]
+            for parameter in group["params"]
+        )
+    name = type(optimizer).__name__
+    return Note.of(NoteKind.RATE_OF_ZERO, optimizer=name, parameters=still) if still else None
+
+
+def _describe_options(optimizer: torch.optim.Optimizer) -> Note | None:
+    """Say with which options an optimizer steps; None for one that has none.
+
+    Values that groups of parameters do not share stand in the order of the groups, `0.1 | 0.0`.
+    Those that choose an implementation (`foreach`, `fused`) change no result and are left out.
+    """
+    found: dict[str, list[str]] = {}
+    for group in getattr(optimizer, "param_groups", ()):
+        for name, value in group.items():
+            values = found.setdefault(str(name), [])
+            text = _option(value)
+            if name not in _NO_OPTIONS and text not in values:
+                values.append(text)
+    options = options_text(found)
+    name = type(optimizer).__name__
+    return Note.of(NoteKind.OPTIMIZER_OPTIONS, optimizer=name, options=options) if options else None
+
+
+def _option(value: object) -> str:
+    """Return a plain value as text, "" for others. A tensor is not read: it may lie on an
+    accelerator."""
+    if isinstance(value, torch.Tensor):
+        return "(a tensor)"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_option, value))})"
+    if value is None or isinstance(value, (bool, int, str)):
+        return str(value)[:_LONGEST_VALUE]
+    return f"{value:.9g}" if isinstance(value, float) else ""

@@ -222,16 +222,15 @@ class AccumulatedGradients:
             if root is not None and not left.is_written:
                 left.is_written = True
                 by_root.setdefault(root, {}).setdefault(left.info, []).append(left)
-        enter, leave = self._events.enter, self._events.recorder.exit
-        phase, ordinal, time_ns = Phase.ACCUMULATED, end.ordinal, end.time_ns
+
+        def record(info: ModuleInfo, left: _LeftGradient, sequence: int) -> None:
+            flags = left.flags
+            self._values.record_held(left.held, sequence, left.slot, Phase.ACCUMULATED, flags)
+
         for root, modules in by_root.items():
             top = next(self._table.of_root(root), None)
-            if top is None:
-                continue
-            parent = enter(top, root, None, phase, step, ordinal, time_ns)
-            for info, gradients in modules.items():
-                own = enter(info, root, parent, phase, step, ordinal, time_ns)
-                for left in gradients:
-                    self._values.record_held(left.held, own, left.slot, phase, left.flags)
-                leave(own, time_ns=time_ns)
-            leave(parent, time_ns=time_ns)
+            if top is not None:
+                parts = [(top, []), *modules.items()]
+                self._events.write(
+                    root, Phase.ACCUMULATED, step, end.ordinal, parts, record, end.time_ns
+                )

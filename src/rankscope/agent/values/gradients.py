@@ -26,6 +26,8 @@ class GradientTarget:
     """Where a gradient belongs: the forward call and the slot in it."""
 
     sequence: int
+    path: str
+    """Of the module that was called."""
     slot: str
 
 
@@ -129,16 +131,15 @@ class GradientHooks:
         """A backward pass of this step reached a tensor."""
 
     def watch(
-        self, tensor: torch.Tensor, sequence: int, slot: str, *, is_of_root: bool = False
+        self, tensor: torch.Tensor, target: GradientTarget, *, is_of_root: bool = False
     ) -> None:
-        """Record the total gradient of `tensor` under a call's slot when backward reaches it.
+        """Record the total gradient of `tensor` when backward reaches it.
 
         `is_of_root`: a root hands it out.
         """
         if is_of_root:
             self.passes.root_was_called()
         watched = self._watched.get(id(tensor))
-        target = GradientTarget(sequence, slot)
         if watched is not None and watched.is_of(tensor):
             if watched.version == tensor._version:
                 watched.targets.append(target)

@@ -4,7 +4,7 @@ an optimizer step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,8 +25,9 @@ from rankscope.capture.torch_internals.dtensor import is_dtensor
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 
-__all__ = ["ParameterEvents"]
+__all__ = ["ParameterEvents", "has_gradient"]
 
+_ABSENT = int(ValueFlag.ABSENT)
 _UNHELD, _CARRIED = int(ValueFlag.UNHELD), int(ValueFlag.CARRIED)
 _NO_SYNC = int(ValueFlag.NO_SYNC)
 
@@ -50,7 +51,7 @@ class ParameterEvents:
         self._write_marks(root)
         self._expect_to_keep(root)
         if self._wants(Phase.SETUP) or (self._values.keeps and _is_placed(root)):
-            self._record(_Event(root, Phase.SETUP, 0, 0, 0, None))
+            self._record(root, _Event(Phase.SETUP))
 
     def _write_marks(self, root: Root) -> None:
         """Write down what a framework says on parameters of how they lie."""
@@ -110,12 +111,11 @@ class ParameterEvents:
             return taken
         with invisible():
             now = self._table.unsynced_parameters()
+        unsynced = now if unsynced is None else now & unsynced
+        marks = (unheld, _UNHELD), (carried, _CARRIED), (unsynced, _NO_SYNC)
+        event = _Event(Phase.GRADS, step, ordinal, flags, chosen, marks, left or {}, tuple(extras))
         for root in self._table.roots:
-            event = _Event(
-                root, Phase.GRADS, step, ordinal, flags, chosen, unheld, carried,
-                now if unsynced is None else now & unsynced, left or {}, tuple(extras),
-            )  # fmt: skip
-            self._record(event, taken)
+            self._record(root, event, taken)
         return taken
 
     def parameters(
@@ -127,22 +127,15 @@ class ParameterEvents:
         if not self._wants(Phase.PARAMS):
             return
         for root in self._table.roots:
-            self._record(_Event(root, Phase.PARAMS, step, ordinal, flags, chosen))
+            self._record(root, _Event(Phase.PARAMS, step, ordinal, flags, chosen))
 
     def has_gradients(self) -> bool:
         """True where a parameter of a root has a gradient now."""
         with invisible():
-            return any(gradient_of(parameter) is not None for parameter in self._table.parameters())
+            return any(map(has_gradient, self._table.parameters()))
 
-    def having_gradient(self, chosen: Set[int]) -> frozenset[int]:
-        """Return those of the parameters, told by their identities, that have a gradient now."""
-        return self._that(chosen, lambda parameter: gradient_of(parameter) is not None)
-
-    def needing_gradient(self, chosen: Set[int]) -> frozenset[int]:
-        """Return those of the parameters, told by their identities, that need a gradient."""
-        return self._that(chosen, lambda parameter: parameter.requires_grad)
-
-    def _that(self, chosen: Set[int], holds: Callable[[torch.Tensor], bool]) -> frozenset[int]:
+    def those(self, chosen: Set[int], holds: Callable[[torch.Tensor], bool]) -> frozenset[int]:
+        """Return those of the parameters, told by their identities, of which something holds."""
         if not chosen:
             return frozenset()
         with invisible():
@@ -169,57 +162,47 @@ class ParameterEvents:
         """Forget whose buffers were recorded: they go with the first event of a step."""
         self._with_buffers.clear()
 
-    def _record(self, event: _Event, taken: dict[int, bool] | None = None) -> None:
-        """Record one event of a root: a call for it, and one below it for every module that owns
-        something; nothing where it concerns none of the root's parameters. Gradients go into
-        `taken`.
+    def _record(self, root: Root, event: _Event, taken: dict[int, bool] | None = None) -> None:
+        """Record one event of a root; nothing where it concerns none of the root's parameters.
+        Gradients go into `taken`.
         """
-        if not self._concerns(event):
+        chosen, top = event.chosen, root.module()
+        if chosen is not None and (
+            top is None or not any(id(p) in chosen for p in parameters_of_module(top))
+        ):
             return
-        parent: int | None = None
-        for info, module in self._events.modules(event.root):
-            with invisible():
-                items = list(self._items(info, module, event))
-            if parent is None:
-                items += [_Item(slot, tensor) for slot, tensor in event.extras]
-            elif not items:
-                continue
-            sequence = self._events.enter(
-                info, event.root, parent, event.phase, event.step, event.ordinal
-            )
-            with invisible():
-                for item in items:
-                    is_as_left = self._read(item, sequence, event)
-                    if taken is not None and item.owner:
-                        taken[item.owner] = is_as_left
-            if parent is None:
-                parent = sequence
+
+        def read(info: ModuleInfo, item: _Item, sequence: int) -> None:
+            slot, tensor, flags, is_described, owner = item
+            is_as_left = False
+            if tensor is None:
+                self._values.note(None, sequence, slot, event.phase, flags | _ABSENT)
+            elif is_described:
+                self._values.describe(tensor, sequence, slot, event.phase, flags)
             else:
-                self._events.recorder.exit(sequence)
-        if parent is not None:
-            self._events.recorder.exit(parent)
+                is_as_left = self._values.read(
+                    tensor, sequence, info.path, slot, event.phase,
+                    flags=flags, samples=False, held=event.left.get(owner) if owner else None,
+                )  # fmt: skip
+            if taken is not None and owner:
+                taken[owner] = is_as_left
+
+        parts = self._parts(root, event)
+        self._events.write(root, event.phase, event.step, event.ordinal, parts, read)
         if event.phase is Phase.PARAMS:
-            self._with_buffers.add(event.root)
+            self._with_buffers.add(root)
 
-    def _concerns(self, event: _Event) -> bool:
-        if event.chosen is None:
-            return True
-        top = event.root.module()
-        return top is not None and any(id(p) in event.chosen for p in parameters_of_module(top))
+    def _parts(self, root: Root, event: _Event) -> Iterator[tuple[ModuleInfo, list[_Item]]]:
+        extras = [_Item(slot, tensor) for slot, tensor in event.extras]
+        for info, module in self._events.modules(root):
+            with invisible():
+                items = list(self._items(root, info, module, event))
+            yield info, items + extras
+            extras = []
 
-    def _read(self, item: _Item, sequence: int, event: _Event) -> bool:
-        phase, held = event.phase, event.left.get(item.owner) if item.owner else None
-        if item.tensor is None:
-            self._values.absent(sequence, item.slot, phase, item.flags)
-            return False
-        if item.is_described:
-            self._values.describe(item.tensor, sequence, item.slot, phase, item.flags)
-            return False
-        return self._values.read(
-            item.tensor, sequence, item.slot, phase, flags=item.flags, samples=False, held=held
-        )
-
-    def _items(self, info: ModuleInfo, module: torch.nn.Module, event: _Event) -> Iterable[_Item]:
+    def _items(
+        self, root: Root, info: ModuleInfo, module: torch.nn.Module, event: _Event
+    ) -> Iterable[_Item]:
         is_grads, chosen = event.phase is Phase.GRADS, event.chosen
         parameters = own_parameters(module)
         for name in info.own_parameters:
@@ -238,14 +221,10 @@ class ParameterEvents:
                 yield _Item(slot, parameter, event.flags)
             elif parameter.requires_grad:
                 gradient, flags = gradient_of(parameter), event.flags
-                if gradient is not None and id(parameter) in event.unheld:
-                    flags |= _UNHELD
-                if gradient is not None and id(parameter) in event.carried:
-                    flags |= _CARRIED
-                if gradient is not None and id(parameter) in event.unsynced:
-                    flags |= _NO_SYNC
+                for marked, flag in event.marks if gradient is not None else ():
+                    flags |= flag if id(parameter) in marked else 0
                 yield _Item(slot, gradient, flags, owner=id(parameter))
-        if is_grads or event.root in self._with_buffers or not self._wants(event.phase):
+        if is_grads or root in self._with_buffers or not self._wants(event.phase):
             return
         for name, buffer in own_buffers(module).items():
             if buffer is not None and self._values.wants(f"buffer:{name}"):
@@ -258,20 +237,22 @@ def _is_placed(root: Root) -> bool:
     return top is not None and any(is_dtensor(type(p)) for p in parameters_of_module(top))
 
 
+def has_gradient(parameter: torch.Tensor) -> bool:
+    """True where a parameter has a gradient now."""
+    return gradient_of(parameter) is not None
+
+
 @dataclass(frozen=True, slots=True)
 class _Event:
-    """One event of one root."""
+    """One event of every root."""
 
-    root: Root
     phase: Phase
-    step: int
-    ordinal: int
-    flags: int
-    chosen: frozenset[int] | None
-    unheld: frozenset[int] = frozenset()
-    carried: frozenset[int] = frozenset()
-    unsynced: frozenset[int] = frozenset()
-    """Parameters whose gradients are not to be reduced, by identity."""
+    step: int = 0
+    ordinal: int = 0
+    flags: int = 0
+    chosen: frozenset[int] | None = None
+    marks: tuple[tuple[frozenset[int], int], ...] = ()
+    """Parameters by identity, and the flag that their gradients get."""
     left: Mapping[int, HeldValue] = field(default_factory=dict)
     extras: tuple[tuple[str, torch.Tensor], ...] = ()
 

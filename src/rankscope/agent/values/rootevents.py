@@ -4,7 +4,8 @@ stand for them in the records.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -13,10 +14,13 @@ from rankscope.agent.hooks.members import own_parameters
 from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.values.valuereader import ValueReader
+from rankscope.capture.invisible import invisible
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 
 __all__ = ["RootEvents"]
+
+_Part = TypeVar("_Part")
 
 
 class RootEvents:
@@ -64,21 +68,36 @@ class RootEvents:
                     if parameter is not None:
                         yield info, module, name, parameter
 
-    def enter(
+    def write(
         self,
-        info: ModuleInfo,
         root: Root,
-        parent: int | None,
         phase: Phase,
         step: int,
         ordinal: int,
+        parts: Iterable[tuple[ModuleInfo, Sequence[_Part]]],
+        record: Callable[[ModuleInfo, _Part, int], None],
         time_ns: int = 0,
-    ) -> int:
-        """Record that an event reached a module; return the call's sequence number.
+    ) -> None:
+        """Write one event of a root: a call for it, and one below for every module of `parts` that
+        has something. The first part is the root's own call, and may have nothing.
 
-        `time_ns`: when that was, as for `Recorder.enter`.
+        `record` writes one thing of a module into the call of that number, under `invisible()`;
+        the last three numbers are as for `Recorder.enter`.
         """
-        return self.recorder.enter(
-            self.definitions.of(info), root.definition, parent, Mode.TRAIN, step, None, phase,
-            ordinal, time_ns,
-        )  # fmt: skip
+        top: int | None = None
+        for info, own in parts:
+            if top is not None and not own:
+                continue
+            sequence = self.recorder.enter(
+                self.definitions.of(info), root.definition, top, Mode.TRAIN, step, None, phase,
+                ordinal, time_ns,
+            )  # fmt: skip
+            with invisible():
+                for each in own:
+                    record(info, each, sequence)
+            if top is None:
+                top = sequence
+            else:
+                self.recorder.exit(sequence, time_ns=time_ns)
+        if top is not None:
+            self.recorder.exit(top, time_ns=time_ns)

@@ -13,50 +13,17 @@ from rankscope.record.streams import RankIdentity, StreamId
 from rankscope.run.folders import RunHeader
 from rankscope.run.prepare import Collection
 from rankscope.settings import Settings
-from rankscope.spool.writer import SpoolWriter
 
-__all__ = [
-    "chunk_store",
-    "make_recorder",
-    "make_tensor_store",
-    "tensor_store_of_run",
-]
-
-
-def make_recorder(writer: SpoolWriter, settings: Settings) -> Recorder:
-    """Return the pen of one rank; it notes paths only where tensors are kept."""
-    recorder = Recorder(writer)
-    if settings.tensors:
-        recorder.note_paths({})
-    return recorder
+__all__ = ["chunk_store", "make_tensor_store", "tensor_store_of_run"]
 
 
 def make_tensor_store(
-    settings: Settings,
-    recorder: Recorder,
-    folder: Path,
-    stream: StreamId,
-    *,
-    writers: int,
-    store: Store | None = None,
-    is_late: bool = False,
-) -> TensorStore | None:
-    """Return what keeps the full tensors of one rank; None where none were asked for.
-
-    Args:
-        settings: which, and within what bounds.
-        recorder: writes their records, and why any are not kept.
-        folder: takes the chunks: the trace folder, or where that is not seen the run folder.
-        stream: whose they are.
-        writers: ranks that keep tensors on that disk, for the default budget.
-        store: takes them instead of the chunks, where this process reads the trace itself.
-        is_late: it is made because tensors are asked for that the settings do not name.
-    """
-    if not settings.tensors and not is_late:
-        return None
+    settings: Settings, recorder: Recorder, stream: StreamId, store: Store
+) -> TensorStore:
+    """Return what keeps the full tensors of one rank, with what it has to say of them."""
     return TensorStore(
         settings.tensors or (),
-        store or chunk_store(settings, recorder, folder, stream, writers=writers),
+        store,
         recorder.tensor,
         memory_bytes=settings.tensor_memory,
         tell=lambda text: say(f"rank {stream.rank}: {text}"),
@@ -67,7 +34,15 @@ def make_tensor_store(
 def chunk_store(
     settings: Settings, recorder: Recorder, folder: Path, stream: StreamId, *, writers: int
 ) -> Store:
-    """Return what puts tensors into chunks; arguments as `make_tensor_store` takes them."""
+    """Return what puts tensors into chunks.
+
+    Args:
+        settings: within what bounds.
+        recorder: writes their records.
+        folder: takes the chunks: the trace folder, or where that is not seen the run folder.
+        stream: whose they are.
+        writers: ranks that keep tensors on that disk, for the default budget.
+    """
     budget = settings.tensor_budget
     limit_bytes = free_disk_share(folder, writers) if budget is None else budget
     return LocalChunkStore(ChunkWriter(folder, stream, limit_bytes=limit_bytes), recorder.tensor)
@@ -79,17 +54,13 @@ def tensor_store_of_run(
     identity: RankIdentity,
     run_folder: Path,
     header: RunHeader,
-    *,
-    is_late: bool = False,
-) -> TensorStore | None:
+) -> TensorStore:
     """Return what keeps full tensors of a rank in a run: in the trace folder where this host sees
-    it, else in the run folder, from where the relay ships them. `is_late`: as `make_tensor_store`.
+    it, else in the run folder, from where the relay ships them.
     """
     collection = Collection.of_run(run_folder, header)
     folder = run_folder if collection.is_elsewhere else header.out
     is_of_all = collection.is_shared and not header.keeps_apart
-    return make_tensor_store(
-        settings, recorder, folder, identity.stream,
-        writers=settings.traced_of(identity.world_size) if is_of_all else identity.local_world_size,
-        is_late=is_late,
-    )  # fmt: skip
+    writers = settings.traced_of(identity.world_size) if is_of_all else identity.local_world_size
+    store = chunk_store(settings, recorder, folder, identity.stream, writers=writers)
+    return make_tensor_store(settings, recorder, identity.stream, store)

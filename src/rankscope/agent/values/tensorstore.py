@@ -89,13 +89,10 @@ class TensorStore:
             self._unmatched |= dict.fromkeys(glob for glob in self._globs if glob not in self._ever)
         self._ever |= {*self._globs}
 
-    def wants(self, path: str | None, slot: str) -> bool:
-        """True where the globs take this slot of this path; of a path that is not known any more,
-        where they take it of any: rather too much is kept than silently too little."""
+    def wants(self, path: str, slot: str) -> bool:
+        """True where the globs take this slot of this path."""
         if self._takes_all:
             return True
-        if path is None:
-            return any(slot_matches(s, slot) for _, s in self._globs.values())
         found = self._wanted.get((path, slot))
         if found is None:
             taking = {
@@ -147,31 +144,14 @@ class TensorStore:
         """
         if not self._staged:
             return
-        token, holder = (get_ident(),), self._holder
-        try:
-            if holder.setdefault(0, token) is not token and not self._storing.wait(token):
-                return
-            self._collect(wait=wait)
-        finally:
-            if 0 in holder and holder[0] is token:
-                del holder[0]
+        self._alone(lambda: self._collect(wait=wait))
 
     def close(self) -> None:
         """Store what is still on its way, finish the open chunk, and tell what was not kept."""
-        token, holder = (get_ident(),), self._holder
         try:
-            if holder.setdefault(0, token) is not token and not self._storing.wait(token):
-                return  # nested in a write: the chunk is finished from the records
-            self._collect(wait=True)
-            for staging in self._staging.values():
-                staging.close()
-            self._staging.clear()
-            self._store.finish()
+            self._alone(self._finish)  # nested in a write: the chunk is finished from the records
         except ChunkError as error:
             self._tell(str(error))
-        finally:
-            if 0 in holder and holder[0] is token:
-                del holder[0]
         for reason, line in zip(self._missed, self.notes()):
             self._tell(line)
             self._note(reason, line)
@@ -205,6 +185,23 @@ class TensorStore:
         return [*self._unmatched]
 
     # ------------------------------------------------------------------ storing
+
+    def _alone(self, work: Callable[[], None]) -> None:
+        """Do what no other thread may do meanwhile; nothing inside of a write (`WriteLock`)."""
+        token, holder = (get_ident(),), self._holder
+        try:
+            if holder.setdefault(0, token) is token or self._storing.wait(token):
+                work()
+        finally:
+            if 0 in holder and holder[0] is token:
+                del holder[0]
+
+    def _finish(self) -> None:
+        self._collect(wait=True)
+        for staging in self._staging.values():
+            staging.close()
+        self._staging.clear()
+        self._store.finish()
 
     def _store_from_host(self, tensor: torch.Tensor, described: Described) -> int:
         reference = self._next_reference

@@ -32,9 +32,8 @@ __all__ = ["ValueReader"]
 
 _ACTIVATIONS = Phase.having(lambda facts: facts.is_activation)
 # plain ints: an IntFlag's own `|` costs a microsecond, and these are used for every value
-_PENDING, _PYTHON, _ABSENT = int(ValueFlag.PENDING), int(ValueFlag.PYTHON), int(ValueFlag.ABSENT)
-_UNSEEN, _NOT_KEPT = int(ValueFlag.UNSEEN), int(ValueFlag.NOT_KEPT)
-_AS_LEFT = int(ValueFlag.AS_LEFT)
+_PENDING, _PYTHON = int(ValueFlag.PENDING), int(ValueFlag.PYTHON)
+_NOT_KEPT, _AS_LEFT = int(ValueFlag.NOT_KEPT), int(ValueFlag.AS_LEFT)
 _MOST_PENDING = 256
 """Values in flight held at a time; further ones stay pending."""
 
@@ -53,16 +52,15 @@ class ValueReader:
         recorder: Recorder,
         describer: Describer,
         settings: Settings,
-        tensor_store: TensorStore | None = None,
-        late_tensor_store: Callable[[], TensorStore | None] = lambda: None,
+        make_tensor_store: Callable[[], TensorStore | None] = lambda: None,
     ) -> None:
         self._recorder = recorder
-        self.tensor_store = tensor_store
+        self._make_store = make_tensor_store
+        self.tensor_store = make_tensor_store() if settings.tensors else None
         """Keeps full tensors; None while none were ever asked for."""
-        self._make_store = late_tensor_store
-        self._tensor_store = tensor_store
+        self._tensor_store = self.tensor_store
         """The same, None too where none are kept of the steps that run."""
-        self._keeps_always = tensor_store is not None
+        self._keeps_always = self.tensor_store is not None
         self._digests = settings.digest == "full"
         self._describer = describer
         self._batch_dim = settings.batch_dim
@@ -80,7 +78,7 @@ class ValueReader:
         """Memory a collective was still writing when it was seen, where it belongs, and whether it
         was one of this session's: let go when that is waited for; for another's, at the next hook
         that finds no collective outstanding."""
-        self.is_on = self._digests or tensor_store is not None
+        self.is_on = self._digests or self._keeps_always
         """False where only the structure is recorded."""
 
     def keep_too(self, globs: tuple[str, ...]) -> None:
@@ -106,6 +104,7 @@ class ValueReader:
         self,
         tensor: torch.Tensor,
         sequence: int,
+        path: str,
         slot: str,
         phase: Phase,
         *,
@@ -114,7 +113,8 @@ class ValueReader:
         samples: bool = True,
         held: HeldValue | None = None,
     ) -> bool:
-        """Digest one tensor as it is now and record it; the caller holds `invisible()`.
+        """Digest one tensor as it is now and record it under a call of the module with this path;
+        the caller holds `invisible()`.
 
         Returns:
             True where it is still what `held` was read from, which its record says then.
@@ -123,7 +123,7 @@ class ValueReader:
         is_pending = described.is_pending or self.in_flight.has(local)
         reference = 0
         if self._tensor_store is not None:
-            is_wanted = self._is_kept(sequence, slot)
+            is_wanted = self._tensor_store.wants(path, slot)
             if not (self._digests or is_wanted):
                 return False
             if is_wanted and not is_pending:
@@ -202,11 +202,6 @@ class ValueReader:
         words = stored_words(local, storage)
         return not (words.flat[0].any() or words.any())
 
-    def _is_kept(self, sequence: int, slot: str) -> bool:
-        """True where the setting `tensors` takes this slot of this call."""
-        path = self._recorder.path_of(sequence)
-        return self._tensor_store is not None and self._tensor_store.wants(path, slot)
-
     def _digest_on_host(
         self, local: torch.Tensor, described: Described, *, samples: bool
     ) -> ValueNumbers:
@@ -237,6 +232,7 @@ class ValueReader:
         prefix: str,
         value: object,
         sequence: int,
+        path: str,
         phase: Phase,
         *,
         skip: frozenset[int] = frozenset(),
@@ -254,57 +250,53 @@ class ValueReader:
                 if is_tensor(leaf):
                     if id(leaf) in skip:
                         continue
-                    self.read(leaf, sequence, slot, phase)
+                    self.read(leaf, sequence, path, slot, phase)
                     tensors.append((slot, leaf))
                 elif not skip:
                     self.note(leaf, sequence, slot, phase)
         return tensors
 
-    def note(self, leaf: object, sequence: int, slot: str, phase: Phase) -> None:
-        """Record an argument that is no tensor by its bounded description."""
-        if not self._digests:
-            return
-        described = self._describer.describe_other(leaf)
-        self._recorder.value(sequence, slot, described, None, phase, 0, _PYTHON, 0)
+    def note(
+        self, leaf: object, sequence: int, slot: str, phase: Phase, flags: int = _PYTHON
+    ) -> None:
+        """Record what is no tensor by its bounded description: an argument; None for what a slot
+        lacks, of which `flags` says why (ABSENT, UNSEEN).
+        """
+        if self._digests:
+            described = self._describer.describe_other(leaf)
+            self._recorder.value(sequence, slot, described, None, phase, 0, flags, 0)
 
     def note_inputs(
-        self, module: torch.nn.Module, args: object, kwargs: object, sequence: int, phase: Phase
+        self,
+        module: torch.nn.Module,
+        args: object,
+        kwargs: object,
+        sequence: int,
+        path: str,
+        phase: Phase,
     ) -> None:
         """Record how the arguments of a call are nested, where that is asked for (`tensors`)."""
-        if self._takes_form(sequence, "form:input"):
+        if self._takes_form(path, "form:input"):
             with invisible():
                 held = sum(child is not None for child in module._modules.values())
                 form = call_form(args, kwargs, held, self.say)
             self._note_form(form, sequence, "form:input", phase)
 
-    def note_result(self, output: object, sequence: int, phase: Phase) -> None:
+    def note_result(self, output: object, sequence: int, path: str, phase: Phase) -> None:
         """Record how the result of a call is nested, where that is asked for (`tensors`)."""
-        if self._takes_form(sequence, "form:output"):
+        if self._takes_form(path, "form:output"):
             with invisible():
                 form = result_form(output, self.say)
             self._note_form(form, sequence, "form:output", phase)
 
-    def _takes_form(self, sequence: int, slot: str) -> bool:
-        return self._tensor_store is not None and self.wants(slot) and self._is_kept(sequence, slot)
+    def _takes_form(self, path: str, slot: str) -> bool:
+        store = self._tensor_store
+        return store is not None and self.wants(slot) and store.wants(path, slot)
 
     def _note_form(self, form: str | None, sequence: int, slot: str, phase: Phase) -> None:
         if form is not None:
             described = self._describer.describe_text(form)
             self._recorder.value(sequence, slot, described, None, phase, 0, _PYTHON, 0)
-
-    def absent(self, sequence: int, slot: str, phase: Phase, flags: int = 0) -> None:
-        """Record that a slot holds nothing (`.grad is None`)."""
-        if not self._digests:
-            return
-        described = self._describer.describe_other(None)
-        self._recorder.value(sequence, slot, described, None, phase, 0, flags | _ABSENT, 0)
-
-    def unseen(self, sequence: int, slot: str, phase: Phase) -> None:
-        """Record that what belongs in a slot could not be seen."""
-        if not self._digests:
-            return
-        described = self._describer.describe_other(None)
-        self._recorder.value(sequence, slot, described, None, phase, 0, _UNSEEN, 0)
 
     def _new_digester(self) -> Digester:
         digester = Digester(batch_dim=self._batch_dim)

@@ -61,7 +61,8 @@ class LayerRecorder(Recorder):
 
     def __init__(self, writer: SpoolWriter) -> None:
         super().__init__(writer)
-        self._paths = self.note_paths({})
+        self._paths: dict[int, str] = {}
+        """Of modules, by the number of their definition."""
         self._release: Callable[[int], None] | None = None
         self._drops = threading.RLock()
         self._calls: dict[int, _Call] = {}
@@ -92,6 +93,13 @@ class LayerRecorder(Recorder):
             values=stream.values.chosen(left),
         )
 
+    def define(self, kind: str, **fields: object) -> int:
+        """As `Recorder.define`."""
+        number = super().define(kind, **fields)
+        if kind == "module":
+            self._paths[number] = str(fields["path"])
+        return number
+
     def enter(
         self,
         module: int,
@@ -103,14 +111,17 @@ class LayerRecorder(Recorder):
         phase: Phase,
         ordinal: int,
         time_ns: int = 0,
+        collective: int = 0,
+        number: int = 0,
     ) -> int:
         """As `Recorder.enter`."""
         with self._drops:
             sequence = super().enter(
-                module, root, parent, mode, step, micro_batch, phase, ordinal, time_ns
-            )
+                module, root, parent, mode, step, micro_batch, phase, ordinal, time_ns, collective,
+                number,
+            )  # fmt: skip
             if self._release is not None and phase is Phase.FORWARD:
-                path = f".{self._paths.of_module.get(module, '')}"
+                path = f".{self._paths.get(module, '')}"
                 around = None if parent is None else self._calls.get(parent)
                 if around is not None:
                     self._place(sequence, around, root, path)
