@@ -125,10 +125,10 @@ def copied(run_folder: Path) -> RankStream:
 def shapes(stream: RankStream) -> Counter[tuple[int, int]]:
     """How many values each (step, size) has, by the definitions of the copy itself."""
     steps = dict(zip(stream.enters["sequence"].tolist(), stream.enters["step"].tolist()))
+    values = stream.values.chosen(stream.values["phase"] == int(Phase.FORWARD))
     return Counter(
-        (steps[int(row["sequence"])], stream.definitions[int(row["meta"])]["shape"][0])
-        for row in stream.values
-        if row["phase"] == int(Phase.FORWARD)
+        (steps[sequence], stream.definitions[meta]["shape"][0])
+        for sequence, meta in zip(values["sequence"].tolist(), values["meta"].tolist())
     )
 
 
@@ -287,7 +287,7 @@ def test_a_rank_keeps_what_is_asked_for_until_the_copy_has_it(run_folder: Path):
     board.tell(Happening(kind="nonfinite", mode=Mode.TRAIN, step=19, text="rank 0: not finite"))
     for step in range(20, 600):
         rank.step(step, calls=20)
-    assert rank.writer.dropping
+    assert rank.writer.is_dropping
     box = black_box_of(run_folder, rank.header)
     assert box is not None
     for now in range(30):
@@ -295,7 +295,7 @@ def test_a_rank_keeps_what_is_asked_for_until_the_copy_has_it(run_folder: Path):
         next(iter(box.streams.values()))._written_at = float("-inf")
     for step in range(600, 700):  # it may go on, since the copy is there
         rank.step(step, calls=20)
-    assert not rank.writer.dropping
+    assert not rank.writer.is_dropping
     rank.writer.close()
     for now in range(30, 60):
         box.look(float(now), JobState.OVER, None)
