@@ -173,6 +173,8 @@ class Session:
         self._steps.remove_hooks()
         opened = self._opened
         if opened is None or not self._is_open:
+            if opened is not None:  # what records into it could not be made
+                opened.writer.close(reason)
             if dynamo_has_compiled():
                 say(f"nothing was traced: {HIDDEN}")
             return

@@ -92,6 +92,8 @@ class StepRecords:
         """Setup before steps, train before eval, by step; one incarnation after another."""
         self.part_of_group = _cut([rows[group] for group in self.groups])
         numbers = dict(zip(self.groups, self.part_of_group))
+        counts = [stream.samples.heads["count"].astype(np.int64) for stream in streams]
+        self._first_samples = [np.cumsum(each) - each for each in counts]
         self._rows: list[dict[str, _ByPart]] = []
         for number, stream in enumerate(streams):
             groups, of_call = own[number]
@@ -104,7 +106,7 @@ class StepRecords:
 
     def close(self) -> None:
         """Let the records go."""
-        self._streams, self._rows = (), []
+        self._streams, self._rows, self._first_samples = (), [], []
 
     def streams(self, part: int) -> Iterator[tuple[int, RankStream]]:
         """Yield the streams that have calls of a part, with nothing else in them, and their
@@ -119,7 +121,9 @@ class StepRecords:
                         enters=enters,
                         exits=stream.exits[rows["exits"].of(part)],
                         values=stream.values.chosen(rows["values"].of(part)),
-                        samples=_chosen(stream.samples, rows["samples"].of(part)),
+                        samples=_chosen(
+                            stream.samples, self._first_samples[number], rows["samples"].of(part)
+                        ),
                         errors=stream.errors[rows["errors"].of(part)],
                     ),
                 )
@@ -131,6 +135,9 @@ class StepRecords:
         description = common_numbers(vocabulary.description_lookup[number], values["meta"])
         found = calls.find(values["sequence"])
         found[(slot < 0) | (description < 0)] = -1
+        # a value does not leave the setup or the step of its call: groups are those of calls
+        is_setup = np.append(self._streams[number].enters["phase"] == Phase.SETUP, False)
+        found[is_setup[found] != (values["phase"] == Phase.SETUP)] = -1
         self.orphans.append(int((found < 0).sum()))
         return found
 
@@ -186,12 +193,11 @@ def _cut(rows: Sequence[int]) -> list[int]:
     return parts
 
 
-def _chosen(samples: SampleSketches, rows: Rows) -> SampleSketches:
+def _chosen(samples: SampleSketches, firsts: NDArray[np.int64], rows: Rows) -> SampleSketches:
     heads = samples.heads[rows]
     if len(heads) == len(samples.heads):
         return samples
-    counts = samples.heads["count"].astype(np.int64)
-    first = (np.cumsum(counts) - counts)[rows]
+    first = firsts[rows]
     own = heads["count"].astype(np.int64)
     within = np.arange(int(own.sum())) - np.repeat(np.cumsum(own) - own, own)
     return SampleSketches(heads, samples.rows[np.repeat(first, own) + within])

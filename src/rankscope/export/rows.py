@@ -184,7 +184,12 @@ class ExportedStep:
         }
 
     def _text(self, number: int) -> str:
-        return self.columns.texts.text(number)
+        try:
+            return self.columns.texts.text(number)
+        except UNREADABLE as error:
+            raise TraceError(
+                f"{self._file}: {type(error).__name__} {error}: the trace is damaged"
+            ) from error
 
     def _alphabetic(self, numbers: Array) -> Array:
         """Return numbers of texts as numbers that sort as the texts do."""

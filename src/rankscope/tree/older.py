@@ -205,15 +205,16 @@ class OlderTrace(OlderSteps):
         if first is None:
             wanted = np.uint64(int(nodes[0]["id"], 16))
             files = range(len(self._values))
-            number = next((n for n in files if wanted in self._opened(n)["calls.node"]), 0)
+            number = next((n for n in files if wanted in self._opened(n).get("calls.node", ())), 0)
         else:
             number = min(bisect.bisect_right(values, first), len(self._values)) - 1
         return FileRows(self._opened(number), values[number], samples[number])
 
     @functools.cached_property
     def _began_ns(self) -> int:
-        starts = (self._opened(n)["calls.start_ns"] for n in range(len(self._values)))
-        return min((int(each.min(initial=_NEVER)) for each in starts), default=_NEVER)
+        files = (self._opened(n) for n in range(len(self._values)))
+        starts = (each["calls.start_ns"] for each in files if "calls.node" in each)
+        return min((int(each.min(initial=_NEVER)) for each in starts), default=0)
 
     def _named(self, name: str, pattern: re.Pattern[str], what: str) -> Path:
         if not pattern.fullmatch(name):

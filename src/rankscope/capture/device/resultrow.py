@@ -76,5 +76,9 @@ def agree(one: ValueNumbers, other: ValueNumbers) -> bool:
         and same((one.min, one.max, one.l2), (other.min, other.max, other.l2), atol=_LEAST)
         and same((one.mean, one.std), (other.mean, other.std), atol=about)
         and summed(one.sketch, other.sketch)
-        and (one.samples is None or other.samples is None or summed(one.samples, other.samples))
+        and (
+            one.samples is other.samples
+            if one.samples is None or other.samples is None
+            else summed(one.samples, other.samples)
+        )
     )

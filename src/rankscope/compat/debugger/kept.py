@@ -41,6 +41,8 @@ from rankscope.record.dtypes import STORED_TYPES
 from rankscope.run.diskspace import reserve
 from rankscope.run.ownfile import OwnFile, above_standard_streams, leave_mapping, map_file
 
+_LINE: Final = 64
+"""Places begin at multiples of it: torch and the kernel read tensors where they lie."""
 _AHEAD_BYTES: Final = 8 << 20
 """Reserved on disk beyond what is written."""
 _NO_RESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -199,20 +201,22 @@ class _Scratch:
 
     def place(self, nbytes: int) -> int | None:
         """Return where so many bytes may be written; None beyond the limit."""
-        if free := self._free.get(nbytes):
+        room = nbytes + -nbytes % _LINE
+        if free := self._free.get(room):
             return free.pop()
-        begin, end = self._top, self._top + nbytes
-        if end > self._limit_bytes:
+        begin, end = self._top, self._top + room
+        if end > self._limit_bytes or not self._limit_bytes:
             return None
         self._top = end
         return begin
 
     def give_back(self, begin: int, nbytes: int) -> None:
         """Have a place used again."""
-        if begin + nbytes == self._top:
+        room = nbytes + -nbytes % _LINE
+        if begin + room == self._top:
             self._top = begin
         else:
-            self._free.setdefault(nbytes, []).append(begin)
+            self._free.setdefault(room, []).append(begin)
 
     def write(self, begin: int, pieces: Iterable[ByteArray]) -> int:
         """Write bytes in a place, and return their checksum.

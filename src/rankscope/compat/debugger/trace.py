@@ -224,7 +224,7 @@ class _SharedTrace:
         """True where the output of a call that begins is to be recorded: of modules that hold
         others only where a block asks for it, or may see a root in what is none for another.
         """
-        if is_root or self.was_joined or self._blocks[0].files.all_outputs:
+        if is_root or self.was_joined or any(block.files.all_outputs for block in self._blocks):
             return True
         return all(child is None for child in module._modules.values())
 
@@ -260,6 +260,9 @@ class _SharedTrace:
                 say(f"the debugger's files were not written: {text_of(error)}")
         finally:
             if not left:
+                # the session knows this, and this the session: who waits for a collection of such
+                # rings must not keep the program's model
+                self._blocks, self._traced = [], None
                 self.store.close()
                 shutil.rmtree(self.folder, ignore_errors=True)
 
