@@ -61,12 +61,21 @@ def ended_badly(
         last = without_recent(last, step_views, context, trace.read_s, at_s)
     unrecorded = _unrecorded(trace, last)
     # what others wait for may be what a full spool had no room for
-    are_left = ended is None and not trace.stalls and _are_left(last, ends)
+    killed = _killed(trace, ends) if ended is None and not trace.stalls else {}
+    are_left = ended is None and not trace.stalls and (bool(killed) or _are_left(last, ends))
     hangs = [] if unrecorded or are_left else list(hangs_of(step_views, last, ends))
     yield from hangs
     if ended is None:  # else no rank failed: the job was ended from outside
-        is_explained = bool(hangs) or bool(ranks_left_open(step_views, last, ends))
-        yield from _crashes(trace, last, unrecorded, is_explained=is_explained)
+        is_open = not killed and bool(ranks_left_open(step_views, last, ends))
+        is_explained = bool(hangs) or is_open
+        yield from _crashes(trace, last, unrecorded, killed, is_explained=is_explained)
+
+
+def _killed(trace: Trace, ends: Mapping[int, str]) -> dict[int, str]:
+    """Return {rank: signal} of ranks that the launcher saw killed before any other rank failed: it
+    ended the others because of that, wherever they stood."""
+    noted = {int(each["rank"]): str(each["by"]) for each in trace.run.get("killed", ())}
+    return {rank: by for rank, by in noted.items() if ends.get(rank) == EndReason.LOST.value}
 
 
 def _are_left(last: Mapping[int, LastCall], ends: Mapping[int, str]) -> bool:
@@ -120,6 +129,7 @@ def _crashes(
     trace: Trace,
     last: dict[int, LastCall],
     unrecorded: dict[int, str],
+    killed: Mapping[int, str],
     *,
     is_explained: bool,
 ) -> Iterator[Candidate]:
@@ -128,6 +138,7 @@ def _crashes(
     Args:
         last: {rank: what it did last}
         unrecorded: as of `_unrecorded`.
+        killed: as of `_killed`.
         is_explained: a hang was found, or ranks stand where one may be that could not be judged.
     """
     # One crash ends a whole job: peers raise because it is gone ("connection closed"), and the
@@ -147,6 +158,8 @@ def _crashes(
         ranks_of.setdefault(errors.get(rank, _UNKNOWN), []).append(rank)
     own = {end: ranks for end, ranks in ranks_of.items() if not end.is_consequence}
     lost = [rank for rank, end in ends.items() if end == EndReason.LOST.value]
+    if killed and own.keys() <= {_UNKNOWN}:
+        own, lost = {}, [*killed]
     if not (own or lost or is_explained):
         own = ranks_of
     if own.keys() == {_UNKNOWN}:
@@ -165,7 +178,9 @@ def _crashes(
         yield from _crash(ranks, end, last, ends)
     if lost and not own and not is_explained and len(lost) < len(ends):
         call = last[lost[0]].call if lost[0] in last else None
+        how = sorted(set(killed.values()))
         text = "gone without an exception: killed by a signal, aborted, or left by os._exit"
+        text = f"killed by {' and '.join(how)}, before any other rank failed" if how else text
         if lost[0] in unrecorded:
             text += f"; its spool was full, nothing is recorded of it from {unrecorded[lost[0]]} on"
         gone = replace(_UNKNOWN, path=call.path if call else "", text=text)

@@ -1,20 +1,30 @@
 """How a job ended, as its launcher saw it: a note in the trace folder, which all hosts may see.
 
 A rank that a signal ends writes no more, and one that Ctrl-C ends wrote that it raised. Whether the
-job failed or was cancelled its launcher alone knows. The first launcher of a run that ends says it.
+job failed or was cancelled, and which rank a signal killed before others were ended because of it,
+its launcher alone knows. The first launcher of a run that ends says it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Final
 
 from rankscope.run.eventboard import agree, agreed
 from rankscope.run.filenames import JOB_END_NAME, REPLICA_FOLDER
 from rankscope.run.stallrecords import stalls_in
+
+_OF_A_FAULT: Final = frozenset(
+    {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+)
+"""Not those that end a job or its ranks from outside; nor SIGABRT, with which NCCL and gloo leave
+where they waited too long."""
+_MOST_NAMED: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +35,9 @@ class JobEnd:
     """The name of the signal that the launcher got, "failed", "returned", or "" where none said."""
     at_ns: int = 0
     """Wall clock of that."""
+    killed: Mapping[int, str] = field(default_factory=dict)
+    """{rank: name of the signal} of ranks that went first, killed by a signal that nobody sends
+    because others failed or waited."""
     has_stood: bool = False
     """A host had noticed that none of its ranks moved, and they did not go on before that."""
 
@@ -45,19 +58,43 @@ def note_job_end(out: Path, error: BaseException | None) -> None:
     how = signal_of(error) or "failed"
     if error is None or (isinstance(error, SystemExit) and not error.code):
         how = "returned"
+    killed = [f"{rank}={name}" for rank, name in sorted(_killed_first(error).items())]
     with contextlib.suppress(OSError):  # the folder may be gone, or full: then nobody says it
-        agree(out / REPLICA_FOLDER, JOB_END_NAME, f"{how} {time.time_ns()}")
+        text = " ".join([how, str(time.time_ns()), *killed[:_MOST_NAMED]])
+        agree(out / REPLICA_FOLDER, JOB_END_NAME, text)
+
+
+def _killed_first(error: BaseException | None) -> dict[int, str]:
+    """Return {rank: signal} of ranks that a signal killed in the second in which the first rank
+    failed.
+
+    Args:
+        error: torch's ChildFailedError tells; any other says nothing.
+    """
+    failures: Mapping[int, Any] = getattr(error, "failures", {})
+    earliest = min((each.timestamp for each in failures.values()), default=0)
+    return {
+        rank: signal.Signals(-each.exitcode).name
+        for rank, each in failures.items()
+        if each.timestamp == earliest and -each.exitcode in _OF_A_FAULT
+    }
 
 
 def job_end(folders: Iterable[Path]) -> JobEnd:
     """Return what is noted in trace folders of one run."""
     places = [*folders]
     notes = (agreed(folder / REPLICA_FOLDER, JOB_END_NAME) for folder in places)
-    how, _, at = next(filter(None, notes), "").partition(" ")
+    how, at, *killed = (*next(filter(None, notes), "").split(" "), "")
     at_ns = int(at) if at.isascii() and at.isdigit() else time.time_ns()
+    named = (each.partition("=") for each in killed)
     stood = [
         stall.noticed_ns < at_ns and (not stall.over_ns or stall.over_ns > at_ns or stall.is_by_end)
         for folder in places
         for stall in stalls_in(folder)
     ]
-    return JobEnd(how=how, at_ns=at_ns if how else 0, has_stood=any(stood))
+    return JobEnd(
+        how=how,
+        at_ns=at_ns if how else 0,
+        killed={int(rank): name for rank, _, name in named if rank.isascii() and rank.isdigit()},
+        has_stood=any(stood),
+    )

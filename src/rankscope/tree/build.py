@@ -88,7 +88,10 @@ def assemble(
     vocabulary = build_vocabulary(streams)
     of_steps = StepRecords(streams, vocabulary, written)
     run = run_header(streams)
-    ended = how_ended(streams, end or JobEnd())
+    end = end or JobEnd()
+    ended = how_ended(streams, end)
+    if end.killed:
+        run["killed"] = [{"rank": rank, "by": name} for rank, name in end.killed.items()]
     if ended is not None:
         run["ended"] = ended
     begins = [s.enters["time_ns"].min() + s.clock_offset_ns for s in streams if len(s.enters)]
