@@ -30,7 +30,7 @@ def write(
     encode = json.JSONEncoder(check_circular=False, allow_nan=False).encode
     with place.target.open("w", encoding="ascii") as file:
         for step, nodes in selection.walk(trace, progress, "writing values"):
-            exported = ExportedStep(step, nodes, ranks, trace.path)
+            exported = ExportedStep(step, nodes, ranks)
             rows = exported.values()
             for begin in range(0, len(rows), _TOGETHER):
                 cells = exported.value_cells(rows[begin : begin + _TOGETHER])

@@ -152,7 +152,7 @@ def write_step(
         OSError: a file cannot be written.
     """
     wanted = frozenset(int(rank["rank"]) for rank in trace.run["ranks"]) if ranks is None else ranks
-    exported = ExportedStep(step, nodes, wanted, trace.path)
+    exported = ExportedStep(step, nodes, wanted)
     about = {
         "rankscope.run": str(trace.run["id"]),
         "rankscope.mode": mode_word(step),

@@ -12,13 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.errors import TraceError
 from rankscope.layout.placement import LayoutSource
 from rankscope.record.call import CallStatus
 from rankscope.record.descriptions import TensorFacts
 from rankscope.record.stepcolumns import Column, Told, told
 from rankscope.record.value import is_form
-from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.slotview import flag_words
 from rankscope.tree.views import Node, Step
 
@@ -57,23 +55,20 @@ def mode_word(step: Step) -> str:
 class ExportedStep:
     """One step, or some nodes of it on some ranks."""
 
-    def __init__(
-        self, step: Step, nodes: Iterable[Node] | None, ranks: frozenset[int], file: Any
-    ) -> None:
+    def __init__(self, step: Step, nodes: Iterable[Node] | None, ranks: frozenset[int]) -> None:
         """Choose.
 
         Args:
             step: which.
             nodes: of it; None for all.
             ranks: whose calls and values.
-            file: what an error names.
         """
         chosen = None if nodes is None else [*nodes]
         self.columns = chosen[0].step if chosen else step.columns()
         count = len(self.columns["nodes.id"])
         rows = range(count) if chosen is None else [node.row for node in chosen]
         self._nodes = np.array(rows, np.int64)
-        self._step, self._file = step, file
+        self._step = step
         self._ranks = np.array(sorted(ranks), np.int64)
 
     def calls(self) -> Array:
@@ -136,12 +131,7 @@ class ExportedStep:
     def _once(self, column: Array, fields: Callable[[int], dict[str, Any]]) -> dict[str, Cells]:
         """Return the fields of each number in a column, made once."""
         numbers, place = np.unique(column, return_inverse=True)
-        try:
-            made = [fields(number) for number in numbers.tolist()]
-        except UNREADABLE as error:
-            raise TraceError(
-                f"{self._file}: {type(error).__name__} {error}: the trace is damaged"
-            ) from error
+        made = [fields(number) for number in numbers.tolist()]
         return {name: Cells([each[name] for each in made], place) for name in made[0]}
 
     def _call(self, row: int) -> dict[str, Any]:
@@ -184,12 +174,7 @@ class ExportedStep:
         }
 
     def _text(self, number: int) -> str:
-        try:
-            return self.columns.texts.text(number)
-        except UNREADABLE as error:
-            raise TraceError(
-                f"{self._file}: {type(error).__name__} {error}: the trace is damaged"
-            ) from error
+        return self.columns.texts.text(number)
 
     def _alphabetic(self, numbers: Array) -> Array:
         """Return numbers of texts as numbers that sort as the texts do."""

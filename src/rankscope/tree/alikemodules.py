@@ -13,13 +13,12 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rankscope.errors import TraceError
 from rankscope.record.call import CallStatus
 from rankscope.record.notes import NoteKind
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import parse_ranks, ranks_text
 from rankscope.record.value import is_form
-from rankscope.tree.damage import UNREADABLE
+from rankscope.tree.damage import UNREADABLE, damage
 from rankscope.tree.slotview import SlotView, is_bound_to_one_tensor
 from rankscope.tree.views import Node
 
@@ -181,10 +180,7 @@ def module_outlines(nodes: Iterable[Node]) -> list[ModuleOutline]:
     try:
         return [branch.outline(kinds) for branch in grown.inside.values()]
     except UNREADABLE as error:
-        raise TraceError(
-            f"{tops[0].trace.path}: {type(error).__name__} {error} in the modules of a step: the "
-            "trace is damaged"
-        ) from error
+        raise damage(tops[0].trace.path, error, " in the modules of a step") from error
 
 
 def _parts(path: str, roots: set[str]) -> list[str]:

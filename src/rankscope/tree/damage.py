@@ -1,7 +1,8 @@
-"""One kind of error for whatever is wrong deep inside the JSON of a trace.
+"""One kind of error for whatever is wrong deep inside a trace.
 
-Views read fields when they are asked for them, so a field that is missing, or is not what it should
-be, shows long after the file was opened. It then is a TraceError that names file and place too.
+Columns and JSON are read when they are asked for, so a field that is missing, or is not what it
+should be, shows long after the file was opened. It then is a TraceError that names file and place
+too.
 """
 
 from __future__ import annotations
@@ -13,11 +14,22 @@ from typing import Any, TypeVar
 
 from rankscope.errors import TraceError
 
-__all__ = ["UNREADABLE", "damaged_is_trace_error"]
+__all__ = ["UNREADABLE", "damage", "damaged_is_trace_error"]
 
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
-"""What reading JSON of another shape than expected raises."""
+"""What reading columns or JSON of another shape than expected raises."""
 T = TypeVar("T")
+
+
+def damage(file: object, error: Exception, where: str = "") -> TraceError:
+    """Return what to raise from one of `UNREADABLE`.
+
+    Args:
+        file: what was read.
+        error: what came of it.
+        where: in what of the file, a clause with a space before it.
+    """
+    return TraceError(f"{file}: {type(error).__name__} {error}{where}: the trace is damaged")
 
 
 def damaged_is_trace_error(view: type[T]) -> type[T]:
@@ -43,9 +55,7 @@ def _guarded(read: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return read(view, *args, **kwargs)
         except UNREADABLE as error:
-            raise TraceError(
-                f"{view._where.file}: {type(error).__name__} {error} in {read.__name__} of a "
-                f"{type(view).__name__}: the trace is damaged"
-            ) from error
+            where = f" in {read.__name__} of a {type(view).__name__}"
+            raise damage(view._where.file, error, where) from error
 
     return guarded

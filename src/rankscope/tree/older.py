@@ -31,7 +31,7 @@ from rankscope.record.stepcolumns import COLUMNS, Column
 from rankscope.record.value import SKETCH_SIZE
 from rankscope.run.filenames import STEPS_FOLDER, TRACE_NAME, VALUES_NAME
 from rankscope.tree.columns import filled, map_columns
-from rankscope.tree.damage import UNREADABLE
+from rankscope.tree.damage import UNREADABLE, damage
 from rankscope.tree.step import Columns, StepColumns, StepHead, StepTexts
 from rankscope.tree.stepfile import MOST_OPEN, known_entries
 from rankscope.tree.tracejson import load_json
@@ -114,9 +114,7 @@ class OlderSteps(ABC):
             made = _Reader(self.heads[group], self._rows(nodes), self._meshes, self._world_size)
             return made.step(nodes, self._began_ns)
         except UNREADABLE as error:
-            raise TraceError(
-                f"{self.file(group)}: {type(error).__name__} {error}: the trace is damaged"
-            ) from error
+            raise damage(self.file(group), error) from error
 
     @property
     def tensors(self) -> Mapping[StreamId, TensorRecords]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, Union
 from rankscope.errors import FolderError, TraceError
 from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER, TRACE_FORMAT, TRACE_NAME, Progress
 from rankscope.run.jobend import job_end
-from rankscope.tree.damage import UNREADABLE
+from rankscope.tree.damage import UNREADABLE, damage
 from rankscope.tree.finishedtrace import trace_files, wait_for_collector
 from rankscope.tree.growingtree import GrowingTree
 from rankscope.tree.views import Trace
@@ -197,9 +197,7 @@ def _understood(folder: Path, read: Any) -> Trace:
     try:
         trace: Trace = read()
     except UNREADABLE as error:
-        raise TraceError(
-            f"{folder / TRACE_NAME}: {type(error).__name__} {error}: the trace is damaged"
-        ) from error
+        raise damage(folder / TRACE_NAME, error) from error
     return trace
 
 

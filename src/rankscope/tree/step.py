@@ -25,6 +25,7 @@ from rankscope.record.ranklists import ranks_text
 from rankscope.record.statistics import COUNTS, NUMBERS
 from rankscope.record.value import UNFOLDED_FLAGS, Digest
 from rankscope.record.wholestatistics import Combined
+from rankscope.tree.damage import UNREADABLE, damage
 
 __all__ = ["Columns", "LazyColumns", "StepColumns", "StepHead", "StepName", "StepTexts"]
 
@@ -91,11 +92,12 @@ class LazyColumns(dict[str, Array]):
 
 
 class StepTexts:
-    """The texts of a step by number: words, and descriptions as JSON."""
+    """The texts of a step by number: words, and descriptions as JSON. What is damaged shows when
+    it is asked for, and is a TraceError."""
 
-    def __init__(self, items: Sequence[object]) -> None:
-        """Hold texts; one of a description may be that itself."""
-        self._items = items
+    def __init__(self, items: Sequence[object], file: object = "") -> None:
+        """Hold texts; one of a description may be that itself; `file` is what they lie in."""
+        self._items, self._file = items, file
         self._read: dict[int, Any] = {}
         self._kinds: dict[tuple[object, ...], int] = {}
         self._pieces: dict[tuple[object, ...], int] = {}
@@ -107,10 +109,10 @@ class StepTexts:
 
     def text(self, number: int) -> str:
         """Return a text."""
-        item = self._items[number]
+        item = self._item(number)
         if isinstance(item, str):
             return item
-        return json.dumps(item.as_fields(), ensure_ascii=False)  # type: ignore[attr-defined]
+        return json.dumps(item.as_fields(), ensure_ascii=False)
 
     def module(self, number: int) -> ModuleName:
         """Return the name of a module."""
@@ -124,9 +126,12 @@ class StepTexts:
         """Return a collective, as `collective` of docs/trace-format.md."""
         found = self._read.get(number)
         if found is None:
-            item = self._items[number]
-            found = item.as_fields() if isinstance(item, Collective) else json.loads(str(item))
-            self._read[number] = found
+            item = self._item(number)
+            found = self._read[number] = (
+                item.as_fields()
+                if isinstance(item, Collective)
+                else self._parsed(item, lambda fields: {**fields})
+            )
         fields: Mapping[str, Any] = found
         return fields
 
@@ -146,11 +151,23 @@ class StepTexts:
     def _described(self, number: int, kind: type[_T]) -> _T:
         found = self._read.get(number)
         if found is None:
-            item, read = self._items[number], cast("Any", kind)
-            found = item if isinstance(item, kind) else read.read(json.loads(str(item)))
+            item, read = self._item(number), cast("Any", kind).read
+            found = item if isinstance(item, kind) else self._parsed(item, read)
             self._read[number] = found
         described: _T = found
         return described
+
+    def _item(self, number: int) -> Any:
+        try:
+            return self._items[number]
+        except UNREADABLE as error:
+            raise damage(self._file, error) from error
+
+    def _parsed(self, text: str, read: Callable[[Any], Any]) -> Any:
+        try:
+            return read(json.loads(text))
+        except UNREADABLE as error:
+            raise damage(self._file, error) from error
 
 
 class NodeLists:

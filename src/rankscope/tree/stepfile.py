@@ -24,7 +24,7 @@ from rankscope.record.call import Mode
 from rankscope.record.stepcolumns import COLUMNS, Column
 from rankscope.run.filenames import STEPS_FOLDER, STEPS_FORMAT
 from rankscope.tree.columns import filled, map_columns
-from rankscope.tree.damage import UNREADABLE
+from rankscope.tree.damage import UNREADABLE, damage
 from rankscope.tree.step import StepColumns, StepHead, StepTexts
 
 __all__ = ["MOST_OPEN", "StepFiles", "entry_of", "head_of", "known_entries", "write_steps"]
@@ -168,9 +168,7 @@ class StepFiles:
             step = StepColumns(head=head, columns=own, texts=texts, began_ns=began_ns)
             _check(step, self._world_size)
         except UNREADABLE as error:
-            raise TraceError(
-                f"{path}: {type(error).__name__} {error}: the trace is damaged"
-            ) from error
+            raise damage(path, error) from error
         return step
 
     def faults(self, entries: Sequence[Entry]) -> Iterator[str]:
@@ -191,7 +189,7 @@ class StepFiles:
 
 def _opened(world_size: int, path: Path) -> tuple[Mapping[str, Array], StepTexts]:
     columns = map_columns(path, world_size)
-    return columns, StepTexts(_FileTexts(columns["texts.end"], columns["utf8.byte"]))
+    return columns, StepTexts(_FileTexts(columns["texts.end"], columns["utf8.byte"]), path)
 
 
 class _FileTexts(Sequence[object]):
