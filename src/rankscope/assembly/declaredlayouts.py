@@ -124,7 +124,7 @@ def _described(
         if known is not None:
             found[number] = known, f"{names[0] or '(root)'}:{names[1]}"
     is_tensor = np.array([d.dtype != "python" for d in vocabulary.descriptions.items], np.bool_)
-    wanted = np.isin(pair, [*found]) & (tables.flags & _ABSENT == 0)
+    wanted = np.isin(pair, [*found]) & (tables.column("flags") & _ABSENT == 0)
     rows = np.flatnonzero(wanted & is_tensor[tables.description])
     if not len(rows):
         return

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rankscope.assembly.rankstreams import Array, RankStream
+from rankscope.assembly.rankstreams import Array, RankStream, ValueColumns
 from rankscope.assembly.sources import origins_in
 from rankscope.chunks.chunkheader import (
     chunk_folder,
@@ -33,12 +33,13 @@ from rankscope.chunks.finishing import (
     recorded_tensors,
 )
 from rankscope.chunks.safetensors import LENGTH_BYTES, write_all
-from rankscope.chunks.tensorfiles import TensorFiles
+from rankscope.chunks.tensorfiles import TensorFiles, standing_references
 from rankscope.errors import ChunkError
 from rankscope.record.streams import StreamId
+from rankscope.record.value import ValueFlag
 from rankscope.spool.origin import UNKNOWN
 
-__all__ = ["carry_chunks", "finish_kept"]
+__all__ = ["carry_chunks", "finish_kept", "with_places"]
 
 
 def finish_kept(out: Path, stream: RankStream) -> RankStream:
@@ -61,6 +62,24 @@ def finish_kept(out: Path, stream: RankStream) -> RankStream:
         notes=(*stream.notes, *(text for report, text in noted if report.lost)),
         kept_notes=(*stream.kept_notes, *(text for report, text in noted if not report.lost)),
     )
+
+
+def with_places(stream: RankStream) -> RankStream:
+    """Return a stream whose values say under which key the bytes of each lie, and in which chunk;
+    bytes that never arrived are marked as not kept."""
+    given, tensors = stream.values["reference"], stream.tensors
+    columns: dict[str, Array] = {"chunk": np.zeros(len(given), np.uint32)}
+    if given.any():
+        keys = standing_references(given, tensors)
+        is_lost = (given != 0) & (keys == 0)
+        flags = stream.values["flags"]
+        columns["flags"] = np.where(is_lost, flags | np.uint32(ValueFlag.NOT_KEPT), flags)
+        columns["reference"] = keys
+        order = np.argsort(tensors["reference"], kind="stable")
+        at = order[np.searchsorted(tensors["reference"][order], keys[keys != 0])]
+        columns["chunk"][keys != 0] = tensors["chunk"][at]
+    values = ValueColumns({**stream.values.columns, **columns})
+    return dataclasses.replace(stream, values=values)
 
 
 def _below(out: Path, report: ChunkReport) -> str:

@@ -195,7 +195,7 @@ def _slots(tables: Tables, vocabulary: Vocabulary, node: NDArray[np.int64]) -> d
     kinds = [shared.number(tuple(each.shared.values())) for each in described]
     variant = np.array(kinds, np.int64)[tables.description]
     piece = np.array([local.number(each.local) for each in described], np.int64)[tables.description]
-    flags = tables.flags & ~np.uint32(UNFOLDED_FLAGS)
+    flags = tables.column("flags") & ~np.uint32(UNFOLDED_FLAGS)
     pair, pairs = factorize(node, tables.slot)
     seen = _first_seen(pair, pairs, stream, tables.time_ns)
     entry, entries = factorize(pair, variant)

@@ -23,7 +23,7 @@ from rankscope.record.value import SKETCH_SIZE
 from rankscope.spool import recordformat
 from rankscope.spool.definitions import Decoded, decode_definition
 from rankscope.spool.origin import origin_of
-from rankscope.spool.recordcolumns import Records, ValueRows, ending, records
+from rankscope.spool.recordcolumns import VALUE_COLUMNS, Records, ending, records
 from rankscope.spool.recordformat import NO_SEQUENCE, RecordKind, StepEvent
 from rankscope.spool.soundness import (
     KNOWN_MODES,
@@ -73,6 +73,25 @@ class SampleSketches:
     """[sum of counts, K]."""
 
 
+@dataclass(frozen=True, slots=True)
+class ValueColumns:
+    """Values by column."""
+
+    columns: Mapping[str, Array]
+    """Those of VALUE_DTYPE, and "digested": which have numbers, 0 where they have none."""
+
+    def __len__(self) -> int:
+        return len(self.columns["digested"])
+
+    def __getitem__(self, name: str) -> Array:
+        """Return a column, [values] or [values, numbers of one]: not to be changed."""
+        return self.columns[name]
+
+    def chosen(self, rows: Array | slice) -> ValueColumns:
+        """Return some of them."""
+        return ValueColumns({name: column[rows] for name, column in self.columns.items()})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStream:
     """Everything one rank recorded in one incarnation, as columns."""
@@ -85,7 +104,7 @@ class RankStream:
     """The same, of each kind by itself."""
     enters: Array
     exits: Array
-    values: ValueRows
+    values: ValueColumns
     samples: SampleSketches
     steps: Array
     gaps: Array
@@ -210,7 +229,7 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
 
 def _calls_and_values(
     found: Records, identity: Mapping[str, Any], notes: list[str]
-) -> tuple[Array, ValueRows, Counter[str]]:
+) -> tuple[Array, ValueColumns, Counter[str]]:
     """Return calls, values, and what was set aside for which reason.
 
     Args:
@@ -243,7 +262,9 @@ def _calls_and_values(
         unsound["place of a call inside one that began later"] = int(is_early.sum())
         enters = enters.copy()  # the bytes of the stream are not ours to change
         enters["parent"][is_early] = NO_SEQUENCE
-    return enters, values.with_own_columns(is_wrong), unsound
+    left = values.without_digest(is_wrong)
+    columns = {name: left[name] for name in VALUE_COLUMNS} | {"digested": left.has_digest}
+    return enters, ValueColumns(columns), unsound
 
 
 def _full_from(found: Records) -> tuple[int, int] | None:

@@ -17,13 +17,11 @@ from numpy.typing import NDArray
 
 from rankscope.assembly.calltable import CallTable
 from rankscope.assembly.interning import Vocabulary, common_numbers
-from rankscope.assembly.rankstreams import RankStream
+from rankscope.assembly.rankstreams import RankStream, ValueColumns
 from rankscope.assembly.steprecords import Sequences
-from rankscope.chunks.tensorfiles import standing_references
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
-from rankscope.spool.recordcolumns import VALUE_COLUMNS, ValueRows
 from rankscope.spool.recordformat import NO_SEQUENCE
 
 __all__ = ["Tables", "build_tables", "factorize"]
@@ -32,8 +30,6 @@ _MOST_SPARSE = 4
 """Numbers of a span for each row of a column whose values are counted and not sorted."""
 _PLACE = ("sequence", "slot", "ordinal", "phase")
 """What tells a value of a stream from its others."""
-_OF_RECORDS = frozenset(VALUE_COLUMNS) - {"slot", "time_ns", "flags", "reference"}
-"""Columns of values that stay with each stream."""
 _EVENT_PHASES = sorted(Phase.having(lambda facts: facts.is_event))
 
 
@@ -42,7 +38,7 @@ class Tables:
     """Calls and values of some steps, streams behind each other."""
 
     calls: CallTable
-    rows: list[ValueRows]
+    rows: list[ValueColumns]
     """The values of each stream."""
     call: NDArray[np.int64]
     """Row of `calls` each value belongs to."""
@@ -50,11 +46,6 @@ class Tables:
     description: NDArray[np.int32]
     time_ns: NDArray[np.int64]
     """When it was read, by its rank's monotonic clock."""
-    flags: NDArray[np.uint32]
-    reference: NDArray[np.uint64]
-    """The key under which its bytes are kept, 0 for none."""
-    chunk: NDArray[np.uint32]
-    """Number of the chunk that holds its bytes, 0 for none."""
     sample_start: NDArray[np.int32]
     """First row in `samples` of each value, -1 without samples."""
     sample_count: NDArray[np.int32]
@@ -65,13 +56,10 @@ class Tables:
     """Of what failed inside rankscope in a call: stream, row of `calls`, text number."""
 
     def parts(self, name: str) -> list[NDArray[Any]]:
-        """Return a column of these tables, or of VALUE_DTYPE, or "digested": which have numbers; in
-        pieces that follow each other, [values] or [values, numbers of one] together."""
-        if name == "digested":
-            return [rows.has_digest for rows in self.rows]
-        if name in _OF_RECORDS:
-            return [rows[name] for rows in self.rows]
-        return [getattr(self, name)]
+        """Return a column of these tables, or else of the streams' values, in pieces that follow
+        each other: [values] or [values, numbers of one] together."""
+        own = getattr(self, name, None)
+        return [rows[name] for rows in self.rows] if own is None else [own]
 
     def column(self, name: str) -> NDArray[Any]:
         """Return the same in one piece."""
@@ -131,7 +119,7 @@ def build_tables(parts: Iterable[tuple[int, RankStream]], vocabulary: Vocabulary
     parts = [*parts]
     calls = CallTable.zeros(sum(len(stream.enters) for _, stream in parts))
     columns: list[dict[str, NDArray[Any]]] = []
-    rows: list[ValueRows] = []
+    rows: list[ValueColumns] = []
     errors: list[tuple[int, int, int]] = []
     first_row = first_sample = 0
     for number, stream in parts:
@@ -208,10 +196,9 @@ def _values(
     recorded: Sequences,
     first_row: int,
     first_sample: int,
-) -> tuple[ValueRows, dict[str, NDArray[Any]]]:
+) -> tuple[ValueColumns, dict[str, NDArray[Any]]]:
     """Return the values of a stream that stand, and the columns of `Tables` about them."""
     values, time_ns = _standing(stream.values)
-    flags, keys, chunk = _kept(values, stream)
     heads = stream.samples.heads
     start = np.full(len(values), -1, np.int32)
     count, dim = np.zeros(len(values), np.int32), np.zeros(len(values), np.uint16)
@@ -230,36 +217,13 @@ def _values(
         "slot": slot.astype(np.int32),
         "description": description.astype(np.int32),
         "time_ns": time_ns,
-        "flags": flags,
-        "reference": keys,
-        "chunk": chunk,
         "sample_start": start,
         "sample_count": count,
         "sample_dim": dim,
     }
 
 
-def _kept(
-    values: ValueRows, stream: RankStream
-) -> tuple[NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint32]]:
-    """Return the flags of values, the keys under which their bytes lie, and the number of each
-    one's chunk; bytes that never arrived are marked as not kept."""
-    flags, references = values["flags"], values["reference"]
-    chunk = np.zeros(len(values), np.uint32)
-    if not references.any():
-        return flags, references, chunk
-    keys = standing_references(references, stream.tensors)
-    is_lost = (references != 0) & (keys == 0)
-    flags = np.where(is_lost, flags | np.uint32(ValueFlag.NOT_KEPT), flags)
-    if len(stream.tensors):
-        order = np.argsort(stream.tensors["reference"], kind="stable")
-        known = stream.tensors["reference"][order]
-        at = np.searchsorted(known, keys[keys != 0])
-        chunk[keys != 0] = stream.tensors["chunk"][order][at]
-    return flags, keys, chunk
-
-
-def _standing(values: ValueRows) -> tuple[ValueRows, NDArray[np.int64]]:
+def _standing(values: ValueColumns) -> tuple[ValueColumns, NDArray[np.int64]]:
     """Return the values that stand, and when each was read: where a later record replaces one of
     the same slot it takes its place and its time, so that slots keep the order they were seen
     in."""

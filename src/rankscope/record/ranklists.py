@@ -4,36 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from rankscope.errors import TraceError
 from rankscope.record.streams import MAX_RANKS
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-__all__ = ["RankTexts", "others_text", "parse_ranks", "ranks_named", "ranks_text"]
+__all__ = ["others_text", "parse_ranks", "ranks_named", "ranks_text"]
 
 _PART: Final = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _SHORT: Final = 6
 """Characters below which a number costs nothing to make."""
 _SHOWN: Final = 60
-
-
-class RankTexts:
-    """`ranks_text` for columns of ranks, where the same few sets come again and again."""
-
-    def __init__(self) -> None:
-        self._texts: dict[bytes, str] = {}
-
-    def text(self, ranks: NDArray[np.int64]) -> str:
-        """Return the ranks of a column, folded."""
-        key = ranks.tobytes()
-        found = self._texts.get(key)
-        if found is None:
-            found = self._texts[key] = ranks_text(ranks.tolist())
-        return found
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

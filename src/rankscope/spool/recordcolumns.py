@@ -156,9 +156,10 @@ class Records:
 
 
 class ValueRows:
-    """Values of one buffer by column, [rows]: each lies in their cells until it is asked for."""
+    """Values of one buffer, [rows], a column of VALUE_DTYPE at a time as it is asked for: it lies
+    in their cells, which are not copied."""
 
-    __slots__ = ("_cells", "_columns", "_start", "has_digest")
+    __slots__ = ("_cells", "_start", "has_digest")
 
     def __init__(self, cells: Cells, start: Positions, has_digest: npt.NDArray[np.bool_]) -> None:
         """Hold the values whose records begin at some cells.
@@ -169,31 +170,20 @@ class ValueRows:
             has_digest: which have numbers; of the others they are 0.
         """
         self._cells, self._start, self.has_digest = cells, start, has_digest
-        self._columns: dict[str, Structured] = {}
 
     def __len__(self) -> int:
-        return len(self.has_digest)
+        return len(self._start)
+
+    def chosen(self, rows: npt.NDArray[np.bool_]) -> ValueRows:
+        """Return some of them."""
+        return ValueRows(self._cells, self._start[rows], self.has_digest[rows])
+
+    def without_digest(self, rows: npt.NDArray[np.bool_]) -> ValueRows:
+        """Return them without the numbers of some."""
+        return ValueRows(self._cells, self._start, self.has_digest & ~rows)
 
     def __getitem__(self, name: str) -> Structured:
-        """Return a column of VALUE_DTYPE, [rows] or [rows, numbers of one]: not to be changed."""
-        found = self._columns.get(name)
-        return self._from_cells(name) if found is None else found
-
-    def chosen(self, rows: npt.NDArray[Any] | slice) -> ValueRows:
-        """Return some of them."""
-        found = ValueRows(self._cells, self._start[rows], self.has_digest[rows])
-        found._columns = {name: column[rows] for name, column in self._columns.items()}
-        return found
-
-    def with_own_columns(self, is_wrong: npt.NDArray[np.bool_]) -> ValueRows:
-        """Return them without the numbers of some, apart from the cells, which may go."""
-        left = ValueRows(self._cells, self._start, self.has_digest & ~is_wrong)
-        nothing = np.empty((0, CELL_BYTES), np.uint8)
-        found = ValueRows(nothing, np.zeros(len(self), np.int8), left.has_digest)
-        found._columns = {name: left[name] for name in VALUE_COLUMNS}
-        return found
-
-    def _from_cells(self, name: str) -> Structured:
+        """Return a column, [rows] or [rows, numbers of one]: a copy."""
         field, offset = VALUE_DTYPE.fields[name][:2]  # type: ignore[index]
         kind, shape = field.subdtype or (field, ())
         if not len(self):

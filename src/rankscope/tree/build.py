@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rankscope.assembly.interning import build_vocabulary
-from rankscope.assembly.keptchunks import carry_chunks, finish_kept
+from rankscope.assembly.keptchunks import carry_chunks, finish_kept, with_places
 from rankscope.assembly.rankstreams import RankStream, StreamBytes, read_stream
 from rankscope.assembly.sources import find_streams
 from rankscope.assembly.steprecords import StepRecords
@@ -84,6 +84,7 @@ def assemble(
     _refuse_mixture(streams)
     if settle is not None:
         streams = settle(streams)
+    streams = [with_places(stream) for stream in streams]
     say("merging ranks", 0.0)
     vocabulary = build_vocabulary(streams)
     of_steps = StepRecords(streams, vocabulary, written)
