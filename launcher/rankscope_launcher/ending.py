@@ -16,7 +16,7 @@ from rankscope.record.stepselection import StepSelection
 from rankscope.run.eventboard import held_anything
 from rankscope.run.filenames import CELLS_SUFFIX, COLLECTOR_LOG_NAME, REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.folders import streams
-from rankscope.run.jobend import signal_of
+from rankscope.run.jobend import first_failures, signal_of
 from rankscope.run.outfolder import announced, typed
 from rankscope.run.prepare import Collection
 from rankscope.tree.crashes import Crash, crashes
@@ -169,8 +169,7 @@ def failure_line(error: BaseException | None, out: Path, noted: Sequence[Reached
         and (crash.rank in shells or crash.pid == failures[crash.rank].pid)  # of this life
     ]
     order = [crash.rank for crash in raised]
-    earliest = min(failure.timestamp for failure in failures.values())
-
+    first = first_failures(error)
     seen = list(failures)
 
     def place(rank: int) -> tuple[int, int, int]:
@@ -178,7 +177,7 @@ def failure_line(error: BaseException | None, out: Path, noted: Sequence[Reached
         how = 2 if code == -signal.SIGTERM else 0 if code < 0 else 1
         return how, order.index(rank) if rank in order else len(order), seen.index(rank)
 
-    rank = min((r for r in failures if failures[r].timestamp == earliest), key=place)
+    rank = min(first, key=place)
     failure = failures[rank]
     if failure.exitcode < 0:
         return f"the job failed: rank {rank} first, killed by {failure.signal_name()}"

@@ -61,8 +61,9 @@ def ended_badly(
         last = without_recent(last, step_views, context, trace.read_s, at_s)
     unrecorded = _unrecorded(trace, last)
     # what others wait for may be what a full spool had no room for
-    killed = _killed(trace, ends) if ended is None and not trace.stalls else {}
-    are_left = ended is None and not trace.stalls and (bool(killed) or _are_left(last, ends))
+    may_be_left = ended is None and not trace.stalls
+    killed = _killed(trace, ends) if may_be_left else {}
+    are_left = may_be_left and (bool(killed) or _are_left(last, ends))
     hangs = [] if unrecorded or are_left else list(hangs_of(step_views, last, ends))
     yield from hangs
     if ended is None:  # else no rank failed: the job was ended from outside

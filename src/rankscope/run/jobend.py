@@ -58,26 +58,25 @@ def note_job_end(out: Path, error: BaseException | None) -> None:
     how = signal_of(error) or "failed"
     if error is None or (isinstance(error, SystemExit) and not error.code):
         how = "returned"
-    killed = [f"{rank}={name}" for rank, name in sorted(_killed_first(error).items())]
+    killed = [
+        f"{rank}={failure.signal_name()}"
+        for rank, failure in sorted(first_failures(error).items())
+        if -failure.exitcode in _OF_A_FAULT
+    ]
     with contextlib.suppress(OSError):  # the folder may be gone, or full: then nobody says it
         text = " ".join([how, str(time.time_ns()), *killed[:_MOST_NAMED]])
         agree(out / REPLICA_FOLDER, JOB_END_NAME, text)
 
 
-def _killed_first(error: BaseException | None) -> dict[int, str]:
-    """Return {rank: signal} of ranks that a signal killed in the second in which the first rank
-    failed.
+def first_failures(error: BaseException | None) -> dict[int, Any]:
+    """Return {rank: failure} of ranks that failed in the second in which the first did.
 
     Args:
         error: torch's ChildFailedError tells; any other says nothing.
     """
     failures: Mapping[int, Any] = getattr(error, "failures", {})
     earliest = min((each.timestamp for each in failures.values()), default=0)
-    return {
-        rank: signal.Signals(-each.exitcode).name
-        for rank, each in failures.items()
-        if each.timestamp == earliest and -each.exitcode in _OF_A_FAULT
-    }
+    return {rank: each for rank, each in failures.items() if each.timestamp == earliest}
 
 
 def job_end(folders: Iterable[Path]) -> JobEnd:
