@@ -507,22 +507,34 @@ time.sleep(100)""",
     assert "rankscope: the job failed: rank 1 first, killed by SIGTERM" in done.stderr
 
 
-def test_a_rank_that_is_killed_while_its_peer_waits_is_a_crash_that_names_the_signal(
-    tmp_path: Path,
+IGNORES_SIGTERM = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+"""torchrun may be quicker than gloo to tell the peer."""
+LEAVES_A_WORKER = """if os.fork() == 0:
+            time.sleep(20)
+            os._exit(0)"""
+"""As a loader's: it holds the connection, so gloo notices nothing."""
+
+
+@pytest.mark.parametrize(
+    ("first", "before_its_end"),
+    [(IGNORES_SIGTERM, ""), ("", LEAVES_A_WORKER)],
+    ids=["gloo_tells_the_peer", "torchrun_ends_the_peer"],
+)
+def test_a_rank_that_is_killed_before_a_collective_is_a_crash_and_its_peer_does_not_hang(
+    tmp_path: Path, first: str, before_its_end: str
 ):
     installed("ranks are armed by the start-up file")
     path = script(
         tmp_path,
-        """import signal, time, torch, torch.distributed as dist
+        f"""import signal, time, torch, torch.distributed as dist
+{first}
 dist.init_process_group("gloo")
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(3):
     model(torch.ones(1, 2)).sum().backward()
     if step == 2 and dist.get_rank() == 1:
-        if os.fork() == 0:  # as a loader's worker: it holds the connection, so gloo notices nothing
-            time.sleep(20)
-            os._exit(0)
+        {before_its_end}
         os.kill(os.getpid(), signal.SIGKILL)
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
@@ -535,29 +547,4 @@ for step in range(3):
     report = check(trace)
     assert [(f.kind, f.ranks) for f in report.origins] == [(Kind.CRASH, (1,))], done.stderr
     assert "killed by SIGKILL" in report.origins[0].message
-
-
-def test_a_rank_that_is_killed_before_a_collective_is_a_crash_and_its_peer_does_not_hang(
-    tmp_path: Path,
-):
-    installed("ranks are armed by the start-up file")
-    path = script(
-        tmp_path,
-        """import signal, torch, torch.distributed as dist
-signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun may be quicker than gloo to tell the peer
-dist.init_process_group("gloo")
-model = torch.nn.Linear(2, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(3):
-    model(torch.ones(1, 2)).sum().backward()
-    if step == 2 and dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-    optimizer.step()
-    optimizer.zero_grad()""",
-    )
-    done = run(WRAPPER, "--rs-out", tmp_path / "t", "--nproc-per-node", 2, path)
-    report = check(open_trace(tmp_path / "t"))
-    assert [(f.kind, f.ranks) for f in report.origins] == [(Kind.CRASH, (1,))], done.stderr
     assert "wait" not in report.origins[0].message

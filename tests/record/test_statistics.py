@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import shutil
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import rankscope
 from rankscope.capture.reading import ValueNumbers
 from rankscope.record.statistics import ADDED, COUNTS, MEASURED, NUMBERS
 from rankscope.record.value import Digest
 from rankscope.record.wholestatistics import Combined
 from rankscope.spool.recordformat import VALUE, VALUE_DTYPE
-from tests import forked
+from tests.packagecopy import REPOSITORY, answer_of, copied
 
-PACKAGE = Path(rankscope.__file__).parent
-REPOSITORY = PACKAGE.parent.parent
 DOCS = REPOSITORY / "docs"
 
 ROWS = """
@@ -148,30 +140,12 @@ def test_the_pages_name_every_statistic() -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a package with two rows more in the one table says of a traced call."""
     folder = tmp_path_factory.mktemp("added")
-    shutil.copytree(PACKAGE, folder / "src/rankscope", ignore=shutil.ignore_patterns("__pycache__"))
-    table = folder / "src/rankscope/record/statistics.py"
+    table = copied(folder) / "record/statistics.py"
     text = table.read_text()
     marker = ')\n"""In the order'
     assert text.count(marker) == 1
     table.write_text(text.replace(marker, ROWS.lstrip("\n")))
-    script = folder / "job.py"
-    script.write_text(JOB)
-    done = forked.run(
-        [sys.executable, str(script), str(folder)],
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{folder / 'src'}{os.pathsep}{REPOSITORY}",
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert Path(answer["package"]).is_relative_to(folder)
-    return answer
+    return answer_of(folder, JOB, folder)
 
 
 def test_a_row_more_in_the_table_stands_in_the_record_the_json_and_the_columns(

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import rankscope
-from tests import forked
-from tests.conftest import REPOSITORY
+from tests.packagecopy import answer_of, copied
 from tests.tree import record_forms
 from tests.tree.record_golden import rebuilt, unpacked
 
-PACKAGE = Path(rankscope.__file__).parent
 JOB = "ddp"
 
 ROWS = """
@@ -123,25 +116,11 @@ def with_a_new_column(package: Path) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a package with two columns more says of a recorded job, and of a trace of today's."""
     folder = tmp_path_factory.mktemp("column")
-    shutil.copytree(PACKAGE, folder / "src/rankscope", ignore=shutil.ignore_patterns("__pycache__"))
-    with_a_new_column(folder / "src/rankscope")
+    with_a_new_column(copied(folder))
     records = unpacked(JOB, folder / "records")
     rebuilt(records, folder / "before")
-    (folder / "program.py").write_text(PROGRAM)
     form, _ = record_forms.unpacked("inline", folder / "form")  # of format 1
-    arguments = map(str, (folder / "program.py", records, folder, folder / "before", form))
-    done = forked.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": f"{folder / 'src'}{os.pathsep}{REPOSITORY}"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert Path(answer["package"]).is_relative_to(folder)
-    return answer
+    return answer_of(folder, PROGRAM, records, folder, folder / "before", form)
 
 
 def test_a_new_column_stands_in_the_step_file_and_in_the_step(found: dict[str, Any]) -> None:
