@@ -15,9 +15,9 @@ from rankscope.assembly.interning import Vocabulary, common_numbers
 from rankscope.assembly.rankstreams import RankStream, SampleSketches
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
-from rankscope.spool.recordcolumns import step_codes
+from rankscope.spool.recordcolumns import Sequences, step_codes
 
-__all__ = ["Group", "Sequences", "StepRecords"]
+__all__ = ["Group", "StepRecords"]
 
 _MOST_ROWS: Final = 1 << 17
 """Calls and values of a part of several steps."""
@@ -35,29 +35,6 @@ class Group(NamedTuple):
     is_setup: bool
     mode: int
     step: int
-
-
-class Sequences:
-    """Finds rows by a number that each of them has."""
-
-    def __init__(self, numbers: NDArray[Any]) -> None:
-        """Sort the numbers, unless they follow on each other, as those of a rank's calls do."""
-        numbers = np.ascontiguousarray(numbers)
-        self._count = len(numbers)
-        is_dense = self._count > 0 and bool((np.diff(numbers) == 1).all())
-        self._first = numbers[0] if is_dense else None
-        self._order = None if is_dense else np.argsort(numbers, kind="stable")
-        self._sorted = numbers if self._order is None else numbers[self._order]
-
-    def find(self, wanted: NDArray[Any]) -> NDArray[np.int64]:
-        """Return the row of each wanted number, -1 where there is none."""
-        if not self._count:
-            return np.full(len(wanted), -1, np.int64)
-        if self._order is None:
-            at = (wanted - self._first).astype(np.int64)
-            return np.where((at >= 0) & (at < self._count), at, -1)
-        at = np.minimum(np.searchsorted(self._sorted, wanted), self._count - 1)
-        return np.where(self._sorted[at] == wanted, self._order[at], -1)
 
 
 class StepRecords:

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from rankscope.assembly.calltable import CallTable
 from rankscope.assembly.interning import Vocabulary, common_numbers
 from rankscope.assembly.rankstreams import RankStream, ValueColumns
-from rankscope.assembly.steprecords import Sequences
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
+from rankscope.spool.recordcolumns import Sequences
 from rankscope.spool.recordformat import NO_SEQUENCE
 
 __all__ = ["Tables", "build_tables", "factorize"]

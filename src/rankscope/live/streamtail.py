@@ -21,7 +21,7 @@ from rankscope.record.phases import Phase
 from rankscope.record.streams import EndReason
 from rankscope.record.value import ValueFlag
 from rankscope.spool.definitions import Decoded
-from rankscope.spool.recordcolumns import Records, ValueRows, ending
+from rankscope.spool.recordcolumns import Records, Sequences, ValueRows, ending
 from rankscope.spool.recordformat import NO_SEQUENCE, RecordKind, StepEvent
 
 __all__ = ["EndedStep", "EnteredCall", "StreamTail"]
@@ -260,10 +260,9 @@ class StreamTail:
         self._calls = calls[calls["step"] >= self._train_call] if self._train_call > 0 else calls
         if not len(values) or not len(calls):
             return
-        sequence, phase, slot = values["sequence"], values["phase"], values["slot"]
-        at = np.minimum(np.searchsorted(calls["sequence"], sequence), len(calls) - 1)
-        of = calls[at]
-        is_known = of["sequence"] == sequence
+        phase, slot = values["phase"], values["slot"]
+        at = Sequences(calls["sequence"]).find(values["sequence"])
+        of, is_known = calls[at], at >= 0
         self._note_backward(values, of, is_known & (phase == int(Phase.BACKWARD)))
         is_known &= (of["mode"] == _TRAIN) & ((values["flags"] & _NO_NUMBER) == 0)
         is_known &= values.has_digest

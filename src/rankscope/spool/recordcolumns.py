@@ -42,6 +42,7 @@ from rankscope.spool.validprefix import Cells, as_cells, cell_heads, committed_h
 __all__ = [
     "Ending",
     "Records",
+    "Sequences",
     "ValueRows",
     "ending",
     "records",
@@ -241,3 +242,26 @@ def ending(found: Records) -> Ending:
 def step_codes(modes: npt.NDArray[Any], steps: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """Return one number for each step of a mode: its number in the low 32 bits, [len(steps)]."""
     return modes.astype(np.int64) << 32 | steps.astype(np.int64)
+
+
+class Sequences:
+    """Finds rows by a number that each of them has."""
+
+    def __init__(self, numbers: npt.NDArray[Any]) -> None:
+        """Sort the numbers, unless they follow on each other, as those of a rank's calls do."""
+        numbers = np.ascontiguousarray(numbers)
+        self._count = len(numbers)
+        is_dense = self._count > 0 and bool((np.diff(numbers) == 1).all())
+        self._first = numbers[0] if is_dense else None
+        self._order = None if is_dense else np.argsort(numbers, kind="stable")
+        self._sorted = numbers if self._order is None else numbers[self._order]
+
+    def find(self, wanted: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """Return the row of each wanted number, -1 where there is none."""
+        if not self._count:
+            return np.full(len(wanted), -1, np.int64)
+        if self._order is None:
+            at = (wanted - self._first).astype(np.int64)
+            return np.where((at >= 0) & (at < self._count), at, -1)
+        at = np.minimum(np.searchsorted(self._sorted, wanted), self._count - 1)
+        return np.where(self._sorted[at] == wanted, self._order[at], -1)
