@@ -29,13 +29,10 @@ from rankscope.diagnosis.rules.collectives import (
     wrong_exchanges,
     wrong_messages,
 )
+from rankscope.diagnosis.rules.detached import detached_by_collectives
 from rankscope.diagnosis.rules.equality import unequal_replicas
 from rankscope.diagnosis.rules.nonfinite import nonfinite_origins
-from rankscope.diagnosis.rules.parameterupdates import (
-    detached_by_collectives,
-    parameters_left,
-    remember_parameters,
-)
+from rankscope.diagnosis.rules.parameterupdates import parameters_left, remember_parameters
 from rankscope.diagnosis.rules.recompute import changed_recomputations
 from rankscope.diagnosis.rules.rescaled import rescaled_shards
 from rankscope.diagnosis.rules.siblings import lost_reductions

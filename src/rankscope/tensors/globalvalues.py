@@ -4,9 +4,9 @@
     whole.tensor, whole.mismatches, whole.notes
 
 How the pieces belong together is taken from DTensors, else from a layout file (the one given now,
-else the one that was given when the trace was taken), else inferred (`tensors/proofs.py`); which
-of these it was stands in the notes. What none of them says is an error, never a guess. Torch is
-loaded when a tensor is made, not before.
+else the one that was given when the trace was taken), else inferred (`tensors/peers.py`,
+`tensors/proofs.py`); which of these it was stands in the notes. What none of them says is an error,
+never a guess. Torch is loaded when a tensor is made, not before.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from rankscope.tensors.kept import (
     value_name,
     why_not_kept,
 )
-from rankscope.tensors.proofs import Peers, find_peers, how_it_lies, owners_of, prints_of, steps_of
+from rankscope.tensors.peers import Peers, find_peers, owners_of, prints_of
+from rankscope.tensors.proofs import how_it_lies, steps_of
 
 if TYPE_CHECKING:
     import torch

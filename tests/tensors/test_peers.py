@@ -10,7 +10,7 @@ import pytest
 
 from rankscope.layout.placement import Mesh
 from rankscope.record.phases import Phase
-from rankscope.tensors.proofs import Peers, find_peers
+from rankscope.tensors.peers import Peers, find_peers
 from rankscope.tree.build import build
 from rankscope.tree.reader import open_trace
 from tests.tree.jobs import GRID, piece

@@ -1,0 +1,162 @@
+"""What a collective handed on without its graph: the parameters behind it never learn.
+
+The collectives of `torch.distributed` keep no graph. Where a value that needs a gradient goes
+through one, and what came out is handed to modules that train, its gradient ends there. That is
+named for a parameter which an optimizer steps, which took part in the forward pass, and which has
+no gradient on any rank, if three things are seen: a collective behind its module took a value that
+needs a gradient, of the shape of the module's output; a module behind that was handed what came
+out, and no graph with it; and that module took part in the loss. A branch that the loss does not
+use is left alone, and so is what runs under `no_grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from rankscope.diagnosis.context import Candidate, candidate_at
+from rankscope.diagnosis.issuedcollectives import IssuedCollective, issues_in
+from rankscope.diagnosis.rankclock import times_of_value
+from rankscope.diagnosis.stepview import (
+    Array,
+    CallView,
+    SlotValues,
+    StepView,
+)
+from rankscope.record.finding import Kind
+from rankscope.record.phases import Phase
+from rankscope.record.ranklists import ranks_named
+from rankscope.record.value import ValueFlag
+
+_ADVICE: Final = (
+    "Gather or reduce with an autograd function (torch.distributed.nn.functional, or one of your "
+    "own with a backward), or freeze the parameter if it is not meant to learn."
+)
+_SAME_NORM: Final = 1e-6
+"""Relative distance within which two norms of the same elements lie."""
+
+
+def detached_by_collectives(step_view: StepView) -> Iterator[Candidate]:
+    """Yield a candidate for every parameter whose gradient ends at a collective."""
+    stepped = {
+        (values.call.path, values.slot[6:])
+        for values in step_view.values(Phase.PARAMS)
+        if values.slot.startswith("param:") and not (values.flags & int(ValueFlag.AFTER_CALL)).any()
+    }
+    ended: dict[str, IssuedCollective | None] = {}
+    for call in step_view.of(Phase.GRADS):
+        for values in call.slots.values():
+            is_absent = bool((values.flags & int(ValueFlag.ABSENT)).all())
+            if not is_absent or (call.path, values.slot[5:]) not in stepped:
+                continue
+            if call.path not in ended:
+                ended[call.path] = _end_of_graph(step_view, call.path)
+            issue = ended[call.path]
+            if issue is not None:
+                yield _candidate(step_view, values, issue)
+
+
+def _end_of_graph(step_view: StepView, path: str) -> IssuedCollective | None:
+    """Return the collective at which the graph of a module's every output ends, None for none."""
+    calls = [call for call in step_view.named(path) if call.phase is Phase.FORWARD]
+    found = [_taken(call) for call in calls]
+    return found[0] if found and None not in found else None
+
+
+def _taken(call: CallView) -> IssuedCollective | None:
+    """Return the collective that took what one call gave and handed it on without a graph."""
+    given = [values for values in call.outputs if _needs_gradient(values)]
+    inner, around = call, call.parent
+    while given and around is not None:
+        at = next(n for n, child in enumerate(around.children) if child is inner)
+        behind = around.children[at + 1 :]
+        for n, child in enumerate(behind):
+            if child.phase is not Phase.COLLECTIVE:
+                continue
+            for issue in issues_in(child):
+                if _takes(issue, given) and any(_is_handed(issue, to) for to in behind[n + 1 :]):
+                    return issue
+        inner, around = around, around.parent
+    return None
+
+
+def _has_graph(values: SlotValues) -> bool:
+    """True where a value needs a gradient on some rank."""
+    return any(fold.requires_grad for view in values.views for fold in view.pieces)
+
+
+def _needs_gradient(values: SlotValues) -> bool:
+    """True where a value needs a gradient on every rank."""
+    return all(fold.requires_grad for view in values.views for fold in view.pieces)
+
+
+def _takes(issue: IssuedCollective, given: list[SlotValues]) -> bool:
+    """True where a collective of all members took something like one of these values."""
+    if issue.is_message or issue.lacks or len(issue.ranks) != len(issue.members):
+        return False
+    taken = issue.call.slots.get("input.0")
+    if taken is None or not _needs_gradient(taken):
+        return False
+    places = taken.at(issue.ranks)
+    return any(
+        (places >= 0).all()
+        and (at := values.at(issue.ranks)).min(initial=0) >= 0
+        and np.array_equal(values.counts[at], taken.counts[places])
+        for values in given
+    )
+
+
+def _is_handed(issue: IssuedCollective, call: CallView) -> bool:
+    """True where a call that took part in the loss was handed what came out, with no graph."""
+    if call.phase is not Phase.FORWARD or not any(map(_needs_gradient, call.outputs)):
+        return False
+    outputs = [v for s, v in issue.call.slots.items() if s.split(".")[0] == "output"]
+    return any(
+        not _has_graph(values)
+        and (
+            any(_are_same(values, output, issue.ranks) for output in outputs)
+            or _are_joined(values, outputs, issue.ranks)
+        )
+        for values in call.inputs
+    )
+
+
+def _are_same(values: SlotValues, output: SlotValues, ranks: Array) -> bool:
+    places, at = values.at(ranks), output.at(ranks)
+    if (places < 0).any() or (at < 0).any() or values.is_constant:
+        return False
+    is_known = values.is_known[places].all() and output.is_known[at].all()
+    return bool(is_known and (values.hashes[places] == output.hashes[at]).all())
+
+
+def _are_joined(values: SlotValues, outputs: list[SlotValues], ranks: Array) -> bool:
+    """True where a value has as many elements and the norm of all outputs put together."""
+    places, at = values.at(ranks), [output.at(ranks) for output in outputs]
+    if len(outputs) < 2 or (places < 0).any() or any((each < 0).any() for each in at):
+        return False
+    counts = sum(output.counts[each] for output, each in zip(outputs, at))
+    norms = sum(output.column("l2")[each] ** 2 for output, each in zip(outputs, at))
+    wanted = values.column("l2")[places] ** 2
+    is_like = (values.counts[places] == counts) & (abs(norms - wanted) <= _SAME_NORM * wanted)
+    return bool(is_like.all() and (wanted > 0).all())
+
+
+def _candidate(step_view: StepView, values: SlotValues, issue: IssuedCollective) -> Candidate:
+    ranks = values.ranks
+    name = values.slot[5:]
+    at = str(issue.facts.get("at", ""))
+    return candidate_at(
+        step_view,
+        values.call,
+        Kind.PARAMETER,
+        f"param:{name}",
+        ranks,
+        ranks,
+        times_of_value(values, ranks),
+        f"has no gradient on {ranks_named(ranks.tolist())}: what the module gave went through "
+        f"{issue.op}{f' ({at})' if at else ''}, which keeps no graph",
+        advice=_ADVICE,
+        evidence=lambda: {"collective": {"op": issue.op, "path": issue.call.path, "at": at}},
+    )
