@@ -11,6 +11,8 @@ two per cent, or 1 lies within their quartiles. Run it on an idle machine, at ea
 from __future__ import annotations
 
 import argparse
+import compileall
+import itertools
 import json
 import os
 import statistics
@@ -45,6 +47,8 @@ def main() -> int:
         if taken.returncode:
             parser.error(f"{given.commit}: {taken.stderr.decode().strip()}")
         subprocess.run(["tar", "-x", "-C", folder], input=taken.stdout, check=True)
+        for root, part in itertools.product((before, REPOSITORY), parts):  # both or none compiled
+            compileall.compile_dir(root / part, quiet=2)
         pairs = [_pair(number, before, given.probe or NAMES) for number in range(given.pairs)]
     lines = [verdict([(was[name], now[name]) for was, now in pairs]) for name in pairs[0][0]]
     for name, (line, _) in zip(pairs[0][0], lines, strict=True):

@@ -80,7 +80,7 @@ def _plan(
 ) -> CombinationPlan | str:
     """Return how rows make up the whole; made once for a layout and its ranks."""
     key = mesh, ranks, tensors
-    found: CombinationPlan | str | None = texts.plans.get(key)
+    found: CombinationPlan | str | None = texts.made.get(key)
     if found is None:
         facts = [texts.tensor(number) for number in tensors]
         pieces = (
@@ -92,7 +92,7 @@ def _plan(
             )
             for each in facts
         )
-        found = texts.plans[key] = plan_rows([*zip(ranks, pieces)])
+        found = texts.made[key] = plan_rows([*zip(ranks, pieces)])
     return found
 
 

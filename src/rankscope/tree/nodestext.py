@@ -61,10 +61,14 @@ class _NodesText:
         self._pieces: list[str] = []
         self._ids: list[int] = step["nodes.id"].tolist()
         self._entry_folds: list[int] = step.entry_folds.tolist()
+        self._entry_rows: list[int] = step.entry_start.tolist()
+        first = step.entry_start[:-1]
+        self._slots: list[int] = step["values.slot"][first].tolist()
+        self._tensors: list[int] = step["values.tensor"][first].tolist()
         self._folds: list[str] = []
         """Of one block: from `_first` on."""
         self._first = 0
-        self._beginnings: dict[tuple[object, ...], str] = {}
+        self._beginnings = step.texts.made
         flags = step["values.flags"]
         self._has_tensors = bool(
             step["values.reference"].any() or (flags & int(ValueFlag.NOT_KEPT)).any()
@@ -148,36 +152,41 @@ class _NodesText:
         return found
 
     def _slot(self, slot: SlotView, pad: str) -> None:
-        facts, disagreement = slot.facts, slot.disagreement
-        key = slot.slot, slot.ranks, id(facts), disagreement
+        step, entry = self._step, slot.entry
+        begin, end = self._entry_rows[entry : entry + 2]
+        ranks, disagreement = step.ranks("values", slice(begin, end)), slot.disagreement
+        key = "slot", self._slots[entry], ranks, self._tensors[entry], disagreement
         beginning = self._beginnings.get(key)
         if beginning is None:
-            layout: Data = {"source": facts.source}
-            if facts.mesh:
-                layout |= {"mesh": facts.mesh, "placements": dict(facts.placements)}
-            found: Data = {
-                "slot": slot.slot,
-                "ranks": self._step.ranks_text(slot.ranks),
-                "dtype": facts.dtype,
-                "device": facts.device,
-                "shape": None if facts.global_shape is None else list(facts.global_shape),
-                "layout": layout,
-            }
-            if disagreement:
-                found["disagree"] = list(disagreement)
-            beginning = self._beginnings[key] = encoded(found)[:-1]
-        own: Data = {"rows": self._step.entry_start[slot.entry : slot.entry + 2].tolist()}
+            beginning = self._beginnings[key] = encoded(self._slot_head(slot))[:-1]
+        self._pieces.append(f'{beginning}, "rows": [{begin}, {end}]')
         if self._has_tensors:
             lists = {"kept": slot.references(), "not_kept": slot.not_kept}
-            own |= {name: ranks_text(ranks) for name, ranks in lists.items() if ranks}
-        self._pieces.append(f"{beginning}, {encoded(own)[1:-1]}")
-        self._member(
-            "values", range(*self._entry_folds[slot.entry : slot.entry + 2]), self._fold, pad
-        )
+            for name, those in lists.items():
+                if those:
+                    self._pieces.append(f', "{name}": {encoded(ranks_text(those))}')
+        self._member("values", range(*self._entry_folds[entry : entry + 2]), self._fold, pad)
         combined = slot.combined
         if combined:
             self._member("combined", combined, self._combined, pad)
         self._pieces.append("}")
+
+    def _slot_head(self, slot: SlotView) -> Data:
+        facts = slot.facts
+        layout: Data = {"source": facts.source}
+        if facts.mesh:
+            layout |= {"mesh": facts.mesh, "placements": dict(facts.placements)}
+        found: Data = {
+            "slot": slot.slot,
+            "ranks": self._step.ranks_text(slot.ranks),
+            "dtype": facts.dtype,
+            "device": facts.device,
+            "shape": None if facts.global_shape is None else list(facts.global_shape),
+            "layout": layout,
+        }
+        if slot.disagreement:
+            found["disagree"] = list(slot.disagreement)
+        return found
 
     def _fold(self, fold: int, pad: str) -> None:
         if not self._first <= fold < self._first + len(self._folds):
@@ -221,10 +230,10 @@ class _NodesText:
         return texts
 
     def _fold_beginning(self, ranks: tuple[int, ...], tensor: int, bits: int) -> str:
-        key = ranks, tensor, bits
+        key = "fold", ranks, tensor, bits
         known = self._beginnings.get(key)
         if known is not None:
-            return known
+            return str(known)
         facts, flags = self._step.texts.tensor(tensor), flag_words(bits)
         found: Data = {"ranks": self._step.ranks_text(ranks), "shape": list(facts.shape)}
         if facts.requires_grad:

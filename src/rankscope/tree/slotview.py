@@ -158,12 +158,12 @@ class SlotView:
     def disagreement(self) -> tuple[str, ...]:
         """What the ranks of this slot's entries differ in; () where there is one entry."""
         step, slots = self.step, self.step["values.slot"]
+        if step.has_one_entry[self.entry]:
+            return ()
         node = int(step["values.node"][self.rows.start])
         first, last = step.node_entries[[node, node + 1]].tolist()
         starts = step.entry_start[first:last]
         alike = starts[slots[starts] == slots[self.rows.start]]
-        if len(alike) < 2:
-            return ()
         tensors = step["values.tensor"][alike].tolist()
         shared = [step.texts.tensor(number).shared for number in tensors]
         return tuple(name for name in shared[0] if len({each[name] for each in shared}) > 1)
@@ -281,7 +281,7 @@ class SlotView:
     def _is_spread(self) -> bool:
         """True where numbers are to be combined: the layout is known, and it is not one value that
         every rank holds whole."""
-        if not self.meshes or self.global_shape is None:
+        if not self._where.meshes or not self.meshes or self.global_shape is None:
             return False
         is_whole = all(p.pieces is PieceKind.COPIES for p in self.placements.values())
         return self.distinct > 1 or not is_whole

@@ -101,8 +101,8 @@ class StepTexts:
         self._read: dict[int, Any] = {}
         self._kinds: dict[tuple[object, ...], int] = {}
         self._pieces: dict[tuple[object, ...], int] = {}
-        self.plans: dict[object, Any] = {}
-        """How pieces make wholes, once it was asked."""
+        self.made: dict[object, Any] = {}
+        """What readers made of these texts and keep for the next step."""
 
     def __len__(self) -> int:
         return len(self._items)
@@ -231,6 +231,15 @@ class StepColumns:
         """[entries + 1] first row in values of each entry."""
         node, slot = self["values.node"], self["values.slot"]
         return _starts(node, slot, self._kinds_and_pieces[0])
+
+    @cached_property
+    def has_one_entry(self) -> list[bool]:
+        """Of each entry: all ranks agree in what its slot is."""
+        first = self.entry_start[:-1]
+        slot = self["values.node"][first].astype(np.int64) << 32 | self["values.slot"][first]
+        _, numbers, counts = np.unique(slot, return_inverse=True, return_counts=True)
+        found: list[bool] = (counts == 1)[numbers.reshape(-1)].tolist()
+        return found
 
     @cached_property
     def node_entries(self) -> Array:

@@ -71,7 +71,13 @@ def write_trace(
         began_ns = document.began_ns if tree.began_ns is None else tree.began_ns
         trace = tree.trace(head, [*body["setup"], *body["steps"]], began_ns)
         limit = None if wanted == "always" else limit_bytes
-        absent = _never(out) if wanted == "never" else _write_tree(trace, out, limit, say)
+        ranks = int(document.run["world_size"])
+        if wanted == "never":
+            absent = f"it was not asked for (--rs-tree never); {_command(out)}"
+        elif limit is not None and _is_larger(entries, ranks, 2 * limit):
+            absent = _too_large(out, limit)
+        else:
+            absent = _write_tree(trace, out, limit, say)
         if absent:  # of an earlier writing
             (out / TREE_NAME).unlink(missing_ok=True)
         storage |= {"no_tree": absent} if absent else {"tree": TREE_NAME}
@@ -120,8 +126,8 @@ def _by_kind(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str
     }
 
 
-def _never(out: Path) -> str:
-    return f"it was not asked for (--rs-tree never); {_command(out)}"
+def _too_large(out: Path, limit: int | None) -> str:
+    return f"it would take more than {(limit or 0) >> 20} MB; {_command(out)}"
 
 
 def _command(out: Path) -> str:
@@ -130,11 +136,8 @@ def _command(out: Path) -> str:
 
 def _write_tree(trace: Trace, out: Path, limit: int | None, say: Progress) -> str:
     """Write tree.json; return why it is not there, "" where it is."""
-    why = f"it would take more than {(limit or 0) >> 20} MB; {_command(out)}"
     written = 0
     try:
-        if limit is not None and _is_larger(trace, 2 * limit):
-            return why
         with replacing(out / TREE_NAME) as file:
 
             def write(text: str) -> None:
@@ -147,22 +150,19 @@ def _write_tree(trace: Trace, out: Path, limit: int | None, say: Progress) -> st
 
             write_tree(trace, [*trace.setup, *trace.steps], say, write)
     except _TooLargeError:
-        return why
+        return _too_large(out, limit)
     except TraceError as error:
         return f"a step cannot be read: {error}"
     return ""
 
 
-def _is_larger(trace: Trace, limit: int) -> bool:
-    """True where what nodes, slots and distinct values take as JSON is more than a limit."""
-    left = limit
-    for step in (*trace.setup, *trace.steps):
-        columns = step.columns()
-        left -= 250 * len(columns["nodes.id"]) + 200 * len(columns.entry_start)
-        left -= 450 * len(columns.fold_start)
-        if left < 0:
-            return True
-    return False
+def _is_larger(entries: Sequence[Mapping[str, Any]], ranks: int, limit: int) -> bool:
+    """True where nodes alone, and values that all ranks share, take more than a limit as JSON."""
+    rows = {
+        table: sum(end - begin for begin, end in (each["rows"][table] for each in entries))
+        for table in ("nodes", "values")
+    }
+    return 250 * rows["nodes"] + 650 * rows["values"] // ranks > limit
 
 
 class _TooLargeError(Exception):
