@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import glob
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from rankscope.cli.checktext import painted_verdict
 from rankscope.cli.foldedtree import FoldedTree, shortened
@@ -18,7 +18,7 @@ from rankscope.cli.treetext import (
 )
 from rankscope.record.finding import Kind, Report, Severity, Verdict
 from rankscope.record.ranklists import ranks_named, ranks_text
-from rankscope.tree.alikemodules import ModuleOutline, is_number, module_outlines
+from rankscope.tree.alikemodules import is_number, module_outlines
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Step, Trace
 
@@ -68,8 +68,9 @@ def summary_lines(
         rows += _rows(line, columns, 2)
     for line in _verdict_lines(report, unjudged, paint, named):
         rows += _rows(line, columns, 3)
-    for line in _differing_lines(trace, report, step, roots, paint):
-        rows += _rows(line, columns, 2)
+    if report is not None and step is not None and len(trace.run["ranks"]) > 1:
+        for line in _differing_lines(report, paint):
+            rows += _rows(line, columns, 2)
     more = [
         row
         for line in _more_lines(trace, report, step, paint, columns, named, is_short=named != place)
@@ -152,25 +153,12 @@ def _verdict_lines(report: Report | None, unjudged: str, paint: Paint, place: st
         yield paint("dim", f"  note: {visible(note)}")
 
 
-def _differing_lines(
-    trace: Trace,
-    report: Report | None,
-    step: Step | None,
-    roots: Sequence[ModuleOutline],
-    paint: Paint,
-) -> Iterator[str]:
+def _differing_lines(report: Report, paint: Paint) -> Iterator[str]:
     """Yield where ranks differ: modules, ranks, phases."""
-    if len(trace.run["ranks"]) == 1 or step is None:
-        return
-    if report is None:
-        lines = list(_apart_lines(roots, paint))
-    else:
-        lines = list(_finding_lines(report, paint))
+    lines = list(_finding_lines(report, paint))
     if lines:
-        yield paint("bold", "where" if report else "where ranks differ")
+        yield paint("bold", "where")
         yield from (f"  {line}" for line in lines)
-    elif report is None:
-        yield f"in {group_name(trace, step)} no two ranks contradict each other; no number was read"
     elif report.compared > report.alone and not report.findings:
         yield f"ranks agree wherever they could be compared{_undeclared(report)}"
 
@@ -231,20 +219,6 @@ def _tops(paths: Iterable[str]) -> str:
         for stem, own in numbers.items()
     ]
     return ", ".join([*named[:_MOST_PLACES], *(["..."] if len(named) > _MOST_PLACES else [])])
-
-
-def _apart_lines(roots: Sequence[ModuleOutline], paint: Paint) -> Iterator[str]:
-    """Yield what the tree alone says, where no rule was asked."""
-    every = [(module, each) for root in roots for module in root.walk() for each in module.apart]
-    every.sort(key=lambda found: found[1].at_us)
-    for _, apart in every[:_MOST_PLACES]:
-        path = shortened(apart.path or "(root)", _LONGEST_NAME)
-        place = f"{path}:{visible(apart.slot)}" if apart.slot else path
-        who = shortened(ranks_named(apart.ranks), _LONGEST_NAME)
-        yield "  ".join([paint("red", place), who, apart.phase.word, apart.what])
-    if len(every) > _MOST_PLACES:
-        count = len({id(module) for module, _ in every[_MOST_PLACES:]})
-        yield f"and in {counted(count, 'module')} more"
 
 
 def _more_lines(
