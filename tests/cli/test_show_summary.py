@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rankscope.cli import show
-from rankscope.cli.summarytext import ROWS
+from rankscope.cli.show import ROWS
 from rankscope.cli.terminal import cut, fitted
 from rankscope.cli.treetext import layout_text
 from rankscope.layout.placement import Mesh

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rankscope.cli.arguments import TraceArgument
-from rankscope.cli.printing import echo
+from rankscope.cli.terminal import echo
 from rankscope.live.ordering import Ordering, Progress
 from rankscope.record.ranklists import ranks_named
 from rankscope.run.outfolder import typed

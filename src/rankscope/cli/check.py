@@ -16,8 +16,7 @@ from rankscope.cli.arguments import (
     part_of,
 )
 from rankscope.cli.checktext import coverage_line, report_lines
-from rankscope.cli.printing import echo
-from rankscope.cli.terminal import Paint, echo_fitted, opened, progress
+from rankscope.cli.terminal import Paint, echo, echo_fitted, opened, progress
 from rankscope.diagnosis.check import check
 from rankscope.diagnosis.finalreport import report_json
 from rankscope.diagnosis.verdictwords import layout_named

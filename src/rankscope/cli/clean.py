@@ -15,7 +15,7 @@ from typing import Annotated, NamedTuple, Optional
 
 import typer
 
-from rankscope.cli.printing import echo
+from rankscope.cli.terminal import echo
 from rankscope.errors import SettingError, SpoolError
 from rankscope.gather.cleanup import is_in_tree, kept_stream, remove_run
 from rankscope.run import filenames as names

@@ -12,8 +12,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from rankscope.cli.printing import echo
-from rankscope.cli.terminal import progress
+from rankscope.cli.terminal import echo, progress
 from rankscope.errors import SettingError
 from rankscope.gather.finish import CollectorOptions, Observer, collect
 from rankscope.gather.log import log_into

@@ -12,8 +12,7 @@ import typer
 
 from rankscope.cli.arguments import EXIT_COVERAGE, CoverageOption, LayoutOption, part_of
 from rankscope.cli.checktext import STYLES, left_out_lines, listed_findings, painted_verdict
-from rankscope.cli.printing import echo
-from rankscope.cli.terminal import Paint, echo_fitted, opened, progress
+from rankscope.cli.terminal import Paint, echo, echo_fitted, opened, progress
 from rankscope.diagnosis.comparison.alignment import PathMap
 from rankscope.diagnosis.comparison.bitwise import BitwiseReport, diff_bitwise
 from rankscope.diagnosis.comparison.diff import diff

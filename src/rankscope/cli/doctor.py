@@ -11,8 +11,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from rankscope.cli.printing import echo
-from rankscope.cli.terminal import Paint
+from rankscope.cli.terminal import Paint, echo
 from rankscope.doctor.condition import Condition, Status
 from rankscope.doctor.job import Question, examine
 from rankscope.doctor.script import ScriptQuestion, script_conditions

@@ -8,8 +8,7 @@ from typing import Annotated, Optional
 import typer
 
 from rankscope.cli.arguments import TraceArgument
-from rankscope.cli.printing import echo
-from rankscope.cli.terminal import opened, progress, say_unread
+from rankscope.cli.terminal import echo, opened, progress, say_unread
 from rankscope.errors import SettingError
 from rankscope.export.formats import export, format_named
 from rankscope.export.subset import Selection

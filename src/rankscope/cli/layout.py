@@ -10,8 +10,7 @@ from typing import Annotated, Optional
 import typer
 
 from rankscope.cli.arguments import TraceArgument
-from rankscope.cli.printing import echo
-from rankscope.cli.terminal import opened, say_unread
+from rankscope.cli.terminal import echo, opened, say_unread
 from rankscope.diagnosis.layoutproposal import LayoutProposal, propose_layout
 from rankscope.errors import LayoutError
 from rankscope.run.replacing import new_file

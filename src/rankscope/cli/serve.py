@@ -8,8 +8,7 @@ from typing import Annotated, Optional
 import typer
 
 from rankscope.cli.arguments import LayoutOption, TraceArgument
-from rankscope.cli.printing import echo
-from rankscope.cli.terminal import opened
+from rankscope.cli.terminal import echo, opened
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.page.checkpage import check_page
 from rankscope.page.pagecontent import PageContent

@@ -9,8 +9,7 @@ from typing import Annotated, Optional
 import typer
 
 from rankscope.cli.arguments import TraceArgument
-from rankscope.cli.printing import echo
-from rankscope.cli.terminal import opened, visible
+from rankscope.cli.terminal import echo, opened, visible
 from rankscope.errors import SelectionError, SettingError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.ranklists import ranks_text

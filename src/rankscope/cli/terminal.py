@@ -1,26 +1,75 @@
 """What the commands share of the terminal: colours only on one, progress for anything that takes a
-second."""
+second, and the one way in which they print: what a file says can write text, and nothing else.
+
+Names of modules, meshes, dtypes and flags, notes, errors and host names come out of files that
+anybody may have written. A terminal obeys what is in them, a log viewer too. So every line passes
+`shown`: what does not print is escaped, but for the colours that commands put in themselves.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import shutil
+import sys
 import unicodedata
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Final, TextIO
 
-from rankscope.cli.printing import COLORS, PLAIN, Paint, echo
 from rankscope.record.visibletext import visible
 from rankscope.run.progressline import progress
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
 
 __all__ = [
-    "Paint", "cut", "echo_fitted", "fitted", "opened", "progress", "say_unread", "visible", "width",
+    "Paint", "cut", "echo", "echo_fitted", "fitted", "opened", "progress", "say_unread", "shown",
+    "visible", "width",
 ]  # fmt: skip
 
+_CODES: Final = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+_PLAIN: Final = "\x1b[0m"
+"""Ends a style."""
+_COLORS: Final = re.compile(f"(\x1b\\[(?:0|{'|'.join(_CODES.values())})m)")
+"""What commands put around text, in a group of its own."""
 _PART = re.compile(r"( {2,}|^)((?:\S| (?! ))+)")
+
+
+class Paint:
+    """Puts colours around text, or nothing where the stream is no terminal or NO_COLOR is set."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._is_on = _has_colors(stream)
+
+    def __call__(self, style: str, text: str) -> str:
+        """Return the text in a style of `_CODES`."""
+        return f"\x1b[{_CODES[style]}m{text}{_PLAIN}" if self._is_on and text else text
+
+
+def _has_colors(stream: TextIO) -> bool:
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return stream.isatty() and not is_plain
+
+
+def shown(line: str, *, has_colors: bool = True) -> str:
+    """Return one line as it may be printed; colours of `Paint` stay where it has any."""
+    if line.isprintable():
+        return line
+    if not has_colors:
+        return visible(line)
+    return "".join(
+        part if number % 2 else visible(part) for number, part in enumerate(_COLORS.split(line))
+    )
+
+
+def echo(text: str, *, err: bool = False, is_line: bool = True, end: str = "\n") -> None:
+    """Print a line, or with `is_line=False` text of several."""
+    stream = sys.stderr if err else sys.stdout
+    has_colors = _has_colors(stream)
+    lines = [text] if is_line else text.split("\n")
+    stream.write("\n".join(shown(each, has_colors=has_colors) for each in lines) + end)
+    stream.flush()
 
 
 def width() -> int:
@@ -65,9 +114,9 @@ def cut(line: str, columns: int) -> str:
     if _length(line) <= columns:
         return line
     left, kept, is_painted = max(columns - 3, 0), [], False
-    for part in COLORS.split(line):
-        if COLORS.fullmatch(part):
-            is_painted = part != PLAIN
+    for part in _COLORS.split(line):
+        if _COLORS.fullmatch(part):
+            is_painted = part != _PLAIN
             kept.append(part)
         else:
             begin = _begin(part, left)
@@ -75,7 +124,7 @@ def cut(line: str, columns: int) -> str:
             left -= _length(begin)
             if begin != part:
                 break
-    return "".join(kept) + "..."[:columns] + (PLAIN if is_painted else "")
+    return "".join(kept) + "..."[:columns] + (_PLAIN if is_painted else "")
 
 
 def _begin(text: str, columns: int) -> str:
@@ -88,7 +137,7 @@ def _begin(text: str, columns: int) -> str:
 
 def _length(text: str) -> int:
     """Return the columns that a line takes on a terminal."""
-    plain = COLORS.sub("", text)
+    plain = _COLORS.sub("", text)
     return len(plain) if plain.isascii() else sum(map(_columns, plain))
 
 

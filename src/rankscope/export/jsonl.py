@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rankscope.errors import SelectionError
-from rankscope.export.place import ExportPlace
+from rankscope.export.formats import ExportPlace
 from rankscope.export.rows import Cells, ExportedStep
 from rankscope.export.subset import Selection
 from rankscope.run.filenames import Progress

@@ -15,12 +15,11 @@ from rankscope.diagnosis.comparison.difference import ComparedValue
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.tracesides import StepKey
 from rankscope.layout.layoutfile import LayoutFile
+from rankscope.page.calldetails import slot_detail
 from rankscope.page.cellplanes import CALL_KIND, DistanceClass, slot_kind
-from rankscope.page.pagecontent import DATA_BYTES, PageContent, PageMap, fitting
+from rankscope.page.pagecontent import DATA_BYTES, PageContent, PageMap, ValueChoice, fitting
 from rankscope.page.pagesteps import PageStep
 from rankscope.page.rankplaces import ranks_html
-from rankscope.page.slotdetails import slot_detail
-from rankscope.page.valuechoice import ValueChoice
 from rankscope.page.verdicthtml import job_html
 from rankscope.record.call import Mode
 from rankscope.record.finding import Report
