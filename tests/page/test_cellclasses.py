@@ -6,9 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rankscope.page.cellplanes import CALL_KIND, CellClass, CellPlanes
+from rankscope.page.cellplanes import CALL_KIND, CellClass, CellPlanes, ModuleRows
 from rankscope.page.checkpage import check_page
-from rankscope.page.modulerows import ModuleRows
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase
 from rankscope.record.streams import EndReason

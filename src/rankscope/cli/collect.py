@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -35,7 +35,7 @@ EXIT_INCOMPLETE = 1
 def command(
     world_size: Annotated[int, typer.Option(min=1, help="Ranks of the job.")],
     out: Annotated[
-        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
+        Path | None,
         typer.Option(
             help="Trace folder; made with its parents, refused when it holds something else; "
             "default rankscope-<time> here."
@@ -46,7 +46,7 @@ def command(
         typer.Option(metavar="ADDRESS", help="Where to listen: ipc:///path, or tcp://HOST:PORT."),
     ] = "",
     keys: Annotated[
-        Optional[Path],  # noqa: UP045  # as above
+        Path | None,
         typer.Option(metavar="FILE", help="Key file of TCP, made by `rankscope keys new`."),
     ] = None,
     shared: Annotated[
@@ -66,7 +66,7 @@ def command(
         float, typer.Option(min=0, help="Grace for ranks that go silent although the job is over.")
     ] = FINISH_SECONDS,
     metrics: Annotated[
-        Optional[int],  # noqa: UP045  # as above
+        int | None,
         typer.Option(min=1, max=65535, metavar="PORT", help="Serve metrics at 127.0.0.1:PORT."),
     ] = None,
     live_check: Annotated[

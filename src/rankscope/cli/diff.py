@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -40,7 +40,7 @@ def command(
         typer.Argument(metavar="TEST...", help="Trace of the run in question; several: --matrix."),
     ],
     rules: Annotated[
-        Optional[list[str]],  # noqa: UP045  # typer reads it on 3.10
+        list[str] | None,
         typer.Option(
             "--map",
             metavar="REGEX=TEXT",
@@ -48,12 +48,11 @@ def command(
         ),
     ] = None,
     map_file: Annotated[
-        Optional[Path],  # noqa: UP045  # as above
-        typer.Option(metavar="FILE", help="Rules as for --map, one in a line."),
+        Path | None, typer.Option(metavar="FILE", help="Rules as for --map, one in a line.")
     ] = None,
     layout: LayoutOption = None,
     noise: Annotated[
-        Optional[Path],  # noqa: UP045  # as above
+        Path | None,
         typer.Option(
             metavar="TRACE",
             help="REF once more, its inputs off by one rounding: the unit to judge TEST in.",
@@ -73,7 +72,7 @@ def command(
     ] = False,
     require_coverage: CoverageOption = "0",
     html: Annotated[
-        Optional[Path],  # noqa: UP045  # as above
+        Path | None,
         typer.Option(metavar="FILE", help="Write a page of both runs as well, to look at."),
     ] = None,
     is_all: Annotated[bool, typer.Option("--all", help="List every origin and note.")] = False,

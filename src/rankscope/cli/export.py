@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -12,8 +12,6 @@ from rankscope.cli.terminal import echo, opened, progress, say_unread
 from rankscope.errors import SettingError
 from rankscope.export.formats import export, format_named
 from rankscope.export.subset import Selection
-
-__all__ = ["command"]
 
 
 def command(
@@ -44,7 +42,7 @@ def command(
         bool, typer.Option("--global", help="hf: global tensors, put together from all ranks.")
     ] = False,
     layout: Annotated[
-        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
+        Path | None,
         typer.Option(metavar="FILE", help="hf --global: how undescribed tensors lie (TOML)."),
     ] = None,
     all_layers: Annotated[

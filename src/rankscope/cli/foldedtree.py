@@ -26,8 +26,6 @@ from rankscope.tree.slotview import shape_text
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace
 
-__all__ = ["FoldedTree", "shortened"]
-
 _DEPTH = 2
 _DEEPEST = 4
 """Of the tree where numbered layers stand deeper and there is room."""

@@ -13,8 +13,6 @@ from rankscope.errors import SettingError
 from rankscope.gather.curve import new_keys
 from rankscope.run.keyfile import relays_file, write_keys
 
-__all__ = ["command"]
-
 
 def command(
     what: Annotated[str, typer.Argument(metavar="new", help="`new`: make keys.")],

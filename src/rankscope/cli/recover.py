@@ -16,8 +16,6 @@ from rankscope.run.locks import is_abandoned
 from rankscope.run.outfolder import typed
 from rankscope.tree.build import recover
 
-__all__ = ["command"]
-
 
 def command(
     folders: Annotated[

@@ -14,8 +14,6 @@ from rankscope.page.checkpage import check_page
 from rankscope.page.pagefile import write_file
 from rankscope.tree.selection import parse_ranges
 
-__all__ = ["command"]
-
 
 def command(
     trace: TraceArgument = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -15,8 +15,6 @@ from rankscope.page.pagecontent import PageContent
 from rankscope.page.pageserver import PageServer, PageSource, is_loopback
 from rankscope.tree.reader import open_trace
 
-__all__ = ["command"]
-
 
 def command(
     trace: TraceArgument = None,
@@ -25,11 +23,10 @@ def command(
         str, typer.Option(metavar="ADDRESS", help="Other machines reach it: needs TLS.")
     ] = "127.0.0.1",
     certificate: Annotated[
-        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
-        typer.Option("--tls-certificate", metavar="FILE", help="PEM, with the chain."),
+        Path | None, typer.Option("--tls-certificate", metavar="FILE", help="PEM, with the chain.")
     ] = None,
     key: Annotated[
-        Optional[Path],  # noqa: UP045  # as above
+        Path | None,
         typer.Option("--tls-key", metavar="FILE", help="PEM; default in the same file."),
     ] = None,
     layout: LayoutOption = None,

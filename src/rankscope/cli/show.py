@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -78,7 +78,7 @@ def command(
     context: typer.Context,
     trace: TraceArgument = None,
     depth: Annotated[
-        Optional[int], typer.Option(min=0, help="Levels of modules below the root.")  # noqa: UP045  # typer reads it on 3.10
+        int | None, typer.Option(min=0, help="Levels of modules below the root.")
     ] = None,
     path: Annotated[
         str, typer.Option(metavar="GLOB", help="Modules to show: fnmatch on the whole path.")
@@ -96,9 +96,7 @@ def command(
             metavar="PHASES", help="Phases to show, separated by commas; default all but setup."
         ),
     ] = "",
-    rank: Annotated[
-        Optional[int], typer.Option(min=0, help="Show this rank's own numbers.")  # noqa: UP045  # typer reads it on 3.10
-    ] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Show this rank's own numbers.")] = None,
     stats: Annotated[
         str,
         typer.Option(

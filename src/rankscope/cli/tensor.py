@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -19,7 +19,6 @@ from rankscope.tensors.tensornames import Wanted, choose
 from rankscope.tree.selection import default_phase, parse_mode, parse_phase
 from rankscope.tree.views import Trace
 
-__all__ = ["command"]
 _MOST_SHAPES = 3
 _HEADINGS = ("tensor", "dtype", "shape", "ranks", "values", "bytes")
 
@@ -27,29 +26,29 @@ _HEADINGS = ("tensor", "dtype", "shape", "ranks", "values", "bytes")
 def command(
     trace: TraceArgument = None,
     names: Annotated[
-        Optional[list[str]],  # noqa: UP045  # typer reads it on 3.10
+        list[str] | None,
         typer.Argument(
             metavar="[PATH:SLOT]...",
             help="layers.0:output, fc:param:weight, globs; without a slot all slots of that path.",
         ),
     ] = None,
     rank: Annotated[
-        Optional[int], typer.Option(min=0, metavar="N", help="The tensors this rank held.")  # noqa: UP045  # typer reads it on 3.10
+        int | None, typer.Option(min=0, metavar="N", help="The tensors this rank held.")
     ] = None,
     is_global: Annotated[
         bool, typer.Option("--global", help="Global tensors, put together from all ranks.")
     ] = False,
     layout: Annotated[
-        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
+        Path | None,
         typer.Option(metavar="FILE", help="TOML file: how tensors lie that no DTensor describes."),
     ] = None,
     out: Annotated[
-        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
+        Path | None,
         typer.Option(metavar="FILE", help="Write them to this safetensors file, replacing it."),
     ] = None,
     is_printed: Annotated[bool, typer.Option("--print", help="Print them.")] = False,
     step: Annotated[
-        Optional[int], typer.Option(min=0, metavar="N", help="Default the first traced.")  # noqa: UP045  # typer reads it on 3.10
+        int | None, typer.Option(min=0, metavar="N", help="Default the first traced.")
     ] = None,
     mode: Annotated[
         str, typer.Option(help="train or eval; default train where there is any.")
@@ -65,7 +64,7 @@ def command(
         ),
     ] = "",
     ordinal: Annotated[
-        Optional[int],  # noqa: UP045  # typer reads it on 3.10
+        int | None,
         typer.Option(min=0, metavar="N", help="Which call, of a module called several times."),
     ] = None,
 ) -> None:

@@ -10,8 +10,6 @@ from typing import Any
 from rankscope.cli.terminal import Paint, cut, fitted
 from rankscope.record.ranklists import ranks_named
 
-__all__ = ["screen_lines"]
-
 _HEAD = f"{'ranks':<12} {'step':<9} {'age':>6} {'time':>7} {'all':>5} {'own':>5}  last in"
 _MOST_FINDINGS = 3
 _SLOW = 1.1

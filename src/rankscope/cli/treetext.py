@@ -321,12 +321,9 @@ def _outcome_lines(node: Node, paint: Paint) -> Iterator[str]:
     if not node.has_returned:
         for outcome in node.outcomes:
             if not outcome.has_returned:
-                text = f"{outcome.status.replace('_', ' ')} on {ranks_named(outcome.ranks)}"
                 color = "dim" if outcome.status in IN_ORDER else "red"
-                yield paint(color, visible(f"{text}: {outcome.error}" if outcome.error else text))
-    for error in node.errors:
-        text = f"rankscope failed here on {ranks_named(error.ranks)}: {error.error}"
-        yield paint("yellow", visible(text))
+                yield paint(color, visible(outcome.words))
+    yield from (paint("yellow", visible(error.words)) for error in node.errors)
 
 
 def _of_some(lines: Iterator[str], whose: str) -> Iterator[str]:

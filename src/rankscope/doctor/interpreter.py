@@ -15,8 +15,6 @@ from rankscope.capture.device.fusedcache import COMPILER, missing
 from rankscope.doctor.condition import Condition, Status
 from rankscope.record.torchversions import OLDEST_TORCH, is_older, untested
 
-__all__ = ["interpreter_conditions"]
-
 _LIMIT_S = 300.0
 _MARK = "rankscope-doctor:"
 _PROBE = f"""

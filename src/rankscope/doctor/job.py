@@ -42,11 +42,8 @@ from rankscope.settings import Settings, as_variables, is_enabled, misspelt_vari
 __all__ = ["Question", "clock_from", "examine", "job_conditions"]
 
 _CONNECT_S = 3.0
-_ON_SETTINGS = (
-    "spool folder", "spool disk", "spool space", "spool files", "socket", "trace folder",
-    "collector", "leftovers",
-)  # fmt: skip
 _SPOOL_NAMES = ("spool folder", "spool disk", "spool space", "spool files", "socket")
+_ON_SETTINGS = (*_SPOOL_NAMES, "trace folder", "collector", "leftovers")
 _SAMPLE_BYTES = 1 << 20
 _FILES_AT_ALL = 64
 _FILES_PER_RANK = 2

@@ -26,8 +26,6 @@ from rankscope.run.filenames import Progress
 from rankscope.run.replacing import sync_by_name
 from rankscope.tree.views import Trace
 
-__all__ = ["FORMATS", "ExportPlace", "Format", "claimed", "export", "format_named"]
-
 
 class Format(NamedTuple):
     """One row of the table."""

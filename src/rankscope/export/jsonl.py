@@ -15,8 +15,6 @@ from rankscope.run.filenames import Progress
 from rankscope.tree.jsontext import number
 from rankscope.tree.views import Trace
 
-__all__ = ["write"]
-
 _TOGETHER = 4096
 """Lines that are made at a time."""
 

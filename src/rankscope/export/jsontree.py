@@ -13,8 +13,6 @@ from rankscope.tree.summary import counted
 from rankscope.tree.treewriter import write_tree
 from rankscope.tree.views import Trace
 
-__all__ = ["write"]
-
 
 def write(
     trace: Trace, selection: Selection, place: ExportPlace, progress: Progress

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView, is_input, is_output
 from rankscope.layout.placement import Mesh
-from rankscope.page.modulerows import ModuleRows
+from rankscope.page.cellplanes import ModuleRows
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.statistics import NUMBERS, STATISTICS
@@ -104,15 +104,9 @@ class CallDetails:
             detail["o"] = call.ordinal
         if node.wrappers:
             detail["w"] = visible(", ".join(node.wrappers))
-        if not node.has_returned:
-            detail["end"] = [
-                [ranks_text(o.ranks), o.status, visible(o.error)[:_MOST_ERROR]]
-                for o in node.outcomes
-            ]
-        if node.errors:
-            detail["err"] = [
-                [ranks_text(e.ranks), visible(e.error)[:_MOST_ERROR]] for e in node.errors
-            ]
+        ends = (*(() if node.has_returned else node.outcomes), *node.errors)
+        if ends:
+            detail["end"] = [visible(outcome.words)[:_MOST_ERROR] for outcome in ends]
         if node.collectives:
             detail["co"] = [_collective(ranks, facts) for ranks, facts in node.collectives]
         marked = self._marked.get(row, ())

@@ -19,10 +19,8 @@ from rankscope.diagnosis.verdictwords import layout_named
 from rankscope.globs import glob_matches
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.page.calldetails import CallDetails
-from rankscope.page.cellplanes import CALL_KIND, CellClass, slot_kind
-from rankscope.page.modulerows import ModuleRows
+from rankscope.page.cellplanes import CALL_KIND, CellClass, ModuleRows, PageStep, slot_kind
 from rankscope.page.pagecontent import DATA_BYTES, PageContent, PageMap, ValueChoice, fitting
-from rankscope.page.pagesteps import PageStep
 from rankscope.page.rankplaces import ranks_html
 from rankscope.page.verdicthtml import job_html
 from rankscope.record.call import CallStatus, Mode

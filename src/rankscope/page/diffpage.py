@@ -16,9 +16,8 @@ from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.tracesides import StepKey
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.page.calldetails import slot_detail
-from rankscope.page.cellplanes import CALL_KIND, DistanceClass, slot_kind
+from rankscope.page.cellplanes import CALL_KIND, DistanceClass, PageStep, slot_kind
 from rankscope.page.pagecontent import DATA_BYTES, PageContent, PageMap, ValueChoice, fitting
-from rankscope.page.pagesteps import PageStep
 from rankscope.page.rankplaces import ranks_html
 from rankscope.page.verdicthtml import job_html
 from rankscope.record.call import Mode
@@ -27,8 +26,6 @@ from rankscope.record.phases import Phase
 from rankscope.record.visibletext import visible
 from rankscope.run.filenames import Progress
 from rankscope.tree.views import Trace
-
-__all__ = ["diff_page"]
 
 _UNBOUNDED: Final = 1e300
 _BY_DEPTH: Final = {

@@ -12,10 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.page.calldetails import NUMBER_NAMES, ROWS_PER_BLOCK, packed_blocks, packed_json
-from rankscope.page.cellplanes import CellPlanes, MapClass, slot_kind
-from rankscope.page.modulerows import ModuleRows
-from rankscope.page.pagesteps import PageStep, PageSteps
-from rankscope.page.verdicthtml import coverage_html, findings_html, text, verdict_html
+from rankscope.page.cellplanes import (
+    CellPlanes,
+    MapClass,
+    ModuleRows,
+    PageStep,
+    PageSteps,
+    slot_kind,
+)
+from rankscope.page.verdicthtml import coverage_lines, findings_html, text, verdict_html
 from rankscope.record.finding import Finding, Report
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.visibletext import visible
@@ -144,9 +149,6 @@ class PageMap:
             packed[f"p{number}"] = plane
             listed.append([step, phase.word, kind, f"p{number}"])
         packed["charts"] = packed_json(charts)
-        hosts: dict[str, list[int]] = {}
-        for rank in trace.completeness["ranks"]:
-            hosts.setdefault(visible(str(rank.get("host", ""))), []).append(rank["rank"])
         data = {
             "format": _FORMAT,
             "command": report.command,
@@ -154,7 +156,6 @@ class PageMap:
             "live": trace.is_live,
             "world": planes.world,
             "alike": [ranks_text(ranks) for ranks in planes.alike_ranks()],
-            "hosts": {host: ranks_text(ranks) for host, ranks in hosts.items()},
             "meshes": {
                 visible(mesh["name"]): {
                     "axes": [visible(axis) for axis in mesh["axes"]],
@@ -177,7 +178,7 @@ class PageMap:
             "verdict": verdict_html(report, steps, layout=layout, is_live=trace.is_live),
             "findings": findings_html(report, steps),
             "ranks": ranks,
-            "coverage": coverage_html(report),
+            "coverage": "".join(coverage_lines(report)),
             "text": _map_text(planes, rows, steps.all, words),
         }
         title = f"{report.verdict.value}: {title}"
