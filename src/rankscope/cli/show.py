@@ -145,9 +145,7 @@ def _show_summary(place: Path | None) -> None:
     found = opened(place)
     report, unjudged = _judged(found)
     named = "" if place is None else shlex.quote(str(place))
-    for row in summary_lines(
-        found, report, Paint(sys.stdout), width(), unjudged=unjudged, place=named
-    ):
+    for row in _summary_rows(found, report, unjudged, Paint(sys.stdout), width(), named):
         echo(row)
     say_unread(found)
 
@@ -175,27 +173,18 @@ def _size(files: list[Path]) -> int:
     return sum(bytes_on_disk(file.stat()) for file in files if file.is_file())
 
 
-def summary_lines(
-    trace: Trace,
-    report: Report | None,
-    paint: Paint,
-    columns: int,
-    *,
-    unjudged: str = "",
-    place: str = "",
+def _summary_rows(
+    trace: Trace, report: Report | None, unjudged: str, paint: Paint, columns: int, place: str
 ) -> list[str]:
     """Return the rows of a summary.
 
     Args:
         trace: an open trace.
         report: what `check` says of it, None where it was not asked.
+        unjudged: why not.
         paint: gives colour.
         columns: of the terminal; 0 where rows may be of any length.
-        unjudged: why `check` was not asked.
         place: the trace as it may be typed; "" where commands find it without.
-
-    Raises:
-        TraceError: the trace is damaged.
     """
     step = _step_shown(trace, report)
     roots = [] if step is None else module_outlines(step.nodes)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -21,10 +20,11 @@ from rankscope.record.finding import Finding
 from rankscope.record.phases import Phase
 from rankscope.record.rankplace import step_label
 from rankscope.record.visibletext import visible
+from rankscope.tree.step import StepHead
 
 __all__ = [
-    "CALL_KIND", "CellClass", "CellPlanes", "DistanceClass", "MapClass", "ModuleRows", "PageStep",
-    "PageSteps", "slot_kind",
+    "CALL_KIND", "CellClass", "CellPlanes", "DistanceClass", "MapClass", "ModuleRows", "PageSteps",
+    "slot_kind",
 ]  # fmt: skip
 
 Array = NDArray[Any]
@@ -169,36 +169,13 @@ class ModuleRows:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class PageStep:
-    """One step of one mode in one life of the ranks, or a setup."""
-
-    mode: Mode
-    number: int
-    incarnation: int
-    is_setup: bool
-
-    @property
-    def key(self) -> str:
-        """Name in links: `3` of train steps, `eval-3`, `setup`; `life1-3` in a later life."""
-        name = "setup" if self.is_setup else str(self.number)
-        if not self.is_setup and self.mode is not Mode.TRAIN:
-            name = f"{self.mode.word}-{name}"
-        return f"life{self.incarnation}-{name}" if self.incarnation else name
-
-    @property
-    def label(self) -> str:
-        """The step in words."""
-        return step_label(self.mode, self.number, self.incarnation, is_setup=self.is_setup)
-
-
 class PageSteps:
     """The steps in the order they were handed out."""
 
     def __init__(self) -> None:
-        self.all: list[PageStep] = []
+        self.all: list[StepHead] = []
 
-    def add(self, step: PageStep) -> int:
+    def add(self, step: StepHead) -> int:
         """Add a step; return its number."""
         self.all.append(step)
         return len(self.all) - 1
@@ -210,13 +187,27 @@ class PageSteps:
         for number, step in enumerate(self.all):
             if step.incarnation != life or step.is_setup != is_setup:
                 continue
-            if is_setup or (step.mode is finding.mode and step.number == finding.step):
+            if is_setup or (step.mode is finding.mode and step.step == finding.step):
                 return number
         return None
 
+    def key(self, number: int) -> str:
+        """Name in links: `3` of train steps, `eval-3`, `setup`; `life1-3` in a later life."""
+        step = self.all[number]
+        name = "setup" if step.is_setup else str(step.step)
+        if not step.is_setup and step.mode is not Mode.TRAIN:
+            name = f"{step.mode.word}-{name}"
+        return f"life{step.incarnation}-{name}" if step.incarnation else name
+
+    def label(self, number: int) -> str:
+        """The step in words."""
+        step = self.all[number]
+        return step_label(step.mode, step.step, step.incarnation, is_setup=step.is_setup)
+
     def as_json(self) -> list[dict[str, str]]:
         """Return what the page needs of each."""
-        return [{"key": step.key, "label": step.label} for step in self.all]
+        numbers = range(len(self.all))
+        return [{"key": self.key(number), "label": self.label(number)} for number in numbers]
 
 
 class CellPlanes:

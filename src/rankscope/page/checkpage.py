@@ -19,7 +19,7 @@ from rankscope.diagnosis.verdictwords import layout_named
 from rankscope.globs import glob_matches
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.page.calldetails import CallDetails
-from rankscope.page.cellplanes import CALL_KIND, CellClass, ModuleRows, PageStep, slot_kind
+from rankscope.page.cellplanes import CALL_KIND, CellClass, ModuleRows, slot_kind
 from rankscope.page.pagecontent import DATA_BYTES, PageContent, PageMap, ValueChoice, fitting
 from rankscope.page.rankplaces import ranks_html
 from rankscope.page.verdicthtml import job_html
@@ -29,6 +29,7 @@ from rankscope.record.phases import Phase
 from rankscope.record.streams import EndReason
 from rankscope.run.filenames import Progress
 from rankscope.tree.selection import nothing_matched
+from rankscope.tree.step import StepHead
 from rankscope.tree.views import Trace
 
 __all__ = ["check_page"]
@@ -113,7 +114,7 @@ def _chosen(
     steps = [
         number
         for number, step in enumerate(cells.steps.all)
-        if not wanted or (not step.is_setup and any(step.number in w for w in wanted))
+        if not wanted or (not step.is_setup and any(step.step in w for w in wanted))
     ]
     told = "The map shows everything; values are here as --path and --step asked for."
     return ValueChoice(dict.fromkeys(steps, rows), told)
@@ -139,8 +140,11 @@ class _CheckCells(PageMap):
     def note(self, step_view: StepView, context: CheckContext) -> None:
         """Take a step; hand this to `check` as `each_step`."""
         step = self.begin(
-            PageStep(
-                step_view.mode, step_view.step, step_view.incarnation, is_setup=step_view.is_setup
+            StepHead(
+                is_setup=step_view.is_setup,
+                mode=step_view.mode,
+                step=step_view.step,
+                incarnation=step_view.incarnation,
             )
         )
         held = bytearray()

@@ -16,7 +16,7 @@ from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.tracesides import StepKey
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.page.calldetails import slot_detail
-from rankscope.page.cellplanes import CALL_KIND, DistanceClass, PageStep, slot_kind
+from rankscope.page.cellplanes import CALL_KIND, DistanceClass, slot_kind
 from rankscope.page.pagecontent import DATA_BYTES, PageContent, PageMap, ValueChoice, fitting
 from rankscope.page.rankplaces import ranks_html
 from rankscope.page.verdicthtml import job_html
@@ -25,6 +25,7 @@ from rankscope.record.finding import Report
 from rankscope.record.phases import Phase
 from rankscope.record.visibletext import visible
 from rankscope.run.filenames import Progress
+from rankscope.tree.step import StepHead
 from rankscope.tree.views import Trace
 
 _UNBOUNDED: Final = 1e300
@@ -82,7 +83,7 @@ class _DiffCells(PageMap):
     def note(self, key: StepKey | None, found: StepDifferences, wrong: Collection[int]) -> None:
         """Take a step; hand this to `diff` as `each_step`."""
         mode, number = key or (Mode.TRAIN, 0)
-        step = self.begin(PageStep(mode, number, 0, is_setup=key is None))
+        step = self.begin(StepHead(is_setup=key is None, mode=mode, step=number, incarnation=0))
         calls: dict[tuple[int, Phase, int], dict[str, Any]] = {}
         errors: defaultdict[str, dict[str, dict[int, float]]] = defaultdict(
             lambda: {"error": {}, "noise": {}}

@@ -16,7 +16,6 @@ from rankscope.page.cellplanes import (
     CellPlanes,
     MapClass,
     ModuleRows,
-    PageStep,
     PageSteps,
     slot_kind,
 )
@@ -24,6 +23,7 @@ from rankscope.page.verdicthtml import coverage_lines, findings_html, text, verd
 from rankscope.record.finding import Finding, Report
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.visibletext import visible
+from rankscope.tree.step import StepHead
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace
 
@@ -115,7 +115,7 @@ class PageMap:
         self.entries: list[Counter[int]] = []
         """Of each step how much there is to show of each row."""
 
-    def begin(self, step: PageStep) -> int:
+    def begin(self, step: StepHead) -> int:
         """Begin a step; return its number."""
         self.entries.append(Counter())
         return self.steps.add(step)
@@ -179,7 +179,7 @@ class PageMap:
             "findings": findings_html(report, steps),
             "ranks": ranks,
             "coverage": "".join(coverage_lines(report)),
-            "text": _map_text(planes, rows, steps.all, words),
+            "text": _map_text(planes, rows, steps, words),
         }
         title = f"{report.verdict.value}: {title}"
         return PageContent(title=title, sections=sections, data=data, packed=packed)
@@ -212,9 +212,7 @@ def _marks(
     return marks
 
 
-def _map_text(
-    planes: CellPlanes, rows: ModuleRows, steps: Sequence[PageStep], words: Sequence[str]
-) -> str:
+def _map_text(planes: CellPlanes, rows: ModuleRows, steps: PageSteps, words: Sequence[str]) -> str:
     """Return the map as HTML text, until there are too many lines; says how many are left out.
     `words` are those of the classes."""
     kept: list[str] = []
@@ -231,7 +229,7 @@ def _map_text(
 
 
 def _lines(
-    planes: CellPlanes, rows: ModuleRows, steps: Sequence[PageStep], words: Sequence[str]
+    planes: CellPlanes, rows: ModuleRows, steps: PageSteps, words: Sequence[str]
 ) -> Iterator[str]:
     """Yield `path  phase: as the others (ranks 0-3, steps 0-9); differs (rank 1, step 3)  phase: …`
     for every module that was called."""
@@ -252,37 +250,34 @@ def _lines(
             yield f"{name}  {'  '.join(parts)}"
 
 
-def _of_phase(lines: dict[int, Array], steps: Sequence[PageStep], words: Sequence[str]) -> str:
+def _of_phase(lines: dict[int, Array], steps: PageSteps, words: Sequence[str]) -> str:
     """Return which classes the cells of one module have in one phase, with ranks and steps."""
     found: dict[int, dict[bytes, list[int]]] = {}
-    held: dict[bytes, Array] = {}
     for step, line in lines.items():
         for cell in np.unique(line).tolist():
             if cell:
-                ranks = np.flatnonzero(line == cell)
-                key = ranks.tobytes()
-                held[key] = ranks
-                found.setdefault(cell, {}).setdefault(key, []).append(step)
+                ranks = np.flatnonzero(line == cell).tobytes()
+                found.setdefault(cell, {}).setdefault(ranks, []).append(step)
     told = []
     for cell, by_ranks in sorted(found.items()):
         places = [
-            f"{ranks_named(held[key].tolist())}, {_steps_named(own, steps)}"
-            for key, own in by_ranks.items()
+            f"{ranks_named(np.frombuffer(ranks, np.int64).tolist())}, {_steps_named(own, steps)}"
+            for ranks, own in by_ranks.items()
         ]
         told.append(f"{words[cell]} ({'; '.join(places)})")
     return "; ".join(told)
 
 
-def _steps_named(own: Sequence[int], steps: Sequence[PageStep]) -> str:
+def _steps_named(own: Sequence[int], steps: PageSteps) -> str:
     """Return `steps 0-9`, `eval steps 1,2 and setup`."""
     plain: dict[tuple[str, int], list[int]] = {}
     others = []
     for number in own:
-        step = steps[number]
+        step = steps.all[number]
         if step.is_setup:
-            others.append(step.label)
+            others.append(steps.label(number))
         else:
-            plain.setdefault((step.mode.word, step.incarnation), []).append(step.number)
+            plain.setdefault((step.mode.word, step.incarnation), []).append(step.step)
     parts = []
     for (mode, life), numbers in plain.items():
         noun = "step" if len(numbers) == 1 else "steps"

@@ -81,7 +81,7 @@ def _to_map(finding: Finding, steps: PageSteps | None) -> str:
         return ""
     rank = f"&rank={finding.ranks[0]}" if finding.ranks else ""
     path = quote(visible(finding.path), safe=".")
-    link = f"#path={path}&step={steps.all[step].key}&phase={finding.phase.word}{rank}"
+    link = f"#path={path}&step={steps.key(step)}&phase={finding.phase.word}{rank}"
     return f' <a class="to-map" href="{text(link)}">show on the map</a>'
 
 
