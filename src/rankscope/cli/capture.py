@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rankscope.cli.arguments import TraceArgument
-from rankscope.cli.terminal import echo
+from rankscope.cli.terminal import echo, remark
 from rankscope.live.ordering import Ordering, Progress
 from rankscope.record.ranklists import ranks_named
 from rankscope.run.outfolder import typed
@@ -63,7 +63,7 @@ def command(
         else:
             echo(_reading(ordering))
     except KeyboardInterrupt:
-        echo("rankscope: the order stands", err=True)
+        remark("the order stands")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     finally:
         ordering.close()
@@ -84,10 +84,9 @@ def _follow(ordering: Ordering, seconds: float, *, has_wishes: bool) -> None:
         if found.untold and not are_untold_said and now - began > _TOLD_S:
             are_untold_said = True
             for host, ranks in found.untold:
-                echo(
-                    f"rankscope: {ranks_named(ranks)} on {host or 'an unknown host'}: no relay "
-                    "there has seen the order in this folder",
-                    err=True,
+                remark(
+                    f"{ranks_named(ranks)} on {host or 'an unknown host'}: no relay there has seen "
+                    "the order in this folder"
                 )
         if found.is_complete or found.is_job_over or not now - began <= seconds:  # nan
             break

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from rankscope.cli.terminal import echo, progress
+from rankscope.cli.terminal import progress, remark
 from rankscope.errors import SettingError
 from rankscope.gather.finish import CollectorOptions, Observer, collect
 from rankscope.gather.log import log_into
@@ -122,7 +122,7 @@ def command(
 
 def _collect(options: CollectorOptions) -> int:
     happened_nothing: list[bool] = []
-    notices = FindingNotices(options.out, str(options.out), _say)
+    notices = FindingNotices(options.out, str(options.out), remark)
     with progress() as show:
 
         class Terminal(Observer):
@@ -135,7 +135,7 @@ def _collect(options: CollectorOptions) -> int:
             def listening(self, addresses: Sequence[str]) -> None:
                 where = ", ".join(addresses) or f"hosts that write into {options.out}"
                 ranks = f"{options.traced_ranks} rank{'s' * (options.traced_ranks > 1)}"
-                _say(f"waiting for {ranks} at {where}; trace in {options.out}")
+                remark(f"waiting for {ranks} at {where}; trace in {options.out}")
 
             def gathering(self, streams: Sequence[StreamProgress]) -> None:
                 here = {one.stream.rank for one in streams}
@@ -151,25 +151,25 @@ def _collect(options: CollectorOptions) -> int:
             code = collect(options, is_stopped, Terminal())
     log_path = options.out / COLLECTOR_LOG_NAME
     if options.parquet and (options.out / TRACE_NAME).exists() and log_path.exists():
-        _say(f"the dataset is not whole: see {log_path}")
+        remark(f"the dataset is not whole: see {log_path}")
     return _verdict(options.out, code, is_quiet=bool(happened_nothing))
 
 
 def _verdict(out: Path, outcome: int, *, is_quiet: bool) -> int:
     if outcome:
-        _say(
+        remark(
             f"no tree in {out}, see {out / COLLECTOR_LOG_NAME}; build it from the records: "
             + typed("recover", out, out=f"{out}-recovered")
         )
         return EXIT_INCOMPLETE
     if is_quiet:
-        _say("nothing happened, so there is no trace")
+        remark("nothing happened, so there is no trace")
         return 0
     if not (out / TRACE_NAME).exists():
-        _say(f"nothing was traced: no rank sent a record to {out}")
+        remark(f"nothing was traced: no rank sent a record to {out}")
         return EXIT_INCOMPLETE
     is_complete = open_trace(out).is_complete
-    _say(announced(out, is_complete=is_complete))
+    remark(announced(out, is_complete=is_complete))
     return 0 if is_complete else EXIT_INCOMPLETE
 
 
@@ -190,7 +190,3 @@ def _stop_signals() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _say(line: str) -> None:
-    echo(f"rankscope: {line}", err=True)

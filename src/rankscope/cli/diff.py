@@ -12,7 +12,7 @@ import typer
 
 from rankscope.cli.arguments import EXIT_COVERAGE, CoverageOption, LayoutOption, part_of
 from rankscope.cli.checktext import STYLES, left_out_lines, listed_findings, painted_verdict
-from rankscope.cli.terminal import Paint, echo, echo_fitted, opened, progress
+from rankscope.cli.terminal import Paint, echo, echo_fitted, opened, progress, remark
 from rankscope.diagnosis.comparison.alignment import PathMap
 from rankscope.diagnosis.comparison.bitwise import BitwiseReport, diff_bitwise
 from rankscope.diagnosis.comparison.diff import diff
@@ -134,7 +134,7 @@ def command(
             f"({report.coverage:.1%}), --require-coverage asks for {required:.1%}: trace both runs "
             f"with the same options, and say with --map and --layout what their names do not"
         )
-        echo(f"rankscope: {told}", err=True)
+        remark(told)
         raise typer.Exit(EXIT_COVERAGE)
 
 
@@ -220,22 +220,15 @@ def _padded(row: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
 
 
-def _matrix_row(path: Path, report: Report) -> tuple[str, str, str, str, str, str]:
+def _matrix_row(path: Path, report: Report) -> tuple[str, ...]:
     compared = f"{report.compared:,} of {report.recorded:,}"
+    run = (str(path), report.verdict.value, compared)
     if not report.origins:
         why = report.lacks or ("-" if report.verdict is Verdict.CLEAN else "records are missing")
-        return str(path), report.verdict.value, compared, "-", "-", why
+        return (*run, "-", "-", why)
     first = report.origins[0]
     place = f"{first.path or '(root)'}{f':{first.slot}' if first.slot else ''}"
     when = f"{first.phase.word} of {first.mode.word} step {first.step}"
     more = len(report.origins) - 1
     others = f" and {counted(more, 'more origin')}" if more else ""
-    ranks = ranks_text(first.ranks)
-    return (
-        str(path),
-        report.verdict.value,
-        compared,
-        first.kind.value,
-        ranks,
-        f"{place}, {when}{others}",
-    )
+    return (*run, first.kind.value, ranks_text(first.ranks), f"{place}, {when}{others}")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rankscope.cli.arguments import TraceArgument
-from rankscope.cli.terminal import echo, opened, progress, say_unread
+from rankscope.cli.terminal import echo, opened, progress, remark, say_unread
 from rankscope.errors import SettingError
 from rankscope.export.formats import export, format_named
 from rankscope.export.subset import Selection
@@ -71,10 +71,10 @@ def command(
         raise SettingError("--layout: says how global tensors are put together; give --global")
     found = opened(trace)
     if not found.is_complete:
-        echo(f"rankscope: {found.path} is incomplete: see rankscope verify {found.path}", err=True)
+        remark(f"{found.path} is incomplete: see rankscope verify {found.path}")
     with progress() as say:
         first, *more = export(found, format_name, out, selection, say, options)
     echo(f"{out}: {first}")
     for line in more:
-        echo(f"rankscope: {line}", err=True)
+        remark(line)
     say_unread(found)

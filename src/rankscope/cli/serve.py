@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rankscope.cli.arguments import LayoutOption, TraceArgument
-from rankscope.cli.terminal import echo, opened
+from rankscope.cli.terminal import echo, opened, remark
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.page.checkpage import check_page
 from rankscope.page.pagecontent import PageContent
@@ -42,11 +42,11 @@ def command(
 
     server = PageServer(PageSource(make), host=host, port=port, certificate=certificate, key=key)
     echo(server.url)
-    echo("rankscope: the token lets in whoever has this URL; Ctrl-C ends", err=True)
+    remark("the token lets in whoever has this URL; Ctrl-C ends")
     if is_loopback(host):
         told = f"ssh -L {server.port}:127.0.0.1:{server.port} THIS_HOST"
-        echo(f"rankscope: served to this machine alone; from another: {told}", err=True)
+        remark(f"served to this machine alone; from another: {told}")
     try:
         server.serve()
     except KeyboardInterrupt:
-        echo("rankscope: ended", err=True)
+        remark("ended")

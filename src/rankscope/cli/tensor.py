@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rankscope.cli.arguments import TraceArgument
-from rankscope.cli.terminal import echo, opened, visible
+from rankscope.cli.terminal import echo, opened, remark, size_text, visible
 from rankscope.errors import SelectionError, SettingError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.ranklists import ranks_text
@@ -93,18 +93,13 @@ def command(
         for line in _listing_lines(found, wanted):
             echo(line)
         return
-    tensors = asked_tensors(found, wanted, _say, rank=rank, is_global=is_global, layouts=layouts)
+    tensors = asked_tensors(found, wanted, remark, rank=rank, is_global=is_global, layouts=layouts)
     if is_printed:
         for headline, numbers in printed(tensors):
             echo(f"{visible(headline)}\n{numbers}", is_line=False)
     if out is not None:
         size = save_tensors(out, tensors)
-        echo(f"{out}: {len(tensors)} tensors, {_size(size)}", err=is_printed)
-
-
-def _say(line: str) -> None:
-    """Say on stderr what must be known of the tensors that are handed out."""
-    echo(visible(f"rankscope: {line}"), err=True)
+        echo(f"{out}: {len(tensors)} tensors, {size_text(size)}", err=is_printed)
 
 
 def _listing_lines(trace: Trace, wanted: Wanted) -> Iterator[str]:
@@ -116,7 +111,7 @@ def _listing_lines(trace: Trace, wanted: Wanted) -> Iterator[str]:
     if wanted.names:
         chosen, notes = choose(trace, wanted)
         for line in notes:
-            _say(line)
+            remark(line)
         listing = list_tensors(
             trace, ((each.value.node, view) for each in chosen for view in each.value.views)
         )
@@ -129,7 +124,7 @@ def _listing_lines(trace: Trace, wanted: Wanted) -> Iterator[str]:
             "rankscope run --rs-tensors 'PATH:SLOT' (or '**' for all), tensors= in code"
         )
     yield from _table([_HEADINGS, *map(_row, listing.entries.values())])
-    held, stored = _size(listing.nbytes), _size(listing.stored)
+    held, stored = size_text(listing.nbytes), size_text(listing.stored)
     yield f"{listing.values} tensors, {held}; equal ones of a rank are stored once: {stored}"
 
 
@@ -144,7 +139,7 @@ def _row(entry: Kept) -> tuple[str, ...]:
         ranks += f" (not all of {ranks_text(entry.not_kept)})"
     return (
         name, ",".join(entry.dtypes), ", ".join(shapes[:_MOST_SHAPES]) + more, ranks,
-        str(entry.values), _size(entry.nbytes),
+        str(entry.values), size_text(entry.nbytes),
     )  # fmt: skip
 
 
@@ -155,13 +150,3 @@ def _table(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
         first = [text.ljust(width) for text, width in zip(row[:-2], widths)]
         last = [text.rjust(width) for text, width in zip(row[-2:], widths[-2:])]
         yield "  ".join([*first, *last])
-
-
-def _size(count: int) -> str:
-    """Return bytes as people read them."""
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            return f"{size:.1f} {unit}" if unit != "B" else f"{count} B"
-        size /= 1000
-    raise AssertionError

@@ -24,8 +24,8 @@ from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
 
 __all__ = [
-    "Paint", "cut", "echo", "echo_fitted", "fitted", "opened", "progress", "say_unread", "shown",
-    "visible", "width",
+    "Paint", "cut", "echo", "echo_fitted", "fitted", "opened", "progress", "remark", "say_unread",
+    "shown", "size_text", "visible", "width",
 ]  # fmt: skip
 
 _CODES: Final = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
@@ -70,6 +70,20 @@ def echo(text: str, *, err: bool = False, is_line: bool = True, end: str = "\n")
     lines = [text] if is_line else text.split("\n")
     stream.write("\n".join(shown(each, has_colors=has_colors) for each in lines) + end)
     stream.flush()
+
+
+def remark(line: str) -> None:
+    """Say on stderr what goes with an answer, and is none."""
+    echo(visible(f"rankscope: {line}"), err=True)
+
+
+def size_text(count: float) -> str:
+    """Return bytes as people read them."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
 
 
 def width() -> int:
@@ -150,11 +164,7 @@ def opened(path: Path | None, *, takes_golden: bool = False) -> Trace:
     with progress() as say:
         trace = open_trace(path, progress=say, takes_golden=takes_golden)
     if not trace.is_written:
-        echo(
-            f"rankscope: {trace.path} holds no finished tree; "
-            "this is what its ranks have sent so far",
-            err=True,
-        )
+        remark(f"{trace.path} holds no finished tree; this is what its ranks have sent so far")
     return trace
 
 
@@ -162,4 +172,4 @@ def say_unread(trace: Trace) -> None:
     """Say on stderr what of a trace was passed over because only a newer rankscope knows it; once
     all that a command needs has been read."""
     if trace.unread:
-        echo(f"rankscope: {trace.path}: {trace.unread}", err=True)
+        remark(f"{trace.path}: {trace.unread}")
