@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -109,20 +110,16 @@ def _follow(ordering: Ordering, seconds: float, *, has_wishes: bool) -> None:
     raise typer.Exit(EXIT_NOT_THERE)
 
 
-def _came(found: Progress) -> list[str]:
-    """Return which steps are there of which ranks."""
+def _came(found: Progress) -> Iterator[str]:
+    """Yield which steps are there of which ranks."""
+    if found.arrived:
+        yield f"there: {_steps(found)} of {ranks_named(found.arrived)}"
     missed: dict[int, list[int]] = {}
     for rank, step in found.missed:
         missed.setdefault(step, []).append(rank)
-    lines = []
-    if found.arrived:
-        lines.append(f"there: {_steps(found)} of {ranks_named(found.arrived)}")
     for step, ranks in sorted(missed.items()):
-        lines.append(
-            f"missed: {found.mode.word} step {step} by {ranks_named(sorted(ranks))}, which saw the "
-            "order too late"
-        )
-    return lines
+        who = f"{ranks_named(sorted(ranks))}, which saw the order too late"
+        yield f"missed: {found.mode.word} step {step} by {who}"
 
 
 def _steps(found: Progress) -> str:

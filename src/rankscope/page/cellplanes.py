@@ -72,23 +72,6 @@ class DistanceClass(MapClass):
     BEYOND = 7, "beyond"
     MISSING = 8, "in one run alone"
 
-    @staticmethod
-    def of(ratio: float) -> DistanceClass:
-        """Return the class of an error over what is allowed; NaN counts as beyond all."""
-        for limit, found in _LIMITS:
-            if ratio <= limit:
-                return found
-        return DistanceClass.BEYOND
-
-
-_LIMITS: Final = (
-    (0.0, DistanceClass.SAME),
-    (0.1, DistanceClass.FAR_BELOW),
-    (1.0, DistanceClass.BELOW),
-    (10.0, DistanceClass.ABOVE),
-    (100.0, DistanceClass.FAR_ABOVE),
-)
-
 
 def slot_kind(slot: str) -> str:
     """Return the kind of a slot: `input` of `input.0`, `param` of `param:weight`."""

@@ -29,6 +29,8 @@ from rankscope.tree.step import StepHead
 from rankscope.tree.views import Trace
 
 _UNBOUNDED: Final = 1e300
+_LIMITS: Final = (0.0, 0.1, 1.0, 10.0, 100.0)
+"""Greatest ratios of an error to what is allowed in the classes from SAME on."""
 _BY_DEPTH: Final = {
     Phase.FORWARD: "output",
     Phase.BACKWARD: "grad_input",
@@ -154,7 +156,7 @@ def _classes(compared: ComparedValue, *, is_wrong: bool) -> Iterator[tuple[Any, 
         yield every, DistanceClass.NOT_COMPARED
     else:
         ratios = np.asarray(compared.errors) / max(compared.allowed, 1e-300)
-        classes = np.array([DistanceClass.of(float(ratio)) for ratio in ratios])
+        classes = DistanceClass.SAME + np.searchsorted(_LIMITS, ratios)  # NaN is behind all
         if is_wrong:
             is_used = compared.difference.partial  # the sum is right; each part is used as it is
             classes = np.maximum(classes, DistanceClass.BEYOND if is_used else DistanceClass.ABOVE)
