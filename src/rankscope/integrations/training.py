@@ -11,7 +11,7 @@ from rankscope.diagnosis.check import check
 from rankscope.diagnosis.verdictwords import verdict_rest, where_line
 from rankscope.record.streams import EndReason
 
-__all__ = ["TracedCallback", "TracedTraining"]
+__all__ = ["TracedTraining"]
 
 
 class TracedTraining:
@@ -75,25 +75,6 @@ class TracedTraining:
         error = attempt(_say_verdict, self.path)
         if error is not None:
             say(f"{self.path}: no verdict: {text_of(error)}")
-
-
-class TracedCallback:
-    """What callbacks of frameworks share: the training they trace, and where its trace lies."""
-
-    def __init__(self, **settings: object) -> None:
-        """Trace nothing yet.
-
-        Args:
-            **settings: any setting by its keyword (`steps="0-2"`, `out="trace"`); the rest comes
-                from `RANKSCOPE_*` variables and defaults.
-        """
-        self._training = TracedTraining(settings)
-
-    @property
-    def path(self) -> Path | None:
-        """The trace folder, once training has ended, on the rank that speaks for the job; None on
-        all others, and where `rankscope run` traces the job."""
-        return self._training.path
 
 
 _running: TracedTraining | None = None
