@@ -65,16 +65,6 @@ class PageContent:
         """Bytes of the packed data in a page."""
         return sum(4 * ((len(each) + 2) // 3) for each in self.packed.values())
 
-    def with_values(self, calls: Iterable[dict[str, Any]], left_out: str) -> PageContent:
-        """Return the page with the calls behind its cells, and what is said of those that are not
-        there."""
-        blocks = packed_blocks(calls)
-        return replace(
-            self,
-            data={**self.data, "blocks": sorted(blocks), "left_out": left_out},
-            packed={**self.packed, **{f"d{number}": block for number, block in blocks.items()}},
-        )
-
 
 def fitting(
     page: PageContent,
@@ -97,7 +87,12 @@ def fitting(
         if choice == before:  # it takes no limit
             break
         before = choice
-        found = page.with_values(details(choice), choice.left_out)
+        blocks = packed_blocks(details(choice))
+        found = replace(
+            page,
+            data={**page.data, "blocks": sorted(blocks), "left_out": choice.left_out},
+            packed={**page.packed, **{f"d{number}": block for number, block in blocks.items()}},
+        )
         if found.size <= most_bytes:
             break
         limit *= 0.8 * most_bytes / found.size
