@@ -44,8 +44,8 @@ def alarms(page) -> set[int]:
 
 def test_what_a_program_catches_is_no_alarm(tmp_path: Path) -> None:
     page = page_of(tmp_path)
-    told = {end[1] for call in calls(page) for end in call.get("end", ())}
-    assert "raised" in told
+    told = {end for call in calls(page) for end in call.get("end", ())}
+    assert "raised on ranks 0-1: ValueError: too long" in told
     assert alarms(page) <= {CellClass.NOTHING, CellClass.NOT_JUDGED, CellClass.ALIKE}
 
 
