@@ -337,13 +337,13 @@ def test_rules_and_exports_read_a_tree_through_its_typed_views() -> None:
 
 
 def test_commands_print_in_one_way() -> None:
-    """Every line passes `cli/printing.py`, which lets no text of a file order a terminal about; the
+    """Every line passes `cli/terminal.py`, which lets no text of a file order a terminal about; the
     screen of `top` moves the cursor itself, and `app.py` says what went wrong before all else."""
     for path in sorted((SOURCE / "cli").glob("*.py")):
-        if path.name not in ("printing.py", "top.py", "app.py", "terminal.py"):
+        if path.name not in ("top.py", "app.py", "terminal.py"):
             text = path.read_text()
             for word in ("typer.echo", "stdout.write", "stderr.write", "print("):
-                assert f" {word}" not in text, f"{path}: {word}: use rankscope.cli.printing.echo"
+                assert f" {word}" not in text, f"{path}: {word}: use rankscope.cli.terminal.echo"
 
 
 def test_private_names_of_torch_stand_in_one_folder() -> None:

@@ -19,9 +19,8 @@ import pytest
 
 import rankscope
 from rankscope.doctor.condition import Condition, Status
-from rankscope.doctor.host import clock_from
 from rankscope.doctor.interpreter import interpreter_conditions
-from rankscope.doctor.job import Question, job_conditions
+from rankscope.doctor.job import Question, clock_from, job_conditions
 from rankscope.gather.collector import Intake
 from rankscope.gather.curve import new_keys
 from rankscope.run.keyfile import read_keys, relays_file, write_keys

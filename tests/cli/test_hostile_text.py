@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rankscope.cli.printing import echo, shown
+from rankscope.cli.terminal import echo, shown
 from rankscope.run.filenames import REPLICA_FOLDER
 from rankscope.tree.build import recover
 from tests.fuzz import samples

@@ -12,7 +12,7 @@ import pytest
 
 import rankscope.export.perfetto as perfetto
 from rankscope.errors import SelectionError
-from rankscope.export.place import claimed
+from rankscope.export.formats import claimed
 from tests.export.conftest import call_rows, exported, selected
 from tests.export.traceprocessor import opened
 

@@ -21,9 +21,8 @@ from rankscope.layout.layoutfile import LayoutFile
 from rankscope.page.cellplanes import CellClass, DistanceClass
 from rankscope.page.checkpage import check_page
 from rankscope.page.diffpage import diff_page
-from rankscope.page.pagecontent import DATA_BYTES, PageContent
+from rankscope.page.pagecontent import DATA_BYTES, PageContent, chosen_values
 from rankscope.page.pagefile import page_html, served_data
-from rankscope.page.valuechoice import chosen_values
 from rankscope.page.verdicthtml import job_html
 from rankscope.record.finding import Report, Severity
 from rankscope.record.ranklists import parse_ranks

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from math import nan
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
-
-__all__ = ["EXIT_COVERAGE", "CoverageOption", "LayoutOption", "TraceArgument", "part_of"]
 
 EXIT_COVERAGE = 3
 """Exit code where less was judged than `--require-coverage` asks for."""
 
 TraceArgument = Annotated[
-    Optional[Path],  # noqa: UP045  # typer reads it on 3.10
+    Path | None,
     typer.Argument(help="Trace folder; default this one, or the newest rankscope-* here."),
 ]
 LayoutOption = Annotated[
-    Optional[Path],  # noqa: UP045  # as above
+    Path | None,
     typer.Option(
         metavar="FILE",
         envvar="RANKSCOPE_LAYOUT",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 
 from rankscope.cli.arguments import TraceArgument
-from rankscope.cli.printing import echo
+from rankscope.cli.terminal import echo, remark
 from rankscope.live.ordering import Ordering, Progress
 from rankscope.record.ranklists import ranks_named
 from rankscope.run.outfolder import typed
@@ -63,7 +64,7 @@ def command(
         else:
             echo(_reading(ordering))
     except KeyboardInterrupt:
-        echo("rankscope: the order stands", err=True)
+        remark("the order stands")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     finally:
         ordering.close()
@@ -84,10 +85,9 @@ def _follow(ordering: Ordering, seconds: float, *, has_wishes: bool) -> None:
         if found.untold and not are_untold_said and now - began > _TOLD_S:
             are_untold_said = True
             for host, ranks in found.untold:
-                echo(
-                    f"rankscope: {ranks_named(ranks)} on {host or 'an unknown host'}: no relay "
-                    "there has seen the order in this folder",
-                    err=True,
+                remark(
+                    f"{ranks_named(ranks)} on {host or 'an unknown host'}: no relay there has seen "
+                    "the order in this folder"
                 )
         if found.is_complete or found.is_job_over or not now - began <= seconds:  # nan
             break
@@ -110,20 +110,16 @@ def _follow(ordering: Ordering, seconds: float, *, has_wishes: bool) -> None:
     raise typer.Exit(EXIT_NOT_THERE)
 
 
-def _came(found: Progress) -> list[str]:
-    """Return which steps are there of which ranks."""
+def _came(found: Progress) -> Iterator[str]:
+    """Yield which steps are there of which ranks."""
+    if found.arrived:
+        yield f"there: {_steps(found)} of {ranks_named(found.arrived)}"
     missed: dict[int, list[int]] = {}
     for rank, step in found.missed:
         missed.setdefault(step, []).append(rank)
-    lines = []
-    if found.arrived:
-        lines.append(f"there: {_steps(found)} of {ranks_named(found.arrived)}")
     for step, ranks in sorted(missed.items()):
-        lines.append(
-            f"missed: {found.mode.word} step {step} by {ranks_named(sorted(ranks))}, which saw the "
-            "order too late"
-        )
-    return lines
+        who = f"{ranks_named(sorted(ranks))}, which saw the order too late"
+        yield f"missed: {found.mode.word} step {step} by {who}"
 
 
 def _steps(found: Progress) -> str:

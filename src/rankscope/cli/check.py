@@ -16,8 +16,7 @@ from rankscope.cli.arguments import (
     part_of,
 )
 from rankscope.cli.checktext import coverage_line, report_lines
-from rankscope.cli.printing import echo
-from rankscope.cli.terminal import Paint, echo_fitted, opened, progress
+from rankscope.cli.terminal import Paint, echo, echo_fitted, opened, progress, remark
 from rankscope.diagnosis.check import check
 from rankscope.diagnosis.finalreport import report_json
 from rankscope.diagnosis.verdictwords import layout_named
@@ -51,5 +50,5 @@ def command(
     if report.verdict is not Verdict.CLEAN:
         raise typer.Exit(EXIT_FINDING)
     if report.coverage < required:
-        echo(f"rankscope: {coverage_line(report, required, given)}", err=True)
+        remark(coverage_line(report, required, given))
         raise typer.Exit(EXIT_COVERAGE)

@@ -16,15 +16,6 @@ from rankscope.record.finding import Finding, Report, Verdict
 from rankscope.tree.summary import counted, extent
 from rankscope.tree.views import Trace
 
-__all__ = [
-    "STYLES",
-    "coverage_line",
-    "left_out_lines",
-    "listed_findings",
-    "painted_verdict",
-    "report_lines",
-]
-
 _MOST = 5
 """Findings of one kind and event that are listed one by one."""
 STYLES = {Verdict.CLEAN: "green", Verdict.FAULT: "red", Verdict.INCOMPLETE: "yellow"}

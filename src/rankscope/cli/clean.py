@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NamedTuple, Optional
+from typing import Annotated, NamedTuple
 
 import typer
 
-from rankscope.cli.printing import echo
+from rankscope.cli.terminal import echo
 from rankscope.errors import SettingError, SpoolError
 from rankscope.gather.cleanup import is_in_tree, kept_stream, remove_run
 from rankscope.run import filenames as names
@@ -23,8 +23,6 @@ from rankscope.run.folders import is_held, read_run_header, spool_base
 from rankscope.run.locks import is_abandoned
 from rankscope.run.outfolder import OF_A_COLLECTOR, typed
 from rankscope.run.processes import is_process_alive
-
-__all__ = ["command"]
 
 _JUST_BEGUN_S = 60.0
 """A run folder that is younger may be one whose processes take their locks only now."""
@@ -49,11 +47,11 @@ def command(
         str, typer.Option(metavar="AGE", help="Of records that no trace has, and of traces.")
     ] = "7d",
     traces: Annotated[
-        Optional[list[Path]],  # noqa: UP045  # typer reads it on 3.10
+        list[Path] | None,
         typer.Option(metavar="FOLDER", help="Old traces in it go too; may be repeated."),
     ] = None,
     spool: Annotated[
-        Optional[Path],  # noqa: UP045  # as above
+        Path | None,
         typer.Option(metavar="DIR", envvar="RANKSCOPE_SPOOL", help="As --rs-spool of the runs."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go.")] = False,

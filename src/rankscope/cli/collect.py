@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
-from rankscope.cli.printing import echo
-from rankscope.cli.terminal import progress
+from rankscope.cli.terminal import progress, remark
 from rankscope.errors import SettingError
 from rankscope.gather.finish import CollectorOptions, Observer, collect
 from rankscope.gather.log import log_into
@@ -36,7 +35,7 @@ EXIT_INCOMPLETE = 1
 def command(
     world_size: Annotated[int, typer.Option(min=1, help="Ranks of the job.")],
     out: Annotated[
-        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
+        Path | None,
         typer.Option(
             help="Trace folder; made with its parents, refused when it holds something else; "
             "default rankscope-<time> here."
@@ -47,7 +46,7 @@ def command(
         typer.Option(metavar="ADDRESS", help="Where to listen: ipc:///path, or tcp://HOST:PORT."),
     ] = "",
     keys: Annotated[
-        Optional[Path],  # noqa: UP045  # as above
+        Path | None,
         typer.Option(metavar="FILE", help="Key file of TCP, made by `rankscope keys new`."),
     ] = None,
     shared: Annotated[
@@ -67,7 +66,7 @@ def command(
         float, typer.Option(min=0, help="Grace for ranks that go silent although the job is over.")
     ] = FINISH_SECONDS,
     metrics: Annotated[
-        Optional[int],  # noqa: UP045  # as above
+        int | None,
         typer.Option(min=1, max=65535, metavar="PORT", help="Serve metrics at 127.0.0.1:PORT."),
     ] = None,
     live_check: Annotated[
@@ -123,7 +122,7 @@ def command(
 
 def _collect(options: CollectorOptions) -> int:
     happened_nothing: list[bool] = []
-    notices = FindingNotices(options.out, str(options.out), _say)
+    notices = FindingNotices(options.out, str(options.out), remark)
     with progress() as show:
 
         class Terminal(Observer):
@@ -136,7 +135,7 @@ def _collect(options: CollectorOptions) -> int:
             def listening(self, addresses: Sequence[str]) -> None:
                 where = ", ".join(addresses) or f"hosts that write into {options.out}"
                 ranks = f"{options.traced_ranks} rank{'s' * (options.traced_ranks > 1)}"
-                _say(f"waiting for {ranks} at {where}; trace in {options.out}")
+                remark(f"waiting for {ranks} at {where}; trace in {options.out}")
 
             def gathering(self, streams: Sequence[StreamProgress]) -> None:
                 here = {one.stream.rank for one in streams}
@@ -152,25 +151,25 @@ def _collect(options: CollectorOptions) -> int:
             code = collect(options, is_stopped, Terminal())
     log_path = options.out / COLLECTOR_LOG_NAME
     if options.parquet and (options.out / TRACE_NAME).exists() and log_path.exists():
-        _say(f"the dataset is not whole: see {log_path}")
+        remark(f"the dataset is not whole: see {log_path}")
     return _verdict(options.out, code, is_quiet=bool(happened_nothing))
 
 
 def _verdict(out: Path, outcome: int, *, is_quiet: bool) -> int:
     if outcome:
-        _say(
+        remark(
             f"no tree in {out}, see {out / COLLECTOR_LOG_NAME}; build it from the records: "
             + typed("recover", out, out=f"{out}-recovered")
         )
         return EXIT_INCOMPLETE
     if is_quiet:
-        _say("nothing happened, so there is no trace")
+        remark("nothing happened, so there is no trace")
         return 0
     if not (out / TRACE_NAME).exists():
-        _say(f"nothing was traced: no rank sent a record to {out}")
+        remark(f"nothing was traced: no rank sent a record to {out}")
         return EXIT_INCOMPLETE
     is_complete = open_trace(out).is_complete
-    _say(announced(out, is_complete=is_complete))
+    remark(announced(out, is_complete=is_complete))
     return 0 if is_complete else EXIT_INCOMPLETE
 
 
@@ -191,7 +190,3 @@ def _stop_signals() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _say(line: str) -> None:
-    echo(f"rankscope: {line}", err=True)

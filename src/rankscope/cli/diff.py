@@ -6,14 +6,13 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
 from rankscope.cli.arguments import EXIT_COVERAGE, CoverageOption, LayoutOption, part_of
 from rankscope.cli.checktext import STYLES, left_out_lines, listed_findings, painted_verdict
-from rankscope.cli.printing import echo
-from rankscope.cli.terminal import Paint, echo_fitted, opened, progress
+from rankscope.cli.terminal import Paint, echo, echo_fitted, opened, progress, remark
 from rankscope.diagnosis.comparison.alignment import PathMap
 from rankscope.diagnosis.comparison.bitwise import BitwiseReport, diff_bitwise
 from rankscope.diagnosis.comparison.diff import diff
@@ -41,7 +40,7 @@ def command(
         typer.Argument(metavar="TEST...", help="Trace of the run in question; several: --matrix."),
     ],
     rules: Annotated[
-        Optional[list[str]],  # noqa: UP045  # typer reads it on 3.10
+        list[str] | None,
         typer.Option(
             "--map",
             metavar="REGEX=TEXT",
@@ -49,12 +48,11 @@ def command(
         ),
     ] = None,
     map_file: Annotated[
-        Optional[Path],  # noqa: UP045  # as above
-        typer.Option(metavar="FILE", help="Rules as for --map, one in a line."),
+        Path | None, typer.Option(metavar="FILE", help="Rules as for --map, one in a line.")
     ] = None,
     layout: LayoutOption = None,
     noise: Annotated[
-        Optional[Path],  # noqa: UP045  # as above
+        Path | None,
         typer.Option(
             metavar="TRACE",
             help="REF once more, its inputs off by one rounding: the unit to judge TEST in.",
@@ -74,7 +72,7 @@ def command(
     ] = False,
     require_coverage: CoverageOption = "0",
     html: Annotated[
-        Optional[Path],  # noqa: UP045  # as above
+        Path | None,
         typer.Option(metavar="FILE", help="Write a page of both runs as well, to look at."),
     ] = None,
     is_all: Annotated[bool, typer.Option("--all", help="List every origin and note.")] = False,
@@ -136,7 +134,7 @@ def command(
             f"({report.coverage:.1%}), --require-coverage asks for {required:.1%}: trace both runs "
             f"with the same options, and say with --map and --layout what their names do not"
         )
-        echo(f"rankscope: {told}", err=True)
+        remark(told)
         raise typer.Exit(EXIT_COVERAGE)
 
 
@@ -222,22 +220,15 @@ def _padded(row: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
 
 
-def _matrix_row(path: Path, report: Report) -> tuple[str, str, str, str, str, str]:
+def _matrix_row(path: Path, report: Report) -> tuple[str, ...]:
     compared = f"{report.compared:,} of {report.recorded:,}"
+    run = (str(path), report.verdict.value, compared)
     if not report.origins:
         why = report.lacks or ("-" if report.verdict is Verdict.CLEAN else "records are missing")
-        return str(path), report.verdict.value, compared, "-", "-", why
+        return (*run, "-", "-", why)
     first = report.origins[0]
     place = f"{first.path or '(root)'}{f':{first.slot}' if first.slot else ''}"
     when = f"{first.phase.word} of {first.mode.word} step {first.step}"
     more = len(report.origins) - 1
     others = f" and {counted(more, 'more origin')}" if more else ""
-    ranks = ranks_text(first.ranks)
-    return (
-        str(path),
-        report.verdict.value,
-        compared,
-        first.kind.value,
-        ranks,
-        f"{place}, {when}{others}",
-    )
+    return (*run, first.kind.value, ranks_text(first.ranks), f"{place}, {when}{others}")

@@ -7,12 +7,11 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
-from rankscope.cli.printing import echo
-from rankscope.cli.terminal import Paint
+from rankscope.cli.terminal import Paint, echo
 from rankscope.doctor.condition import Condition, Status
 from rankscope.doctor.job import Question, examine
 from rankscope.doctor.script import ScriptQuestion, script_conditions
@@ -37,7 +36,7 @@ def command(
     ] = "",
     keys: Annotated[str, typer.Option(metavar="FILE", help="Key file of that collector.")] = "",
     nproc_per_node: Annotated[
-        Optional[int],  # noqa: UP045  # typer reads it on 3.10
+        int | None,
         typer.Option(min=1, help="Ranks on this host; default what a launcher's variables say."),
     ] = None,
     nnodes: Annotated[int, typer.Option(min=1, help="Hosts of the job.")] = 1,
@@ -50,7 +49,7 @@ def command(
         int, typer.Option(min=1, help="With --script: optimizer steps of each run.")
     ] = 3,
     seed: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(
             help="With --script: seed of all generators before it begins; -1 for none.", min=-1
         ),
@@ -63,7 +62,7 @@ def command(
             "Give it last: what follows is its own.",
         ),
     ] = "",
-    arguments: Annotated[Optional[list[str]], typer.Argument(hidden=True)] = None,  # noqa: UP045
+    arguments: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
 ) -> None:
     """Ask everything a traced job needs of this host: one line each, and what to do where it fails.
     With --script, ask whether that script computes the same with tracing on.

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 from rankscope.cli.arguments import TraceArgument
-from rankscope.cli.printing import echo
-from rankscope.cli.terminal import opened, progress, say_unread
+from rankscope.cli.terminal import echo, opened, progress, remark, say_unread
 from rankscope.errors import SettingError
 from rankscope.export.formats import export, format_named
 from rankscope.export.subset import Selection
-
-__all__ = ["command"]
 
 
 def command(
@@ -45,7 +42,7 @@ def command(
         bool, typer.Option("--global", help="hf: global tensors, put together from all ranks.")
     ] = False,
     layout: Annotated[
-        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
+        Path | None,
         typer.Option(metavar="FILE", help="hf --global: how undescribed tensors lie (TOML)."),
     ] = None,
     all_layers: Annotated[
@@ -74,10 +71,10 @@ def command(
         raise SettingError("--layout: says how global tensors are put together; give --global")
     found = opened(trace)
     if not found.is_complete:
-        echo(f"rankscope: {found.path} is incomplete: see rankscope verify {found.path}", err=True)
+        remark(f"{found.path} is incomplete: see rankscope verify {found.path}")
     with progress() as say:
         first, *more = export(found, format_name, out, selection, say, options)
     echo(f"{out}: {first}")
     for line in more:
-        echo(f"rankscope: {line}", err=True)
+        remark(line)
     say_unread(found)

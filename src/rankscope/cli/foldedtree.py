@@ -8,17 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rankscope.cli.terminal import Paint, cut, visible
-from rankscope.cli.treetext import layout_text
+from rankscope.cli.treetext import IN_ORDER, layout_text
 from rankscope.record.call import CallStatus
-from rankscope.record.finding import Report, Severity
+from rankscope.record.finding import Finding, Report, Severity
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named, ranks_text
+from rankscope.record.ranklists import parse_ranks, ranks_named, ranks_text
 from rankscope.record.streams import EndReason
 from rankscope.tree.alikemodules import (
     AlikeModules,
     ModuleDifference,
     ModuleOutline,
-    SlotOutline,
     difference,
     is_number,
     numbered_groups,
@@ -26,8 +25,6 @@ from rankscope.tree.alikemodules import (
 from rankscope.tree.slotview import shape_text
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace
-
-__all__ = ["FoldedTree", "shortened"]
 
 _DEPTH = 2
 _DEEPEST = 4
@@ -62,27 +59,18 @@ class _TreeRow:
     """Modules that it stands for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FirstPlace:
-    """Where a report, or the tree itself, says that something went wrong first."""
-
-    path: str
-    slot: str
-    ranks: tuple[int, ...]
-
-
 @dataclass(slots=True, kw_only=True)
 class _Standing:
     """What is wrong in a module and in the modules inside it."""
 
-    first: _FirstPlace | None = None
-    """Where ranks differ or a fault was found first, if in here."""
+    first: Finding | None = None
+    """The first fault, if in here."""
     said: dict[str, set[int]] = field(default_factory=dict)
-    """Ranks by what is wrong: other origins, warnings, what the tree itself says."""
+    """Ranks by what is wrong: other origins, warnings, calls that did not end in order."""
     is_fault: bool = False
     """True where one of these is a fault, and not a warning or a call that a rank is still in."""
     phases: dict[str, None] = field(default_factory=dict)
-    """Words of the phases in which values follow from a fault, or ranks differ."""
+    """Words of the phases in which values follow from a fault."""
 
     def key(self) -> Hashable:
         """Return what must be equal in modules that share a row."""
@@ -90,7 +78,7 @@ class _Standing:
 
 
 class FoldedTree:
-    """The modules of one step, and what a report or the tree itself says of them."""
+    """The modules of one step, and what a report says of them."""
 
     def __init__(
         self,
@@ -112,39 +100,34 @@ class FoldedTree:
         self._inside: dict[str, _Standing] = {}
         self._own: dict[str, _Standing] = {}
         self._depth = _DEPTH
-        self._first: _FirstPlace | None = None
-        self._words = ("first to differ", "ranks differ")
-        if report is not None:
-            self._words = ("first fault", "infected")
-            self._take_findings(report)
-        every = [each for root in roots for module in root.walk() for each in module.apart]
-        for apart in sorted(every, key=lambda each: each.at_us):
-            if not apart.slot:
-                of = "" if apart.phase is Phase.FORWARD else f" in {apart.phase.word}"
-                is_inside = apart.what == _UNFINISHED and self._running.issuperset(apart.ranks)
-                what = "not back yet" if is_inside else apart.what
-                self._say(apart.path, f"{what}{of}", apart.ranks, is_fault=not is_inside)
-            elif report is None:
-                self._note(apart.path, apart.slot, apart.ranks, apart.phase)
+        self._first: Finding | None = None
+        for finding in report.findings if report is not None else ():
+            self._take(finding)
+        for module in (module for root in roots for module in root.walk()):
+            for (phase, what), ends in module.facts.items():
+                for status, ranks in sorted(ends) if what == "ended" else ():
+                    self._take_end(module.path, phase, status, parse_ranks(ranks))
 
-    def _take_findings(self, report: Report) -> None:
-        for finding in report.findings:
-            is_warning = finding.severity is Severity.WARNING
-            if is_warning or (finding.is_origin and self._first is not None):
-                what = finding.kind.value
-                self._say(finding.path, what, finding.ranks, is_fault=not is_warning)
+    def _take(self, finding: Finding) -> None:
+        is_warning = finding.severity is Severity.WARNING
+        if is_warning or (finding.is_origin and self._first is not None):
+            kind = finding.kind.value
+            self._say(finding.path, kind, finding.ranks, is_fault=not is_warning)
+            return
+        for standing in self._standings(finding.path):
+            if self._first is None:
+                standing.first = finding
             else:
-                self._note(finding.path, finding.slot, finding.ranks, finding.phase)
+                standing.phases[finding.phase.word] = None
+        self._first = self._first or finding
 
-    def _note(self, path: str, slot: str, ranks: tuple[int, ...], phase: Phase) -> None:
-        """Note a place that is wrong: the first one, or one of those that follow from it."""
-        is_first = self._first is None
-        self._first = self._first or _FirstPlace(path=path, slot=slot, ranks=ranks)
-        for standing in self._standings(path):
-            if is_first:
-                standing.first = self._first
-            else:
-                standing.phases[phase.word] = None
+    def _take_end(self, path: str, phase: str, status: str, ranks: Sequence[int]) -> None:
+        if status in IN_ORDER:
+            return
+        of = "" if phase == Phase.FORWARD.word else f" in {phase}"
+        is_inside = status == _UNFINISHED and self._running.issuperset(ranks)
+        what = "not back yet" if is_inside else status.replace("_", " ")
+        self._say(path, f"{what}{of}", ranks, is_fault=not is_inside)
 
     def _say(self, path: str, text: str, ranks: Sequence[int], *, is_fault: bool) -> None:
         for standing in self._standings(path):
@@ -286,7 +269,7 @@ class FoldedTree:
             place = shortened(f"{inside}{slot}".lstrip(":"), _LONGEST_NAME)
             where = f": {place}" if place else ""
             who = shortened(ranks_named(first.ranks), _LONGEST_NAME)
-            yield self._paint("red", f"{self._words[0]}{where}, {who}")
+            yield self._paint("red", f"first fault{where}, {who}")
             return
         if standing.said:
             texts = [f"{text} on {ranks_named(ranks)}" for text, ranks in standing.said.items()]
@@ -294,7 +277,7 @@ class FoldedTree:
             told = "; ".join(shortened(text, _LONGEST_NAME) for text in texts[:2])
             yield self._paint("red" if standing.is_fault else "yellow", f"{told}{more}")
         if standing.phases and not is_quiet:
-            yield self._paint("yellow", f"{self._words[1]}: {', '.join(standing.phases)}")
+            yield self._paint("yellow", f"infected: {', '.join(standing.phases)}")
 
 
 def _relative(group: AlikeModules, around: str) -> str:
@@ -343,7 +326,10 @@ def _told(unlike: ModuleDifference, model: str) -> str:
     if here is None or there is None:
         who = "has no" if here is None else "has"
         return f"{who} {slot} in {unlike.phase}, {model} {'has' if here is None else 'has not'}"
-    return f"{slot} {_slots(here, there, model)}"
+    ours, theirs = next(iter(here - there or here)), next(iter(there - here or there))
+    mine, other = next(pair for pair in zip(ours, theirs) if pair[0] != pair[1])
+    mine, other = (shortened(each, _LONGEST_LAYOUT) for each in (mine, other))
+    return f"{slot} is {mine}, in {model} {other}"
 
 
 def _calls(count: int | None) -> str:
@@ -361,30 +347,3 @@ def _collectives(here: Any, there: Any) -> str:
     ours, theirs = dict(here or ()), dict(there or ())
     op = min(o for o in ours.keys() | theirs.keys() if ours.get(o) != theirs.get(o))
     return f"issues {ours.get(op, 0)} x {visible(op)}, others {theirs.get(op, 0)}"
-
-
-def _slots(here: Any, there: Any, model: str) -> str:
-    """Return what differs between the facts of two slots."""
-    ours: SlotOutline = next(iter(here - there or here))
-    theirs: SlotOutline = next(iter(there - here or there))
-    if ours.dtype != theirs.dtype:
-        return f"is {visible(ours.dtype)}, in {model} {visible(theirs.dtype)}"
-    if ours.shape != theirs.shape:
-        return f"is {_shape(ours)}, in {model} {_shape(theirs)}"
-    if (ours.mesh, ours.layout) != (theirs.mesh, theirs.layout):
-        return f"is {_layout(ours)}, in {model} {_layout(theirs)}"
-    if ours.device != theirs.device:
-        return f"is on {visible(ours.device)}, in {model} on {visible(theirs.device)}"
-    if ours.distinct != theirs.distinct:
-        return f"has {counted(ours.distinct, 'value')} over the ranks, in {model} {theirs.distinct}"
-    return "differs"
-
-
-def _layout(facts: SlotOutline) -> str:
-    if not facts.layout:
-        return "of no known layout"
-    return shortened(f"{facts.layout} on mesh {facts.mesh}", _LONGEST_LAYOUT)
-
-
-def _shape(facts: SlotOutline) -> str:
-    return str(list(facts.shape[0])) if len(facts.shape) == 1 else f"{len(facts.shape)} shapes"

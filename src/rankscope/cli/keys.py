@@ -8,12 +8,10 @@ from typing import Annotated
 
 import typer
 
-from rankscope.cli.printing import echo
+from rankscope.cli.terminal import echo
 from rankscope.errors import SettingError
 from rankscope.gather.curve import new_keys
 from rankscope.run.keyfile import relays_file, write_keys
-
-__all__ = ["command"]
 
 
 def command(

@@ -5,25 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 from rankscope.cli.arguments import TraceArgument
-from rankscope.cli.printing import echo
-from rankscope.cli.terminal import opened, say_unread
+from rankscope.cli.terminal import echo, opened, say_unread
 from rankscope.diagnosis.layoutproposal import LayoutProposal, propose_layout
 from rankscope.errors import LayoutError
 from rankscope.run.replacing import new_file
-
-__all__ = ["command", "proposal_lines"]
 
 
 def command(
     trace: TraceArgument = None,
     out: Annotated[
-        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
-        typer.Option(metavar="FILE", help="Write it to this new file; default stdout."),
+        Path | None, typer.Option(metavar="FILE", help="Write it to this new file; default stdout.")
     ] = None,
 ) -> None:
     """Propose a layout file from what a run shows, with a reason for each line, to be edited."""

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rankscope.cli.printing import echo
-from rankscope.cli.terminal import progress
+from rankscope.cli.terminal import echo, progress
 from rankscope.gather.blackbox import copy_what_is_held
 from rankscope.gather.cleanup import is_in_tree, remove_run
 from rankscope.run.eventboard import held_anything
@@ -16,8 +15,6 @@ from rankscope.run.filenames import TRACE_NAME
 from rankscope.run.locks import is_abandoned
 from rankscope.run.outfolder import typed
 from rankscope.tree.build import recover
-
-__all__ = ["command"]
 
 
 def command(

@@ -8,14 +8,11 @@ from typing import Annotated
 import typer
 
 from rankscope.cli.arguments import LayoutOption, TraceArgument
-from rankscope.cli.printing import echo
-from rankscope.cli.terminal import opened, progress, say_unread
+from rankscope.cli.terminal import echo, opened, progress, say_unread
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.page.checkpage import check_page
 from rankscope.page.pagefile import write_file
 from rankscope.tree.selection import parse_ranges
-
-__all__ = ["command"]
 
 
 def command(

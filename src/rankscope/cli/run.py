@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import typer
 
-__all__ = ["CONTEXT", "command"]
-
 CONTEXT: dict[str, object] = {
     "allow_extra_args": True,
     "allow_interspersed_args": False,

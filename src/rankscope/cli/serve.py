@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 from rankscope.cli.arguments import LayoutOption, TraceArgument
-from rankscope.cli.printing import echo
-from rankscope.cli.terminal import opened
+from rankscope.cli.terminal import echo, opened, remark
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.page.checkpage import check_page
 from rankscope.page.pagecontent import PageContent
 from rankscope.page.pageserver import PageServer, PageSource, is_loopback
 from rankscope.tree.reader import open_trace
-
-__all__ = ["command"]
 
 
 def command(
@@ -26,11 +23,10 @@ def command(
         str, typer.Option(metavar="ADDRESS", help="Other machines reach it: needs TLS.")
     ] = "127.0.0.1",
     certificate: Annotated[
-        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
-        typer.Option("--tls-certificate", metavar="FILE", help="PEM, with the chain."),
+        Path | None, typer.Option("--tls-certificate", metavar="FILE", help="PEM, with the chain.")
     ] = None,
     key: Annotated[
-        Optional[Path],  # noqa: UP045  # as above
+        Path | None,
         typer.Option("--tls-key", metavar="FILE", help="PEM; default in the same file."),
     ] = None,
     layout: LayoutOption = None,
@@ -46,11 +42,11 @@ def command(
 
     server = PageServer(PageSource(make), host=host, port=port, certificate=certificate, key=key)
     echo(server.url)
-    echo("rankscope: the token lets in whoever has this URL; Ctrl-C ends", err=True)
+    remark("the token lets in whoever has this URL; Ctrl-C ends")
     if is_loopback(host):
         told = f"ssh -L {server.port}:127.0.0.1:{server.port} THIS_HOST"
-        echo(f"rankscope: served to this machine alone; from another: {told}", err=True)
+        remark(f"served to this machine alone; from another: {told}")
     try:
         server.serve()
     except KeyboardInterrupt:
-        echo("rankscope: ended", err=True)
+        remark("ended")

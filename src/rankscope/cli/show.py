@@ -1,23 +1,46 @@
-"""`rankscope show`: the tree of a trace, for the terminal."""
+"""`rankscope show`: a trace on one screen of at most `ROWS` rows (the job, the verdict, where ranks
+differ, the tree to depth 2 with alike layers folded), or its tree call by call."""
 
 from __future__ import annotations
 
+import glob
 import shlex
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 from rankscope.cli.arguments import TraceArgument
-from rankscope.cli.printing import echo
-from rankscope.cli.summarytext import summary_lines
-from rankscope.cli.terminal import Paint, echo_fitted, opened, progress, say_unread, width
-from rankscope.cli.treetext import View, parse_columns, tree_lines
+from rankscope.cli.checktext import painted_verdict
+from rankscope.cli.foldedtree import FoldedTree, shortened
+from rankscope.cli.terminal import (
+    Paint,
+    cut,
+    echo,
+    echo_fitted,
+    fitted,
+    opened,
+    progress,
+    say_unread,
+    visible,
+    width,
+)
+from rankscope.cli.treetext import (
+    View,
+    complaint_lines,
+    group_name,
+    header_lines,
+    parse_columns,
+    steps_named,
+    tree_lines,
+)
 from rankscope.diagnosis.check import check
 from rankscope.errors import RankscopeError
-from rankscope.record.finding import Report
+from rankscope.record.finding import Kind, Report, Severity, Verdict
 from rankscope.record.phases import Phase
+from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.statistics import COUNTS, NUMBERS
 from rankscope.run.filenames import (
     CELLS_SUFFIX,
@@ -28,23 +51,34 @@ from rankscope.run.filenames import (
     VALUES_NAME,
 )
 from rankscope.run.filepieces import bytes_on_disk
+from rankscope.tree.alikemodules import is_number, module_outlines
 from rankscope.tree.selection import parse_mode, parse_phase, parse_ranges
-from rankscope.tree.views import Trace
+from rankscope.tree.summary import counted
+from rankscope.tree.views import Step, Trace
 
-__all__ = ["command"]
+__all__ = ["ROWS", "command"]
 
-
+ROWS = 40
+"""What fits a terminal that is not large."""
 _MOST_NODES_BYTES = 32 << 20
 _MOST_VALUES_BYTES = 512 << 20
 """Of a trace that is judged on the way, which takes three seconds at most: 2,000 modules on 256
 ranks are. A larger one is left to `rankscope check`."""
+_PLAIN_COLUMNS = 80
+"""How wide rows are taken to be where no terminal says it."""
+_LONGEST_NAME = 40
+_MOST_PLACES = 3
+"""Findings, and modules beside a finding, that are named one by one."""
+_LEAST_OF_TREE = 8
+_WIDE = 160
+"""Columns of a command with its explanation where no terminal bounds them."""
 
 
 def command(
     context: typer.Context,
     trace: TraceArgument = None,
     depth: Annotated[
-        Optional[int], typer.Option(min=0, help="Levels of modules below the root.")  # noqa: UP045  # typer reads it on 3.10
+        int | None, typer.Option(min=0, help="Levels of modules below the root.")
     ] = None,
     path: Annotated[
         str, typer.Option(metavar="GLOB", help="Modules to show: fnmatch on the whole path.")
@@ -62,9 +96,7 @@ def command(
             metavar="PHASES", help="Phases to show, separated by commas; default all but setup."
         ),
     ] = "",
-    rank: Annotated[
-        Optional[int], typer.Option(min=0, help="Show this rank's own numbers.")  # noqa: UP045  # typer reads it on 3.10
-    ] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Show this rank's own numbers.")] = None,
     stats: Annotated[
         str,
         typer.Option(
@@ -113,9 +145,7 @@ def _show_summary(place: Path | None) -> None:
     found = opened(place)
     report, unjudged = _judged(found)
     named = "" if place is None else shlex.quote(str(place))
-    for row in summary_lines(
-        found, report, Paint(sys.stdout), width(), unjudged=unjudged, place=named
-    ):
+    for row in _summary_rows(found, report, unjudged, Paint(sys.stdout), width(), named):
         echo(row)
     say_unread(found)
 
@@ -141,3 +171,216 @@ def _judged(trace: Trace) -> tuple[Report | None, str]:
 def _size(files: list[Path]) -> int:
     """Return the bytes of those files that are there, without the holes in them."""
     return sum(bytes_on_disk(file.stat()) for file in files if file.is_file())
+
+
+def _summary_rows(
+    trace: Trace, report: Report | None, unjudged: str, paint: Paint, columns: int, place: str
+) -> list[str]:
+    """Return the rows of a summary.
+
+    Args:
+        trace: an open trace.
+        report: what `check` says of it, None where it was not asked.
+        unjudged: why not.
+        paint: gives colour.
+        columns: of the terminal; 0 where rows may be of any length.
+        place: the trace as it may be typed; "" where commands find it without.
+    """
+    step = _step_shown(trace, report)
+    roots = [] if step is None else module_outlines(step.nodes)
+    named = "TRACE" if len(place) > (columns or _PLAIN_COLUMNS) // 2 else place
+    rows: list[str] = []
+    for line in header_lines(trace, paint):
+        rows += _rows(line, columns, 4)
+    for line in _job_lines(trace, paint, named):
+        rows += _rows(line, columns, 2)
+    for line in _verdict_lines(report, unjudged, paint, named):
+        rows += _rows(line, columns, 3)
+    if report is not None and step is not None and len(trace.run["ranks"]) > 1:
+        for line in _differing_lines(report, paint):
+            rows += _rows(line, columns, 2)
+    more = [
+        row
+        for line in _more_lines(trace, report, step, paint, columns, named, is_short=named != place)
+        for row in _rows(line, columns, 4)
+    ]
+    if step is not None:
+        left = max(ROWS - len(rows) - len(more), _LEAST_OF_TREE)
+        rows += _rows(paint("bold", _step_title(trace, step, report)), columns, 1)
+        tree = FoldedTree(trace, report, roots, paint, columns)
+        rows += tree.rows(left - 1, _typed("show", named, "--depth 2 --slots none"))
+    return [*rows[: ROWS - len(more)], *more]
+
+
+def _rows(line: str, columns: int, most: int) -> list[str]:
+    """Return a line in rows that fit, at most so many; a pipe gets one row of that length."""
+    if not columns:
+        return [cut(line, most * _PLAIN_COLUMNS)]
+    found = [cut(row, columns) for row in fitted(line, columns)]
+    if len(found) > most:
+        found = [*found[: most - 1], f"{cut(found[most - 1], columns - 4)} ..."]
+    return [row.rstrip() for row in found]
+
+
+def _step_shown(trace: Trace, report: Report | None) -> Step | None:
+    """Return the step of the first fault, else the first one; the setup where there is none."""
+    for origin in report.origins[:1] if report else ():
+        life = origin.evidence.get("incarnation", 0)
+        for step in trace.steps:
+            if (step.mode, step.step, step.incarnation) == (origin.mode, origin.step, life):
+                return step
+    for step in trace.steps:
+        if step.mode is trace.default_mode:
+            return step
+    return next(iter(trace.setup), None)
+
+
+def _step_title(trace: Trace, step: Step, report: Report | None) -> str:
+    name = group_name(trace, step)
+    if step.is_setup:
+        return f"{name}: what has parameters or buffers"
+    is_fault = bool(report and report.origins and step is not trace.steps[0])
+    return f"{name}, the first with a fault" if is_fault else name
+
+
+def _job_lines(trace: Trace, paint: Paint, place: str) -> Iterator[str]:
+    """Yield which steps there are, why, and what is known to be missing."""
+    if trace.steps:
+        count = len({(step.mode, step.step) for step in trace.steps})
+        yield f"{counted(count, 'step')}: {steps_named(trace.steps)}"
+    for told in trace.happened[:2]:
+        yield paint("yellow", visible(told))
+    lacking = [r for r in trace.completeness["ranks"] if not r["complete"]]
+    if lacking and not trace.is_live and not trace.is_complete:
+        who = ranks_named(rank["rank"] for rank in lacking)
+        yield paint(
+            "yellow", f"records of {who}, or their end, are missing: {_typed('verify', place)}"
+        )
+    complaints = list(complaint_lines(trace, paint))
+    yield from complaints[:2]
+    if len(complaints) > 2:
+        yield paint("yellow", f"and {len(complaints) - 2} more: {_typed('verify', place)}")
+
+
+def _typed(command: str, place: str, more: str = "") -> str:
+    return " ".join(filter(None, ("rankscope", command, place, more)))
+
+
+def _verdict_lines(report: Report | None, unjudged: str, paint: Paint, place: str) -> Iterator[str]:
+    if report is None:
+        yield f"{paint('yellow', 'not judged')}: {visible(unjudged)}: {_typed('check', place)}"
+        return
+    yield painted_verdict(report, paint)
+    for first in report.origins[:1]:
+        if first.kind is not Kind.CRASH:  # the second line of all has it
+            yield f"  first: {visible(first.message)}"
+        yield f"  look at: {visible(first.advice)}"
+    if report.findings and not report.origins:
+        yield f"  {visible(report.findings[0].message)}"
+    for note in report.notes[:1] if report.verdict is not Verdict.CLEAN else ():
+        yield paint("dim", f"  note: {visible(note)}")
+
+
+def _differing_lines(report: Report, paint: Paint) -> Iterator[str]:
+    """Yield where ranks differ: modules, ranks, phases."""
+    lines = list(_finding_lines(report, paint))
+    if lines:
+        yield paint("bold", "where")
+        yield from (f"  {line}" for line in lines)
+    elif report.compared > report.alone and not report.findings:
+        yield f"ranks agree wherever they could be compared{_undeclared(report)}"
+
+
+def _finding_lines(report: Report, paint: Paint) -> Iterator[str]:
+    slots: dict[tuple[str, tuple[int, ...], str, str], list[str]] = {}
+    for origin in report.origins:
+        when = f"{origin.phase.word} of {origin.mode.word} step {origin.step}"
+        place = (origin.path, origin.ranks, when, origin.kind.value)
+        slots.setdefault(place, []).append(visible(origin.slot))
+    are_many = len({kind for *_, kind in slots}) > 1
+    for (path, ranks, when, kind), own in [*slots.items()][:_MOST_PLACES]:
+        name = shortened(path or "(root)", _LONGEST_NAME)
+        slot = shortened(", ".join(filter(None, own)), _LONGEST_NAME)
+        who = shortened(ranks_named(ranks), _LONGEST_NAME)
+        parts = [paint("red", f"{name}:{slot}" if slot else name), who, when]
+        yield "  ".join([*parts, kind] if are_many else parts)
+    rest = [*slots][_MOST_PLACES:]
+    if rest:
+        kinds = ", ".join(sorted({kind for *_, kind in rest}))
+        who = shortened(
+            ranks_named({rank for _, ranks, *_ in rest for rank in ranks}), _LONGEST_NAME
+        )
+        yield f"and in {counted(len(rest), 'more place', 'more places')}  {who}  {kinds}"
+    of_place: dict[object, int] = {}
+    for origin in report.origins:  # several values of one call have the same victims
+        where = (origin.path, origin.phase, origin.ranks)
+        of_place[where] = max(of_place.get(where, 0), origin.victims)
+    victims = sum(of_place.values())
+    if victims:
+        by_phase: dict[str, list[str]] = {}
+        for finding in report.findings:
+            if not finding.is_origin and finding.severity is Severity.FAULT:
+                by_phase.setdefault(finding.phase.word, []).append(finding.path)
+        places = [f"{phase} {_tops(paths)}" for phase, paths in by_phase.items()]
+        yield f"infected by that  {counted(victims, 'value')}  {'; '.join(places)}".rstrip()
+
+
+def _undeclared(report: Report) -> str:
+    if not report.undeclared:
+        return ""
+    names = ", ".join(shortened(name, _LONGEST_NAME) for name in report.undeclared_names[:2])
+    return f"; of {counted(report.undeclared, 'value')} no layout is known, such as {names}"
+
+
+def _tops(paths: Iterable[str]) -> str:
+    """Return the outermost modules of paths, numbered ones together: `layers.17-23, norm`."""
+    numbers: dict[str, set[int]] = {}
+    for path in paths:
+        parts = path.split(".") if path else ["(root)"]
+        at = next((i for i, part in enumerate(parts) if is_number(part)), None)
+        stem = parts[0] if at is None else ".".join(parts[:at])
+        numbers.setdefault(stem, set()).update(() if at is None else [int(parts[at])])
+    if len(numbers) > 1:
+        numbers.pop("(root)", None)
+    named = [
+        shortened(f"{stem}.{ranks_text(own)}" if own else stem, _LONGEST_NAME)
+        for stem, own in numbers.items()
+    ]
+    return ", ".join([*named[:_MOST_PLACES], *(["..."] if len(named) > _MOST_PLACES else [])])
+
+
+def _more_lines(
+    trace: Trace,
+    report: Report | None,
+    step: Step | None,
+    paint: Paint,
+    columns: int,
+    place: str,
+    *,
+    is_short: bool,
+) -> Iterator[str]:
+    """Yield what to type next."""
+    title = "see more" + (" (TRACE is the folder named in the first line)" if is_short else "")
+    yield paint("bold", title)
+    asked: list[tuple[str, str]] = []
+    if report is not None and report.origins:
+        origin = report.origins[0]
+        name = origin.path or "(root)"
+        if len(name) <= _LONGEST_NAME and name.isprintable():
+            where = f"--path {shlex.quote(glob.escape(name))}"
+            where += f" --step {origin.step}" if origin.step else ""
+            asked.append((_typed("show", place, where), "the module of the first fault"))
+        asked.append((_typed("check", place), "the verdict with its evidence"))
+    asked.append((_typed("report", place), "one page to look at in a browser"))
+    if step is not None and trace.steps:
+        asked.append((_typed("show", place, "--slots none"), "every call, without values"))
+    asked.append((_typed("show", place, "--full"), "every call, layout and number of a step"))
+    if len(trace.steps) > 1:
+        asked.append((_typed("show", place, "--full --step all"), "of all steps"))
+    wide = max(len(command) for command, _ in asked)
+    for command, what in asked:
+        line = f"  {command:<{wide}}  {paint('dim', what)}"
+        fits = len(command) + len(what) + 4 <= (columns or _WIDE)
+        if fits and wide + len(what) + 4 > (columns or _WIDE):
+            line = f"  {command}  {paint('dim', what)}"
+        yield line if fits else f"  {command}"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 from rankscope.cli.arguments import TraceArgument
-from rankscope.cli.printing import echo
-from rankscope.cli.terminal import opened, visible
+from rankscope.cli.terminal import echo, opened, remark, size_text, visible
 from rankscope.errors import SelectionError, SettingError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.ranklists import ranks_text
@@ -20,7 +19,6 @@ from rankscope.tensors.tensornames import Wanted, choose
 from rankscope.tree.selection import default_phase, parse_mode, parse_phase
 from rankscope.tree.views import Trace
 
-__all__ = ["command"]
 _MOST_SHAPES = 3
 _HEADINGS = ("tensor", "dtype", "shape", "ranks", "values", "bytes")
 
@@ -28,29 +26,29 @@ _HEADINGS = ("tensor", "dtype", "shape", "ranks", "values", "bytes")
 def command(
     trace: TraceArgument = None,
     names: Annotated[
-        Optional[list[str]],  # noqa: UP045  # typer reads it on 3.10
+        list[str] | None,
         typer.Argument(
             metavar="[PATH:SLOT]...",
             help="layers.0:output, fc:param:weight, globs; without a slot all slots of that path.",
         ),
     ] = None,
     rank: Annotated[
-        Optional[int], typer.Option(min=0, metavar="N", help="The tensors this rank held.")  # noqa: UP045  # typer reads it on 3.10
+        int | None, typer.Option(min=0, metavar="N", help="The tensors this rank held.")
     ] = None,
     is_global: Annotated[
         bool, typer.Option("--global", help="Global tensors, put together from all ranks.")
     ] = False,
     layout: Annotated[
-        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
+        Path | None,
         typer.Option(metavar="FILE", help="TOML file: how tensors lie that no DTensor describes."),
     ] = None,
     out: Annotated[
-        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
+        Path | None,
         typer.Option(metavar="FILE", help="Write them to this safetensors file, replacing it."),
     ] = None,
     is_printed: Annotated[bool, typer.Option("--print", help="Print them.")] = False,
     step: Annotated[
-        Optional[int], typer.Option(min=0, metavar="N", help="Default the first traced.")  # noqa: UP045  # typer reads it on 3.10
+        int | None, typer.Option(min=0, metavar="N", help="Default the first traced.")
     ] = None,
     mode: Annotated[
         str, typer.Option(help="train or eval; default train where there is any.")
@@ -66,7 +64,7 @@ def command(
         ),
     ] = "",
     ordinal: Annotated[
-        Optional[int],  # noqa: UP045  # typer reads it on 3.10
+        int | None,
         typer.Option(min=0, metavar="N", help="Which call, of a module called several times."),
     ] = None,
 ) -> None:
@@ -95,18 +93,13 @@ def command(
         for line in _listing_lines(found, wanted):
             echo(line)
         return
-    tensors = asked_tensors(found, wanted, _say, rank=rank, is_global=is_global, layouts=layouts)
+    tensors = asked_tensors(found, wanted, remark, rank=rank, is_global=is_global, layouts=layouts)
     if is_printed:
         for headline, numbers in printed(tensors):
             echo(f"{visible(headline)}\n{numbers}", is_line=False)
     if out is not None:
         size = save_tensors(out, tensors)
-        echo(f"{out}: {len(tensors)} tensors, {_size(size)}", err=is_printed)
-
-
-def _say(line: str) -> None:
-    """Say on stderr what must be known of the tensors that are handed out."""
-    echo(visible(f"rankscope: {line}"), err=True)
+        echo(f"{out}: {len(tensors)} tensors, {size_text(size)}", err=is_printed)
 
 
 def _listing_lines(trace: Trace, wanted: Wanted) -> Iterator[str]:
@@ -118,7 +111,7 @@ def _listing_lines(trace: Trace, wanted: Wanted) -> Iterator[str]:
     if wanted.names:
         chosen, notes = choose(trace, wanted)
         for line in notes:
-            _say(line)
+            remark(line)
         listing = list_tensors(
             trace, ((each.value.node, view) for each in chosen for view in each.value.views)
         )
@@ -131,7 +124,7 @@ def _listing_lines(trace: Trace, wanted: Wanted) -> Iterator[str]:
             "rankscope run --rs-tensors 'PATH:SLOT' (or '**' for all), tensors= in code"
         )
     yield from _table([_HEADINGS, *map(_row, listing.entries.values())])
-    held, stored = _size(listing.nbytes), _size(listing.stored)
+    held, stored = size_text(listing.nbytes), size_text(listing.stored)
     yield f"{listing.values} tensors, {held}; equal ones of a rank are stored once: {stored}"
 
 
@@ -146,7 +139,7 @@ def _row(entry: Kept) -> tuple[str, ...]:
         ranks += f" (not all of {ranks_text(entry.not_kept)})"
     return (
         name, ",".join(entry.dtypes), ", ".join(shapes[:_MOST_SHAPES]) + more, ranks,
-        str(entry.values), _size(entry.nbytes),
+        str(entry.values), size_text(entry.nbytes),
     )  # fmt: skip
 
 
@@ -157,13 +150,3 @@ def _table(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
         first = [text.ljust(width) for text, width in zip(row[:-2], widths)]
         last = [text.rjust(width) for text, width in zip(row[-2:], widths[-2:])]
         yield "  ".join([*first, *last])
-
-
-def _size(count: int) -> str:
-    """Return bytes as people read them."""
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            return f"{size:.1f} {unit}" if unit != "B" else f"{count} B"
-        size /= 1000
-    raise AssertionError

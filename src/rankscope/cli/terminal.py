@@ -1,26 +1,89 @@
 """What the commands share of the terminal: colours only on one, progress for anything that takes a
-second."""
+second, and the one way in which they print: what a file says can write text, and nothing else.
+
+Names of modules, meshes, dtypes and flags, notes, errors and host names come out of files that
+anybody may have written. A terminal obeys what is in them, a log viewer too. So every line passes
+`shown`: what does not print is escaped, but for the colours that commands put in themselves.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import shutil
+import sys
 import unicodedata
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Final, TextIO
 
-from rankscope.cli.printing import COLORS, PLAIN, Paint, echo
 from rankscope.record.visibletext import visible
 from rankscope.run.progressline import progress
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
 
 __all__ = [
-    "Paint", "cut", "echo_fitted", "fitted", "opened", "progress", "say_unread", "visible", "width",
+    "Paint", "cut", "echo", "echo_fitted", "fitted", "opened", "progress", "remark", "say_unread",
+    "shown", "size_text", "visible", "width",
 ]  # fmt: skip
 
+_CODES: Final = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+_PLAIN: Final = "\x1b[0m"
+"""Ends a style."""
+_COLORS: Final = re.compile(f"(\x1b\\[(?:0|{'|'.join(_CODES.values())})m)")
+"""What commands put around text, in a group of its own."""
 _PART = re.compile(r"( {2,}|^)((?:\S| (?! ))+)")
+
+
+class Paint:
+    """Puts colours around text, or nothing where the stream is no terminal or NO_COLOR is set."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._is_on = _has_colors(stream)
+
+    def __call__(self, style: str, text: str) -> str:
+        """Return the text in a style of `_CODES`."""
+        return f"\x1b[{_CODES[style]}m{text}{_PLAIN}" if self._is_on and text else text
+
+
+def _has_colors(stream: TextIO) -> bool:
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return stream.isatty() and not is_plain
+
+
+def shown(line: str, *, has_colors: bool = True) -> str:
+    """Return one line as it may be printed; colours of `Paint` stay where it has any."""
+    if line.isprintable():
+        return line
+    if not has_colors:
+        return visible(line)
+    return "".join(
+        part if number % 2 else visible(part) for number, part in enumerate(_COLORS.split(line))
+    )
+
+
+def echo(text: str, *, err: bool = False, is_line: bool = True, end: str = "\n") -> None:
+    """Print a line, or with `is_line=False` text of several."""
+    stream = sys.stderr if err else sys.stdout
+    has_colors = _has_colors(stream)
+    lines = [text] if is_line else text.split("\n")
+    stream.write("\n".join(shown(each, has_colors=has_colors) for each in lines) + end)
+    stream.flush()
+
+
+def remark(line: str) -> None:
+    """Say on stderr what goes with an answer, and is none."""
+    echo(visible(f"rankscope: {line}"), err=True)
+
+
+def size_text(count: float) -> str:
+    """Return bytes as people read them."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
 
 
 def width() -> int:
@@ -65,9 +128,9 @@ def cut(line: str, columns: int) -> str:
     if _length(line) <= columns:
         return line
     left, kept, is_painted = max(columns - 3, 0), [], False
-    for part in COLORS.split(line):
-        if COLORS.fullmatch(part):
-            is_painted = part != PLAIN
+    for part in _COLORS.split(line):
+        if _COLORS.fullmatch(part):
+            is_painted = part != _PLAIN
             kept.append(part)
         else:
             begin = _begin(part, left)
@@ -75,7 +138,7 @@ def cut(line: str, columns: int) -> str:
             left -= _length(begin)
             if begin != part:
                 break
-    return "".join(kept) + "..."[:columns] + (PLAIN if is_painted else "")
+    return "".join(kept) + "..."[:columns] + (_PLAIN if is_painted else "")
 
 
 def _begin(text: str, columns: int) -> str:
@@ -88,7 +151,7 @@ def _begin(text: str, columns: int) -> str:
 
 def _length(text: str) -> int:
     """Return the columns that a line takes on a terminal."""
-    plain = COLORS.sub("", text)
+    plain = _COLORS.sub("", text)
     return len(plain) if plain.isascii() else sum(map(_columns, plain))
 
 
@@ -101,11 +164,7 @@ def opened(path: Path | None, *, takes_golden: bool = False) -> Trace:
     with progress() as say:
         trace = open_trace(path, progress=say, takes_golden=takes_golden)
     if not trace.is_written:
-        echo(
-            f"rankscope: {trace.path} holds no finished tree; "
-            "this is what its ranks have sent so far",
-            err=True,
-        )
+        remark(f"{trace.path} holds no finished tree; this is what its ranks have sent so far")
     return trace
 
 
@@ -113,4 +172,4 @@ def say_unread(trace: Trace) -> None:
     """Say on stderr what of a trace was passed over because only a newer rankscope knows it; once
     all that a command needs has been read."""
     if trace.unread:
-        echo(f"rankscope: {trace.path}: {trace.unread}", err=True)
+        remark(f"{trace.path}: {trace.unread}")

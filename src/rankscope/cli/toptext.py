@@ -7,10 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from textwrap import wrap
 from typing import Any
 
-from rankscope.cli.terminal import Paint, cut, fitted
+from rankscope.cli.terminal import Paint, cut, fitted, size_text
 from rankscope.record.ranklists import ranks_named
-
-__all__ = ["screen_lines"]
 
 _HEAD = f"{'ranks':<12} {'step':<9} {'age':>6} {'time':>7} {'all':>5} {'own':>5}  last in"
 _MOST_FINDINGS = 3
@@ -63,7 +61,9 @@ def _job(found: Mapping[str, Any], paint: Paint) -> Iterator[str]:
     if found["step_s"] is not None:
         parts.append(f"{_seconds(found['step_s'])} a traced step")
     if found["records_per_s"] is not None:
-        parts.append(f"{found['records_per_s']:,.0f} records/s, {_size(found['bytes_per_s'])}/s")
+        parts.append(
+            f"{found['records_per_s']:,.0f} records/s, {size_text(found['bytes_per_s'])}/s"
+        )
     yield "  ".join(parts)
     parts = []
     if found["spool"] is not None:
@@ -169,14 +169,6 @@ def _seconds(seconds: float) -> str:
     if seconds < 6000:
         return f"{seconds / 60:.0f}min"
     return f"{seconds / 3600:.0f}h"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
 
 
 def _short(text: str, columns: int) -> str:

@@ -29,42 +29,6 @@ from rankscope.tree.views import Node, Step, Trace
 _PEERS = {"send": "to", "recv": "from"}
 
 
-def collective_text(node: Node) -> str:
-    """Return what the ranks of a node issued; "" where they differ, or it is no collective."""
-    issued = node.collectives
-    return _text(issued[0][1]) if len(issued) == 1 else ""
-
-
-def collective_lines(node: Node) -> Iterator[str]:
-    """Yield what each of the ranks issued, where they differ."""
-    issued = node.collectives
-    for ranks, facts in issued if len(issued) > 1 else ():
-        yield f"{ranks_named(ranks)}  {_text(facts)}"
-
-
-def _text(facts: Mapping[str, Any]) -> str:
-    """Return the op with its reduction, the ranks it goes between, and whether it is waited for
-    elsewhere. Parts are two spaces apart: lines are broken there.
-    """
-    op = str(facts.get("op", "collective"))
-    if facts.get("reduce"):
-        op += f"({facts['reduce']})"
-    words = [op]
-    peer = facts.get("peer")
-    if peer is not None:
-        who = "anybody" if peer == -1 else str(peer)
-        words.append(f"{_PEERS.get(str(facts.get('op')), 'with')} {who}")
-    words += [
-        f"{word} {facts[name]}"
-        for word, name in (("from", "src"), ("to", "dst"))
-        if facts.get(name) is not None
-    ]
-    words.append(f"over {ranks_text(facts.get('members', ()))}")
-    parts = [" ".join(words)]
-    parts += [word for word, name in (("async", "async"), ("objects", "object")) if facts.get(name)]
-    return "  ".join(visible(part) for part in parts)
-
-
 COLUMNS = (*COUNTS, *NUMBERS, "hash")
 _ELEMENTS = frozenset(s.name for s in STATISTICS if s.is_element)
 _MAX_VALUES = 4
@@ -73,7 +37,7 @@ _LONG = 24
 """Characters of a placement that rankscope does not interpret; a longer one is cut at its
 arguments."""
 _INTEGER = re.compile(r"u?int\d+")
-_IN_ORDER = frozenset(status.word for status in CallStatus if status.is_in_order)
+IN_ORDER = frozenset(status.word for status in CallStatus if status.is_in_order)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,14 +251,37 @@ class _Tree:
             yield from self._lines(child, indent + is_asked, inner)
 
 
+def _collective_text(facts: Mapping[str, Any]) -> str:
+    """Return the op with its reduction, the ranks it goes between, and whether it is waited for
+    elsewhere. Parts are two spaces apart: lines are broken there.
+    """
+    op = str(facts.get("op", "collective"))
+    if facts.get("reduce"):
+        op += f"({facts['reduce']})"
+    words = [op]
+    peer = facts.get("peer")
+    if peer is not None:
+        who = "anybody" if peer == -1 else str(peer)
+        words.append(f"{_PEERS.get(str(facts.get('op')), 'with')} {who}")
+    words += [
+        f"{word} {facts[name]}"
+        for word, name in (("from", "src"), ("to", "dst"))
+        if facts.get(name) is not None
+    ]
+    words.append(f"over {ranks_text(facts.get('members', ()))}")
+    parts = [" ".join(words)]
+    parts += [word for word, name in (("async", "async"), ("objects", "object")) if facts.get(name)]
+    return "  ".join(visible(part) for part in parts)
+
+
 def _head(node: Node, paint: Paint) -> str:
     parts = [paint("bold", visible(node.path or "(root)"))]
     if node.class_name:
         parts.append(visible(node.class_name))
     if node.phase is not Phase.FORWARD:
         parts.append(paint("cyan", node.phase.word))
-    if collective := collective_text(node):
-        parts.append(collective)
+    if len(node.collectives) == 1:
+        parts.append(_collective_text(node.collectives[0][1]))
     if node.micro_batch:
         parts.append(f"micro-batch {node.micro_batch}")
     if node.ordinal:
@@ -317,16 +304,15 @@ def _duration(us: float) -> str:
 
 
 def _outcome_lines(node: Node, paint: Paint) -> Iterator[str]:
-    yield from (paint("yellow", line) for line in collective_lines(node))
+    issued = node.collectives
+    for ranks, facts in issued if len(issued) > 1 else ():
+        yield paint("yellow", f"{ranks_named(ranks)}  {_collective_text(facts)}")
     if not node.has_returned:
         for outcome in node.outcomes:
             if not outcome.has_returned:
-                text = f"{outcome.status.replace('_', ' ')} on {ranks_named(outcome.ranks)}"
-                color = "dim" if outcome.status in _IN_ORDER else "red"
-                yield paint(color, visible(f"{text}: {outcome.error}" if outcome.error else text))
-    for error in node.errors:
-        text = f"rankscope failed here on {ranks_named(error.ranks)}: {error.error}"
-        yield paint("yellow", visible(text))
+                color = "dim" if outcome.status in IN_ORDER else "red"
+                yield paint(color, visible(outcome.words))
+    yield from (paint("yellow", visible(error.words)) for error in node.errors)
 
 
 def _of_some(lines: Iterator[str], whose: str) -> Iterator[str]:

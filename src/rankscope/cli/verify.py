@@ -11,8 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from rankscope.cli.arguments import TraceArgument
-from rankscope.cli.printing import echo
-from rankscope.cli.terminal import Paint, opened
+from rankscope.cli.terminal import Paint, echo, opened
 from rankscope.gather.cleanup import is_in_tree
 from rankscope.record.ranklists import ranks_named
 from rankscope.run.eventboard import held_anything

@@ -5,8 +5,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["Condition", "Status"]
-
 
 class Status(enum.Enum):
     """How a condition stands."""

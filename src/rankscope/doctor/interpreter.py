@@ -15,8 +15,6 @@ from rankscope.capture.device.fusedcache import COMPILER, missing
 from rankscope.doctor.condition import Condition, Status
 from rankscope.record.torchversions import OLDEST_TORCH, is_older, untested
 
-__all__ = ["interpreter_conditions"]
-
 _LIMIT_S = 300.0
 _MARK = "rankscope-doctor:"
 _PROBE = f"""
@@ -85,16 +83,7 @@ def _ask(command: Sequence[str], environ: Mapping[str, str]) -> tuple[dict[str, 
     """Return what the interpreter says, and what it wrote to stderr."""
     kept = {k: v for k, v in environ.items() if not k.startswith("RANKSCOPE_")}
     try:
-        done = subprocess.run(
-            [*command, "-c", _PROBE],
-            env={**kept, "RANKSCOPE": "1"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_LIMIT_S,
-            check=False,
-        )
+        done = _run([*command, "-c", _PROBE], {**kept, "RANKSCOPE": "1"})
     except (OSError, subprocess.TimeoutExpired) as error:
         return None, f"{shlex.join(command)} cannot be run: {error}"
     last_words = " ".join(done.stderr.split()[-40:])
@@ -105,6 +94,21 @@ def _ask(command: Sequence[str], environ: Mapping[str, str]) -> tuple[dict[str, 
             f"{shlex.join(command)} ended with {done.returncode}: {last_words or 'no word'}",
         )
     return json.loads(answers[-1].removeprefix(_MARK)), last_words
+
+
+def _run(
+    command: Sequence[str], environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=_LIMIT_S,
+        check=False,
+    )
 
 
 def _rankscope(found: Mapping[str, Any]) -> Condition:
@@ -143,15 +147,7 @@ def _gpu_kernels(command: Sequence[str], architectures: Sequence[str]) -> Condit
     for architecture in architectures:
         if missing(architecture):
             try:
-                done = subprocess.run(
-                    [*command, "-m", COMPILER, architecture],
-                    stdin=subprocess.DEVNULL,
-                    capture_output=True,
-                    text=True,
-                    errors="replace",
-                    timeout=_LIMIT_S,
-                    check=False,
-                )
+                done = _run([*command, "-m", COMPILER, architecture])
                 reason = (done.stderr.strip() or "no word").splitlines()[-1]
             except (OSError, subprocess.SubprocessError) as error:
                 reason = str(error)

@@ -24,8 +24,6 @@ from rankscope.errors import RankscopeError, SettingError
 from rankscope.settings import SETTINGS, settings_from
 from rankscope.tree.reader import open_trace
 
-__all__ = ["ScriptQuestion", "script_conditions"]
-
 _NAMES = ("script", "repeatable", "traced")
 _LAST_WORDS = 40
 _END_S = 10.0

@@ -35,8 +35,6 @@ from torch.optim.optimizer import (
 
 import rankscope
 
-__all__ = ["main"]
-
 
 class _ScriptProbe:
     """What one rank computed so far."""

@@ -8,14 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from rankscope.errors import SelectionError
-from rankscope.export.place import ExportPlace
+from rankscope.export.formats import ExportPlace
 from rankscope.export.rows import Cells, ExportedStep
 from rankscope.export.subset import Selection
 from rankscope.run.filenames import Progress
 from rankscope.tree.jsontext import number
 from rankscope.tree.views import Trace
-
-__all__ = ["write"]
 
 _TOGETHER = 4096
 """Lines that are made at a time."""

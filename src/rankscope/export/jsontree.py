@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rankscope.errors import SelectionError
-from rankscope.export.place import ExportPlace
+from rankscope.export.formats import ExportPlace
 from rankscope.export.subset import Selection
 from rankscope.record.phases import Phase
 from rankscope.run.filenames import Progress
 from rankscope.tree.summary import counted
 from rankscope.tree.treewriter import write_tree
 from rankscope.tree.views import Trace
-
-__all__ = ["write"]
 
 
 def write(

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.errors import SelectionError, SettingError
-from rankscope.export.place import ExportPlace
+from rankscope.export.formats import ExportPlace
 from rankscope.export.rows import Cells, ExportedStep, mode_word
 from rankscope.export.subset import Selection
 from rankscope.record.stepcolumns import COLUMNS, Column, told

@@ -18,7 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from rankscope.errors import SelectionError
 from rankscope.export import packets
-from rankscope.export.place import ExportPlace
+from rankscope.export.formats import ExportPlace
 from rankscope.export.subset import Selection, group_name
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase

@@ -15,8 +15,6 @@ from rankscope.run.filenames import Progress
 from rankscope.tree.selection import nothing_matched, parse_mode, parse_phase, parse_ranges
 from rankscope.tree.views import Node, Step, Trace
 
-__all__ = ["Selection", "group_name"]
-
 _SHOWN = 1000
 """Ranks of a range that an error repeats."""
 

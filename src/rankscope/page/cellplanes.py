@@ -1,5 +1,5 @@
-"""The map as planes of bytes: for every step, phase and kind of slot one class for each module and
-rank.
+"""The map of a page while it is made: modules as rows, the steps, and planes of bytes: for every
+step, phase and kind of slot one class for each module and rank.
 
 Most cells say the same, so a plane is deflated to next to nothing; the browser inflates it when it
 is first looked at.
@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import enum
 import zlib
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.page.modulerows import ModuleRows
+from rankscope.record.call import Mode
+from rankscope.record.finding import Finding
 from rankscope.record.phases import Phase
+from rankscope.record.rankplace import step_label
+from rankscope.record.visibletext import visible
+from rankscope.tree.step import StepHead
 
-__all__ = ["CALL_KIND", "CellClass", "CellPlanes", "DistanceClass", "MapClass", "slot_kind"]
+__all__ = [
+    "CALL_KIND", "CellClass", "CellPlanes", "DistanceClass", "MapClass", "ModuleRows", "PageSteps",
+    "slot_kind",
+]  # fmt: skip
 
 Array = NDArray[Any]
 CALL_KIND: Final = "call"
@@ -64,27 +72,125 @@ class DistanceClass(MapClass):
     BEYOND = 7, "beyond"
     MISSING = 8, "in one run alone"
 
-    @staticmethod
-    def of(ratio: float) -> DistanceClass:
-        """Return the class of an error over what is allowed; NaN counts as beyond all."""
-        for limit, found in _LIMITS:
-            if ratio <= limit:
-                return found
-        return DistanceClass.BEYOND
-
-
-_LIMITS: Final = (
-    (0.0, DistanceClass.SAME),
-    (0.1, DistanceClass.FAR_BELOW),
-    (1.0, DistanceClass.BELOW),
-    (10.0, DistanceClass.ABOVE),
-    (100.0, DistanceClass.FAR_ABOVE),
-)
-
 
 def slot_kind(slot: str) -> str:
     """Return the kind of a slot: `input` of `input.0`, `param` of `param:weight`."""
     return slot.replace(":", ".").split(".")[0]
+
+
+class ModuleRows:
+    """The modules of a page: a row for each path that a call has, and for the containers around it.
+    Rows are numbered as modules are first seen; the page draws them as a tree."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._classes: list[str] = []
+        self._parents: list[int] = []
+        self._turns: dict[int, int] = {}
+        """When each was first called in forward: how siblings are ordered."""
+
+    def __len__(self) -> int:
+        return len(self._classes)
+
+    def of(self, path: str, class_name: str = "") -> int:
+        """Return the row of a path; it is made, with those around it, where there is none."""
+        missing = []
+        around = path
+        while around not in self._numbers:
+            missing.append(around)
+            if not around or (around.startswith("@") and "." not in around):
+                break  # a root
+            around = around.rpartition(".")[0]
+        parent = self._numbers.get(around, -1)
+        for each in reversed(missing):
+            self._numbers[each] = len(self._classes)
+            self._classes.append("")
+            self._parents.append(parent)
+            parent = self._numbers[each]
+        found = self._numbers[path]
+        if class_name and not self._classes[found]:
+            self._classes[found] = class_name
+        return found
+
+    def called(self, row: int) -> None:
+        """Note that forward called a module: siblings stand in the order of their calls."""
+        while row >= 0 and row not in self._turns:
+            self._turns[row] = len(self._turns)
+            row = self._parents[row]
+
+    def known(self, path: str) -> int | None:
+        """Return the row of a path, None where no call has it."""
+        return self._numbers.get(path)
+
+    @property
+    def paths(self) -> list[str]:
+        """Path by row."""
+        return list(self._numbers)
+
+    def around(self, rows: Iterable[int]) -> set[int]:
+        """Return rows with all rows around them and beside them: ancestors and siblings."""
+        found: set[int] = set()
+        for row in rows:
+            found.update((row, *self._up(row)))
+        beside = {self._parents[row] for row in rows}
+        return found | {r for r, parent in enumerate(self._parents) if parent in beside}
+
+    def _up(self, row: int) -> Iterator[int]:
+        while row >= 0:
+            yield row
+            row = self._parents[row]
+
+    def as_json(self) -> dict[str, list[str] | list[int]]:
+        """Return paths and classes in words, the row around each (-1 for none), and when each was
+        first called; what never was comes last."""
+        never = len(self._turns)
+        return {
+            "paths": [visible(path) for path in self._numbers],
+            "classes": [visible(name) for name in self._classes],
+            "parents": self._parents,
+            "turns": [self._turns.get(row, never) for row in range(len(self))],
+        }
+
+
+class PageSteps:
+    """The steps in the order they were handed out."""
+
+    def __init__(self) -> None:
+        self.all: list[StepHead] = []
+
+    def add(self, step: StepHead) -> int:
+        """Add a step; return its number."""
+        self.all.append(step)
+        return len(self.all) - 1
+
+    def of_finding(self, finding: Finding) -> int | None:
+        """Return the number of the step a finding is in, None where the page has none."""
+        life = int(finding.evidence.get("incarnation", 0) or 0)
+        is_setup = finding.phase is Phase.SETUP
+        for number, step in enumerate(self.all):
+            if step.incarnation != life or step.is_setup != is_setup:
+                continue
+            if is_setup or (step.mode is finding.mode and step.step == finding.step):
+                return number
+        return None
+
+    def key(self, number: int) -> str:
+        """Name in links: `3` of train steps, `eval-3`, `setup`; `life1-3` in a later life."""
+        step = self.all[number]
+        name = "setup" if step.is_setup else str(step.step)
+        if not step.is_setup and step.mode is not Mode.TRAIN:
+            name = f"{step.mode.word}-{name}"
+        return f"life{step.incarnation}-{name}" if step.incarnation else name
+
+    def label(self, number: int) -> str:
+        """The step in words."""
+        step = self.all[number]
+        return step_label(step.mode, step.step, step.incarnation, is_setup=step.is_setup)
+
+    def as_json(self) -> list[dict[str, str]]:
+        """Return what the page needs of each."""
+        numbers = range(len(self.all))
+        return [{"key": self.key(number), "label": self.label(number)} for number in numbers]
 
 
 class CellPlanes:

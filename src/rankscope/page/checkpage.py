@@ -3,27 +3,52 @@ its cells, as many as a page holds."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rankscope.diagnosis.check import check
 from rankscope.diagnosis.context import CheckContext
-from rankscope.diagnosis.stepview import StepView, step_view_of
+from rankscope.diagnosis.endings import ends_of
+from rankscope.diagnosis.lastcalls import ORDERLY
+from rankscope.diagnosis.rankclock import span_of_call
+from rankscope.diagnosis.stepview import CallView, SlotValues, StepView, step_view_of
 from rankscope.diagnosis.verdictwords import layout_named
 from rankscope.globs import glob_matches
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.page.calldetails import CallDetails
-from rankscope.page.checkcells import CheckCells
-from rankscope.page.pagecharts import CheckCharts
-from rankscope.page.pagecontent import DATA_BYTES, PageContent, fitting
+from rankscope.page.cellplanes import CALL_KIND, CellClass, ModuleRows, slot_kind
+from rankscope.page.pagecontent import DATA_BYTES, PageContent, PageMap, ValueChoice, fitting
 from rankscope.page.rankplaces import ranks_html
-from rankscope.page.valuechoice import ValueChoice
 from rankscope.page.verdicthtml import job_html
-from rankscope.record.finding import Report
+from rankscope.record.call import CallStatus, Mode
+from rankscope.record.finding import Finding, Kind, Report, Severity
+from rankscope.record.phases import Phase
+from rankscope.record.streams import EndReason
 from rankscope.run.filenames import Progress
 from rankscope.tree.selection import nothing_matched
+from rankscope.tree.step import StepHead
 from rankscope.tree.views import Trace
 
 __all__ = ["check_page"]
+
+Array = NDArray[Any]
+_OF_STATUS: Final = {
+    CallStatus.RAISED.word: CellClass.RAISED,
+    CallStatus.ABANDONED.word: CellClass.NOT_LEFT,
+    CallStatus.UNFINISHED.word: CellClass.NOT_LEFT,
+}
+"""Of calls on ranks that did not end in order: a program may catch what a call raises."""
+_OF_KIND: Final = {
+    Kind.STRUCTURE: CellClass.MISSING,
+    Kind.HANG: CellClass.MISSING,
+    Kind.NONFINITE: CellClass.NOT_FINITE,
+    Kind.CRASH: CellClass.RAISED,
+}
+"""What findings make of their cells; the others say that they differ."""
+_TIMED: Final = (Phase.FORWARD, Phase.BACKWARD)
 
 
 def check_page(
@@ -49,8 +74,8 @@ def check_page(
         LayoutError, TraceError: as of `check`.
         SelectionError: there is no such module.
     """
-    cells = CheckCells(trace)
-    charts = CheckCharts(cells.rows, cells.planes.world)
+    cells = _CheckCells(trace)
+    charts = _CheckCharts(cells.rows, cells.planes.world)
 
     def each_step(step_view: StepView, context: CheckContext) -> None:
         cells.note(step_view, context)
@@ -58,7 +83,6 @@ def check_page(
 
     report = check(trace, layouts, progress=progress, each_step=each_step)
     cells.mark(report.findings)
-    made = _CheckPage(trace, report, cells, path, steps)
     content = cells.content(
         report,
         charts.with_loss(),
@@ -67,46 +91,288 @@ def check_page(
         ranks=ranks_html(trace),
         layout=layout_named(trace.run, layouts),
     )
-    return fitting(content, made.chosen, made.details, most_bytes), report
+
+    def choose(limit: float) -> ValueChoice:
+        return _chosen(cells, report, path, steps, limit)
+
+    def details(choice: ValueChoice) -> list[dict[str, Any]]:
+        return cells.details(report.findings, choice)
+
+    return fitting(content, choose, details, most_bytes), report
 
 
-class _CheckPage:
-    """Chooses and reads the values of a page whose map is filled."""
+def _chosen(
+    cells: _CheckCells, report: Report, path: str, wanted: tuple[range, ...], limit: float
+) -> ValueChoice:
+    """Return whose values the page holds, where so many entries fit."""
+    if path == "*" and not wanted:
+        return cells.chosen(report, limit)
+    paths = cells.rows.paths
+    rows = frozenset(row for row, each in enumerate(paths) if glob_matches(path, each))
+    if not rows:
+        raise nothing_matched("--path", path, paths)
+    steps = [
+        number
+        for number, step in enumerate(cells.steps.all)
+        if not wanted or (not step.is_setup and any(step.step in w for w in wanted))
+    ]
+    told = "The map shows everything; values are here as --path and --step asked for."
+    return ValueChoice(dict.fromkeys(steps, rows), told)
 
-    def __init__(
-        self, trace: Trace, report: Report, cells: CheckCells, path: str, steps: tuple[range, ...]
-    ) -> None:
-        self._trace, self._report, self._cells = trace, report, cells
-        self._path, self._steps = path, steps
 
-    def chosen(self, limit: float) -> ValueChoice:
-        """Return whose values the page holds, where so many entries fit."""
-        cells, wanted = self._cells, self._steps
-        if self._path == "*" and not wanted:
-            return cells.chosen(self._report, limit)
-        paths = cells.rows.paths
-        rows = frozenset(n for n, path in enumerate(paths) if glob_matches(self._path, path))
-        if not rows:
-            raise nothing_matched("--path", self._path, paths)
-        steps = [
-            number
-            for number, step in enumerate(cells.steps.all)
-            if not wanted or (not step.is_setup and any(step.number in w for w in wanted))
-        ]
-        told = "The map shows everything; values are here as --path and --step asked for."
-        return ValueChoice(dict.fromkeys(steps, rows), told)
+class _CheckCells(PageMap):
+    """What the rules judged and found, call by call and rank by rank: takes every step that `check`
+    has been through; then the findings."""
 
-    def details(self, choice: ValueChoice) -> list[dict[str, Any]]:
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(trace, CellClass)
+        self._held: list[bytearray] = []
+        """Of each step whether its values were judged, in the order of its calls and slots."""
+        in_order = {*ORDERLY, EndReason.RUNNING.value} if trace.is_live else ORDERLY
+        every = trace.completeness["ranks"]
+        self._ends = {(r["rank"], r["incarnation"]): str(r["end"]) for r in every}
+        self._broken = [rank for rank, end in ends_of(trace).items() if end not in in_order]
+        self._last_of: dict[int, int] = {}
+        """Step in which each of those made its last call."""
+        self._called: dict[tuple[Phase, int], Array] = {}
+        """[world] who ever made the calls of a module in a phase."""
+
+    def note(self, step_view: StepView, context: CheckContext) -> None:
+        """Take a step; hand this to `check` as `each_step`."""
+        step = self.begin(
+            StepHead(
+                is_setup=step_view.is_setup,
+                mode=step_view.mode,
+                step=step_view.step,
+                incarnation=step_view.incarnation,
+            )
+        )
+        held = bytearray()
+        for call in (*step_view.calls, *step_view.left_by_passes):
+            row = self.rows.of(call.path, call.node.class_name)
+            if call.phase is Phase.FORWARD:
+                self.rows.called(row)
+            self.entries[step][row] += 1 + len(call.slots)
+            held += self._take(step, call, row, context)
+        self._held.append(held)
+        self.planes.close()
+
+    def _take(self, step: int, call: CallView, row: int, context: CheckContext) -> bytearray:
+        phase, planes, coverage = call.phase, self.planes, context.coverage
+        planes.raise_to(step, phase, CALL_KIND, row, call.ranks, CellClass.NOT_JUDGED)
+        called = self._called.get((phase, row))
+        if called is None:
+            called = self._called[phase, row] = np.zeros(planes.world, bool)
+        called[call.ranks] = True
+        for rank in self._broken:
+            if rank in call.ranks:
+                self._last_of[rank] = step
+        life = self.steps.all[step].incarnation
+        for outcome in () if call.node.has_returned else call.node.outcomes:
+            cell = _OF_STATUS.get(outcome.status)
+            if cell is not None:
+                ranks = [r for r in outcome.ranks if self._ends.get((r, life)) not in ORDERLY]
+                planes.raise_to(step, phase, CALL_KIND, row, ranks, cell)
+        held = bytearray()
+        for slot, values in call.slots.items():
+            is_held = coverage.was_held(values)
+            held.append(is_held)
+            if values.dtype == "python":
+                continue
+            cells = np.full(len(values.ranks), CellClass.ALIKE if is_held else CellClass.NOT_JUDGED)
+            cells[values.nonfinite > 0] = CellClass.NOT_FINITE
+            planes.raise_to(step, phase, slot_kind(slot), row, values.ranks, cells)
+        return held
+
+    def mark(self, findings: Iterable[Finding]) -> None:
+        """Say on the map what was found, and what ranks that broke off did not call any more."""
+        self._mark_missing()
+        for finding in findings:
+            step, row = self.steps.of_finding(finding), self.rows.known(finding.path)
+            if finding.severity is not Severity.FAULT or step is None or row is None:
+                continue
+            cell = _OF_KIND.get(finding.kind, CellClass.DIFFERS)
+            if finding.kind is Kind.CRASH and self._are_lost(finding.ranks, step):
+                cell = CellClass.NOT_LEFT
+            kind = slot_kind(finding.slot) if finding.slot else CALL_KIND
+            ranks = [rank for rank in finding.ranks if rank < self.planes.world]
+            self.planes.raise_to(step, finding.phase, kind, row, ranks, cell)
+        self.planes.close()
+
+    def details(self, findings: Iterable[Finding], choice: ValueChoice) -> list[dict[str, Any]]:
         """Return the values that were chosen."""
-        cells, trace = self._cells, self._trace
         marked: dict[int, set[int]] = {}
-        for finding in self._report.findings:
-            row = cells.rows.known(finding.path)
+        for finding in findings:
+            row = self.rows.known(finding.path)
             if row is not None:
                 marked.setdefault(row, set()).update(finding.ranks)
-        details = CallDetails(cells.rows, marked)
-        for number, step in enumerate((*trace.setup, *trace.steps)):
+        details = CallDetails(self.rows, marked)
+        for number, step in enumerate((*self._trace.setup, *self._trace.steps)):
             if number in choice.rows_of:
                 view = step_view_of(step)
-                details.add(number, view, cells.held[number], choice.rows_of[number])
+                details.add(number, view, self._held[number], choice.rows_of[number])
         return details.calls
+
+    def _are_lost(self, ranks: Iterable[int], step: int) -> bool:
+        """True for ranks that were killed: nothing raised."""
+        life = self.steps.all[step].incarnation
+        return all(self._ends.get((rank, life)) == EndReason.LOST.value for rank in ranks)
+
+    def _mark_missing(self) -> None:
+        """A rank that broke off misses the calls that others made from its last step on."""
+        for rank in self._broken:
+            first = self._last_of.get(rank, 0)
+            for step, phase, kind in self.planes.made():
+                if kind != CALL_KIND or step < first:
+                    continue
+                plane = self.planes.plane(step, phase, kind)[: len(self.rows)]
+                made = plane.any(axis=1) & (plane[:, rank] == 0)
+                for row in np.flatnonzero(made).tolist():
+                    called = self._called[phase, row]
+                    if called[rank] or rank not in self._last_of:
+                        plane[row, rank] = CellClass.MISSING
+
+
+class _CheckCharts:
+    """What the page draws as lines: the loss, gradients and updates by module, time by rank. Takes
+    the steps that `check` has been through."""
+
+    def __init__(self, rows: ModuleRows, world: int) -> None:
+        self._rows, self._world = rows, world
+        self._before: dict[tuple[int, str], Array] = {}
+        """Sketches of parameters as they were."""
+        self._scalars: list[dict[tuple[str, str], list[float | None]]] = []
+        self.steps: list[dict[str, Any]] = []
+        """Of each step: {"grad": {row: norm}, "update": {row: ratio}, "ms": {phase: [world]},
+        "odd": [rows whose gradients or parameters are not finite]}."""
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def note(self, step_view: StepView) -> None:
+        """Take a step, in the order of the trace."""
+        if step_view.is_setup:
+            self._before.clear()
+        gradients = self._by_module(step_view, Phase.GRADS, "grad:")
+        found: dict[str, Any] = {}
+        odd = {
+            self._rows.of(call.path)
+            for call in step_view.of(Phase.GRADS, Phase.PARAMS)
+            for values in call.slots.values()
+            if values.dtype != "python" and values.nonfinite.any()
+        }
+        if odd:
+            found["odd"] = sorted(odd)
+        if gradients:
+            found["grad"] = _roots(gradients)
+        updates = self._updates(step_view)
+        if updates:
+            found["update"] = updates
+        times = self._times(step_view)
+        if times:
+            found["ms"] = times
+        self.steps.append(found)
+        self._scalars.append(_scalars(step_view))
+
+    def with_loss(self) -> list[dict[str, Any]]:
+        """Return the steps, each with "loss": [mean, least, greatest of the ranks], nulls where it
+        is not finite; without where more than one scalar may be the loss."""
+        names = {name for scalars in self._scalars for name in scalars}
+        names = {name for name in names if name[1].endswith("loss")} or names
+        for step, scalars in zip(self.steps, self._scalars):
+            if len(names) == 1 and names <= scalars.keys():
+                step["loss"] = scalars[next(iter(names))]
+        return self.steps
+
+    def _by_module(self, step_view: StepView, phase: Phase, prefix: str) -> dict[int, float]:
+        """Return the sum of squares of all gradients of each module, of its last optimizer step."""
+        found: dict[int, float] = {}
+        ordinals: dict[int, int] = {}
+        for call in step_view.of(phase):
+            row = self._rows.of(call.path)
+            if ordinals.get(row, -1) != call.ordinal:
+                ordinals[row], found[row] = call.ordinal, 0.0
+            for values in _named(call, prefix):
+                norm, _ = _whole(values)
+                if norm is not None:
+                    found[row] += norm * norm
+        return found
+
+    def _updates(self, step_view: StepView) -> dict[int, float]:
+        """Return how far the parameters of each module went, over their norm, by sketches."""
+        moved: dict[int, list[float]] = {}
+        phases = (Phase.SETUP, Phase.PARAMS)
+        for call in step_view.of(*phases):
+            row = self._rows.of(call.path)
+            for values in _named(call, "param:"):
+                norm, sketch = _whole(values)
+                if sketch is None:
+                    continue
+                before = self._before.get((row, values.slot))
+                self._before[row, values.slot] = sketch
+                if before is not None and norm and call.phase is Phase.PARAMS:
+                    squares = moved.setdefault(row, [0.0, 0.0])
+                    squares[0] += float(((sketch - before) ** 2).mean())
+                    squares[1] += norm * norm
+        return _roots({row: far / of for row, (far, of) in moved.items() if of})
+
+    def _times(self, step_view: StepView) -> dict[str, list[float]]:
+        """Return how long the outermost calls of a phase took on each rank, in ms."""
+        found = {phase: np.zeros(self._world) for phase in _TIMED}
+        for call in step_view.of(*_TIMED):
+            if call.parent is None:
+                begin, end = span_of_call(call, call.ranks)
+                found[call.phase][call.ranks] += (end - begin) / 1e6
+        return {
+            phase.word: [round(float(each), 3) for each in times]
+            for phase, times in found.items()
+            if times.any()
+        }
+
+
+def _scalars(step_view: StepView) -> dict[tuple[str, str], list[float | None]]:
+    """Return mean, least and greatest over ranks of the scalars that outermost calls of a train
+    step return; of each rank the mean of its micro-batches."""
+    found: dict[tuple[str, str], list[SlotValues]] = {}
+    is_train = step_view.mode is Mode.TRAIN and not step_view.is_setup
+    for call in step_view.of(Phase.FORWARD) if is_train else ():
+        for values in call.outputs if call.parent is None else ():
+            shapes = {shape for view in values.views for shape in view.shapes().values()}
+            if "float" in values.dtype and shapes == {()} and values.is_known.all():
+                found.setdefault((call.path, values.slot), []).append(values)
+    return {name: _spread(values) for name, values in found.items()}
+
+
+def _spread(micro_batches: list[SlotValues]) -> list[float | None]:
+    if any(v.nonfinite.any() or v.column("neginf").any() for v in micro_batches):
+        return [None, None, None]
+    ranks = np.concatenate([values.ranks for values in micro_batches])
+    means = np.concatenate([values.column("mean") for values in micro_batches])
+    of_ranks = [float(means[ranks == rank].mean()) for rank in np.unique(ranks)]
+    return [sum(of_ranks) / len(of_ranks), min(of_ranks), max(of_ranks)]
+
+
+def _named(call: CallView, prefix: str) -> list[SlotValues]:
+    return [
+        values
+        for slot, values in call.slots.items()
+        if slot.startswith(prefix) and values.dtype != "python" and len(values.views) == 1
+    ]
+
+
+def _whole(values: SlotValues) -> tuple[float | None, Array | None]:
+    """Return norm and sketch of the whole value: what the shards add up to, else what the lowest
+    rank holds."""
+    combined = values.views[0].combined
+    if combined:
+        sketch = combined[0].sketch
+        norm = combined[0].l2
+        is_known = norm is not None and np.isfinite(norm)
+        return (norm if is_known else None), None if sketch is None else np.asarray(sketch)
+    if not values.is_known[0]:
+        return None, None
+    norm = float(values.column("l2")[0])
+    return (norm if np.isfinite(norm) else None), np.asarray(values.column("sketch")[0], float)
+
+
+def _roots(squares: dict[int, float]) -> dict[int, float]:
+    """Return the roots, four digits of each; without those of numbers too large to be squared."""
+    return {row: float(f"{np.sqrt(s):.4g}") for row, s in squares.items() if np.isfinite(s)}

@@ -15,23 +15,22 @@ from rankscope.diagnosis.comparison.difference import ComparedValue
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.tracesides import StepKey
 from rankscope.layout.layoutfile import LayoutFile
+from rankscope.page.calldetails import slot_detail
 from rankscope.page.cellplanes import CALL_KIND, DistanceClass, slot_kind
-from rankscope.page.pagecontent import DATA_BYTES, PageContent, PageMap, fitting
-from rankscope.page.pagesteps import PageStep
+from rankscope.page.pagecontent import DATA_BYTES, PageContent, PageMap, ValueChoice, fitting
 from rankscope.page.rankplaces import ranks_html
-from rankscope.page.slotdetails import slot_detail
-from rankscope.page.valuechoice import ValueChoice
 from rankscope.page.verdicthtml import job_html
 from rankscope.record.call import Mode
 from rankscope.record.finding import Report
 from rankscope.record.phases import Phase
 from rankscope.record.visibletext import visible
 from rankscope.run.filenames import Progress
+from rankscope.tree.step import StepHead
 from rankscope.tree.views import Trace
 
-__all__ = ["diff_page"]
-
 _UNBOUNDED: Final = 1e300
+_LIMITS: Final = (0.0, 0.1, 1.0, 10.0, 100.0)
+"""Greatest ratios of an error to what is allowed in the classes from SAME on."""
 _BY_DEPTH: Final = {
     Phase.FORWARD: "output",
     Phase.BACKWARD: "grad_input",
@@ -86,7 +85,7 @@ class _DiffCells(PageMap):
     def note(self, key: StepKey | None, found: StepDifferences, wrong: Collection[int]) -> None:
         """Take a step; hand this to `diff` as `each_step`."""
         mode, number = key or (Mode.TRAIN, 0)
-        step = self.begin(PageStep(mode, number, 0, is_setup=key is None))
+        step = self.begin(StepHead(is_setup=key is None, mode=mode, step=number, incarnation=0))
         calls: dict[tuple[int, Phase, int], dict[str, Any]] = {}
         errors: defaultdict[str, dict[str, dict[int, float]]] = defaultdict(
             lambda: {"error": {}, "noise": {}}
@@ -157,7 +156,7 @@ def _classes(compared: ComparedValue, *, is_wrong: bool) -> Iterator[tuple[Any, 
         yield every, DistanceClass.NOT_COMPARED
     else:
         ratios = np.asarray(compared.errors) / max(compared.allowed, 1e-300)
-        classes = np.array([DistanceClass.of(float(ratio)) for ratio in ratios])
+        classes = DistanceClass.SAME + np.searchsorted(_LIMITS, ratios)  # NaN is behind all
         if is_wrong:
             is_used = compared.difference.partial  # the sum is right; each part is used as it is
             classes = np.maximum(classes, DistanceClass.BEYOND if is_used else DistanceClass.ABOVE)

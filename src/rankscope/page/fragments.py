@@ -17,8 +17,6 @@ from rankscope.record.ranklists import ranks_text
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace
 
-__all__ = ["report_fragment", "trace_fragment"]
-
 _MOST_JUDGED: Final = 200_000
 """Values of a trace that is judged to be shown: `check` takes a few seconds for so many."""
 _MOST_ROWS: Final = 12

@@ -2,36 +2,48 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rankscope.page.calldetails import ROWS_PER_BLOCK, packed_blocks, packed_json
-from rankscope.page.cellplanes import CellPlanes, MapClass, slot_kind
-from rankscope.page.celltext import map_text
-from rankscope.page.modulerows import ModuleRows
-from rankscope.page.pagesteps import PageStep, PageSteps
-from rankscope.page.slotdetails import NUMBER_NAMES
-from rankscope.page.valuechoice import ValueChoice, chosen_values
-from rankscope.page.verdicthtml import coverage_html, findings_html, verdict_html
+from rankscope.page.calldetails import NUMBER_NAMES, ROWS_PER_BLOCK, packed_blocks, packed_json
+from rankscope.page.cellplanes import (
+    CellPlanes,
+    MapClass,
+    ModuleRows,
+    PageSteps,
+    slot_kind,
+)
+from rankscope.page.verdicthtml import coverage_lines, findings_html, text, verdict_html
 from rankscope.record.finding import Finding, Report
-from rankscope.record.ranklists import ranks_text
+from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.visibletext import visible
+from rankscope.tree.step import StepHead
+from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace
 
-__all__ = ["DATA_BYTES", "PageContent", "PageMap", "fitting"]
+__all__ = ["DATA_BYTES", "PageContent", "PageMap", "ValueChoice", "chosen_values", "fitting"]
 
+Array = NDArray[Any]
 DATA_BYTES: Final = 10_000_000
 """A page holds no more data than that."""
 _BYTES_PER_ENTRY: Final = 60
 """Of a packed value, about."""
 _MOST_TRIES: Final = 5
+_STRIDES: Final = (2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)
+"""Every k-th step has its values where not all fit."""
 _MOST_MARKS: Final = 5_000
 """Findings that are marked on the map; the classes of its cells tell all."""
 _LONGEST: Final = 600
+_LONGEST_NAME: Final = 200
+"""Characters of a name that a line of the map as text shows."""
+_MOST_TEXT: Final = 1_500_000
+"""Characters of all its lines."""
 _FORMAT: Final = "rankscope.page/1"
 
 
@@ -52,16 +64,6 @@ class PageContent:
     def size(self) -> int:
         """Bytes of the packed data in a page."""
         return sum(4 * ((len(each) + 2) // 3) for each in self.packed.values())
-
-    def with_values(self, calls: Iterable[dict[str, Any]], left_out: str) -> PageContent:
-        """Return the page with the calls behind its cells, and what is said of those that are not
-        there."""
-        blocks = packed_blocks(calls)
-        return replace(
-            self,
-            data={**self.data, "blocks": sorted(blocks), "left_out": left_out},
-            packed={**self.packed, **{f"d{number}": block for number, block in blocks.items()}},
-        )
 
 
 def fitting(
@@ -85,7 +87,12 @@ def fitting(
         if choice == before:  # it takes no limit
             break
         before = choice
-        found = page.with_values(details(choice), choice.left_out)
+        blocks = packed_blocks(details(choice))
+        found = replace(
+            page,
+            data={**page.data, "blocks": sorted(blocks), "left_out": choice.left_out},
+            packed={**page.packed, **{f"d{number}": block for number, block in blocks.items()}},
+        )
         if found.size <= most_bytes:
             break
         limit *= 0.8 * most_bytes / found.size
@@ -103,7 +110,7 @@ class PageMap:
         self.entries: list[Counter[int]] = []
         """Of each step how much there is to show of each row."""
 
-    def begin(self, step: PageStep) -> int:
+    def begin(self, step: StepHead) -> int:
         """Begin a step; return its number."""
         self.entries.append(Counter())
         return self.steps.add(step)
@@ -137,9 +144,6 @@ class PageMap:
             packed[f"p{number}"] = plane
             listed.append([step, phase.word, kind, f"p{number}"])
         packed["charts"] = packed_json(charts)
-        hosts: dict[str, list[int]] = {}
-        for rank in trace.completeness["ranks"]:
-            hosts.setdefault(visible(str(rank.get("host", ""))), []).append(rank["rank"])
         data = {
             "format": _FORMAT,
             "command": report.command,
@@ -147,7 +151,6 @@ class PageMap:
             "live": trace.is_live,
             "world": planes.world,
             "alike": [ranks_text(ranks) for ranks in planes.alike_ranks()],
-            "hosts": {host: ranks_text(ranks) for host, ranks in hosts.items()},
             "meshes": {
                 visible(mesh["name"]): {
                     "axes": [visible(axis) for axis in mesh["axes"]],
@@ -170,8 +173,8 @@ class PageMap:
             "verdict": verdict_html(report, steps, layout=layout, is_live=trace.is_live),
             "findings": findings_html(report, steps),
             "ranks": ranks,
-            "coverage": coverage_html(report),
-            "text": map_text(planes, rows, steps.all, words),
+            "coverage": "".join(coverage_lines(report)),
+            "text": _map_text(planes, rows, steps, words),
         }
         title = f"{report.verdict.value}: {title}"
         return PageContent(title=title, sections=sections, data=data, packed=packed)
@@ -202,3 +205,145 @@ def _marks(
         if len(marks) == _MOST_MARKS:
             break
     return marks
+
+
+def _map_text(planes: CellPlanes, rows: ModuleRows, steps: PageSteps, words: Sequence[str]) -> str:
+    """Return the map as HTML text, until there are too many lines; says how many are left out.
+    `words` are those of the classes."""
+    kept: list[str] = []
+    size = left = 0
+    for line in _lines(planes, rows, steps, words):
+        size += len(line)
+        if size <= _MOST_TEXT:
+            kept.append(text(line, _MOST_TEXT))
+        else:
+            left += 1
+    if left:
+        kept.append(f"and {left:,} modules more: rankscope show lists them")
+    return "\n".join(kept)
+
+
+def _lines(
+    planes: CellPlanes, rows: ModuleRows, steps: PageSteps, words: Sequence[str]
+) -> Iterator[str]:
+    """Yield `path  phase: as the others (ranks 0-3, steps 0-9); differs (rank 1, step 3)  phase: …`
+    for every module that was called."""
+    keys = list(dict.fromkeys((step, phase) for step, phase, _ in planes.made()))
+    phases = sorted({phase for _, phase in keys})
+    by_phase = {
+        phase: {step: planes.merged(step, phase) for step, own in keys if own is phase}
+        for phase in phases
+    }
+    for row, path in enumerate(rows.paths):
+        parts = []
+        for phase, merged in by_phase.items():
+            told = _of_phase({step: plane[row] for step, plane in merged.items()}, steps, words)
+            if told:
+                parts.append(f"{phase.word}: {told}")
+        if parts:
+            name = visible(path)[:_LONGEST_NAME] or "(root)"
+            yield f"{name}  {'  '.join(parts)}"
+
+
+def _of_phase(lines: dict[int, Array], steps: PageSteps, words: Sequence[str]) -> str:
+    """Return which classes the cells of one module have in one phase, with ranks and steps."""
+    found: dict[int, dict[bytes, list[int]]] = {}
+    for step, line in lines.items():
+        for cell in np.unique(line).tolist():
+            if cell:
+                ranks = np.flatnonzero(line == cell).tobytes()
+                found.setdefault(cell, {}).setdefault(ranks, []).append(step)
+    told = []
+    for cell, by_ranks in sorted(found.items()):
+        places = [
+            f"{ranks_named(np.frombuffer(ranks, np.int64).tolist())}, {_steps_named(own, steps)}"
+            for ranks, own in by_ranks.items()
+        ]
+        told.append(f"{words[cell]} ({'; '.join(places)})")
+    return "; ".join(told)
+
+
+def _steps_named(own: Sequence[int], steps: PageSteps) -> str:
+    """Return `steps 0-9`, `eval steps 1,2 and setup`."""
+    plain: dict[tuple[str, int], list[int]] = {}
+    others = []
+    for number in own:
+        step = steps.all[number]
+        if step.is_setup:
+            others.append(steps.label(number))
+        else:
+            plain.setdefault((step.mode.word, step.incarnation), []).append(step.step)
+    parts = []
+    for (mode, life), numbers in plain.items():
+        noun = "step" if len(numbers) == 1 else "steps"
+        parts.append(f"{mode} {noun} {ranks_text(numbers)}" + (f" (life {life})" if life else ""))
+    return " and ".join([*others, *parts])
+
+
+@dataclass(frozen=True, slots=True)
+class ValueChoice:
+    """What of a trace has its values on the page."""
+
+    rows_of: dict[int, frozenset[int] | None]
+    """By step: which modules, None for all; a step that is not here has none."""
+    left_out: str
+    """What is not there and how to get it, in words; "" where all is."""
+
+
+def chosen_values(
+    entries: Sequence[Array],
+    found: Collection[int],
+    near: Collection[int],
+    steps_of_findings: Collection[int],
+    limit: float,
+) -> ValueChoice:
+    """Return what fits.
+
+    Args:
+        entries: of every step [modules or more] values by row.
+        found: rows of findings.
+        near: the same, with those around and beside them.
+        steps_of_findings: steps that should be there.
+        limit: how many entries fit.
+    """
+    every = range(len(entries))
+    whole = [int(each.sum()) for each in entries]
+    strides = [stride for stride in _STRIDES if stride < 2 * len(entries)]
+    if sum(whole) <= limit:
+        return ValueChoice(dict.fromkeys(every), "")
+    rows_of: dict[int, frozenset[int] | None] = {}
+    own: list[int] = []
+    left = limit
+    for own, stride in itertools.product((sorted(near), sorted(found)), (1, *strides, len(every))):
+        costs = [int(each[[row for row in own if row < len(each)]].sum()) for each in entries]
+        around = [s for s in every if costs[s] and (s % stride == 0 or s in steps_of_findings)]
+        if sum(costs[step] for step in around) <= limit / 2:
+            rows_of = {step: frozenset(own) for step in around}
+            left = limit - sum(costs[step] for step in around)
+            break
+    for stride in strides:
+        full = [step for step in every if step % stride == 0]
+        if sum(whole[step] for step in full) <= left:
+            rows_of.update(dict.fromkeys(full))
+            return ValueChoice(rows_of, _words(rows_of, len(entries), len(own), stride))
+    first = np.flatnonzero(np.cumsum(entries[0]) <= left)
+    rows_of[0] = frozenset(first.tolist()) | (rows_of.get(0) or frozenset())
+    return ValueChoice(rows_of, _words(rows_of, len(entries), len(own), 0))
+
+
+def _words(rows_of: dict[int, frozenset[int] | None], steps: int, near: int, stride: int) -> str:
+    parts = []
+    if stride:
+        parts.append(f"of all modules in one step of {stride}")
+    else:
+        parts.append("of the first modules of the first step")
+    around = sum(1 for rows in rows_of.values() if rows is not None)
+    if near and around:
+        parts.append(
+            f"of {counted(near, 'module')} around the findings in {counted(around, 'step')} more"
+        )
+    return (
+        f"The map shows everything. The values behind its cells would not fit: those "
+        f"{' and '.join(parts)} are here, of {counted(steps, 'step')} (setup is one). For others "
+        "write a narrower page: rankscope report TRACE --path 'layers.3*' --step 10-12"
+    )

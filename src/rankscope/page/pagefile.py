@@ -7,7 +7,6 @@ import hashlib
 import html
 import json
 import os
-import secrets
 import stat
 from functools import cache
 from pathlib import Path
@@ -16,9 +15,7 @@ from typing import Any, Final
 from rankscope.errors import FolderError
 from rankscope.page.pagecontent import PageContent
 from rankscope.record.visibletext import visible
-from rankscope.run.replacing import new_file
-
-__all__ = ["page_html", "served_data", "write_file"]
+from rankscope.run.replacing import replacing
 
 _OURS: Final = b"<title>rankscope - "
 _HEAD_BYTES: Final = 4096
@@ -52,13 +49,8 @@ def write_file(content: PageContent, out: Path) -> Path:
             raise FolderError(
                 f"{out}: is no page of rankscope, and stays as it is; name another file"
             )
-        new = place.with_name(f".{secrets.token_hex(8)}.html")
-        try:
-            with new_file(new) as file:
-                file.write(page_html(content).encode("utf-8", "xmlcharrefreplace"))
-            os.replace(new, place)
-        finally:
-            new.unlink(missing_ok=True)
+        with replacing(place, is_synced=False) as file:
+            file.write(page_html(content).encode("utf-8", "xmlcharrefreplace"))
     except OSError as error:
         raise FolderError(f"{out}: the page cannot be written: {error.strerror}") from error
     return out

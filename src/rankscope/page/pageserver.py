@@ -28,8 +28,6 @@ from rankscope.page.pagefile import page_html, served_data
 from rankscope.record.visibletext import visible
 from rankscope.tree.damage import UNREADABLE
 
-__all__ = ["PageServer", "PageSource", "is_loopback"]
-
 _TOKEN_BYTES: Final = 18
 _LEAST_WAIT_S: Final = 2.0
 _MOST_CONNECTIONS: Final = 64

@@ -13,8 +13,6 @@ from rankscope.record.ranklists import ranks_named
 from rankscope.record.rankplace import NOTHING, RankPlace, alike_places, step_label
 from rankscope.tree.views import Trace
 
-__all__ = ["places_in", "ranks_html"]
-
 _LAST_STEPS: Final = 3
 _MOST_LINES: Final = 40
 

@@ -14,16 +14,12 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from rankscope.diagnosis.verdictwords import infected_line, verdict_rest, where_line
-from rankscope.page.pagesteps import PageSteps
+from rankscope.page.cellplanes import PageSteps
 from rankscope.record.finding import Finding, Report, Severity
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.visibletext import visible
 from rankscope.tree.summary import counted, extent
 from rankscope.tree.views import Trace
-
-__all__ = [
-    "coverage_html", "findings_html", "job_html", "table_html", "text", "verdict_html", "wide",
-]  # fmt: skip
 
 _LONGEST: Final = 2_000
 _LONGEST_COMMAND: Final = 300
@@ -85,7 +81,7 @@ def _to_map(finding: Finding, steps: PageSteps | None) -> str:
         return ""
     rank = f"&rank={finding.ranks[0]}" if finding.ranks else ""
     path = quote(visible(finding.path), safe=".")
-    link = f"#path={path}&step={steps.all[step].key}&phase={finding.phase.word}{rank}"
+    link = f"#path={path}&step={steps.key(step)}&phase={finding.phase.word}{rank}"
     return f' <a class="to-map" href="{text(link)}">show on the map</a>'
 
 
@@ -242,12 +238,8 @@ def _model_size(trace: Trace) -> Iterator[str]:
         yield size
 
 
-def coverage_html(report: Report) -> str:
-    """Return how much was judged, and why the rest was not, as bars and words."""
-    return "".join(_coverage(report))
-
-
-def _coverage(report: Report) -> Iterator[str]:
+def coverage_lines(report: Report) -> Iterator[str]:
+    """Yield how much was judged, and why the rest was not, as bars and words in HTML."""
     held = report.compared - report.alone
     judged = "held to others" if report.command == "check" else "compared with the reference"
     parts = [

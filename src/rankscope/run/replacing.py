@@ -72,7 +72,7 @@ def replacing(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
     Raises:
         OSError: it cannot be written; the draft is gone then: a full disk has better use for it.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}.new")
+    draft = path.with_name(f".{path.name[:60]}.{os.getpid()}.new")  # a name has 255 bytes at most
     try:
         draft.unlink(missing_ok=True)  # of a process that died with our number, or somebody's
         with new_file(draft) as file:

@@ -13,62 +13,27 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rankscope.record.call import CallStatus
-from rankscope.record.notes import NoteKind
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import parse_ranks, ranks_text
 from rankscope.record.value import is_form
 from rankscope.tree.damage import UNREADABLE, damage
-from rankscope.tree.slotview import SlotView, is_bound_to_one_tensor
+from rankscope.tree.slotview import SlotView
+from rankscope.tree.summary import counted
 from rankscope.tree.views import Node
 
 _MOST_PARTS = 64
 """Of a path; a name that was made to hurt may have thousands of dots."""
 _PYTHON = "python"
-_IN_ORDER = frozenset(status.word for status in CallStatus if status.is_in_order)
 _CALL_FACTS = ("calls", "ended", "ranks", "wrappers", "opaque")
 """What is said of calls, and no name of a slot."""
 Fact = tuple[str, str]
 """Word of a phase ("" for what is true in all of them), and what is said of it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotOutline:
-    """What is known of a slot without its numbers."""
-
-    dtype: str
-    shape: tuple[tuple[int, ...], ...]
-    """The global shape, or the ranks' own where the layout is unknown."""
-    device: str
-    mesh: str
-    """Kind of mesh, "" where no layout is known."""
-    layout: str
-    """Placements on its axes."""
-    distinct: int
-    """Different values over the ranks."""
-    disagreement: tuple[str, ...]
-    """What ranks of one node differ in."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RanksApart:
-    """Ranks that a trace itself says to differ where they should not: no rule was asked."""
-
-    path: str
-    phase: Phase
-    slot: str
-    """"" for the call as a whole."""
-    ranks: tuple[int, ...]
-    what: str
-    """`replicas differ`, `disagree in dtype`, or how the call ended."""
-    at_us: float
-    """When the call ended, or began where an input differs, since the first call of the run."""
-
-
 class ModuleOutline:
     """One module of a step, with what its calls in all phases have in common over micro-batches."""
 
-    __slots__ = ("_forward", "apart", "children", "class_name", "facts", "kind", "path", "ranks")
+    __slots__ = ("_forward", "children", "class_name", "facts", "kind", "path", "ranks")
 
     def __init__(
         self,
@@ -86,11 +51,8 @@ class ModuleOutline:
         """"" for what no call names: a list of modules, or a module that was never called."""
         self.ranks = _union({node.ranks_text for node in calls})
         """Those that called it; "" where none did."""
-        self.facts: Mapping[Fact, Hashable] = _facts(nodes)
+        self.facts: Mapping[Fact, Any] = _facts(nodes)
         self._forward = next((n for n in calls if n.phase is Phase.FORWARD), None)
-        self.apart: tuple[RanksApart, ...] = tuple(
-            each for node in nodes for each in _ranks_apart(node)
-        )
         own = (self.class_name, self.ranks, frozenset(self.facts.items()))
         inside = frozenset((name, child.kind) for name, child in children.items())
         self.kind: int = kinds.setdefault((own, inside), len(kinds))
@@ -223,7 +185,7 @@ def _union(texts: set[str]) -> str:
     return ranks_text(rank for text in texts for rank in parse_ranks(text))
 
 
-def _facts(nodes: Iterable[Node]) -> dict[Fact, Hashable]:
+def _facts(nodes: Iterable[Node]) -> dict[Fact, Any]:
     """Return what must be equal in modules that are alike."""
     found: dict[Fact, set[Hashable]] = {}
     calls: Counter[str] = Counter()
@@ -245,24 +207,28 @@ def _facts(nodes: Iterable[Node]) -> dict[Fact, Hashable]:
         for slot in node.slots:
             if slot.dtype != _PYTHON and not is_form(slot.slot):
                 found.setdefault((phase, slot.slot), set()).add(_slot_facts(slot))
-    facts: dict[Fact, Hashable] = {(phase, "calls"): count for phase, count in calls.items()}
+    facts: dict[Fact, Any] = {(phase, "calls"): count for phase, count in calls.items()}
     if issued:
         facts["", "collectives"] = frozenset(issued.items())
     return facts | {key: frozenset(values) for key, values in found.items()}
 
 
-def _slot_facts(slot: SlotView) -> SlotOutline:
+def _slot_facts(slot: SlotView) -> tuple[str, ...]:
+    """Return what is known of a slot without its numbers, in words of which each may stand alone:
+    dtype, shape (the global one, or the ranks' own where the layout is unknown), layout, device,
+    how many different values ranks hold, what ranks of one node differ in."""
     facts = slot.facts
     whole = facts.global_shape
-    local = {piece.shape for piece in slot.pieces} if whole is None else {whole}
-    return SlotOutline(
-        dtype=facts.dtype,
-        shape=tuple(sorted(local)),
-        device=facts.device,
-        mesh=facts.mesh,
-        layout=" ".join(f"{axis}={text}" for axis, text in facts.placements),
-        distinct=slot.distinct,
-        disagreement=slot.disagreement,
+    shapes = {piece.shape for piece in slot.pieces} if whole is None else {whole}
+    layout = " ".join(f"{axis}={text}" for axis, text in facts.placements)
+    differing = ", ".join(slot.disagreement)
+    return (
+        facts.dtype,
+        " or ".join(str(list(shape)) for shape in sorted(shapes)),
+        f"{layout} on mesh {facts.mesh}" if layout else "of no known layout",
+        f"on {facts.device}",
+        f"of {counted(slot.distinct, 'value')} over the ranks",
+        f"other {differing} by rank" if differing else "alike on its ranks",
     )
 
 
@@ -277,29 +243,6 @@ def _issued(facts: Mapping[str, Any]) -> str:
     reduce = f"({facts['reduce']})" if facts.get("reduce") else ""
     members = len(facts.get("members", ()))
     return f"{facts.get('op', 'collective')}{reduce} over {members}"
-
-
-def _ranks_apart(node: Node) -> Iterator[RanksApart]:
-    def apart(slot: str, ranks: tuple[int, ...], what: str) -> RanksApart:
-        took_us = 0.0 if slot.startswith("input") else node.time.max_us or 0.0
-        return RanksApart(
-            path=node.path, phase=node.phase, slot=slot, ranks=ranks, what=what,
-            at_us=node.time.start_us + took_us,
-        )  # fmt: skip
-
-    if not node.has_returned:
-        for outcome in node.outcomes:
-            if not outcome.has_returned and outcome.status not in _IN_ORDER:
-                yield apart("", outcome.ranks, outcome.status.replace("_", " "))
-    slots = node.slots
-    for slot in slots:
-        others = [each for each in slots if each.slot == slot.slot and each is not slot]
-        if slot.disagreement and is_bound_to_one_tensor(slot, others):
-            yield apart(slot.slot, slot.ranks, f"disagree in {', '.join(slot.disagreement)}")
-        for whole in slot.combined:
-            if whole.note is not None and whole.note.kind is NoteKind.REPLICAS_DIFFER:
-                ranks = parse_ranks(str(whole.note.fields["ranks"]))
-                yield apart(slot.slot, ranks, "replicas differ")
 
 
 def numbered_groups(

@@ -56,6 +56,13 @@ class CallOutcome:
         """True where the call came back as any call does."""
         return self.status == CallStatus.RETURNED.word
 
+    @property
+    def words(self) -> str:
+        """It in words: `raised on rank 1: ValueError: boom`."""
+        failed = self.status == "error"
+        what = "rankscope failed here" if failed else self.status.replace("_", " ")
+        return f"{what} on {ranks_named(self.ranks)}" + (f": {self.error}" if self.error else "")
+
 
 class Timing(NamedTuple):
     """When a call began, and how long it took over the ranks."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rankscope.chunks.safetensors import write_tensor
 from rankscope.compat.debugger.calltree import ForwardCall, call_of, forwards, prune_layers
 from rankscope.errors import SelectionError
-from rankscope.export.place import ExportPlace
+from rankscope.export.formats import ExportPlace
 from rankscope.export.subset import Selection
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.run.filenames import Progress

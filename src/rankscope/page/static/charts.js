@@ -1,7 +1,6 @@
 // Lines and their numbers. SVG: they scale, print, follow light and dark, and their points are text.
 
 const HIGH = 170;
-const MOST_POINTS = 1500;
 
 // Return a figure with lines over places 0..n-1.
 //   series: [{name, values: [number or null]}]; names: what a place is called; at: a place to mark;
@@ -42,7 +41,6 @@ function lineChart({ title, note, series, names, isLog = false, unit = "", at = 
   }
   if (at >= 0 && at < count) picture.append(drawn("line", { x1: x(at), x2: x(at), y1: box.top, y2: box.bottom, stroke: "var(--chosen)", "stroke-dasharray": "3 3" }));
   for (const place of odd) picture.append(drawn("text", { x: x(place), y: box.top + 10, "text-anchor": "middle", class: "odd" }, "\u00d7"));
-  const stride = Math.ceil(count / MOST_POINTS);
   series.forEach(({ values }, number) => {
     const ink = `var(--series-${number % 3})`;
     if (isBars) {
@@ -61,7 +59,6 @@ function lineChart({ title, note, series, names, isLog = false, unit = "", at = 
       const value = values[place];
       const isShown = value !== null && Number.isFinite(value) && (!isLog || value > 0);
       if (!isShown) { isDown = false; continue; }
-      if (stride > 1 && place % stride && !isPeak(values, place, stride)) continue;
       path += `${isDown ? "L" : "M"}${x(place).toFixed(1)} ${y(value).toFixed(1)}`;
       if (!isDown && (place + 1 >= values.length || values[place + 1] === null)) path += "h0.01";
       isDown = true;
@@ -99,12 +96,6 @@ function lineChart({ title, note, series, names, isLog = false, unit = "", at = 
 function onAxis(value, digits) {
   const size = Math.abs(value);
   return size >= 1e5 || (size && size < 1e-3) ? value.toExponential(digits > 3 ? digits - 1 : Number(value.toPrecision(1)) === value ? 0 : 1) : String(Number(value.toPrecision(digits)));
-}
-
-function isPeak(values, place, stride) {
-  const from = place - (place % stride);
-  for (let other = from; other < from + stride; other += 1) if (values[other] !== null && values[other] > values[place]) return false;
-  return true;
 }
 
 // The largest values in words: what somebody who does not see the lines is told.

@@ -6,7 +6,7 @@ const NARROWEST = 4;
 const READABLE = 10;
 const MANY = 500;
 const LEAST_STEP = 42;
-const PHASE_LETTERS = { setup: "S", forward: "F", recompute: "R", backward: "B", grads: "G", params: "P", collective: "C", accumulated: "A" };
+const letterOf = (phase) => phase[0].toUpperCase();
 
 // Return {columns: [{x, step, phase, ranks, block}], blocks: [{x, width, label, ranks, group, isWhole}], width, cell}.
 // `ranks` of a column are those its cell stands for; `probe` has one of each group, because all of a group are alike.

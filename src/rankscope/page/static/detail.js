@@ -67,8 +67,7 @@ class Detail {
     const [least, most, slowest] = call.us;
     if (most) words.push(least === most ? duration(most) : `${duration(least)} to ${duration(most)}, slowest rank ${slowest}`);
     const inside = [];
-    for (const [ranks, status, error] of call.end ?? []) inside.push(make("p", { class: "said" }, `${status.replace("_", " ")} on ${ranksNamed(ranks)}${error ? `: ${error}` : ""}`));
-    for (const [ranks, error] of call.err ?? []) inside.push(make("p", { class: "said" }, `rankscope failed here on ${ranksNamed(ranks)}: ${error}`));
+    for (const ended of call.end ?? []) inside.push(make("p", { class: "said" }, ended));
     for (const issued of call.co ?? []) inside.push(make("p", { class: "said mono" }, issued));
     const named = new Set(store.data.findings.filter((each) => each.m === call.m && each.t === call.t && each.p === call.p).map((each) => each.slot));
     const slots = (call.s ?? []).filter((slot) => view.isSlot(slot.n)).sort((a, b) => named.has(b.n) - named.has(a.n));

@@ -45,7 +45,7 @@ class Page {
         return number ? sample : null;
       }).filter(Boolean),
       make("span", { class: "ring", "data-glyph": "" }, "origin (dashed: inside, or a warning); lower half: inside a folded module"),
-      make("em", {}, this.store.phases.map((phase) => `${PHASE_LETTERS[phase] ?? phase[0]} ${phase}`).join(", ")),
+      make("em", {}, this.store.phases.map((phase) => `${letterOf(phase)} ${phase}`).join(", ")),
     );
     const boxes = this.store.phases.map((phase) => make("label", {}, make("input", { type: "checkbox", value: phase, change: () => this.phases() }), ` ${phase}`));
     byId("phases").replaceChildren(byId("phases").querySelector("legend"), ...boxes);

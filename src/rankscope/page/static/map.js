@@ -245,7 +245,7 @@ class CellMap {
     if (table.cell < 8) return;
     pen.fillStyle = this.ink.soft;
     pen.textAlign = "center";
-    for (const column of seen) pen.fillText(PHASE_LETTERS[column.phase] ?? column.phase[0], column.x - left + table.cell / 2 - 1, 48);
+    for (const column of seen) pen.fillText(letterOf(column.phase), column.x - left + table.cell / 2 - 1, 48);
   }
 
   // The steps above their columns; a line where another one begins.
@@ -311,7 +311,6 @@ class CellMap {
         line.fold.style.marginLeft = `${Math.min(tree.depth[row], 12) * 10}px`;
         line.name.replaceChildren(tree.name(row).slice(0, 200), make("span", { class: "class" }, tree.classes[row].slice(0, 80)));
         line.name.title = `${tree.paths[row].slice(0, 500) || "(root)"}  ${tree.classes[row].slice(0, 200)}`;
-        line.text = null;
       }
       if (this.view.row === row || first + 3 > at) line.unseen.textContent = this.rowText(row);
     });

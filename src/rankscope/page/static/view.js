@@ -119,9 +119,8 @@ class View {
     if (!found.length) found = finding ? ranksOf(finding.r, data.world) : ranksOf(data.alike[0], data.world);
     if (this.ranks && !found.some((rank) => this.ranks.includes(rank))) this.ranks = null;
     if (found.length === 1) {
-      const group = data.alike.findIndex((text) => ranksOf(text, data.world).includes(found[0]));
-      const size = group < 0 ? 0 : ranksOf(data.alike[group], data.world).length;
-      if (size > 1) found = ranksOf(data.alike[group], data.world);
+      const groups = data.alike.map((text) => ranksOf(text, data.world));
+      found = groups.find((group) => group.includes(found[0])) ?? found;
     }
     this.chosen = { row, step: this.step, phase: wanted, ranks: found, rank: ranks[0] ?? found[0] };
   }
