@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -103,16 +104,14 @@ def command(
             if is_exact:
                 exact = diff_bitwise(reference, test, paths=paths, layouts=layouts, progress=say)
                 return exact.report, _bitwise_lines(exact, paint), _bitwise_json(exact)
+            compare = functools.partial(
+                diff, reference, test, paths=paths, layouts=layouts, noise=again, tensors=tensors,
+                progress=say,
+            )  # fmt: skip
             if html is None:
-                report = diff(
-                    reference, test, paths=paths, layouts=layouts, noise=again, tensors=tensors,
-                    progress=say,
-                )  # fmt: skip
+                report = compare()
             else:
-                content, report = diff_page(
-                    reference, test, paths=paths, layouts=layouts, noise=again, tensors=tensors,
-                    progress=say,
-                )  # fmt: skip
+                content, report = diff_page(reference, test, compare)
                 write_file(content, html)
         lines = _difference_lines(reference, test, report, paint, is_all=is_all)
         return report, lines, report_json(report)

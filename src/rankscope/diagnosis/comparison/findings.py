@@ -37,27 +37,26 @@ class Degrees:
         for trace in (test, ref):
             for mesh in trace.run["meshes"]:
                 for axis, size in zip(mesh["axes"], mesh["shape"]):
-                    if size > 1:
-                        found.by_name.setdefault(f"{axis}={size}", float(size))
+                    found._add(f"{axis}={size}", size)
         for trace, whose in ((test, ""), (ref, "the reference's ")):
             world = int(trace.run["world_size"])
-            if world > 1:
-                found.by_name.setdefault(f"{whose}number of ranks, {world}", float(world))
+            found._add(f"{whose}number of ranks, {world}", world)
         return found
+
+    def _add(self, name: str, degree: int) -> None:
+        if degree > 1:
+            self.by_name[name] = float(degree)
 
     def take(self, batches: Batches) -> None:
         """Add what a step shows: data-parallel ranks and micro-batches."""
         for samples, whose in ((batches.test, ""), (batches.ref, "the reference's ")):
-            if samples.place_count > 1:
-                name = f"{whose}data-parallel ranks, {samples.place_count}"
-                self.by_name.setdefault(name, float(samples.place_count))
-            if samples.micro_batches > 1:
-                name = f"{whose}micro-batches, {samples.micro_batches}"
-                self.by_name.setdefault(name, float(samples.micro_batches))
+            places, micro_batches = samples.place_count, samples.micro_batches
+            self._add(f"{whose}data-parallel ranks, {places}", places)
+            self._add(f"{whose}micro-batches, {micro_batches}", micro_batches)
 
     def named(self, factor: float) -> list[str]:
         """Return the degrees that a factor, or one over it, equals."""
-        if not math.isfinite(factor) or factor == 0:
+        if factor == 0:
             return []
         size = max(abs(factor), 1 / abs(factor))
         return [name for name, degree in self.by_name.items() if abs(size / degree - 1) < 0.02]
@@ -91,10 +90,9 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
     key, difference = compared.key, compared.difference
     value = compared.value
     kind, text, evidence = _described(origin, degrees)
-    path = value.test_path
+    path, slot = value.first_test.call.path, value.first_test.slot
     if path != key.path:
         evidence["ref_path"] = key.path
-    slot = value.test_slot
     ranks = origin.holder_ranks
     if origin.is_of_all:
         path, slot = "", ""
@@ -102,7 +100,7 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
         ranks = np.unique(np.concatenate([v.value.test_ranks for v in (compared, *alike)]))
     if difference is not None and len(ranks) > 1 and len(difference.members) == 1:
         evidence["rank_resolution"] = "none"
-    names = dict.fromkeys(v.value.test_name for v in origin.victims)
+    names = dict.fromkeys(v.value.first_test.name for v in origin.victims)
     has_micro_batch = key.phase.facts.has_micro_batches
     severity = Severity.WARNING if origin.is_legal else Severity.FAULT
     place = f"{path or '(root)'}{f':{slot}' if slot else ''}"

@@ -329,9 +329,12 @@ def _is_of_batch(each: ComparedValue, mode: Mode, found: StepDifferences) -> boo
     }
     if not all("batchnorm" in name for name in names):
         return False
-    if any("sync" in name for name in names):
-        return not found.is_normalized_alike_over_ranks
-    return not found.is_normalized_alike
+    batches = found.batches
+    if batches is None:
+        return False
+    if any("sync" in name for name in names):  # over the batches of all ranks
+        return batches.ref.micro_batches != batches.test.micro_batches
+    return not batches.are_the_same
 
 
 def _batches_seen(found: StepDifferences) -> dict[str, tuple[float, float]]:
