@@ -11,6 +11,7 @@ import numpy as np
 from rankscope.diagnosis.comparison.difference import (
     CHI_SQUARE_RANGE,
     Batches,
+    ComparedValue,
     Difference,
     Measured,
 )
@@ -89,7 +90,8 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
     compared = origin.compared
     key, difference = compared.key, compared.difference
     value = compared.value
-    kind, text, evidence = _described(origin, degrees)
+    evidence = {} if difference is None else _evidence(origin, difference)
+    kind, text = _described(origin, degrees, evidence)
     path, slot = value.first_test.call.path, value.first_test.slot
     if path != key.path:
         evidence["ref_path"] = key.path
@@ -197,102 +199,67 @@ def _advice_of_input(origin: Origin) -> str:
     )
 
 
-_Described = tuple[Kind, str, dict[str, Any]]
-"""Kind, text and evidence."""
-
-
-def _described(origin: Origin, degrees: Degrees) -> _Described:
-    difference = origin.compared.difference
+def _described(origin: Origin, degrees: Degrees, evidence: dict[str, Any]) -> tuple[Kind, str]:
+    """Return what kind it is, and the sentence; add to the evidence what they rest on."""
+    compared, difference = origin.compared, origin.compared.difference
     if difference is None:
-        return Kind.DIVERGENCE, "has no gradient here, and has one in the reference", {}
-    evidence = _evidence(origin, difference)
-    return (
-        _from_outside(origin, evidence)
-        or _of_most(origin, evidence)
-        or _left_behind(origin, evidence)
-        or _of_summands(origin, difference, evidence)
-        or _scaled(origin, difference, degrees, evidence)
-        or _off(origin, difference, evidence)
-    )
-
-
-def _from_outside(origin: Origin, evidence: dict[str, Any]) -> _Described | None:
-    """Describe what comes of other samples, random numbers, batches or choices; else None."""
-    compared = origin.compared
+        return Kind.DIVERGENCE, "has no gradient here, and has one in the reference"
     if origin.is_random:
-        return Kind.DIVERGENCE, "drew other random numbers than the reference", evidence
+        return Kind.DIVERGENCE, "drew other random numbers than the reference"
     if any(compared.other_samples):
-        lost, unknown = compared.other_samples
-        evidence |= {"missing_samples": lost, "unknown_samples": unknown}
-        missing = f"{lost} of the reference's samples {'is' if lost == 1 else 'are'} missing"
-        if not unknown and compared.is_repeated:
-            return Kind.DUPLICATE, f"{missing}, and others were handed out twice", evidence
-        if not unknown:
-            return Kind.DIVERGENCE, missing, evidence
-        return Kind.DIVERGENCE, f"{_are(unknown, 'sample')} not in the reference", evidence
+        return _of_samples(compared, evidence)
     if origin.is_of_batch:
-        difference = compared.difference
-        what = "has statistics"
-        if difference is not None and difference.is_of_local_batch:
-            what = "is made of all samples"
+        what = "is made of all samples" if difference.is_of_local_batch else "has statistics"
         text = f"{what} of its local batch, which the reference splits in another way"
-        return Kind.DIVERGENCE, text, evidence
+        return Kind.DIVERGENCE, text
     if origin.is_choice and compared.is_of_choices:
-        return Kind.DIVERGENCE, f"{_flips(origin, evidence)}, as rounding can flip them", evidence
+        return (
+            Kind.DIVERGENCE,
+            f"{_flips(compared, difference, evidence)}, as rounding can flip them",
+        )
     if origin.is_choice:
         text = "may have sent some tokens to other experts than the reference, as rounding can"
-        return Kind.DIVERGENCE, text, evidence
-    return None
+        return Kind.DIVERGENCE, text
+    if origin.is_of_most:
+        text = f"{counted(origin.alike + 1, 'final gradient')} differ, by no factor that they share"
+        if origin.is_blind:
+            return Kind.DIVERGENCE, f"{text}, and nothing that they follow from could be compared"
+        agree = "the gradients of activations that they are made of agree"
+        return Kind.DIVERGENCE, f"{text}, and {agree}"
+    if compared.is_left_behind:
+        alike = _alike(origin, "parameter")
+        return Kind.PARAMETER, f"stays as it was, and the reference's is updated{alike}"
+    if difference.partial:
+        word = "sum" if difference.partial == "sum" else "average"
+        text = (
+            f"every rank holds a value of its own, whose {word} is the reference's, and which is "
+            f"used as it is, unreduced{_alike(origin)}"
+        )
+        return Kind.GRADIENT if compared.key.phase is Phase.GRADS else Kind.REPLICA, text
+    return _scaled(origin, difference, degrees, evidence) or _off(origin, difference, evidence)
 
 
-def _of_most(origin: Origin, evidence: dict[str, Any]) -> _Described | None:
-    """Describe most final gradients together, which share no factor; None for other values."""
-    if not origin.is_of_most:
-        return None
-    text = f"{counted(origin.alike + 1, 'final gradient')} differ, by no factor that they share, "
-    if origin.is_blind:
-        text += "and nothing that they follow from could be compared"
-    else:
-        text += "and the gradients of activations that they are made of agree"
-    return Kind.DIVERGENCE, text, evidence
+def _of_samples(compared: ComparedValue, evidence: dict[str, Any]) -> tuple[Kind, str]:
+    lost, unknown = compared.other_samples
+    evidence |= {"missing_samples": lost, "unknown_samples": unknown}
+    if unknown:
+        return Kind.DIVERGENCE, f"{_are(unknown, 'sample')} not in the reference"
+    missing = f"{lost} of the reference's samples {'is' if lost == 1 else 'are'} missing"
+    if compared.is_repeated:
+        return Kind.DUPLICATE, f"{missing}, and others were handed out twice"
+    return Kind.DIVERGENCE, missing
 
 
-def _left_behind(origin: Origin, evidence: dict[str, Any]) -> _Described | None:
-    """Describe parameters that the step moved in the reference alone; None for other values."""
-    if not origin.compared.is_left_behind:
-        return None
-    text = "stays as it was, and the reference's is updated"
-    if origin.alike:
-        text += f"; the same holds for {counted(origin.alike, 'other parameter')}"
-    return Kind.PARAMETER, text, evidence
-
-
-def _of_summands(
-    origin: Origin, difference: Difference, evidence: dict[str, Any]
-) -> _Described | None:
-    """Describe summands that ranks use as they are; None for other values."""
-    if not difference.partial:
-        return None
-    word = "sum" if difference.partial == "sum" else "average"
-    text = (
-        f"every rank holds a value of its own, whose {word} is the reference's, and which is "
-        f"used as it is, unreduced"
-    )
-    text += _alike(origin)
-    kind = Kind.GRADIENT if origin.compared.key.phase is Phase.GRADS else Kind.REPLICA
-    return kind, text, evidence
-
-
-def _alike(origin: Origin) -> str:
+def _alike(origin: Origin, noun: str = "") -> str:
     if not origin.alike:
         return ""
-    noun = "update" if origin.compared.is_update else "gradient"
+    noun = noun or ("update" if origin.compared.is_update else "gradient")
     return f"; the same holds for {counted(origin.alike, f'other {noun}')}"
 
 
 def _scaled(
     origin: Origin, difference: Difference, degrees: Degrees, evidence: dict[str, Any]
-) -> _Described | None:
+) -> tuple[Kind, str] | None:
     """Describe a value that is the reference's times a factor; None for other values."""
     compared = origin.compared
     if difference.has_other_nonfinite or difference.at_least is not None:
@@ -309,7 +276,7 @@ def _scaled(
             f"{_noun(origin)} is {factors.min():.4g} to {factors.max():.4g} times the reference's, "
             f"by another factor in each micro-batch or on each rank"
         )
-        return Kind.SCALE, text, evidence
+        return Kind.SCALE, text
     is_scaled = rest <= _CLEARLY_SCALED * abs(factor - 1)
     is_factor = abs(factor - 1) > max(compared.allowed, _LEAST_FACTOR)
     if not (is_scaled and is_factor):
@@ -330,27 +297,24 @@ def _scaled(
         )
     else:
         text = f"{_noun(origin)} is {factor:.4g} times the reference's{like}{_alike(origin)}"
-    return Kind.SCALE, text, evidence
+    return Kind.SCALE, text
 
 
-def _off(origin: Origin, difference: Difference, evidence: dict[str, Any]) -> _Described:
+def _off(origin: Origin, difference: Difference, evidence: dict[str, Any]) -> tuple[Kind, str]:
     """Describe a value that is another one."""
     compared, bad = origin.compared, origin.bad_parts
     if difference.has_other_nonfinite:
         nan = sum(difference.test.nonfinite)
-        return (
-            Kind.NONFINITE if nan else Kind.DIVERGENCE,
-            f"{_are(nan, 'element')} NaN or infinite, "
-            f"{sum(difference.ref.nonfinite)} in the reference",
-            evidence,
-        )
+        ours = sum(difference.ref.nonfinite)
+        text = f"{_are(nan, 'element')} NaN or infinite, {ours} in the reference"
+        return Kind.NONFINITE if nan else Kind.DIVERGENCE, text
     if compared.is_moved_alone:
         text = "is trained here, and stays as it was in the reference, where it has no gradient"
-        return Kind.DIVERGENCE, text, evidence
+        return Kind.DIVERGENCE, text
     what = _noun(origin)
     if difference.at_least is not None:
         text = f"{what} is off by at least {compared.error:.3g} of its norm, by its statistics"
-        return Kind.DIVERGENCE, text, evidence
+        return Kind.DIVERGENCE, text
     low, high = (compared.error * times for times in CHI_SQUARE_RANGE)
     is_exact = difference.measured == Measured.TENSORS
     sure = "exactly, by full tensors" if is_exact else f"{low:.2g} to {high:.2g}"
@@ -358,22 +322,21 @@ def _off(origin: Origin, difference: Difference, evidence: dict[str, Any]) -> _D
     is_far = compared.error > _LEAST_PERMUTED and not compared.is_update
     if is_far and difference.is_permuted(bad):
         text = f"the same numbers in another order: norm, mean, least and greatest agree, and {off}"
-        return Kind.PERMUTATION, text, evidence
+        return Kind.PERMUTATION, text
     if compared.is_of_choices:
-        off = _flips(origin, evidence)
+        off = _flips(compared, difference, evidence)
     if not bad.all() and len({difference.units[i] for i in range(len(bad))}) < len(bad):
         others = ranks_named(difference.ranks(~bad).tolist())
-        return Kind.REPLICA, f"{off}; that of {others} agrees", evidence
-    return Kind.DIVERGENCE, off, evidence
+        return Kind.REPLICA, f"{off}; that of {others} agrees"
+    return Kind.DIVERGENCE, off
 
 
-def _flips(origin: Origin, evidence: dict[str, Any]) -> str:
+def _flips(compared: ComparedValue, difference: Difference, evidence: dict[str, Any]) -> str:
     """Say how many choices are other ones."""
-    difference, value = origin.compared.difference, origin.compared.value
-    assert difference is not None
-    flips = max(round(difference.flips(is_mask=value.is_mask)), 1)
+    is_mask = compared.value.is_mask
+    flips = max(round(difference.flips(is_mask=is_mask)), 1)
     evidence |= {"flips": flips, "choices": difference.ref.count}
-    noun = "elements of the mask" if value.is_mask else "choices"
+    noun = "elements of the mask" if is_mask else "choices"
     return f"about {flips:,} of {difference.ref.count:,} {noun} are other ones"
 
 
