@@ -15,13 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from rankscope.diagnosis.comparison.alignment import (
-    AlignedValue,
-    PathMap,
-    SlotKey,
-    align,
-    in_order,
-)
+from rankscope.diagnosis.comparison.alignment import PathMap, SlotKey, align, in_order
 from rankscope.diagnosis.comparison.difference import Batches
 from rankscope.diagnosis.comparison.preflight import run_lines, step_line
 from rankscope.diagnosis.comparison.tracesides import TraceSide, two_sides
@@ -109,17 +103,17 @@ class _Search:
         """Compare two steps, or setups."""
         aligned = align(ref, test, self._paths)
         self._tally.take(aligned)
-        by_key: defaultdict[SlotKey, list[AlignedValue]] = defaultdict(list)
+        partners: defaultdict[SlotKey, list[dict[int, SlotValues]]] = defaultdict(list)
         for value in aligned.values:
-            by_key[value.key].append(value)
+            partners[value.key].append(value.test)
             self._tally.unpaired += len(value.ref.keys() ^ value.test.keys())
         # who worked on which samples is asked only where topologies differ
         batches = functools.cache(
             lambda: Batches.of(self._ref.samples(ref), self._test.samples(test))
         )
         for key, ours in in_order(ref):
-            for value in by_key[key]:
-                theirs = value.test.get(ours.call.micro_batch or 0)
+            for by_micro_batch in partners[key]:
+                theirs = by_micro_batch.get(ours.call.micro_batch or 0)
                 if theirs is not None:
                     self._judge(key, ours, theirs, test, batches)
 
@@ -273,6 +267,5 @@ def _rank_by_rank(ref: SlotValues, test: SlotValues) -> Array | str:
 
 
 def _is_mixed(ref: SlotValues, test: SlotValues) -> bool:
-    mixed = int(ValueFlag.MIX64)
-    kinds = {bool(flag) for each in (ref, test) for flag in (each.flags & mixed).tolist()}
-    return len(kinds) > 1
+    kinds = np.concatenate([ref.flags, test.flags]) & int(ValueFlag.MIX64)
+    return bool((kinds != kinds[0]).any())

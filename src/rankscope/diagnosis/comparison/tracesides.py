@@ -19,7 +19,6 @@ from rankscope.diagnosis.replicas import Layouts
 from rankscope.diagnosis.stepview import Array, CallView, StepView, step_view_of
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
-from rankscope.record.phases import Phase
 from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.views import Step, Trace
 
@@ -92,12 +91,8 @@ class TraceSide:
     def can_place(self, step_view: StepView) -> bool:
         """True where the trace holds what tells the places of ranks: parameters at setup, and what
         a root was handed."""
-        setup = self.setup
-        has_parameters = setup is not None and any(
-            values.slot.startswith("param:") for values in setup.values(Phase.SETUP)
-        )
         roots = (call for call in step_view.calls if call.parent is None and call.path == "")
-        return has_parameters and any(any(True for _ in call.inputs) for call in roots)
+        return bool(self._stages) and any(any(True for _ in call.inputs) for call in roots)
 
     def is_same_program(self, other: TraceSide) -> bool:
         """True where both jobs are one program on as many ranks and the same meshes."""
