@@ -210,15 +210,11 @@ def _matrix_lines(ref: Path, found: Sequence[tuple[Path, Report]], paint: Paint)
         f"{sum(report.verdict is word for _, report in found)} {word.value}" for word in words
     )
     yield f"{counted(len(found), 'run')} held to {ref}: {told}"
-    yield paint("dim", _padded(head, widths))
-    for row, (_, report) in zip(rows, found):
-        start, verdict = row[0].ljust(widths[0]), row[1].ljust(widths[1])
-        rest = _padded(row[2:], widths[2:])
-        yield f"{start}  {paint(STYLES[report.verdict], verdict)}  {rest}"
-
-
-def _padded(row: Sequence[str], widths: Sequence[int]) -> str:
-    return "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+    padded = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in (head, *rows)]
+    yield paint("dim", "  ".join(padded[0]).rstrip())
+    for row, (_, report) in zip(padded[1:], found):
+        row[1] = paint(STYLES[report.verdict], row[1])
+        yield "  ".join(row).rstrip()
 
 
 def _matrix_row(path: Path, report: Report) -> tuple[str, str, str, str, str, str]:
@@ -231,12 +227,5 @@ def _matrix_row(path: Path, report: Report) -> tuple[str, str, str, str, str, st
     when = f"{first.phase.word} of {first.mode.word} step {first.step}"
     more = len(report.origins) - 1
     others = f" and {counted(more, 'more origin')}" if more else ""
-    ranks = ranks_text(first.ranks)
-    return (
-        str(path),
-        report.verdict.value,
-        compared,
-        first.kind.value,
-        ranks,
-        f"{place}, {when}{others}",
-    )
+    what = first.kind.value, ranks_text(first.ranks), f"{place}, {when}{others}"
+    return str(path), report.verdict.value, compared, *what

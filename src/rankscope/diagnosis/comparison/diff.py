@@ -7,17 +7,8 @@ from typing import Final
 
 import numpy as np
 
-from rankscope.diagnosis.comparison.alignment import (
-    COMPARED,
-    FORWARDS,
-    PathMap,
-    SlotKey,
-    align,
-)
-from rankscope.diagnosis.comparison.datasamples import (
-    places_by_inputs,
-    samples_of_step,
-)
+from rankscope.diagnosis.comparison.alignment import COMPARED, FORWARDS, PathMap, SlotKey, align
+from rankscope.diagnosis.comparison.datasamples import places_by_inputs, samples_of_step
 from rankscope.diagnosis.comparison.difference import Batches
 from rankscope.diagnosis.comparison.findings import Degrees, finding_of
 from rankscope.diagnosis.comparison.fulltensors import FullTensors

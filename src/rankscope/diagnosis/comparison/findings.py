@@ -80,11 +80,6 @@ _ADVICE: Final = {
 }
 
 
-_GUILTY: Final = (
-    "This module is at fault, and nothing before it: its inputs are the reference's to the bit."
-)
-
-
 def finding_of(origin: Origin, degrees: Degrees) -> Finding:
     """Return what is to be said of an origin."""
     compared = origin.compared
@@ -127,10 +122,9 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
 
 def _micro_batch(origin: Origin) -> int:
     difference = origin.compared.difference
-    if difference is None:
-        return 0
-    units = [unit for unit, bad in zip(difference.units, origin.bad_parts.tolist()) if bad]
-    return min((unit[0] for unit in units), default=0)
+    units = [] if difference is None else difference.units
+    wrong = [unit[0] for unit, is_bad in zip(units, origin.bad_parts.tolist()) if is_bad]
+    return min(wrong, default=0)
 
 
 def _advice(origin: Origin, kind: Kind) -> str:
@@ -164,7 +158,9 @@ def _advice(origin: Origin, kind: Kind) -> str:
     if phase.facts.is_activation and origin.compared.value.is_input and kind is Kind.DIVERGENCE:
         return _advice_of_input(origin)
     if origin.is_isolated and kind in (Kind.DIVERGENCE, Kind.PERMUTATION):
-        return f"{_GUILTY} {_ADVICE[Kind.DIVERGENCE].partition(': ')[2].capitalize()}"
+        guilty = "This module is at fault, and nothing before it"
+        compare = _ADVICE[Kind.DIVERGENCE].partition(": ")[2].capitalize()
+        return f"{guilty}: its inputs are the reference's to the bit. {compare}"
     if kind is Kind.SCALE and phase is Phase.FORWARD:
         return f"{_ADVICE[kind]} A factor near 1 may come of a constant, such as a norm's eps."
     if origin.is_blind:

@@ -182,15 +182,14 @@ class _StepSearch:
     def judged(self, each: ComparedValue, givers: GiverState) -> GiverState:
         """Return what is known of a value, given what is known of its givers."""
         error = each.error
-        if givers.origin is not None:
-            if error <= min(each.allowed, each.by_rounding):
-                return GiverState(error, None, True)
-            givers.origin.victims.append(each)
-            return GiverState(error, givers.origin, True)
+        origin: Origin | None = None
         given = 0.0 if each.value.is_discrete else _AMPLIFICATION * givers.error
-        if error > each.allowed + given:
-            return GiverState(error, self._new(each, givers.error), True)
-        return GiverState(error, None, True)
+        if givers.origin is None and error > each.allowed + given:
+            origin = self._new(each, givers.error)
+        elif givers.origin is not None and error > min(each.allowed, each.by_rounding):
+            origin = givers.origin
+            origin.victims.append(each)
+        return GiverState(error, origin, True)
 
 
 def _are_alike(new: Origin, old: Origin) -> bool:

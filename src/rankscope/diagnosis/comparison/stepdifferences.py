@@ -20,12 +20,7 @@ import numpy as np
 
 from rankscope.diagnosis.comparison.alignment import AlignedStep, AlignedValue, SlotKey
 from rankscope.diagnosis.comparison.datasamples import Unit
-from rankscope.diagnosis.comparison.difference import (
-    Batches,
-    ComparedValue,
-    Difference,
-    Measured,
-)
+from rankscope.diagnosis.comparison.difference import Batches, ComparedValue, Difference, Measured
 from rankscope.diagnosis.comparison.fulltensors import FullTensors
 from rankscope.diagnosis.comparison.tolerances import Tolerances
 from rankscope.diagnosis.comparison.wholedistances import compare_wholes

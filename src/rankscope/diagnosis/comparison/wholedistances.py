@@ -383,11 +383,7 @@ def _by_statistics(ours: _Units, left: _Units, batches: Batches) -> Difference |
 
 
 def _reduced_over_units(
-    ours: _Units,
-    theirs: _Units,
-    batches: Batches,
-    common: Difference,
-    allowed: float,
+    ours: _Units, theirs: _Units, batches: Batches, common: Difference, allowed: float
 ) -> Difference | None:
     """Compare what is made of all samples of a batch, such as a loss, where runs split that batch
     unlike: the average over samples, or the sum over units, may be the reference's.
