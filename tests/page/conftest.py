@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from rankscope.diagnosis.comparison.diff import diff
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.page.diffpage import diff_page
 from rankscope.page.pagefile import write_file
@@ -101,7 +102,8 @@ def page_of(trace_of: Callable[[str], Path]) -> Callable[[str], Path]:
         layouts = LayoutFile.load(file) if file.exists() else None
         trace, reference = open_trace(folder / "trace"), folder / "reference"
         if reference.exists():
-            return write_file(diff_page(open_trace(reference), trace, layouts=layouts)[0], out)
+            compare = functools.partial(diff, open_trace(reference), trace, layouts=layouts)
+            return write_file(diff_page(open_trace(reference), trace, compare)[0], out)
         return write_page(trace, out, layouts=layouts)
 
     return written

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -101,16 +102,14 @@ def command(
             if is_exact:
                 exact = diff_bitwise(reference, test, paths=paths, layouts=layouts, progress=say)
                 return exact.report, _bitwise_lines(exact, paint), _bitwise_json(exact)
+            compare = functools.partial(
+                diff, reference, test, paths=paths, layouts=layouts, noise=again, tensors=tensors,
+                progress=say,
+            )  # fmt: skip
             if html is None:
-                report = diff(
-                    reference, test, paths=paths, layouts=layouts, noise=again, tensors=tensors,
-                    progress=say,
-                )  # fmt: skip
+                report = compare()
             else:
-                content, report = diff_page(
-                    reference, test, paths=paths, layouts=layouts, noise=again, tensors=tensors,
-                    progress=say,
-                )  # fmt: skip
+                content, report = diff_page(reference, test, compare)
                 write_file(content, html)
         lines = _difference_lines(reference, test, report, paint, is_all=is_all)
         return report, lines, report_json(report)
@@ -209,15 +208,11 @@ def _matrix_lines(ref: Path, found: Sequence[tuple[Path, Report]], paint: Paint)
         f"{sum(report.verdict is word for _, report in found)} {word.value}" for word in words
     )
     yield f"{counted(len(found), 'run')} held to {ref}: {told}"
-    yield paint("dim", _padded(head, widths))
-    for row, (_, report) in zip(rows, found):
-        start, verdict = row[0].ljust(widths[0]), row[1].ljust(widths[1])
-        rest = _padded(row[2:], widths[2:])
-        yield f"{start}  {paint(STYLES[report.verdict], verdict)}  {rest}"
-
-
-def _padded(row: Sequence[str], widths: Sequence[int]) -> str:
-    return "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+    padded = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in (head, *rows)]
+    yield paint("dim", "  ".join(padded[0]).rstrip())
+    for row, (_, report) in zip(padded[1:], found):
+        row[1] = paint(STYLES[report.verdict], row[1])
+        yield "  ".join(row).rstrip()
 
 
 def _matrix_row(path: Path, report: Report) -> tuple[str, ...]:

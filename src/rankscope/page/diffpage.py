@@ -3,18 +3,17 @@ explains."""
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Final
 
 import numpy as np
 
-from rankscope.diagnosis.comparison.alignment import AlignedValue, PathMap
 from rankscope.diagnosis.comparison.diff import diff
 from rankscope.diagnosis.comparison.difference import ComparedValue
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.tracesides import StepKey
-from rankscope.layout.layoutfile import LayoutFile
 from rankscope.page.calldetails import slot_detail
 from rankscope.page.cellplanes import CALL_KIND, DistanceClass, slot_kind
 from rankscope.page.pagecontent import DATA_BYTES, PageContent, PageMap, ValueChoice, fitting
@@ -24,7 +23,6 @@ from rankscope.record.call import Mode
 from rankscope.record.finding import Report
 from rankscope.record.phases import Phase
 from rankscope.record.visibletext import visible
-from rankscope.run.filenames import Progress
 from rankscope.tree.step import StepHead
 from rankscope.tree.views import Trace
 
@@ -41,21 +39,15 @@ _BY_DEPTH: Final = {
 
 
 def diff_page(
-    ref: Trace,
-    test: Trace,
-    *,
-    paths: PathMap | Sequence[str] = (),
-    layouts: LayoutFile | None = None,
-    noise: Trace | None = None,
-    tensors: bool = True,
-    progress: Progress | None = None,
+    ref: Trace, test: Trace, compare: Callable[..., Report] | None = None
 ) -> tuple[PageContent, Report]:
-    """Return the page of two traces, and the verdict it shows; all else as of `diff`."""
+    """Return the page of two traces, and the verdict it shows.
+
+    Args:
+        compare: `diff` of these traces with all its options but `each_step`; None for no options.
+    """
     cells = _DiffCells(test)
-    report = diff(
-        ref, test, paths=paths, layouts=layouts, noise=noise, tensors=tensors, progress=progress,
-        each_step=cells.note,
-    )  # fmt: skip
+    report = (compare or functools.partial(diff, ref, test))(each_step=cells.note)
     content = cells.content(
         report,
         cells.charts,
@@ -91,11 +83,14 @@ class _DiffCells(PageMap):
             lambda: {"error": {}, "noise": {}}
         )
         for compared in found.compared:
-            row = self.rows.of(compared.value.test_path)
+            held = compared.value.first_test
+            row = self.rows.of(held.call.path)
             is_wrong = id(compared) in wrong
-            self._mark(step, row, compared, is_wrong=is_wrong)
+            kind = slot_kind(held.slot)
+            for ranks, cell in _classes(compared, is_wrong=is_wrong):
+                inside = ranks[ranks < self.planes.world]
+                self.planes.raise_to(step, compared.key.phase, kind, row, inside, cell)
             self._add(calls, step, row, compared)
-            kind = slot_kind(compared.value.test_slot)
             is_judged = not compared.reason and (is_wrong or not compared.is_left)
             if is_judged and kind == _BY_DEPTH.get(compared.key.phase):
                 drawn = errors[compared.key.phase.word]
@@ -111,12 +106,6 @@ class _DiffCells(PageMap):
         self._calls += calls.values()
         self.planes.close()
 
-    def _mark(self, step: int, row: int, compared: ComparedValue, *, is_wrong: bool) -> None:
-        kind = slot_kind(compared.value.test_slot)
-        for ranks, cell in _classes(compared, is_wrong=is_wrong):
-            inside = ranks[ranks < self.planes.world]
-            self.planes.raise_to(step, compared.key.phase, kind, row, inside, cell)
-
     def _add(
         self,
         calls: dict[tuple[int, Phase, int], dict[str, Any]],
@@ -127,12 +116,12 @@ class _DiffCells(PageMap):
         key, value = compared.key, compared.value
         call = calls.get((row, key.phase, key.ordinal))
         if call is None:
-            node = next(iter(value.test.values())).call.node
+            node = value.first_test.call.node
             call = {"m": row, "t": step, "p": key.phase.word, "r": node.ranks_text}
             call |= {"us": [None, None, None], "s": []}
             if key.ordinal:
                 call["o"] = key.ordinal
-            if value.call.path != value.test_path:
+            if value.call.path != node.path:
                 call["w"] = visible(f"{value.call.path or '(root)'} of the reference")
             calls[row, key.phase, key.ordinal] = call
         call["s"].append(_slot(compared))
@@ -149,7 +138,7 @@ class _DiffCells(PageMap):
 def _classes(compared: ComparedValue, *, is_wrong: bool) -> Iterator[tuple[Any, DistanceClass]]:
     """Yield ranks and the class of what they hold. What is off by more than rounding and is no
     fault is told by another value, as a summand by its sum, or made of what rounding had moved."""
-    every = np.unique(np.concatenate([np.asarray(v.ranks) for v in compared.value.test.values()]))
+    every = compared.value.test_ranks
     if compared.is_missing:
         yield every, DistanceClass.MISSING
     elif compared.difference is None or compared.reason:
@@ -171,9 +160,12 @@ def _classes(compared: ComparedValue, *, is_wrong: bool) -> Iterator[tuple[Any, 
 def _slot(compared: ComparedValue) -> dict[str, Any]:
     value = compared.value
     slot: dict[str, Any] = {
-        "n": visible(value.test_slot),
+        "n": visible(value.first_test.slot),
         "d": " | ".join(sorted(map(visible, value.dtypes))),
-        "sides": [["reference", _side(value, "ref")], ["this run", _side(value, "test")]],
+        "sides": [
+            ["reference", slot_detail(value.first_ref)],
+            ["this run", slot_detail(value.first_test)],
+        ],
     }
     if compared.difference is not None:
         slot["error"] = _finite(compared.error)
@@ -183,12 +175,6 @@ def _slot(compared: ComparedValue) -> dict[str, Any]:
     if compared.reason:
         slot["reason"] = visible(compared.reason)
     return slot
-
-
-def _side(value: AlignedValue, name: str) -> dict[str, Any]:
-    """Return one side's value, of its first micro-batch."""
-    held = value.ref if name == "ref" else value.test
-    return slot_detail(next(iter(held.values())))
 
 
 def _finite(error: float) -> float:

@@ -105,7 +105,7 @@ def owners_of(trace: Trace, incarnation: int) -> Mapping[str, tuple[int, ...]]:
 def _infer(trace: Trace, step: Step, wanted: frozenset[int], declared: Mesh | None) -> Peers:
     setup = [s for s in trace.setup if s.incarnation == step.incarnation]
     owned = [
-        _held_parameter(own)
+        held_parameter(own)
         for s in setup
         for node in s.walk()
         for slot, views in tensors_of(node).items()
@@ -170,7 +170,7 @@ def is_constant(views: Iterable[SlotView]) -> bool:
 # ---- parameters ----------------------------------------------------------------------------------
 
 
-def _held_parameter(views: list[SlotView]) -> HeldParameter:
+def held_parameter(views: list[SlotView]) -> HeldParameter:
     """Return one parameter over all its ranks."""
     is_placed = views[0].source in (LayoutSource.DTENSOR, LayoutSource.MARKED)
     return HeldParameter(

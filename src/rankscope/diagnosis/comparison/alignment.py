@@ -55,9 +55,8 @@ class PathMap:
         Raises:
             SettingError: no regular expression, or no `=`.
         """
-        self._rules = [self._read(rule) for rule in rules]
-        self._texts = list(rules)
-        self._is_used = [False] * len(self._texts)
+        self._rules = [(rule, *self._read(rule)) for rule in rules]
+        self._used: set[str] = set()
         self._known: dict[str, str] = {}
         self._origins: dict[str, str] = {}
 
@@ -100,9 +99,10 @@ class PathMap:
             return path
         if path not in self._known:
             found = path
-            for number, (pattern, replacement) in enumerate(self._rules):
+            for rule, pattern, replacement in self._rules:
                 found, count = pattern.subn(replacement, found)
-                self._is_used[number] |= count > 0
+                if count:
+                    self._used.add(rule)
             other = self._origins.setdefault(found, path)
             if other != path:
                 raise SettingError(
@@ -116,7 +116,7 @@ class PathMap:
     @property
     def unused(self) -> list[str]:
         """The rules that matched no path so far."""
-        return [text for text, is_used in zip(self._texts, self._is_used) if not is_used]
+        return [rule for rule, *_ in self._rules if rule not in self._used]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -124,9 +124,6 @@ class AlignedValue:
     """One value of both traces, by micro-batch on either side."""
 
     key: SlotKey
-    call: CallView
-    """The reference's first call that has it."""
-    is_input: bool
     ref: dict[int, SlotValues]
     test: dict[int, SlotValues]
 
@@ -136,9 +133,29 @@ class AlignedValue:
         return {v.dtype for side in (self.ref, self.test) for v in side.values()}
 
     @property
+    def first_ref(self) -> SlotValues:
+        """The reference's, in its first micro-batch."""
+        return next(iter(self.ref.values()))
+
+    @property
+    def first_test(self) -> SlotValues:
+        """The test's, in its first micro-batch."""
+        return next(iter(self.test.values()))
+
+    @property
+    def call(self) -> CallView:
+        """The reference's first call that has it."""
+        return self.first_ref.call
+
+    @property
+    def is_input(self) -> bool:
+        """True for what a call begins with."""
+        return is_input(self.key.slot, self.key.phase)
+
+    @property
     def is_vector(self) -> bool:
         """True where the reference's value has one dim."""
-        return len(whole_shape(next(iter(self.ref.values())))) == 1
+        return len(whole_shape(self.first_ref)) == 1
 
     @property
     def is_discrete(self) -> bool:
@@ -149,21 +166,6 @@ class AlignedValue:
     def is_mask(self) -> bool:
         """True where both sides hold a mask."""
         return self.dtypes == {"bool"}
-
-    @property
-    def test_path(self) -> str:
-        """The path as the test has it."""
-        return next(iter(self.test.values())).call.path
-
-    @property
-    def test_slot(self) -> str:
-        """The slot as the test has it."""
-        return next(iter(self.test.values())).slot
-
-    @property
-    def test_name(self) -> str:
-        """Path and slot as the test has them, in words."""
-        return next(iter(self.test.values())).name
 
     @property
     def test_ranks(self) -> Array:
@@ -200,35 +202,24 @@ def align(
     """Return which values of two steps belong together, of the phases that are compared."""
     theirs: dict[SlotKey, dict[int, SlotValues]] = {}
     original: dict[SlotKey, str] = {}
-    for key, call, values in _slots(test, phases):
-        renamed = key._replace(path=paths(key.path))
+    for values in test.values(*phases):
+        call = values.call
+        renamed = SlotKey(call.phase, paths(call.path), call.ordinal, values.slot)
         theirs.setdefault(renamed, {})[call.micro_batch or 0] = values
-        original[renamed] = key.path
+        original[renamed] = call.path
     ours: dict[SlotKey, dict[int, SlotValues]] = {}
-    for key, call, values in _slots(ref, phases):
-        ours.setdefault(key, {})[call.micro_batch or 0] = values
+    for key, values in in_order(ref):
+        if key.phase in phases:
+            ours.setdefault(key, {})[values.call.micro_batch or 0] = values
     found = AlignedStep()
-    used: set[SlotKey] = set()
-    seen: set[SlotKey] = set()
-    for key, call in in_order(ref):
-        if key in seen or key not in ours:
-            continue
-        seen.add(key)
+    for key, own in ours.items():
         partners = [other for other in _same(key, ours) if other in theirs]
+        found.values += [AlignedValue(key=key, ref=own, test=theirs[each]) for each in partners]
         for other in partners:
-            used.add(other)
-            found.values.append(
-                AlignedValue(
-                    key=key,
-                    call=call,
-                    is_input=is_input(key.slot, key.phase),
-                    ref=ours[key],
-                    test=theirs[other],
-                )
-            )
+            original.pop(other, None)
         if not partners:
             found.only_ref.append(key)
-    found.only_test = [k._replace(path=original[k]) for k in theirs if k not in used]
+    found.only_test = [key._replace(path=path) for key, path in original.items()]
     return found
 
 
@@ -244,17 +235,7 @@ def _same(key: SlotKey, ours: Mapping[SlotKey, object]) -> Iterator[SlotKey]:
             yield other
 
 
-def _slots(
-    step_view: StepView, phases: frozenset[Phase]
-) -> Iterator[tuple[SlotKey, CallView, SlotValues]]:
-    for call in step_view.calls:
-        if call.phase in phases:
-            for slot, values in call.slots.items():
-                if values.dtype != "python":
-                    yield SlotKey(call.phase, call.path, call.ordinal, slot), call, values
-
-
-def in_order(step_view: StepView) -> Iterator[tuple[SlotKey, CallView]]:
+def in_order(step_view: StepView) -> Iterator[tuple[SlotKey, SlotValues]]:
     """Yield every value of a step: of a call what goes in, then its children, then what comes
     out; choices (indices, masks) before the numbers that follow from them."""
     for top in step_view.calls:
@@ -270,8 +251,9 @@ def in_order(step_view: StepView) -> Iterator[tuple[SlotKey, CallView]]:
                 for slot, values in call.slots.items()
                 if values.dtype != "python" and is_input(slot, call.phase) is is_entered
             ]
-            for slot, _ in sorted(found, key=lambda each: not is_whole_number(each[1].dtype)):
-                yield SlotKey(call.phase, call.path, call.ordinal, slot), call
+            found.sort(key=lambda each: not is_whole_number(each[1].dtype))
+            for slot, values in found:
+                yield SlotKey(call.phase, call.path, call.ordinal, slot), values
             if is_entered:
                 waiting.append((call, False))
                 waiting.extend((child, True) for child in reversed(call.children))

@@ -8,18 +8,18 @@ hold whole; the others are counted with the reason, and nothing is said of them.
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
-from rankscope.diagnosis.comparison.alignment import AlignedValue, PathMap, align, in_order
+from rankscope.diagnosis.comparison.alignment import PathMap, SlotKey, align, in_order
 from rankscope.diagnosis.comparison.difference import Batches
 from rankscope.diagnosis.comparison.preflight import run_lines, step_line
 from rankscope.diagnosis.comparison.tracesides import TraceSide, two_sides
-from rankscope.diagnosis.comparison.unpaired import Partners, Tally
+from rankscope.diagnosis.comparison.unpaired import Tally
 from rankscope.diagnosis.stepview import Array, SlotValues, StepView
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
@@ -43,12 +43,18 @@ class BitwiseReport:
 
     report: Report
     """In the form of `diff`'s own: its one finding is the first value that is not equal."""
-    equal: int
-    """Of the values compared."""
     by_phase: Mapping[Phase, tuple[int, int]]
     """{phase: (equal, compared)}, in order of execution."""
-    equal_before: int
-    """Values compared before the first that is not equal; all of them where there is none."""
+
+    @property
+    def equal(self) -> int:
+        """How many of the values compared are."""
+        return sum(equal for equal, _ in self.by_phase.values())
+
+    @property
+    def equal_before(self) -> int:
+        """Values compared before the first that is not equal; all of them where there is none."""
+        return self.equal if self.first is None else int(self.first.evidence["equal_before"])
 
     @property
     def first(self) -> Finding | None:
@@ -87,41 +93,33 @@ class _Search:
 
     def __init__(self, ref: TraceSide, test: TraceSide, paths: PathMap) -> None:
         self._ref, self._test, self._paths = ref, test, paths
-        self._partners = Partners(ref.trace, test.trace, paths)
-        self._tally = Tally()
-        self._equal: Counter[Phase] = Counter()
-        self._compared: Counter[Phase] = Counter()
-        self._before = 0
-        self._first: tuple[AlignedValue, SlotValues, StepView, Array] | None = None
-        self._victims = 0
-        self._names: dict[str, None] = {}
+        self._tally = Tally(ref, test, paths)
+        self._by_phase = dict.fromkeys(Phase, (0, 0))
+        self._first: Finding | None = None
+        self._victims: list[str] = []
+        """Further values that are not equal."""
 
     def take(self, ref: StepView, test: StepView) -> None:
         """Compare two steps, or setups."""
         aligned = align(ref, test, self._paths)
-        self._partners.take(aligned)
-        self._tally.unpaired += len(aligned.only_ref) + len(aligned.only_test)
-        by_key: dict[Any, list[AlignedValue]] = {}
+        self._tally.take(aligned)
+        partners: defaultdict[SlotKey, list[dict[int, SlotValues]]] = defaultdict(list)
         for value in aligned.values:
-            by_key.setdefault(value.key, []).append(value)
+            partners[value.key].append(value.test)
+            self._tally.unpaired += len(value.ref.keys() ^ value.test.keys())
         # who worked on which samples is asked only where topologies differ
         batches = functools.cache(
             lambda: Batches.of(self._ref.samples(ref), self._test.samples(test))
         )
-        for key, call in in_order(ref):
-            micro_batch = call.micro_batch or 0
-            for value in by_key.get(key, ()):
-                theirs = value.test.get(micro_batch)
-                if theirs is None:
-                    self._tally.unpaired += 1
-                    continue
-                self._judge(value, value.ref[micro_batch], theirs, test, batches)
-        for value in aligned.values:
-            self._tally.unpaired += len(value.test.keys() - value.ref.keys())
+        for key, ours in in_order(ref):
+            for by_micro_batch in partners[key]:
+                theirs = by_micro_batch.get(ours.call.micro_batch or 0)
+                if theirs is not None:
+                    self._judge(key, ours, theirs, test, batches)
 
     def _judge(
         self,
-        value: AlignedValue,
+        key: SlotKey,
         ref: SlotValues,
         test: SlotValues,
         step: StepView,
@@ -131,18 +129,13 @@ class _Search:
         if isinstance(unequal, str):
             self._tally.skipped[unequal] += 1
             return
-        phase = value.key.phase
+        equal, compared = self._by_phase[key.phase]
+        self._by_phase[key.phase] = equal + (not len(unequal)), compared + 1
+        if len(unequal) and self._first is None:
+            self._first = _finding(key, test, step, unequal, self._tally.compared)
+        elif len(unequal):
+            self._victims.append(test.name)
         self._tally.compared += 1
-        self._compared[phase] += 1
-        if not len(unequal):
-            self._equal[phase] += 1
-            self._before += self._first is None
-        elif self._first is None:
-            self._first = value, test, step, unequal
-        else:
-            self._victims += 1
-            if len(self._names) < NAMED_VICTIMS:
-                self._names[value.test_name] = None
 
     def _unequal(
         self, ref: SlotValues, test: SlotValues, batches: Callable[[], Batches]
@@ -168,15 +161,14 @@ class _Search:
         assert not isinstance(ours, str) and not isinstance(theirs, str)
         if _is_mixed(ref, test):
             return "hashed on an accelerator in one trace, and on the host in the other"
-        known: dict[int, set[tuple[int, int]]] = {}
+        known: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
         for place, row in zip(ours.places.tolist(), ours.rows):
-            known.setdefault(place, set()).add((int(row["hash"]), int(row["count"])))
+            known[place].add((int(row["hash"]), int(row["count"])))
         wrong = [np.zeros(0, np.int64)]
         for place, row, members in zip(theirs.places.tolist(), theirs.rows, theirs.members):
-            there = known.get(place, set())
-            if len(there) != 1:
+            if len(known[place]) != 1:
                 return "the reference's ranks hold different values"
-            ((number, count),) = there
+            ((number, count),) = known[place]
             if int(row["count"]) != count:
                 return "of another size than the reference's"
             if int(row["hash"]) != number:
@@ -185,24 +177,22 @@ class _Search:
 
     def report(self) -> BitwiseReport:
         """Return what was found."""
-        finding = self._finding()
-        report = self._tally.report(
-            (self._ref, self._test),
-            () if finding is None else (finding,),
-            reasons=self._tally.skipped.most_common(),
-            lacks=self._partners.lacks or self._too_few(),
-            notes=self._partners.notes(),
+        tally, findings = self._tally, []
+        if self._first is not None:
+            names = tuple(dict.fromkeys(self._victims))[:NAMED_VICTIMS]
+            findings = [replace(self._first, victims=len(self._victims), victim_names=names)]
+        report = tally.report(
+            findings,
+            reasons=tally.skipped.most_common(),
+            lacks=tally.lacks or self._too_few(),
+            notes=tally.notes(),
             lines=[
                 step_line(self._ref.steps, self._test.steps),
                 *run_lines(self._ref.trace.run, self._test.trace.run),
             ],
         )
-        phases = [phase for phase in Phase if self._compared[phase]]
         return BitwiseReport(
-            report=report,
-            equal=self._equal.total(),
-            by_phase={phase: (self._equal[phase], self._compared[phase]) for phase in phases},
-            equal_before=self._before,
+            report=report, by_phase={p: both for p, both in self._by_phase.items() if both[1]}
         )
 
     def _too_few(self) -> str:
@@ -217,36 +207,33 @@ class _Search:
         (reason, count), *_ = tally.skipped.most_common(1)
         return f"{told}; {count:,}: {reason}: ask rankscope diff without --exact"
 
-    def _finding(self) -> Finding | None:
-        if self._first is None:
-            return None
-        value, theirs, step, ranks = self._first
-        key, path, slot = value.key, value.test_path, value.test_slot
-        who = tuple(sorted(int(rank) for rank in ranks))
-        others = sorted({int(rank) for rank in theirs.ranks} - set(who))
-        beside = f"; equal on {ranks_named(others)}" if others else ""
-        evidence: dict[str, Any] = {"equal_before": self._before}
-        if path != key.path:
-            evidence["ref_path"] = key.path
-        if key.ordinal:
-            evidence["ordinal"] = key.ordinal
-        return Finding(
-            kind=Kind.DIVERGENCE,
-            severity=Severity.FAULT,
-            phase=key.phase,
-            mode=Mode.TRAIN if step.is_setup else step.mode,
-            step=step.step,
-            micro_batch=theirs.call.micro_batch,
-            path=path,
-            slot=slot,
-            ranks=who,
-            is_origin=True,
-            victims=self._victims,
-            victim_names=tuple(self._names),
-            evidence=evidence,
-            message=f"{value.test_name}: not bitwise the reference's{beside}",
-            advice=_ADVICE,
-        )
+
+def _finding(key: SlotKey, held: SlotValues, step: StepView, ranks: Array, before: int) -> Finding:
+    path = held.call.path
+    who = tuple(sorted(int(rank) for rank in ranks))
+    others = sorted({int(rank) for rank in held.ranks} - set(who))
+    beside = f"; equal on {ranks_named(others)}" if others else ""
+    evidence: dict[str, Any] = {"equal_before": before}
+    if path != key.path:
+        evidence["ref_path"] = key.path
+    if key.ordinal:
+        evidence["ordinal"] = key.ordinal
+    return Finding(
+        kind=Kind.DIVERGENCE,
+        severity=Severity.FAULT,
+        phase=key.phase,
+        mode=Mode.TRAIN if step.is_setup else step.mode,
+        step=step.step,
+        micro_batch=held.call.micro_batch,
+        path=path,
+        slot=held.slot,
+        ranks=who,
+        is_origin=True,
+        victims=0,
+        evidence=evidence,
+        message=f"{held.name}: not bitwise the reference's{beside}",
+        advice=_ADVICE,
+    )
 
 
 def _form_of(values: SlotValues) -> tuple[Any, ...]:
@@ -280,6 +267,5 @@ def _rank_by_rank(ref: SlotValues, test: SlotValues) -> Array | str:
 
 
 def _is_mixed(ref: SlotValues, test: SlotValues) -> bool:
-    mixed = int(ValueFlag.MIX64)
-    kinds = {bool(flag) for each in (ref, test) for flag in (each.flags & mixed).tolist()}
-    return len(kinds) > 1
+    kinds = np.concatenate([ref.flags, test.flags]) & int(ValueFlag.MIX64)
+    return bool((kinds != kinds[0]).any())

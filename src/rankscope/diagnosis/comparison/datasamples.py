@@ -7,19 +7,21 @@ so it does not matter how the batch was split, and in which order its samples ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
 from dataclasses import dataclass, field
-from typing import Any, Final
+from functools import cached_property
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from rankscope.diagnosis.comparison.wholevalues import WholeValues
-from rankscope.diagnosis.replicas import InferredReplicas, Layouts
-from rankscope.diagnosis.stepview import Array, SlotValues, StepView
+from rankscope.diagnosis.comparison.wholevalues import EVERY_PLACE, WholeValues
+from rankscope.diagnosis.replicas import InferredReplicas
+from rankscope.diagnosis.stepview import Array, StepView
 from rankscope.layout.infer import HeldParameter, axes_of, largest_mesh
 from rankscope.layout.placement import Mesh
 from rankscope.record.dtypes import is_whole_number
 from rankscope.record.phases import Phase
+from rankscope.tensors.peers import held_parameter, prints_of
 
 Unit = tuple[int, int]
 """(micro-batch, data-parallel place)."""
@@ -28,7 +30,7 @@ _SAME_TOKENS: Final = 1e-5
 _SAME_FLOATS: Final = 2e-2
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class StepSamples:
     """The samples of one step of one trace."""
 
@@ -51,13 +53,17 @@ class StepSamples:
         """Samples of the step."""
         return sum(self.sizes.values())
 
+    @cached_property
     def starts(self) -> dict[Unit, int]:
-        """Return the position of each unit's first sample."""
-        found, at = {}, 0
-        for unit, size in self.sizes.items():
-            found[unit] = at
-            at += size
-        return found
+        """The position of each unit's first sample."""
+        return dict(zip(self.sizes, itertools.accumulate(self.sizes.values(), initial=0)))
+
+    def span(self, unit: Unit) -> tuple[int, int]:
+        """Return the first sample of a unit and how many it has, none of one that is not known."""
+        micro_batch, place = unit
+        own = [unit] if place != EVERY_PLACE else [u for u in self.sizes if u[0] == micro_batch]
+        sizes = [self.sizes[each] for each in own if each in self.sizes]
+        return (self.starts[own[0]], sum(sizes)) if sizes else (0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,68 +90,72 @@ class SampleMatch:
 # ---- who has which batch -------------------------------------------------------------------------
 
 
-def data_places(setup: StepView | None, step_view: StepView, world: int, layouts: Layouts) -> Array:
+class Stage(NamedTuple):
+    """Ranks that parameters connect: those that share none are stages of a pipeline."""
+
+    ranks: Array
+    parameters: list[HeldParameter]
+    """Those that all of them hold."""
+    meshes: list[Mesh]
+    """Along whose axes they may be data-parallel: the declared one, the largest of the parameters,
+    and that of the ranks which began with the same."""
+
+
+def stages_of(setup: StepView | None, world: int, declared: Mesh | None) -> list[Stage]:
+    """Return the stages of a job, of ranks that hold a parameter."""
+    if setup is None or world == 1:
+        return []
+    parameters = [v for v in setup.values(Phase.SETUP) if v.slot.startswith("param:")]
+    stage = np.arange(world)
+    for values in {values.ranks.tobytes(): values for values in parameters}.values():
+        joined = np.isin(stage, stage[values.ranks])
+        stage[joined] = stage[joined].min()
+    replicas = InferredReplicas(setup).lines
+    found = []
+    for number in np.unique([stage[values.ranks[0]] for values in parameters]):
+        ranks = np.flatnonzero(stage == number)
+        shared = [v for v in parameters if len(ranks) > 1 and np.isin(ranks, v.ranks).all()]
+        held = [held_parameter(values.views) for values in shared]
+        every = frozenset(ranks.tolist())
+        meshes = [largest_mesh(held, every)]
+        if declared is not None and set(declared.ranks) == every:
+            meshes.insert(0, declared)
+        lines = [line for line in replicas if np.isin(line, ranks).all()]
+        if lines and sum(map(len, lines)) == len(ranks) and len({*map(len, lines)}) == 1:
+            table = np.stack(lines).T
+            shape = (table.shape[0], table.shape[1])
+            own = Mesh(axes=("data", "beside"), shape=shape, ranks=tuple(table.ravel().tolist()))
+            meshes.append(own)
+        found.append(Stage(ranks, held, meshes))
+    return found
+
+
+def data_places(stages: list[Stage], setup: StepView | None, step: StepView, world: int) -> Array:
     """Return [world] each rank's place along the data-parallel axes of its stage.
 
     Which axes these are is what `layout/infer.py` says of parameters at setup and of the root's
-    inputs in this step. Ranks that share no parameter are stages of a pipeline: each stage has
-    places of its own.
+    inputs in this step.
     """
     places = np.zeros(world, np.int64)
-    if world == 1 or setup is None:
-        return places
-    parameters = [v for v in setup.values(Phase.SETUP) if v.slot.startswith("param:")]
-    wrappers = {w for call in setup.calls for w in call.node.wrappers}
+    wrappers = {w for call in (setup.calls if setup else ()) for w in call.node.wrappers}
     inputs = [
-        values
-        for call in step_view.roots
+        prints_of(values.views)
+        for call in step.roots
         if call.path == "" and not call.micro_batch
         for values in call.inputs
         if values.source != "dtensor"
     ]
-    for stage in _stages(parameters, world):
-        if len(stage) < 2:
-            continue
-        held = [_held(v) for v in parameters if np.isin(stage, v.ranks).all()]
-        prints = [p for v in inputs if len(p := _prints(v, stage)) == len(stage)]
-        for mesh in _meshes(held, stage, layouts.mesh, InferredReplicas(setup).lines):
-            facts = axes_of(mesh, held, prints, wrappers)
+    for stage in stages:
+        prints = [own for own in inputs if own.keys() >= set(stage.ranks.tolist())]
+        for mesh in stage.meshes:
+            facts = axes_of(mesh, stage.parameters, prints, wrappers)
             axes = [mesh.axes.index(each.axis) for each in facts if each.is_data]
             if axes:
-                _number(places, mesh, axes)
+                sizes = [mesh.shape[axis] for axis in axes]
+                for at, rank in mesh.places():
+                    places[rank] = np.ravel_multi_index([at[axis] for axis in axes], sizes)
                 break
     return places
-
-
-def _meshes(
-    held: list[HeldParameter], stage: Array, declared: Mesh | None, lines: Sequence[Array]
-) -> Iterator[Mesh]:
-    """Yield the meshes along whose axes the ranks of a stage may be data-parallel: the declared
-    one, the largest of its parameters, and that of the ranks which began with the same."""
-    ranks = frozenset(stage.tolist())
-    if declared is not None and set(declared.ranks) == ranks:
-        yield declared
-    yield largest_mesh(held, ranks)
-    own = [line for line in lines if np.isin(line, stage).all()]
-    if own and sum(map(len, own)) == len(stage) and len({len(line) for line in own}) == 1:
-        table = np.stack(own).T
-        yield Mesh(
-            axes=("data", "beside"),
-            shape=(table.shape[0], table.shape[1]),
-            ranks=tuple(table.ravel().tolist()),
-        )
-
-
-def stages_of(setup: StepView | None, world: int) -> Array:
-    """Return [world] the number of each rank's stage, -1 for ranks without a parameter: modules of
-    one name that stages of a pipeline call are different ones."""
-    found = np.full(world, -1, np.int64)
-    calls = setup.values(Phase.SETUP) if setup is not None else ()
-    parameters = [values for values in calls if values.slot.startswith("param:")]
-    for number, stage in enumerate(_stages(parameters, world)):
-        found[stage] = number
-    held = np.isin(np.arange(world), [rank for v in parameters for rank in v.ranks.tolist()])
-    return np.where(held, found, -1)
 
 
 def places_by_inputs(step_view: StepView, world: int) -> Array:
@@ -160,44 +170,6 @@ def places_by_inputs(step_view: StepView, world: int) -> Array:
                     places[values.ranks] = index.reshape(-1)
                     return places
     return places
-
-
-def _stages(parameters: list[SlotValues], world: int) -> list[Array]:
-    """Return the sets of ranks that parameters connect."""
-    stage = np.arange(world)
-    seen: set[bytes] = set()
-    for values in parameters:
-        key = values.ranks.tobytes()
-        if key in seen:
-            continue
-        seen.add(key)
-        joined = np.isin(stage, stage[values.ranks])
-        stage[joined] = stage[joined].min()
-    return [np.flatnonzero(stage == each) for each in np.unique(stage)]
-
-
-def _held(values: SlotValues) -> HeldParameter:
-    view = values.views[0]
-    is_placed = view.source.value in ("dtensor", "marked")
-    return HeldParameter(
-        placements=view.placements if is_placed else {},
-        meshes=view.meshes if is_placed else (),
-        prints={} if is_placed else _prints(values, values.ranks),
-        is_constant=values.is_constant,
-    )
-
-
-def _prints(values: SlotValues, ranks: Array) -> dict[int, Any]:
-    at = values.at(ranks)
-    at = at[at >= 0]
-    at = at[values.is_known[at]]
-    return dict(zip(values.ranks[at].tolist(), values.hashes[at].tolist()))
-
-
-def _number(places: Array, mesh: Mesh, axes: list[int]) -> None:
-    sizes = [mesh.shape[axis] for axis in axes]
-    for at, rank in mesh.places():
-        places[rank] = np.ravel_multi_index([at[axis] for axis in axes], sizes)
 
 
 # ---- samples -------------------------------------------------------------------------------------

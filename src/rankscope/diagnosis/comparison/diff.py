@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from rankscope.diagnosis.comparison.alignment import (
-    COMPARED,
-    FORWARDS,
-    PathMap,
-    SlotKey,
-    align,
-)
-from rankscope.diagnosis.comparison.datasamples import (
-    places_by_inputs,
-    samples_of_step,
-)
+from rankscope.diagnosis.comparison.alignment import COMPARED, FORWARDS, PathMap, SlotKey, align
+from rankscope.diagnosis.comparison.datasamples import places_by_inputs, samples_of_step
 from rankscope.diagnosis.comparison.difference import Batches
 from rankscope.diagnosis.comparison.findings import Degrees, finding_of
 from rankscope.diagnosis.comparison.fulltensors import FullTensors
@@ -27,7 +18,7 @@ from rankscope.diagnosis.comparison.preflight import (
     batch_line,
     dtype_line,
     forward_line,
-    optimizer_line,
+    optimizer_lines,
     run_lines,
     start_line,
     step_line,
@@ -36,14 +27,13 @@ from rankscope.diagnosis.comparison.rollouts import StepPair, paired_steps, whol
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences, renumbered_modules
 from rankscope.diagnosis.comparison.tolerances import Tolerances
 from rankscope.diagnosis.comparison.tracesides import StepKey, TraceSide, two_sides
-from rankscope.diagnosis.comparison.unpaired import Partners, Tally
+from rankscope.diagnosis.comparison.unpaired import Tally
 from rankscope.diagnosis.comparison.wholevalues import WholeValues
 from rankscope.diagnosis.stepview import Array, StepView
 from rankscope.errors import SettingError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
 from rankscope.record.finding import Report
-from rankscope.record.phases import Phase
 from rankscope.run.filenames import Progress
 from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.summary import counted
@@ -98,10 +88,15 @@ def diff(
     with two_sides(ref, test, layouts) as (ours, theirs):
         if noise is not None:
             with opened_trace(noise, takes_golden=True) as second:
-                again = _Comparison(ours, TraceSide(second, layouts), PathMap())
-                origin = _measured_by(second, again.report(progress, measured), measured)
+                again = _Comparison(ours, TraceSide(second, layouts, "TEST"), PathMap())
+
+                def measure(step: StepKey | None, found: StepDifferences, _: object) -> None:
+                    if step is not None:
+                        measured[step] = found.errors
+
+                origin = _measured_by(second, again.report(progress, measure), measured)
         made = _Comparison(ours, theirs, rules, measured, origin, reads_tensors=tensors)
-        return made.report(progress, each_step=each_step)
+        return made.report(progress, each_step)
 
 
 def _measured_by(noise: Trace, report: Report, measured: _Noise) -> str:
@@ -150,74 +145,71 @@ class _Comparison:
         self._search = OriginSearch()
         self._tensors = FullTensors((ref.trace, test.trace), (ref.wholes, test.wholes))
         self._reads_tensors = reads_tensors
-        self._tally = Tally()
-        self._partners = Partners(ref.trace, test.trace, paths)
+        self._tally = Tally(ref, test, paths)
+        self._exact = self._below_resolution = 0
+        """Values that are bitwise the reference's, and that agree as far as sketches tell."""
+        self._degrees = Degrees.of(ref.trace, test.trace)
         self._before: dict[tuple[str, str], tuple[Array, Array]] = {}
         self._lines: list[PreflightLine] = []
         self._cut: list[str] = []
         self._last_step = -1
         self._left_out: frozenset[str] = frozenset()
 
-    def report(
-        self,
-        progress: Progress | None,
-        measured: _Noise | None = None,
-        each_step: EachStep | None = None,
-    ) -> Report:
-        """Compare setup and every step that both have; `measured` takes the distance of every
-        value."""
-        common = paired_steps(self._ref, self._test)
+    def report(self, progress: Progress | None, each_step: EachStep | None = None) -> Report:
+        """Compare setup and every step that both have."""
+        pairs = paired_steps(self._ref, self._test)
         setup = self._setup()
         if setup is not None and each_step is not None:
             each_step(None, setup, self._search.wrong())
         found = [setup] if setup else []
-        degrees = Degrees.of(self._ref.trace, self._test.trace)
-        is_first = True
-        for number, pair in enumerate(common):
+        for number, pair in enumerate(pairs):
             if progress is not None:
-                progress("comparing", number / len(common))
+                progress("comparing", number / len(pairs))
             key = pair.test[0]
-            made = self._step(pair)
-            if made is None:
+            compared = self._step(pair)
+            if compared is None:
                 self._cut.append(f"{key[0].word} step {key[1]}")
                 continue
-            compared, batches = made
-            if measured is not None:
-                measured[pair.ref[0]] = compared.errors
             if each_step is not None:
                 each_step(key, compared, self._search.wrong())
-            line = batch_line(batches, *key)
-            if is_first or not line.is_same:
-                self._lines.append(line)
-            is_first = False
-            found = found[:1]
-            found.append(compared)
-            degrees.take(batches)
-        steps = forward_line(common) or step_line(self._ref.steps, self._test.steps)
-        head = [steps, start_line(setup)]
-        headers = run_lines(self._ref.trace.run, self._test.trace.run)
-        options = optimizer_line(self._ref.steps, self._test.steps)
-        self._lines += [*head, dtype_line(found), *([options] if options else []), *headers]
-        return self._made(degrees, common)
+            found = [*found[:1], compared]
+        lines = [
+            *self._lines,
+            forward_line(pairs) or step_line(self._ref.steps, self._test.steps),
+            start_line(setup),
+            dtype_line(found),
+            *optimizer_lines(self._ref.steps, self._test.steps),
+            *run_lines(self._ref.trace.run, self._test.trace.run),
+        ]
+        origins = [origin for origin in self._search.origins if not origin.is_legal]
+        legal = [origin for origin in self._search.origins if origin.is_legal]
+        return self._tally.report(
+            [finding_of(origin, self._degrees) for origin in (*origins, *legal[:1])],
+            reasons=sorted(self._tally.skipped.items()),
+            lacks=self._lacks(has_steps=bool(pairs)),
+            notes=(*self._breaks(), *self._tally.notes(), *self._exactness()),
+            lines=sorted(lines, key=lambda line: (False, None, True).index(line.is_same)),
+        )
 
     def _setup(self) -> StepDifferences | None:
         """Compare what the runs began with, where both traces have it."""
         ref, test = self._ref.setup, self._test.setup
         if ref is None or test is None:
             return None
-        found = self._compared(ref, test, None)
+        found = self._compared(ref, test)
         self._left_out = renumbered_modules(found.compared, ref, self._ref.wholes)
         if self._left_out:
             self._before.clear()
-            self._tally = Tally()
-            found = self._compared(ref, test, None)
+            self._tally = Tally(self._ref, self._test, self._paths)
+            self._exact = self._below_resolution = 0
+            found = self._compared(ref, test)
         for each in found.compared:
             if each.error > each.allowed and self._ref.is_late(each.value.call):
                 each.allowed = _LATE_VECTOR if each.value.is_vector else _LATE
         self._search.setup(found)
         return found
 
-    def _step(self, pair: StepPair) -> tuple[StepDifferences, Batches] | None:
+    def _step(self, pair: StepPair) -> StepDifferences | None:
         """Compare one step; None where a run broke off in it before it had all samples."""
         mode, step = pair.test[0]
         if mode is Mode.TRAIN:
@@ -225,25 +217,24 @@ class _Comparison:
                 self._before.clear()
             self._last_step = step
         ref, test = self._ref.view(pair.ref), self._test.view(pair.test)
-        wholes = (
-            wholes_of(self._ref, pair.ref, ref),
-            wholes_of(self._test, pair.test, test),
-        )
+        wholes = wholes_of(self._ref, pair.ref, ref), wholes_of(self._test, pair.test, test)
         places = self._places(ref, test)
         batches = Batches.of(
-            self._ref.samples(ref, wholes[0], places[0]),
-            self._test.samples(test, wholes[1], places[1]),
+            samples_of_step(ref, places[0], wholes[0]),
+            samples_of_step(test, places[1], wholes[1]),
         )
         batches = self._with_places_by_inputs(batches, test)
         is_cut = any(self._ref.lost.is_cut(*key) for key in pair.ref)
         is_cut |= any(self._test.lost.is_cut(*key) for key in pair.test)
         if is_cut and (batches.match.lost or batches.match.unknown):
             return None
-        phases = FORWARDS if pair.is_of_forwards else COMPARED
-        noise = self._noise.get(pair.ref[0])
-        found = self._compared(ref, test, batches, noise, wholes=wholes, phases=phases)
+        found = self._compared(ref, test, pair, batches, wholes)
         self._search.step(found, mode, step)
-        return found, batches
+        self._degrees.take(batches)
+        line = batch_line(batches, mode, step)
+        if not self._lines or not line.is_same:
+            self._lines.append(line)
+        return found
 
     def _places(self, ref: StepView, test: StepView) -> list[Array]:
         """Return the places of the ranks on both sides. What a trace of fewer options does not tell
@@ -268,79 +259,59 @@ class _Comparison:
         self,
         ref: StepView,
         test: StepView,
-        batches: Batches | None,
-        noise: Mapping[SlotKey, float] | None = None,
-        *,
+        pair: StepPair | None = None,
+        batches: Batches | None = None,
         wholes: tuple[WholeValues, WholeValues] | None = None,
-        phases: frozenset[Phase] = COMPARED,
     ) -> StepDifferences:
+        """Compare the values of two steps, or of two setups (without a pair)."""
         own = (self._ref.wholes, self._test.wholes)
-        is_by_call = wholes is None or wholes == own
-        aligned = align(ref, test, self._paths, phases)
+        reads_tensors = self._reads_tensors and wholes in (None, own)  # each of one call
+        is_of_forwards = pair is not None and pair.is_of_forwards
+        aligned = align(ref, test, self._paths, FORWARDS if is_of_forwards else COMPARED)
         found = StepDifferences(
             aligned,
             wholes or own,
             batches,
             self._before,
-            noise,
+            None if pair is None else self._noise.get(pair.ref[0]),
             self._left_out,
-            self._tensors if self._reads_tensors and is_by_call else None,
+            self._tensors if reads_tensors else None,
             self._test.stages,
         )
-        tally = self._tally
         known = [c for c in found.compared if not c.reason]
-        tally.compared += len(known)
-        tally.exact += found.exact
-        tally.below_resolution += sum(1 for c in known if c.error <= Tolerances.resolution)
-        tally.unpaired += len(aligned.only_ref) + len(aligned.only_test)
-        tally.skipped.update(found.skipped)
-        self._partners.take(aligned)
+        self._tally.take(aligned)
+        self._tally.compared += len(known)
+        self._tally.skipped.update(c.reason for c in found.compared if c.reason)
+        self._exact += found.exact
+        self._below_resolution += sum(1 for c in known if c.error <= Tolerances.resolution)
         return found
 
-    def _made(self, degrees: Degrees, common: Sequence[Any]) -> Report:
-        origins = [origin for origin in self._search.origins if not origin.is_legal]
-        legal = [origin for origin in self._search.origins if origin.is_legal]
-        findings = [finding_of(origin, degrees) for origin in (*origins, *legal[:1])]
-        return self._tally.report(
-            (self._ref, self._test),
-            findings,
-            reasons=sorted(self._tally.skipped.items()),
-            lacks=self._lacks(common),
-            notes=(*self._breaks(), *self._partners.notes(), *self._exactness()),
-            lines=sorted(self._lines, key=lambda line: (False, None, True).index(line.is_same)),
-        )
-
     def _exactness(self) -> Iterator[str]:
-        tally = self._tally
         if self._measured_by:
             yield self._measured_by
         yield (
-            f"{tally.exact:,} of {counted(tally.compared, 'value')} are bitwise the reference's, "
-            f"{tally.below_resolution - tally.exact:,} more agree as far as sketches tell"
+            f"{self._exact:,} of {counted(self._tally.compared, 'value')} are bitwise the "
+            f"reference's, {self._below_resolution - self._exact:,} more agree as far as sketches "
+            "tell"
         )
         yield from self._tensors.notes()
 
-    def _lacks(self, common: Sequence[Any]) -> str:
-        if not common and self._ref.steps:
+    def _lacks(self, *, has_steps: bool) -> str:
+        if not has_steps and self._ref.steps:
             return (
                 f"the traces have no step in common ({_listed(self._ref)} and "
                 f"{_listed(self._test)}): trace the same steps (--rs-steps)"
             )
-        told = [side.lost.lacks(name) for side, name in self._named]
-        lost = "; ".join(filter(None, told))
-        is_partial = any(side.lost.is_partial for side, _ in self._named)
-        if is_partial:
+        sides = (self._ref, self._test)
+        lost = "; ".join(filter(None, (side.lost.lacks(side.name) for side in sides)))
+        if any(side.lost.is_partial for side in sides):
             return lost
-        return self._partners.lacks or self._too_few() or lost
-
-    @property
-    def _named(self) -> tuple[tuple[TraceSide, str], ...]:
-        return (self._ref, "REF"), (self._test, "TEST")
+        return self._tally.lacks or self._too_few() or lost
 
     def _breaks(self) -> Iterator[str]:
         """Yield how ranks ended that did not end in order, and what was left out for it."""
-        for side, name in self._named:
-            yield from side.lost.notes(name)
+        for side in (self._ref, self._test):
+            yield from side.lost.notes(side.name)
         if self._cut:
             yield f"left out: {', '.join(self._cut)}, before whose end a run broke off"
 
@@ -357,7 +328,7 @@ class _Comparison:
                 f"hold could be compared; {count:,}: {reason}"
             )
         return "the traces have no value in common: " + (
-            self._partners.left_out() or "no value was recorded in one of them"
+            self._tally.left_out() or "no value was recorded in one of them"
         )
 
 

@@ -8,7 +8,6 @@ any factor s, the factor that fits best, and what it leaves (the residual).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -28,9 +27,6 @@ CHI_SQUARE_RANGE: Final = (0.68, 1.92)
 """A distance estimated from 8 projections times these is its 95 % range: the square of the estimate
 is distributed as chi-square with 8 degrees of freedom over 8."""
 TINY: Final = 1e-300
-_SHARE: Final = 0.8
-"""A factor is that of a phase where so many of its values have it."""
-_SAME_FACTOR: Final = 0.05
 _SAME_NUMBERS: Final = 1e-5
 """Relative difference of statistics that are those of the same elements in another order."""
 
@@ -123,8 +119,6 @@ class Difference:
     is_of_local_batch: bool = False
     """True where units hold a value made of all their samples (a loss, a balance of experts), which
     neither its average nor its sum makes the reference's: those split the batch in another way."""
-    others: Array = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Ranks whose values could not be held to the reference."""
 
     def is_permuted(self, chosen: Array) -> bool:
         """True where the chosen parts have the reference's norm, mean and extrema."""
@@ -248,12 +242,9 @@ class Batches:
 
     def units_with_others(self) -> set[Unit]:
         """Return the units of the test that have samples which the reference has not."""
-        found, at = set(), 0
-        for unit, size in self.test.sizes.items():
-            if (self.match.partner[at : at + size] < 0).any():
-                found.add(unit)
-            at += size
-        return found
+        partners = {unit: self.match.partner[at:] for unit, at in self.test.starts.items()}
+        sizes = self.test.sizes
+        return {unit for unit, own in partners.items() if (own[: sizes[unit]] < 0).any()}
 
 
 def _fit(dots: Array, norm: float) -> tuple[float, float]:
@@ -269,28 +260,6 @@ def dots_of(a: Array, b: Array) -> Array:
     """Return <a, b>, |a|^2, |b|^2 over [n, K] sketches, mean over K."""
     found: Array = np.array([(a * b).sum(), (a * a).sum(), (b * b).sum()]) / a.shape[-1]
     return found
-
-
-def common_factor(factors: list[float], total: int) -> float | None:
-    """Return the factor that most of some values have; None where there is none."""
-    if not factors:
-        return None
-    middle = float(np.median(factors))
-    near = sum(1 for f in factors if abs(f - middle) <= _SAME_FACTOR * abs(middle))
-    return middle if middle and near >= _SHARE * total else None
-
-
-def are_alike(factors: Iterable[float]) -> bool:
-    """True where factors are about the same, or one of them is not above zero."""
-    found = list(factors)
-    return not found or min(found) <= 0 or max(found) <= (1 + _SAME_FACTOR) * min(found)
-
-
-def nearest_factor(factors: Iterable[float], among: Iterable[float]) -> float:
-    """Return which of some factors is the nearest to the middle of others, by ratio."""
-    logs = [math.log(factor) for factor in factors]
-    middle = (min(logs) + max(logs)) / 2
-    return min(among, key=lambda each: abs(math.log(each) - middle))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -317,8 +286,6 @@ class ComparedValue:
     """True where it is not judged by itself: another value tells its difference, or will."""
     ref_norm: float = 0.0
     """L2 norm of the reference's value; NaN where it is not known."""
-    raw_error: float = 0.0
-    """As `error`, relative to the reference's own norm, however small."""
     unsure: float = 0.0
     """Of an update: what roundings of the parameter before and after it leave, relative."""
     by_rounding: float = math.inf

@@ -11,6 +11,7 @@ import numpy as np
 from rankscope.diagnosis.comparison.difference import (
     CHI_SQUARE_RANGE,
     Batches,
+    ComparedValue,
     Difference,
     Measured,
 )
@@ -37,27 +38,26 @@ class Degrees:
         for trace in (test, ref):
             for mesh in trace.run["meshes"]:
                 for axis, size in zip(mesh["axes"], mesh["shape"]):
-                    if size > 1:
-                        found.by_name.setdefault(f"{axis}={size}", float(size))
+                    found._add(f"{axis}={size}", size)
         for trace, whose in ((test, ""), (ref, "the reference's ")):
             world = int(trace.run["world_size"])
-            if world > 1:
-                found.by_name.setdefault(f"{whose}number of ranks, {world}", float(world))
+            found._add(f"{whose}number of ranks, {world}", world)
         return found
+
+    def _add(self, name: str, degree: int) -> None:
+        if degree > 1:
+            self.by_name[name] = float(degree)
 
     def take(self, batches: Batches) -> None:
         """Add what a step shows: data-parallel ranks and micro-batches."""
         for samples, whose in ((batches.test, ""), (batches.ref, "the reference's ")):
-            if samples.place_count > 1:
-                name = f"{whose}data-parallel ranks, {samples.place_count}"
-                self.by_name.setdefault(name, float(samples.place_count))
-            if samples.micro_batches > 1:
-                name = f"{whose}micro-batches, {samples.micro_batches}"
-                self.by_name.setdefault(name, float(samples.micro_batches))
+            places, micro_batches = samples.place_count, samples.micro_batches
+            self._add(f"{whose}data-parallel ranks, {places}", places)
+            self._add(f"{whose}micro-batches, {micro_batches}", micro_batches)
 
     def named(self, factor: float) -> list[str]:
         """Return the degrees that a factor, or one over it, equals."""
-        if not math.isfinite(factor) or factor == 0:
+        if factor == 0:
             return []
         size = max(abs(factor), 1 / abs(factor))
         return [name for name, degree in self.by_name.items() if abs(size / degree - 1) < 0.02]
@@ -80,21 +80,16 @@ _ADVICE: Final = {
 }
 
 
-_GUILTY: Final = (
-    "This module is at fault, and nothing before it: its inputs are the reference's to the bit."
-)
-
-
 def finding_of(origin: Origin, degrees: Degrees) -> Finding:
     """Return what is to be said of an origin."""
     compared = origin.compared
     key, difference = compared.key, compared.difference
     value = compared.value
-    kind, text, evidence = _described(origin, degrees)
-    path = value.test_path
+    evidence = {} if difference is None else _evidence(origin, difference)
+    kind, text = _described(origin, degrees, evidence)
+    path, slot = value.first_test.call.path, value.first_test.slot
     if path != key.path:
         evidence["ref_path"] = key.path
-    slot = value.test_slot
     ranks = origin.holder_ranks
     if origin.is_of_all:
         path, slot = "", ""
@@ -102,7 +97,7 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
         ranks = np.unique(np.concatenate([v.value.test_ranks for v in (compared, *alike)]))
     if difference is not None and len(ranks) > 1 and len(difference.members) == 1:
         evidence["rank_resolution"] = "none"
-    names = dict.fromkeys(v.value.test_name for v in origin.victims)
+    names = dict.fromkeys(v.value.first_test.name for v in origin.victims)
     has_micro_batch = key.phase.facts.has_micro_batches
     severity = Severity.WARNING if origin.is_legal else Severity.FAULT
     place = f"{path or '(root)'}{f':{slot}' if slot else ''}"
@@ -127,10 +122,9 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
 
 def _micro_batch(origin: Origin) -> int:
     difference = origin.compared.difference
-    if difference is None:
-        return 0
-    units = [unit for unit, bad in zip(difference.units, origin.bad_parts.tolist()) if bad]
-    return min((unit[0] for unit in units), default=0)
+    units = [] if difference is None else difference.units
+    wrong = [unit[0] for unit, is_bad in zip(units, origin.bad_parts.tolist()) if is_bad]
+    return min(wrong, default=0)
 
 
 def _advice(origin: Origin, kind: Kind) -> str:
@@ -164,7 +158,9 @@ def _advice(origin: Origin, kind: Kind) -> str:
     if phase.facts.is_activation and origin.compared.value.is_input and kind is Kind.DIVERGENCE:
         return _advice_of_input(origin)
     if origin.is_isolated and kind in (Kind.DIVERGENCE, Kind.PERMUTATION):
-        return f"{_GUILTY} {_ADVICE[Kind.DIVERGENCE].partition(': ')[2].capitalize()}"
+        guilty = "This module is at fault, and nothing before it"
+        compare = _ADVICE[Kind.DIVERGENCE].partition(": ")[2].capitalize()
+        return f"{guilty}: its inputs are the reference's to the bit. {compare}"
     if kind is Kind.SCALE and phase is Phase.FORWARD:
         return f"{_ADVICE[kind]} A factor near 1 may come of a constant, such as a norm's eps."
     if origin.is_blind:
@@ -199,102 +195,67 @@ def _advice_of_input(origin: Origin) -> str:
     )
 
 
-_Described = tuple[Kind, str, dict[str, Any]]
-"""Kind, text and evidence."""
-
-
-def _described(origin: Origin, degrees: Degrees) -> _Described:
-    difference = origin.compared.difference
+def _described(origin: Origin, degrees: Degrees, evidence: dict[str, Any]) -> tuple[Kind, str]:
+    """Return what kind it is, and the sentence; add to the evidence what they rest on."""
+    compared, difference = origin.compared, origin.compared.difference
     if difference is None:
-        return Kind.DIVERGENCE, "has no gradient here, and has one in the reference", {}
-    evidence = _evidence(origin, difference)
-    return (
-        _from_outside(origin, evidence)
-        or _of_most(origin, evidence)
-        or _left_behind(origin, evidence)
-        or _of_summands(origin, difference, evidence)
-        or _scaled(origin, difference, degrees, evidence)
-        or _off(origin, difference, evidence)
-    )
-
-
-def _from_outside(origin: Origin, evidence: dict[str, Any]) -> _Described | None:
-    """Describe what comes of other samples, random numbers, batches or choices; else None."""
-    compared = origin.compared
+        return Kind.DIVERGENCE, "has no gradient here, and has one in the reference"
     if origin.is_random:
-        return Kind.DIVERGENCE, "drew other random numbers than the reference", evidence
+        return Kind.DIVERGENCE, "drew other random numbers than the reference"
     if any(compared.other_samples):
-        lost, unknown = compared.other_samples
-        evidence |= {"missing_samples": lost, "unknown_samples": unknown}
-        missing = f"{lost} of the reference's samples {'is' if lost == 1 else 'are'} missing"
-        if not unknown and compared.is_repeated:
-            return Kind.DUPLICATE, f"{missing}, and others were handed out twice", evidence
-        if not unknown:
-            return Kind.DIVERGENCE, missing, evidence
-        return Kind.DIVERGENCE, f"{_are(unknown, 'sample')} not in the reference", evidence
+        return _of_samples(compared, evidence)
     if origin.is_of_batch:
-        difference = compared.difference
-        what = "has statistics"
-        if difference is not None and difference.is_of_local_batch:
-            what = "is made of all samples"
+        what = "is made of all samples" if difference.is_of_local_batch else "has statistics"
         text = f"{what} of its local batch, which the reference splits in another way"
-        return Kind.DIVERGENCE, text, evidence
+        return Kind.DIVERGENCE, text
     if origin.is_choice and compared.is_of_choices:
-        return Kind.DIVERGENCE, f"{_flips(origin, evidence)}, as rounding can flip them", evidence
+        return (
+            Kind.DIVERGENCE,
+            f"{_flips(compared, difference, evidence)}, as rounding can flip them",
+        )
     if origin.is_choice:
         text = "may have sent some tokens to other experts than the reference, as rounding can"
-        return Kind.DIVERGENCE, text, evidence
-    return None
+        return Kind.DIVERGENCE, text
+    if origin.is_of_most:
+        text = f"{counted(origin.alike + 1, 'final gradient')} differ, by no factor that they share"
+        if origin.is_blind:
+            return Kind.DIVERGENCE, f"{text}, and nothing that they follow from could be compared"
+        agree = "the gradients of activations that they are made of agree"
+        return Kind.DIVERGENCE, f"{text}, and {agree}"
+    if compared.is_left_behind:
+        alike = _alike(origin, "parameter")
+        return Kind.PARAMETER, f"stays as it was, and the reference's is updated{alike}"
+    if difference.partial:
+        word = "sum" if difference.partial == "sum" else "average"
+        text = (
+            f"every rank holds a value of its own, whose {word} is the reference's, and which is "
+            f"used as it is, unreduced{_alike(origin)}"
+        )
+        return Kind.GRADIENT if compared.key.phase is Phase.GRADS else Kind.REPLICA, text
+    return _scaled(origin, difference, degrees, evidence) or _off(origin, difference, evidence)
 
 
-def _of_most(origin: Origin, evidence: dict[str, Any]) -> _Described | None:
-    """Describe most final gradients together, which share no factor; None for other values."""
-    if not origin.is_of_most:
-        return None
-    text = f"{counted(origin.alike + 1, 'final gradient')} differ, by no factor that they share, "
-    if origin.is_blind:
-        text += "and nothing that they follow from could be compared"
-    else:
-        text += "and the gradients of activations that they are made of agree"
-    return Kind.DIVERGENCE, text, evidence
+def _of_samples(compared: ComparedValue, evidence: dict[str, Any]) -> tuple[Kind, str]:
+    lost, unknown = compared.other_samples
+    evidence |= {"missing_samples": lost, "unknown_samples": unknown}
+    if unknown:
+        return Kind.DIVERGENCE, f"{_are(unknown, 'sample')} not in the reference"
+    missing = f"{lost} of the reference's samples {'is' if lost == 1 else 'are'} missing"
+    if compared.is_repeated:
+        return Kind.DUPLICATE, f"{missing}, and others were handed out twice"
+    return Kind.DIVERGENCE, missing
 
 
-def _left_behind(origin: Origin, evidence: dict[str, Any]) -> _Described | None:
-    """Describe parameters that the step moved in the reference alone; None for other values."""
-    if not origin.compared.is_left_behind:
-        return None
-    text = "stays as it was, and the reference's is updated"
-    if origin.alike:
-        text += f"; the same holds for {counted(origin.alike, 'other parameter')}"
-    return Kind.PARAMETER, text, evidence
-
-
-def _of_summands(
-    origin: Origin, difference: Difference, evidence: dict[str, Any]
-) -> _Described | None:
-    """Describe summands that ranks use as they are; None for other values."""
-    if not difference.partial:
-        return None
-    word = "sum" if difference.partial == "sum" else "average"
-    text = (
-        f"every rank holds a value of its own, whose {word} is the reference's, and which is "
-        f"used as it is, unreduced"
-    )
-    text += _alike(origin)
-    kind = Kind.GRADIENT if origin.compared.key.phase is Phase.GRADS else Kind.REPLICA
-    return kind, text, evidence
-
-
-def _alike(origin: Origin) -> str:
+def _alike(origin: Origin, noun: str = "") -> str:
     if not origin.alike:
         return ""
-    noun = "update" if origin.compared.is_update else "gradient"
+    noun = noun or ("update" if origin.compared.is_update else "gradient")
     return f"; the same holds for {counted(origin.alike, f'other {noun}')}"
 
 
 def _scaled(
     origin: Origin, difference: Difference, degrees: Degrees, evidence: dict[str, Any]
-) -> _Described | None:
+) -> tuple[Kind, str] | None:
     """Describe a value that is the reference's times a factor; None for other values."""
     compared = origin.compared
     if difference.has_other_nonfinite or difference.at_least is not None:
@@ -311,7 +272,7 @@ def _scaled(
             f"{_noun(origin)} is {factors.min():.4g} to {factors.max():.4g} times the reference's, "
             f"by another factor in each micro-batch or on each rank"
         )
-        return Kind.SCALE, text, evidence
+        return Kind.SCALE, text
     is_scaled = rest <= _CLEARLY_SCALED * abs(factor - 1)
     is_factor = abs(factor - 1) > max(compared.allowed, _LEAST_FACTOR)
     if not (is_scaled and is_factor):
@@ -332,27 +293,24 @@ def _scaled(
         )
     else:
         text = f"{_noun(origin)} is {factor:.4g} times the reference's{like}{_alike(origin)}"
-    return Kind.SCALE, text, evidence
+    return Kind.SCALE, text
 
 
-def _off(origin: Origin, difference: Difference, evidence: dict[str, Any]) -> _Described:
+def _off(origin: Origin, difference: Difference, evidence: dict[str, Any]) -> tuple[Kind, str]:
     """Describe a value that is another one."""
     compared, bad = origin.compared, origin.bad_parts
     if difference.has_other_nonfinite:
         nan = sum(difference.test.nonfinite)
-        return (
-            Kind.NONFINITE if nan else Kind.DIVERGENCE,
-            f"{_are(nan, 'element')} NaN or infinite, "
-            f"{sum(difference.ref.nonfinite)} in the reference",
-            evidence,
-        )
+        ours = sum(difference.ref.nonfinite)
+        text = f"{_are(nan, 'element')} NaN or infinite, {ours} in the reference"
+        return Kind.NONFINITE if nan else Kind.DIVERGENCE, text
     if compared.is_moved_alone:
         text = "is trained here, and stays as it was in the reference, where it has no gradient"
-        return Kind.DIVERGENCE, text, evidence
+        return Kind.DIVERGENCE, text
     what = _noun(origin)
     if difference.at_least is not None:
         text = f"{what} is off by at least {compared.error:.3g} of its norm, by its statistics"
-        return Kind.DIVERGENCE, text, evidence
+        return Kind.DIVERGENCE, text
     low, high = (compared.error * times for times in CHI_SQUARE_RANGE)
     is_exact = difference.measured == Measured.TENSORS
     sure = "exactly, by full tensors" if is_exact else f"{low:.2g} to {high:.2g}"
@@ -360,22 +318,21 @@ def _off(origin: Origin, difference: Difference, evidence: dict[str, Any]) -> _D
     is_far = compared.error > _LEAST_PERMUTED and not compared.is_update
     if is_far and difference.is_permuted(bad):
         text = f"the same numbers in another order: norm, mean, least and greatest agree, and {off}"
-        return Kind.PERMUTATION, text, evidence
+        return Kind.PERMUTATION, text
     if compared.is_of_choices:
-        off = _flips(origin, evidence)
+        off = _flips(compared, difference, evidence)
     if not bad.all() and len({difference.units[i] for i in range(len(bad))}) < len(bad):
         others = ranks_named(difference.ranks(~bad).tolist())
-        return Kind.REPLICA, f"{off}; that of {others} agrees", evidence
-    return Kind.DIVERGENCE, off, evidence
+        return Kind.REPLICA, f"{off}; that of {others} agrees"
+    return Kind.DIVERGENCE, off
 
 
-def _flips(origin: Origin, evidence: dict[str, Any]) -> str:
+def _flips(compared: ComparedValue, difference: Difference, evidence: dict[str, Any]) -> str:
     """Say how many choices are other ones."""
-    difference, value = origin.compared.difference, origin.compared.value
-    assert difference is not None
-    flips = max(round(difference.flips(is_mask=value.is_mask)), 1)
+    is_mask = compared.value.is_mask
+    flips = max(round(difference.flips(is_mask=is_mask)), 1)
     evidence |= {"flips": flips, "choices": difference.ref.count}
-    noun = "elements of the mask" if value.is_mask else "choices"
+    noun = "elements of the mask" if is_mask else "choices"
     return f"about {flips:,} of {difference.ref.count:,} {noun} are other ones"
 
 

@@ -35,22 +35,22 @@ class OriginSearch:
         self.origins: list[Origin] = []
         self._owned: defaultdict[str, GiverState] = defaultdict(GiverState)
         """By path of the module: its parameters as they were last seen."""
-        self._legal = LegalDifferences()
+        self.legal = LegalDifferences()
         self._has_stepped = False
 
     def setup(self, found: StepDifferences) -> None:
         """Judge the values that a run began with."""
-        self._legal.read(found)
-        began = _StepSearch(self.origins, found, self._legal, ValueFlow(self._owned), Mode.TRAIN, 0)
+        self.legal.read(found)
+        began = _StepSearch(self, found, ValueFlow(self._owned), Mode.TRAIN, 0)
         for each in found.compared:
             if each.difference is not None:
                 self._owned[each.key.path].take(began.judged(each, GiverState()))
 
     def step(self, found: StepDifferences, mode: Mode, step: int) -> None:
         """Judge the values of one step, in the order in which they were computed."""
-        self._legal.read(found)
+        self.legal.read(found)
         flow = ValueFlow(self._owned, has_stepped=self._has_stepped)
-        search = _StepSearch(self.origins, found, self._legal, flow, mode, step)
+        search = _StepSearch(self, found, flow, mode, step)
         for index, each in enumerate(found.compared):
             search.take(index, each)
         self._owned.update(flow.stepped)
@@ -66,15 +66,10 @@ class _StepSearch:
     """Goes through the values of one step."""
 
     def __init__(
-        self,
-        origins: list[Origin],
-        found: StepDifferences,
-        legal: LegalDifferences,
-        flow: ValueFlow,
-        mode: Mode,
-        step: int,
+        self, run: OriginSearch, found: StepDifferences, flow: ValueFlow, mode: Mode, step: int
     ) -> None:
-        self._origins, self._found, self._legal, self._flow = origins, found, legal, flow
+        self._origins, self._legal = run.origins, run.legal
+        self._found, self._flow = found, flow
         self._mode, self._step = mode, step
         self._pending = PendingValues(found.compared)
         self._most = _most_gradients(found)
@@ -187,15 +182,14 @@ class _StepSearch:
     def judged(self, each: ComparedValue, givers: GiverState) -> GiverState:
         """Return what is known of a value, given what is known of its givers."""
         error = each.error
-        if givers.origin is not None:
-            if error <= min(each.allowed, each.by_rounding):
-                return GiverState(error, None, True)
-            givers.origin.victims.append(each)
-            return GiverState(error, givers.origin, True)
+        origin: Origin | None = None
         given = 0.0 if each.value.is_discrete else _AMPLIFICATION * givers.error
-        if error > each.allowed + given:
-            return GiverState(error, self._new(each, givers.error), True)
-        return GiverState(error, None, True)
+        if givers.origin is None and error > each.allowed + given:
+            origin = self._new(each, givers.error)
+        elif givers.origin is not None and error > min(each.allowed, each.by_rounding):
+            origin = givers.origin
+            origin.victims.append(each)
+        return GiverState(error, origin, True)
 
 
 def _are_alike(new: Origin, old: Origin) -> bool:
@@ -295,7 +289,12 @@ class LegalDifferences:
 
     def read(self, found: StepDifferences) -> None:
         """Take note of which batch norms learned in a step, or of what a run began with."""
-        counts, before = _batches_seen(found), self._batches_seen
+        counts = {
+            c.key.path: (c.difference.ref.mean, c.difference.test.mean)
+            for c in found.compared
+            if c.difference is not None and c.key.slot == "buffer:num_batches_tracked"
+        }
+        before = self._batches_seen
         both = counts.keys() & before.keys()
         moved = {p: [was != now for was, now in zip(before[p], counts[p])] for p in both}
         self._in_one = frozenset(path for path, sides in moved.items() if sides[0] != sides[1])
@@ -329,17 +328,12 @@ def _is_of_batch(each: ComparedValue, mode: Mode, found: StepDifferences) -> boo
     }
     if not all("batchnorm" in name for name in names):
         return False
-    if any("sync" in name for name in names):
-        return not found.is_normalized_alike_over_ranks
-    return not found.is_normalized_alike
-
-
-def _batches_seen(found: StepDifferences) -> dict[str, tuple[float, float]]:
-    return {
-        c.key.path: (c.difference.ref.mean, c.difference.test.mean)
-        for c in found.compared
-        if c.difference is not None and c.key.slot == "buffer:num_batches_tracked"
-    }
+    batches = found.batches
+    if batches is None:
+        return False
+    if any("sync" in name for name in names):  # over the batches of all ranks
+        return batches.ref.micro_batches != batches.test.micro_batches
+    return not batches.are_the_same
 
 
 def _is_choice(each: ComparedValue, inherited: float) -> bool:

@@ -40,7 +40,7 @@ def run_lines(ref: Mapping[str, Any], test: Mapping[str, Any]) -> list[Preflight
     ]
     text = "; ".join(differ[:_MOST]) + ("; ..." if len(differ) > _MOST else "")
     same = f"the same versions (torch {ours.get('torch', 'unknown')})"
-    return [PreflightLine(what="versions", is_same=not differ, text=text or same)]
+    return [PreflightLine("versions", not differ, text or same)]
 
 
 def step_line(ref: Collection[StepKey], test: Collection[StepKey]) -> PreflightLine:
@@ -59,22 +59,21 @@ def step_line(ref: Collection[StepKey], test: Collection[StepKey]) -> PreflightL
             if own[0] == own[1] == shared[mode]
             else f"{own[0]} and {own[1]} {mode.word} steps, {shared[mode]} in common"
         )
-    return PreflightLine(what="steps", is_same=is_same, text=", ".join(parts) or "no step")
+    return PreflightLine("steps", is_same, ", ".join(parts) or "no step")
 
 
-def optimizer_line(
+def optimizer_lines(
     ref: Mapping[StepKey, Step], test: Mapping[StepKey, Step]
-) -> PreflightLine | None:
-    """Return whether optimizers stepped with the same options; None where no trace tells.
+) -> list[PreflightLine]:
+    """Return whether optimizers stepped with the same options; nothing where no trace tells.
 
     Optimizers of another class with the same options, such as one that wraps another, are alike.
     """
-    is_told = False
+    found: list[PreflightLine] = []
     for key in sorted(ref.keys() & test.keys(), key=lambda key: key[1]):
         ours, theirs = _options_of(ref[key]), _options_of(test[key])
         if not ours or not theirs:
             continue
-        is_told = True
         differ = [
             f"{name} {theirs.get(name, 'absent')} for {ours.get(name, 'absent')}"
             for name in dict.fromkeys((*ours, *theirs))
@@ -83,9 +82,9 @@ def optimizer_line(
         if any(ours.get(name) != theirs.get(name) for name in {*ours, *theirs} - {"class"}):
             listed = ", ".join(differ[:_MOST]) + (", ..." if len(differ) > _MOST else "")
             text = f"{key[0].word} step {key[1]}: the optimizer steps with {listed}"
-            return PreflightLine(what="optimizer", is_same=False, text=text)
-    same = PreflightLine(what="optimizer", is_same=True, text="the same optimizer options")
-    return same if is_told else None
+            return [PreflightLine("optimizer", False, text)]
+        found = [PreflightLine("optimizer", True, "the same optimizer options")]
+    return found
 
 
 def _options_of(step: Step) -> dict[str, str]:
@@ -118,21 +117,19 @@ def forward_line(pairs: Iterable[StepPair]) -> PreflightLine | None:
     text = f"forwards alone: {sides[0]} beside {sides[1]} of the reference"
     times = len(others) - 1
     more = f", {'once' if times == 1 else f'{times} times'} more" if times else ""
-    return PreflightLine(what="steps", is_same=False, text=text + more)
+    return PreflightLine("steps", False, text + more)
 
 
 def start_line(setup: StepDifferences | None) -> PreflightLine:
     """Return how many parameters and buffers began alike."""
     if setup is None:
-        text = "what the runs began with is not in both traces"
-        return PreflightLine(what="start", is_same=None, text=text)
+        return PreflightLine("start", None, "what the runs began with is not in both traces")
     known = [c for c in setup.compared if c.difference is not None]
     other = [c for c in known if c.error > c.allowed]
     if other:
         text = f"{len(other)} of {counted(len(known), 'start value')} differ"
-        return PreflightLine(what="start", is_same=False, text=text)
-    text = f"{counted(len(known), 'start value')} agree"
-    return PreflightLine(what="start", is_same=True, text=text)
+        return PreflightLine("start", False, text)
+    return PreflightLine("start", True, f"{counted(len(known), 'start value')} agree")
 
 
 def dtype_line(found: Iterable[StepDifferences]) -> PreflightLine:
@@ -141,15 +138,13 @@ def dtype_line(found: Iterable[StepDifferences]) -> PreflightLine:
     for each in found:
         for compared in each.compared:
             value = compared.value
-            ours = next(iter(value.ref.values())).dtype
-            theirs = next(iter(value.test.values())).dtype
-            pairs[ours, theirs] += 1
+            pairs[value.first_ref.dtype, value.first_test.dtype] += 1
     other = {pair: count for pair, count in pairs.items() if pair[0] != pair[1]}
     if not other:
-        return PreflightLine(what="dtypes", is_same=True, text="the same dtypes")
+        return PreflightLine("dtypes", True, "the same dtypes")
     listed = [f"{theirs} for {ours} in {counted(n, 'value')}" for (ours, theirs), n in
               sorted(other.items(), key=lambda item: -item[1])]  # fmt: skip
-    return PreflightLine(what="dtypes", is_same=False, text="; ".join(listed[:_MOST]))
+    return PreflightLine("dtypes", False, "; ".join(listed[:_MOST]))
 
 
 def batch_line(batches: Batches, mode: Mode, step: int) -> PreflightLine:
@@ -158,7 +153,7 @@ def batch_line(batches: Batches, mode: Mode, step: int) -> PreflightLine:
     split = f"{_split(test)}, the reference {_split(ref)}"
     if match.is_by_order:
         text = f"samples cannot be told apart, their order is believed ({split})"
-        return PreflightLine(what="samples", is_same=None, text=text)
+        return PreflightLine("samples", None, text)
     where = f"{mode.word} step {step}"
     if match.lost or match.unknown:
         parts = [
@@ -169,13 +164,12 @@ def batch_line(batches: Batches, mode: Mode, step: int) -> PreflightLine:
         counts = (match.unknown, match.lost, match.repeated)
         said = ", ".join(part for part, count in zip(parts, counts) if count)
         text = f"{where}: {said} ({split})"
-        return PreflightLine(what="samples", is_same=False, text=text)
+        return PreflightLine("samples", False, text)
     is_one = len(ref.sizes) == len(test.sizes) == 1
+    same = f"the same {counted(ref.total, 'sample')}"
     if is_one and not match.is_in_order:
-        text = f"{where}: the same {counted(ref.total, 'sample')} in another order"
-        return PreflightLine(what="samples", is_same=False, text=text)
-    text = f"the same {counted(ref.total, 'sample')} ({split})"
-    return PreflightLine(what="samples", is_same=True, text=text)
+        return PreflightLine("samples", False, f"{where}: {same} in another order")
+    return PreflightLine("samples", True, f"{same} ({split})")
 
 
 def _split(samples: Any) -> str:

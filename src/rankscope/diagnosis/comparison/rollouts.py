@@ -51,19 +51,15 @@ def paired_steps(ref: TraceSide, test: TraceSide) -> list[StepPair]:
     if common and not is_in_parts:
         return [StepPair((key,), (key,)) for key in common]
     found = [StepPair((key,), (key,)) for key in common if key[0] is Mode.TRAIN]
-    sides = [_left(side, found) for side in (ref, test)]
+    sides = [
+        [key for key in side.steps if not found or key[0] is Mode.EVAL] for side in (ref, test)
+    ]
     while all(sides):
         pair = _next_pair((ref, test), sides)
         if pair is None:
             break
         found.append(pair)
     return found
-
-
-def _left(side: TraceSide, paired: Sequence[StepPair]) -> list[StepKey]:
-    if paired:
-        return [key for key in side.steps if key[0] is Mode.EVAL]
-    return list(side.steps)
 
 
 def _next_pair(traces: tuple[TraceSide, TraceSide], left: list[list[StepKey]]) -> StepPair | None:

@@ -12,26 +12,18 @@ calls `experts.2`.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
 
 from rankscope.diagnosis.comparison.alignment import AlignedStep, AlignedValue, SlotKey
-from rankscope.diagnosis.comparison.batchedvalues import compare_batched
-from rankscope.diagnosis.comparison.commonvalues import compare_common
-from rankscope.diagnosis.comparison.difference import (
-    Batches,
-    ComparedValue,
-    Difference,
-    Measured,
-    are_alike,
-    common_factor,
-    nearest_factor,
-)
+from rankscope.diagnosis.comparison.datasamples import Unit
+from rankscope.diagnosis.comparison.difference import Batches, ComparedValue, Difference, Measured
 from rankscope.diagnosis.comparison.fulltensors import FullTensors
 from rankscope.diagnosis.comparison.tolerances import Tolerances
+from rankscope.diagnosis.comparison.wholedistances import compare_wholes
 from rankscope.diagnosis.comparison.wholevalues import NO_TENSOR, Wholes, WholeValues
 from rankscope.diagnosis.distances import rounding_of
 from rankscope.diagnosis.stepview import Array, StepView, sibling_path
@@ -55,6 +47,9 @@ _OTHER_SIGNS: Final = 2.0
 """The update of a vector may be off by so much where its gradient agrees: single elements of that
 may be zero but for rounding, as those of keys in the bias of queries, keys and values together, and
 an optimizer that takes the sign of a gradient moves them by a whole step in any direction."""
+_SHARE: Final = 0.8
+"""A factor is that of a phase where so many of its values have it."""
+_SAME_FACTOR: Final = 0.05
 _NO_FACTOR: Final = 1e-3
 """A factor that is so near 1 is none, however exact the dtype."""
 
@@ -90,7 +85,7 @@ class StepDifferences:
         self.aligned = aligned
         self._stages = stages
         self._left_out, self._tensors = left_out, tensors
-        self._wholes, self._batches, self._before = wholes, batches, before
+        self._wholes, self.batches, self._before = wholes, batches, before
         self._tolerances = Tolerances(aligned.values, noise)
         self.exact = 0
         """Values that are bitwise the same."""
@@ -105,10 +100,10 @@ class StepDifferences:
         self.gradient_scale = self._scale_of_gradients()
         """Factor that all final gradients have in common, 1.0 for none."""
         scales = self._scales_of_backward()
-        self.weighs_alike = are_alike(scales.values())
+        self.weighs_alike = _are_alike(scales.values())
         """True where micro-batches and data-parallel ranks weigh as they do in the reference."""
         self.unit_scales = self._held_alike(scales)
-        """{(micro-batch, place): factor of all gradients of activations}."""
+        """{unit: factor of all gradients of activations}."""
         self._measure()
         factor = self._scale_of_updates()
         self.update_scale = 1.0 if abs(factor - 1) < _NEAR_SCALED_UPDATE else factor
@@ -119,11 +114,6 @@ class StepDifferences:
         """Return the relative distance of every value that was compared."""
         return {c.key: c.error for c in self.compared if not c.reason}
 
-    @property
-    def skipped(self) -> Counter[str]:
-        """Return why values could not be compared, and how many."""
-        return Counter(c.reason for c in self.compared if c.reason)
-
     # ---- one value -------------------------------------------------------------------------------
 
     def _compare(self, value: AlignedValue) -> ComparedValue:
@@ -133,7 +123,7 @@ class StepDifferences:
             reason = "other modules of that name on other ranks"
             return ComparedValue(value=value, reason=reason, allowed=allowed)
         is_batched = value.key.phase.facts.is_activation
-        batches = self._batches if is_batched else None
+        batches = self.batches if is_batched else None
         places = (None, None) if batches is None else (batches.ref.places, batches.test.places)
         sides: list[dict[int, Wholes]] = []
         for composing, own, own_places in zip(self._wholes, (value.ref, value.test), places):
@@ -146,19 +136,10 @@ class StepDifferences:
                     )
                 found[micro_batch] = made
             sides.append(found)
-        difference: Difference | str
-        if batches is not None:
-            difference = compare_batched(
-                sides[0], sides[1], batches, allowed,
-                is_gradient=value.key.phase is Phase.BACKWARD,
-            )  # fmt: skip
-        else:
-            ref, test = sides[0][min(sides[0])], sides[1][min(sides[1])]
-            is_gradient = value.key.phase is Phase.GRADS
-            difference = compare_common(ref, test, allowed, is_summed_later=is_gradient)
+        difference = compare_wholes(sides[0], sides[1], batches, allowed, value.key.phase)
         if self._tensors is not None:
             both = sides[0], sides[1]
-            difference = self._tensors.exactly(value, both, difference, self._batches, allowed)
+            difference = self._tensors.exactly(value, both, difference, self.batches, allowed)
         if isinstance(difference, Difference):
             is_told = ~np.isnan(difference.errors())
             if not is_told.any():
@@ -225,62 +206,52 @@ class StepDifferences:
         return ((c, d) for c, d in self._of(phase) if d.at_least is None and d.ref.l2 != 0)
 
     def _scale_of_gradients(self) -> float:
-        found, total = [], 0
-        for compared, difference in self._sketched(Phase.GRADS):
-            total += 1
-            factor, rest = difference.fit()
-            if rest <= 3 * compared.allowed:
-                found.append(factor)
-        return self._plain(common_factor(found, total) or 1.0)
+        found = [(d.fit(), 3 * c.allowed) for c, d in self._sketched(Phase.GRADS)]
+        return self._plain(_common_factor(found) or 1.0)
 
-    def _scales_of_backward(self) -> dict[tuple[int, int], float]:
-        found: dict[tuple[int, int], list[float]] = {}
-        totals: Counter[tuple[int, int]] = Counter()
+    def _scales_of_backward(self) -> dict[Unit, float]:
+        """Return the factor that gradients of a unit have in common, or else the one that ranks and
+        micro-batches explain, where its first gradient (that of the loss) has one: that holds
+        wherever else something is wrong."""
+        fits: dict[Unit, list[tuple[tuple[float, float], float]]] = {}
         for compared, difference in self._sketched(Phase.BACKWARD):
-            for unit, (factor, rest) in zip(difference.units, difference.fits().tolist()):
-                totals[unit] += 1
-                if rest <= 3 * compared.allowed:
-                    found.setdefault(unit, []).append(factor)
-        scales = {unit: common_factor(own, totals[unit]) for unit, own in found.items()}
-        known = {unit: scale for unit, scale in scales.items() if scale}
-        return {**self._plainly_scaled(), **known}
+            for unit, fit in zip(difference.units, difference.fits().tolist()):
+                fits.setdefault(unit, []).append((fit, 3 * compared.allowed))
+        found: dict[Unit, float] = {}
+        for unit, own in fits.items():
+            (first, rest), _ = own[0]
+            plain = self._plain_factors() if rest <= _NEAR_SCALED else ()
+            near = (each for each in plain if abs(first / each - 1) <= 0.05)
+            factor = _common_factor(own) or next(near, None)
+            if factor:
+                found[unit] = factor
+        return found
 
-    def _held_alike(self, scales: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
+    def _held_alike(self, scales: dict[Unit, float]) -> dict[Unit, float]:
         """Return the factors of units, or one for all of them where they differ and most final
         gradients are wrong: then units weigh otherwise than in the reference."""
         own = self._of(Phase.GRADS)
         off = [1 for c, d in own if d.errors(self.gradient_scale).max(initial=0.0) > 3 * c.allowed]
-        if 2 * len(off) <= len(own) or are_alike(scales.values()):
+        if 2 * len(off) <= len(own) or _are_alike(scales.values()):
             return scales
-        return dict.fromkeys(scales, nearest_factor(scales.values(), self._plain_factors()))
-
-    def _plainly_scaled(self) -> dict[tuple[int, int], float]:
-        """Return the factors that ranks and micro-batches explain, of units whose first gradient
-        (that of the loss) has one: they hold wherever else something is wrong."""
-        first: dict[tuple[int, int], float] = {}
-        for _, difference in self._sketched(Phase.BACKWARD):
-            for unit, (factor, rest) in zip(difference.units, difference.fits().tolist()):
-                first.setdefault(unit, factor if rest <= _NEAR_SCALED else math.nan)
-        found = {}
-        for unit, factor in first.items():
-            near = [each for each in self._plain_factors() if abs(factor / each - 1) <= 0.05]
-            if near:
-                found[unit] = near[0]
-        return found
+        logs = [math.log(factor) for factor in scales.values()]
+        middle = (min(logs) + max(logs)) / 2
+        nearest = min(self._plain_factors(), key=lambda each: abs(math.log(each) - middle))
+        return dict.fromkeys(scales, nearest)
 
     def _plain_factors(self) -> list[float]:
         """Return the factors that averaging over ranks or micro-batches may leave in backward."""
-        if self._batches is None:
+        if self.batches is None:
             return [1.0]
-        places = self._batches.test.place_count / self._batches.ref.place_count
-        steps = self._batches.test.micro_batches / self._batches.ref.micro_batches
+        places = self.batches.test.place_count / self.batches.ref.place_count
+        steps = self.batches.test.micro_batches / self.batches.ref.micro_batches
         return sorted({1.0, places, steps, places * steps})
 
     @property
     def is_scaled_at_the_end(self) -> bool:
         """True where all final gradients have a factor that backward has not: averages over ranks
         or micro-batches are forgotten, or made twice, behind it."""
-        if self._batches is None or self.gradient_scale == 1.0:
+        if self.batches is None or self.gradient_scale == 1.0:
             return False
         return all(
             any(abs(scale / each - 1) < 0.02 for each in self._plain_factors())
@@ -312,10 +283,9 @@ class StepDifferences:
                 if compared.value.is_vector:
                     least = max(least, _OF_OUTPUT * outputs.get(key.path, 0.0))
             compared.errors = difference.errors(compared.scales, least)
-            compared.raw_error = float(difference.errors(compared.scales).max(initial=0.0))
             name = key.parameter
-            if key.phase is Phase.GRADS:
-                of_gradient[name] = compared.raw_error
+            if key.phase is Phase.GRADS:  # relative to the reference's own norm, however small
+                of_gradient[name] = float(difference.errors(compared.scales).max(initial=0.0))
                 if sum(difference.ref.nonfinite) + sum(difference.test.nonfinite):
                     self._not_finite.add(name)
             elif compared.is_update:
@@ -336,15 +306,9 @@ class StepDifferences:
                         if name not in self._not_finite
                         else "the gradient is NaN or infinite"
                     )
-            if self._tells_samples(compared):
-                assert self._batches is not None
-                others = self._batches.units_with_others()
-                is_bad = np.array([unit in others for unit in difference.units])
-                missing = np.where(is_bad if is_bad.any() else True, self._other_samples, 0.0)
-                compared.errors = np.maximum(compared.errors, missing)
-                match = self._batches.match
-                compared.other_samples = (match.lost, match.unknown)
-                compared.is_repeated = match.repeated > 0 or self._is_handed_to_all(compared)
+            batches = self.batches if compared.value.is_root_input else None
+            if batches is not None and key.slot == batches.ref.slot:
+                _take_samples(compared, difference, batches)
 
     def _norms_of_outputs(self) -> dict[str, float]:
         """Return {path: norm of the gradients of the module's outputs} in the reference."""
@@ -359,50 +323,14 @@ class StepDifferences:
         """Return 1.0 for a factor that rounding explains."""
         return 1.0 if abs(factor - 1.0) <= max(self._no_factor, _NO_FACTOR) else factor
 
-    @property
-    def _other_samples(self) -> float:
-        """Part of the samples that only one of both runs has."""
-        if self._batches is None:
-            return 0.0
-        match, total = self._batches.match, self._batches.ref.total
-        return max(match.lost, match.unknown) / total if total else 0.0
-
-    def _tells_samples(self, compared: ComparedValue) -> bool:
-        slot = None if self._batches is None else self._batches.ref.slot
-        return compared.value.is_root_input and compared.key.slot == slot
-
-    def _is_handed_to_all(self, compared: ComparedValue) -> bool:
-        """True where ranks were handed the same samples, and would have all of the reference's if
-        each had samples of its own."""
-        assert self._batches is not None
-        test = self._batches.test
-        copies = len(compared.value.test_ranks) // test.place_count
-        return copies > 1 and test.total * copies == self._batches.ref.total
-
-    @property
-    def is_normalized_alike(self) -> bool:
-        """True where modules that normalize over a local batch have the same samples together."""
-        return self._batches is None or self._batches.are_the_same
-
-    @property
-    def is_normalized_alike_over_ranks(self) -> bool:
-        """True where the same holds if they normalize over the batches of all ranks."""
-        if self._batches is None:
-            return True
-        return self._batches.ref.micro_batches == self._batches.test.micro_batches
-
     def _scale_of_updates(self) -> float:
-        found, total = [], 0
-        for compared, difference in self._of(Phase.PARAMS):
-            if not compared.is_update or difference.ref.l2 == 0:
-                continue
-            factor, rest = difference.fit()
-            if not math.isfinite(factor):  # nothing was added to it
-                continue
-            total += 1
-            if rest <= max(compared.allowed, _NEAR_SCALED_UPDATE):
-                found.append(factor)
-        return (common_factor(found, total) or 1.0) if total > 1 else 1.0
+        fits = [
+            (d.fit(), max(c.allowed, _NEAR_SCALED_UPDATE))
+            for c, d in self._of(Phase.PARAMS)
+            if c.is_update and d.ref.l2 != 0
+        ]
+        found = [each for each in fits if math.isfinite(each[0][0])]  # something was added to it
+        return (_common_factor(found) or 1.0) if len(found) > 1 else 1.0
 
     def _least_gradient(self) -> float:
         """Return the size of elements below which a gradient is as good as zero."""
@@ -412,6 +340,38 @@ class StepDifferences:
             if d.ref.count and np.isfinite(d.ref.l2)
         ]
         return _SMALL_GRADIENT * float(np.median(sizes)) if sizes else 0.0
+
+
+def _take_samples(compared: ComparedValue, difference: Difference, batches: Batches) -> None:
+    """Judge the input that tells samples apart by those that only one of both runs has."""
+    ref, test, match = batches.ref, batches.test, batches.match
+    others = batches.units_with_others()
+    is_bad = np.array([unit in others for unit in difference.units])
+    share = max(match.lost, match.unknown) / ref.total if ref.total else 0.0
+    missing = np.where(is_bad if is_bad.any() else True, share, 0.0)
+    compared.errors = np.maximum(compared.errors, missing)
+    compared.other_samples = (match.lost, match.unknown)
+    # ranks that were handed the same may have been meant to have all of the reference's
+    copies = len(compared.value.test_ranks) // test.place_count
+    is_handed_to_all = copies > 1 and test.total * copies == ref.total
+    compared.is_repeated = match.repeated > 0 or is_handed_to_all
+
+
+def _common_factor(fits: Sequence[tuple[tuple[float, float], float]]) -> float | None:
+    """Return the factor that most values have, None where there is none, from what `fit` says of
+    each and how much a factor may leave of it."""
+    factors = [factor for (factor, rest), most in fits if rest <= most]
+    if not factors:
+        return None
+    middle = float(np.median(factors))
+    near = sum(1 for f in factors if abs(f - middle) <= _SAME_FACTOR * abs(middle))
+    return middle if middle and near >= _SHARE * len(fits) else None
+
+
+def _are_alike(factors: Iterable[float]) -> bool:
+    """True where factors are about the same, or one of them is not above zero."""
+    found = list(factors)
+    return not found or min(found) <= 0 or max(found) <= (1 + _SAME_FACTOR) * min(found)
 
 
 def _is_made_of(vector: Array, parts: Array) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
+
 from rankscope.diagnosis.comparison.datasamples import (
     StepSamples,
     data_places,
@@ -17,7 +19,6 @@ from rankscope.diagnosis.replicas import Layouts
 from rankscope.diagnosis.stepview import Array, CallView, StepView, step_view_of
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
-from rankscope.record.phases import Phase
 from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.views import Step, Trace
 
@@ -30,20 +31,21 @@ def two_sides(
 ) -> Iterator[tuple[TraceSide, TraceSide]]:
     """Open both traces, or golden files; closed at the end as `opened_trace` says."""
     with opened_trace(ref, takes_golden=True) as one, opened_trace(test, takes_golden=True) as two:
-        yield TraceSide(one, layouts), TraceSide(two, layouts)
+        yield TraceSide(one, layouts, "REF"), TraceSide(two, layouts, "TEST")
 
 
 class TraceSide:
     """One of the two traces."""
 
-    def __init__(self, trace: Trace, layouts: LayoutFile | None) -> None:
+    def __init__(self, trace: Trace, layouts: LayoutFile | None, name: str) -> None:
         """Read its setup.
 
         Args:
             trace: an open trace.
             layouts: declared layouts, used where they are for as many ranks.
+            name: what people call it, "REF" or "TEST".
         """
-        self.trace = trace
+        self.trace, self.name = trace, name
         self.world = int(trace.run["world_size"])
         fits = layouts is not None and self.world in (1, layouts.size)
         self.layouts = Layouts(layouts if fits else None, self.world)
@@ -53,7 +55,12 @@ class TraceSide:
         self.wholes = WholeValues(self.layouts, self.lost)
         own = [step for step in trace.setup if step.incarnation == self.incarnation]
         self.setup: StepView | None = step_view_of(own[0]) if own else None
-        self.stages = stages_of(self.setup, self.world)
+        self._stages = stages_of(self.setup, self.world, self.layouts.mesh)
+        self.stages = np.full(self.world, -1)
+        """[world] the number of each rank's stage, -1 for ranks without a parameter: modules of one
+        name that stages of a pipeline call are different ones."""
+        for number, stage in enumerate(self._stages):
+            self.stages[stage.ranks] = number
         self.steps: dict[StepKey, Step] = {
             (step.mode, step.step): step
             for step in trace.steps
@@ -79,17 +86,13 @@ class TraceSide:
 
     def places(self, step_view: StepView) -> Array:
         """Return the data-parallel place of every rank."""
-        return data_places(self.setup, step_view, self.world, self.layouts)
+        return data_places(self._stages, self.setup, step_view, self.world)
 
     def can_place(self, step_view: StepView) -> bool:
         """True where the trace holds what tells the places of ranks: parameters at setup, and what
         a root was handed."""
-        setup = self.setup
-        has_parameters = setup is not None and any(
-            values.slot.startswith("param:") for values in setup.values(Phase.SETUP)
-        )
         roots = (call for call in step_view.calls if call.parent is None and call.path == "")
-        return has_parameters and any(any(True for _ in call.inputs) for call in roots)
+        return bool(self._stages) and any(any(True for _ in call.inputs) for call in roots)
 
     def is_same_program(self, other: TraceSide) -> bool:
         """True where both jobs are one program on as many ranks and the same meshes."""
@@ -97,9 +100,6 @@ class TraceSide:
         is_one = own.get("argv", ())[:1] == theirs.get("argv", ())[:1]
         return is_one and all(own[name] == theirs[name] for name in ("world_size", "meshes"))
 
-    def samples(
-        self, step_view: StepView, wholes: WholeValues | None = None, places: Array | None = None
-    ) -> StepSamples:
-        """Return the samples that the ranks worked on, at places that another trace may tell."""
-        found = self.places(step_view) if places is None else places
-        return samples_of_step(step_view, found, wholes or self.wholes)
+    def samples(self, step_view: StepView) -> StepSamples:
+        """Return the samples that the ranks worked on."""
+        return samples_of_step(step_view, self.places(step_view), self.wholes)

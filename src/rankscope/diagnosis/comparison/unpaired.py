@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 from rankscope.diagnosis.comparison.alignment import AlignedStep, PathMap, SlotKey
@@ -31,57 +30,6 @@ _MOST_PREFIXES: Final = 8
 _TRIED: Final = 12
 _FLAT: Final = ":_flat_param"
 """What FSDP1 makes of the parameters that it wraps together, unless told to keep theirs."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Tally:
-    """What is counted over the steps of a comparison."""
-
-    compared: int = 0
-    exact: int = 0
-    """Of those compared the ones that are bitwise the reference's."""
-    below_resolution: int = 0
-    """Of those compared the ones that agree as far as sketches tell."""
-    unpaired: int = 0
-    """Values that one of both traces alone holds."""
-    skipped: Counter[str] = field(default_factory=Counter)
-    """Why others were not compared."""
-
-    @property
-    def in_both(self) -> int:
-        """Values that both traces hold."""
-        return self.compared + self.skipped.total()
-
-    @property
-    def is_enough(self) -> bool:
-        """True where a verdict may rest on what was compared."""
-        return 0 < self.compared >= _FEWEST_COMPARED * self.in_both
-
-    def report(
-        self,
-        sides: tuple[TraceSide, TraceSide],
-        findings: Sequence[Finding],
-        *,
-        reasons: Iterable[tuple[str, int]],
-        lacks: str,
-        notes: Iterable[str],
-        lines: Iterable[PreflightLine],
-    ) -> Report:
-        """Return the report of `diff` on these sides, with the reasons of `skipped` in order."""
-        is_complete = all(side.trace.is_complete for side in sides)
-        return Report(
-            command="diff",
-            verdict=verdict_of(findings, lacks, is_complete=is_complete),
-            compared=self.compared,
-            skipped=tuple(Skipped(reason=r, count=n) for r, n in reasons),
-            recorded=self.in_both + self.unpaired,
-            unpaired=self.unpaired,
-            alone=0,
-            findings=tuple(findings),
-            notes=tuple(notes),
-            lacks=lacks,
-            preflight=tuple(lines),
-        )
 
 
 class _RecordedPart:
@@ -110,27 +58,69 @@ class _RecordedPart:
         return ""
 
 
-class Partners:
-    """Collects over the steps of a comparison what has a partner and what has none."""
+class Tally:
+    """Counts over the steps of a comparison what was compared, and collects what has no partner."""
 
-    def __init__(self, ref: Trace, test: Trace, paths: PathMap) -> None:
-        self._ref, self._test, self._paths = _RecordedPart(ref), _RecordedPart(test), paths
+    def __init__(self, ref: TraceSide, test: TraceSide, paths: PathMap) -> None:
+        self._sides, self._paths = (ref, test), paths
+        self._recorded = _RecordedPart(ref.trace), _RecordedPart(test.trace)
         self._only_ref: dict[SlotKey, str] = {}
         """Values without a partner, with the option of the other trace that left each out, "" for
         none."""
         self._only_test: dict[SlotKey, str] = {}
         self._both: dict[SlotKey, None] = {}
+        self.compared = 0
+        self.unpaired = 0
+        """Values that one of both traces alone holds."""
+        self.skipped: Counter[str] = Counter()
+        """Why others were not compared."""
 
     def take(self, aligned: AlignedStep) -> None:
-        """Count one step."""
+        """Count what has no partner in one step."""
+        self.unpaired += len(aligned.only_ref) + len(aligned.only_test)
         self._both.update(dict.fromkeys(value.key for value in aligned.values))
         for key in aligned.only_ref:
             if key not in self._only_ref:
-                self._only_ref[key] = self._test.refuses(key)
+                self._only_ref[key] = self._recorded[1].refuses(key)
         for key in aligned.only_test:
             if key not in self._only_test:
                 mapped = key._replace(path=self._paths(key.path))
-                self._only_test[key] = self._ref.refuses(mapped)
+                self._only_test[key] = self._recorded[0].refuses(mapped)
+
+    @property
+    def in_both(self) -> int:
+        """Values that both traces hold."""
+        return self.compared + self.skipped.total()
+
+    @property
+    def is_enough(self) -> bool:
+        """True where a verdict may rest on what was compared."""
+        return 0 < self.compared >= _FEWEST_COMPARED * self.in_both
+
+    def report(
+        self,
+        findings: Sequence[Finding],
+        *,
+        reasons: Iterable[tuple[str, int]],
+        lacks: str,
+        notes: Iterable[str],
+        lines: Iterable[PreflightLine],
+    ) -> Report:
+        """Return the report of `diff`, with the reasons of `skipped` in order."""
+        is_complete = all(side.trace.is_complete for side in self._sides)
+        return Report(
+            command="diff",
+            verdict=verdict_of(findings, lacks, is_complete=is_complete),
+            compared=self.compared,
+            skipped=tuple(Skipped(reason=r, count=n) for r, n in reasons),
+            recorded=self.in_both + self.unpaired,
+            unpaired=self.unpaired,
+            alone=0,
+            findings=tuple(findings),
+            notes=tuple(notes),
+            lacks=lacks,
+            preflight=tuple(lines),
+        )
 
     def left_out(self) -> str:
         """Return with which options both traces were taken that left values of the other one out;

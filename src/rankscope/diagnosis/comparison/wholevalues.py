@@ -20,7 +20,7 @@ from rankscope.diagnosis.comparison.lostranks import LostRanks
 from rankscope.diagnosis.replicas import Layouts
 from rankscope.diagnosis.stepview import Array, SlotValues
 from rankscope.layout.declared import declared_pieces
-from rankscope.layout.placement import Mesh, Placement, Ranges
+from rankscope.layout.placement import Mesh, Placement
 from rankscope.layout.plan import Piece
 from rankscope.record.notes import NoteKind
 from rankscope.record.statistics import STATISTICS
@@ -76,9 +76,8 @@ class _MeshPlan:
     """Positions of its ranks among those of the view."""
     ranks: Array
     plan: CombinationPlan | str
-    piece_ranges: tuple[tuple[Ranges, ...] | None, ...]
+    pieces: tuple[Piece, ...]
     """Per row of the plan's index."""
-    global_shape: tuple[int, ...]
 
 
 class WholeValues:
@@ -173,18 +172,9 @@ def _plans_by_mesh(pieces: Mapping[int, Piece], at: Array, ranks: Array) -> list
             plan = "layout unknown"
         else:
             plan = plan_rows(held)
-        ranges: tuple[tuple[Ranges, ...] | None, ...] = ()
-        if not isinstance(plan, str):
-            ranges = tuple(held[row][1].ranges for row in plan.index[:, 0].tolist())
-        found.append(
-            _MeshPlan(
-                at=at[members],
-                ranks=ranks[members],
-                plan=plan,
-                piece_ranges=ranges,
-                global_shape=whole or (),
-            )
-        )
+        rows = [] if isinstance(plan, str) else plan.index[:, 0].tolist()
+        firsts = tuple(held[row][1] for row in rows)
+        found.append(_MeshPlan(at=at[members], ranks=ranks[members], plan=plan, pieces=firsts))
     return found
 
 
@@ -275,8 +265,8 @@ class _Making:
         if self._places is None:
             return None
         whole: Array | None = None
-        for row, ranges in zip(plan.index, mesh.piece_ranges):
-            at = mesh.at[row]
+        for row, piece in zip(plan.index, mesh.pieces):
+            at, ranges, shape = mesh.at[row], piece.ranges, piece.global_shape or ()
             at = at[self._first[at] >= 0]
             if ranges is None:
                 return None
@@ -285,10 +275,10 @@ class _Making:
                     continue
                 return None
             dim = int(self._dim[at[0]])
-            if dim >= len(mesh.global_shape):
+            if dim >= len(shape):
                 return None
             if whole is None:
-                whole = np.zeros((mesh.global_shape[dim], self._samples.shape[1]))
+                whole = np.zeros((shape[dim], self._samples.shape[1]))
             own = np.concatenate([np.arange(a, b) for a, b in ranges[dim]])
             first, count = int(self._first[at[0]]), int(self._count[at[0]])
             if count != len(own):

@@ -1,0 +1,467 @@
+"""How far the wholes of the test lie from the reference's, by digests: parameters and gradients as
+they are; what belongs to batches unit by unit where both runs cut the batch alike, sample by sample
+where they do not, by statistics where no samples were kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from rankscope.diagnosis.comparison.datasamples import StepSamples, Unit
+from rankscope.diagnosis.comparison.difference import (
+    TINY,
+    Batches,
+    Difference,
+    Measured,
+    Totals,
+    dots_of,
+)
+from rankscope.diagnosis.comparison.wholevalues import EVERY_PLACE, Wholes
+from rankscope.diagnosis.stepview import Array
+from rankscope.record.phases import Phase
+
+_SUM_SLACK: Final = 3.0
+"""A sum or an average of several values may be so many times further off than one value."""
+
+_Units = dict[Unit, tuple[Wholes, list[int]]]
+"""Wholes of one slot in all micro-batches of a step, by unit: which of those of its call it has."""
+
+
+def compare_wholes(
+    ref: Mapping[int, Wholes],
+    test: Mapping[int, Wholes],
+    batches: Batches | None,
+    allowed: float,
+    phase: Phase,
+) -> Difference | str:
+    """Compare one slot.
+
+    Args:
+        ref: the reference's wholes by micro-batch; `test` are the test's.
+        batches: who worked on which samples; None for what all data-parallel ranks have in common,
+            which is in every micro-batch.
+        allowed: relative distance that counts as none, and that replicas of the reference may have.
+        phase: gradients of what has no samples add up over units.
+
+    Returns:
+        The difference, or why nothing can be said.
+    """
+    if batches is None:
+        ref, test = ({0: side[min(side)]} for side in (ref, test))
+    ours, theirs = _units(ref), _units(test)
+    for unit, (wholes, among) in ours.items():
+        own = _agreed_holder(wholes, among, allowed)
+        if isinstance(own, str):
+            return own
+        ours[unit] = (wholes, [own])
+    counts = _counts(ours)
+    first = next(iter(theirs.values()))[0]
+    if batches is None or (batches.are_the_same and ours.keys() == theirs.keys()):
+        left = _of_size(theirs, counts)
+        if left:
+            may_add_up = phase not in (Phase.SETUP, Phase.PARAMS)  # nothing reduces those later
+            parts = _held_to(ours, left, allowed, may_add_up=may_add_up)
+            return _difference(parts, _first_rows(ours, left), _first_rows(left))
+        if batches is None:
+            return _other_size(first)
+    is_gradient = phase is Phase.BACKWARD
+    common = _without_samples(ours, theirs, allowed, is_gradient=is_gradient)
+    if common is not None and (common.errors() <= allowed).all():
+        return common  # a table of positions may have as many rows as there are samples
+    if common is not None and not is_gradient:
+        reduced = _reduced_over_units(ours, theirs, batches, common, allowed)
+        if reduced is not None:
+            return reduced
+    per_sample = _per_sample(batches.ref, counts)
+    if per_sample is not None:
+        sizes = {unit: batches.test.span(unit)[1] for unit in theirs}
+        left = _of_size(theirs, {u: round(per_sample * size) for u, size in sizes.items() if size})
+        if left and _has_all(batches.test, left):
+            found = _sample_by_sample(ours, left, batches, allowed)
+            if isinstance(found, str) or not (is_gradient and found.at_least is not None):
+                return found
+            # averages over ranks or micro-batches scale it, and statistics do not tell by how much
+            return "gradients of other batches, and no sketches of single samples"
+    if common is not None:
+        is_cut = _is_cut_in_an_unknown_way(theirs, common, allowed)
+        return "layout unknown" if is_cut else common
+    return _other_size(first)
+
+
+def _other_size(test: Wholes) -> str:
+    """Return why two values of unlike sizes are not compared."""
+    if test.is_described or len(test) == 1:
+        return "of another size than the reference's"
+    return "layout unknown"
+
+
+def _agreed_holder(wholes: Wholes, among: Sequence[int], allowed: float) -> int | str:
+    """Return one of several wholes that are the same within rounding, or why there is none."""
+    first = among[0]
+    for other in among[1:]:
+        a, b = wholes.sketches[first], wholes.sketches[other]
+        apart = float(np.sqrt(np.mean((a - b) ** 2)))
+        if math.isnan(apart):
+            return "no sketches tell whether the reference's ranks hold the same"
+        if apart > allowed * max(float(wholes.rows["l2"][first]), TINY):
+            return "the reference's ranks hold different values"
+    return first
+
+
+# ---- units ---------------------------------------------------------------------------------------
+
+
+def _units(by_micro_batch: Mapping[int, Wholes]) -> _Units:
+    found: _Units = {}
+    for micro_batch, wholes in sorted(by_micro_batch.items()):
+        for index, place in enumerate(wholes.places.tolist()):
+            found.setdefault((micro_batch, place), (wholes, []))[1].append(index)
+    return found
+
+
+def _of_size(units: _Units, count_of: Mapping[Unit, int]) -> _Units:
+    """Return the wholes that have as many elements as is said of their unit."""
+    found: _Units = {}
+    for unit, (wholes, among) in units.items():
+        left = [i for i in among if wholes.counts[i] == count_of.get(unit)]
+        if left:
+            found[unit] = (wholes, left)
+    return found
+
+
+def _first_rows(units: _Units, chosen: Iterable[Unit] | None = None) -> Array:
+    """Return the row of one whole of each unit, or of each of some."""
+    at: dict[int, tuple[Wholes, list[int]]] = {}
+    for unit in units if chosen is None else chosen:
+        wholes, among = units[unit]
+        at.setdefault(id(wholes), (wholes, []))[1].append(among[0])
+    return np.concatenate([wholes.rows[own] for wholes, own in at.values()])
+
+
+def _counts(units: _Units) -> dict[Unit, int]:
+    """Return the elements of one whole of each unit."""
+    return {unit: wholes.counts[among[0]] for unit, (wholes, among) in units.items()}
+
+
+def _members(units: _Units) -> Array:
+    """Return the ranks that hold any of these, sorted."""
+    held = [wholes.members[i] for wholes, among in units.values() for i in among]
+    return np.unique(np.concatenate(held))
+
+
+# ---- parts ---------------------------------------------------------------------------------------
+
+
+class _Part(NamedTuple):
+    """One part of a difference: what of the test is held to what of the reference."""
+
+    dots: Array
+    norm: float
+    """NaN where only sketches tell it, as of a partial."""
+    members: Array
+    unit: Unit
+    is_exact: bool = False
+    is_sketched: bool = True
+    """False where only statistics tell how far it is off."""
+    at_least: float = math.nan
+    ref_row: Array | None = None
+    test_row: Array | None = None
+    partial: str = ""
+
+    @property
+    def length(self) -> float:
+        """Norm of the reference's part."""
+        return self.norm if math.isfinite(self.norm) else math.sqrt(max(self.dots[1], 0.0))
+
+    def is_right(self, allowed: float) -> bool:
+        """True where it is the reference's by itself."""
+        cross, own, theirs = self.dots.tolist()
+        apart = math.sqrt(max(theirs - 2 * cross + own, 0.0))
+        return self.is_exact or apart <= allowed * self.length
+
+
+def _part(ref: Wholes, own: int, test: Wholes, index: int, unit: Unit) -> _Part:
+    """Hold one whole of the test to one of the reference."""
+    row, other = ref.rows[own], test.rows[index]
+    is_exact = bool(ref.is_hashed[own] and test.is_hashed[index] and row["hash"] == other["hash"])
+    a, b = ref.sketches[own], test.sketches[index]
+    is_sketched, least = True, math.nan
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        is_sketched = is_exact
+        if not is_exact:
+            least = _least_distance(Totals.of(row[None]), Totals.of(other[None]))
+        if is_exact or not math.isnan(least):
+            a = b = np.zeros(len(a))
+    return _Part(
+        dots_of(a, b), float(row["l2"]), test.members[index], unit,
+        is_exact=is_exact, is_sketched=is_sketched, at_least=least, ref_row=row, test_row=other,
+    )  # fmt: skip
+
+
+def _held_to(
+    partners: _Units, units: _Units, allowed: float, *, may_add_up: bool = True
+) -> list[_Part]:
+    """Hold the wholes of each unit to the one that the reference has for it. Plain ones may be
+    summands that nothing declares."""
+    found = []
+    for unit, (wholes, among) in units.items():
+        mine, (own,) = partners[unit]
+        parts = [_part(mine, own, wholes, index, unit) for index in among]
+        if len(among) > 1 and not wholes.is_described and may_add_up:
+            weights = np.array([len(wholes.members[i]) for i in among])[:, None]
+            dots = dots_of(mine.sketches[own], (wholes.sketches[among] * weights).sum(0))
+            parts = _or_their_sum(parts, dots, float(mine.rows["l2"][own]), allowed)
+        found += parts
+    return found
+
+
+def _or_their_sum(parts: list[_Part], dots: Array, norm: float, allowed: float) -> list[_Part]:
+    """Return parts of a unit, as one where `dots` of their sum say that it, or their average, is
+    right, and none of them is by itself."""
+    if any(part.is_right(allowed) for part in parts):
+        return parts
+    members = np.unique(np.concatenate([part.members for part in parts]))
+    cross, own, theirs = dots.tolist()
+    for op, count in (("sum", 1), ("avg", len(members))):
+        apart = math.sqrt(max(theirs / count**2 - 2 * cross / count + own, 0.0)) / max(norm, TINY)
+        if apart <= _SUM_SLACK * allowed:  # where sketches are missing it is NaN
+            reduced = np.array([cross / count, own, theirs / count**2])
+            return [_Part(reduced, norm, members, parts[0].unit, partial=op)]
+    return parts
+
+
+def _difference(
+    parts: Sequence[_Part], ref: Array, test: Array, measured: str = Measured.SKETCHES
+) -> Difference:
+    """Return the difference that has these parts.
+
+    Args:
+        ref: rows of the reference's values.
+        test: rows of the test's, one for each part that is no replica of another.
+    """
+    found = Difference(
+        dots=np.array([part.dots for part in parts]),
+        norms=np.array([part.length for part in parts]),
+        members=[part.members for part in parts],
+        units=[part.unit for part in parts],
+        is_exact=np.array([part.is_exact for part in parts]),
+        measured=measured,
+        ref=Totals.of(ref),
+        test=Totals.of(test),
+        partial=next((part.partial for part in reversed(parts) if part.partial), ""),
+        ref_rows=[part.ref_row for part in parts],
+        test_rows=[part.test_row for part in parts],
+    )
+    if not all(part.is_sketched for part in parts):
+        found.measured = Measured.STATISTICS
+        found.at_least = np.array([part.at_least for part in parts])
+    elif found.is_exact.all():
+        found.measured = Measured.BYTES
+    return found
+
+
+def _least_distance(ref: Totals, test: Totals) -> float:
+    """Return a relative distance that two values have at least, from their statistics; NaN where
+    none of these is known of both."""
+    if ref.nonfinite and test.nonfinite and ref.nonfinite != test.nonfinite:
+        return math.inf
+    apart = (
+        abs(test.l2 - ref.l2),
+        abs(test.mean - ref.mean) * math.sqrt(ref.count),
+        abs(test.least - ref.least),
+        abs(test.greatest - ref.greatest),
+    )
+    found = [each / max(ref.l2, TINY) for each in apart]
+    return max((each for each in found if math.isfinite(each)), default=math.nan)
+
+
+# ---- samples -------------------------------------------------------------------------------------
+
+
+def _per_sample(samples: StepSamples, counts: Mapping[Unit, int]) -> float | None:
+    """Return the elements that a sample has where all units have equally many for each."""
+    sizes = {unit: samples.span(unit)[1] for unit in counts}
+    if not all(sizes.values()) or not _has_all(samples, counts):
+        return None
+    found = {count / sizes[unit] for unit, count in counts.items()}
+    return found.pop() if len(found) == 1 else None
+
+
+def _has_all(samples: StepSamples, units: Iterable[Unit]) -> bool:
+    """True where these units have all samples of the step."""
+    return sum(samples.span(unit)[1] for unit in units) == samples.total
+
+
+def _sample_by_sample(
+    ours: _Units, left: _Units, batches: Batches, allowed: float
+) -> Difference | str:
+    mine = _sample_matrix(ours, batches.ref)
+    kept = [wholes.samples[i] for wholes, among in left.values() for i in among]
+    held = [own for own in kept if own is not None and np.isfinite(own).all()]
+    places = [batches.test.span(unit) for unit, (_, among) in left.items() for _ in among]
+    if (
+        mine is None
+        or not np.isfinite(mine).all()
+        or len(held) < len(kept)
+        or any(len(own) != count * mine.shape[1] for own, (_, count) in zip(held, places))
+    ):  # a mask of the least number that a dtype has is too large to sketch
+        return _by_statistics(ours, left, batches)
+    partner = np.concatenate([batches.match.partner[at : at + count] for at, count in places])
+    is_known = np.repeat(partner >= 0, mine.shape[1])[:, None]
+    a = np.where(is_known, mine[partner].reshape(-1, mine.shape[2]), 0.0)
+    b = np.where(is_known, np.concatenate(held), 0.0).astype(np.float64)
+    ends = np.cumsum([len(own) for own in held])
+    starts = ends - [len(own) for own in held]
+    has_known = np.logical_or.reduceat(is_known[:, 0], starts)
+    if not has_known.any():
+        return "samples that the reference has not"
+    products = np.stack([(a * b).sum(1), (a * a).sum(1), (b * b).sum(1)], axis=1)
+    dots = np.add.reduceat(products / mine.shape[2], starts, axis=0)
+    found: list[_Part] = []
+    at = 0
+    for unit, (wholes, among) in left.items():
+        parts = []
+        for index in among:
+            own = dots[at] if has_known[at] else _of_no_sample(wholes.sketches[index])
+            norm = _norm(own, wholes.rows["l2"][index]) if has_known[at] else math.nan
+            parts.append(_Part(own, norm, wholes.members[index], unit))
+            at += 1
+        if len(among) > 1 and not wholes.is_described and has_known[at - 1]:
+            rows = [slice(starts[i], ends[i]) for i in range(at - len(among), at)]
+            held_rows = [b[own] * len(part.members) for own, part in zip(rows, parts)]
+            whole = dots_of(a[rows[0]], np.sum(held_rows, axis=0))
+            parts = _or_their_sum(parts, whole, math.sqrt(max(float(whole[1]), 0.0)), allowed)
+        found += parts
+    return _difference(found, _first_rows(ours), _first_rows(left), Measured.SAMPLES)
+
+
+def _of_no_sample(sketch: Array) -> Array:
+    """Return the products of what nothing of the reference belongs to."""
+    square = float(np.square(sketch).mean())
+    return np.array([0.0, square, square])
+
+
+def _norm(dots: Array, length: float) -> float:
+    """Return the norm of the reference's part: known for the test's, whose ratio sketches tell."""
+    _, own, theirs = dots.tolist()
+    if theirs > 0 and own > 0 and math.isfinite(length) and length > 0:
+        return float(length) * math.sqrt(own / theirs)
+    return math.sqrt(max(own, 0.0))
+
+
+def _sample_matrix(units: _Units, samples: StepSamples) -> Array | None:
+    """Return [samples, rows of each, K] sketches of the reference's samples."""
+    found: Array | None = None
+    for unit, (wholes, among) in units.items():
+        own, (start, size) = wholes.samples[among[0]], samples.span(unit)
+        if own is None or not size or len(own) % size:
+            return None
+        each = len(own) // size
+        if found is None:
+            found = np.zeros((samples.total, each, own.shape[1]))
+        if found.shape[1] != each:
+            return None
+        found[start : start + size] = own.reshape(size, each, -1)
+    return found
+
+
+def _by_statistics(ours: _Units, left: _Units, batches: Batches) -> Difference | str:
+    """Compare what batches hold together, where their samples were not sketched."""
+    if batches.match.lost or batches.match.unknown:
+        return "other samples, and no sketches of single ones"
+    ref, test = _first_rows(ours), _first_rows(left)
+    total = Totals.of(ref)
+    if not math.isfinite(total.l2):
+        return "neither sketches of samples nor statistics"
+    least = _least_distance(total, Totals.of(test))
+    part = _Part(np.zeros(3), total.l2, _members(left), (0, EVERY_PLACE))
+    return _difference([part._replace(is_sketched=False, at_least=least)], ref, test)
+
+
+def _reduced_over_units(
+    ours: _Units, theirs: _Units, batches: Batches, common: Difference, allowed: float
+) -> Difference | None:
+    """Compare what is made of all samples of a batch, such as a loss, where runs split that batch
+    unlike: the average over samples, or the sum over units, may be the reference's.
+
+    Returns:
+        The difference of the average or the sum; `common` with `is_of_local_batch` where neither is
+        the reference's; None where every unit holds the same, or units lack samples.
+    """
+    ref, test = _weighted(ours, batches.ref), _weighted(theirs, batches.test)
+    if ref is None or test is None:
+        return None
+    (mine, ref_weights), (held, test_weights) = ref, test
+    if len(mine) == len(held) == 1 or (_are_equal(mine, allowed) and _are_equal(held, allowed)):
+        return None
+    for weights in ((ref_weights, test_weights), (np.ones(len(mine)), np.ones(len(held)))):
+        a, b = (np.tensordot(w, rows, 1) for w, rows in zip(weights, (mine, held)))
+        part = _Part(dots_of(a, b), math.nan, _members(theirs), (0, EVERY_PLACE))
+        found = _difference([part], _first_rows(ours)[:1], _first_rows(theirs)[:1])
+        if (found.errors() <= _SUM_SLACK * allowed).all():
+            return found
+    common.is_of_local_batch = True
+    return common
+
+
+def _weighted(units: _Units, samples: StepSamples) -> tuple[Array, Array] | None:
+    """Return [u, K] sketches of what units hold and the part of the samples that each has; None
+    where a unit's value is not one, or its samples are not known."""
+    rows, sizes = [], []
+    for unit, (wholes, among) in units.items():
+        _, size = samples.span(unit)
+        if len(among) != 1 or not size or not np.isfinite(wholes.sketches[among[0]]).all():
+            return None
+        rows.append(wholes.sketches[among[0]])
+        sizes.append(size)
+    return np.array(rows), np.array(sizes) / sum(sizes)
+
+
+def _are_equal(rows: Array, allowed: float) -> bool:
+    apart = np.sqrt(np.mean((rows - rows[0]) ** 2, axis=1)).max()
+    return bool(apart <= allowed * max(float(np.sqrt(np.mean(rows[0] ** 2))), TINY))
+
+
+def _is_cut_in_an_unknown_way(theirs: _Units, common: Difference, allowed: float) -> bool:
+    """True where ranks of one place hold plain values that differ, none of them the reference's:
+    shards of a whole batch may have as many elements as a part of the batch has."""
+    if common.partial:
+        return False
+    right = {
+        unit for unit, error in zip(common.units, common.errors().tolist()) if error <= allowed
+    }
+    return any(
+        unit not in right
+        and len(among) > 1
+        and not wholes.is_described
+        and isinstance(_agreed_holder(wholes, among, allowed), str)
+        for unit, (wholes, among) in theirs.items()
+    )
+
+
+def _without_samples(
+    ours: _Units, theirs: _Units, allowed: float, *, is_gradient: bool
+) -> Difference | None:
+    """Compare what does not depend on the batch, such as a table of positions, every unit with the
+    reference's; gradients of it add up over all units. None where not all have as many elements."""
+    sizes = set(_counts(ours).values())
+    if len(sizes) != 1:
+        return None
+    left = _of_size(theirs, dict.fromkeys(theirs, sizes.pop()))
+    if len(left) != len(theirs):
+        return None
+    ref_rows, test_rows = _first_rows(ours)[:1], _first_rows(left)[:1]
+    if not is_gradient:
+        partners = dict.fromkeys(left, next(iter(ours.values())))
+        return _difference(_held_to(partners, left, allowed), ref_rows, test_rows)
+    a, b = (
+        np.sum([wholes.sketches[among[0]] for wholes, among in side.values()], axis=0)
+        for side in (ours, left)
+    )
+    norm = float(ref_rows["l2"][0]) if len(ours) == 1 else math.nan
+    part = _Part(dots_of(a, b), norm, _members(left), (0, EVERY_PLACE))
+    return _difference([part], ref_rows, test_rows)
