@@ -113,8 +113,6 @@ class OwnParts:
 
     options: CallOptions
     """What is wanted of calls beyond the settings."""
-    recorder: Callable[[SpoolWriter], Recorder]
-    """Makes what writes the records."""
     store: Callable[[Recorder, int], Store]
     """Makes what keeps full tensors; told how many bytes of disk they may take."""
 
@@ -175,7 +173,7 @@ class RankBlock:
                 retire=self._take_segment,
             )
             made.callback(writer.close)
-            recorder = (parts.recorder if parts else Recorder)(writer)
+            recorder = Recorder(writer)
             define_rank(recorder, identity, run_id, settings)
             store: Store | None = None
             if parts is not None:

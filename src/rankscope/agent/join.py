@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import rankscope
+from rankscope.agent.blackboxwatch import BlackBoxWatch, LeapWatch
 from rankscope.agent.firstrank import ELASTIC_RUN, find_or_prepare_run
 from rankscope.agent.guard import say
 from rankscope.agent.identity import identify, restarts_left
@@ -22,7 +23,6 @@ from rankscope.agent.rendezvous import (
     agree_on_life,
     find_agents_store,
 )
-from rankscope.agent.ringrecorder import RingRecorder, WatchingRecorder
 from rankscope.agent.session import Opened
 from rankscope.agent.steps.chosen import Agreement
 from rankscope.agent.steps.touchedfile import OrderWays
@@ -209,12 +209,12 @@ def _open_spool(
     ring = RingWriter(
         folder, limit_bytes=settings.spool_bytes, steps=settings.steps.last, board=board
     )
-    if not settings.steps.watch:
-        return ring, RingRecorder(ring, settings.steps, board, identity.rank)
-    speaks = identity.rank == min(settings.ranks or (0,))
-    return ring, WatchingRecorder(
-        ring, settings.steps, board, identity.rank, say if speaks else None
-    )
+    recorder = Recorder(ring, ring.kept)
+    box = BlackBoxWatch(recorder, ring, settings.steps, board, identity.rank)
+    if settings.steps.watch:
+        speaks = identity.rank == min(settings.ranks or (0,))
+        LeapWatch(recorder, box, settings.steps, board, say if speaks else None)
+    return ring, recorder
 
 
 def _life(identity: RankIdentity, earlier: Sequence[StreamId]) -> int:

@@ -63,7 +63,7 @@ class ValueReader:
         self._keeps_always = self.tensor_store is not None
         self._digests = settings.digest == "full"
         self._describer = describer
-        self._batch_dim = settings.batch_dim
+        self._batch_dim = recorder.batch_dim = settings.batch_dim
         self._globs = None if settings.slots == ("*",) else settings.slots
         self._wanted: dict[str, bool] = {}
         self._local = _PerThread()
@@ -144,7 +144,7 @@ class ValueReader:
                 is_as_held = held.numbers.hash == reading.hash
             self._recorder.value(
                 sequence, slot, described, reading, phase, ordinal,
-                flags | _AS_LEFT if is_as_held else flags, self._batch_dim, reference,
+                flags | _AS_LEFT if is_as_held else flags, reference,
             )  # fmt: skip
             return is_as_held
         if held is not None and held.state == self.state_of(tensor):
@@ -224,7 +224,7 @@ class ValueReader:
     def _record(self, place: ValuePlace, reading: ValueNumbers | None, flags: int = 0) -> None:
         self._recorder.value(
             place.sequence, place.slot, place.described, reading, place.phase, place.ordinal,
-            place.flags | flags, self._batch_dim, place.reference,
+            place.flags | flags, place.reference,
         )  # fmt: skip
 
     def read_all(
@@ -264,7 +264,7 @@ class ValueReader:
         """
         if self._digests:
             described = self._describer.describe_other(leaf)
-            self._recorder.value(sequence, slot, described, None, phase, 0, flags, 0)
+            self._recorder.value(sequence, slot, described, None, phase, 0, flags)
 
     def note_inputs(
         self,
@@ -296,7 +296,7 @@ class ValueReader:
     def _note_form(self, form: str | None, sequence: int, slot: str, phase: Phase) -> None:
         if form is not None:
             described = self._describer.describe_text(form)
-            self._recorder.value(sequence, slot, described, None, phase, 0, _PYTHON, 0)
+            self._recorder.value(sequence, slot, described, None, phase, 0, _PYTHON)
 
     def _new_digester(self) -> Digester:
         digester = Digester(batch_dim=self._batch_dim)
@@ -378,7 +378,6 @@ class ValueReader:
         """Forget every tensor seen: memory of what was digested ends with the step."""
         self.read_pending()
         self._pending.clear()
-        self._recorder.end_step()
         for reference in tuple(self._digesters):
             digester = reference()
             if digester is not None:
