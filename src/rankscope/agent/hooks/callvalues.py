@@ -12,7 +12,7 @@ from rankscope.agent.guard import Guard
 from rankscope.agent.hooks.callstack import OpenCall
 from rankscope.agent.hooks.pythonstack import keyword_arguments
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.values.gradients import MOST_FIRINGS, GradientHooks, GradientTarget
+from rankscope.agent.values.gradients import GradientHooks, GradientTarget
 from rankscope.agent.values.valuereader import ValueReader
 from rankscope.capture.forms import plain_text_of
 from rankscope.capture.invisible import invisible
@@ -54,10 +54,9 @@ class CallValues:
     ) -> None:
         values.say = options.say_leaf
         self._is_output_wanted = options.is_output_wanted
-        self._recorder = recorder
         self._values = values
         self._wants_backward = Phase.BACKWARD.word in settings.phases
-        self.gradients = GradientHooks(guard, self._gradient, self._say_later_ones_lack)
+        self.gradients = GradientHooks(guard, recorder, values)
 
     @property
     def is_on(self) -> bool:
@@ -193,21 +192,3 @@ class CallValues:
                     )
                 if watched is not None:
                     watched.add(gradient_slot)
-
-    def _gradient(
-        self, targets: list[GradientTarget], gradient: torch.Tensor, ordinal: int
-    ) -> None:
-        with invisible():
-            for target in targets:
-                self._values.read(
-                    gradient,
-                    target.sequence,
-                    target.path,
-                    target.slot,
-                    Phase.BACKWARD,
-                    ordinal=ordinal,
-                )
-
-    def _say_later_ones_lack(self, target: GradientTarget) -> None:
-        text = f"{target.slot}: backward ran {MOST_FIRINGS} times; later gradients are not recorded"
-        self._recorder.error(target.sequence, text)

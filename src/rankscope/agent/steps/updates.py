@@ -58,8 +58,8 @@ class Updates:
         self._optimizers = optimizers
         self._activation_gradients = gradients
         gradients.begins = self._backward_begins
-        gradients.passes.begins = accumulated.pass_begins
-        gradients.passes.ends = accumulated.pass_ends
+        gradients.pass_begins = accumulated.pass_begins
+        gradients.pass_ends = accumulated.pass_ends
         self.accumulated = accumulated
         self._threads: set[int] = set()
         self._count = 0
