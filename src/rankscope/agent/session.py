@@ -27,8 +27,6 @@ from rankscope.agent.steps.chosen import Agreement
 from rankscope.agent.steps.compiled import EAGER_IS_ANOTHER_RUN, HIDDEN
 from rankscope.agent.steps.stepping import Stepping
 from rankscope.agent.steps.updates import Updates
-from rankscope.agent.values.accumulated import AccumulatedGradients
-from rankscope.agent.values.parameters import ParameterEvents
 from rankscope.agent.values.rootevents import RootEvents
 from rankscope.agent.values.tensorstore import TensorStore
 from rankscope.agent.values.valuereader import ValueReader
@@ -145,11 +143,8 @@ class Session:
             steps.sides.called,
         )  # fmt: skip
         events = RootEvents(table, recorder, values, definitions, settings.phases)
-        parameters, accumulated = ParameterEvents(events), AccumulatedGradients(events)
-        updates = Updates(
-            table, recorder, parameters, steps.optimizers, call_values.gradients, accumulated
-        )
-        steps.open(self._rank, recorder, values, tracer, parameters, updates, opened.agreement)
+        updates = Updates(events, steps.optimizers, call_values.gradients)
+        steps.open(self._rank, tracer, events, updates, opened.agreement)
 
     def _begin_scope(self, info: ModuleInfo, module: nn.Module) -> Scope | None:
         with self._beginning:

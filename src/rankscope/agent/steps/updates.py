@@ -13,13 +13,11 @@ from dataclasses import replace
 
 import torch
 
-from rankscope.agent.hooks.modules import ModuleTable
-from rankscope.agent.recorder import Recorder
 from rankscope.agent.steps.optimizersearch import Holdings, OptimizerSearch
 from rankscope.agent.steps.scalers import is_skipped_inside, scaling_of
 from rankscope.agent.values.accumulated import AccumulatedGradients
 from rankscope.agent.values.gradients import GradientHooks
-from rankscope.agent.values.parameters import ParameterEvents, has_gradient
+from rankscope.agent.values.rootevents import RootEvents, has_gradient
 from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.autograd import current_graph_task
 from rankscope.record.call import Mode
@@ -44,23 +42,15 @@ class Updates:
     """Records the optimizer steps of traced train steps."""
 
     def __init__(
-        self,
-        table: ModuleTable,
-        recorder: Recorder,
-        events: ParameterEvents,
-        optimizers: OptimizerSearch,
-        gradients: GradientHooks,
-        accumulated: AccumulatedGradients,
+        self, events: RootEvents, optimizers: OptimizerSearch, gradients: GradientHooks
     ) -> None:
-        self._table = table
-        self._recorder = recorder
         self._events = events
         self._optimizers = optimizers
         self._activation_gradients = gradients
+        self.accumulated = AccumulatedGradients(events)
         gradients.begins = self._backward_begins
-        gradients.pass_begins = accumulated.pass_begins
-        gradients.pass_ends = accumulated.pass_ends
-        self.accumulated = accumulated
+        gradients.pass_begins = self.accumulated.pass_begins
+        gradients.pass_ends = self.accumulated.pass_ends
         self._threads: set[int] = set()
         self._count = 0
         """Optimizer steps of this step so far, those included that were skipped or raised."""
@@ -178,7 +168,7 @@ class Updates:
 
     def _holdings(self, optimizer: torch.optim.Optimizer) -> Holdings:
         """Return whose the parameters are that concern an optimizer's step."""
-        known = frozenset(map(id, self._table.parameters()))
+        known = frozenset(map(id, self._events.table.parameters()))
         holdings = self._optimizers.holdings(optimizer, known)
         if current_graph_task() != -1:  # inside backward: gradients of others are not final
             return replace(holdings, unheld=frozenset())
@@ -198,7 +188,7 @@ class Updates:
     def _note(self, step: int, note: Note | None) -> None:
         if note is not None and note not in self._noted:
             self._noted.add(note)
-            self._recorder.step(StepEvent.NOTE, Mode.TRAIN, step, note)
+            self._events.recorder.step(StepEvent.NOTE, Mode.TRAIN, step, note)
 
 
 # ---- what is noted of an optimizer when it steps -------------------------------------------------
