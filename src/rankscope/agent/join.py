@@ -26,7 +26,7 @@ from rankscope.agent.rendezvous import (
 from rankscope.agent.session import Opened
 from rankscope.agent.steps.chosen import Agreement
 from rankscope.agent.steps.touchedfile import OrderWays
-from rankscope.agent.values.tensorpolicy import tensor_store_of_run
+from rankscope.agent.values.tensorstore import make_tensor_store
 from rankscope.errors import LayoutError, SpoolError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.secretwords import without_secrets
@@ -168,14 +168,18 @@ def join_run(settings: Settings) -> Joined | None:
         identity = replace(identity, incarnation=identity.incarnation + 1)
     writer, recorder = _open_spool(settings, identity, run_folder, header)
     define_rank(recorder, identity, header.run_id, settings)
+    world, here = settings.traced_of(identity.world_size), identity.local_world_size
+    # kept tensors go where this host sees the trace folder, else from the run folder by the relay
+    chunk_folder = run_folder if collection.is_elsewhere else header.out
+    chunk_writers = world if collection.is_shared and not header.keeps_apart else here
     speaks = identity.rank == min(settings.ranks or (0,))
     return Joined(
         identity=identity,
         writer=writer,
         recorder=recorder,
         agreement=_agreement(settings, identity, run_folder, header),
-        make_tensor_store=lambda: tensor_store_of_run(
-            settings, recorder, identity, run_folder, header
+        make_tensor_store=lambda: make_tensor_store(
+            settings, recorder, chunk_folder, identity.stream, chunk_writers
         ),
         is_launched=bool(prepared),
         out=header.out,
