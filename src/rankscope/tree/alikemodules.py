@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rankscope.record.call import CallStatus
+from rankscope.record.call import IN_ORDER
 from rankscope.record.notes import NoteKind
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import parse_ranks, ranks_text
@@ -25,7 +25,6 @@ from rankscope.tree.views import Node
 _MOST_PARTS = 64
 """Of a path; a name that was made to hurt may have thousands of dots."""
 _PYTHON = "python"
-_IN_ORDER = frozenset(status.word for status in CallStatus if status.is_in_order)
 _CALL_FACTS = ("calls", "ended", "ranks", "wrappers", "opaque")
 """What is said of calls, and no name of a slot."""
 Fact = tuple[str, str]
@@ -289,7 +288,7 @@ def _ranks_apart(node: Node) -> Iterator[RanksApart]:
 
     if not node.has_returned:
         for outcome in node.outcomes:
-            if not outcome.has_returned and outcome.status not in _IN_ORDER:
+            if not outcome.has_returned and outcome.status not in IN_ORDER:
                 yield apart("", outcome.ranks, outcome.status.replace("_", " "))
     slots = node.slots
     for slot in slots:
