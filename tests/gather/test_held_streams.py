@@ -66,7 +66,7 @@ class Rank:
         self.writer = RingWriter(self.folder, limit_bytes=limit, steps=steps, board=board)
         self.recorder = Recorder(self.writer, self.writer.kept)
         selection = StepSelection.parse(f"last:{steps}")
-        BlackBoxWatch(self.recorder, self.writer, selection, board, rank)
+        self.box = BlackBoxWatch(self.recorder, self.writer, selection, board, rank)
         self.recorder.define("rank", rank=rank, world_size=1, wall_ns=1 + life, monotonic_ns=1)
         self.root = self.recorder.define("root", **{"class": "Model"})
         self.module = self.recorder.define("module", root=self.root, path="")
@@ -313,7 +313,7 @@ def test_what_could_not_be_told_is_copied_all_the_same(run_folder: Path):
     folder.touch()
     for step in range(20):
         rank.step(step, calls=20)
-    rank.recorder._tell("nonfinite", Mode.TRAIN, 19, "output is not finite")
+    rank.box.tell("nonfinite", Mode.TRAIN, 19, "output is not finite")
     for step in range(20, 600):
         rank.step(step, calls=20)
     rank.writer.close()

@@ -133,6 +133,7 @@ class Session:
         settings, steps, table = self._settings, self._steps, self._table
         self._rank, self._recorder = opened.identity.rank, opened.recorder
         recorder = opened.recorder
+        recorder.batch_dim = settings.batch_dim
         values = self._values = ValueReader(
             recorder, Describer(self._rank), settings, opened.make_tensor_store
         )

@@ -63,7 +63,7 @@ class ValueReader:
         self._keeps_always = self.tensor_store is not None
         self._digests = settings.digest == "full"
         self._describer = describer
-        self._batch_dim = recorder.batch_dim = settings.batch_dim
+        self._batch_dim = settings.batch_dim
         self._globs = None if settings.slots == ("*",) else settings.slots
         self._wanted: dict[str, bool] = {}
         self._local = _PerThread()
