@@ -25,7 +25,6 @@ from rankscope.agent.rendezvous import (
 )
 from rankscope.agent.session import Opened
 from rankscope.agent.steps.chosen import Agreement
-from rankscope.agent.steps.touchedfile import OrderWays
 from rankscope.agent.values.tensorstore import make_tensor_store
 from rankscope.errors import LayoutError, SpoolError
 from rankscope.layout.layoutfile import LayoutFile
@@ -246,12 +245,11 @@ def _agreement(
     is_shared = Collection.of_run(run_folder, header).is_shared
     seen_by_all = header.out / REPLICA_FOLDER if is_shared else run_folder
     return Agreement(
+        is_alone=is_alone,
+        is_distant=identity.local_world_size < identity.world_size,
         for_touches=None if is_alone else seen_by_all / f"{STEP_TRIGGER_FOLDER}.{life}",
         for_orders=agreement_folder(run_folder, header, life),
         order_file=run_folder / ORDER_NAME,
-        order_ways=OrderWays(
-            is_alone=is_alone, is_distant=identity.local_world_size < identity.world_size
-        ),
     )
 
 
