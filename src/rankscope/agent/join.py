@@ -156,7 +156,7 @@ def join_run(settings: Settings) -> Joined | None:
     run_folder = Path(prepared) if prepared else find_or_prepare_run(settings, identity)
     header = read_run_header(run_folder)
     collection = Collection.of_run(run_folder, header)
-    spools = _spools(settings, run_folder)
+    spools = own_subfolder(run_folder / HELD_FOLDER) if settings.steps.last else run_folder
     earlier = [one for one in streams(spools) if one.rank == identity.rank]
     if any(is_alive(stream_folder(spools, one)) for one in earlier):
         return None  # a child that inherited RANK
@@ -165,13 +165,15 @@ def join_run(settings: Settings) -> Joined | None:
         if identity.incarnation + 1 >= MAX_INCARNATIONS:
             raise SpoolError(f"{spools}: there are records of every life that a rank may have")
         identity = replace(identity, incarnation=identity.incarnation + 1)
-    writer, recorder = _open_spool(settings, identity, run_folder, header)
+    board = EventBoard(event_folder(run_folder, header, identity.incarnation))
+    speaks = identity.rank == min(settings.ranks or (0,))
+    folder = stream_folder(spools, identity.stream)
+    writer, recorder = _open_spool(settings, identity, folder, board, speaks=speaks)
     define_rank(recorder, identity, header.run_id, settings)
     world, here = settings.traced_of(identity.world_size), identity.local_world_size
     # kept tensors go where this host sees the trace folder, else from the run folder by the relay
     chunk_folder = run_folder if collection.is_elsewhere else header.out
     chunk_writers = world if collection.is_shared and not header.keeps_apart else here
-    speaks = identity.rank == min(settings.ranks or (0,))
     return Joined(
         identity=identity,
         writer=writer,
@@ -189,33 +191,23 @@ def join_run(settings: Settings) -> Joined | None:
     )
 
 
-def _spools(settings: Settings, run_folder: Path) -> Path:
-    """Return the folder in which the ranks of this host have their spools."""
-    if not settings.steps.last:
-        return run_folder
-    return own_subfolder(run_folder / HELD_FOLDER)
-
-
 def _open_spool(
-    settings: Settings, identity: RankIdentity, run_folder: Path, header: RunHeader
+    settings: Settings, identity: RankIdentity, folder: Path, board: EventBoard, *, speaks: bool
 ) -> tuple[SpoolWriter, Recorder]:
-    """Open the spool of this rank.
+    """Open the spool of this rank; `speaks`: it says what concerns all ranks.
 
     Raises:
         SpoolError: it cannot be used.
     """
-    folder = stream_folder(_spools(settings, run_folder), identity.stream)
     if not settings.steps.last:
         writer = SpoolWriter(folder, limit_bytes=settings.spool_bytes)
         return writer, Recorder(writer)
-    board = EventBoard(event_folder(run_folder, header, identity.incarnation))
     ring = RingWriter(
         folder, limit_bytes=settings.spool_bytes, steps=settings.steps.last, board=board
     )
     recorder = Recorder(ring, ring.kept)
     box = BlackBoxWatch(recorder, ring, settings.steps, board, identity.rank)
     if settings.steps.watch:
-        speaks = identity.rank == min(settings.ranks or (0,))
         LeapWatch(recorder, box, settings.steps, board, say if speaks else None)
     return ring, recorder
 

@@ -133,18 +133,14 @@ class Recorder:
         """Return the number of a slot name, defining it on first sight."""
         return self._slots.get(name) or self._intern(self._slots, name, "slot", {"name": name})
 
-    def text(self, text: str) -> int:
-        """Return the number of a text (an error, a reason), defining it on first sight."""
+    def text(self, said: Note | str) -> int:
+        """Return the number of a text (an error, a reason), with the fact of a note, defining it on
+        first sight.
+        """
+        text, fact = str(said), said.fact if isinstance(said, Note) else None
         if text not in self._texts and len(self._texts) >= _MAX_TEXTS:
-            text = "(further texts are not kept)"
-        return self._texts.get(text) or self._intern(self._texts, text, "text", {"text": text})
-
-    def note(self, note: Note) -> int:
-        """Return the number of a note, which is a text with a fact, defining it on first sight."""
-        text = str(note)
-        if note.fact is None or len(self._texts) >= _MAX_TEXTS:
-            return self.text(text)
-        fields: dict[str, object] = {"text": text, "fact": note.fact}
+            text, fact = "(further texts are not kept)", None
+        fields: dict[str, object] = {"text": text} if fact is None else {"text": text, "fact": fact}
         return self._texts.get(text) or self._intern(self._texts, text, "text", fields)
 
     def mesh(self, mesh: Mesh) -> int:
@@ -335,7 +331,7 @@ class Recorder:
 
     def step(self, event: StepEvent, mode: Mode, step: int, note: Note | None = None) -> None:
         """Record that a traced step began or ended."""
-        number = 0 if note is None else self.note(note)
+        number = 0 if note is None else self.text(note)
         self._write(RecordKind.STEP, STEP.pack(time.monotonic_ns(), step, mode, event, number))
         for tell in self.on_step:
             tell(event, mode, step)
@@ -343,5 +339,5 @@ class Recorder:
     def error(self, sequence: int | None, said: Note | str) -> None:
         """Record that rankscope itself failed while it watched a call."""
         call = NO_SEQUENCE if sequence is None else sequence
-        number = self.text(said) if isinstance(said, str) else self.note(said)
-        self._write(RecordKind.ERROR, ERROR.pack(call, time.monotonic_ns(), number, 0))
+        packed = ERROR.pack(call, time.monotonic_ns(), self.text(said), 0)
+        self._write(RecordKind.ERROR, packed)

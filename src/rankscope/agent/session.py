@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from torch import nn
 
@@ -164,9 +164,7 @@ class Session:
         if self._is_closed:
             self._hooks.remove_all()  # which a hook could only ask for
             return
-        self._is_closed = True
-        self._remove_perturbation()
-        self._steps.remove_hooks()
+        self.disarm()
         opened = self._opened
         if opened is None or not self._is_open:
             if opened is not None:  # what records into it could not be made
@@ -188,9 +186,7 @@ class Session:
             self._report_no_step(is_launched=opened.is_launched)
         self._steps.chosen.close()
         if raised is not None:
-            self._recorder.define(
-                "raised", error=raised.error, causes=raised.causes, where=raised.where
-            )
+            self._recorder.define("raised", **asdict(raised))
         opened.writer.close(reason)
 
     def _report_unmatched_globs(self, tensor_store: TensorStore | None) -> None:
@@ -226,12 +222,9 @@ class Session:
         traced.
         """
         self._is_closed = True
-        self._remove_perturbation()
-        self._steps.remove_hooks(is_inside_hook=is_inside_hook)
-
-    def _remove_perturbation(self) -> None:
         if self._perturbation is not None:
             self._perturbation.remove()
+        self._steps.remove_hooks(is_inside_hook=is_inside_hook)
 
     def step(self) -> None:
         """Close the current train step by hand; never raises."""

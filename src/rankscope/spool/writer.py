@@ -11,6 +11,7 @@ no room wait, and are written before the next record that could name them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import weakref
@@ -102,8 +103,6 @@ class SpoolWriter:
         self._records: dict[int, int] = {}
         """Records of each segment left behind: by its number, so that nothing is counted twice."""
         self._kept: list[Segment] = []
-        self.trouble = ""
-        """Why the last segment could not be made, empty when there was no trouble."""
         self._segment: Segment | Closed = CLOSED
         self._lock = _claim(folder)
         try:
@@ -333,8 +332,7 @@ class SpoolWriter:
             return False
         try:
             new = Segment(self.folder, old.index + 1, self.segment_bytes)
-        except OSError as error:
-            self.trouble = f"{self.folder}: no new segment: {error.strerror}"
+        except OSError:
             return False
         self._count_records()
         rest = (old.end - old.at) // CELL_BYTES
@@ -355,11 +353,9 @@ class SpoolWriter:
         if self._retire is None:
             return
         for full in self._kept[:-1]:
-            try:
+            with contextlib.suppress(OSError):  # of a full disk: asked again with the next segment
                 if full.exists():
                     self._retire(full.path, full.index * self.segment_bytes)
-            except OSError as error:
-                self.trouble = f"{full.path}: cannot be moved away: {error.strerror}"
 
     def _count_records(self) -> None:
         segment = self._segment
