@@ -51,10 +51,7 @@ class _PendingCollective:
     """A collective that was issued and has not ended."""
 
     sequence: int
-    step: tuple[Mode, int]
-    is_selected: bool
-    path: str
-    """Of the module that it belongs to."""
+    place: EventPlace
     is_object: bool
     outputs: tuple[torch.Tensor, ...]
     """Memory it writes, held until it has ended."""
@@ -234,16 +231,8 @@ class Collectives:
         sequence = self._recorder.enter(
             *place[:6], Phase.COLLECTIVE, ordinal, 0, self._recorder.collective(collective), number
         )
-        step = place.mode, place.step
         call = _PendingCollective(
-            sequence,
-            step,
-            place.is_selected,
-            place.path,
-            collective.is_object,
-            issued.outputs,
-            issued.number,
-            is_functional,
+            sequence, place, collective.is_object, issued.outputs, issued.number, is_functional
         )
         self._open[sequence] = call
         if self._coalescing.calls is not None:
@@ -305,7 +294,7 @@ class Collectives:
         return outputs
 
     def _read(self, call: _PendingCollective, kind: str, tensors: tuple[torch.Tensor, ...]) -> None:
-        if not (call.is_selected and self._values.is_on):
+        if not (call.place.is_selected and self._values.is_on):
             return
         for number, tensor in enumerate(tensors):
             slot = f"{kind}.{number}"
@@ -313,11 +302,11 @@ class Collectives:
                 self._describe(tensor, call, slot)
             elif self._values.wants(slot):
                 self._values.read(
-                    tensor, call.sequence, call.path, slot, Phase.COLLECTIVE, samples=False
+                    tensor, call.sequence, call.place.path, slot, Phase.COLLECTIVE, samples=False
                 )
 
     def _leave_unread(self, call: _PendingCollective, outputs: tuple[torch.Tensor, ...]) -> None:
-        if call.is_selected and self._values.is_on:
+        if call.place.is_selected and self._values.is_on:
             for number, tensor in enumerate(outputs):
                 self._describe(tensor, call, f"output.{number}", _PENDING)
 
@@ -335,7 +324,7 @@ class Collectives:
             step: its number.
         """
         for call in list(self._open.values()):
-            if mode is None or call.step == (mode, step):
+            if mode is None or (call.place.mode, call.place.step) == (mode, step):
                 self._break_off(call, CallStatus.NOT_WAITED)
         self._works = {k: w for k, w in self._works.items() if not all(map(_is_ended, w.calls))}
         self._memory = {k: call for k, call in self._memory.items() if not call.is_ended}

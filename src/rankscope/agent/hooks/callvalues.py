@@ -16,7 +16,6 @@ from rankscope.agent.values.gradients import GradientHooks, GradientTarget
 from rankscope.agent.values.valuereader import ValueReader
 from rankscope.capture.forms import plain_text_of
 from rankscope.capture.invisible import invisible
-from rankscope.capture.pytree import is_tensor, walk
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 from rankscope.settings import Settings
@@ -115,23 +114,12 @@ class CallValues:
         """Read the inputs the module's own pre-hooks put in place of those we saw; forward has run
         by now.
         """
-        assert frame.sequence is not None and frame.seen_inputs is not None
-        with invisible():
-            for value in (args, kwargs):
-                for slot, leaf in walk("input", value):
-                    if (
-                        is_tensor(leaf)
-                        and frame.seen_inputs.get(slot) != id(leaf)
-                        and self._values.wants(slot)
-                    ):
-                        self._values.read(
-                            leaf,
-                            frame.sequence,
-                            frame.info.path,
-                            slot,
-                            frame.phase,
-                            flags=int(ValueFlag.AFTER_CALL | ValueFlag.SUPERSEDES),
-                        )
+        assert frame.sequence is not None  # recorded frames have one
+        for value in (args, kwargs):
+            self._values.read_all(
+                "input", value, frame.sequence, frame.info.path, frame.phase,
+                seen=frame.seen_inputs,
+            )  # fmt: skip
 
     def returned(self, frame: OpenCall, output: object) -> None:
         """Read what the module's own hooks put in place of what `forward` returned."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -33,6 +33,7 @@ __all__ = ["ValueReader"]
 _ACTIVATIONS = Phase.having(lambda facts: facts.is_activation)
 # plain ints: an IntFlag's own `|` costs a microsecond, and these are used for every value
 _PENDING, _PYTHON = int(ValueFlag.PENDING), int(ValueFlag.PYTHON)
+_REPLACED = int(ValueFlag.AFTER_CALL | ValueFlag.SUPERSEDES)
 _NOT_KEPT, _AS_LEFT = int(ValueFlag.NOT_KEPT), int(ValueFlag.AS_LEFT)
 _MOST_PENDING = 256
 """Values in flight held at a time; further ones stay pending."""
@@ -236,23 +237,26 @@ class ValueReader:
         phase: Phase,
         *,
         skip: frozenset[int] = frozenset(),
+        seen: Mapping[str, int] | None = None,
     ) -> list[tuple[str, torch.Tensor]]:
-        """Record every leaf of an argument or result, but for tensors whose identity is in `skip`.
+        """Record every leaf of an argument or result, but for tensors whose identity is in `skip`,
+        or was `seen` in their slot before; with either, tensors alone.
 
         Returns:
             (slot, tensor) of the tensors among the leaves.
         """
         tensors = []
+        flags = 0 if seen is None else _REPLACED
         with invisible():
             for slot, leaf in walk(prefix, value):
                 if not self.wants(slot):
                     continue
                 if is_tensor(leaf):
-                    if id(leaf) in skip:
+                    if id(leaf) in skip or (seen is not None and seen.get(slot) == id(leaf)):
                         continue
-                    self.read(leaf, sequence, path, slot, phase)
+                    self.read(leaf, sequence, path, slot, phase, flags=flags)
                     tensors.append((slot, leaf))
-                elif not skip:
+                elif not skip and seen is None:
                     self.note(leaf, sequence, slot, phase)
         return tensors
 
@@ -320,7 +324,7 @@ class ValueReader:
         if found is None or len(self._pending) >= _MOST_PENDING:
             return
         described, memory = found
-        flags |= int(ValueFlag.AFTER_CALL | ValueFlag.SUPERSEDES)
+        flags |= _REPLACED
         place = replace(place, described=described, flags=flags)
         self._pending.append((memory, place, self.in_flight.has(memory)))
 
