@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from rankscope.agent.collectives.autogradnodes import NodeMap, NodeSpan
 from rankscope.agent.collectives.interception import MESSAGES, CollectiveWatch
 from rankscope.agent.collectives.recording import Collectives
 from rankscope.agent.guard import Guard
-from rankscope.agent.hooks.callstack import EventPlace
+from rankscope.agent.hooks.callstack import EventPlace, NodeMap, NodeSpan
 from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable
 from rankscope.agent.hooks.tracer import Tracer
 from rankscope.agent.recorder import Recorder

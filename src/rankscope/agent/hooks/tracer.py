@@ -10,9 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from rankscope.agent.collectives.autogradnodes import NodeMap
 from rankscope.agent.guard import describe_error
-from rankscope.agent.hooks.callstack import CallStacks, EventPlace, OpenCall, Scope
+from rankscope.agent.hooks.callstack import CallStacks, EventPlace, NodeMap, OpenCall, Scope
 from rankscope.agent.hooks.callvalues import CallValues
 from rankscope.agent.hooks.definitions import DefinitionWriter
 from rankscope.agent.hooks.install import HookSet

@@ -21,8 +21,7 @@ from rankscope.agent.values.rootevents import RootEvents, has_gradient
 from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.autograd import current_graph_task
 from rankscope.record.call import Mode
-from rankscope.record.notes import Note, NoteKind
-from rankscope.record.optimizeroptions import options_text
+from rankscope.record.notes import Note, NoteKind, options_text
 from rankscope.record.value import ValueFlag
 from rankscope.spool.recordformat import StepEvent
 
