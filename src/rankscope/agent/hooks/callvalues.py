@@ -14,7 +14,7 @@ from rankscope.agent.hooks.pythonstack import keyword_arguments
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.values.gradients import GradientHooks, GradientTarget
 from rankscope.agent.values.valuereader import ValueReader
-from rankscope.capture.forms import plain_text_of
+from rankscope.capture.forms import call_form, plain_text_of, result_form
 from rankscope.capture.invisible import invisible
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
@@ -51,7 +51,7 @@ class CallValues:
         settings: Settings,
         options: CallOptions,
     ) -> None:
-        values.say = options.say_leaf
+        self._say_leaf = options.say_leaf
         self._is_output_wanted = options.is_output_wanted
         self._values = values
         self._wants_backward = Phase.BACKWARD.word in settings.phases
@@ -80,12 +80,14 @@ class CallValues:
     ) -> list[tuple[str, torch.Tensor]]:
         """Read the inputs of a call, and return the tensors among them by slot."""
         assert frame.sequence is not None  # recorded frames have one
-        if self._values.keeps:
-            self._values.note_inputs(
-                frame.module, args, kwargs, frame.sequence, frame.info.path, frame.phase
-            )
-            frame.skips_output = not self._is_output_wanted(frame.module, not frame.info.path)
         sequence, path, phase = frame.sequence, frame.info.path, frame.phase
+        if self._values.keeps:
+            held = sum(child is not None for child in frame.module._modules.values())
+            self._values.note_form(
+                lambda: call_form(args, kwargs, held, self._say_leaf),
+                sequence, path, "form:input", phase,
+            )  # fmt: skip
+            frame.skips_output = not self._is_output_wanted(frame.module, not path)
         seen = self._values.read_all("input", args, sequence, path, phase) if args else []
         if kwargs:
             seen += self._values.read_all("input", kwargs, sequence, path, phase)
@@ -103,7 +105,9 @@ class CallValues:
         sequence, path, phase = frame.sequence, frame.info.path, frame.phase
         tensors = self._values.read_all("output", output, sequence, path, phase)
         if self._values.keeps:
-            self._values.note_result(output, sequence, path, phase)
+            self._values.note_form(
+                lambda: result_form(output, self._say_leaf), sequence, path, "form:output", phase
+            )
         self._watch(frame, tensors, "output", "grad_output")
         if frame.module._forward_hooks:  # kept: what they return is told apart by identity
             frame.outputs = tuple(tensor for _, tensor in tensors)

@@ -16,7 +16,6 @@ from rankscope.agent.values.tensorstore import TensorStore, size_of
 from rankscope.capture.describe import Described, Describer
 from rankscope.capture.digest import Digester
 from rankscope.capture.dtypestorage import storage_of, stored_words
-from rankscope.capture.forms import call_form, plain_text_of, result_form
 from rankscope.capture.invisible import invisible
 from rankscope.capture.pytree import is_tensor, walk
 from rankscope.capture.reading import ValueNumbers
@@ -71,8 +70,6 @@ class ValueReader:
         self._digesters: list[weakref.ref[Digester]] = []
         """Of the threads that live: each leaves the list with its thread."""
         self._on_devices = DeviceValues(settings.batch_dim)
-        self.say: Callable[[object], str] = plain_text_of
-        """The text of what is no tensor, in the form of a call."""
         self.in_flight = InFlight()
         """What collectives of this session are still writing."""
         self._pending: list[tuple[torch.Tensor, ValuePlace, bool]] = []
@@ -270,34 +267,17 @@ class ValueReader:
             described = self._describer.describe_other(leaf)
             self._recorder.value(sequence, slot, described, None, phase, 0, flags)
 
-    def note_inputs(
-        self,
-        module: torch.nn.Module,
-        args: object,
-        kwargs: object,
-        sequence: int,
-        path: str,
-        phase: Phase,
+    def note_form(
+        self, make: Callable[[], str | None], sequence: int, path: str, slot: str, phase: Phase
     ) -> None:
-        """Record how the arguments of a call are nested, where that is asked for (`tensors`)."""
-        if self._takes_form(path, "form:input"):
-            with invisible():
-                held = sum(child is not None for child in module._modules.values())
-                form = call_form(args, kwargs, held, self.say)
-            self._note_form(form, sequence, "form:input", phase)
-
-    def note_result(self, output: object, sequence: int, path: str, phase: Phase) -> None:
-        """Record how the result of a call is nested, where that is asked for (`tensors`)."""
-        if self._takes_form(path, "form:output"):
-            with invisible():
-                form = result_form(output, self.say)
-            self._note_form(form, sequence, "form:output", phase)
-
-    def _takes_form(self, path: str, slot: str) -> bool:
+        """Record how the arguments or the result of a call are nested, where that is asked for
+        (`tensors`): the text that `make` returns.
+        """
         store = self._tensor_store
-        return store is not None and self.wants(slot) and store.wants(path, slot)
-
-    def _note_form(self, form: str | None, sequence: int, slot: str, phase: Phase) -> None:
+        if store is None or not (self.wants(slot) and store.wants(path, slot)):
+            return
+        with invisible():
+            form = make()
         if form is not None:
             described = self._describer.describe_text(form)
             self._recorder.value(sequence, slot, described, None, phase, 0, _PYTHON)
