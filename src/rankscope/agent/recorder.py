@@ -145,12 +145,7 @@ class Recorder:
 
     def mesh(self, mesh: Mesh) -> int:
         """Return the number of a mesh, defining it on first sight."""
-        fields: dict[str, object] = {
-            "axes": mesh.axes,
-            "shape": mesh.shape,
-            "ranks": mesh.ranks,
-            "device": "",
-        }
+        fields = asdict(mesh) | {"device": ""}
         return self._meshes.get(mesh) or self._intern(self._meshes, mesh, "mesh", fields)
 
     def group(self, group: ProcessGroup) -> int:
@@ -267,9 +262,7 @@ class Recorder:
         flags: int,
         reference: int = 0,
     ) -> None:
-        """Record one tensor in one slot, without a reading its description alone. (By position: hot
-        path.)
-        """
+        """Record one tensor in one slot, or its description alone. (By position: hot path.)"""
         if not self._keeps_all and phase is _SETUP:  # an accelerator hands it out behind its call
             with self.never_let_go():
                 self.value(sequence, slot, described, reading, phase, ordinal, flags, reference)

@@ -190,9 +190,7 @@ class Session:
         opened.writer.close(reason)
 
     def _report_unmatched_globs(self, tensor_store: TensorStore | None) -> None:
-        """Say which globs of the setting `paths` matched no module: most likely they are
-        misspelt.
-        """
+        """Say which globs of the setting `paths` matched no module: likely they are misspelt."""
         known = self._table.paths()
         for glob in self._settings.paths:
             if glob not in ("*", "**") and not any(glob_matches(glob, path) for path in known):
@@ -218,9 +216,7 @@ class Session:
                 say(str(note))
 
     def disarm(self, *, is_inside_hook: bool = False) -> None:
-        """Stop without a word in the spool: a forked child, or a process that is not to be
-        traced.
-        """
+        """Stop without a word in the spool, as in a forked child or a process not to be traced."""
         self._is_closed = True
         if self._perturbation is not None:
             self._perturbation.remove()
@@ -269,9 +265,7 @@ class Session:
         self._definitions.write_contained()
 
     def place_of(self, module: nn.Module) -> tuple[int, str]:
-        """Return the number of the root a module belongs to, 0 for none so far, and its path
-        there.
-        """
+        """Return the number of the root of a module, 0 for none so far, and its path there."""
         info = self._table.get(module)
         if info is None:
             return 0, ""

@@ -144,8 +144,7 @@ class RingWriter(SpoolWriter):
         super().close(reason)
 
     def _let_go(self) -> bool:
-        """Free the segments of the oldest turn; False where there is no other turn, or it has to
-        stay."""
+        """Free the oldest turn; False where there is no other turn, or it has to stay."""
         if not self._letting_go.acquire(blocking=False):
             return False
         try:

@@ -31,9 +31,7 @@ _COALESCING = ("_start_coalescing", "_end_coalescing")
 
 
 class _Depth(threading.local):
-    """Inside how many of our functions this thread is: what a collective issues by itself is part
-    of it.
-    """
+    """How deep this thread is in our functions: what a collective issues is part of it."""
 
     inside = 0
 

@@ -52,17 +52,13 @@ class OpenCall:
     scope: Scope
     phase: Phase
     sequence: int | None
-    """Number of this call's record; of the enclosing call's where this one leaves none; None for
-    none.
-    """
+    """Number of this call's record, or of the enclosing call's where this one leaves none."""
     is_recorded: bool
     ordinal: int = 0
     first_node: int = 0
     """Number that the first node of its autograd graph has, if it has any."""
     seen_inputs: dict[str, int] | None = None
-    """Slot -> id of the tensor read before forward, kept where a module's own hooks may
-    replace it.
-    """
+    """Slot -> id of the tensor read before forward, where a module's own hooks may replace it."""
     skips_output: bool = False
     """Nobody asks what `forward` hands out."""
     outputs: tuple[torch.Tensor, ...] = ()

@@ -150,9 +150,7 @@ class ModuleTable:
         """
 
     def get(self, module: nn.Module) -> ModuleInfo | None:
-        """Return what is known of a module, None for one never seen (or another now at its
-        address).
-        """
+        """Return what is known of a module, None for one never seen or one gone."""
         known = self._infos.get(id(module))
         return known[1] if known is not None and known[0]() is module else None
 

@@ -110,8 +110,7 @@ _INSTALLED = tuple(
 
 
 _PER_CALL = 5
-"""Levels that one nested call with hooks takes: `__call__` from C, three frames of torch's and
-`forward`."""
+"""Levels of one nested call with hooks: `__call__` from C, three of torch's and `forward`."""
 _FOR_HOOKS = 60
 """Levels for our own work below the innermost call, with some to spare for the user's."""
 

@@ -156,9 +156,7 @@ class Stepping:
             self._expected = info.root
 
     def open_scope(self, info: ModuleInfo, module: nn.Module) -> Scope | None:
-        """Say which step an outermost call belongs to; turn tracing on or off where a step
-        begins.
-        """
+        """Say to which step an outermost call belongs; turn tracing on or off where one begins."""
         machine, root = self.machine, info.root
         if is_inferring_shapes():  # no part of any step: what it computes is garbage
             step = max(machine.train, 0)

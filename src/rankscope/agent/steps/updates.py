@@ -251,8 +251,7 @@ def _describe_options(optimizer: torch.optim.Optimizer) -> Note | None:
 
 
 def _option(value: object) -> str:
-    """Return a plain value as text, "" for others. A tensor is not read: it may lie on an
-    accelerator."""
+    """Return a plain value as text, "" for others. A tensor may lie on an accelerator: not read."""
     if isinstance(value, torch.Tensor):
         return "(a tensor)"
     if isinstance(value, (tuple, list)):

@@ -181,8 +181,7 @@ class AccumulatedGradients:
         return _LeftGradient(info, f"grad:{name}", held, self._values.state_of(parameter), flags)
 
     def left(self) -> Mapping[int, HeldValue]:
-        """Return what the last pass left and no optimizer has taken, by identity of the
-        parameter."""
+        """Return what the last pass left and no optimizer took, by identity of the parameter."""
         gradients = self._latest.gradients if self._latest is not None else {}
         return {key: left.held for key, left in gradients.items()}
 

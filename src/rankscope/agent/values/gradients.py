@@ -179,9 +179,7 @@ class GradientHooks:
         ]
 
     def forget(self) -> None:
-        """Take the hooks off leaf tensors and forget the step; hooks on others go with
-        their graph.
-        """
+        """Take the hooks off leaves and forget the step; those on others go with their graph."""
         for watched in (*self._watched.values(), *self._rewritten):
             if watched.handle is not None:
                 watched.handle.remove()

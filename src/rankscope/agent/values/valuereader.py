@@ -209,9 +209,7 @@ class ValueReader:
     def _is_read_on_device(
         self, local: torch.Tensor, place: ValuePlace | HeldValue, *, samples: bool
     ) -> bool:
-        """Have an accelerator digest what lies there: it comes back later. False for
-        anything else.
-        """
+        """Have an accelerator digest what lies there, which comes back later; else False."""
         described = place.described
         return (
             self._digests
