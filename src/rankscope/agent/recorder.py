@@ -145,8 +145,8 @@ class Recorder:
 
     def mesh(self, mesh: Mesh) -> int:
         """Return the number of a mesh, defining it on first sight."""
-        fields = asdict(mesh) | {"device": ""}
-        return self._meshes.get(mesh) or self._intern(self._meshes, mesh, "mesh", fields)
+        known = self._meshes.get(mesh)
+        return known or self._intern(self._meshes, mesh, "mesh", asdict(mesh) | {"device": ""})
 
     def group(self, group: ProcessGroup) -> int:
         """Return the number of a process group, defining it on first sight."""
