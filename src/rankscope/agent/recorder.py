@@ -59,12 +59,7 @@ class Recorder:
     """One rank's pen: numbers definitions and calls, packs records, hands them to the spool."""
 
     def __init__(self, writer: SpoolWriter, kept: SpoolWriter | None = None) -> None:
-        """Prepare to write.
-
-        Args:
-            writer: takes the records.
-            kept: where `writer` lets go of its begin, takes what is never let go.
-        """
+        """Write to `writer`; where that lets go of its begin, `kept` takes what has to stay."""
         self.batch_dim = 0
         """Dimension that counts the samples of a value."""
         self.on_module: list[Callable[[int, str], None]] = []

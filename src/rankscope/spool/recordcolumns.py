@@ -102,12 +102,13 @@ class Records:
 
     def columns(self, kind: RecordKind) -> tuple[Positions, Structured]:
         """Positions and fields of the records of a kind in `COLUMNS` that make sense."""
-        positions, rows = self.positions(kind), self.all_columns(kind)
+        positions = self.positions(kind)
+        rows = self.rows_at(positions, kind)
         is_sound, _ = judged(kind, rows)
         return (positions, rows) if is_sound is None else (positions[is_sound], rows[is_sound])
 
-    def all_columns(self, kind: RecordKind) -> Structured:
-        """Fields of these records, those too that make no sense (`soundness`)."""
+    def rows_at(self, positions: Positions, kind: RecordKind) -> Structured:
+        """Fields of records of a kind, those too that make no sense (`soundness`)."""
         cell = np.dtype(
             {
                 "names": ["fields"],
@@ -116,21 +117,21 @@ class Records:
                 "itemsize": CELL_BYTES,
             }
         )
-        taken = self.cells.take(self.start[self.positions(kind)], axis=0)
+        taken = self.cells.take(self.start[positions], axis=0)
         # the fields as they lie in the cells that were taken: no second copy
         return taken.view(cell).reshape(-1)["fields"]
 
     def values(self) -> tuple[Positions, ValueRows]:
         """Positions and columns of the values that make sense."""
-        positions, rows = self.positions(RecordKind.VALUE), self.all_values()
+        positions = self.positions(RecordKind.VALUE)
+        rows = self.values_at(positions)
         is_sound, _ = judged(RecordKind.VALUE, rows)
         return (
             (positions, rows) if is_sound is None else (positions[is_sound], rows.chosen(is_sound))
         )
 
-    def all_values(self) -> ValueRows:
-        """Columns of the values, those too that make no sense."""
-        positions = self.positions(RecordKind.VALUE)
+    def values_at(self, positions: Positions) -> ValueRows:
+        """Columns of values, those too that make no sense."""
         has_digest = self.size[positions] == VALUE_CELLS
         return ValueRows(self.cells, self.start[positions], has_digest)
 
