@@ -23,8 +23,7 @@ from rankscope.agent.join import define_rank, who_am_i
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.session import Opened, Session
 from rankscope.agent.values.bytestores import Store
-from rankscope.agent.values.tensorpolicy import chunk_store, make_tensor_store
-from rankscope.agent.values.tensorstore import free_disk_share
+from rankscope.agent.values.tensorstore import make_tensor_store
 from rankscope.assembly.rankstreams import StreamBytes
 from rankscope.capture.kernel import prepare as prepare_kernel
 from rankscope.errors import RankscopeError, SettingError, SpoolError
@@ -113,8 +112,6 @@ class OwnParts:
 
     options: CallOptions
     """What is wanted of calls beyond the settings."""
-    recorder: Callable[[SpoolWriter], Recorder]
-    """Makes what writes the records."""
     store: Callable[[Recorder, int], Store]
     """Makes what keeps full tensors; told how many bytes of disk they may take."""
 
@@ -175,19 +172,13 @@ class RankBlock:
                 retire=self._take_segment,
             )
             made.callback(writer.close)
-            recorder = (parts.recorder if parts else Recorder)(writer)
+            recorder = Recorder(writer)
             define_rank(recorder, identity, run_id, settings)
-            store: Store | None = None
-            if parts is not None:
-                budget = settings.tensor_budget
-                limit_bytes = free_disk_share(self.out, 1) if budget is None else budget
-                store = parts.store(recorder, limit_bytes)
-            elif settings.tensors:
-                store = chunk_store(settings, recorder, self.out, self._stream, writers=1)
+            make_store = None if parts is None else parts.store
             tensor_store = (
-                None
-                if store is None
-                else make_tensor_store(settings, recorder, self._stream, store)
+                make_tensor_store(settings, recorder, self.out, self._stream, 1, make_store)
+                if settings.tensors
+                else None
             )
             opened = Opened(
                 identity=identity,

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 import rankscope
-from rankscope.agent.collectives.autogradnodes import NodeMap
 from rankscope.agent.collectives.interception import CollectiveWatch
 from rankscope.agent.guard import Guard
-from rankscope.agent.hooks.callstack import OpenCall, Scope
+from rankscope.agent.hooks.callstack import NodeMap, OpenCall, Scope
 from rankscope.agent.hooks.modules import ModuleTable
 from rankscope.capture.collectives import FUNCTIONAL, METHODS
 from rankscope.record.call import Mode

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from rankscope.agent.ringrecorder import RunningMedian
+from rankscope.agent.blackboxwatch import RunningMedian
 
 
 def leaps(magnitudes: Iterable[float], factor: float = 10.0) -> list[int]:

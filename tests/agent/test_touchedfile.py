@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope.agent.steps.touchedfile import LEAD, OrderWays, TouchedFile
+from rankscope.agent.steps.touchedfile import LEAD, TouchedFile
 from rankscope.errors import SettingError
 from rankscope.record.call import Mode
 from rankscope.record.stepselection import StepSelection
@@ -266,7 +266,8 @@ class OrderedJob(Job):
             self.folder / f"orders.{self.life}",
             missed=missed,
             failed=self.failures.append,
-            orders=OrderWays(is_alone=len(self.steps) == 1, is_distant=False),
+            is_alone=len(self.steps) == 1,
+            holds_orders=True,
         )
 
     def order(self, steps: int, *paths: str) -> Order:

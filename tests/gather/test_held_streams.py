@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from rankscope.agent.blackboxwatch import BlackBoxWatch
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.ringrecorder import RingRecorder
 from rankscope.assembly.rankstreams import RankStream, read_stream
 from rankscope.assembly.sources import find_streams
 from rankscope.capture.describe import Described
@@ -64,7 +64,9 @@ class Rank:
         self.folder = stream_folder(run_folder / HELD_FOLDER, self.stream)
         board = EventBoard(event_folder(run_folder, self.header, life))
         self.writer = RingWriter(self.folder, limit_bytes=limit, steps=steps, board=board)
-        self.recorder = RingRecorder(self.writer, StepSelection.parse(f"last:{steps}"), board, rank)
+        self.recorder = Recorder(self.writer, self.writer.kept)
+        selection = StepSelection.parse(f"last:{steps}")
+        self.box = BlackBoxWatch(self.recorder, self.writer, selection, board, rank)
         self.recorder.define("rank", rank=rank, world_size=1, wall_ns=1 + life, monotonic_ns=1)
         self.root = self.recorder.define("root", **{"class": "Model"})
         self.module = self.recorder.define("module", root=self.root, path="")
@@ -77,7 +79,7 @@ class Rank:
 
     def value(self, call: int, slot: str, size: int, phase: Phase = Phase.FORWARD) -> None:
         described = DESCRIBED.setdefault(size, Described(meta=meta_of(size)))
-        self.recorder.value(call, slot, described, None, phase, 0, 0, 0)
+        self.recorder.value(call, slot, described, None, phase, 0, 0)
 
     def step(self, step: int, calls: int, mode: Mode = Mode.TRAIN) -> None:
         """Record a step; every one has a shape of its own."""
@@ -311,7 +313,7 @@ def test_what_could_not_be_told_is_copied_all_the_same(run_folder: Path):
     folder.touch()
     for step in range(20):
         rank.step(step, calls=20)
-    rank.recorder._tell("nonfinite", Mode.TRAIN, 19, "output is not finite")
+    rank.box.tell("nonfinite", Mode.TRAIN, 19, "output is not finite")
     for step in range(20, 600):
         rank.step(step, calls=20)
     rank.writer.close()
@@ -506,7 +508,7 @@ def test_only_what_no_right_program_has_is_told(run_folder: Path):
         before = len(board.events())
         rank.recorder.step(StepEvent.BEGIN, Mode.TRAIN, step)
         described = DESCRIBED.setdefault(3, Described(meta=meta_of(3)))
-        rank.recorder.value(1, slot, described, reading(**numbers), phase, 0, flags, 0)
+        rank.recorder.value(1, slot, described, reading(**numbers), phase, 0, flags)
         rank.recorder.step(StepEvent.END, Mode.TRAIN, step)
         step += 1
         return [event.kind for event in board.events()[before:]]

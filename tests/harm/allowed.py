@@ -26,7 +26,6 @@ ENTRIES = {
     # torch calls these
     "rankscope.agent.guard": {"GuardedHook.run", "attempt", "Guard.hook", "GuardedHook.__init__"},
     # these stand in place of functions of torch or Python, and call the original
-    "rankscope.agent.standins": {"StandIns.__bool__"},
     "rankscope.agent.steps.optimizersearch": {"OptimizerSearch._around.making"},
     "rankscope.agent.steps.scalers": {"ScalerWatch._around.step"},
     "rankscope.agent.steps.schedules": {"ScheduleWatch._around.step"},

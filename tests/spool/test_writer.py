@@ -196,15 +196,15 @@ def test_full_segments_are_retired_with_their_offset(tmp_path):
     assert records(whole).values()[1]["sequence"].tolist() == list(range(20_000))
 
 
-def test_a_retire_that_fails_is_told_and_never_raised(tmp_path):
+def test_a_retire_that_fails_is_never_raised_and_loses_nothing(tmp_path):
     def retire(path, offset):
         raise PermissionError(13, "no")
 
     writer = SpoolWriter(tmp_path / "s", limit_bytes=SMALL, retire=retire)
     for number in range(2000):
         writer.write(RecordKind.VALUE, value(number))
-    assert "cannot be moved" in writer.trouble
     writer.close()
+    assert len(records(stream_bytes(tmp_path / "s")).values()[0]) == 2000
 
 
 def test_a_record_larger_than_a_segment_is_refused_and_the_next_one_written(tmp_path):
@@ -245,7 +245,7 @@ def test_a_disk_without_room_is_told_at_the_start_and_drops_steps_later(tmp_path
         except SpoolError as error:
             print(error)
         taken = sum(writer.write(2, enter(number)) for number in range(5000))
-        print(taken, writer.is_dropping, writer.trouble)
+        print(taken, writer.is_dropping)
         writer.close()
         print(len(stream_bytes(base / "first")))
     """
@@ -258,7 +258,6 @@ def test_a_disk_without_room_is_told_at_the_start_and_drops_steps_later(tmp_path
     assert "cannot reserve 128 KiB" in refused
     assert "free" in refused
     assert told.startswith("2048 True") or int(told.split()[0]) < 2048
-    assert "no new segment" in told
     assert int(length) <= SMALL // 8
 
 

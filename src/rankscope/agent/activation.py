@@ -59,9 +59,7 @@ def folder_taken(asked: Path) -> Path:
 
 
 def hold(session: Session | None) -> None:
-    """Make a session that somebody else opens and closes the one of this process; None
-    lets it go.
-    """
+    """Make a session that somebody else opens and closes this process's; None lets it go."""
     global _session, _given
     _session, _given = session, None
 

@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from traceback import walk_tb
 from typing import Any
 
 from rankscope.capture.torch_internals.compiling import is_compiling
@@ -150,12 +151,7 @@ def _is_of_a_signal_handler(error: Exception) -> bool:
     must reach the program.
     """
     handlers = _codes_of_signal_handlers()
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code in handlers:
-            return True
-        trace = trace.tb_next
-    return False
+    return any(frame.f_code in handlers for frame, _ in walk_tb(error.__traceback__))
 
 
 def _codes_of_signal_handlers() -> set[object]:

@@ -32,9 +32,7 @@ _RANK_VARIABLES = (
     ),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-"""(rank, world size, local rank, local world size), by launcher; the first pair that is
-set wins.
-"""
+"""(rank, world size, local rank, local world size), by launcher; the first pair set wins."""
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import rankscope
+from rankscope.agent.blackboxwatch import BlackBoxWatch, LeapWatch
 from rankscope.agent.firstrank import ELASTIC_RUN, find_or_prepare_run
 from rankscope.agent.guard import say
 from rankscope.agent.identity import identify, restarts_left
@@ -22,11 +23,9 @@ from rankscope.agent.rendezvous import (
     agree_on_life,
     find_agents_store,
 )
-from rankscope.agent.ringrecorder import RingRecorder, WatchingRecorder
 from rankscope.agent.session import Opened
 from rankscope.agent.steps.chosen import Agreement
-from rankscope.agent.steps.touchedfile import OrderWays
-from rankscope.agent.values.tensorpolicy import tensor_store_of_run
+from rankscope.agent.values.tensorstore import make_tensor_store
 from rankscope.errors import LayoutError, SpoolError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.secretwords import without_secrets
@@ -157,7 +156,7 @@ def join_run(settings: Settings) -> Joined | None:
     run_folder = Path(prepared) if prepared else find_or_prepare_run(settings, identity)
     header = read_run_header(run_folder)
     collection = Collection.of_run(run_folder, header)
-    spools = _spools(settings, run_folder)
+    spools = own_subfolder(run_folder / HELD_FOLDER) if settings.steps.last else run_folder
     earlier = [one for one in streams(spools) if one.rank == identity.rank]
     if any(is_alive(stream_folder(spools, one)) for one in earlier):
         return None  # a child that inherited RANK
@@ -166,16 +165,22 @@ def join_run(settings: Settings) -> Joined | None:
         if identity.incarnation + 1 >= MAX_INCARNATIONS:
             raise SpoolError(f"{spools}: there are records of every life that a rank may have")
         identity = replace(identity, incarnation=identity.incarnation + 1)
-    writer, recorder = _open_spool(settings, identity, run_folder, header)
-    define_rank(recorder, identity, header.run_id, settings)
+    board = EventBoard(event_folder(run_folder, header, identity.incarnation))
     speaks = identity.rank == min(settings.ranks or (0,))
+    folder = stream_folder(spools, identity.stream)
+    writer, recorder = _open_spool(settings, identity, folder, board, speaks=speaks)
+    define_rank(recorder, identity, header.run_id, settings)
+    world, here = settings.traced_of(identity.world_size), identity.local_world_size
+    # kept tensors go where this host sees the trace folder, else from the run folder by the relay
+    chunk_folder = run_folder if collection.is_elsewhere else header.out
+    chunk_writers = world if collection.is_shared and not header.keeps_apart else here
     return Joined(
         identity=identity,
         writer=writer,
         recorder=recorder,
         agreement=_agreement(settings, identity, run_folder, header),
-        make_tensor_store=lambda: tensor_store_of_run(
-            settings, recorder, identity, run_folder, header
+        make_tensor_store=lambda: make_tensor_store(
+            settings, recorder, chunk_folder, identity.stream, chunk_writers
         ),
         is_launched=bool(prepared),
         out=header.out,
@@ -186,35 +191,25 @@ def join_run(settings: Settings) -> Joined | None:
     )
 
 
-def _spools(settings: Settings, run_folder: Path) -> Path:
-    """Return the folder in which the ranks of this host have their spools."""
-    if not settings.steps.last:
-        return run_folder
-    return own_subfolder(run_folder / HELD_FOLDER)
-
-
 def _open_spool(
-    settings: Settings, identity: RankIdentity, run_folder: Path, header: RunHeader
+    settings: Settings, identity: RankIdentity, folder: Path, board: EventBoard, *, speaks: bool
 ) -> tuple[SpoolWriter, Recorder]:
-    """Open the spool of this rank.
+    """Open the spool of this rank; `speaks`: it says what concerns all ranks.
 
     Raises:
         SpoolError: it cannot be used.
     """
-    folder = stream_folder(_spools(settings, run_folder), identity.stream)
     if not settings.steps.last:
         writer = SpoolWriter(folder, limit_bytes=settings.spool_bytes)
         return writer, Recorder(writer)
-    board = EventBoard(event_folder(run_folder, header, identity.incarnation))
     ring = RingWriter(
         folder, limit_bytes=settings.spool_bytes, steps=settings.steps.last, board=board
     )
-    if not settings.steps.watch:
-        return ring, RingRecorder(ring, settings.steps, board, identity.rank)
-    speaks = identity.rank == min(settings.ranks or (0,))
-    return ring, WatchingRecorder(
-        ring, settings.steps, board, identity.rank, say if speaks else None
-    )
+    recorder = Recorder(ring, ring.kept)
+    box = BlackBoxWatch(recorder, ring, settings.steps, board, identity.rank)
+    if settings.steps.watch:
+        LeapWatch(recorder, box, settings.steps, board, say if speaks else None)
+    return ring, recorder
 
 
 def _life(identity: RankIdentity, earlier: Sequence[StreamId]) -> int:
@@ -242,12 +237,11 @@ def _agreement(
     is_shared = Collection.of_run(run_folder, header).is_shared
     seen_by_all = header.out / REPLICA_FOLDER if is_shared else run_folder
     return Agreement(
+        is_alone=is_alone,
+        is_distant=identity.local_world_size < identity.world_size,
         for_touches=None if is_alone else seen_by_all / f"{STEP_TRIGGER_FOLDER}.{life}",
         for_orders=agreement_folder(run_folder, header, life),
         order_file=run_folder / ORDER_NAME,
-        order_ways=OrderWays(
-            is_alone=is_alone, is_distant=identity.local_world_size < identity.world_size
-        ),
     )
 
 

@@ -4,10 +4,11 @@ them by number.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 import msgpack  # type: ignore[import-untyped]  # ships no types
@@ -49,13 +50,31 @@ _STRUCTURE = int(ValueFlag.STRUCTURE_ONLY)
 _FIRST, _SKETCH = ValueNumbers._fields.index("hash") + 1, ValueNumbers._fields.index("sketch")
 """Between them stand the statistics, in the order of a spool's record."""
 _HAS_SAMPLES, _REUSED = int(ValueFlag.HAS_SAMPLES), int(ValueFlag.REUSED)
+_SETUP = Phase.SETUP
+_GROWING = ("meta", "collective")
+"""Kinds of definitions whose number grows with the steps: of each shape, of each message."""
 
 
 class Recorder:
     """One rank's pen: numbers definitions and calls, packs records, hands them to the spool."""
 
-    def __init__(self, writer: SpoolWriter) -> None:
-        self._writer = writer
+    def __init__(self, writer: SpoolWriter, kept: SpoolWriter | None = None) -> None:
+        """Write to `writer`; where that lets go of its begin, `kept` takes what has to stay."""
+        self.batch_dim = 0
+        """Dimension that counts the samples of a value."""
+        self.on_module: list[Callable[[int, str], None]] = []
+        """Told of each module: number and path."""
+        self.on_call: list[Callable[[int, int, int, int | None, Mode, int, Phase], None]] = []
+        """Told of each call that has begun: sequence, module, root, parent, mode, step, phase."""
+        self.on_value: list[Callable[[int, str, ValueNumbers, Phase, int], None]] = []
+        """Told of each value with numbers: sequence, slot, numbers, phase, flags."""
+        self.on_kept: list[Callable[[int, int], None]] = []
+        """Told of each value whose bytes were kept, before it is written: sequence, reference."""
+        self.on_step: list[Callable[[StepEvent, Mode, int], None]] = []
+        """Told where a traced step begins or ends."""
+        self._writer, self._kept = writer, kept or writer
+        self._keeps_all = kept is None
+        """Nothing that is written now is let go."""
         self._write = writer.write
         self._sequence = itertools.count()
         self._numbers = itertools.count(1)
@@ -66,13 +85,13 @@ class Recorder:
         self._groups: dict[ProcessGroup, int] = {}
         self._collectives: dict[Collective, int] = {}
         self._metas: dict[Described, int] = {}
+        self._kept_tables: tuple[dict[Described, int], dict[Collective, int]] = ({}, {})
         self._threads: dict[int, int] = {}
 
     def define(self, kind: str, **fields: object) -> int:
-        """Commit a definition and return its number."""
-        return self._define_in(self._writer, kind, fields)
-
-    def _define_in(self, writer: SpoolWriter, kind: str, fields: dict[str, object]) -> int:
+        """Commit a definition and return its number: where it is never let go, unless its like
+        grows with the steps."""
+        writer = self._writer if kind in _GROWING and not self._keeps_all else self._kept
         with self._defining:
             number = next(self._numbers)
             packed = msgpack.packb(
@@ -80,39 +99,49 @@ class Recorder:
                 unicode_errors="backslashreplace",  # file names and keys may hold lone surrogates
             )
             writer.define(packed)
-            return number
+        if kind == "module":
+            for tell in self.on_module:
+                tell(number, str(fields["path"]))
+        return number
 
-    def never_let_go(self) -> AbstractContextManager[None]:
-        """Write what is needed however long the job runs; all that is written is, here."""
-        return nullcontext()
+    def define_anew(self) -> None:
+        """Forget the definitions that grow with the steps: the writer may let go of them."""
+        self._metas, self._collectives = {}, {}
+
+    @contextlib.contextmanager
+    def never_let_go(self) -> Iterator[None]:
+        """Write what is needed however long the job runs: the setup of a root."""
+        if self._keeps_all:
+            yield
+            return
+        before = self._write, self._metas, self._collectives
+        self._keeps_all = True
+        self._write = self._kept.write
+        self._metas, self._collectives = self._kept_tables
+        try:
+            yield
+        finally:
+            self._write, self._metas, self._collectives = before
+            self._keeps_all = False
 
     def slot(self, name: str) -> int:
         """Return the number of a slot name, defining it on first sight."""
         return self._slots.get(name) or self._intern(self._slots, name, "slot", {"name": name})
 
-    def text(self, text: str) -> int:
-        """Return the number of a text (an error, a reason), defining it on first sight."""
+    def text(self, said: Note | str) -> int:
+        """Return the number of a text (an error, a reason), with the fact of a note, defining it on
+        first sight.
+        """
+        text, fact = str(said), said.fact if isinstance(said, Note) else None
         if text not in self._texts and len(self._texts) >= _MAX_TEXTS:
-            text = "(further texts are not kept)"
-        return self._texts.get(text) or self._intern(self._texts, text, "text", {"text": text})
-
-    def note(self, note: Note) -> int:
-        """Return the number of a note, which is a text with a fact, defining it on first sight."""
-        text = str(note)
-        if note.fact is None or len(self._texts) >= _MAX_TEXTS:
-            return self.text(text)
-        fields: dict[str, object] = {"text": text, "fact": note.fact}
+            text, fact = "(further texts are not kept)", None
+        fields: dict[str, object] = {"text": text} if fact is None else {"text": text, "fact": fact}
         return self._texts.get(text) or self._intern(self._texts, text, "text", fields)
 
     def mesh(self, mesh: Mesh) -> int:
         """Return the number of a mesh, defining it on first sight."""
-        fields: dict[str, object] = {
-            "axes": mesh.axes,
-            "shape": mesh.shape,
-            "ranks": mesh.ranks,
-            "device": "",
-        }
-        return self._meshes.get(mesh) or self._intern(self._meshes, mesh, "mesh", fields)
+        known = self._meshes.get(mesh)
+        return known or self._intern(self._meshes, mesh, "mesh", asdict(mesh) | {"device": ""})
 
     def group(self, group: ProcessGroup) -> int:
         """Return the number of a process group, defining it on first sight."""
@@ -197,6 +226,8 @@ class Recorder:
                 number,
             ),
         )
+        for tell in self.on_call:
+            tell(sequence, module, root, parent, mode, step, phase)
         return sequence
 
     def _thread(self, ident: int) -> int:
@@ -224,12 +255,16 @@ class Recorder:
         phase: Phase,
         ordinal: int,
         flags: int,
-        batch_dim: int,
         reference: int = 0,
     ) -> None:
-        """Record one tensor in one slot, without a reading its description alone. (By position: hot
-        path.)
-        """
+        """Record one tensor in one slot, or its description alone. (By position: hot path.)"""
+        if not self._keeps_all and phase is _SETUP:  # an accelerator hands it out behind its call
+            with self.never_let_go():
+                self.value(sequence, slot, described, reading, phase, ordinal, flags, reference)
+            return
+        if reference:
+            for tell in self.on_kept:
+                tell(sequence, reference)
         slot_number = self._slots.get(slot) or self.slot(slot)
         meta = self._metas.get(described) or self.meta(described)
         now = time.monotonic_ns()
@@ -256,12 +291,15 @@ class Recorder:
         )  # fmt: skip
         if samples is not None:
             rows, size = samples.shape
+            batch_dim = self.batch_dim
             if batch_dim < 0:  # counted from the back
                 batch_dim += len(described.meta.shape)
             head = SAMPLES.pack(
                 sequence, slot_number, ordinal, phase, rows, size, batch_dim, 0, 0, 0
             )
             self._write(_SAMPLES, head + samples.tobytes())
+        for look in self.on_value:
+            look(sequence, slot, reading, phase, flags)
 
     def tensor(self, reference: int, entry: ChunkEntry, described: Described) -> bool:
         """Record that the bytes of a tensor are whole in a chunk; False where there is no room."""
@@ -279,18 +317,15 @@ class Recorder:
         """
         self.define("not_kept", reason=reason, text=text)
 
-    def end_step(self) -> None:
-        """Take note that all values of a step are written, but those that accelerators still
-        have.
-        """
-
     def step(self, event: StepEvent, mode: Mode, step: int, note: Note | None = None) -> None:
         """Record that a traced step began or ended."""
-        number = 0 if note is None else self.note(note)
+        number = 0 if note is None else self.text(note)
         self._write(RecordKind.STEP, STEP.pack(time.monotonic_ns(), step, mode, event, number))
+        for tell in self.on_step:
+            tell(event, mode, step)
 
     def error(self, sequence: int | None, said: Note | str) -> None:
         """Record that rankscope itself failed while it watched a call."""
         call = NO_SEQUENCE if sequence is None else sequence
-        number = self.text(said) if isinstance(said, str) else self.note(said)
-        self._write(RecordKind.ERROR, ERROR.pack(call, time.monotonic_ns(), number, 0))
+        packed = ERROR.pack(call, time.monotonic_ns(), self.text(said), 0)
+        self._write(RecordKind.ERROR, packed)

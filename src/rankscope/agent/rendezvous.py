@@ -1,6 +1,4 @@
-"""How the hosts of a job agree on one trace folder: one value through its store, at start, never
-data.
-"""
+"""How the hosts of a job agree on one trace folder: a value through its store at start, no data."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from torch import nn
 
@@ -27,8 +27,6 @@ from rankscope.agent.steps.chosen import Agreement
 from rankscope.agent.steps.compiled import EAGER_IS_ANOTHER_RUN, HIDDEN
 from rankscope.agent.steps.stepping import Stepping
 from rankscope.agent.steps.updates import Updates
-from rankscope.agent.values.accumulated import AccumulatedGradients
-from rankscope.agent.values.parameters import ParameterEvents
 from rankscope.agent.values.rootevents import RootEvents
 from rankscope.agent.values.tensorstore import TensorStore
 from rankscope.agent.values.valuereader import ValueReader
@@ -135,6 +133,7 @@ class Session:
         settings, steps, table = self._settings, self._steps, self._table
         self._rank, self._recorder = opened.identity.rank, opened.recorder
         recorder = opened.recorder
+        recorder.batch_dim = settings.batch_dim
         values = self._values = ValueReader(
             recorder, Describer(self._rank), settings, opened.make_tensor_store
         )
@@ -145,11 +144,8 @@ class Session:
             steps.sides.called,
         )  # fmt: skip
         events = RootEvents(table, recorder, values, definitions, settings.phases)
-        parameters, accumulated = ParameterEvents(events), AccumulatedGradients(events)
-        updates = Updates(
-            table, recorder, parameters, steps.optimizers, call_values.gradients, accumulated
-        )
-        steps.open(self._rank, recorder, values, tracer, parameters, updates, opened.agreement)
+        updates = Updates(events, steps.optimizers, call_values.gradients)
+        steps.open(self._rank, tracer, events, updates, opened.agreement)
 
     def _begin_scope(self, info: ModuleInfo, module: nn.Module) -> Scope | None:
         with self._beginning:
@@ -168,9 +164,7 @@ class Session:
         if self._is_closed:
             self._hooks.remove_all()  # which a hook could only ask for
             return
-        self._is_closed = True
-        self._remove_perturbation()
-        self._steps.remove_hooks()
+        self.disarm()
         opened = self._opened
         if opened is None or not self._is_open:
             if opened is not None:  # what records into it could not be made
@@ -192,15 +186,11 @@ class Session:
             self._report_no_step(is_launched=opened.is_launched)
         self._steps.chosen.close()
         if raised is not None:
-            self._recorder.define(
-                "raised", error=raised.error, causes=raised.causes, where=raised.where
-            )
+            self._recorder.define("raised", **asdict(raised))
         opened.writer.close(reason)
 
     def _report_unmatched_globs(self, tensor_store: TensorStore | None) -> None:
-        """Say which globs of the setting `paths` matched no module: most likely they are
-        misspelt.
-        """
+        """Say which globs of the setting `paths` matched no module: likely they are misspelt."""
         known = self._table.paths()
         for glob in self._settings.paths:
             if glob not in ("*", "**") and not any(glob_matches(glob, path) for path in known):
@@ -226,16 +216,11 @@ class Session:
                 say(str(note))
 
     def disarm(self, *, is_inside_hook: bool = False) -> None:
-        """Stop without a word in the spool: a forked child, or a process that is not to be
-        traced.
-        """
+        """Stop without a word in the spool, as in a forked child or a process not to be traced."""
         self._is_closed = True
-        self._remove_perturbation()
-        self._steps.remove_hooks(is_inside_hook=is_inside_hook)
-
-    def _remove_perturbation(self) -> None:
         if self._perturbation is not None:
             self._perturbation.remove()
+        self._steps.remove_hooks(is_inside_hook=is_inside_hook)
 
     def step(self) -> None:
         """Close the current train step by hand; never raises."""
@@ -280,9 +265,7 @@ class Session:
         self._definitions.write_contained()
 
     def place_of(self, module: nn.Module) -> tuple[int, str]:
-        """Return the number of the root a module belongs to, 0 for none so far, and its path
-        there.
-        """
+        """Return the number of the root of a module, 0 for none so far, and its path there."""
         info = self._table.get(module)
         if info is None:
             return 0, ""

@@ -17,10 +17,8 @@ class StandIns:
     def __init__(self) -> None:
         self._restores: dict[tuple[int, str], Callable[[], None]] = {}
         """By (owner, name) of what is replaced."""
-
-    def __bool__(self) -> bool:
-        """True while any function of ours stands somewhere."""
-        return bool(self._restores)
+        self.is_on = False
+        """Functions of ours stand somewhere."""
 
     def put(self, owner: Any, name: str, around: Callable[[_Function], _Function]) -> None:
         """Put what `around` makes of the original in its place; nothing where this torch has no
@@ -38,11 +36,13 @@ class StandIns:
                 setattr(owner, name, kept)
 
         self._restores[id(owner), name] = restore
+        self.is_on = True
 
     def take_off(self) -> None:
         """Put the originals back, but where somebody else has put theirs over ours since: ours is
-        called from there on, so each of ours asks whether this is empty.
+        called from there on, so each of ours asks whether this is on.
         """
+        self.is_on = False
         restores, self._restores = self._restores, {}
         for restore in restores.values():
             restore()

@@ -184,11 +184,12 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
     rows: dict[RecordKind, Array] = {}
     for kind in (RecordKind.EXIT, RecordKind.STEP, RecordKind.GAP, RecordKind.ERROR,
                  RecordKind.TENSOR):  # fmt: skip
-        every = found.all_columns(kind)[1]
+        every = found.rows_at(found.positions(kind), kind)
         own = [name for name in every.dtype.names or () if name != "pad"]
         rows[kind], wrong = sound_rows(kind, repack_fields(every[own]))
         unsound += wrong
-    unsound += judged(RecordKind.END, found.all_columns(RecordKind.END)[1])[1]
+    ends = found.positions(RecordKind.END)
+    unsound += judged(RecordKind.END, found.rows_at(ends, RecordKind.END))[1]
     samples, wrong = _samples(found)
     unsound += wrong
     notes += _set_aside("definition", refused)
@@ -237,8 +238,9 @@ def _calls_and_values(
         identity: the definition of kind "rank".
         notes: one is added where a newer rankscope wrote some of them.
     """
-    enters, left_out = _known_calls(found.all_columns(RecordKind.ENTER)[1])
-    _, values = found.all_values()
+    begins = found.positions(RecordKind.ENTER)
+    enters, left_out = _known_calls(found.rows_at(begins, RecordKind.ENTER))
+    values = found.values_at(found.positions(RecordKind.VALUE))
     of_known = KNOWN_PHASES[values["phase"]]
     if len(left_out) or not of_known.all():
         of_known = of_known & ~np.isin(values["sequence"], left_out)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rankscope.cli.terminal import Paint, cut, visible
-from rankscope.cli.treetext import IN_ORDER, layout_text
-from rankscope.record.call import CallStatus
+from rankscope.cli.treetext import layout_text
+from rankscope.record.call import IN_ORDER, CallStatus
 from rankscope.record.finding import Finding, Report, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import parse_ranks, ranks_named, ranks_text

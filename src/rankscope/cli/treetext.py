@@ -13,7 +13,7 @@ from rankscope.cli.terminal import Paint, visible
 from rankscope.errors import SelectionError
 from rankscope.globs import glob_matches, slot_matches
 from rankscope.layout.placement import Placement, PlacementKind
-from rankscope.record.call import CallStatus, Mode
+from rankscope.record.call import IN_ORDER, Mode
 from rankscope.record.notes import NoteKind
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
@@ -37,7 +37,6 @@ _LONG = 24
 """Characters of a placement that rankscope does not interpret; a longer one is cut at its
 arguments."""
 _INTEGER = re.compile(r"u?int\d+")
-IN_ORDER = frozenset(status.word for status in CallStatus if status.is_in_order)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rankscope.record.phases import Phase
 
-__all__ = ["CallKey", "CallStatus", "Mode"]
+__all__ = ["IN_ORDER", "CallKey", "CallStatus", "Mode"]
 
 
 class Mode(enum.IntEnum):
@@ -50,20 +50,6 @@ class CallStatus(enum.IntEnum):
         """The status as traces spell it."""
         return self.name.lower()
 
-    @property
-    def is_in_order(self) -> bool:
-        """True where programs without a fault end calls so."""
-        match self:
-            case CallStatus.RETURNED | CallStatus.STOPPED | CallStatus.NOT_ENTERED:
-                return True
-            case (
-                CallStatus.RAISED
-                | CallStatus.ABANDONED
-                | CallStatus.UNFINISHED
-                | CallStatus.NOT_WAITED
-            ):
-                return False
-
     @staticmethod
     def word_of(number: int) -> str:
         """Return the word of a number; "unknown" for one that only a newer rankscope writes."""
@@ -71,6 +57,8 @@ class CallStatus(enum.IntEnum):
 
 
 _STATUS_WORDS = {int(status): status.word for status in CallStatus}
+IN_ORDER = (CallStatus.RETURNED.word, CallStatus.STOPPED.word, CallStatus.NOT_ENTERED.word)
+"""How programs without a fault end calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from rankscope.record.phases import Phase
@@ -31,6 +31,7 @@ OPS: Final[Mapping[str, tuple[str, ...]]] = {
 }  # fmt: skip
 """The only list of ops: what each has beside its group and the members of that."""
 MESSAGES: Final = frozenset(op for op, facts in OPS.items() if "peer" in facts)
+_ALWAYS_SAID: Final = ("is_async", "issuer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,25 +70,16 @@ class Collective:
         """Return the fields of its definition, and of its entry in a tree: what does not apply is
         left out.
         """
-        found: dict[str, Any] = {"op": self.op}
-        if self.reduce is not None:
-            found["reduce"] = self.reduce
-        found |= {"group": self.group, "members": list(self.members), "async": self.is_async}
-        for name in ("src", "dst", "peer", "tag"):
-            value = getattr(self, name)
-            if value is not None:
-                found[name] = value
-        if self.is_object:
-            found["object"] = True
-        found["issuer"] = self.issuer
-        if self.since:
-            found["since"] = self.since
-        if self.at:
-            found["at"] = self.at
+        found: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default or field.name in _ALWAYS_SAID:
+                name = field.name.removeprefix("is_")
+                found[name] = list(value) if field.name == "members" else value
         return found
 
     @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> Collective:
+    def from_fields(cls, given: Mapping[str, Any]) -> Collective:
         """Return the collective of `as_fields`.
 
         Raises:
@@ -95,20 +87,20 @@ class Collective:
         """
 
         def optional(name: str) -> int | None:
-            return None if fields.get(name) is None else int(fields[name])
+            return None if given.get(name) is None else int(given[name])
 
         return cls(
-            op=str(fields["op"]),
-            reduce=None if fields.get("reduce") is None else str(fields["reduce"]),
-            group=str(fields["group"]),
-            members=tuple(map(int, fields["members"])),
-            is_async=bool(fields["async"]),
+            op=str(given["op"]),
+            reduce=None if given.get("reduce") is None else str(given["reduce"]),
+            group=str(given["group"]),
+            members=tuple(map(int, given["members"])),
+            is_async=bool(given["async"]),
             src=optional("src"),
             dst=optional("dst"),
             peer=optional("peer"),
             tag=optional("tag"),
-            is_object=bool(fields.get("object", False)),
-            issuer=str(fields["issuer"]),
-            since=str(fields.get("since", "")),
-            at=str(fields.get("at", "")),
+            is_object=bool(given.get("object", False)),
+            issuer=str(given["issuer"]),
+            since=str(given.get("since", "")),
+            at=str(given.get("at", "")),
         )

@@ -11,16 +11,19 @@ from __future__ import annotations
 import enum
 import re
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
 from rankscope.record.ranklists import ranks_named
 
-__all__ = ["BLACK_BOX", "Note", "NoteKind", "RanksNote"]
+__all__ = ["BLACK_BOX", "Note", "NoteKind", "RanksNote", "options_text", "read_options"]
 
 
+_MOST_VALUES: Final = 8
+"""Of an option, that are named."""
+_OPTIONS, _VALUES = "; ", " | "
 BLACK_BOX: Final = "black box: "
 """How a note begins that says why a trace of `--rs-steps last:N` was made."""
 
@@ -155,3 +158,23 @@ def _of_sentence(text: str) -> Note:
             types = _FIELDS[kind].values()
             return Note(kind, tuple(made(value) for made, value in zip(types, found.groups())))
     return Note.words(text)
+
+
+def options_text(options: Mapping[str, Sequence[str]]) -> str:
+    """Return the options of an optimizer as a note has them: `lr=0.001; weight_decay=0.1 | 0.0`,
+    values that groups of parameters do not share beside each other. Those without one are left out.
+    """
+    return _OPTIONS.join(
+        f"{name}={_VALUES.join(_first(values))}" for name, values in options.items() if any(values)
+    )
+
+
+def read_options(text: str) -> dict[str, set[str]]:
+    """Return {name: values} of such a text."""
+    parts = (option.partition("=") for option in text.split(_OPTIONS))
+    return {name: set(values.split(_VALUES)) for name, _, values in parts}
+
+
+def _first(values: Sequence[str]) -> list[str]:
+    more = ["..."] if len(values) > _MOST_VALUES else []
+    return [*values[:_MOST_VALUES], *more]

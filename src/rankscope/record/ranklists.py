@@ -29,8 +29,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def ranks_named(ranks: Iterable[int] | str) -> str:
-    """Return `rank 3` for one, `ranks 0-2,8` for several; a text is taken as `ranks_text` made
-    it."""
+    """Return `rank 3` for one, `ranks 0-2,8` for several; a text is as `ranks_text` made it."""
     text = ranks if isinstance(ranks, str) else ranks_text(ranks)
     return f"rank {text}" if text.isdecimal() else f"ranks {text}"
 

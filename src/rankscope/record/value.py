@@ -39,9 +39,7 @@ class ValueFlag(enum.IntFlag):
 
     NONE = 0
     AFTER_CALL = 1
-    """Could only be read later than its place in the call says: what ran since may have
-    changed it.
-    """
+    """Read later than its place in the call says: what ran since may have changed it."""
     SCALED = 2
     """A gradient still multiplied by the loss scale."""
     ABSENT = 4
@@ -49,9 +47,7 @@ class ValueFlag(enum.IntFlag):
     PENDING = 8
     """A collective on it was not known to be complete: never waited for, not digested."""
     STRUCTURE_ONLY = 16
-    """Recorded without a digest (meta, functorch, sparse, quantized, or statistics not
-    asked for).
-    """
+    """Recorded without a digest (meta, functorch, sparse, quantized, or not asked for)."""
     UNSEEN = 32
     """A gradient that was expected and whose hook never fired."""
     REUSED = 64
@@ -107,9 +103,7 @@ class Digest:
     """
 
     count: int
-    """Elements, finite or not. A complex element counts as two (its real and its imaginary
-    part).
-    """
+    """Elements, finite or not. A complex element counts as two, its real and imaginary part."""
     nan: int
     posinf: int
     neginf: int

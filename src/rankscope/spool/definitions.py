@@ -74,14 +74,9 @@ def _run_of_steps(value: Any) -> bool:
     return type(value) is list and len(value) == 3 and value[0] in (0, 1) and _pair(value[1:])
 
 
-def _texts_by_name(value: Any) -> bool:
-    return type(value) is dict and all(type(k) is str is type(v) for k, v in value.items())
-
-
-def _fact(value: Any) -> bool:
-    """True for the fields of a note, whichever it is: one of a newer rankscope stays a text."""
-    return type(value) is dict and all(
-        type(k) is str and type(v) in (str, int, bool, float, type(None)) for k, v in value.items()
+def _by_name(*kinds: type) -> Check:
+    return lambda value: (
+        type(value) is dict and all(type(k) is str and type(v) in kinds for k, v in value.items())
     )
 
 
@@ -97,6 +92,9 @@ def _pair(value: Any) -> bool:
 
 _shape = _list(_size, _MOST_DIMS)
 _texts = _list(_text)
+_texts_by_name = _by_name(str)
+_fact = _by_name(str, int, bool, float, type(None))
+"""The fields of a note, whichever it is: one of a newer rankscope stays a text."""
 
 _FIELDS: Final[Mapping[str, Mapping[str, Check]]] = {
     "rank": {

@@ -102,25 +102,38 @@ class Records:
 
     def columns(self, kind: RecordKind) -> tuple[Positions, Structured]:
         """Positions and fields of the records of a kind in `COLUMNS` that make sense."""
-        return _sound(kind, *self.all_columns(kind))
+        positions = self.positions(kind)
+        rows = self.rows_at(positions, kind)
+        is_sound, _ = judged(kind, rows)
+        return (positions, rows) if is_sound is None else (positions[is_sound], rows[is_sound])
 
-    def all_columns(self, kind: RecordKind) -> tuple[Positions, Structured]:
-        """The same with those that make no sense (`soundness`)."""
-        return self._one_cell(self.positions(kind), COLUMNS[kind])
+    def rows_at(self, positions: Positions, kind: RecordKind) -> Structured:
+        """Fields of records of a kind, those too that make no sense (`soundness`)."""
+        cell = np.dtype(
+            {
+                "names": ["fields"],
+                "formats": [COLUMNS[kind]],
+                "offsets": [HEADER_BYTES],
+                "itemsize": CELL_BYTES,
+            }
+        )
+        taken = self.cells.take(self.start[positions], axis=0)
+        # the fields as they lie in the cells that were taken: no second copy
+        return taken.view(cell).reshape(-1)["fields"]
 
     def values(self) -> tuple[Positions, ValueRows]:
         """Positions and columns of the values that make sense."""
-        positions, rows = self.all_values()
+        positions = self.positions(RecordKind.VALUE)
+        rows = self.values_at(positions)
         is_sound, _ = judged(RecordKind.VALUE, rows)
         return (
             (positions, rows) if is_sound is None else (positions[is_sound], rows.chosen(is_sound))
         )
 
-    def all_values(self) -> tuple[Positions, ValueRows]:
-        """The same with those that make no sense."""
-        positions = self.positions(RecordKind.VALUE)
+    def values_at(self, positions: Positions) -> ValueRows:
+        """Columns of values, those too that make no sense."""
         has_digest = self.size[positions] == VALUE_CELLS
-        return positions, ValueRows(self.cells, self.start[positions], has_digest)
+        return ValueRows(self.cells, self.start[positions], has_digest)
 
     def payload(self, position: int) -> bytes:
         """All payload bytes of one record, its padding included."""
@@ -141,19 +154,6 @@ class Records:
             with contextlib.suppress(SpoolError):
                 found.append(decode_definition(self.payload(int(position))))
         return found
-
-    def _one_cell(self, positions: Positions, dtype: np.dtype[Any]) -> tuple[Positions, Structured]:
-        cell = np.dtype(
-            {
-                "names": ["fields"],
-                "formats": [dtype],
-                "offsets": [HEADER_BYTES],
-                "itemsize": CELL_BYTES,
-            }
-        )
-        taken = self.cells.take(self.start[positions], axis=0)
-        # the fields as they lie in the cells that were taken: no second copy
-        return positions, taken.view(cell).reshape(-1)["fields"]
 
 
 class ValueRows:
@@ -202,13 +202,6 @@ class ValueRows:
         column = np.zeros((len(self), *shape), kind)
         column[self.has_digest] = found
         return column
-
-
-def _sound(
-    kind: RecordKind, positions: Positions, rows: Structured
-) -> tuple[Positions, Structured]:
-    is_sound, _ = judged(kind, rows)
-    return (positions, rows) if is_sound is None else (positions[is_sound], rows[is_sound])
 
 
 def records(buffer: bytes | memoryview | Cells, *, is_verified: bool = False) -> Records:

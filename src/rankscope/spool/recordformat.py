@@ -195,7 +195,7 @@ GAP = _packing(GAP_DTYPE)
 END_DTYPE = np.dtype(
     [("time_ns", "<i8"), ("records", "<u8"), ("dropped", "<u8"), ("text", "<u4"), ("reason", "<u4")]
 )
-"""records: committed; text: definition of a note, 0 for none; reason: index in END_REASONS."""
+"""records: committed; text: 0; reason: index in END_REASONS."""
 END = _packing(END_DTYPE)
 STAMP = struct.Struct("<QQ")
 """Origin of the stream (`spool.origin`) and number of the segment, from 1: the first segment says

@@ -138,14 +138,13 @@ class RingWriter(SpoolWriter):
             pass
         return is_new
 
-    def close(self, reason: EndReason = EndReason.EXIT, note: int = 0) -> None:
+    def close(self, reason: EndReason = EndReason.EXIT) -> None:
         """Write END in both; the ring's comes last, and says that all is there."""
         self.kept.close(reason)
-        super().close(reason, note)
+        super().close(reason)
 
     def _let_go(self) -> bool:
-        """Free the segments of the oldest turn; False where there is no other turn, or it has to
-        stay."""
+        """Free the oldest turn; False where there is no other turn, or it has to stay."""
         if not self._letting_go.acquire(blocking=False):
             return False
         try:

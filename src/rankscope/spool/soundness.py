@@ -44,19 +44,9 @@ def _few(*names: str) -> Callable[[Rows], Mask]:
     return lambda rows: np.logical_and.reduce([rows[name] < _MOST for name in names])
 
 
-def _in_mode(rows: Rows) -> Mask:
-    known: Mask = KNOWN_MODES[rows["mode"]]
-    return known
-
-
-def _in_phase(rows: Rows) -> Mask:
-    known: Mask = KNOWN_PHASES[rows["phase"]]
-    return known
-
-
 _TIME: Final = ("time out of range", _in_time)
-_MODE: Final = ("unknown mode", _in_mode)
-_PHASE: Final = ("unknown phase", _in_phase)
+_MODE: Final = ("unknown mode", lambda rows: KNOWN_MODES[rows["mode"]])
+_PHASE: Final = ("unknown phase", lambda rows: KNOWN_PHASES[rows["phase"]])
 _RULES: Final[Mapping[RecordKind, tuple[tuple[str, Callable[[Rows], Mask]], ...]]] = {
     RecordKind.ENTER: (_TIME, _MODE, _PHASE),
     RecordKind.EXIT: (_TIME,),

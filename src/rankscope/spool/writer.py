@@ -11,6 +11,7 @@ no room wait, and are written before the next record that could name them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import weakref
@@ -102,8 +103,6 @@ class SpoolWriter:
         self._records: dict[int, int] = {}
         """Records of each segment left behind: by its number, so that nothing is counted twice."""
         self._kept: list[Segment] = []
-        self.trouble = ""
-        """Why the last segment could not be made, empty when there was no trouble."""
         self._segment: Segment | Closed = CLOSED
         self._lock = _claim(folder)
         try:
@@ -178,12 +177,9 @@ class SpoolWriter:
         """Commit one definition, already packed as msgpack."""
         return self.write(RecordKind.DEFINITION, DEFINITION_LENGTH.pack(len(packed)) + packed)
 
-    def close(self, reason: EndReason = EndReason.EXIT, note: int = 0) -> None:
-        """Write END, give up lock and mapping. Does nothing twice, in a child, or inside a write.
-
-        Args:
-            reason: one of `END_REASONS`.
-            note: number of a text definition, 0 for none.
+    def close(self, reason: EndReason = EndReason.EXIT) -> None:
+        """Write END with one of `END_REASONS`, give up lock and mapping. Does nothing twice, in a
+        child, or inside a write.
         """
         token, holder = (get_ident(),), self._holder
         try:
@@ -192,21 +188,21 @@ class SpoolWriter:
             if self._is_half_done:
                 self._repair()
             if isinstance(self._segment, Segment):
-                self._end_stream(reason, note)
+                self._end_stream(reason)
             del holder[0]
         finally:
             if 0 in holder and holder[0] is token:
                 self._is_half_done = True
                 del holder[0]
 
-    def _end_stream(self, reason: EndReason, note: int) -> None:
-        self._backlog.settle(self._put_reserved)
+    def _end_stream(self, reason: EndReason) -> None:
+        self._backlog.settle(self._put_where_room)
         self._count_records()
         committed = sum(self._records.values())
         code = END_REASONS.index(reason) if reason in END_REASONS else 0
-        self._put_reserved(
+        self._put_where_room(
             RecordKind.END,
-            END.pack(time.monotonic_ns(), committed, self._backlog.dropped, note, code),
+            END.pack(time.monotonic_ns(), committed, self._backlog.dropped, 0, code),
         )
         last, self._segment = self._segment, CLOSED
         if isinstance(last, Segment):
@@ -244,17 +240,14 @@ class SpoolWriter:
             return self._write_definition(payload)
         if not self.is_dropping and self._backlog.definitions:
             self._settle()
-        if not self.is_dropping and self._make_room(cells, kind):
-            put(self._segment, kind, payload)
+        if not self.is_dropping and self._put_where_room(kind, payload):
             return True
         self._start_dropping()
         self._backlog.count(len(payload))
         return False
 
     def _write_definition(self, payload: bytes) -> bool:
-        cells = max(1, -(-len(payload) // PAYLOAD_BYTES))
-        if not self._backlog.definitions and self._make_room(cells, RecordKind.DEFINITION):
-            put(self._segment, RecordKind.DEFINITION, payload)
+        if not self._backlog.definitions and self._put_where_room(RecordKind.DEFINITION, payload):
             return True
         if not self._backlog.keep(payload):
             del self._holder[0]
@@ -288,10 +281,11 @@ class SpoolWriter:
 
     def _settle(self) -> None:
         """Write what waits for room; go on dropping where that finds no room."""
-        if not self._backlog.settle(self._put_reserved):
+        if not self._backlog.settle(self._put_where_room):
             self._start_dropping()
 
-    def _put_reserved(self, kind: RecordKind, payload: bytes) -> bool:
+    def _put_where_room(self, kind: int, payload: bytes) -> bool:
+        """Write a record; False where there is no room."""
         cells = max(1, -(-len(payload) // PAYLOAD_BYTES))
         if not self._make_room(cells, kind):
             return False
@@ -300,7 +294,7 @@ class SpoolWriter:
 
     def _start_dropping(self) -> None:
         if not self.is_dropping:
-            self._backlog.begin(self._put_reserved)
+            self._backlog.begin(self._put_where_room)
         self.is_dropping = True
         segment = self._segment
         if isinstance(segment, Segment):
@@ -338,8 +332,7 @@ class SpoolWriter:
             return False
         try:
             new = Segment(self.folder, old.index + 1, self.segment_bytes)
-        except OSError as error:
-            self.trouble = f"{self.folder}: no new segment: {error.strerror}"
+        except OSError:
             return False
         self._count_records()
         rest = (old.end - old.at) // CELL_BYTES
@@ -360,11 +353,9 @@ class SpoolWriter:
         if self._retire is None:
             return
         for full in self._kept[:-1]:
-            try:
+            with contextlib.suppress(OSError):  # of a full disk: asked again with the next segment
                 if full.exists():
                     self._retire(full.path, full.index * self.segment_bytes)
-            except OSError as error:
-                self.trouble = f"{full.path}: cannot be moved away: {error.strerror}"
 
     def _count_records(self) -> None:
         segment = self._segment

@@ -31,14 +31,12 @@ _COALESCING = ("_start_coalescing", "_end_coalescing")
 
 
 class _Depth(threading.local):
-    """Inside how many of our functions this thread is: what a collective issues by itself is part
-    of it.
-    """
+    """How deep this thread is in our functions: what a collective issues is part of it."""
 
     inside = 0
 
 
-class CollectiveWatch:
+class CollectiveWatch(StandIns):
     """Tells of every collective between `put_on` and `take_off`; both may be called at any time.
 
     An empty list is made for each call: what `begins` or `waits` of `Collectives` leaves in it
@@ -46,14 +44,13 @@ class CollectiveWatch:
     """
 
     def __init__(self, guard: Guard, listener: Collectives) -> None:
+        super().__init__()
         self._begins = guard.hook(listener.begins)
         self._ends = guard.hook(listener.ends)
         self._fails = guard.hook(listener.fails)
         self._waits = guard.hook(listener.waits)
         self._derives = guard.hook(listener.derives)
         self._depth = _Depth()
-        self.is_on = False
-        self._stand_ins = StandIns()
 
     def put_on(self, *, only_groups: bool = False) -> None:
         """Replace everything that issues a collective or waits for one.
@@ -64,9 +61,8 @@ class CollectiveWatch:
         classes = collective_classes()
         if classes is None:
             return
-        self.is_on = True
         group, work, future = classes
-        put = self._stand_ins.put
+        put = self.put
         for name in (*METHODS, *_COALESCING):
             put(group, name, functools.partial(self._issuing, name, True))
         for name in _WAITS:
@@ -79,11 +75,6 @@ class CollectiveWatch:
             put(operator, "_op", functools.partial(self._issuing, name, False))
         for _, operator in functional_operators(_WAIT_TENSORS):
             put(operator, "_op", self._waiting)
-
-    def take_off(self) -> None:
-        """Put the originals back, but where somebody else has put theirs over ours since."""
-        self.is_on = False
-        self._stand_ins.take_off()
 
     # ------------------------------------------------------------------ in place of torch's
 

@@ -9,7 +9,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,10 +51,7 @@ class _PendingCollective:
     """A collective that was issued and has not ended."""
 
     sequence: int
-    step: tuple[Mode, int]
-    is_selected: bool
-    path: str
-    """Of the module that it belongs to."""
+    place: EventPlace
     is_object: bool
     outputs: tuple[torch.Tensor, ...]
     """Memory it writes, held until it has ended."""
@@ -65,14 +62,6 @@ class _PendingCollective:
     is_ended: bool = False
     is_overwritten: bool = False
     """Another call may have written the same elements meanwhile: nobody knows what this one did."""
-
-
-@dataclass(eq=False, slots=True)
-class _Work:
-    """What one work stands for: several calls where they were coalesced."""
-
-    work: weakref.ReferenceType[Any]
-    calls: list[_PendingCollective] = field(default_factory=list)
 
 
 class _Coalescing(threading.local):
@@ -126,8 +115,8 @@ class Collectives:
         self._numbers: dict[_Key, itertools.count[int]] = {}
         self._open: dict[int, _PendingCollective] = {}
         """By sequence."""
-        self._works: dict[int, _Work] = {}
-        """By the identity of the work."""
+        self._works: dict[int, tuple[weakref.ref[Any], list[_PendingCollective]]] = {}
+        """By the identity of a work: itself, and its calls: several where they were coalesced."""
         self._memory: dict[int | None, _PendingCollective] = {}
         """By the storage a functional collective writes."""
         self._coalescing = _Coalescing()
@@ -205,15 +194,15 @@ class Collectives:
             state.append([call for call in writers if call is not None])
             return
         known = self._works.get(id(work))
-        if known is not None and known.work() is work:
+        if known is not None and known[0]() is work:
             del self._works[id(work)]
-            state.append(known.calls)
+            state.append(known[1])
 
     def derives(self, work: Any, future: Any) -> None:
         """The program takes a work's future: waiting for that ends the same calls."""
         known = self._works.get(id(work))
-        if known is not None and known.work() is work:
-            self._follow(future, known.calls)
+        if known is not None and known[0]() is work:
+            self._follow(future, known[1])
 
     # ------------------------------------------------------------------ what is recorded
 
@@ -234,16 +223,8 @@ class Collectives:
         sequence = self._recorder.enter(
             *place[:6], Phase.COLLECTIVE, ordinal, 0, self._recorder.collective(collective), number
         )
-        step = place.mode, place.step
         call = _PendingCollective(
-            sequence,
-            step,
-            place.is_selected,
-            place.path,
-            collective.is_object,
-            issued.outputs,
-            issued.number,
-            is_functional,
+            sequence, place, collective.is_object, issued.outputs, issued.number, is_functional
         )
         self._open[sequence] = call
         if self._coalescing.calls is not None:
@@ -263,9 +244,9 @@ class Collectives:
     def _follow(self, work: Any, calls: list[_PendingCollective]) -> None:
         """Have calls end when the program waits for a work. It is not kept alive."""
         known = self._works.get(id(work))
-        if known is None or known.work() is not work:
-            known = self._works[id(work)] = _Work(weakref.ref(work))
-        known.calls.extend(calls)
+        if known is None or known[0]() is not work:
+            known = self._works[id(work)] = weakref.ref(work), []
+        known[1].extend(calls)
 
     def _follow_memory(self, call: _PendingCollective, result: Any) -> None:
         with invisible():
@@ -305,7 +286,7 @@ class Collectives:
         return outputs
 
     def _read(self, call: _PendingCollective, kind: str, tensors: tuple[torch.Tensor, ...]) -> None:
-        if not (call.is_selected and self._values.is_on):
+        if not (call.place.is_selected and self._values.is_on):
             return
         for number, tensor in enumerate(tensors):
             slot = f"{kind}.{number}"
@@ -313,11 +294,11 @@ class Collectives:
                 self._describe(tensor, call, slot)
             elif self._values.wants(slot):
                 self._values.read(
-                    tensor, call.sequence, call.path, slot, Phase.COLLECTIVE, samples=False
+                    tensor, call.sequence, call.place.path, slot, Phase.COLLECTIVE, samples=False
                 )
 
     def _leave_unread(self, call: _PendingCollective, outputs: tuple[torch.Tensor, ...]) -> None:
-        if call.is_selected and self._values.is_on:
+        if call.place.is_selected and self._values.is_on:
             for number, tensor in enumerate(outputs):
                 self._describe(tensor, call, f"output.{number}", _PENDING)
 
@@ -335,17 +316,17 @@ class Collectives:
             step: its number.
         """
         for call in list(self._open.values()):
-            if mode is None or call.step == (mode, step):
+            if mode is None or (call.place.mode, call.place.step) == (mode, step):
                 self._break_off(call, CallStatus.NOT_WAITED)
-        self._works = {k: w for k, w in self._works.items() if not all(map(_is_ended, w.calls))}
+        self._works = {
+            key: (work, calls)
+            for key, (work, calls) in self._works.items()
+            if not all(call.is_ended for call in calls)
+        }
         self._memory = {k: call for k, call in self._memory.items() if not call.is_ended}
         for counts in (self._ordinals, self._numbers):
             for key in [key for key in counts if mode is None or key[:2] == (mode, step)]:
                 del counts[key]
-
-
-def _is_ended(call: _PendingCollective) -> bool:
-    return call.is_ended
 
 
 def _channel(collective: Collective) -> _Key:

@@ -6,12 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from rankscope.agent.collectives.autogradnodes import NodeMap, NodeSpan
 from rankscope.agent.collectives.interception import MESSAGES, CollectiveWatch
 from rankscope.agent.collectives.recording import Collectives
 from rankscope.agent.guard import Guard
-from rankscope.agent.hooks.callstack import EventPlace
-from rankscope.agent.hooks.members import own_parameters
+from rankscope.agent.hooks.callstack import EventPlace, NodeMap, NodeSpan
 from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable
 from rankscope.agent.hooks.tracer import Tracer
 from rankscope.agent.recorder import Recorder
@@ -169,10 +167,7 @@ class CollectiveTracing:
         """Return the latest call of the module that owns a parameter."""
         if not self._owners:
             for root in self._table.roots:
-                for info in self._table.of_root(root):
-                    module = info.module()
-                    if module is not None:
-                        owned = own_parameters(module)
-                        self._owners.update((id(owned[n]), info) for n in info.own_parameters)
+                for info, module in self._table.of_root(root):
+                    self._owners.update((id(p), info) for _, p in info.parameters_in(module))
         owner = self._owners.get(id(parameter))
         return None if owner is None else self._nodes.latest(owner)

@@ -1,8 +1,12 @@
-"""Module calls as they nest: scopes, frames, and the stack of each thread."""
+"""Module calls as they nest: scopes, frames, the stack of each thread, and which call made which
+nodes of the autograd graph: what backward issues at a node belongs to the call that made it.
+"""
 
 from __future__ import annotations
 
+import bisect
 import threading
+from _thread import get_ident
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,10 +14,11 @@ import torch
 from torch import nn
 
 from rankscope.agent.hooks.modules import ModuleInfo, Root
+from rankscope.capture.torch_internals.autograd import next_node
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 
-__all__ = ["CallStacks", "EventPlace", "OpenCall", "Scope"]
+__all__ = ["CallStacks", "EventPlace", "NodeMap", "NodeSpan", "OpenCall", "Scope"]
 
 
 @dataclass(eq=False, slots=True)
@@ -47,17 +52,13 @@ class OpenCall:
     scope: Scope
     phase: Phase
     sequence: int | None
-    """Number of this call's record; of the enclosing call's where this one leaves none; None for
-    none.
-    """
+    """Number of this call's record, or of the enclosing call's where this one leaves none."""
     is_recorded: bool
     ordinal: int = 0
     first_node: int = 0
     """Number that the first node of its autograd graph has, if it has any."""
     seen_inputs: dict[str, int] | None = None
-    """Slot -> id of the tensor read before forward, kept where a module's own hooks may
-    replace it.
-    """
+    """Slot -> id of the tensor read before forward, where a module's own hooks may replace it."""
     skips_output: bool = False
     """Nobody asks what `forward` hands out."""
     outputs: tuple[torch.Tensor, ...] = ()
@@ -102,3 +103,66 @@ class CallStacks(threading.local):
                 del self.frames[index:]
                 return taken
         return []
+
+
+class NodeSpan(NamedTuple):
+    """The nodes that one call made: `first` to `last`, excluded."""
+
+    first: int
+    last: int
+    info: ModuleInfo
+    scope: Scope
+    sequence: int | None
+    """Of the call, or of the one around it where it left no record."""
+
+
+class NodeMap:
+    """The spans of one step's calls.
+
+    torch numbers the nodes of a graph in the order in which a thread makes them. So the nodes that
+    one module call made are a span of numbers, and calls nest as spans do.
+    """
+
+    def __init__(self) -> None:
+        self._spans: dict[int, list[NodeSpan]] = {}
+        """By thread, in the order in which calls ended: children before their parent."""
+        self._latest: dict[ModuleInfo, NodeSpan] = {}
+
+    def begin(self, frame: OpenCall) -> None:
+        """Note where a call begins."""
+        frame.first_node = next_node()
+
+    def end(self, frame: OpenCall) -> None:
+        """Note where it ends; called again, where what follows it (its own hooks) ends."""
+        last = next_node()
+        span = NodeSpan(frame.first_node, last, frame.info, frame.scope, frame.sequence)
+        frame.first_node = last
+        if span.last > span.first:
+            self._spans.setdefault(get_ident(), []).append(span)
+        self._latest[frame.info] = span
+
+    def find(self, number: int) -> NodeSpan | None:
+        """Return the innermost call that made a node; calls of this thread are asked first."""
+        own = self._spans.get(get_ident())
+        found = _innermost(own, number) if own else None
+        if found is not None:
+            return found
+        for spans in list(self._spans.values()):
+            found = _innermost(spans, number)
+            if found is not None:
+                return found
+        return None
+
+    def latest(self, info: ModuleInfo) -> NodeSpan | None:
+        """Return the call of a module that ended last."""
+        return self._latest.get(info)
+
+    def clear(self) -> None:
+        """Forget the step."""
+        self._spans.clear()
+        self._latest.clear()
+
+
+def _innermost(spans: list[NodeSpan], number: int) -> NodeSpan | None:
+    start = bisect.bisect_right(spans, number, key=lambda span: span.last)
+    return next((span for span in spans[start:] if span.first <= number), None)

@@ -12,11 +12,10 @@ from rankscope.agent.guard import Guard
 from rankscope.agent.hooks.callstack import OpenCall
 from rankscope.agent.hooks.pythonstack import keyword_arguments
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.values.gradients import MOST_FIRINGS, GradientHooks, GradientTarget
+from rankscope.agent.values.gradients import GradientHooks, GradientTarget
 from rankscope.agent.values.valuereader import ValueReader
-from rankscope.capture.forms import plain_text_of
+from rankscope.capture.forms import call_form, plain_text_of, result_form
 from rankscope.capture.invisible import invisible
-from rankscope.capture.pytree import is_tensor, walk
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 from rankscope.settings import Settings
@@ -52,12 +51,11 @@ class CallValues:
         settings: Settings,
         options: CallOptions,
     ) -> None:
-        values.say = options.say_leaf
+        self._say_leaf = options.say_leaf
         self._is_output_wanted = options.is_output_wanted
-        self._recorder = recorder
         self._values = values
         self._wants_backward = Phase.BACKWARD.word in settings.phases
-        self.gradients = GradientHooks(guard, self._gradient, self._say_later_ones_lack)
+        self.gradients = GradientHooks(guard, recorder, values)
 
     @property
     def is_on(self) -> bool:
@@ -82,12 +80,14 @@ class CallValues:
     ) -> list[tuple[str, torch.Tensor]]:
         """Read the inputs of a call, and return the tensors among them by slot."""
         assert frame.sequence is not None  # recorded frames have one
-        if self._values.keeps:
-            self._values.note_inputs(
-                frame.module, args, kwargs, frame.sequence, frame.info.path, frame.phase
-            )
-            frame.skips_output = not self._is_output_wanted(frame.module, not frame.info.path)
         sequence, path, phase = frame.sequence, frame.info.path, frame.phase
+        if self._values.keeps:
+            held = sum(child is not None for child in frame.module._modules.values())
+            self._values.note_form(
+                lambda: call_form(args, kwargs, held, self._say_leaf),
+                sequence, path, "form:input", phase,
+            )  # fmt: skip
+            frame.skips_output = not self._is_output_wanted(frame.module, not path)
         seen = self._values.read_all("input", args, sequence, path, phase) if args else []
         if kwargs:
             seen += self._values.read_all("input", kwargs, sequence, path, phase)
@@ -105,7 +105,9 @@ class CallValues:
         sequence, path, phase = frame.sequence, frame.info.path, frame.phase
         tensors = self._values.read_all("output", output, sequence, path, phase)
         if self._values.keeps:
-            self._values.note_result(output, sequence, path, phase)
+            self._values.note_form(
+                lambda: result_form(output, self._say_leaf), sequence, path, "form:output", phase
+            )
         self._watch(frame, tensors, "output", "grad_output")
         if frame.module._forward_hooks:  # kept: what they return is told apart by identity
             frame.outputs = tuple(tensor for _, tensor in tensors)
@@ -116,23 +118,12 @@ class CallValues:
         """Read the inputs the module's own pre-hooks put in place of those we saw; forward has run
         by now.
         """
-        assert frame.sequence is not None and frame.seen_inputs is not None
-        with invisible():
-            for value in (args, kwargs):
-                for slot, leaf in walk("input", value):
-                    if (
-                        is_tensor(leaf)
-                        and frame.seen_inputs.get(slot) != id(leaf)
-                        and self._values.wants(slot)
-                    ):
-                        self._values.read(
-                            leaf,
-                            frame.sequence,
-                            frame.info.path,
-                            slot,
-                            frame.phase,
-                            flags=int(ValueFlag.AFTER_CALL | ValueFlag.SUPERSEDES),
-                        )
+        assert frame.sequence is not None  # recorded frames have one
+        for value in (args, kwargs):
+            self._values.read_all(
+                "input", value, frame.sequence, frame.info.path, frame.phase,
+                seen=frame.seen_inputs,
+            )  # fmt: skip
 
     def returned(self, frame: OpenCall, output: object) -> None:
         """Read what the module's own hooks put in place of what `forward` returned."""
@@ -193,21 +184,3 @@ class CallValues:
                     )
                 if watched is not None:
                     watched.add(gradient_slot)
-
-    def _gradient(
-        self, targets: list[GradientTarget], gradient: torch.Tensor, ordinal: int
-    ) -> None:
-        with invisible():
-            for target in targets:
-                self._values.read(
-                    gradient,
-                    target.sequence,
-                    target.path,
-                    target.slot,
-                    Phase.BACKWARD,
-                    ordinal=ordinal,
-                )
-
-    def _say_later_ones_lack(self, target: GradientTarget) -> None:
-        text = f"{target.slot}: backward ran {MOST_FIRINGS} times; later gradients are not recorded"
-        self._recorder.error(target.sequence, text)

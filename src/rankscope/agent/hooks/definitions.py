@@ -52,7 +52,7 @@ class DefinitionWriter:
 
     def write_root(self, root: Root) -> None:
         """Define every module of a root, and which roots were found inside others."""
-        for each in self.table.of_root(root):
+        for each, _ in self.table.of_root(root):
             self.of(each)
         self.write_contained()
 

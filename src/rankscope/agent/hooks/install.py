@@ -161,9 +161,7 @@ class HookSet:
     # ------------------------------------------------------------------ hooks on modules
 
     def trace_own_hooks_of(self, modules: Iterable[nn.Module]) -> None:
-        """Stand behind the hooks that modules already have: what they replace is what we
-        must see.
-        """
+        """Stand behind the hooks that modules already have: we must see what they replace."""
         for module in modules:
             tables = own_hook_tables(module)
             if tables is None:

@@ -109,6 +109,11 @@ class ModuleInfo:
     own_parameters: list[str] = field(default_factory=list)
     """Names in the module's own `_parameters`, tied ones under their first name only."""
 
+    def parameters_in(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+        """Return those of its own parameters that the module still has, by name."""
+        now = own_parameters(module)
+        return [(n, p) for n in self.own_parameters if (p := now.get(n)) is not None]
+
 
 class ModuleTable:
     """Every module seen so far, by identity; never keeps one alive."""
@@ -145,9 +150,7 @@ class ModuleTable:
         """
 
     def get(self, module: nn.Module) -> ModuleInfo | None:
-        """Return what is known of a module, None for one never seen (or another now at its
-        address).
-        """
+        """Return what is known of a module, None for one never seen or one gone."""
         known = self._infos.get(id(module))
         return known[1] if known is not None and known[0]() is module else None
 
@@ -220,11 +223,11 @@ class ModuleTable:
             self._walk(info.root)  # again: roots that were named before are inside it only now
         return info
 
-    def of_root(self, root: Root) -> Iterator[ModuleInfo]:
-        """Yield the known modules of a root that still exist, in the model's own order."""
-        for info in self._walk(root):
+    def of_root(self, root: Root) -> Iterator[tuple[ModuleInfo, nn.Module]]:
+        """Yield the modules of a root, in the model's own order."""
+        for info, module in self._walk(root):
             if not info.is_wrapper and info.root is root:
-                yield info
+                yield info, module
 
     def compiled_in_place(self, root: Root) -> tuple[ModuleInfo, ...]:
         """Return the outermost modules below a root that `module.compile()` hides from hooks."""
@@ -232,9 +235,8 @@ class ModuleTable:
             return ()
         found: list[ModuleInfo] = []
         hidden: tuple[str, ...] = ()
-        for info in self.of_root(root):
-            module = info.module()
-            if module is None or not info.path or f"{info.path}.".startswith(hidden):
+        for info, module in self.of_root(root):
+            if not info.path or f"{info.path}.".startswith(hidden):
                 continue
             if is_compiled_in_place(module):
                 if not info.is_opaque:
@@ -335,14 +337,14 @@ class ModuleTable:
     def _is_selected(self, path: str) -> bool:
         return "*" in self._selected or any(glob_matches(glob, path) for glob in self._selected)
 
-    def _walk(self, root: Root) -> list[ModuleInfo]:
+    def _walk(self, root: Root) -> list[tuple[ModuleInfo, nn.Module]]:
         """Add every module below a root that is not known yet; return all, the root's own first."""
         top = root.module()
         return self._add_below(root, top, "", {}) if top is not None else []
 
     def _add_below(
         self, root: Root, start: nn.Module, start_raw: str, names: dict[str, _Named]
-    ) -> list[ModuleInfo]:
+    ) -> list[tuple[ModuleInfo, nn.Module]]:
         """Add a module of a root and every one below it that is not known yet; return all.
 
         Args:
@@ -352,7 +354,7 @@ class ModuleTable:
             names: of the module that holds it, by raw path; nothing for the root's own.
         """
         tied: set[int] = set()
-        found: list[ModuleInfo] = []
+        found: list[tuple[ModuleInfo, nn.Module]] = []
         for below, module in modules_of(start):
             raw = f"{start_raw}.{below}" if start_raw and below else start_raw or below
             root.depth = max(root.depth, raw.count(".") + 1)
@@ -380,7 +382,7 @@ class ModuleTable:
                     tied.add(id(parameter))
                     own.append(name)
             info.own_parameters = own
-            found.append(info)
+            found.append((info, module))
         return found
 
     def _add(

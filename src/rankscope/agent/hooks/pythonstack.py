@@ -11,6 +11,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from itertools import islice
+from traceback import walk_tb
 from types import FrameType, TracebackType
 
 import torch
@@ -75,16 +76,12 @@ def _is_inside(name: str) -> bool:
 
 def has_left(error: BaseException, module: torch.nn.Module) -> bool:
     """True where an exception came out of a call of this module, hooks and all."""
-    trace = error.__traceback__
-    while trace is not None:
-        frame = trace.tb_frame
-        is_call = frame.f_code.co_filename.endswith("module.py") and (
-            frame.f_code.co_name == "_call_impl"
-        )
-        if is_call and frame.f_locals.get("self") is module:
-            return True
-        trace = trace.tb_next
-    return False
+    return any(
+        frame.f_code.co_name == "_call_impl"
+        and frame.f_code.co_filename.endswith("module.py")
+        and frame.f_locals.get("self") is module
+        for frame, _ in walk_tb(error.__traceback__)
+    )
 
 
 def raise_site(trace: TracebackType | None) -> str:
@@ -93,16 +90,15 @@ def raise_site(trace: TracebackType | None) -> str:
     Lines of installed packages and of the standard library count where there are no others.
     """
     own = installed = ""
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        name = code.co_filename
-        if not name.startswith((*_INSIDE, "<")):
-            line = f"{os.path.basename(name)}:{trace.tb_lineno} {code.co_name}"
-            if name.startswith(_INSTALLED):
-                installed = line
-            else:
-                own = line
-        trace = trace.tb_next
+    for frame, number in walk_tb(trace):
+        name = frame.f_code.co_filename
+        if _is_inside(name):
+            continue
+        line = f"{os.path.basename(name)}:{number} {frame.f_code.co_name}"
+        if name.startswith(_INSTALLED):
+            installed = line
+        else:
+            own = line
     return own or installed
 
 
@@ -114,8 +110,7 @@ _INSTALLED = tuple(
 
 
 _PER_CALL = 5
-"""Levels that one nested call with hooks takes: `__call__` from C, three frames of torch's and
-`forward`."""
+"""Levels of one nested call with hooks: `__call__` from C, three of torch's and `forward`."""
 _FOR_HOOKS = 60
 """Levels for our own work below the innermost call, with some to spare for the user's."""
 
@@ -162,7 +157,4 @@ def module_calls_running() -> int:
 def is_inferring_shapes() -> bool:
     """True where a pipeline stage runs its module on empty memory, only to learn shapes."""
     inferring = shape_inference()
-    frame: FrameType | None = sys._getframe(1) if inferring else None
-    while frame is not None and frame.f_code not in inferring:
-        frame = frame.f_back
-    return frame is not None
+    return bool(inferring) and any(frame.f_code in inferring for frame in frames_here())

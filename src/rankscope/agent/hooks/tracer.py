@@ -1,6 +1,4 @@
-"""The hooks themselves: what happens when a module's forward begins and ends in a traced
-process.
-"""
+"""The hooks themselves: what happens when a module's forward begins and ends in a traced step."""
 
 from __future__ import annotations
 
@@ -10,9 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from rankscope.agent.collectives.autogradnodes import NodeMap
 from rankscope.agent.guard import describe_error
-from rankscope.agent.hooks.callstack import CallStacks, EventPlace, OpenCall, Scope
+from rankscope.agent.hooks.callstack import CallStacks, EventPlace, NodeMap, OpenCall, Scope
 from rankscope.agent.hooks.callvalues import CallValues
 from rankscope.agent.hooks.definitions import DefinitionWriter
 from rankscope.agent.hooks.install import HookSet
@@ -30,9 +27,7 @@ __all__ = ["Tracer"]
 
 
 class Tracer:
-    """Follows module calls while hooks are on; `open_scope` decides what an outermost call
-    means.
-    """
+    """Follows module calls while hooks are on; `open_scope` says what an outermost one means."""
 
     def __init__(
         self,
@@ -167,9 +162,7 @@ class Tracer:
             self._call_values.read_inputs(frames[-1], args, kwargs)
 
     def after_forward(self, module: nn.Module, args: tuple[object, ...], *rest: object) -> None:
-        """Global forward hook: a call ended. `rest` is (kwargs, output), or one item where forward
-        raised.
-        """
+        """Global forward hook. `rest` is (kwargs, output), or one item where forward raised."""
         stacks = self._stacks
         frames = stacks.frames
         if frames and frames[-1].module is module:

@@ -25,9 +25,7 @@ _WRAPPED_ATTRIBUTE = {
 }
 """Wrapper class -> (attribute holding the wrapped module, the word the trace uses)."""
 _FSDP2 = "torch.distributed.fsdp.FSDPModule"
-"""fully_shard() gives a module a new class with this base; it is no wrapper, but it renames the
-class.
-"""
+"""Base of the class that fully_shard() gives a module: no wrapper, but it has another name."""
 
 _wrappers: dict[type, tuple[str, str] | None] = {}
 """What `wrapper_of` found, by class: it is asked for every module of a model."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rankscope.agent.guard import say
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.steps.touchedfile import ALONE, OrderWays, TouchedFile
+from rankscope.agent.steps.touchedfile import TouchedFile
 from rankscope.record.call import Mode
 from rankscope.record.notes import Note, NoteKind
 from rankscope.record.stepselection import StepSelection
@@ -23,13 +23,16 @@ __all__ = ["Agreement", "ChosenSteps"]
 class Agreement:
     """Where ranks agree on steps that are asked for while the job runs."""
 
+    is_alone: bool = True
+    """No other rank is traced."""
+    is_distant: bool = False
+    """Ranks of other hosts see an order at other times."""
     for_touches: Path | None = None
     """Folder, None for a rank that is alone."""
     for_orders: Path | None = None
     """Folder, None where nobody would hand this rank an order."""
     order_file: Path = Path()
     """Where orders are looked for."""
-    order_ways: OrderWays = ALONE
 
 
 class ChosenSteps:
@@ -64,13 +67,13 @@ class ChosenSteps:
             say(f"rank {rank}: {why}")
 
         if self._selection.file is not None:
-            folder = agreement.for_touches
-            trigger = TouchedFile(self._selection.file, folder, missed=missed, failed=failed)
-            self._files.append(trigger)
+            file, folder = self._selection.file, agreement.for_touches
+            self._files.append(TouchedFile(file, folder, missed=missed, failed=failed))
         if agreement.for_orders is not None:
-            file, ways = agreement.order_file, agreement.order_ways
-            folder = agreement.for_orders
-            orders = TouchedFile(file, folder, missed=missed, failed=failed, orders=ways)
+            orders = TouchedFile(
+                agreement.order_file, agreement.for_orders, missed=missed, failed=failed,
+                is_alone=agreement.is_alone, is_distant=agreement.is_distant, holds_orders=True,
+            )  # fmt: skip
             self._files.append(orders)
 
     def begins(self, mode: Mode, step: int) -> bool:

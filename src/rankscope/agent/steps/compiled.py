@@ -55,9 +55,7 @@ class HiddenSteps:
         self._asked_first = OptimizersById()
         """Optimizers that stepped before any train step, each looked at once."""
         self._gradients: dict[int, tuple[weakref.ref[object], int]] = {}
-        """Identity of a parameter -> what stood for its gradient, and the version, when it was
-        last moved.
-        """
+        """Identity of a parameter -> proxy and version of its gradient when it was last moved."""
 
     def root_was_seen(self) -> None:
         """Note that a root forward has announced its step as usual."""

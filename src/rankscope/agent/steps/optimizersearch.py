@@ -45,7 +45,7 @@ OptimizersById = weakref.WeakValueDictionary[int, torch.optim.Optimizer]
 """Living optimizers by identity: a class of somebody's own may compare and not hash."""
 
 
-class OptimizerSearch:
+class OptimizerSearch(StandIns):
     """Knows the optimizers that are alive in this process, made before or after attaching.
 
     Those made after `put_on` are seen as they are made: a function of ours stands around
@@ -55,28 +55,24 @@ class OptimizerSearch:
     """
 
     def __init__(self, guard: Guard) -> None:
+        super().__init__()
         self._found = OptimizersById()
         self._made = guard.hook(self.saw)
-        self._stand_ins = StandIns()
         self._may_have_missed = False
         """One may be alive that was made before `put_on`."""
 
     def put_on(self) -> None:
         """See every optimizer that is made from now on."""
-        if self._stand_ins:
+        if self.is_on:
             return
         self._may_have_missed = any(_has_been_made(cls) for cls in _optimizer_classes())
         for name in _MAKING:
-            self._stand_ins.put(torch.optim.Optimizer, name, self._around)
-
-    def take_off(self) -> None:
-        """Put the originals back."""
-        self._stand_ins.take_off()
+            self.put(torch.optim.Optimizer, name, self._around)
 
     def _around(self, original: Callable[..., None]) -> Callable[..., None]:
         def making(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
-            if self._stand_ins:
+            if self.is_on:
                 self._made(optimizer)
 
         return making

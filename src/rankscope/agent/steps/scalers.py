@@ -20,15 +20,15 @@ from rankscope.capture.invisible import invisible
 __all__ = ["ScalerWatch", "is_skipped_inside", "scaling_of"]
 
 
-class ScalerWatch:
+class ScalerWatch(StandIns):
     """Tells of skipped steps between `put_on` and `take_off`; both may be called at any time."""
 
     def __init__(self, skipped: Callable[[torch.optim.Optimizer], None]) -> None:
         """Watch nothing yet; `skipped` is told of the optimizer after `GradScaler.step` returned
         without stepping it, and must not raise.
         """
+        super().__init__()
         self._skipped = skipped
-        self._stand_ins = StandIns()
         self._stepped = 0
 
     def stepped(self) -> None:
@@ -37,11 +37,7 @@ class ScalerWatch:
 
     def put_on(self) -> None:
         """Stand in `GradScaler.step`."""
-        self._stand_ins.put(GradScaler, "step", self._around)
-
-    def take_off(self) -> None:
-        """Put the original back."""
-        self._stand_ins.take_off()
+        self.put(GradScaler, "step", self._around)
 
     def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(
@@ -49,7 +45,7 @@ class ScalerWatch:
         ) -> Any:
             before = self._stepped
             result = original(scaler, optimizer, *args, **kwargs)
-            if self._stand_ins and self._stepped == before:
+            if self.is_on and self._stepped == before:
                 self._stepped += 1  # another of ours may stand around theirs, around this one
                 self._skipped(optimizer)
             return result

@@ -19,33 +19,33 @@ from rankscope.capture.torch_internals.parallel import pipeline_schedules
 __all__ = ["ScheduleWatch"]
 
 
-class ScheduleWatch:
+class ScheduleWatch(StandIns):
     """Says in which run of a schedule this process is, from the first question until `take_off`."""
 
     def __init__(self, begins: Callable[[object], None]) -> None:
         """Watch nothing yet: a program may import pipelines later, or never. `begins` is told of
         the schedule when a run begins, and must not raise.
         """
+        super().__init__()
         self._begins = begins
         self._numbers = itertools.count()
         self._run: int | None = None
-        self._stand_ins = StandIns()
         self._codes: frozenset[CodeType] = frozenset()
         """Code of torch's own `step`, while a run goes on that began before ours stood there."""
         self._is_over = False
 
     def current(self) -> int | None:
         """Return the number of the run that goes on, counted from 0; None outside every run."""
-        if not self._stand_ins and not self._is_over:
+        if not (self.is_on or self._is_over):
             self._put_on()
         if self._codes and not any(frame.f_code in self._codes for frame in frames_here()):
             self._run, self._codes = None, frozenset()
         return self._run
 
     def take_off(self) -> None:
-        """Put the originals back."""
+        """Put the originals back, for good."""
         self._is_over = True
-        self._stand_ins.take_off()
+        super().take_off()
 
     def _put_on(self) -> None:
         classes = pipeline_schedules()
@@ -54,7 +54,7 @@ class ScheduleWatch:
         codes = (getattr(vars(cls)["step"], "__code__", None) for cls in classes)
         known = frozenset(code for code in codes if code is not None)
         for cls in classes:
-            self._stand_ins.put(cls, "step", self._around)
+            self.put(cls, "step", self._around)
         frame = next((frame for frame in frames_here() if frame.f_code in known), None)
         if frame is not None:  # the first run of all: it has brought us here
             self._run, self._codes = next(self._numbers), known

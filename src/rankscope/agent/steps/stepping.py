@@ -27,7 +27,6 @@ from rankscope.agent.hooks.pythonstack import (
     module_calls_running,
 )
 from rankscope.agent.hooks.tracer import Tracer
-from rankscope.agent.recorder import Recorder
 from rankscope.agent.steps.chosen import Agreement, ChosenSteps
 from rankscope.agent.steps.compiled import HIDDEN, EagerStance, HiddenSteps, outermost_modules_of
 from rankscope.agent.steps.optimizersearch import OptimizerSearch, runs_closure, steps_running
@@ -36,8 +35,7 @@ from rankscope.agent.steps.schedules import ScheduleWatch
 from rankscope.agent.steps.sidenetworks import SideNetworks
 from rankscope.agent.steps.stepmachine import RunningStep, StepMachine, Tick
 from rankscope.agent.steps.updates import Updates
-from rankscope.agent.values.parameters import ParameterEvents
-from rankscope.agent.values.valuereader import ValueReader
+from rankscope.agent.values.rootevents import RootEvents
 from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.autograd import current_graph_task
 from rankscope.capture.torch_internals.distributed import process_groups
@@ -108,19 +106,17 @@ class Stepping:
     def open(
         self,
         rank: int,
-        recorder: Recorder,
-        values: ValueReader,
         tracer: Tracer,
-        parameters: ParameterEvents,
+        events: RootEvents,
         updates: Updates,
         agreement: Agreement,
     ) -> None:
         """Take what an open spool gives: no step begins before."""
-        self._rank, self._recorder, self._values, self._tracer = rank, recorder, values, tracer
-        self._parameters, self._updates = parameters, updates
+        self._rank, self._recorder, self._values = rank, events.recorder, events.values
+        self._tracer, self._events, self._updates = tracer, events, updates
         updates.accumulated.running_step = self._accumulating_step
-        self.collectives.open(recorder, values, tracer, self.table)
-        self.chosen.watch_files(recorder, rank, agreement)
+        self.collectives.open(events.recorder, events.values, tracer, self.table)
+        self.chosen.watch_files(events.recorder, rank, agreement)
 
     # ------------------------------------------------------------------ a module is called
 
@@ -160,9 +156,7 @@ class Stepping:
             self._expected = info.root
 
     def open_scope(self, info: ModuleInfo, module: nn.Module) -> Scope | None:
-        """Say which step an outermost call belongs to; turn tracing on or off where a step
-        begins.
-        """
+        """Say to which step an outermost call belongs; turn tracing on or off where one begins."""
         machine, root = self.machine, info.root
         if is_inferring_shapes():  # no part of any step: what it computes is garbage
             step = max(machine.train, 0)
@@ -424,7 +418,7 @@ class Stepping:
         if not root.is_setup_recorded:
             root.is_setup_recorded = True
             with self._recorder.never_let_go():
-                self._parameters.setup(root)
+                self._events.setup(root)
 
     def _turn_on(self, mode: Mode, step: int) -> None:
         self._values.collect()  # of the step before: what accelerators have finished by now

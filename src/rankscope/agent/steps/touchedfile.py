@@ -31,7 +31,7 @@ from rankscope.record.call import Mode
 from rankscope.run.eventboard import ABSENT, agree, agreed, file_time
 from rankscope.run.orders import OVER, STANDS, Order, is_taken_before, order_in
 
-__all__ = ["ALONE", "LEAD", "OrderWays", "TouchedFile"]
+__all__ = ["LEAD", "TouchedFile"]
 
 LEAD = 2
 """Steps between the first rank that sees a touch and the step that all of them trace: ranks that
@@ -58,18 +58,6 @@ class _Run(NamedTuple):
     order: Order | None
 
 
-class OrderWays(NamedTuple):
-    """How orders reach a rank."""
-
-    is_alone: bool
-    """No other rank is traced."""
-    is_distant: bool
-    """Ranks of other hosts see an order at other times."""
-
-
-ALONE = OrderWays(is_alone=True, is_distant=False)
-
-
 class TouchedFile:
     """One rank's eye on the file. Nothing here raises: a rank that cannot agree says so, once."""
 
@@ -80,27 +68,30 @@ class TouchedFile:
         *,
         missed: Callable[[Mode, int, str], None],
         failed: Callable[[str], None],
-        orders: OrderWays | None = None,
+        is_alone: bool = False,
+        is_distant: bool = False,
+        holds_orders: bool = False,
     ) -> None:
         """Begin to look; touches before the first rank did so do not count.
 
         Args:
             file: the file whose touches count.
-            folder: where the ranks agree, made where it is missing; None for a rank that is alone.
+            folder: where the ranks agree, made where it is missing; None for touches of a rank that
+                is alone.
             missed: told of a step that other ranks traced and this one could not: mode, step, why.
             failed: told why touches are no longer answered here.
-            orders: set where the file holds orders; then `folder` is given, in one that is there
-                once an order was made.
+            is_alone: no other rank is traced.
+            is_distant: ranks of other hosts see an order at other times.
+            holds_orders: the file does; `folder` lies in one that is there once an order was made.
         """
         self._path = str(file)
-        self._orders = orders
+        self._holds_orders, self._is_distant = holds_orders, is_distant
         self._look = file_time(file)
         self._folder = folder
         self._missed = missed
         self._failed = failed
         self._is_off = False
-        is_alone = folder is None or (orders is not None and orders.is_alone)
-        self._lead = 0 if is_alone else LEAD
+        self._lead = 0 if is_alone or folder is None else LEAD
         self._begun = dict.fromkeys(Mode, -1)
         """Last step that began here."""
         self._last_planned = dict.fromkeys(Mode, -1)
@@ -115,7 +106,7 @@ class TouchedFile:
         self._touches = 1
         """Number of the next touch."""
         self._seen = ABSENT
-        if orders is None:
+        if not holds_orders:
             self._seen = self._look()
             try:
                 if folder is not None:
@@ -131,7 +122,7 @@ class TouchedFile:
         is_asked = False
         if not self._is_off:
             try:
-                if self._orders is not None and self._orders.is_distant:
+                if self._is_distant:
                     self._keep_pace(mode, step)
                 seen = self._look()
                 if seen != self._seen and seen != ABSENT and self._counts(mode):
@@ -172,7 +163,7 @@ class TouchedFile:
 
     @property
     def _what(self) -> str:
-        return f"the touch of {self._path}" if self._orders is None else "the order"
+        return "the order" if self._holds_orders else f"the touch of {self._path}"
 
     def _miss(self, mode: Mode, first: int, order: Order | None, why: str) -> None:
         """Say of the steps that are asked for and have begun that they were not traced here."""
@@ -186,7 +177,7 @@ class TouchedFile:
 
     def _give_up(self, error: OSError) -> None:
         self._is_off = True
-        what = f"touches of {self._path}" if self._orders is None else "orders"
+        what = "orders" if self._holds_orders else f"touches of {self._path}"
         self._failed(f"{what} are not answered on this rank: {error}")
 
     def _keep_pace(self, mode: Mode, step: int) -> None:
@@ -207,7 +198,7 @@ class TouchedFile:
 
     def _see(self, seen: int, mode: Mode, step: int) -> None:
         """Take a touch, or an order that ended with no earlier life of the job."""
-        if self._orders is None or self._folder is None:
+        if not self._holds_orders or self._folder is None:
             self._learn(seen, "", mode, step)
             return
         order = order_in(Path(self._path).parent)

@@ -13,18 +13,15 @@ from dataclasses import replace
 
 import torch
 
-from rankscope.agent.hooks.modules import ModuleTable
-from rankscope.agent.recorder import Recorder
 from rankscope.agent.steps.optimizersearch import Holdings, OptimizerSearch
 from rankscope.agent.steps.scalers import is_skipped_inside, scaling_of
 from rankscope.agent.values.accumulated import AccumulatedGradients
 from rankscope.agent.values.gradients import GradientHooks
-from rankscope.agent.values.parameters import ParameterEvents, has_gradient
+from rankscope.agent.values.rootevents import RootEvents, has_gradient
 from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.autograd import current_graph_task
 from rankscope.record.call import Mode
-from rankscope.record.notes import Note, NoteKind
-from rankscope.record.optimizeroptions import options_text
+from rankscope.record.notes import Note, NoteKind, options_text
 from rankscope.record.value import ValueFlag
 from rankscope.spool.recordformat import StepEvent
 
@@ -44,23 +41,15 @@ class Updates:
     """Records the optimizer steps of traced train steps."""
 
     def __init__(
-        self,
-        table: ModuleTable,
-        recorder: Recorder,
-        events: ParameterEvents,
-        optimizers: OptimizerSearch,
-        gradients: GradientHooks,
-        accumulated: AccumulatedGradients,
+        self, events: RootEvents, optimizers: OptimizerSearch, gradients: GradientHooks
     ) -> None:
-        self._table = table
-        self._recorder = recorder
         self._events = events
         self._optimizers = optimizers
         self._activation_gradients = gradients
+        self.accumulated = AccumulatedGradients(events)
         gradients.begins = self._backward_begins
-        gradients.passes.begins = accumulated.pass_begins
-        gradients.passes.ends = accumulated.pass_ends
-        self.accumulated = accumulated
+        gradients.pass_begins = self.accumulated.pass_begins
+        gradients.pass_ends = self.accumulated.pass_ends
         self._threads: set[int] = set()
         self._count = 0
         """Optimizer steps of this step so far, those included that were skipped or raised."""
@@ -178,7 +167,7 @@ class Updates:
 
     def _holdings(self, optimizer: torch.optim.Optimizer) -> Holdings:
         """Return whose the parameters are that concern an optimizer's step."""
-        known = frozenset(map(id, self._table.parameters()))
+        known = frozenset(map(id, self._events.table.parameters()))
         holdings = self._optimizers.holdings(optimizer, known)
         if current_graph_task() != -1:  # inside backward: gradients of others are not final
             return replace(holdings, unheld=frozenset())
@@ -198,7 +187,7 @@ class Updates:
     def _note(self, step: int, note: Note | None) -> None:
         if note is not None and note not in self._noted:
             self._noted.add(note)
-            self._recorder.step(StepEvent.NOTE, Mode.TRAIN, step, note)
+            self._events.recorder.step(StepEvent.NOTE, Mode.TRAIN, step, note)
 
 
 # ---- what is noted of an optimizer when it steps -------------------------------------------------
@@ -262,8 +251,7 @@ def _describe_options(optimizer: torch.optim.Optimizer) -> Note | None:
 
 
 def _option(value: object) -> str:
-    """Return a plain value as text, "" for others. A tensor is not read: it may lie on an
-    accelerator."""
+    """Return a plain value as text, "" for others. A tensor may lie on an accelerator: not read."""
     if isinstance(value, torch.Tensor):
         return "(a tensor)"
     if isinstance(value, (tuple, list)):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rankscope.agent.hooks.members import gradient_of, own_parameters
+from rankscope.agent.hooks.members import gradient_of
 from rankscope.agent.hooks.modules import ModuleInfo, Root
 from rankscope.agent.hooks.pythonstack import program_lines
 from rankscope.agent.values.onaccelerator import HeldValue
@@ -147,10 +147,8 @@ class AccumulatedGradients:
         """Yield the parameters whose gradients are to be read, with their modules and names."""
         for root in self._table.roots if self.is_on else ():
             for info, module in self._events.modules(root):
-                parameters = own_parameters(module)
-                for name in info.own_parameters:
-                    parameter = parameters.get(name)
-                    if parameter is not None and self._values.wants(f"grad:{name}"):
+                for name, parameter in info.parameters_in(module):
+                    if self._values.wants(f"grad:{name}"):
                         yield info, name, parameter
 
     def _left(
@@ -183,8 +181,7 @@ class AccumulatedGradients:
         return _LeftGradient(info, f"grad:{name}", held, self._values.state_of(parameter), flags)
 
     def left(self) -> Mapping[int, HeldValue]:
-        """Return what the last pass left and no optimizer has taken, by identity of the
-        parameter."""
+        """Return what the last pass left and no optimizer took, by identity of the parameter."""
         gradients = self._latest.gradients if self._latest is not None else {}
         return {key: left.held for key, left in gradients.items()}
 
@@ -228,7 +225,8 @@ class AccumulatedGradients:
             self._values.record_held(left.held, sequence, left.slot, Phase.ACCUMULATED, flags)
 
         for root, modules in by_root.items():
-            top = next(self._table.of_root(root), None)
+            module = root.module()
+            top = self._table.get(module) if module is not None else None
             if top is not None:
                 parts = [(top, []), *modules.items()]
                 self._events.write(

@@ -8,21 +8,25 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from rankscope.agent.guard import Guard
+from rankscope.agent.recorder import Recorder
+from rankscope.agent.values.valuereader import ValueReader
+from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.autograd import (
     call_at_end_of_backward,
     current_graph_task,
     has_hook,
 )
+from rankscope.record.phases import Phase
 
 __all__ = ["MOST_FIRINGS", "GradientHooks", "GradientTarget"]
 
 
-@dataclass(frozen=True, slots=True)
-class GradientTarget:
+class GradientTarget(NamedTuple):
     """Where a gradient belongs: the forward call and the slot in it."""
 
     sequence: int
@@ -62,67 +66,29 @@ _TIMES_BEHIND = 3
 one: so often we go to the end of the queue again."""
 
 
-class BackwardPasses:
-    """Notices the outermost passes: a pass inside of another (reentrant checkpointing) leaves no
-    gradient that is final.
-    """
-
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
-        self._running: set[int] = set()
-        self.begins: Callable[[bool], None] = lambda is_before_all: None
-        """Called when a pass reaches the first tensor with a hook: with True where a root handed
-        that out, so that no gradient of the root's parameters has been added yet."""
-        self.ends: Callable[[], None] = lambda: None
-        """Called when a pass has added its last gradient and what data-parallel wrappers do then is
-        done."""
-
-    def reached(self, is_of_root: bool) -> None:
-        """Take note that backward reached a tensor."""
-        task = current_graph_task()
-        if task == -1 or task in self._running:
-            return
-        is_outermost = not self._running
-        self._running.add(task)
-        self._ask_for_end(task, _TIMES_BEHIND)
-        if is_outermost:
-            self.begins(is_of_root)
-
-    def root_was_called(self) -> None:
-        """Forget passes that an exception ended: nobody is told of their end."""
-        if self._running and current_graph_task() == -1:
-            self._running.clear()
-
-    def _ask_for_end(self, task: int, times_behind: int) -> None:
-        def at_end() -> None:
-            if times_behind:
-                self._ask_for_end(task, times_behind - 1)
-                return
-            self._running.discard(task)
-            if not self._running:
-                self.ends()
-
-        call_at_end_of_backward(self._guard.hook(at_end))
-
-
 class GradientHooks:
     """Registers tensor hooks for one traced step; every hook returns None, so no gradient
     changes.
+
+    They notice the outermost backward passes too: a pass inside of another (reentrant
+    checkpointing) leaves no gradient that is final.
     """
 
-    def __init__(
-        self,
-        guard: Guard,
-        record: Callable[[list[GradientTarget], torch.Tensor, int], None],
-        say_too_many: Callable[[GradientTarget], None],
-    ) -> None:
+    def __init__(self, guard: Guard, recorder: Recorder, values: ValueReader) -> None:
         self._guard = guard
-        self.passes = BackwardPasses(guard)
-        self._say_too_many = say_too_many
-        self._record = record
+        self._recorder = recorder
+        self._values = values
         self.begins: Callable[[], None] = lambda: None
         """Called when the first backward pass of a step reaches what a root handed out: no gradient
         of its parameters has been added to yet."""
+        self.pass_begins: Callable[[bool], None] = lambda is_before_all: None
+        """Called when a pass reaches the first tensor with a hook: with True where a root handed
+        that out, so that no gradient of the root's parameters has been added yet."""
+        self.pass_ends: Callable[[], None] = lambda: None
+        """Called when a pass has added its last gradient and what data-parallel wrappers do then is
+        done."""
+        self._passes: set[int] = set()
+        """Those that run, by torch's number of the graph task."""
         self._has_begun = False
         self._watched: dict[int, _Watched] = {}
         self._rewritten: list[_Watched] = []
@@ -137,8 +103,8 @@ class GradientHooks:
 
         `is_of_root`: a root hands it out.
         """
-        if is_of_root:
-            self.passes.root_was_called()
+        if is_of_root and self._passes and current_graph_task() == -1:
+            self._passes.clear()  # an exception ended them: nobody is told of their end
         watched = self._watched.get(id(tensor))
         if watched is not None and watched.is_of(tensor):
             if watched.version == tensor._version:
@@ -152,24 +118,51 @@ class GradientHooks:
             is_of_root,
         )  # fmt: skip
         self._watched[id(tensor)] = watched
-        record = self._record
 
         def fired(gradient: torch.Tensor, watched: _Watched = watched) -> None:
             ordinal = watched.firings  # double backward and retain_graph fire again
             watched.firings += 1
             self.has_fired = True
-            self.passes.reached(watched.is_of_root)
+            self._reached(watched.is_of_root)
             if watched.is_of_root and not self._has_begun:
                 self._has_begun = True
                 self.begins()
             if ordinal < MOST_FIRINGS:
-                record(watched.targets, gradient, ordinal)
+                with invisible():
+                    for sequence, path, slot in watched.targets:
+                        self._values.read(
+                            gradient, sequence, path, slot, Phase.BACKWARD, ordinal=ordinal
+                        )
             elif ordinal == MOST_FIRINGS:
-                self._say_too_many(watched.targets[0])
+                sequence, _, slot = watched.targets[0]
+                lack = f"backward ran {MOST_FIRINGS} times; later gradients are not recorded"
+                self._recorder.error(sequence, f"{slot}: {lack}")
 
         handle = tensor.register_hook(self._guard.hook(fired))  # type: ignore[no-untyped-call]  # torch
         if is_leaf:
             watched.handle = handle
+
+    def _reached(self, is_of_root: bool) -> None:
+        """Take note that backward reached a tensor."""
+        task = current_graph_task()
+        if task == -1 or task in self._passes:
+            return
+        is_outermost = not self._passes
+        self._passes.add(task)
+        self._ask_for_end(task, _TIMES_BEHIND)
+        if is_outermost:
+            self.pass_begins(is_of_root)
+
+    def _ask_for_end(self, task: int, times_behind: int) -> None:
+        def at_end() -> None:
+            if times_behind:
+                self._ask_for_end(task, times_behind - 1)
+                return
+            self._passes.discard(task)
+            if not self._passes:
+                self.pass_ends()
+
+        call_at_end_of_backward(self._guard.hook(at_end))
 
     def unseen(self) -> list[GradientTarget]:
         """Return where a gradient was due that no hook can have seen: backward ran, and the tensor
@@ -186,9 +179,7 @@ class GradientHooks:
         ]
 
     def forget(self) -> None:
-        """Take the hooks off leaf tensors and forget the step; hooks on others go with
-        their graph.
-        """
+        """Take the hooks off leaves and forget the step; those on others go with their graph."""
         for watched in (*self._watched.values(), *self._rewritten):
             if watched.handle is not None:
                 watched.handle.remove()

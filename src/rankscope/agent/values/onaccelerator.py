@@ -51,9 +51,7 @@ class HeldValue:
 
 
 class DeviceValues:
-    """Digests in flight, over all accelerators of this process; autograd's threads read
-    here too.
-    """
+    """Digests in flight on all accelerators of this process; autograd's threads read here too."""
 
     def __init__(self, batch_dim: int) -> None:
         self._batch_dim = batch_dim

@@ -1,32 +1,43 @@
-"""What all events of a root share: which modules and parameters they go over, and the calls that
-stand for them in the records.
+"""Events of a root: its parameters and buffers at setup, its gradients before and parameters after
+an optimizer step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from rankscope.agent.hooks.definitions import DefinitionWriter
-from rankscope.agent.hooks.members import own_parameters
+from rankscope.agent.hooks.members import (
+    gradient_of,
+    own_buffers,
+    own_parameters,
+    parameters_of_module,
+)
 from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.recorder import Recorder
+from rankscope.agent.values.onaccelerator import HeldValue
 from rankscope.agent.values.valuereader import ValueReader
+from rankscope.capture.describe import ParameterMarks
 from rankscope.capture.invisible import invisible
+from rankscope.capture.torch_internals.dtensor import is_dtensor
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
+from rankscope.record.value import ValueFlag
 
-__all__ = ["RootEvents"]
+__all__ = ["RootEvents", "has_gradient"]
 
+_ABSENT = int(ValueFlag.ABSENT)
+_UNHELD, _CARRIED = int(ValueFlag.UNHELD), int(ValueFlag.CARRIED)
+_NO_SYNC = int(ValueFlag.NO_SYNC)
 _Part = TypeVar("_Part")
 
 
 class RootEvents:
-    """Walks over roots, and writes the calls of their events: one for the root, and one below it
-    for each of its modules.
-    """
+    """Records whole roots at once; parameters and gradients are those of `named_parameters()`."""
 
     def __init__(
         self,
@@ -39,8 +50,10 @@ class RootEvents:
         self.table = table
         self.recorder = recorder
         self.values = values
-        self.definitions = definitions
+        self._definitions = definitions
         self._phases = frozenset(phases)
+        self._with_buffers: set[Root] = set()
+        """Roots whose buffers this step has recorded."""
 
     def wants(self, phase: Phase) -> bool:
         """True where the setting `phases` takes this event and values are taken at all."""
@@ -50,23 +63,141 @@ class RootEvents:
         """Yield the modules of a root that events go over: itself, and what the setting `paths`
         takes of those inside.
         """
-        for info in self.table.of_root(root):
-            module = info.module()
-            if module is not None and (info.is_selected or not info.path):
+        for info, module in self.table.of_root(root):
+            if info.is_selected or not info.path:
                 yield info, module
 
-    def parameters(
+    def _all_parameters(
         self, root: Root
     ) -> Iterator[tuple[ModuleInfo, torch.nn.Module, str, torch.Tensor]]:
         """Yield every parameter of a root with its module and its name there, whatever the setting
         `paths` takes. The caller holds `invisible()`.
         """
-        for info in self.table.of_root(root):
-            module = info.module()
-            if module is not None:
-                for name, parameter in own_parameters(module).items():
-                    if parameter is not None:
-                        yield info, module, name, parameter
+        for info, module in self.table.of_root(root):
+            for name, parameter in own_parameters(module).items():
+                if parameter is not None:
+                    yield info, module, name, parameter
+
+    def setup(self, root: Root) -> None:
+        """Record modules, parameters and buffers before the first forward of a root.
+
+        Where full tensors are kept, a parameter that lies on a mesh is described even if nothing
+        else of it is asked for: a local tensor of a sharded model may say nothing of that itself.
+        """
+        self._definitions.write_root(root)
+        self._write_marks(root)
+        self._expect_to_keep(root)
+        if self.wants(Phase.SETUP) or (self.values.keeps and _is_placed(root)):
+            self._record(root, _Event(Phase.SETUP))
+
+    def _write_marks(self, root: Root) -> None:
+        """Write down what a framework says on parameters of how they lie."""
+        with invisible():
+            marks = ParameterMarks(self.table.with_wrappers(root))
+            found = [
+                (info, name, mark)
+                for info, module, name, parameter in self._all_parameters(root)
+                if (mark := marks.of(module, parameter)) is not None
+            ]
+        for info, name, mark in found:
+            number = self._definitions.of(info)
+            self.recorder.define("mark", module=number, name=name, **mark.as_fields())
+
+    def _expect_to_keep(self, root: Root) -> None:
+        """Tell what keeping the parameters of a root is going to take."""
+        if not (self.values.keeps and (self.wants(Phase.SETUP) or self.wants(Phase.PARAMS))):
+            return
+        with invisible():
+            self.values.expect_to_keep(
+                (info.path, f"param:{name}", parameter)
+                for info, _, name, parameter in self._all_parameters(root)
+            )
+
+    def gradients(
+        self,
+        step: int,
+        ordinal: int,
+        chosen: frozenset[int] | None,
+        *,
+        flags: int = 0,
+        unheld: frozenset[int] = frozenset(),
+        carried: frozenset[int] = frozenset(),
+        unsynced: frozenset[int] | None = None,
+        left: Mapping[int, HeldValue] | None = None,
+        extras: Sequence[tuple[str, torch.Tensor]] = (),
+    ) -> dict[int, bool]:
+        """Record final gradients.
+
+        Args:
+            step: the train step.
+            ordinal: how many optimizers have stepped in this step before.
+            chosen: identities of the parameters to record; None for all.
+            flags: what to know about all of them.
+            unheld: parameters that no optimizer holds.
+            carried: parameters that had a gradient before backward began.
+            unsynced: parameters whose gradients were not to be reduced when the last backward pass
+                ended; None where that is not known.
+            left: what the last backward pass left, by identity of the parameter.
+            extras: (slot, tensor) of what belongs to the event itself.
+
+        Returns:
+            by identity of the parameter, whether its gradient is what was left.
+        """
+        taken: dict[int, bool] = {}
+        if not self.wants(Phase.GRADS):
+            return taken
+        with invisible():
+            now = self.table.unsynced_parameters()
+        unsynced = now if unsynced is None else now & unsynced
+        marks = (unheld, _UNHELD), (carried, _CARRIED), (unsynced, _NO_SYNC)
+        event = _Event(Phase.GRADS, step, ordinal, flags, chosen, marks, left or {}, tuple(extras))
+        for root in self.table.roots:
+            self._record(root, event, taken)
+        return taken
+
+    def parameters(
+        self, step: int, ordinal: int, chosen: frozenset[int] | None, *, flags: int = 0
+    ) -> None:
+        """Record parameters just after an optimizer step, with the first in a step all buffers of
+        their roots; arguments as for `gradients`.
+        """
+        if not self.wants(Phase.PARAMS):
+            return
+        for root in self.table.roots:
+            self._record(root, _Event(Phase.PARAMS, step, ordinal, flags, chosen))
+
+    def has_gradients(self) -> bool:
+        """True where a parameter of a root has a gradient now."""
+        with invisible():
+            return any(map(has_gradient, self.table.parameters()))
+
+    def those(self, chosen: Set[int], holds: Callable[[torch.Tensor], bool]) -> frozenset[int]:
+        """Return those of the parameters, told by their identities, of which something holds."""
+        if not chosen:
+            return frozenset()
+        with invisible():
+            return frozenset(
+                id(parameter)
+                for parameter in self.table.parameters()
+                if id(parameter) in chosen and holds(parameter)
+            )
+
+    def with_gradient(self, parameters: Iterable[torch.Tensor]) -> frozenset[int]:
+        """Return the identities of the parameters that have a gradient now which is not known to be
+        zero."""
+        if not self.wants(Phase.GRADS):
+            return frozenset()
+        with invisible():
+            return frozenset(
+                id(parameter)
+                for parameter in parameters
+                if (gradient := gradient_of(parameter)) is not None
+                and not self.values.is_zero(gradient)
+            )
+
+    def end_step(self) -> None:
+        """Forget whose buffers were recorded: they go with the first event of a step."""
+        self._with_buffers.clear()
 
     def write(
         self,
@@ -89,7 +220,7 @@ class RootEvents:
             if top is not None and not own:
                 continue
             sequence = self.recorder.enter(
-                self.definitions.of(info), root.definition, top, Mode.TRAIN, step, None, phase,
+                self._definitions.of(info), root.definition, top, Mode.TRAIN, step, None, phase,
                 ordinal, time_ns,
             )  # fmt: skip
             with invisible():
@@ -101,3 +232,107 @@ class RootEvents:
                 self.recorder.exit(sequence, time_ns=time_ns)
         if top is not None:
             self.recorder.exit(top, time_ns=time_ns)
+
+    def _record(self, root: Root, event: _Event, taken: dict[int, bool] | None = None) -> None:
+        """Record one event of a root; nothing where it concerns none of the root's parameters.
+        Gradients go into `taken`.
+        """
+        chosen, top = event.chosen, root.module()
+        if chosen is not None and (
+            top is None or not any(id(p) in chosen for p in parameters_of_module(top))
+        ):
+            return
+
+        def read(info: ModuleInfo, item: _Item, sequence: int) -> None:
+            slot, tensor, flags, is_described, owner = item
+            is_as_left = False
+            if tensor is None:
+                self.values.note(None, sequence, slot, event.phase, flags | _ABSENT)
+            elif is_described:
+                self.values.describe(tensor, sequence, slot, event.phase, flags)
+            else:
+                is_as_left = self.values.read(
+                    tensor, sequence, info.path, slot, event.phase,
+                    flags=flags, samples=False, held=event.left.get(owner) if owner else None,
+                )  # fmt: skip
+            if taken is not None and owner:
+                taken[owner] = is_as_left
+
+        parts = self._parts(root, event)
+        self.write(root, event.phase, event.step, event.ordinal, parts, read)
+        if event.phase is Phase.PARAMS:
+            self._with_buffers.add(root)
+
+    def _parts(self, root: Root, event: _Event) -> Iterator[tuple[ModuleInfo, list[_Item]]]:
+        extras = [_Item(slot, tensor) for slot, tensor in event.extras]
+        for info, module in self.modules(root):
+            with invisible():
+                items = list(self._items(root, info, module, event))
+            yield info, items + extras
+            extras = []
+
+    def _items(
+        self, root: Root, info: ModuleInfo, module: torch.nn.Module, event: _Event
+    ) -> Iterable[_Item]:
+        is_grads, chosen = event.phase is Phase.GRADS, event.chosen
+        for name, parameter in info.parameters_in(module):
+            if chosen is not None and id(parameter) not in chosen:
+                continue
+            slot = f"{'grad' if is_grads else 'param'}:{name}"
+            is_asked = self.wants(event.phase) and self.values.wants(slot)
+            if event.phase is Phase.SETUP and is_dtensor(type(parameter)):
+                is_read = is_asked and self.values.takes(info.path, slot)
+                yield _Item(slot, parameter, event.flags, is_described=not is_read)
+                continue
+            if not is_asked:
+                continue
+            if not is_grads:
+                yield _Item(slot, parameter, event.flags)
+            elif parameter.requires_grad:
+                gradient, flags = gradient_of(parameter), event.flags
+                for marked, flag in event.marks if gradient is not None else ():
+                    flags |= flag if id(parameter) in marked else 0
+                yield _Item(slot, gradient, flags, owner=id(parameter))
+        if is_grads or root in self._with_buffers or not self.wants(event.phase):
+            return
+        for name, buffer in own_buffers(module).items():
+            if buffer is not None and self.values.wants(f"buffer:{name}"):
+                yield _Item(f"buffer:{name}", buffer)
+
+
+def _is_placed(root: Root) -> bool:
+    """True where a parameter of a root lies on a mesh."""
+    top = root.module()
+    return top is not None and any(is_dtensor(type(p)) for p in parameters_of_module(top))
+
+
+def has_gradient(parameter: torch.Tensor) -> bool:
+    """True where a parameter has a gradient now."""
+    return gradient_of(parameter) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """One event of every root."""
+
+    phase: Phase
+    step: int = 0
+    ordinal: int = 0
+    flags: int = 0
+    chosen: frozenset[int] | None = None
+    marks: tuple[tuple[frozenset[int], int], ...] = ()
+    """Parameters by identity, and the flag that their gradients get."""
+    left: Mapping[int, HeldValue] = field(default_factory=dict)
+    extras: tuple[tuple[str, torch.Tensor], ...] = ()
+
+
+class _Item(NamedTuple):
+    """One value of an event."""
+
+    slot: str
+    tensor: torch.Tensor | None
+    flags: int = 0
+    is_described: bool = False
+    """Its numbers are not asked for."""
+    owner: int = 0
+    """Of a gradient: identity of its parameter."""

@@ -15,16 +15,21 @@ from typing import Final
 
 import torch
 
-from rankscope.agent.values.bytestores import RecordTensor, Store, TensorBytes
+from rankscope.agent.guard import say
+from rankscope.agent.recorder import Recorder
+from rankscope.agent.values.bytestores import LocalChunkStore, RecordTensor, Store, TensorBytes
 from rankscope.capture.describe import Described
 from rankscope.capture.keeping import byte_pieces, own_bytes, why_not_stored
 from rankscope.capture.staging import DeviceStaging
+from rankscope.chunks.writing import ChunkWriter
 from rankscope.errors import ChunkError
 from rankscope.globs import glob_matches, slot_matches, split_place
+from rankscope.record.streams import StreamId
 from rankscope.run.diskspace import free_bytes
+from rankscope.settings import Settings
 from rankscope.spool.writelock import WriteLock
 
-__all__ = ["TensorStore", "free_disk_share", "size_of"]
+__all__ = ["TensorStore", "free_disk_share", "make_tensor_store", "size_of"]
 
 _MOST_NAMES: Final = 1 << 16
 _MOST_REASONS: Final = 50
@@ -286,3 +291,36 @@ def free_disk_share(folder: Path, writers: int) -> int:
         writers: ranks that keep tensors on that disk.
     """
     return int(free_bytes(folder) * _SHARE) // max(writers, 1)
+
+
+def make_tensor_store(
+    settings: Settings,
+    recorder: Recorder,
+    folder: Path,
+    stream: StreamId,
+    writers: int,
+    make_store: Callable[[Recorder, int], Store] | None = None,
+) -> TensorStore:
+    """Return what keeps the full tensors of one rank, with what it has to say of them.
+
+    Args:
+        settings, recorder, stream: those of the rank.
+        folder: takes the chunks: the trace folder, or where that is not seen the run folder.
+        writers: ranks that keep tensors on that disk, for the default budget.
+        make_store: makes what takes the bytes in place of chunks, told how many there may be.
+    """
+    budget = settings.tensor_budget
+    limit_bytes = free_disk_share(folder, writers) if budget is None else budget
+    if make_store is not None:
+        store = make_store(recorder, limit_bytes)
+    else:
+        chunks = ChunkWriter(folder, stream, limit_bytes=limit_bytes)
+        store = LocalChunkStore(chunks, recorder.tensor)
+    return TensorStore(
+        settings.tensors or (),
+        store,
+        recorder.tensor,
+        memory_bytes=settings.tensor_memory,
+        tell=lambda text: say(f"rank {stream.rank}: {text}"),
+        note=recorder.not_kept,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,6 @@ from rankscope.agent.values.tensorstore import TensorStore, size_of
 from rankscope.capture.describe import Described, Describer
 from rankscope.capture.digest import Digester
 from rankscope.capture.dtypestorage import storage_of, stored_words
-from rankscope.capture.forms import call_form, plain_text_of, result_form
 from rankscope.capture.invisible import invisible
 from rankscope.capture.pytree import is_tensor, walk
 from rankscope.capture.reading import ValueNumbers
@@ -33,6 +32,7 @@ __all__ = ["ValueReader"]
 _ACTIVATIONS = Phase.having(lambda facts: facts.is_activation)
 # plain ints: an IntFlag's own `|` costs a microsecond, and these are used for every value
 _PENDING, _PYTHON = int(ValueFlag.PENDING), int(ValueFlag.PYTHON)
+_REPLACED = int(ValueFlag.AFTER_CALL | ValueFlag.SUPERSEDES)
 _NOT_KEPT, _AS_LEFT = int(ValueFlag.NOT_KEPT), int(ValueFlag.AS_LEFT)
 _MOST_PENDING = 256
 """Values in flight held at a time; further ones stay pending."""
@@ -70,8 +70,6 @@ class ValueReader:
         self._digesters: list[weakref.ref[Digester]] = []
         """Of the threads that live: each leaves the list with its thread."""
         self._on_devices = DeviceValues(settings.batch_dim)
-        self.say: Callable[[object], str] = plain_text_of
-        """The text of what is no tensor, in the form of a call."""
         self.in_flight = InFlight()
         """What collectives of this session are still writing."""
         self._pending: list[tuple[torch.Tensor, ValuePlace, bool]] = []
@@ -144,7 +142,7 @@ class ValueReader:
                 is_as_held = held.numbers.hash == reading.hash
             self._recorder.value(
                 sequence, slot, described, reading, phase, ordinal,
-                flags | _AS_LEFT if is_as_held else flags, self._batch_dim, reference,
+                flags | _AS_LEFT if is_as_held else flags, reference,
             )  # fmt: skip
             return is_as_held
         if held is not None and held.state == self.state_of(tensor):
@@ -211,9 +209,7 @@ class ValueReader:
     def _is_read_on_device(
         self, local: torch.Tensor, place: ValuePlace | HeldValue, *, samples: bool
     ) -> bool:
-        """Have an accelerator digest what lies there: it comes back later. False for
-        anything else.
-        """
+        """Have an accelerator digest what lies there, which comes back later; else False."""
         described = place.described
         return (
             self._digests
@@ -224,7 +220,7 @@ class ValueReader:
     def _record(self, place: ValuePlace, reading: ValueNumbers | None, flags: int = 0) -> None:
         self._recorder.value(
             place.sequence, place.slot, place.described, reading, place.phase, place.ordinal,
-            place.flags | flags, self._batch_dim, place.reference,
+            place.flags | flags, place.reference,
         )  # fmt: skip
 
     def read_all(
@@ -236,23 +232,26 @@ class ValueReader:
         phase: Phase,
         *,
         skip: frozenset[int] = frozenset(),
+        seen: Mapping[str, int] | None = None,
     ) -> list[tuple[str, torch.Tensor]]:
-        """Record every leaf of an argument or result, but for tensors whose identity is in `skip`.
+        """Record every leaf of an argument or result, but for tensors whose identity is in `skip`,
+        or was `seen` in their slot before; with either, tensors alone.
 
         Returns:
             (slot, tensor) of the tensors among the leaves.
         """
         tensors = []
+        flags = 0 if seen is None else _REPLACED
         with invisible():
             for slot, leaf in walk(prefix, value):
                 if not self.wants(slot):
                     continue
                 if is_tensor(leaf):
-                    if id(leaf) in skip:
+                    if id(leaf) in skip or (seen is not None and seen.get(slot) == id(leaf)):
                         continue
-                    self.read(leaf, sequence, path, slot, phase)
+                    self.read(leaf, sequence, path, slot, phase, flags=flags)
                     tensors.append((slot, leaf))
-                elif not skip:
+                elif not skip and seen is None:
                     self.note(leaf, sequence, slot, phase)
         return tensors
 
@@ -264,39 +263,22 @@ class ValueReader:
         """
         if self._digests:
             described = self._describer.describe_other(leaf)
-            self._recorder.value(sequence, slot, described, None, phase, 0, flags, 0)
+            self._recorder.value(sequence, slot, described, None, phase, 0, flags)
 
-    def note_inputs(
-        self,
-        module: torch.nn.Module,
-        args: object,
-        kwargs: object,
-        sequence: int,
-        path: str,
-        phase: Phase,
+    def note_form(
+        self, make: Callable[[], str | None], sequence: int, path: str, slot: str, phase: Phase
     ) -> None:
-        """Record how the arguments of a call are nested, where that is asked for (`tensors`)."""
-        if self._takes_form(path, "form:input"):
-            with invisible():
-                held = sum(child is not None for child in module._modules.values())
-                form = call_form(args, kwargs, held, self.say)
-            self._note_form(form, sequence, "form:input", phase)
-
-    def note_result(self, output: object, sequence: int, path: str, phase: Phase) -> None:
-        """Record how the result of a call is nested, where that is asked for (`tensors`)."""
-        if self._takes_form(path, "form:output"):
-            with invisible():
-                form = result_form(output, self.say)
-            self._note_form(form, sequence, "form:output", phase)
-
-    def _takes_form(self, path: str, slot: str) -> bool:
+        """Record how the arguments or the result of a call are nested, where that is asked for
+        (`tensors`): the text that `make` returns.
+        """
         store = self._tensor_store
-        return store is not None and self.wants(slot) and store.wants(path, slot)
-
-    def _note_form(self, form: str | None, sequence: int, slot: str, phase: Phase) -> None:
+        if store is None or not (self.wants(slot) and store.wants(path, slot)):
+            return
+        with invisible():
+            form = make()
         if form is not None:
             described = self._describer.describe_text(form)
-            self._recorder.value(sequence, slot, described, None, phase, 0, _PYTHON, 0)
+            self._recorder.value(sequence, slot, described, None, phase, 0, _PYTHON)
 
     def _new_digester(self) -> Digester:
         digester = Digester(batch_dim=self._batch_dim)
@@ -320,7 +302,7 @@ class ValueReader:
         if found is None or len(self._pending) >= _MOST_PENDING:
             return
         described, memory = found
-        flags |= int(ValueFlag.AFTER_CALL | ValueFlag.SUPERSEDES)
+        flags |= _REPLACED
         place = replace(place, described=described, flags=flags)
         self._pending.append((memory, place, self.in_flight.has(memory)))
 
@@ -378,7 +360,6 @@ class ValueReader:
         """Forget every tensor seen: memory of what was digested ends with the step."""
         self.read_pending()
         self._pending.clear()
-        self._recorder.end_step()
         for reference in tuple(self._digesters):
             digester = reference()
             if digester is not None:

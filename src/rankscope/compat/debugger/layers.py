@@ -21,11 +21,9 @@ import numpy as np
 
 from rankscope.agent.recorder import Recorder
 from rankscope.assembly.rankstreams import RankStream
-from rankscope.capture.describe import Described
-from rankscope.capture.reading import ValueNumbers
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
-from rankscope.spool.writer import SpoolWriter
+from rankscope.spool.recordformat import StepEvent
 
 _NUMBERED: Final = re.compile(r"(.*)\.(\d+)")
 _LOOSE: Final = ".@"
@@ -52,18 +50,20 @@ class _Call:
     """A module below was called in it."""
 
 
-class LayerRecorder(Recorder):
-    """A recorder that has let go of what layers between others kept.
+class LayerWatch:
+    """Has let go of what layers between others kept.
 
     Only while one thread calls modules: what another has just found to be equal to something kept
     must not be let go before its value is written down.
     """
 
-    def __init__(self, writer: SpoolWriter) -> None:
-        super().__init__(writer)
+    def __init__(self, recorder: Recorder, release: Callable[[int], None]) -> None:
+        """Tell `release` the references that only such layers have."""
+        self._release: Callable[[int], None] | None = release
+        self._threads: set[int] = set()
+        """Those that have called modules."""
         self._paths: dict[int, str] = {}
         """Of modules, by the number of their definition."""
-        self._release: Callable[[int], None] | None = None
         self._drops = threading.RLock()
         self._calls: dict[int, _Call] = {}
         """Of this step, by sequence."""
@@ -71,13 +71,15 @@ class LayerRecorder(Recorder):
         """Values by reference."""
         self._dropped: list[int] = []
         """Calls of layers that were let go."""
+        recorder.on_module.append(self._paths.__setitem__)
+        recorder.on_call.append(self._call_began)
+        recorder.on_kept.append(self._value_kept)
+        recorder.on_step.append(self._step_marked)
 
-    def let_go(self, release: Callable[[int], None] | None) -> None:
-        """From now on tell `release` the references that only such layers have; None for no
-        more.
-        """
+    def let_go_no_more(self) -> None:
+        """Keep from now on what any layer keeps."""
         with self._drops:
-            self._release = release
+            self._release = None
 
     def without_dropped(self, stream: RankStream) -> RankStream:
         """Return the records without the calls of layers that were let go, and their values: of a
@@ -93,33 +95,12 @@ class LayerRecorder(Recorder):
             values=stream.values.chosen(left),
         )
 
-    def define(self, kind: str, **fields: object) -> int:
-        """As `Recorder.define`."""
-        number = super().define(kind, **fields)
-        if kind == "module":
-            self._paths[number] = str(fields["path"])
-        return number
-
-    def enter(
-        self,
-        module: int,
-        root: int,
-        parent: int | None,
-        mode: Mode,
-        step: int,
-        micro_batch: int | None,
+    def _call_began(
+        self, sequence: int, module: int, root: int, parent: int | None, _mode: Mode, _step: int,
         phase: Phase,
-        ordinal: int,
-        time_ns: int = 0,
-        collective: int = 0,
-        number: int = 0,
-    ) -> int:
-        """As `Recorder.enter`."""
+    ) -> None:  # fmt: skip
         with self._drops:
-            sequence = super().enter(
-                module, root, parent, mode, step, micro_batch, phase, ordinal, time_ns, collective,
-                number,
-            )  # fmt: skip
+            self._threads.add(threading.get_ident())
             if self._release is not None and phase is Phase.FORWARD:
                 path = f".{self._paths.get(module, '')}"
                 around = None if parent is None else self._calls.get(parent)
@@ -127,34 +108,17 @@ class LayerRecorder(Recorder):
                     self._place(sequence, around, root, path)
                 elif parent is None:
                     self._calls[sequence] = _Call(sequence, path, None, root)
-        return sequence
 
-    def value(
-        self,
-        sequence: int,
-        slot: str,
-        described: Described,
-        reading: ValueNumbers | None,
-        phase: Phase,
-        ordinal: int,
-        flags: int,
-        batch_dim: int,
-        reference: int = 0,
-    ) -> None:
-        """As `Recorder.value`."""
-        if reference and self._release is not None:
-            self._uses[reference] += 1  # first: an interrupt may cost room alone
+    def _value_kept(self, sequence: int, reference: int) -> None:
+        if self._release is not None:
+            self._uses[reference] += 1  # before it is written: an interrupt may cost room alone
             if (call := self._calls.get(sequence)) is not None:
                 call.references.append(reference)
-        super().value(
-            sequence, slot, described, reading, phase, ordinal, flags, batch_dim, reference
-        )
 
-    def end_step(self) -> None:
-        """As `Recorder.end_step`."""
-        super().end_step()
-        with self._drops:
-            self._calls.clear()
+    def _step_marked(self, event: StepEvent, _mode: Mode, _step: int) -> None:
+        if event is StepEvent.END:
+            with self._drops:
+                self._calls.clear()
 
     def _place(self, sequence: int, around: _Call, root: int, path: str) -> None:
         """Note a call inside another, which may become a layer by that."""

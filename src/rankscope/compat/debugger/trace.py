@@ -31,10 +31,9 @@ from rankscope.assembly.rootnames import join_path, name_roots
 from rankscope.block import OwnParts, begin_rank_block
 from rankscope.capture.forms import plain_text_of, without_addresses
 from rankscope.compat.debugger.kept import DebuggerStore
-from rankscope.compat.debugger.layers import LayerRecorder
+from rankscope.compat.debugger.layers import LayerWatch
 from rankscope.compat.debugger.treefiles import Files, write_rank
 from rankscope.compat.debugger.values import LocalValues
-from rankscope.spool.writer import SpoolWriter
 from rankscope.tree.build import assemble
 from rankscope.tree.finishedtrace import trace_of
 from rankscope.tree.views import Node
@@ -147,7 +146,9 @@ class DebuggerBlock:
 
         def settle(found: list[RankStream]) -> list[RankStream]:
             streams.extend(found)
-            return [shared.recorder.without_dropped(stream) for stream in found]
+            if shared.layers is None:
+                return found
+            return [shared.layers.without_dropped(stream) for stream in found]
 
         document = assemble([source], settle=settle)
         trace = trace_of(document, shared.folder)
@@ -176,8 +177,9 @@ class DebuggerBlock:
 class _SharedTrace:
     """A trace that lasts as long as any block does."""
 
-    recorder: LayerRecorder
     store: DebuggerStore
+    layers: LayerWatch | None = None
+    """None where all layers are written."""
 
     def __init__(self, block: DebuggerBlock, folder: Path) -> None:
         """Begin it for a first block; `folder` is its own."""
@@ -191,7 +193,6 @@ class _SharedTrace:
                 is_output_wanted=self._is_output_wanted,
                 is_forward_wanted=self._is_forward_wanted,
             ),
-            recorder=self._make_recorder,
             store=self._make_store,
         )
         self._traced = begin_rank_block(block.model, {**_SETTINGS, "out": folder}, parts)
@@ -207,17 +208,13 @@ class _SharedTrace:
         """True where it is what this process traces into."""
         return self._traced is not None and current_session() is self._traced.session
 
-    def _make_recorder(self, writer: SpoolWriter) -> Recorder:
-        self.recorder = LayerRecorder(writer)
-        return self.recorder
-
     def _make_store(self, recorder: Recorder, limit_bytes: int) -> DebuggerStore:
         files = self._blocks[0].files
         self.store = DebuggerStore(
             recorder.tensor, limit_bytes, self.folder, keeps_bytes=not files.as_text
         )
         if files.prunes:
-            self.recorder.let_go(self.store.release)
+            self.layers = LayerWatch(recorder, self.store.release)
         return self.store
 
     def _is_output_wanted(self, module: nn.Module, is_root: bool) -> bool:
@@ -238,7 +235,8 @@ class _SharedTrace:
         self.was_joined = True
         if not block.files.as_text:
             self.store.keep_bytes()
-        self.recorder.let_go(None)
+        if self.layers is not None:
+            self.layers.let_go_no_more()
         error = attempt(self.session.prefer, block.model)
         if error is not None:
             say(f"the debugger: {text_of(error)}")

@@ -11,8 +11,7 @@ from rankscope.diagnosis.comparison.rollouts import StepPair
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.tracesides import StepKey
 from rankscope.record.call import Mode
-from rankscope.record.notes import NoteKind
-from rankscope.record.optimizeroptions import read_options
+from rankscope.record.notes import NoteKind, read_options
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Step
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.agent.ringrecorder import WatchingRecorder
+from rankscope.agent.blackboxwatch import BlackBoxWatch, LeapWatch
+from rankscope.agent.recorder import Recorder
 from rankscope.capture.describe import Described
 from rankscope.capture.reading import ValueNumbers
 from rankscope.layout.placement import Layout, LayoutSource
@@ -44,9 +45,10 @@ class Watching:
         self.board = EventBoard(board)
         self.said: list[str] = []
         self.writer = RingWriter(folder, limit_bytes=4 << 20, steps=5, board=self.board)
-        self.recorder = WatchingRecorder(
-            self.writer, StepSelection.parse(f"last:5,{watch}"), self.board, rank, self.said.append
-        )
+        self.recorder = Recorder(self.writer, self.writer.kept)
+        selection = StepSelection.parse(f"last:5,{watch}")
+        box = BlackBoxWatch(self.recorder, self.writer, selection, self.board, rank)
+        self.watch = LeapWatch(self.recorder, box, selection, self.board, self.said.append)
         self.root = self.recorder.define("root", **{"class": "Model"})
         self.modules = {
             path: self.recorder.define("module", root=self.root, path=path)
@@ -65,7 +67,7 @@ class Watching:
         self, call: int, magnitude: float, slot: str = "output", phase: Phase = Phase.FORWARD,
         flags: int = 0, **others: float,
     ) -> None:  # fmt: skip
-        self.recorder.value(call, slot, DESCRIBED, numbers(magnitude, **others), phase, 0, flags, 0)
+        self.recorder.value(call, slot, DESCRIBED, numbers(magnitude, **others), phase, 0, flags)
 
     def train(self, step: int, *magnitudes: float, path: str = "loss") -> None:
         """A step with a call for each of these."""
@@ -173,7 +175,7 @@ def test_a_value_that_an_accelerator_hands_out_later_is_of_the_step_of_its_call(
             rank.value(calls[step - 2], 1e3 if step - 2 == 20 else 1.0)
     assert [event.step for event in rank.told()] == [20]
     assert "in step 20" in rank.told()[0].text
-    assert len(rank.recorder._calls) < 12, "calls of long ago are forgotten"
+    assert len(rank.watch._calls) < 12, "calls of long ago are forgotten"
 
 
 def test_what_is_not_finite_or_a_scalers_is_no_leap(watching: Callable[..., Watching]):

@@ -1,6 +1,6 @@
-"""The pen of a rank that holds its last steps back: what is never let go, and what it sees happen.
+"""What a rank that holds its last steps back sees happen.
 
-It adds to each record no more than a look at the numbers that are written anyway: a value that is
+Each record takes no more than a look at the numbers that are written anyway: a value that is
 not finite, and a gradient norm far beyond those of the steps before, are told on the board.
 
 So is a value that the user named and that leaps. What is compared is its root mean square, over the
@@ -16,18 +16,15 @@ import math
 import statistics
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import dropwhile
 from typing import Final
 
 from rankscope.agent.recorder import Recorder
-from rankscope.capture.describe import Described
 from rankscope.capture.reading import ValueNumbers
 from rankscope.globs import glob_matches, slot_matches, split_place
 from rankscope.record.call import Mode
-from rankscope.record.collective import Collective
-from rankscope.record.notes import Note
 from rankscope.record.phases import Phase
 from rankscope.record.stepselection import StepSelection
 from rankscope.record.value import ValueFlag
@@ -35,15 +32,13 @@ from rankscope.run.eventboard import EventBoard, Happening
 from rankscope.spool.recordformat import StepEvent
 from rankscope.spool.ringwriter import RingWriter
 
-__all__ = ["RingRecorder", "RunningMedian", "WatchingRecorder"]
+__all__ = ["BlackBoxWatch", "LeapWatch", "RunningMedian"]
 
 _WATCHED = (Phase.FORWARD, Phase.PARAMS)
 """Phases in which NaN and +inf are told, besides gradients before the optimizer. Not backward: a
 GradScaler may be about to skip what comes of it. Not collectives: they pad with anything."""
 _OF_SCALER = int(ValueFlag.SKIPPED | ValueFlag.SCALED)
 """What a GradScaler scales or skips: its size says nothing."""
-_GROWING = ("meta", "collective")
-"""Kinds of definitions whose number grows with the steps: of each shape, of each message."""
 _MEDIAN_STEPS: Final = 32
 """Steps whose magnitudes make the running median."""
 _FEWEST: Final = 8
@@ -102,91 +97,45 @@ class RunningMedian:
         )
 
 
-class RingRecorder(Recorder):
-    """Writes into a ring, and tells what happened."""
+class BlackBoxWatch:
+    """Tells the ring of steps, and everybody of what happened."""
 
     def __init__(
-        self, writer: RingWriter, selection: StepSelection, board: EventBoard, rank: int
+        self,
+        recorder: Recorder,
+        ring: RingWriter,
+        selection: StepSelection,
+        board: EventBoard,
+        rank: int,
     ) -> None:
-        """Write what comes before the first step where it is never let go."""
-        super().__init__(writer)
-        self._ring = writer
+        self._recorder = recorder
+        self._ring = ring
         self._steps = selection.last
-        self._spike = selection.spike
         self._board = board
         self._rank = rank
-        self._kept_tables: tuple[dict[Described, int], dict[Collective, int]] = ({}, {})
-        self._is_kept = False
-        self._mode, self._step = Mode.TRAIN, 0
+        self.mode, self._step = Mode.TRAIN, 0
+        """The step that counts: a train step, or an eval step of a program that has not trained."""
         self._has_trained = False
         self._spoiled_at: int | None = None
         """Last step with a value that is not finite."""
         self._squares = 0.0
         self._norms = RunningMedian(selection.spike) if selection.spike else None
+        recorder.on_step.append(self._step_marked)
+        recorder.on_value.append(self._look)
 
-    def define(self, kind: str, **fields: object) -> int:
-        """Commit a definition and return its number: where it is never let go, unless its like
-        grows with the steps."""
-        writer = self._ring if kind in _GROWING and not self._is_kept else self._ring.kept
-        return self._define_in(writer, kind, fields)
-
-    def step(self, event: StepEvent, mode: Mode, step: int, note: Note | None = None) -> None:
-        """Record that a traced step began or ended."""
-        super().step(event, mode, step, note)
+    def _step_marked(self, event: StepEvent, mode: Mode, step: int) -> None:
         if event is StepEvent.BEGIN:
             if self._ring.begin_step(mode, step):
-                self._metas, self._collectives = {}, {}
+                self._recorder.define_anew()
             self._has_trained = self._has_trained or mode is Mode.TRAIN
             if mode is Mode.TRAIN or not self._has_trained:
-                self._mode, self._step = mode, step
+                self.mode, self._step = mode, step
         if event is StepEvent.END and mode is Mode.TRAIN:
             self._judge_norm(step)
-
-    @contextlib.contextmanager
-    def never_let_go(self) -> Iterator[None]:
-        """Write what is never let go: the setup of a root."""
-        if self._is_kept:
-            yield
-            return
-        ring = self._write, self._metas, self._collectives
-        self._is_kept = True
-        self._write = self._ring.kept.write
-        self._metas, self._collectives = self._kept_tables
-        try:
-            yield
-        finally:
-            self._write, self._metas, self._collectives = ring
-            self._is_kept = False
-
-    def value(
-        self,
-        sequence: int,
-        slot: str,
-        described: Described,
-        reading: ValueNumbers | None,
-        phase: Phase,
-        ordinal: int,
-        flags: int,
-        batch_dim: int,
-        reference: int = 0,
-    ) -> None:
-        """Record one tensor in one slot, and look at its numbers. (By position: hot path.)"""
-        if phase is Phase.SETUP:  # an accelerator hands it out later than its call
-            with self.never_let_go():
-                super().value(
-                    sequence, slot, described, reading, phase, ordinal, flags, batch_dim, reference
-                )
-            return
-        super().value(
-            sequence, slot, described, reading, phase, ordinal, flags, batch_dim, reference
-        )
-        if reading is not None:
-            self._look(sequence, slot, reading, phase, flags)
 
     def _look(
         self, sequence: int, slot: str, reading: ValueNumbers, phase: Phase, flags: int
     ) -> None:
-        """Look at numbers that were just recorded."""
         is_bad = reading.nan or reading.posinf
         if phase is Phase.GRADS and not flags & _OF_SCALER and slot.startswith("grad:"):
             self._squares += reading.l2 * reading.l2
@@ -199,7 +148,7 @@ class RingRecorder(Recorder):
         """Tell of a value that is not finite, unless one of the steps that are held had one."""
         last, self._spoiled_at = self._spoiled_at, self._step
         if last is None or self._step - last > self._steps:
-            self._tell("nonfinite", self._mode, self._step, f"{slot} is not finite")
+            self.tell("nonfinite", self.mode, self._step, f"{slot} is not finite")
 
     def _judge_norm(self, step: int) -> None:
         norm, self._squares = math.sqrt(self._squares), 0.0
@@ -207,10 +156,10 @@ class RingRecorder(Recorder):
             return
         if norm > self._norms.limit:
             times = f"{norm / self._norms.median:.3g} times its running median"
-            self._tell("spike", Mode.TRAIN, step, f"gradient norm {norm:.4g}, {times}")
+            self.tell("spike", Mode.TRAIN, step, f"gradient norm {norm:.4g}, {times}")
         self._norms.add(norm)
 
-    def _tell(self, kind: str, mode: Mode, step: int, text: str) -> None:
+    def tell(self, kind: str, mode: Mode, step: int, text: str) -> None:
         """Tell what happened, unless a step that is held with it had its like."""
         event = Happening(kind=kind, mode=mode, step=step, text=f"rank {self._rank}: {text}")
         try:
@@ -221,7 +170,7 @@ class RingRecorder(Recorder):
                 self._board.tell(event)
         except OSError:  # a full disk: whoever copies the ring tells the others
             if self._ring.hold(event.window(self._steps)):
-                self._define_in(self._ring.kept, "untold", {"entry": event.entry})
+                self._recorder.define("untold", entry=event.entry)
 
 
 class _WatchedValue:
@@ -258,22 +207,23 @@ class _WatchedModule:
     """By slot; None for one that no glob takes."""
 
 
-class WatchingRecorder(RingRecorder):
-    """Writes into a ring, and tells when a value that was named leaps."""
+class LeapWatch:
+    """Tells when a value that the user named leaps."""
 
     def __init__(
         self,
-        writer: RingWriter,
+        recorder: Recorder,
+        box: BlackBoxWatch,
         selection: StepSelection,
         board: EventBoard,
-        rank: int,
         say: Callable[[str], None] | None = None,
     ) -> None:
         """Watch what the selection names; `say` tells the user which globs took nothing, None where
         another rank does.
         """
-        super().__init__(writer, selection, board, rank)
-        self._globs = selection.watch
+        self._box = box
+        self._globs, self._spike = selection.watch, selection.spike
+        self._board = board
         self._say = say
         self._modules: dict[int, _WatchedModule] = {}
         self._calls: dict[int, tuple[_WatchedModule, Mode, int]] = {}
@@ -283,47 +233,29 @@ class WatchingRecorder(RingRecorder):
         self._seen: set[int] = set()
         """Globs that took something here."""
         self._begun = 0
+        recorder.on_module.append(self._module_defined)
+        recorder.on_call.append(self._call_began)
+        recorder.on_value.append(self._look)
+        recorder.on_step.append(self._step_marked)
 
-    def define(self, kind: str, **fields: object) -> int:
-        """Commit a definition and return its number."""
-        number = super().define(kind, **fields)
-        if kind == "module":
-            path, places = str(fields["path"]), map(split_place, self._globs)
-            slots = tuple((i, s) for i, (p, s) in enumerate(places) if glob_matches(p, path))
-            if slots:
-                self._modules[number] = _WatchedModule(path, slots)
-            if len(self._modules) > _MOST_MODULES:  # of a program that makes models all the time
-                del self._modules[next(iter(self._modules))]
-        return number
+    def _module_defined(self, number: int, path: str) -> None:
+        places = map(split_place, self._globs)
+        slots = tuple((i, s) for i, (p, s) in enumerate(places) if glob_matches(p, path))
+        if slots:
+            self._modules[number] = _WatchedModule(path, slots)
+        if len(self._modules) > _MOST_MODULES:  # of a program that makes models all the time
+            del self._modules[next(iter(self._modules))]
 
-    def enter(
-        self,
-        module: int,
-        root: int,
-        parent: int | None,
-        mode: Mode,
-        step: int,
-        micro_batch: int | None,
+    def _call_began(
+        self, sequence: int, module: int, _root: int, _parent: int | None, mode: Mode, step: int,
         phase: Phase,
-        ordinal: int,
-        time_ns: int = 0,
-        collective: int = 0,
-        number: int = 0,
-    ) -> int:
-        """Record that a call began; return its sequence number. (By position: hot path.)"""
-        sequence = super().enter(
-            module, root, parent, mode, step, micro_batch, phase, ordinal, time_ns, collective,
-            number,
-        )  # fmt: skip
+    ) -> None:  # fmt: skip
         watched = self._modules.get(module)
-        if watched is not None and mode is self._mode and phase in _CALLS_WATCHED:
+        if watched is not None and mode is self._box.mode and phase in _CALLS_WATCHED:
             self._calls[sequence] = watched, mode, step
-        return sequence
 
-    def step(self, event: StepEvent, mode: Mode, step: int, note: Note | None = None) -> None:
-        """Record that a traced step began or ended."""
-        super().step(event, mode, step, note)
-        if event is not StepEvent.BEGIN or mode is not self._mode:
+    def _step_marked(self, event: StepEvent, mode: Mode, step: int) -> None:
+        if event is not StepEvent.BEGIN or mode is not self._box.mode:
             return
         for sequence, (_, its_mode, its_step) in list(self._calls.items()):
             if its_mode is mode and its_step >= step - _LATE:
@@ -340,9 +272,8 @@ class WatchingRecorder(RingRecorder):
                     )
 
     def _look(
-        self, sequence: int, slot: str, reading: ValueNumbers, phase: Phase, flags: int
+        self, sequence: int, slot: str, reading: ValueNumbers, _phase: Phase, flags: int
     ) -> None:
-        super()._look(sequence, slot, reading, phase, flags)
         call = self._calls.get(sequence)
         if call is None:
             return
@@ -364,7 +295,7 @@ class WatchingRecorder(RingRecorder):
         what = watched.name if reading.count == 1 else f"the root mean square of {watched.name}"
         times = f"{magnitude / median:.3g} times its running median {median:.4g}"
         text = f"{what} is {magnitude:.4g} in step {step}, {times}"
-        self._tell("watched", mode, step, text)
+        self._box.tell("watched", mode, step, text)
 
     def _begin_to_watch(self, module: _WatchedModule, slot: str) -> _WatchedValue | None:
         """Return where the magnitudes of a slot go; None where no glob takes it."""
