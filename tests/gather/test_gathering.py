@@ -21,7 +21,9 @@ from rankscope.gather.log import ExitOutcome
 from rankscope.gather.protocol import Ended, OpenStream
 from rankscope.gather.shipping import Shipment
 from rankscope.record.streams import EndReason, StreamId
+from rankscope.run.companions import companion_command
 from rankscope.run.folders import SHARED, mark_job_over, stream_folder
+from rankscope.settings import settings_from
 from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.replication import read_end, replica_path
 from rankscope.spool.validprefix import valid_prefix
@@ -97,9 +99,10 @@ def test_a_collector_that_comes_when_even_the_run_folder_is_gone_does_not_make_i
     host = hosts(world_size=1)
     host.out.mkdir()
     (host.out / "trace.json").write_text("{}")
-    with tempfile.TemporaryDirectory() as base:  # a short path, as a socket has to have
-        assert host.collector(bind=[f"ipc://{base}/run/collector.sock"]).wait(120) == 0
-        assert not os.listdir(base)
+    shutil.rmtree(host.folder)
+    command = companion_command("collector", host.folder)
+    assert forked.run(command, env=environment()).returncode == 0
+    assert not host.folder.exists()
     assert {path.name for path in host.out.iterdir()} == {"trace.json"}
 
 
@@ -309,9 +312,7 @@ def test_when_relays_vanish_for_good_the_tree_is_built_from_what_arrived(hosts):
         bind=[host.address],
         world_size=2,
         traced_ranks=2,
-        keep_spool=True,
-        drain_s=1.0,
-        finish_s=60.0,
+        settings=settings_from({"keep_spool": True, "drain_seconds": 1, "finish_seconds": 60}, {}),
         least_silence_s=1.0,
     )
     with ThreadPoolExecutor(1) as pool:
@@ -460,7 +461,7 @@ def test_in_a_shared_folder_an_end_that_the_disk_does_not_take_is_told_once_ther
 
 def test_tcp_without_keys_is_refused_with_the_ways_out(hosts):
     host = hosts()
-    assert host.collector(bind=[f"tcp://127.0.0.1:{free_port()}"]).wait(120) == 2
+    assert host.collector(address=f"tcp://127.0.0.1:{free_port()}").wait(120) == 2
     log = host.log("collector")
     assert "--rs-keys" in log
     assert "--rs-collector shared" in log

@@ -36,11 +36,12 @@ from rankscope.gather.protocol import (
     encode,
 )
 from rankscope.record.streams import EndReason, StreamId
-from rankscope.run.companions import collector_command, companion_environment
+from rankscope.run.companions import companion_environment
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import DEFAULT_SEGMENT_BYTES, SpoolWriter
+from tests.gather.jobs import collector_command
 from tests.spool.streams import enter, value
 
 RECORDS_BAR = 2e6
@@ -127,9 +128,8 @@ def measure(relays: int, megabytes: int, *, is_syncing: bool) -> float:
     crcs = [zlib.crc32(body) for body in bodies]
     total = max(1, megabytes * 1_000_000 // FRAME_BYTES)
     address = f"ipc://{base}/c.sock"
-    command = collector_command(
-        base / "out", bind=[address], world_size=relays + 1, live_check=False, keep_spool=True
-    )
+    options = {"live_check": False, "keep_spool": True}
+    command = collector_command(base / "run", base / "out", address, relays + 1, **options)
     collector = subprocess.Popen(command, env=companion_environment(), stderr=subprocess.DEVNULL)
     while not (base / "out" / "collector.json").exists():
         time.sleep(0.05)

@@ -86,15 +86,28 @@ def command(
     """
     if shared and bind:
         raise SettingError("--shared listens nowhere: leave --bind away, or --shared")
-    selected = settings_from({"ranks": ranks}, {}).ranks
-    traced_ranks = world_size if selected is None else sum(rank < world_size for rank in selected)
-    if not traced_ranks:
+    settings = settings_from(
+        {
+            "ranks": ranks,
+            "keep_spool": keep_spool,
+            "keys": keys,
+            "metrics": metrics,
+            "live_check": live_check,
+            "on_finding": on_finding,
+            "parquet": parquet,
+            "finish_seconds": finish_seconds,
+            "drain_seconds": drain_seconds,
+        },
+        {},
+    )
+    if not settings.traced_of(world_size):
         raise SettingError(f"--ranks: none of these is in a world of {world_size}")
     if keys is not None and not is_tcp(bind):
         raise SettingError("--keys are those of TCP: give --bind tcp://HOST:PORT, or no keys")
-    own = None if keys is None else read_keys(keys.expanduser(), is_collector=True)
+    if settings.keys is not None:  # this and the next before a folder is made
+        read_keys(settings.keys, is_collector=True)
     if bind:
-        check_address(bind, has_keys=own is not None)  # before a folder is made
+        check_address(bind, has_keys=keys is not None)
     trouble = "" if metrics is None else metrics_trouble(metrics)
     if trouble:
         raise SettingError(f"--metrics {metrics}: {trouble}")
@@ -107,16 +120,9 @@ def command(
         out=folder,
         bind=(bind,) if bind else (),
         world_size=world_size,
-        traced_ranks=traced_ranks,
-        keep_spool=keep_spool,
-        drain_s=drain_seconds,
-        finish_s=finish_seconds,
+        traced_ranks=settings.traced_of(world_size),
+        settings=settings,
         first_relay_s=float("inf"),
-        metrics_port=metrics,
-        live_check=live_check,
-        on_finding=on_finding,
-        parquet=parquet,
-        keys=own,
     )
     raise typer.Exit(_collect(options))
 
@@ -151,7 +157,7 @@ def _collect(options: CollectorOptions) -> int:
         with _stop_signals() as is_stopped, log_into(options.out / COLLECTOR_LOG_NAME):
             code = collect(options, is_stopped, Terminal())
     log_path = options.out / COLLECTOR_LOG_NAME
-    if options.parquet and (options.out / TRACE_NAME).exists() and log_path.exists():
+    if options.settings.parquet and (options.out / TRACE_NAME).exists() and log_path.exists():
         _say(f"the dataset is not whole: see {log_path}")
     return _verdict(options.out, code, is_quiet=bool(happened_nothing))
 
