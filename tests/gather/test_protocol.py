@@ -17,7 +17,6 @@ from rankscope.gather.chunkmessages import (
 )
 from rankscope.gather.protocol import (
     CHUNK_FRAME_BYTES,
-    Beat,
     BeatSeen,
     Bye,
     Done,
@@ -33,7 +32,7 @@ from rankscope.gather.protocol import (
     decode,
     encode,
 )
-from rankscope.gather.waitingrule import JobState
+from rankscope.gather.waitingrule import HostState, JobState
 from rankscope.record.streams import EndReason, StreamId
 
 STREAM = StreamId(rank=3, incarnation=1)
@@ -43,7 +42,7 @@ MESSAGES = [
     OpenStream(STREAM, 7),
     RecordFrame(STREAM, (1 << 64) - 1, 640, zlib.crc32(BODY), BODY),
     Ended(STREAM, 7, 6400, EndReason.LOST),
-    Beat(2, 3, JobState.LAUNCHED, 4, 5),
+    HostState(alive=2, held=3, job=JobState.LAUNCHED, max_restarts=4, quiet=5),
     Bye(),
     StreamOffset(STREAM, 1 << 40),
     EndedSeen(STREAM),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -17,8 +17,8 @@ from rankscope.cli.terminal import progress
 from rankscope.errors import SettingError
 from rankscope.gather.finish import CollectorOptions, Observer, collect
 from rankscope.gather.log import log_into
-from rankscope.gather.waitingrule import StreamProgress
 from rankscope.record.graceseconds import DRAIN_SECONDS, FINISH_SECONDS
+from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.address import check_address, is_tcp
 from rankscope.run.companions import dataset_trouble, metrics_trouble
 from rankscope.run.filenames import COLLECTOR_LOG_NAME, TRACE_NAME
@@ -144,9 +144,9 @@ def _collect(options: CollectorOptions) -> int:
                 ranks = f"{options.traced_ranks} rank{'s' * (options.traced_ranks > 1)}"
                 _say(f"waiting for {ranks} at {where}; trace in {options.out}")
 
-            def gathering(self, streams: Sequence[StreamProgress]) -> None:
-                here = {one.stream.rank for one in streams}
-                ended = sum(one.end is not None for one in streams)
+            def gathering(self, streams: Mapping[StreamId, EndReason | None]) -> None:
+                here = {stream.rank for stream in streams}
+                ended = sum(end is not None for end in streams.values())
                 what = f"{len(here)} of {options.traced_ranks} ranks are here, ended:"
                 show(what, ended / max(len(streams), options.traced_ranks))
                 notices.look()

@@ -32,7 +32,6 @@ from rankscope.gather.protocol import (
     LONGEST_MESSAGE,
     MOST_PARTS,
     PROTOCOL_VERSION,
-    Beat,
     BeatSeen,
     Bye,
     Done,
@@ -53,7 +52,7 @@ from rankscope.gather.protocol import (
 )
 from rankscope.gather.replica import ReplicaFiles
 from rankscope.gather.replicasync import BackgroundSync
-from rankscope.gather.waitingrule import JobState, PeerState, StreamProgress
+from rankscope.gather.waitingrule import HostState, JobState, PeerState, StreamSource
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.address import check_address, is_ipv6, is_tcp
 from rankscope.run.filenames import COLLECTOR_NAME
@@ -94,7 +93,7 @@ _MOST_REJECTED = 100
 class _Peer:
     host: str = ""
     heard_at: float = field(default_factory=time.monotonic)
-    beat: Beat = field(default_factory=lambda: Beat(0, 0, JobState.UNKNOWN, 0, 0))
+    state: HostState = field(default_factory=lambda: HostState(alive=0, job=JobState.UNKNOWN))
     stall: Stall | None = None
     is_admitted: bool = False
     """Its run is the one gathered here. Until the disk takes the name of that run nobody knows:
@@ -104,7 +103,7 @@ class _Peer:
     """What its host knows of what happened before black boxes."""
 
 
-class Intake:
+class Intake(StreamSource):
     """Streams that arrive over sockets."""
 
     def __init__(
@@ -179,24 +178,14 @@ class Intake:
                 return
             self._take(identity, parts)
 
-    def streams(self) -> list[StreamProgress]:
-        """Every stream a relay opened or a replica exists of."""
-        return [StreamProgress(stream=stream, end=end) for stream, end in self._ends.items()]
+    def streams(self) -> dict[StreamId, EndReason | None]:
+        """Every stream a relay opened or a replica exists of, and how it ended."""
+        return self._ends
 
     def peers(self) -> list[PeerState]:
         """Every relay that said Hello."""
         now = time.monotonic()
-        return [
-            PeerState(
-                silent_s=now - peer.heard_at,
-                job=peer.beat.job,
-                max_restarts=peer.beat.max_restarts,
-                held=peer.beat.held,
-                alive=peer.beat.alive,
-                quiet=peer.beat.quiet,
-            )
-            for peer in self._peers.values()
-        ]
+        return [peer.state.heard(now - peer.heard_at) for peer in self._peers.values()]
 
     def ask_for_last(self, text: str) -> None:
         """Have quiet hosts send what their ranks held back."""
@@ -307,7 +296,7 @@ class Intake:
         peer = self._peers.get(identity)
         if peer is None:
             return None  # of another run, or this collector has just been started: it says Hello
-        if not peer.is_admitted and not isinstance(message, (Beat, Bye)):
+        if not peer.is_admitted and not isinstance(message, (HostState, Bye)):
             return None  # it asks again
         match message:
             case RecordFrame():
@@ -327,9 +316,9 @@ class Intake:
                 if has_grown:
                     self.progress_at = time.monotonic()
                 return answer
-            case Beat():
-                if message != peer.beat:
-                    peer.beat, self.progress_at = message, time.monotonic()
+            case HostState():
+                if message != peer.state:
+                    peer.state, self.progress_at = message, time.monotonic()
                 for event in self._events - peer.events:
                     self._send(identity, Happened(*event))
                 return BeatSeen(self._vanished)

@@ -8,10 +8,9 @@ import shutil
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from rankscope.errors import FolderError
 from rankscope.gather.collector import Intake
@@ -22,11 +21,11 @@ from rankscope.gather.waitingrule import (
     LEAST_SILENCE_S,
     Decision,
     JobState,
-    PeerState,
-    StreamProgress,
+    StreamSource,
     decide,
 )
 from rankscope.record.graceseconds import FINISH_SECONDS
+from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.companions import (
     GROWS_FROM_BYTES,
     companion_environment,
@@ -48,42 +47,7 @@ from rankscope.run.ownership import check_folder_found
 from rankscope.settings import Settings
 from rankscope.spool.replication import replicated
 
-__all__ = ["CollectorOptions", "Observer", "StreamSource", "collect"]
-
-
-class StreamSource(Protocol):
-    """Where a collector's streams come from."""
-
-    progress_at: float
-    """Monotonic time of the last thing new."""
-
-    def work(self, timeout_s: float) -> None:
-        """Take in what is there; wait for it at most `timeout_s`."""
-
-    def streams(self) -> list[StreamProgress]:
-        """Every stream known."""
-
-    def peers(self) -> list[PeerState]:
-        """Every relay heard."""
-
-    def excuse(self, seconds: float) -> None:
-        """The collector itself was away (suspended, starved): nobody was silent meanwhile."""
-
-    def ask_for_last(self, text: str) -> None:
-        """Have what ranks held back sent, although nothing happened on their hosts."""
-
-    @property
-    def trouble(self) -> str:
-        """Why nothing can be written just now; empty where it can."""
-
-    def building(self) -> None:
-        """The tree is built now: what this process occupies is its own."""
-
-    def farewell(self, *, is_quiet: bool) -> None:
-        """Tell the relays that the run is finished, and whether nothing happened in it."""
-
-    def close(self) -> None:
-        """Let everything go."""
+__all__ = ["CollectorOptions", "Observer", "collect"]
 
 
 _LOOK_S = 0.05
@@ -115,8 +79,8 @@ class Observer:
     def listening(self, addresses: Sequence[str]) -> None:
         """The collector is ready; no address: it watches a shared folder."""
 
-    def gathering(self, streams: Sequence[StreamProgress]) -> None:
-        """These streams are known by now."""
+    def gathering(self, streams: Mapping[StreamId, EndReason | None]) -> None:
+        """These streams are known by now, and how those ended that have."""
 
     def quiet(self) -> None:
         """Every rank held its steps back, and nothing ever happened: there is no tree."""

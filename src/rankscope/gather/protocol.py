@@ -6,9 +6,9 @@
     Frame(stream, offset, crc) + body  ->  <-    At(stream, offset after writing)
     Sync(stream, origin)               ->  <-    Synced(stream, offset that is on disk)
     Ended(stream, committed, ...)      ->  <-    EndedSeen(stream), once the end marker is written
-    Beat(alive, held, job, quiet, ..)  ->  <-    BeatSeen(what is said of a host that vanished)
+    HostState(alive, held, job, ..)    ->  <-    BeatSeen(what is said of a host that vanished)
     Happened(life, event)              ->  <-    Happened(life, event) of other hosts
-    Stands(since, noticed, over, ..)   ->        with each Beat, once this host stood still
+    Stands(since, noticed, over, ..)   ->        with each of these, once this host stood still
     ChunkOpen(stream, origin, chunk)   ->  <-    ChunkAt(stream, chunk, offset it holds)
     ChunkFrame(.., offset, crc) + body ->  <-    ChunkAt(stream, chunk, offset after writing)
     ChunkEnded(.., size, checksum)     ->  <-    ChunkSeen(stream, chunk), once it is whole there;
@@ -42,7 +42,7 @@ from rankscope.gather.chunkmessages import (
     ChunkSeen,
     ChunksRefused,
 )
-from rankscope.gather.waitingrule import JobState
+from rankscope.gather.waitingrule import HostState, JobState
 from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS, EndReason, StreamId
 from rankscope.run.stallrecords import Stall
 from rankscope.spool.recordformat import CELL_BYTES, MAX_RECORD_CELLS
@@ -126,20 +126,6 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
-    """A relay is alive; what it watches."""
-
-    alive: int
-    """Streams whose rank still lives."""
-    held: int
-    """Streams that lie on its host and were not refused."""
-    job: JobState
-    max_restarts: int
-    quiet: int
-    """Both as a `PeerState` has them."""
-
-
-@dataclass(frozen=True, slots=True)
 class Happened:
     """An event of a black box: told with every beat of a relay that knows it, and to all that do
     not. Hosts of such a job may have no folder that all of them see.
@@ -208,7 +194,7 @@ Message = (
     | Sync
     | Synced
     | Ended
-    | Beat
+    | HostState
     | Happened
     | Stall
     | Bye
@@ -382,7 +368,7 @@ _SHAPES: Mapping[int, _MessageShape] = {
     2: _shape(OpenStream, _STREAM, _ORIGIN),
     3: _shape(RecordFrame, _STREAM, _ORIGIN, _OFFSET, _number(1 << 32)),
     4: _shape(Ended, _STREAM, _ORIGIN, _OFFSET, _member(tuple(EndReason))),
-    5: _shape(Beat, _COUNT, _COUNT, _member(tuple(JobState)), _COUNT, _COUNT),
+    5: _shape(HostState, _COUNT, _COUNT, _member(tuple(JobState)), _COUNT, _COUNT),
     6: _shape(Bye),
     10: _shape(StreamOffset, _STREAM, _OFFSET),
     11: _shape(EndedSeen, _STREAM),
