@@ -26,9 +26,9 @@ from rankscope.gather.protocol import (
     PROTOCOL_VERSION,
     WINDOW_BYTES,
     Ended,
+    Frame,
     Hello,
     OpenStream,
-    RecordFrame,
     StreamOffset,
     Sync,
     Synced,
@@ -89,7 +89,7 @@ class Sender:
         while self.number < total and self.sent - self.acked < WINDOW_BYTES:
             which = self.number % len(self.bodies)
             body = self.bodies[which]
-            message = encode(RecordFrame(self.stream, ORIGIN, self.sent, crcs[which], body))
+            message = encode(Frame(self.stream, ORIGIN, self.sent, crcs[which], body))
             self.socket.send_multipart(message, copy=False)
             self.sent += len(body)
             self.number += 1

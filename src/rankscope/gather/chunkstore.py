@@ -13,17 +13,14 @@ from pathlib import Path
 
 from rankscope.chunks.chunkheader import chunk_folder, chunk_numbers, chunk_path
 from rankscope.chunks.safetensors import checksum_of, write_all
-from rankscope.gather.chunkmessages import (
-    ChunkAt,
-    ChunkEnded,
-    ChunkFrame,
-    ChunkOpen,
-    ChunkSeen,
-    ChunksRefused,
-)
 from rankscope.gather.log import log
 from rankscope.gather.protocol import (
-    Message,
+    ChunkEnded,
+    EndedSeen,
+    Frame,
+    OpenStream,
+    Refused,
+    StreamOffset,
 )
 from rankscope.record.streams import StreamId
 from rankscope.run.replacing import sync_by_name
@@ -36,6 +33,8 @@ MOST_CHUNKS = 100_000
 """Of one stream."""
 _MOST_OPEN = 256
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+Question = OpenStream | Frame | ChunkEnded
+Answer = StreamOffset | EndedSeen | Refused
 
 
 class ReceivedChunks:
@@ -55,9 +54,7 @@ class ReceivedChunks:
         self._whole: dict[StreamId, int] = {}
         """Bytes of the chunks that are whole."""
 
-    def answer(
-        self, message: ChunkOpen | ChunkFrame | ChunkEnded, place: StreamId | None = None
-    ) -> tuple[Message, bool]:
+    def answer(self, message: Question, place: StreamId | None = None) -> tuple[Answer, bool]:
         """Do what a relay asks for; return the answer, and whether anything new is here.
 
         Args:
@@ -69,32 +66,30 @@ class ReceivedChunks:
         answer, is_new = self._answer(replace(message, stream=place))
         return (answer if place == asked else replace(answer, stream=asked)), is_new
 
-    def _answer(
-        self, message: ChunkOpen | ChunkFrame | ChunkEnded
-    ) -> tuple[ChunkAt | ChunkSeen | ChunksRefused, bool]:
+    def _answer(self, message: Question) -> tuple[Answer, bool]:
         stream, chunk = message.stream, message.chunk
         try:
             if self._is_whole(stream, chunk):
                 return self._of_whole(message), False
             descriptor = self._descriptor(stream, chunk)
             length = os.fstat(descriptor).st_size
-            if isinstance(message, ChunkFrame):
+            if isinstance(message, Frame):
                 grown = self._append(descriptor, length, message)
-                return ChunkAt(stream, chunk, grown), grown > length
+                return StreamOffset(stream, grown, chunk), grown > length
             if isinstance(message, ChunkEnded):
                 return self._finish(descriptor, length, message), True
-            return ChunkAt(stream, chunk, length), False
+            return StreamOffset(stream, length, chunk), False
         except OSError as error:
             self._forget(stream)
             log(f"chunk {chunk} of {stream.name}: {error.strerror}; no more of them are taken")
-            return ChunksRefused(stream, str(error.strerror)), False
+            return Refused(stream, str(error.strerror), chunk), False
 
     def close(self) -> None:
         """Close every file."""
         for stream in [*self._open]:
             self._forget(stream)
 
-    def _append(self, descriptor: int, length: int, frame: ChunkFrame) -> int:
+    def _append(self, descriptor: int, length: int, frame: Frame) -> int:
         """Write a frame if it begins at the end; return the length afterwards either way.
 
         Raises:
@@ -111,25 +106,25 @@ class ReceivedChunks:
             raise
         return length + len(frame.body)
 
-    def _finish(self, descriptor: int, length: int, ended: ChunkEnded) -> ChunkAt | ChunkSeen:
+    def _finish(self, descriptor: int, length: int, ended: ChunkEnded) -> Answer:
         """Give a chunk its name where it is what was sent; else it begins anew."""
         stream, chunk = ended.stream, ended.chunk
         if length != ended.size or checksum_of(descriptor) != ended.checksum:
             log(f"chunk {chunk} of {stream.name} is not what was sent: it is taken again")
             os.ftruncate(descriptor, 0)
-            return ChunkAt(stream, chunk, 0)
+            return StreamOffset(stream, 0, chunk)
         os.fsync(descriptor)  # the relay removes its own once it is told
         os.replace(self._part(stream, chunk), self._path(stream, chunk))
         sync_by_name(self._path(stream, chunk).parent)
         self._whole[stream] = self._whole_bytes(stream) + length
         self._forget(stream)
-        return ChunkSeen(stream, chunk)
+        return EndedSeen(stream, chunk)
 
-    def _of_whole(self, message: ChunkOpen | ChunkFrame | ChunkEnded) -> ChunkAt | ChunkSeen:
+    def _of_whole(self, message: Question) -> Answer:
         stream, chunk = message.stream, message.chunk
         if isinstance(message, ChunkEnded):
-            return ChunkSeen(stream, chunk)
-        return ChunkAt(stream, chunk, self._path(stream, chunk).stat().st_size)
+            return EndedSeen(stream, chunk)
+        return StreamOffset(stream, self._path(stream, chunk).stat().st_size, chunk)
 
     def _is_whole(self, stream: StreamId, chunk: int) -> bool:
         held = self._open.get(stream)

@@ -19,12 +19,6 @@ import zmq
 
 from rankscope.errors import BindError, FolderError, SpoolError, WireError
 from rankscope.gather.arrivals import MemoryBound, receive_parts
-from rankscope.gather.chunkmessages import (
-    ChunkEnded,
-    ChunkFrame,
-    ChunkOpen,
-    ChunksRefused,
-)
 from rankscope.gather.chunkstore import ReceivedChunks
 from rankscope.gather.curve import Admission
 from rankscope.gather.log import FewLines, log
@@ -34,14 +28,15 @@ from rankscope.gather.protocol import (
     PROTOCOL_VERSION,
     BeatSeen,
     Bye,
+    ChunkEnded,
     Done,
     Ended,
     EndedSeen,
+    Frame,
     Happened,
     Hello,
     Message,
     OpenStream,
-    RecordFrame,
     Refused,
     Rejected,
     StreamOffset,
@@ -299,23 +294,13 @@ class Intake(StreamSource):
         if not peer.is_admitted and not isinstance(message, (HostState, Bye)):
             return None  # it asks again
         match message:
-            case RecordFrame():
-                return self._append(message)
-            case OpenStream(stream, origin):
-                return self._open(stream, origin)
-            case Sync(stream, origin):
-                return self._begin_sync(identity, stream, origin)
-            case Ended():
-                return self._end(message)
-            case ChunkOpen(stream) | ChunkFrame(stream) | ChunkEnded(stream):
+            case OpenStream() | Frame() | Sync() | Ended() | ChunkEnded():
                 try:
-                    place = self._opened(stream, message.origin)
+                    return self._answer_of_stream(identity, message)
                 except FolderError as error:
-                    return ChunksRefused(stream, str(error))
-                answer, has_grown = self._chunks.answer(message, place)
-                if has_grown:
-                    self.progress_at = time.monotonic()
-                return answer
+                    self._complaints.log(str(error))
+                    chunk = 0 if isinstance(message, (Sync, Ended)) else message.chunk
+                    return Refused(message.stream, str(error), chunk)
             case HostState():
                 if message != peer.state:
                     peer.state, self.progress_at = message, time.monotonic()
@@ -334,6 +319,32 @@ class Intake(StreamSource):
                 peer.has_left = True
                 return None
         raise WireError(f"{type(message).__name__} is nothing a relay says")
+
+    def _answer_of_stream(
+        self, identity: bytes, message: OpenStream | Frame | Sync | Ended | ChunkEnded
+    ) -> Message | None:
+        """Do what is asked of a stream or its chunks.
+
+        Raises:
+            WireError: nobody opened it, or it cannot be so.
+            FolderError: nothing of it can be taken.
+            SpoolError: nothing can be taken, now.
+        """
+        match message:
+            case Frame(chunk=0):
+                return self._append(message)
+            case OpenStream(stream, origin, chunk=0):
+                return self._open(stream, origin)
+            case Sync(stream, origin):
+                self._begin_sync(identity, stream, origin)
+                return None
+            case Ended():
+                return self._end(message)
+        place = self._opened(message.stream, message.origin)
+        answer, has_grown = self._chunks.answer(message, place)
+        if has_grown:
+            self.progress_at = time.monotonic()
+        return answer
 
     def _greet(self, identity: bytes, hello: Hello) -> Message | None:
         """Take a relay in, unless it brings records of another run than the one gathered here.
@@ -394,15 +405,8 @@ class Intake(StreamSource):
     def _open(self, stream: StreamId, origin: int) -> Message | None:
         if stream.rank >= self._world_size:
             return Refused(stream, f"rank {stream.rank} in a world of {self._world_size}")
-        try:
-            place = self._replicas.place(stream, origin)
-            length = self._replicas.length(place)
-        except FolderError as error:
-            self._complaints.log(str(error))
-            return Refused(stream, str(error))
-        except SpoolError as error:
-            self._note_trouble(str(error))
-            return None
+        place = self._replicas.place(stream, origin)
+        length = self._replicas.length(place)
         self._report()
         self._trouble = ""
         if place not in self._ends:
@@ -410,32 +414,22 @@ class Intake(StreamSource):
             self.progress_at = time.monotonic()
         return StreamOffset(stream, length)
 
-    def _append(self, frame: RecordFrame) -> Message:
+    def _append(self, frame: Frame) -> Message:
         stream, offset = frame.stream, frame.offset
-        try:
-            place = self._opened(stream, frame.origin)
-            length = self._replicas.append(place, offset, frame.body)
-        except FolderError as error:
-            self._complaints.log(str(error))
-            return Refused(stream, str(error))
+        place = self._opened(stream, frame.origin)
+        length = self._replicas.append(place, offset, frame.body)
         self._report()
         if length == offset + len(frame.body):
             self.progress_at = time.monotonic()
         return StreamOffset(stream, length)
 
-    def _begin_sync(self, identity: bytes, stream: StreamId, origin: int) -> Message | None:
+    def _begin_sync(self, identity: bytes, stream: StreamId, origin: int) -> None:
         """Have a replica put on disk: the relay is told when that is done."""
-        try:
-            place = self._opened(stream, origin)
-            if place not in self._unsynced and place not in self._syncing:
+        place = self._opened(stream, origin)
+        if place not in self._unsynced and place not in self._syncing:
+            with contextlib.suppress(OSError):  # too many open files: it asks again
                 self._sync.add(self._replicas.to_sync(place))
                 self._syncing[place] = identity, stream
-        except FolderError as error:
-            self._complaints.log(str(error))
-            return Refused(stream, str(error))
-        except OSError:
-            return None  # too many open files: it asks again
-        return None
 
     def _tell_synced(self) -> None:
         for place, length, trouble in self._sync.finished():
@@ -464,21 +458,12 @@ class Intake(StreamSource):
 
     def _end(self, ended: Ended) -> Message:
         stream, committed, reason = ended.stream, ended.committed, ended.reason
-        try:
-            place = self._opened(stream, ended.origin)
-            length = self._replicas.length(place)
-        except FolderError as error:
-            self._complaints.log(str(error))
-            return Refused(stream, str(error))
+        place = self._opened(stream, ended.origin)
+        length = self._replicas.length(place)
         if committed < length or reason is EndReason.RUNNING:
             raise WireError(f"{stream.name} ended {reason.value} at {committed}, {length} are here")
         end = StreamEnd(committed=committed, end=reason)
-        try:
-            is_new = write_end(replica_path(self._out, place), end)
-        except SpoolError as error:
-            self._note_trouble(str(error))
-            return StreamOffset(stream, length)
-        if is_new:
+        if write_end(replica_path(self._out, place), end):
             self._trouble = ""
             self._ends[place] = reason
             self.progress_at = time.monotonic()

@@ -17,12 +17,6 @@ import zmq
 from rankscope.errors import FolderError, RankscopeError, SpoolError, WireError
 from rankscope.gather.arrivals import MemoryBound, receive_parts
 from rankscope.gather.blackbox import BlackBox
-from rankscope.gather.chunkmessages import (
-    ChunkAt,
-    ChunkFrame,
-    ChunkSeen,
-    ChunksRefused,
-)
 from rankscope.gather.curve import Handshake
 from rankscope.gather.log import FewLines, log
 from rankscope.gather.protocol import (
@@ -35,11 +29,11 @@ from rankscope.gather.protocol import (
     Done,
     Ended,
     EndedSeen,
+    Frame,
     Happened,
     Hello,
     Message,
     OpenStream,
-    RecordFrame,
     Refused,
     Rejected,
     StreamOffset,
@@ -266,12 +260,11 @@ class SocketLink(Link):
                     continue
                 was_busy = True
                 if not self._send(message):
-                    if isinstance(message, (RecordFrame, ChunkFrame)):
+                    if isinstance(message, Frame):
                         shipment.take_back(message)
                     return False
-                if isinstance(message, RecordFrame):
-                    window -= len(message.body)
-                if isinstance(message, (RecordFrame, ChunkFrame)):
+                if isinstance(message, Frame):
+                    window -= 0 if message.chunk else len(message.body)
                     still.append(shipment)
             waiting = still
         return was_busy
@@ -293,21 +286,9 @@ class SocketLink(Link):
 
     def _take(self, message: Message, shipments: dict[StreamId, Shipment], now: float) -> None:
         match message:
-            case StreamOffset(stream, offset):
+            case StreamOffset(stream) | Synced(stream) | EndedSeen(stream) | Refused(stream):
                 if stream in shipments:
-                    shipments[stream].take_offset(offset, now)
-            case Synced(stream, offset):
-                if stream in shipments:
-                    shipments[stream].take_synced(offset)
-            case EndedSeen(stream):
-                if stream in shipments:
-                    shipments[stream].take_end_seen()
-            case ChunkAt(stream) | ChunkSeen(stream) | ChunksRefused(stream):
-                if stream in shipments and (chunks := shipments[stream].chunks) is not None:
-                    chunks.take_answer(message, now)
-            case Refused(stream, reason):
-                if stream in shipments:
-                    shipments[stream].take_refusal(reason)
+                    shipments[stream].take(message, now)
             case Rejected(reason):
                 self.rejection = reason
             case Happened() | BeatSeen():
@@ -457,7 +438,7 @@ class SharedLink(Link):
                 case OpenStream():
                     shipment.take_offset(self._replicas.length(place), now)
                     return True
-                case RecordFrame(_, _, offset, _, body):
+                case Frame(_, _, offset, _, body):
                     shipment.take_offset(self._replicas.append(place, offset, body), now)
                     if self._replicas.trouble:
                         self._note_trouble("", now)  # which it reports itself
