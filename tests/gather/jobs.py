@@ -134,6 +134,10 @@ class Host:
         place = self.out, address or self.address, self.world_size
         return self._start(collector_command(folder, *place, **settings), "collector", fresh=fresh)
 
+    def is_listened_to(self) -> bool:
+        """True once a collector listens at its `ipc://` address."""
+        return Path(self.address.removeprefix("ipc://")).exists()
+
     def rank(
         self,
         rank: int,

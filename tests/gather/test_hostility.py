@@ -35,7 +35,7 @@ def sender(hosts):
     """A dealer before a real collector, and its host."""
     host = hosts()
     host.collector(drain_seconds=60.0)
-    assert wait_until(lambda: (host.out / "collector.json").exists())
+    assert wait_until(host.is_listened_to)
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
@@ -87,7 +87,7 @@ def test_a_stranger_is_not_told_the_id_of_the_run(hosts):
     """Who knows the id is taken for a relay of the run, so no answer may hold it."""
     host = hosts(run_id="id-of-the-run")
     host.collector(drain_seconds=60.0)
-    assert wait_until(lambda: (host.out / "collector.json").exists())
+    assert wait_until(host.is_listened_to)
     context, heard = zmq.Context(), []
 
     def dealer(name):

@@ -34,7 +34,7 @@ def collecting(hosts):
     """A host with a collector, and a way to make peers before it."""
     host = hosts()
     host.collector(live_check=False)
-    assert wait_until(lambda: (host.out / "collector.json").exists())
+    assert wait_until(host.is_listened_to)
     with zmq.Context() as context:
         made = []
 

@@ -131,7 +131,7 @@ def measure(relays: int, megabytes: int, *, is_syncing: bool) -> float:
     options = {"live_check": False, "keep_spool": True}
     command = collector_command(base / "run", base / "out", address, relays + 1, **options)
     collector = subprocess.Popen(command, env=companion_environment(), stderr=subprocess.DEVNULL)
-    while not (base / "out" / "collector.json").exists():
+    while not (base / "c.sock").exists():
         time.sleep(0.05)
     context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, 8192)

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
-import os
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -50,9 +47,7 @@ from rankscope.gather.replicasync import BackgroundSync
 from rankscope.gather.waitingrule import HostState, JobState, PeerState, StreamSource
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.address import check_address, is_ipv6, is_tcp
-from rankscope.run.filenames import COLLECTOR_NAME
 from rankscope.run.keyfile import CurveKeys
-from rankscope.run.replacing import write_by_rename
 from rankscope.run.stallrecords import Stall, keep_stall
 from rankscope.spool.replication import StreamEnd, read_end, replica_path, replicated, write_end
 
@@ -86,7 +81,6 @@ _MOST_REJECTED = 100
 
 @dataclass(slots=True)
 class _Peer:
-    host: str = ""
     heard_at: float = field(default_factory=time.monotonic)
     state: HostState = field(default_factory=lambda: HostState(alive=0, job=JobState.UNKNOWN))
     stall: Stall | None = None
@@ -104,13 +98,7 @@ class Intake(StreamSource):
     def __init__(
         self, out: Path, bind: Sequence[str], *, world_size: int, keys: CurveKeys | None = None
     ) -> None:
-        """Bind, publish `collector.json`, and pick up the replicas that are there.
-
-        Args:
-            out: the trace folder.
-            bind: addresses.
-            world_size: ranks of the job.
-            keys: of TCP addresses.
+        """Bind, and pick up the replicas that are there; the keys are those of TCP addresses.
 
         Raises:
             BindError: an address may not or cannot be bound.
@@ -156,8 +144,6 @@ class Intake(StreamSource):
             self._admission = Admission(self._socket, keys)
         self.addresses += [self._bind(address) for address in bind if is_tcp(address)]
         self._bound = MemoryBound(self.addresses, lambda: len(self._peers))
-        self._is_published = False
-        self._publish()
 
     def work(self, timeout_s: float) -> None:
         """Take in at most a batch of messages; wait for the first at most `timeout_s`."""
@@ -254,20 +240,6 @@ class Intake(StreamSource):
         except (zmq.ZMQError, OSError) as error:
             raise BindError(f"{address}: cannot be listened on: {error}") from error
         return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
-
-    def _publish(self) -> None:
-        """Write where this collector listens; on a full disk later, once that takes anything."""
-        fields = {
-            "address": self.addresses[0],
-            "addresses": self.addresses,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-        }
-        try:
-            write_by_rename(self._out / COLLECTOR_NAME, json.dumps(fields) + "\n")
-            self._is_published = True
-        except SpoolError as error:
-            self._note_trouble(str(error))
 
     def _take(self, identity: bytes, parts: list[bytes]) -> None:
         """Handle one message; one that breaks the protocol is counted and changes nothing."""
@@ -375,14 +347,12 @@ class Intake(StreamSource):
         except SpoolError as error:
             self._note_trouble(str(error))
             if peer is None:
-                self._peers[identity] = _Peer(host=hello.host)
+                self._peers[identity] = _Peer()
             return None
         log(f"{name} brings run {hello.run_id}")
         self._trouble = ""
-        if not self._is_published:
-            self._publish()
         self.progress_at = time.monotonic()
-        self._peers[identity] = _Peer(host=hello.host, is_admitted=True)
+        self._peers[identity] = _Peer(is_admitted=True)
         return None
 
     def _has_room_for_a_peer(self) -> bool:

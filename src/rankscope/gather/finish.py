@@ -18,7 +18,6 @@ from rankscope.gather.log import ExitOutcome, log
 from rankscope.gather.sharedwatch import SharedWatch
 from rankscope.gather.stepwiseprocess import StepwiseProcess
 from rankscope.gather.waitingrule import (
-    LEAST_SILENCE_S,
     Decision,
     JobState,
     StreamSource,
@@ -35,7 +34,6 @@ from rankscope.run.companions import (
 from rankscope.run.filenames import (
     COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
-    COLLECTOR_NAME,
     PARQUET_FOLDER,
     REPLICA_FOLDER,
     TRACE_NAME,
@@ -70,7 +68,6 @@ class CollectorOptions:
     """As the ranks have them; `keys` names the collector's own file."""
     first_relay_s: float = _FIRST_RELAY_S
     """How long to wait for the first relay: importing torch on a large cluster takes its time."""
-    least_silence_s: float = LEAST_SILENCE_S
 
 
 class Observer:
@@ -137,8 +134,6 @@ def collect(
                 outcome = _finish(options, source, decision, watching)
                 is_quiet = decision is Decision.QUIET
         source.farewell(is_quiet=is_quiet)
-        with contextlib.suppress(OSError):  # the disk has failed, which was said
-            (options.out / COLLECTOR_NAME).unlink(missing_ok=True)
         source.close()  # nobody waits for a dataset but who asked for it
         source = None
         has_news = intake is not None and intake.has_refused_keys
@@ -239,7 +234,6 @@ def _gather(
             idle_s=now - source.progress_at,
             drain_s=settings.drain_seconds,
             finish_s=0.0 if source.trouble else settings.finish_seconds,  # nothing more is taken
-            least_silence_s=options.least_silence_s,
         )
         if decision is Decision.VANISHED:
             source.ask_for_last(_VANISHED)

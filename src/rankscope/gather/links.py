@@ -143,12 +143,7 @@ class SocketLink(Link):
     """To a collector that listens."""
 
     def __init__(self, header: RunHeader, name: str, box: BlackBox | None = None) -> None:
-        """Connect, which never waits.
-
-        Args:
-            header: of the run.
-            name: of the relay.
-            box: where ranks hold steps back; it is told what other hosts saw happen.
+        """Connect, which never waits; the box is told what other hosts saw happen.
 
         Raises:
             BindError: the address may not be used.
@@ -324,11 +319,6 @@ class SharedLink(Link):
 
     def __init__(self, header: RunHeader, name: str, box: BlackBox | None = None) -> None:
         """Open the folder.
-
-        Args:
-            header: of the run.
-            name: of the relay.
-            box: where ranks hold steps back.
 
         Raises:
             FolderError: it cannot be made.

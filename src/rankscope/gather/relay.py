@@ -63,29 +63,9 @@ def relay(run_folder: Path, is_stopped: Callable[[], bool]) -> ExitOutcome:
         raise SpoolError(f"{run_folder}: is no folder; give the host's run folder of a spool")
     lock = FolderLock(run_folder / RELAY_LOCK_NAME, "relay")
     try:
-        header = _wait_for_header(run_folder, is_stopped)
-        if header is None:
-            return ExitOutcome.UNFINISHED
-        return _Relay(run_folder, header, is_stopped).run()
+        return _Relay(run_folder, read_run_header(run_folder), is_stopped).run()
     finally:
         lock.release()
-
-
-def _wait_for_header(run_folder: Path, is_stopped: Callable[[], bool]) -> RunHeader | None:
-    """The collector's address may be known only after the relay was started."""
-    deadline = time.monotonic() + _FIRST_STREAM_S
-    trouble = ""
-    while time.monotonic() < deadline and not is_stopped():
-        try:
-            header = read_run_header(run_folder)
-            if header.collector:
-                return header
-            trouble = "it names no collector yet"
-        except SpoolError as error:
-            trouble = str(error)
-        time.sleep(0.1)
-    log(f"no usable run.json in {run_folder}: {trouble}")
-    return None
 
 
 class _Relay:

@@ -16,7 +16,7 @@ import resource
 import socket
 import stat
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rankscope.chunks.safetensors import write_all
@@ -42,6 +42,7 @@ _OPEN_FILES = 256
 _SHARE_OF_LIMIT = 4
 """Replicas may use this part (1/4) of the process's file descriptors."""
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _PASSING = (errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOSPC, errno.EDQUOT)
 """What a disk says that is full, failed, went read-only or was remounted: it may come back."""
 
@@ -300,7 +301,7 @@ class ReplicaFiles:
             return descriptor
         path = replica_path(self._out, stream)
         try:
-            descriptor = self._open_file(path)
+            descriptor = self._with_room(lambda: os.open(path, _FLAGS, 0o600))
         except OSError as error:
             raise _trouble(f"{path}: cannot be opened: {error.strerror}", error) from error
         status = os.fstat(descriptor)
@@ -309,7 +310,7 @@ class ReplicaFiles:
             raise FolderError(f"{path}: is no ordinary file; remove it")
         if stream not in self._lengths:
             try:
-                whole = self._valid_prefix(path)
+                whole = self._with_room(lambda: valid_prefix(path))
             except SpoolError as error:
                 os.close(descriptor)
                 raise _trouble(str(error), error.__cause__) from error
@@ -331,32 +332,17 @@ class ReplicaFiles:
             os.close(self._open.popitem(last=False)[1])
         return descriptor
 
-    def _open_file(self, path: Path) -> int:
-        """Open one file; where descriptors are short, others are closed for it."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    def _with_room(self, ask: Callable[[], int]) -> int:
+        """Return what needs one more descriptor; where they are short, files are closed for it."""
         while True:
             try:
-                return os.open(path, flags, 0o600)
-            except OSError as error:
-                if not self._makes_room(error):
+                return ask()
+            except (OSError, SpoolError) as error:
+                cause = error if isinstance(error, OSError) else error.__cause__
+                is_short = isinstance(cause, OSError) and cause.errno in _NO_DESCRIPTORS
+                if not is_short or not self._open:
                     raise
-
-    def _valid_prefix(self, path: Path) -> int:
-        """Return how much of a replica is valid; where descriptors are short, as above."""
-        while True:
-            try:
-                return valid_prefix(path)
-            except SpoolError as error:
-                if not self._makes_room(error.__cause__):
-                    raise
-
-    def _makes_room(self, error: BaseException | None) -> bool:
-        """Close one file where descriptors are short; False where that is not the error."""
-        is_short = isinstance(error, OSError) and error.errno in _NO_DESCRIPTORS
-        if not is_short or not self._open:
-            return False
-        os.close(self._open.popitem(last=False)[1])
-        return True
+                os.close(self._open.popitem(last=False)[1])
 
 
 def _files_of(out: Path, rank: int) -> list[str]:

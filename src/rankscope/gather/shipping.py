@@ -61,13 +61,8 @@ class Shipment:
     """The sending side of one stream."""
 
     def __init__(self, run_folder: Path, stream: StreamId, *, has_own_chunks: bool = False) -> None:
-        """Begin at nothing; the other side says what it holds.
-
-        Args:
-            run_folder: the host's spool folder of the run.
-            stream: which of its streams.
-            has_own_chunks: full tensors lie there too, and are to be sent before the end is told.
-        """
+        """Begin at nothing; the other side says what it holds. Where full tensors lie in the run
+        folder too, they are sent before the end is told."""
         self.stream = stream
         self.chunks = ChunkShipment(run_folder, stream) if has_own_chunks else None
         self.folder = stream_folder(run_folder, stream)

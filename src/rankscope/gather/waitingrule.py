@@ -14,7 +14,7 @@ from rankscope.record.streams import EndReason, StreamId
 
 __all__ = ["Decision", "HostState", "JobState", "PeerState", "StreamSource", "decide"]
 
-LEAST_SILENCE_S = 5.0
+_LEAST_SILENCE_S = 5.0
 """A relay is heard every second at least; a shorter silence proves nothing, whatever the grace."""
 _ORDERLY = (EndReason.EXIT, EndReason.CLOSED, EndReason.SWITCHED_OFF)
 
@@ -120,7 +120,6 @@ def decide(
     idle_s: float,
     drain_s: float,
     finish_s: float,
-    least_silence_s: float = LEAST_SILENCE_S,
 ) -> Decision:
     """Return what to do.
 
@@ -133,9 +132,8 @@ def decide(
             of its ranks.
         drain_s: grace for ranks and relays that vanished.
         finish_s: grace for streams that stop before their end although the job is over.
-        least_silence_s: a relay that is silent for less has not vanished, however short the grace.
     """
-    silence_s = max(drain_s, least_silence_s)
+    silence_s = max(drain_s, _LEAST_SILENCE_S)
     if any(peer.job is JobState.LAUNCHED and peer.silent_s < silence_s for peer in peers):
         return Decision.WAIT
     has_ended = bool(streams) and None not in streams.values()

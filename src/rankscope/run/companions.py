@@ -45,17 +45,8 @@ def stepwise_command(
     keep_spool: bool,
     parquet: bool,
 ) -> list[str]:
-    """The command that goes with a running job step by step.
-
-    Args:
-        out: the trace folder.
-        traced_ranks: how many ranks are traced.
-        live_check: judge steps while the job runs.
-        keep_spool: keep the replicas once the tree is written.
-        parquet: write steps into a Parquet dataset too.
-
-    The variable `ON_FINDING_VARIABLE` holds what is given each finding.
-    """
+    """The command that goes with a running job step by step, as its settings say. The variable
+    `ON_FINDING_VARIABLE` holds what is given each finding."""
     command = [*_stepwise(), "--out", str(out)]
     command += ["--traced-ranks", str(traced_ranks)]
     command += [] if live_check else ["--no-verdicts"]
