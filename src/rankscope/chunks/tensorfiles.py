@@ -92,12 +92,8 @@ class TensorFiles:
     def __init__(
         self, folder: Path, records: Mapping[StreamId, TensorRecords] | None = None
     ) -> None:
-        """Look at a trace folder; nothing is opened yet.
-
-        Args:
-            folder: the trace folder.
-            records: what the spools say, for chunks that were left unfinished.
-        """
+        """Look at a trace folder; nothing is opened yet. The records are what the spools say, for
+        chunks that were left unfinished."""
         self._folder = folder
         self._records = records or {}
         self._unopened: dict[StreamId, list[int]] = {}

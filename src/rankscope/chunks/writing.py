@@ -95,8 +95,6 @@ class ChunkWriter:
         """Prepare to write; nothing is made before the first tensor.
 
         Args:
-            trace: the trace folder.
-            stream: whose tensors these are.
             limit_bytes: what all chunks of the stream may occupy on disk.
             chunk_bytes: data of a chunk at most; a larger tensor has a chunk of its own.
             chunk_tensors: tensors of a chunk at most.

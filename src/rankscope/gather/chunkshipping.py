@@ -84,7 +84,7 @@ class ChunkShipment:
             if self._end is None:
                 return  # nobody was told that all of it was sent
             chunk_path(self._folder, self._number).unlink(missing_ok=True)
-            self._let_go()
+            self.close()
         elif not self._is_open or (self._end is not None and answer.offset < self._size):
             self._is_open, self._end = True, None
             self._acked = self._sent = min(answer.offset, self._size)
@@ -149,7 +149,8 @@ class ChunkShipment:
         self._asked_at = now
         return question
 
-    def _let_go(self) -> None:
+    def close(self) -> None:
+        """Let go of the chunk that is on its way."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._number, self._descriptor = 0, -1
@@ -159,9 +160,5 @@ class ChunkShipment:
 
     def _give_up(self, reason: str) -> None:
         log(f"full tensors of {self._stream.name} stay in {self._folder}: {reason}")
-        self._let_go()
+        self.close()
         self.is_done = True
-
-    def close(self) -> None:
-        """Close what is open."""
-        self._let_go()
