@@ -32,6 +32,7 @@ from rankscope.record.streams import RankIdentity
 from rankscope.run.companions import (
     companion_command,
     dataset_trouble,
+    metrics_trouble,
     start_daemon,
     start_extras,
 )
@@ -286,6 +287,8 @@ def _ensure_companions(settings: Settings, run_folder: Path, header: RunHeader) 
     if not header.collects or _is_there(note, header.out / COLLECTOR_LOCK_NAME):
         return
     if settings.parquet and not header.keeps_apart and (trouble := dataset_trouble()):
+        say(trouble)
+    if settings.metrics is not None and (trouble := metrics_trouble(settings.metrics)):
         say(trouble)
     command = companion_command("collector", run_folder)
     _start(command, header.out / COLLECTOR_LOG_NAME, note)
