@@ -202,7 +202,6 @@ class Intake(StreamSource):
         self._sync.close()
         self._tell_synced()
         is_on_disk = self._replicas.sync_all()
-        self._report()
         if self._unsynced or not is_on_disk:  # a disk says only once that it lost something
             log("the hosts keep their records: here they may not outlast this process")
             return
@@ -377,7 +376,6 @@ class Intake(StreamSource):
             return Refused(stream, f"rank {stream.rank} in a world of {self._world_size}")
         place = self._replicas.place(stream, origin)
         length = self._replicas.length(place)
-        self._report()
         self._trouble = ""
         if place not in self._ends:
             self._ends[place] = None
@@ -388,7 +386,6 @@ class Intake(StreamSource):
         stream, offset = frame.stream, frame.offset
         place = self._opened(stream, frame.origin)
         length = self._replicas.append(place, offset, frame.body)
-        self._report()
         if length == offset + len(frame.body):
             self.progress_at = time.monotonic()
         return StreamOffset(stream, length)
@@ -421,10 +418,6 @@ class Intake(StreamSource):
         if place not in self._ends:
             raise WireError(f"a word about {stream.name}, which nobody opened")
         return place
-
-    def _report(self) -> None:
-        while self._replicas.reports:
-            log(self._replicas.reports.pop(0))
 
     def _end(self, ended: Ended) -> Message:
         stream, committed, reason = ended.stream, ended.committed, ended.reason

@@ -359,8 +359,6 @@ class SharedLink(Link):
         self._tell()
         self._hear()
         was_busy = False
-        while self._replicas.reports:
-            log(self._replicas.reports.pop(0))
         for shipment in shipments.values():
             try:
                 was_busy = self._ship(shipment, now) or was_busy
@@ -431,7 +429,7 @@ class SharedLink(Link):
                 case Frame(_, _, offset, _, body):
                     shipment.take_offset(self._replicas.append(place, offset, body), now)
                     if self._replicas.trouble:
-                        self._note_trouble("", now)  # which it reports itself
+                        self._note_trouble("", now)  # which it logs itself
                         return False
                 case Sync():
                     shipment.take_synced(self._replicas.sync(place))

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from rankscope.chunks.safetensors import write_all
 from rankscope.errors import FolderError, SpoolError
+from rankscope.gather.log import log
 from rankscope.gather.replicasync import Unsynced
 from rankscope.record.streams import MAX_INCARNATIONS, StreamId
 from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER, RUN_ID_NAME
@@ -78,8 +79,6 @@ class ReplicaFiles:
         self._most_open = max(1, min(_OPEN_FILES, limit // _SHARE_OF_LIMIT))
         self.trouble = ""
         """Why the last write failed (a full disk, mostly); empty once one succeeds again."""
-        self.reports: list[str] = []
-        """One line for each replica that was cut to its valid prefix, and for each new trouble."""
         try:
             out.mkdir(mode=0o700, parents=True, exist_ok=True)
             own_subfolder(out / REPLICA_FOLDER)
@@ -125,7 +124,7 @@ class ReplicaFiles:
             self._counts[stream.rank] += 1
             place = self.placed(stream, origin)  # another host may have been quicker
             if place not in (None, stream):
-                self.reports.append(
+                log(
                     f"another process wrote {stream.name} before: the records of this one are "
                     f"kept as {place.name}"
                 )
@@ -182,7 +181,7 @@ class ReplicaFiles:
         """Write `body` if `offset` is the replica's end; return the length afterwards either way.
 
         Raises:
-            FolderError: the quota is used up; a disk that refuses is reported and tried again.
+            FolderError: the quota is used up; a disk that refuses is logged and tried again.
             SpoolError: the replica cannot be opened, now.
         """
         length = self.length(stream)
@@ -200,10 +199,10 @@ class ReplicaFiles:
             if not self.trouble:
                 path = replica_path(self._out, stream)
                 self.trouble = f"{path}: cannot be written: {error.strerror}"
-                self.reports.append(f"{self.trouble}; tried again until it can")
+                log(f"{self.trouble}; tried again until it can")
             return length
         if self.trouble:
-            self.reports.append("the disk takes records again")
+            log("the disk takes records again")
             self.trouble = ""
         self._held[stream.rank] += len(body)
         self._lengths[stream] = length + len(body)
@@ -238,13 +237,13 @@ class ReplicaFiles:
 
     def sync_all(self) -> bool:
         """Wait until every replica that is left is on disk, and the name of the tree; False where
-        one is not, which is reported."""
+        one is not, which is logged."""
         is_on_disk = True
         folder = self._out / REPLICA_FOLDER
         try:
             replicas = [replica_path(self._out, stream) for stream in replicated(self._out)]
         except OSError as error:
-            self.reports.append(f"{folder}: cannot be listed: {error.strerror}")
+            log(f"{folder}: cannot be listed: {error.strerror}")
             return False
         for path in (*replicas, folder, self._out):
             try:
@@ -252,7 +251,7 @@ class ReplicaFiles:
             except FileNotFoundError:
                 pass  # the tree holds what it held
             except OSError as error:
-                self.reports.append(f"{path}: cannot be put on disk: {error.strerror}")
+                log(f"{path}: cannot be put on disk: {error.strerror}")
                 is_on_disk = False
         return is_on_disk
 
@@ -320,7 +319,7 @@ class ReplicaFiles:
                 except OSError as error:
                     os.close(descriptor)
                     raise _trouble(f"{path}: cannot be cut: {error.strerror}", error) from error
-                self.reports.append(
+                log(
                     f"{path}: cut from {status.st_size} to {whole} valid bytes"
                     if whole < status.st_size
                     else f"{path}: {status.st_size} bytes survived a crash of the host; it goes on "
