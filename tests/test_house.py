@@ -39,7 +39,7 @@ ROOMS = {
     "export": {"errors", "globs", "layout", "record", "run", "tree"},
     "live": {"errors", "record", "run", "spool", "assembly", "tree"},
     "stepwise": {"errors", "record", "run", "spool", "assembly", "tree", "diagnosis", "export"},
-    "gather": {"errors", "record", "run", "spool", "chunks", "tree", "live"},
+    "gather": {"errors", "record", "settings", "run", "spool", "chunks", "tree", "live"},
     "doctor": {"errors", "record", "settings", "run", "gather", "agent", "capture", "tree"},
     "block": {
         *("errors", "record", "settings", "run", "spool", "chunks"),

@@ -27,10 +27,9 @@ from rankscope.capture.kernel import prepare as prepare_kernel
 from rankscope.errors import RankscopeError, SettingError
 from rankscope.gather.log import ExitOutcome
 from rankscope.run.companions import (
-    collector_command,
+    companion_command,
     dataset_trouble,
     metrics_trouble,
-    relay_command,
     start_extras,
 )
 from rankscope.run.eventboard import held_anything
@@ -186,32 +185,18 @@ class TracedJob:
         say(self._announcement)
         part = self._part
         folder = part.run_folder
-        part.relay = Companion(relay_command(folder), folder / RELAY_LOG_NAME, folder)
+        command = companion_command("relay", folder)
+        part.relay = Companion(command, folder / RELAY_LOG_NAME, folder)
         if self._must_collect():
             self._has_dataset = self._settings.parquet and not self._says_trouble(dataset_trouble())
-            command = collector_command(
-                part.out,
-                bind=part.collection.listens_on(folder),
-                world_size=self._shape.world_size,
-                traced_ranks=self._settings.traced_of(self._shape.world_size),
-                keep_spool=self._settings.keep_spool,
-                drain_seconds=self._settings.drain_seconds,
-                finish_seconds=self._settings.finish_seconds,
-                metrics=self._metrics(),
-                live_check=self._settings.live_check,
-                run_folder=folder,
-                parquet=self._has_dataset,
-            )
+            port = self._settings.metrics
+            if port is not None:  # that it cannot be had is no reason not to train
+                self._says_trouble(metrics_trouble(port))
+            command = companion_command("collector", folder)
             part.collector = Companion(command, part.out / COLLECTOR_LOG_NAME, folder)
         stalls = StallNotices(folder, shown(part.out))
         findings = FindingNotices(part.out, shown(part.out), say)
         self._watch = CompanionWatch(part.companions(), (stalls.look, findings.look))
-
-    def _metrics(self) -> int | None:
-        """Return the port of the collector's metrics; None for none, or where it cannot be had,
-        which is said: that is no reason not to train."""
-        port = self._settings.metrics
-        return None if port is None or self._says_trouble(metrics_trouble(port)) else port
 
     @staticmethod
     def _says_trouble(trouble: str) -> bool:

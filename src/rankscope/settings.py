@@ -33,6 +33,7 @@ __all__ = [
     "misspelt_variables",
     "parse_size",
     "settings_from",
+    "settings_of_run",
 ]
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?$", re.IGNORECASE)
 _MOST_RANKS = 1 << 20
@@ -448,6 +449,17 @@ def settings_from(
         spool_bytes=settings.spool_bytes,
     )
     return settings
+
+
+def settings_of_run(texts: Mapping[str, str]) -> Settings:
+    """Return the settings that `run.json` says, whatever the variables of this process say; without
+    the layout, whose file the ranks have read.
+
+    Raises:
+        SettingError: one cannot be read.
+    """
+    given = {name.replace("-", "_"): text for name, text in texts.items() if name != "layout"}
+    return settings_from(given, {})
 
 
 def _empty(setting: Setting) -> object:

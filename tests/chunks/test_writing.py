@@ -138,13 +138,13 @@ def test_an_unfinished_chunk_is_refused_by_readers_and_finished_to_the_same_byte
     writing.writer.finish()
     later = chunk_folder(tmp_path / "finished-later", STREAM)
     reports = finish_chunks(later, STREAM, writing.tensors, writing.definitions)
-    assert [(r.was_finished, r.tensors) for r in reports] == [(True, 50), (False, 10)]
+    assert [r.tensors for r in reports] == [50, 10]
     assert not reports[0].note and "unfinished with 10 whole tensors" in reports[1].note
     assert "5000 bytes of a tensor that never became whole were cut off" in reports[1].note
     for path in left.iterdir():
         assert path.read_bytes() == (later / path.name).read_bytes()
     again = finish_chunks(later, STREAM, writing.tensors, writing.definitions)
-    assert all(r.was_finished and not r.note for r in again)
+    assert all(r.tensors and not r.note for r in again)
 
 
 def test_a_header_torn_while_it_was_written_is_written_again(tmp_path):
@@ -529,8 +529,7 @@ def test_a_writer_killed_at_any_moment_loses_no_recorded_tensor(tmp_path, seed):
     reports = finish_chunks(folder, STREAM, tensors, definitions)
     assert not any(report.lost for report in reports)
     assert len(unfinished) <= 1
-    assert [r.path for r in reports if r.note or not r.was_finished] == unfinished
-    assert all(r.note for r in reports if not r.was_finished and r.tensors)
+    assert [r.path for r in reports if r.note or not r.tensors] == unfinished
     plain = read_plainly(folder)
     assert {*tensors["reference"].tolist()} <= {*plain}
     # at most the one whose record was about to be written

@@ -11,13 +11,11 @@ from pathlib import Path
 from rankscope.record.streams import StreamId
 from rankscope.run.address import is_tcp
 from rankscope.run.companions import (
-    collector_command,
+    companion_command,
     companion_environment,
     ipc_address,
-    relay_command,
 )
 from rankscope.run.folders import (
-    SHARED,
     RunHeader,
     host_run_folder,
     run_key,
@@ -68,6 +66,26 @@ if "closes" in sys.argv:
 """
 
 
+def collector_command(
+    run_folder: Path, out: Path, address: str, world_size: int, **settings: object
+) -> list[str]:
+    """Write the `run.json` of a collector of its own; return the command that starts it."""
+    run_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    header = RunHeader(
+        run_id="test",
+        out=out,
+        collector=address,
+        world_size=world_size,
+        settings={name.replace("_", "-"): _text(value) for name, value in settings.items()},
+    )
+    write_run_header(run_folder, header)
+    return companion_command("collector", run_folder)
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(int(value) if isinstance(value, bool) else value)
+
+
 class Host:
     """One host of a job: its run folder, and the processes on it."""
 
@@ -100,23 +118,25 @@ class Host:
         write_run_header(self.folder, header)
 
     def relay(self, *, fresh: bool = False) -> subprocess.Popen[str]:
-        return self._start(relay_command(self.folder), "relay", fresh=fresh)
+        return self._start(companion_command("relay", self.folder), "relay", fresh=fresh)
 
-    def collector(self, *, fresh: bool = False, **options: object) -> subprocess.Popen[str]:
+    def collector(
+        self, *, fresh: bool = False, address: str = "", **settings: object
+    ) -> subprocess.Popen[str]:
         """Start one; a fresh process occupies what it would outside of the tests."""
-        bind = [] if self.address == SHARED else [self.address]
-        options = {
+        settings = {
             "keep_spool": True,
             "drain_seconds": 60.0,  # ranks start at their own pace; who wants it short says so
-            "world_size": self.world_size,
-            "keys": self.keys,
-            **options,
+            "keys": None if address else self.keys,
+            **settings,
         }
-        return self._start(
-            collector_command(self.out, bind=options.pop("bind", bind), **options),
-            "collector",
-            fresh=fresh,
-        )
+        folder = self.folder.parent / "collector"
+        place = self.out, address or self.address, self.world_size
+        return self._start(collector_command(folder, *place, **settings), "collector", fresh=fresh)
+
+    def is_listened_to(self) -> bool:
+        """True once a collector listens at its `ipc://` address."""
+        return Path(self.address.removeprefix("ipc://")).exists()
 
     def rank(
         self,

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import zmq
 
-from rankscope.gather.chunkmessages import ChunkOpen, ChunkSeen
 from rankscope.gather.chunkshipping import ChunkShipment
 from rankscope.gather.collector import Intake
 from rankscope.gather.protocol import (
     PROTOCOL_VERSION,
     Done,
     Ended,
+    EndedSeen,
+    Frame,
     Hello,
     OpenStream,
-    RecordFrame,
     StreamOffset,
     Sync,
     Synced,
@@ -61,13 +61,13 @@ def opened(tmp_path: Path, offset: int = 0) -> Shipment:
 def test_an_acknowledgement_beyond_what_was_sent_is_not_believed(writer, tmp_path, past):
     shipment = opened(tmp_path)
     frame = shipment.next_message(0.0, WINDOW)
-    assert isinstance(frame, RecordFrame)
+    assert isinstance(frame, Frame)
     shipment.take_offset(len(frame.body) + past, 0.0)
     assert shipment.acked == 0
     assert isinstance(shipment.next_message(1.0, WINDOW), OpenStream), "it asks what is there"
     shipment.take_offset(0, 1.0)
     again = shipment.next_message(1.0, WINDOW)
-    assert isinstance(again, RecordFrame)
+    assert isinstance(again, Frame)
     assert (again.offset, again.body) == (frame.offset, frame.body)
     shipment.take_synced(1 << 40)
     assert segment_indexes(writer.folder)[0] == 0
@@ -82,7 +82,7 @@ def test_an_offset_at_which_no_record_of_the_spool_ends_is_asked_for_again(
     wrong = writer.committed_bytes + offset if offset > 0 else 128
     if offset < 0:  # inside a record of several cells
         frame = opened(tmp_path).next_message(0.0, WINDOW)
-        assert isinstance(frame, RecordFrame)
+        assert isinstance(frame, Frame)
         assert frame.body[6] > 0, "the first record has one cell only"
         wrong = 64
     shipment.take_offset(wrong, 0.0)
@@ -118,8 +118,8 @@ def test_a_chunk_that_was_not_sent_whole_is_not_removed(tmp_path):
     folder.mkdir(parents=True)
     chunk = folder / "000001.safetensors"
     chunk.write_bytes(b"\x08" + bytes(7) + b"{}      " + bytes(1000))
-    assert isinstance(shipment.next_message(0.0, is_over=True), ChunkOpen)
-    shipment.take_answer(ChunkSeen(STREAM, 1), 0.0)
+    assert isinstance(shipment.next_message(0.0, is_over=True), OpenStream)
+    shipment.take_answer(EndedSeen(STREAM, 1), 0.0)
     assert chunk.exists()
 
 
@@ -144,7 +144,7 @@ def test_a_segment_stays_until_its_records_are_on_disk_where_they_went(hosts):
             match decode(parts):
                 case OpenStream(stream):
                     collector.send_multipart([name, *encode(StreamOffset(stream, held))])
-                case RecordFrame(stream, _, offset, _, body) if offset == held:
+                case Frame(stream, _, offset, _, body) if offset == held:
                     held += len(body)
                     collector.send_multipart([name, *encode(StreamOffset(stream, held))])
                 case Sync(stream):
@@ -179,7 +179,7 @@ def test_done_is_said_only_where_all_records_are_on_disk(tmp_path, capfd, how):
         for message in (
             Hello(PROTOCOL_VERSION, "here", "test"),
             OpenStream(STREAM, 1),
-            RecordFrame(STREAM, 1, 0, zlib.crc32(whole), whole),
+            Frame(STREAM, 1, 0, zlib.crc32(whole), whole),
         ):
             peer.send_multipart(encode(message))
 

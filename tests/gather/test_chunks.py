@@ -8,10 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.gather.chunkmessages import ChunkEnded, ChunkFrame, ChunksRefused
 from rankscope.gather.chunkshipping import GO_BACK_S, ChunkShipment
 from rankscope.gather.chunkstore import ReceivedChunks
-from rankscope.gather.protocol import CHUNK_FRAME_BYTES, CHUNK_WINDOW_BYTES, decode, encode
+from rankscope.gather.protocol import (
+    CHUNK_FRAME_BYTES,
+    CHUNK_WINDOW_BYTES,
+    ChunkEnded,
+    Frame,
+    Refused,
+    decode,
+    encode,
+)
 from rankscope.record.streams import StreamId
 
 STREAM = StreamId(rank=3, incarnation=1)
@@ -48,7 +55,7 @@ class Way:
         while (message := self.sender.next_message(self.now, is_over=is_over)) is not None:
             message = decode(encode(message))
             self.kinds.append(type(message))
-            if isinstance(message, ChunkFrame):
+            if isinstance(message, Frame):
                 in_flight += len(message.body)
             if self.chosen.random() >= self.loss:
                 answers.append(self.store.answer(message)[0])
@@ -111,12 +118,12 @@ def test_a_chunk_that_is_not_what_was_sent_is_taken_again(tmp_path):
     """Its disk changed it: the checksum of the whole file says so."""
     wanted = chunk(tmp_path / "run", 1, 3000)
     way = Way(tmp_path / "run", tmp_path / "out")
-    while ChunkFrame not in way.kinds:
+    while Frame not in way.kinds:
         way.turn(is_over=True)
     (tmp_path / "out" / FOLDER / "000001.part").write_bytes(bytes(3000))
     way.until_done()
     assert way.there() == {"000001.safetensors": wanted}
-    assert way.kinds.count(ChunkFrame) == 2 and way.kinds.count(ChunkEnded) == 2
+    assert way.kinds.count(Frame) == 2 and way.kinds.count(ChunkEnded) == 2
 
 
 def test_what_the_other_side_refuses_stays_here(tmp_path):
@@ -126,8 +133,8 @@ def test_what_the_other_side_refuses_stays_here(tmp_path):
     way.until_done()
     assert not way.sender.is_delivered
     assert (tmp_path / "run" / FOLDER / "000001.safetensors").read_bytes() == whole
-    answer, is_new = way.store.answer(ChunkFrame(STREAM, 5, 2, 0, 0, bytes(2000)))
-    assert (type(answer), is_new) == (ChunksRefused, False)
+    answer, is_new = way.store.answer(Frame(STREAM, 5, 0, 0, bytes(2000), 2))
+    assert (type(answer), is_new) == (Refused, False)
 
 
 def test_links_are_not_followed(tmp_path):

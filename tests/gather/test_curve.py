@@ -18,9 +18,9 @@ from rankscope.gather.collector import Intake
 from rankscope.gather.curve import Admission, Handshake, handshake_trouble, new_keys
 from rankscope.gather.links import SocketLink
 from rankscope.gather.log import ExitOutcome
-from rankscope.gather.protocol import PROTOCOL_VERSION, Beat, Hello, encode
+from rankscope.gather.protocol import PROTOCOL_VERSION, Hello, encode
 from rankscope.gather.shipping import Shipment
-from rankscope.gather.waitingrule import JobState
+from rankscope.gather.waitingrule import HostState, JobState
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.folders import RunHeader, mark_job_over, stream_folder
 from rankscope.run.keyfile import CurveKeys, read_keys, relays_file, write_keys
@@ -82,7 +82,7 @@ def say_hello(who: zmq.Socket[bytes], intake: Intake, seconds: float = 1.0) -> N
     """Say what a relay of the run says first, over and over."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        for message in (Hello(PROTOCOL_VERSION, "host", "run"), Beat(0, 0, JobState.OVER, 0, 0)):
+        for message in (Hello(PROTOCOL_VERSION, "host", "run"), HostState(job=JobState.OVER)):
             with contextlib.suppress(zmq.Again):
                 who.send_multipart(encode(message), zmq.DONTWAIT)
         intake.work(0.02)

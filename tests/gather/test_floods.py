@@ -105,7 +105,7 @@ def test_a_message_that_never_ends_is_cut_off_and_the_job_beside_it_loses_nothin
 ):
     host = hosts(world_size=1)
     collector = host.collector(fresh=True)
-    assert wait_until(lambda: (host.out / "collector.json").exists())
+    assert wait_until(host.is_listened_to)
     relay = host.relay(fresh=True)
     flooding = flood("relay", host.address, part_bytes)
     host.processes.append(flooding)

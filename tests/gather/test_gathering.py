@@ -21,7 +21,9 @@ from rankscope.gather.log import ExitOutcome
 from rankscope.gather.protocol import Ended, OpenStream
 from rankscope.gather.shipping import Shipment
 from rankscope.record.streams import EndReason, StreamId
+from rankscope.run.companions import companion_command
 from rankscope.run.folders import SHARED, mark_job_over, stream_folder
+from rankscope.settings import settings_from
 from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.replication import read_end, replica_path
 from rankscope.spool.validprefix import valid_prefix
@@ -78,7 +80,6 @@ def test_a_job_ends_with_its_tree_in_place_and_an_empty_spool(hosts):
     for rank in range(2):
         assert_replica_is_whole(host.out, rank, 3)
     assert not host.folder.exists()
-    assert not (host.out / "collector.json").exists()
     assert host.out.stat().st_mode & 0o777 == 0o700
 
 
@@ -97,9 +98,10 @@ def test_a_collector_that_comes_when_even_the_run_folder_is_gone_does_not_make_i
     host = hosts(world_size=1)
     host.out.mkdir()
     (host.out / "trace.json").write_text("{}")
-    with tempfile.TemporaryDirectory() as base:  # a short path, as a socket has to have
-        assert host.collector(bind=[f"ipc://{base}/run/collector.sock"]).wait(120) == 0
-        assert not os.listdir(base)
+    shutil.rmtree(host.folder)
+    command = companion_command("collector", host.folder)
+    assert forked.run(command, env=environment()).returncode == 0
+    assert not host.folder.exists()
     assert {path.name for path in host.out.iterdir()} == {"trace.json"}
 
 
@@ -309,10 +311,7 @@ def test_when_relays_vanish_for_good_the_tree_is_built_from_what_arrived(hosts):
         bind=[host.address],
         world_size=2,
         traced_ranks=2,
-        keep_spool=True,
-        drain_s=1.0,
-        finish_s=60.0,
-        least_silence_s=1.0,
+        settings=settings_from({"keep_spool": True, "drain_seconds": 1, "finish_seconds": 60}, {}),
     )
     with ThreadPoolExecutor(1) as pool:
         collector, relay = pool.submit(collect, options, lambda: False), host.relay()
@@ -397,13 +396,10 @@ def test_in_a_shared_folder_each_relay_writes_and_the_collector_only_finishes(ho
 
 def test_a_second_collector_on_a_folder_and_a_second_relay_are_refused(hosts):
     host = hosts()
-    first = host.collector()
-    assert wait_until(lambda: (host.out / "collector.json").exists())
+    host.collector()
+    assert wait_until(host.is_listened_to)
     assert host.collector().wait(120) == 2
     assert "another collector is at work there" in host.log("collector")
-    published = json.loads((host.out / "collector.json").read_text())
-    assert published["address"] == host.address
-    assert published["pid"] == first.pid
     host.relay()
     assert wait_until(lambda: "relaying run" in host.log("relay"))
     assert host.relay().wait(120) == 2
@@ -460,7 +456,7 @@ def test_in_a_shared_folder_an_end_that_the_disk_does_not_take_is_told_once_ther
 
 def test_tcp_without_keys_is_refused_with_the_ways_out(hosts):
     host = hosts()
-    assert host.collector(bind=[f"tcp://127.0.0.1:{free_port()}"]).wait(120) == 2
+    assert host.collector(address=f"tcp://127.0.0.1:{free_port()}").wait(120) == 2
     log = host.log("collector")
     assert "--rs-keys" in log
     assert "--rs-collector shared" in log

@@ -11,9 +11,9 @@ from rankscope.gather.protocol import (
     Bye,
     Ended,
     EndedSeen,
+    Frame,
     Hello,
     OpenStream,
-    RecordFrame,
     Refused,
     Rejected,
     StreamOffset,
@@ -35,7 +35,7 @@ def sender(hosts):
     """A dealer before a real collector, and its host."""
     host = hosts()
     host.collector(drain_seconds=60.0)
-    assert wait_until(lambda: (host.out / "collector.json").exists())
+    assert wait_until(host.is_listened_to)
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
@@ -55,7 +55,7 @@ def ask(socket, message):
 
 
 def frame(offset, body):
-    return RecordFrame(STREAM, ORIGIN, offset, zlib.crc32(body), body)
+    return Frame(STREAM, ORIGIN, offset, zlib.crc32(body), body)
 
 
 def test_nothing_broken_reaches_a_replica_or_stops_the_collector(sender, tmp_path):
@@ -73,7 +73,7 @@ def test_nothing_broken_reaches_a_replica_or_stops_the_collector(sender, tmp_pat
         )
     assert ask(socket, frame(64, whole[64:])) == StreamOffset(STREAM, 0)
     assert ask(socket, frame(1 << 40, whole)) == StreamOffset(STREAM, 0)
-    socket.send_multipart([pack(3, 0, 0, ORIGIN, 0, zlib.crc32(whole) ^ 1), whole])
+    socket.send_multipart([pack(3, [0, 0], ORIGIN, 0, zlib.crc32(whole) ^ 1, 0), whole])
     assert ask(socket, OpenStream(STREAM, ORIGIN)) == StreamOffset(STREAM, 0)
     assert replica_path(host.out, STREAM).read_bytes() == b""
     assert ask(socket, frame(0, whole)) == StreamOffset(STREAM, len(whole))
@@ -87,7 +87,7 @@ def test_a_stranger_is_not_told_the_id_of_the_run(hosts):
     """Who knows the id is taken for a relay of the run, so no answer may hold it."""
     host = hosts(run_id="id-of-the-run")
     host.collector(drain_seconds=60.0)
-    assert wait_until(lambda: (host.out / "collector.json").exists())
+    assert wait_until(host.is_listened_to)
     context, heard = zmq.Context(), []
 
     def dealer(name):
@@ -147,7 +147,7 @@ def test_a_message_longer_than_any_frame_is_cut_off_and_others_go_on(sender):
     other = context.socket(zmq.DEALER)
     other.setsockopt(zmq.LINGER, 0)
     other.connect(host.address)
-    other.send_multipart([pack(3, 0, 0, ORIGIN, 0, 0), bytes(64 << 20)])
+    other.send_multipart([pack(3, [0, 0], ORIGIN, 0, 0, 0), bytes(64 << 20)])
     assert ask(socket, OpenStream(STREAM, ORIGIN)) == StreamOffset(STREAM, 0)
     other.close()
     context.term()
@@ -163,10 +163,10 @@ def test_what_another_process_says_of_the_same_rank_and_life_goes_to_the_next(se
     assert ask(socket, OpenStream(STREAM, ORIGIN)) == StreamOffset(STREAM, 0)
     assert ask(socket, frame(0, whole)) == StreamOffset(STREAM, len(whole))
     assert ask(socket, Ended(STREAM, ORIGIN, len(whole), EndReason.LOST)) == EndedSeen(STREAM)
-    socket.send_multipart(encode(RecordFrame(STREAM, 8, len(whole), zlib.crc32(other), other)))
+    socket.send_multipart(encode(Frame(STREAM, 8, len(whole), zlib.crc32(other), other)))
     socket.send_multipart(encode(Ended(STREAM, 8, 10 * len(whole), EndReason.EXIT)))
     assert ask(socket, OpenStream(STREAM, 8)) == StreamOffset(STREAM, 0)
-    assert ask(socket, RecordFrame(STREAM, 8, 0, zlib.crc32(other), other)) == StreamOffset(
+    assert ask(socket, Frame(STREAM, 8, 0, zlib.crc32(other), other)) == StreamOffset(
         STREAM, len(other)
     )
     assert ask(socket, OpenStream(STREAM, ORIGIN)) == StreamOffset(STREAM, len(whole))

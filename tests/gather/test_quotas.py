@@ -9,10 +9,10 @@ import zmq
 
 from rankscope.chunks.chunkheader import chunk_folder
 from rankscope.errors import FolderError
-from rankscope.gather.chunkmessages import ChunkFrame, ChunkOpen
 from rankscope.gather.chunkstore import ReceivedChunks
 from rankscope.gather.protocol import (
     PROTOCOL_VERSION,
+    Frame,
     Hello,
     OpenStream,
     Refused,
@@ -34,7 +34,7 @@ def collecting(hosts):
     """A host with a collector, and a way to make peers before it."""
     host = hosts()
     host.collector(live_check=False)
-    assert wait_until(lambda: (host.out / "collector.json").exists())
+    assert wait_until(host.is_listened_to)
     with zmq.Context() as context:
         made = []
 
@@ -114,9 +114,9 @@ def test_the_lives_of_a_rank_share_one_quota_also_after_a_restart(tmp_path):
 def test_a_stream_has_one_chunk_that_is_not_whole(tmp_path):
     store = ReceivedChunks(tmp_path)
     for chunk in range(1, 50):
-        store.answer(ChunkOpen(STREAM, 1, chunk))
+        store.answer(OpenStream(STREAM, 1, chunk))
     body = b"x" * 100
-    store.answer(ChunkFrame(STREAM, 1, 7, 0, zlib.crc32(body), body))
+    store.answer(Frame(STREAM, 1, 0, zlib.crc32(body), body, 7))
     folder = chunk_folder(tmp_path, STREAM)
     assert [path.name for path in folder.iterdir()] == ["000007.part"]
     store.close()

@@ -35,7 +35,7 @@ def test_only_a_frame_at_the_end_is_written(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_replica_torn_at_any_byte_is_cut_to_its_valid_prefix_and_grows_on(tmp_path):
+def test_a_replica_torn_at_any_byte_is_cut_to_its_valid_prefix_and_grows_on(tmp_path, capfd):
     whole = write_some(tmp_path / "s", 3)
     ends = record_ends(whole)
     path = replica_path(tmp_path / "out", STREAM)
@@ -45,7 +45,7 @@ def test_a_replica_torn_at_any_byte_is_cut_to_its_valid_prefix_and_grows_on(tmp_
         replicas = ReplicaFiles(tmp_path / "out")
         length = replicas.length(STREAM)
         assert length == max(end for end in ends if end <= cut) == path.stat().st_size
-        assert bool(replicas.reports) == (length != cut)
+        assert bool(capfd.readouterr().err) == (length != cut)
         assert replicas.append(STREAM, length, whole[length:]) == len(whole)
         replicas.close()
         assert path.read_bytes() == whole
@@ -70,7 +70,7 @@ def test_a_bit_flipped_in_a_replica_cuts_it_there_and_it_grows_on(tmp_path):
         assert path.read_bytes() == whole
 
 
-def test_a_settled_replica_is_opened_behind_its_hole_and_grows_on(tmp_path):
+def test_a_settled_replica_is_opened_behind_its_hole_and_grows_on(tmp_path, capfd):
     whole = write_some(tmp_path / "s", 300)
     ends = record_ends(whole)
     path = replica_path(tmp_path / "out", STREAM)
@@ -87,7 +87,7 @@ def test_a_settled_replica_is_opened_behind_its_hole_and_grows_on(tmp_path):
         replicas = ReplicaFiles(tmp_path / "out")
         length = replicas.length(STREAM)
         assert length == max(end, *(one for one in ends if one <= cut)) == path.stat().st_size
-        assert bool(replicas.reports) == (length != cut)
+        assert bool(capfd.readouterr().err) == (length != cut)
         assert replicas.append(STREAM, length, whole[length:]) == len(whole)
         replicas.close()
         assert path.read_bytes()[end:] == whole[end:]
@@ -138,7 +138,7 @@ def test_a_folder_holds_records_of_the_run_that_claimed_it_first_also_after_a_re
     assert names == ["run-id"]
 
 
-def test_a_disk_that_refuses_is_reported_once_and_what_it_refused_is_taken_later(tmp_path):
+def test_a_disk_that_refuses_is_reported_once_and_what_it_refused_is_taken_later(tmp_path, capfd):
     replicas = ReplicaFiles(tmp_path / "out")
     replicas.append(STREAM, 0, bytes(1024))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -149,7 +149,7 @@ def test_a_disk_that_refuses_is_reported_once_and_what_it_refused_is_taken_later
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "File too large" in replicas.trouble
-    assert len(replicas.reports) == 1
+    assert capfd.readouterr().err.count("cannot be written") == 1
     assert replica_path(tmp_path / "out", STREAM).stat().st_size == 1024
     assert replicas.append(STREAM, 1024, bytes(4096)) == 5120
     assert replicas.trouble == ""

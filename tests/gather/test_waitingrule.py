@@ -2,7 +2,7 @@
 
 import pytest
 
-from rankscope.gather.waitingrule import Decision, JobState, PeerState, StreamProgress, decide
+from rankscope.gather.waitingrule import Decision, JobState, PeerState, decide
 from rankscope.record.streams import EndReason, StreamId
 
 EXIT, LOST, RAISED, RUNNING = EndReason.EXIT, EndReason.LOST, EndReason.RAISED, None
@@ -25,10 +25,7 @@ ELASTIC = PeerState(silent_s=0.1, job=JobState.UNKNOWN, max_restarts=1)
 
 
 def streams(*ends, incarnation=0):
-    return [
-        StreamProgress(stream=StreamId(rank=rank, incarnation=incarnation), end=end)
-        for rank, end in enumerate(ends)
-    ]
+    return {StreamId(rank=rank, incarnation=incarnation): end for rank, end in enumerate(ends)}
 
 
 def decided(known, peers, *, idle_s=0.0, expected_ranks=2):
@@ -40,16 +37,16 @@ def decided(known, peers, *, idle_s=0.0, expected_ranks=2):
 @pytest.mark.parametrize(
     ("why", "known", "peers", "idle_s", "expected"),
     [
-        ("nothing happened on any host", [], [QUIET, QUIET], 0, Decision.QUIET),
-        ("one relay is gone since it said so", [], [QUIET, QUIET_GONE], 0, Decision.QUIET),
-        ("one host still works", [], [QUIET, LAUNCHED], 1000, Decision.WAIT),
-        ("one rank called no module", [], [QUIET, WITHOUT_RANKS], 10, Decision.QUIET),
-        ("one host is silent for a while", [], [QUIET, LAUNCHER_GONE], 5, Decision.WAIT),
-        ("one host vanished", [], [QUIET, LAUNCHER_GONE], 10, Decision.VANISHED),
-        ("it did, and nobody answers", [], [QUIET, LAUNCHER_GONE], 60, Decision.NOTHING),
-        ("it did, and the other is gone", [], [QUIET_GONE, LAUNCHER_GONE], 10, Decision.NOTHING),
-        ("nothing happened yet", [], [], 0, Decision.WAIT),
-        ("no relay for a long time", [], [], 1000, Decision.WAIT),
+        ("nothing happened on any host", {}, [QUIET, QUIET], 0, Decision.QUIET),
+        ("one relay is gone since it said so", {}, [QUIET, QUIET_GONE], 0, Decision.QUIET),
+        ("one host still works", {}, [QUIET, LAUNCHED], 1000, Decision.WAIT),
+        ("one rank called no module", {}, [QUIET, WITHOUT_RANKS], 10, Decision.QUIET),
+        ("one host is silent for a while", {}, [QUIET, LAUNCHER_GONE], 5, Decision.WAIT),
+        ("one host vanished", {}, [QUIET, LAUNCHER_GONE], 10, Decision.VANISHED),
+        ("it did, and nobody answers", {}, [QUIET, LAUNCHER_GONE], 60, Decision.NOTHING),
+        ("it did, and the other is gone", {}, [QUIET_GONE, LAUNCHER_GONE], 10, Decision.NOTHING),
+        ("nothing happened yet", {}, [], 0, Decision.WAIT),
+        ("no relay for a long time", {}, [], 1000, Decision.WAIT),
         ("all ended in order", streams(EXIT, EndReason.CLOSED), [ALIVE], 0, Decision.COMPLETE),
         (
             "switched off is in order",
@@ -100,8 +97,8 @@ def decided(known, peers, *, idle_s=0.0, expected_ranks=2):
             99,
             Decision.WAIT,
         ),
-        ("one host died, nobody traced", [], [THROUGH, GONE], 10, Decision.WAIT),
-        ("one host died, nobody ever traced", [], [THROUGH, GONE], 60, Decision.NOTHING),
+        ("one host died, nobody traced", {}, [THROUGH, GONE], 10, Decision.WAIT),
+        ("one host died, nobody ever traced", {}, [THROUGH, GONE], 60, Decision.NOTHING),
         ("over, a stream stopped", streams(EXIT, RUNNING), [OVER], 30, Decision.WAIT),
         (
             "over, a stream stopped long ago",
@@ -110,18 +107,18 @@ def decided(known, peers, *, idle_s=0.0, expected_ranks=2):
             60,
             Decision.INCOMPLETE,
         ),
-        ("over, nobody traced", [], [OVER], 10, Decision.NOTHING),
-        ("over, what traced is not told yet", [], [UNTOLD], 30, Decision.WAIT),
-        ("over, what traced is never told", [], [UNTOLD], 60, Decision.NOTHING),
+        ("over, nobody traced", {}, [OVER], 10, Decision.NOTHING),
+        ("over, what traced is not told yet", {}, [UNTOLD], 30, Decision.WAIT),
+        ("over, what traced is never told", {}, [UNTOLD], 60, Decision.NOTHING),
         ("over, one more is not told yet", streams(EXIT), [UNTOLD], 30, Decision.WAIT),
         ("earlier lives not told yet", streams(EXIT, EXIT), [EARLIER], 30, Decision.WAIT),
         ("earlier lives never told", streams(EXIT, EXIT), [EARLIER], 60, Decision.INCOMPLETE),
         ("over, they are not told yet", streams(EXIT, LOST), [EARLIER_OVER], 30, Decision.WAIT),
-        ("nobody traced yet", [], [ALIVE], 1000, Decision.WAIT),
-        ("nobody traced yet, relays silent", [], [GONE], 10, Decision.WAIT),
-        ("nobody traced, relays gone", [], [GONE], 60, Decision.NOTHING),
-        ("steps are held back, the relay stands still", [], [SILENT], 3600, Decision.WAIT),
-        ("so it does while a host is quiet", [], [QUIET, SILENT], 3600, Decision.VANISHED),
+        ("nobody traced yet", {}, [ALIVE], 1000, Decision.WAIT),
+        ("nobody traced yet, relays silent", {}, [GONE], 10, Decision.WAIT),
+        ("nobody traced, relays gone", {}, [GONE], 60, Decision.NOTHING),
+        ("steps are held back, the relay stands still", {}, [SILENT], 3600, Decision.WAIT),
+        ("so it does while a host is quiet", {}, [QUIET, SILENT], 3600, Decision.VANISHED),
         ("all raised, nobody restarts", streams(RAISED, RAISED), [ALIVE], 0, Decision.COMPLETE),
         ("all raised, they may come back", streams(RAISED, RAISED), [ELASTIC], 5, Decision.WAIT),
         ("one raised, it may come back", streams(EXIT, RAISED), [ELASTIC], 5, Decision.WAIT),
@@ -139,7 +136,7 @@ def decided(known, peers, *, idle_s=0.0, expected_ranks=2):
         ("raised, launcher at work", streams(RAISED, LOST), [LAUNCHED], 1000, Decision.WAIT),
         ("one launcher still at work", streams(EXIT, EXIT), [OVER, LAUNCHED], 0, Decision.WAIT),
         ("launcher's host gone", streams(EXIT, EXIT), [LAUNCHER_GONE], 0, Decision.COMPLETE),
-        ("nobody traced, launcher at work", [], [LAUNCHED], 1000, Decision.WAIT),
+        ("nobody traced, launcher at work", {}, [LAUNCHED], 1000, Decision.WAIT),
     ],
 )
 def test_the_decision(why, known, peers, idle_s, expected):
@@ -162,16 +159,13 @@ def test_a_grace_of_nothing_gives_up_no_relay_between_two_beats():
 
 
 def test_only_the_newest_incarnation_of_a_rank_has_to_end_in_order():
-    known = streams(EXIT, LOST) + [StreamProgress(stream=StreamId(rank=1, incarnation=1), end=EXIT)]
+    newest = StreamId(rank=1, incarnation=1)
+    known = {**streams(EXIT, LOST), newest: EXIT}
     assert decided(known, [ALIVE]) is Decision.COMPLETE
-    assert decided(list(reversed(known)), [ALIVE]) is Decision.COMPLETE
-    lost_again = [*known[:-1], StreamProgress(stream=known[-1].stream, end=LOST)]
-    assert decided(lost_again, [ALIVE]) is Decision.WAIT
+    assert decided(dict(reversed(known.items())), [ALIVE]) is Decision.COMPLETE
+    assert decided({**known, newest: LOST}, [ALIVE]) is Decision.WAIT
 
 
 def test_an_older_incarnation_that_has_not_ended_is_waited_for():
-    known = [
-        StreamProgress(stream=StreamId(rank=0, incarnation=0), end=RUNNING),
-        StreamProgress(stream=StreamId(rank=0, incarnation=1), end=EXIT),
-    ]
+    known = {**streams(RUNNING), **streams(EXIT, incarnation=1)}
     assert decided(known, [ALIVE], expected_ranks=1) is Decision.WAIT

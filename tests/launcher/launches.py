@@ -133,7 +133,7 @@ class Launch:
 
     def companion(self, name: str) -> int:
         """Process number of the `relay` or `collector`; 0 where none lives."""
-        mark = str(self.out if name == "collector" else self.spool).encode()
+        mark = str(self.spool).encode()
         for pid in pids():
             words = command_line(pid)
             is_one = b"rankscope.gather" in words and name.encode() in words

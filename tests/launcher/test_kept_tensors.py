@@ -208,7 +208,7 @@ def test_tensors_of_a_host_that_does_not_see_the_trace_folder_are_shipped_there(
     collector = forked.Popen([*map(str, words)], stderr=subprocess.DEVNULL)
     job = None
     try:
-        assert wait_until(lambda: (out / "collector.json").exists())
+        assert wait_until((tmp_path / "c.sock").exists)
         job = Launch(
             tmp_path / "job", ["exit", "sigkill"], "--rs-tensors", "**", "--rs-collector", address
         )

@@ -26,9 +26,9 @@ from rankscope.gather.protocol import (
     PROTOCOL_VERSION,
     WINDOW_BYTES,
     Ended,
+    Frame,
     Hello,
     OpenStream,
-    RecordFrame,
     StreamOffset,
     Sync,
     Synced,
@@ -36,11 +36,12 @@ from rankscope.gather.protocol import (
     encode,
 )
 from rankscope.record.streams import EndReason, StreamId
-from rankscope.run.companions import collector_command, companion_environment
+from rankscope.run.companions import companion_environment
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import DEFAULT_SEGMENT_BYTES, SpoolWriter
+from tests.gather.jobs import collector_command
 from tests.spool.streams import enter, value
 
 RECORDS_BAR = 2e6
@@ -88,7 +89,7 @@ class Sender:
         while self.number < total and self.sent - self.acked < WINDOW_BYTES:
             which = self.number % len(self.bodies)
             body = self.bodies[which]
-            message = encode(RecordFrame(self.stream, ORIGIN, self.sent, crcs[which], body))
+            message = encode(Frame(self.stream, ORIGIN, self.sent, crcs[which], body))
             self.socket.send_multipart(message, copy=False)
             self.sent += len(body)
             self.number += 1
@@ -127,11 +128,10 @@ def measure(relays: int, megabytes: int, *, is_syncing: bool) -> float:
     crcs = [zlib.crc32(body) for body in bodies]
     total = max(1, megabytes * 1_000_000 // FRAME_BYTES)
     address = f"ipc://{base}/c.sock"
-    command = collector_command(
-        base / "out", bind=[address], world_size=relays + 1, live_check=False, keep_spool=True
-    )
+    options = {"live_check": False, "keep_spool": True}
+    command = collector_command(base / "run", base / "out", address, relays + 1, **options)
     collector = subprocess.Popen(command, env=companion_environment(), stderr=subprocess.DEVNULL)
-    while not (base / "out" / "collector.json").exists():
+    while not (base / "c.sock").exists():
         time.sleep(0.05)
     context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, 8192)

@@ -28,7 +28,7 @@ from typing import Any
 import msgpack
 
 from rankscope.record.streams import EndReason, StreamId
-from rankscope.run.companions import collector_command, companion_environment, relay_command
+from rankscope.run.companions import companion_command, companion_environment
 from rankscope.run.folders import (
     RunHeader,
     host_run_folder,
@@ -49,6 +49,7 @@ from rankscope.spool.recordformat import (
 )
 from rankscope.spool.writer import SpoolWriter
 from rankscope.tree.reader import open_trace
+from tests.gather.jobs import collector_command
 
 WRITERS = 2
 SPOOL_BYTES = 8 << 20
@@ -180,13 +181,13 @@ def job(
             ending.callback(made.kill)
             return made
 
-        collector = start(collector_command(out, bind=[address], world_size=ranks, **options))
+        collector = start(collector_command(base / "collector", out, address, ranks, **options))
         hosts = []
         for host in range(-(-ranks // ranks_a_host)):
             hosts.append(host_run_folder(spool_base(base / f"h{host}"), run_key("scale")))
             header = RunHeader(run_id="scale", out=out, collector=address, world_size=ranks)
             write_run_header(hosts[-1], header)
-        yield collector, [start(relay_command(host)) for host in hosts], hosts
+        yield collector, [start(companion_command("relay", host)) for host in hosts], hosts
 
 
 def measure(ranks: int, modules: int, steps: int, *, has_digests: bool, ranks_a_host: int) -> Row:

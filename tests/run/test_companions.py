@@ -10,10 +10,9 @@ import pytest
 from rankscope.errors import SpoolError
 from rankscope.run.companions import (
     LONGEST_IPC_PATH,
-    collector_command,
+    companion_command,
     companion_environment,
     ipc_address,
-    relay_command,
     start_daemon,
     start_extras,
 )
@@ -21,21 +20,10 @@ from rankscope.run.processes import is_process_alive
 from tests.waiting import wait_until
 
 
-def test_commands_name_the_module_and_every_option():
-    assert relay_command(Path("/run"))[1:] == [
-        "-m",
-        "rankscope.gather",
-        "relay",
-        "--run-folder",
-        "/run",
-    ]
-    command = collector_command(
-        Path("/out"), bind=["ipc:///a", "tcp://127.0.0.1:1"], world_size=4, keep_spool=True
-    )
-    assert command[0] == sys.executable
-    assert command[command.index("--bind") + 1 :][:2] == ["ipc:///a", "tcp://127.0.0.1:1"]
-    assert "--keep-spool" in command
-    assert "--bind" not in collector_command(Path("/out"), bind=[], world_size=4)
+def test_a_command_names_the_module_and_the_run_folder_alone():
+    command = companion_command("relay", Path("/run"))
+    words = ["-m", "rankscope.gather", "relay", "--run-folder", "/run"]
+    assert command == [sys.executable, *words]
 
 
 def test_a_companion_never_sees_what_would_make_it_trace():

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankscope.errors import SpoolError
-from rankscope.run.companions import collector_command, relay_command
+from rankscope.run.companions import companion_command
 from rankscope.run.filenames import LAUNCHER_LOCK_NAME, TRACE_NAME
 from rankscope.run.folders import SHARED, FolderLock, mark_job_over
 from tests import forked
-from tests.gather.jobs import Host, environment
+from tests.gather.jobs import Host, collector_command, environment
 from tests.ports import free_port
 from tests.soak.disks import Disk
 from tests.soak.network import COLLECTOR, Network, address_of
@@ -116,18 +116,18 @@ class Job:
             base.mkdir(exist_ok=True)
         if shape.way == "launched":
             return
-        address, self._bind = "", []
+        address = self._bind = ""
         if shape.namespaces:
             self.network = Network(shape.hosts)
         if shape.transport == "shared":
             address = SHARED
         elif shape.namespaces:
             address = COLLECTOR
-            self._bind = [address]
+            self._bind = address
         elif shape.transport in ("proxied", "keyed"):
             address, back = addresses(folder, shape.transport)
             self.proxy = Proxy(address, back, seed)
-            self._bind = [back]
+            self._bind = back
         settings = {"finish-seconds": str(shape.finish_seconds)}
         settings |= {"steps": shape.steps_setting} if shape.last else {}
         self._store_port = free_port()
@@ -189,12 +189,13 @@ class Job:
         number = int(name[-1]) if name != "collector" else 0
         host, role = self._hosts[number], name.rstrip("0123456789")
         if role == "relay":
-            command = relay_command(host.folder)
+            command = companion_command("relay", host.folder)
         else:
             command = collector_command(
+                self.folder / "collector",
                 self.out,
-                bind=self._bind or ([] if host.address == SHARED else [host.address]),
-                world_size=self.shape.ranks,
+                self._bind or host.address,
+                self.shape.ranks,
                 keys=host.keys,
                 parquet=self.shape.parquet,
                 drain_seconds=10.0,

@@ -30,9 +30,9 @@ from rankscope.capture.kernel import prepare as prepare_kernel
 from rankscope.errors import FolderBusyError, SpoolError
 from rankscope.record.streams import RankIdentity
 from rankscope.run.companions import (
-    collector_command,
+    companion_command,
     dataset_trouble,
-    relay_command,
+    metrics_trouble,
     start_daemon,
     start_extras,
 )
@@ -282,27 +282,15 @@ def _ensure_companions(settings: Settings, run_folder: Path, header: RunHeader) 
     """Start the relay of this host, and the collector if it is this host's, where none is there."""
     note = run_folder / RELAY_STARTED_NAME
     if not _is_there(note, run_folder / RELAY_LOCK_NAME):
-        _start(relay_command(run_folder), run_folder / RELAY_LOG_NAME, note)
+        _start(companion_command("relay", run_folder), run_folder / RELAY_LOG_NAME, note)
     note = run_folder / COLLECTOR_STARTED_NAME
     if not header.collects or _is_there(note, header.out / COLLECTOR_LOCK_NAME):
         return
-    wants_dataset = settings.parquet and not header.keeps_apart  # that is of the merged trace
-    trouble = dataset_trouble() if wants_dataset else ""
-    if trouble:
+    if settings.parquet and not header.keeps_apart and (trouble := dataset_trouble()):
         say(trouble)
-    command = collector_command(
-        header.out,
-        bind=Collection.of_run(run_folder, header).listens_on(run_folder),
-        world_size=header.world_size,
-        traced_ranks=header.collects,
-        keep_spool=settings.keep_spool or header.keeps_apart,
-        drain_seconds=settings.drain_seconds,
-        finish_seconds=settings.finish_seconds,
-        metrics=settings.metrics,
-        live_check=settings.live_check,
-        run_folder=run_folder,
-        parquet=wants_dataset and not trouble,
-    )
+    if settings.metrics is not None and (trouble := metrics_trouble(settings.metrics)):
+        say(trouble)
+    command = companion_command("collector", run_folder)
     _start(command, header.out / COLLECTOR_LOG_NAME, note)
 
 

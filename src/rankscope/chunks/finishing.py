@@ -54,8 +54,6 @@ class ChunkReport:
     path: Path
     tensors: int = 0
     """Readable ones."""
-    was_finished: bool = False
-    """True where its own rank had finished it."""
     lost: tuple[int, ...] = ()
     """References whose bytes are not there, or not as they were recorded."""
     note: str = ""
@@ -169,7 +167,7 @@ def _finish(path: Path, stream: StreamId, number: int, held: list[HeldTensor]) -
         lost = tuple(t.reference for t in held if (t.reference, t.checksum) not in there)
         note = f"{path}: lacks {len(lost)} tensors that were recorded" if lost else ""
         count = sum(tensor.reference > 0 for tensor in header.tensors)
-        return ChunkReport(path=path, tensors=count, was_finished=True, lost=lost, note=note)
+        return ChunkReport(path=path, tensors=count, lost=lost, note=note)
     with _held_alone(path) as descriptor:
         data_bytes = os.fstat(descriptor).st_size - start
         if not held:

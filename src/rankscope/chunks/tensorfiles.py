@@ -10,7 +10,7 @@ the records, where there are any, and listed by `problems`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -67,23 +67,23 @@ class StoredTensor:
         return as_array(self.data, self.dtype, self.shape)
 
 
-@dataclass(slots=True)
-class _Chunk:
-    """One opened chunk."""
-
-    path: Path
-    file: MappedFile
-    tensors: dict[int, HeldTensor]
-
-    def stored(self, held: HeldTensor) -> StoredTensor:
-        return StoredTensor(
+def _stored(path: Path, file: MappedFile, tensors: Iterable[HeldTensor]) -> _Chunk:
+    return {
+        held.reference: StoredTensor(
             dtype=held.dtype,
             shape=held.shape,
-            data=self.file.data[held.begin : held.end],
+            data=file.data[held.begin : held.end],
             checksum=held.checksum,
-            path=self.path,
-            offset=self.file.start + held.begin,
+            path=path,
+            offset=file.start + held.begin,
         )
+        for held in tensors
+        if held.reference
+    }
+
+
+_Chunk = dict[int, StoredTensor]
+"""The tensors of one opened chunk by their references."""
 
 
 class TensorFiles:
@@ -92,12 +92,8 @@ class TensorFiles:
     def __init__(
         self, folder: Path, records: Mapping[StreamId, TensorRecords] | None = None
     ) -> None:
-        """Look at a trace folder; nothing is opened yet.
-
-        Args:
-            folder: the trace folder.
-            records: what the spools say, for chunks that were left unfinished.
-        """
+        """Look at a trace folder; nothing is opened yet. The records are what the spools say, for
+        chunks that were left unfinished."""
         self._folder = folder
         self._records = records or {}
         self._unopened: dict[StreamId, list[int]] = {}
@@ -118,8 +114,8 @@ class TensorFiles:
         """
         stream = StreamId(rank=rank, incarnation=incarnation)
         for chunk in self._chunks(stream):
-            if reference in chunk.tensors:
-                return chunk.stored(chunk.tensors[reference])
+            if reference in chunk:
+                return chunk[reference]
         folder = chunk_folder(self._folder, stream)
         wrong = [text for path, text in self._problems.items() if path.parent == folder]
         reason = "; ".join(wrong) or (
@@ -132,8 +128,7 @@ class TensorFiles:
     def tensors(self, stream: StreamId) -> Iterator[tuple[int, StoredTensor]]:
         """Yield (reference, tensor) of everything stored for a stream."""
         for chunk in self._chunks(stream):
-            for reference, held in chunk.tensors.items():
-                yield reference, chunk.stored(held)
+            yield from chunk.items()
 
     def problems(self) -> list[str]:
         """Return a line for each chunk that is unfinished or damaged. Opens all of them."""
@@ -168,16 +163,15 @@ class TensorFiles:
     def _open(self, path: Path, stream: StreamId, number: int) -> _Chunk:
         file, header = read_header(path, (stream, number))
         if header is not None:
-            held = {t.reference: t for t in header.tensors if t.reference}
-            return _Chunk(path, file, held)
+            return _stored(path, file, header.tensors)
         tensors, definitions = self._records.get(stream, (None, {}))
         recorded = [] if tensors is None else recorded_tensors(tensors, definitions, number)
-        held = {t.reference: t for t in recorded if t.end <= len(file.data)}
+        held = [tensor for tensor in recorded if tensor.end <= len(file.data)]
         note = (
             f"{path}: is unfinished, its rank was killed or still writes it; {len(held)} "
             f"tensors are readable"
         )
-        behind = len(file.data) - max((t.end for t in held.values()), default=0)
+        behind = len(file.data) - max((tensor.end for tensor in held), default=0)
         if behind:
             note += f", {behind} bytes behind them never became a whole tensor"
         if len(held) < len(recorded):
@@ -185,7 +179,7 @@ class TensorFiles:
         if tensors is None:
             note += " without the rank's records; rankscope recover finishes it from its spool"
         self._problems[path] = note
-        return _Chunk(path, file, held)
+        return _stored(path, file, held)
 
 
 def standing_references(

@@ -95,8 +95,6 @@ class ChunkWriter:
         """Prepare to write; nothing is made before the first tensor.
 
         Args:
-            trace: the trace folder.
-            stream: whose tensors these are.
             limit_bytes: what all chunks of the stream may occupy on disk.
             chunk_bytes: data of a chunk at most; a larger tensor has a chunk of its own.
             chunk_tensors: tensors of a chunk at most.
@@ -189,7 +187,8 @@ class ChunkWriter:
                 self._next_chunk()
                 begin = 0
                 text = entry_text(str(reference), stored.name, shape, 0, nbytes)
-            number = self._own()
+            assert self._file is not None  # made by `_next_chunk`
+            number = self._file.check()
             self._reserve(number, self._data_start + begin + nbytes)
             written, found = self._put(number, pieces, self._data_start + begin, checksum)
         except OSError as error:
@@ -233,10 +232,6 @@ class ChunkWriter:
             or self._end + nbytes > self._chunk_bytes
             or self._header_end + text_bytes > self._header_bytes
         )
-
-    def _own(self) -> int:
-        assert self._file is not None  # made by `_next_chunk`
-        return self._file.check()
 
     def _reserve(self, number: int, end: int) -> None:
         """Have blocks on disk for what is written up to `end`, and for some of what follows."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -16,8 +16,8 @@ from rankscope.cli.terminal import progress, remark
 from rankscope.errors import SettingError
 from rankscope.gather.finish import CollectorOptions, Observer, collect
 from rankscope.gather.log import log_into
-from rankscope.gather.waitingrule import StreamProgress
 from rankscope.record.graceseconds import DRAIN_SECONDS, FINISH_SECONDS
+from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.address import check_address, is_tcp
 from rankscope.run.companions import dataset_trouble, metrics_trouble
 from rankscope.run.filenames import COLLECTOR_LOG_NAME, TRACE_NAME
@@ -85,15 +85,28 @@ def command(
     """
     if shared and bind:
         raise SettingError("--shared listens nowhere: leave --bind away, or --shared")
-    selected = settings_from({"ranks": ranks}, {}).ranks
-    traced_ranks = world_size if selected is None else sum(rank < world_size for rank in selected)
-    if not traced_ranks:
+    settings = settings_from(
+        {
+            "ranks": ranks,
+            "keep_spool": keep_spool,
+            "keys": keys,
+            "metrics": metrics,
+            "live_check": live_check,
+            "on_finding": on_finding,
+            "parquet": parquet,
+            "finish_seconds": finish_seconds,
+            "drain_seconds": drain_seconds,
+        },
+        {},
+    )
+    if not settings.traced_of(world_size):
         raise SettingError(f"--ranks: none of these is in a world of {world_size}")
     if keys is not None and not is_tcp(bind):
         raise SettingError("--keys are those of TCP: give --bind tcp://HOST:PORT, or no keys")
-    own = None if keys is None else read_keys(keys.expanduser(), is_collector=True)
+    if settings.keys is not None:  # this and the next before a folder is made
+        read_keys(settings.keys, is_collector=True)
     if bind:
-        check_address(bind, has_keys=own is not None)  # before a folder is made
+        check_address(bind, has_keys=keys is not None)
     trouble = "" if metrics is None else metrics_trouble(metrics)
     if trouble:
         raise SettingError(f"--metrics {metrics}: {trouble}")
@@ -106,16 +119,9 @@ def command(
         out=folder,
         bind=(bind,) if bind else (),
         world_size=world_size,
-        traced_ranks=traced_ranks,
-        keep_spool=keep_spool,
-        drain_s=drain_seconds,
-        finish_s=finish_seconds,
+        traced_ranks=settings.traced_of(world_size),
+        settings=settings,
         first_relay_s=float("inf"),
-        metrics_port=metrics,
-        live_check=live_check,
-        on_finding=on_finding,
-        parquet=parquet,
-        keys=own,
     )
     raise typer.Exit(_collect(options))
 
@@ -137,9 +143,9 @@ def _collect(options: CollectorOptions) -> int:
                 ranks = f"{options.traced_ranks} rank{'s' * (options.traced_ranks > 1)}"
                 remark(f"waiting for {ranks} at {where}; trace in {options.out}")
 
-            def gathering(self, streams: Sequence[StreamProgress]) -> None:
-                here = {one.stream.rank for one in streams}
-                ended = sum(one.end is not None for one in streams)
+            def gathering(self, streams: Mapping[StreamId, EndReason | None]) -> None:
+                here = {stream.rank for stream in streams}
+                ended = sum(end is not None for end in streams.values())
                 what = f"{len(here)} of {options.traced_ranks} ranks are here, ended:"
                 show(what, ended / max(len(streams), options.traced_ranks))
                 notices.look()
@@ -150,7 +156,7 @@ def _collect(options: CollectorOptions) -> int:
         with _stop_signals() as is_stopped, log_into(options.out / COLLECTOR_LOG_NAME):
             code = collect(options, is_stopped, Terminal())
     log_path = options.out / COLLECTOR_LOG_NAME
-    if options.parquet and (options.out / TRACE_NAME).exists() and log_path.exists():
+    if options.settings.parquet and (options.out / TRACE_NAME).exists() and log_path.exists():
         remark(f"the dataset is not whole: see {log_path}")
     return _verdict(options.out, code, is_quiet=bool(happened_nothing))
 

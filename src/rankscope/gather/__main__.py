@@ -1,4 +1,6 @@
-"""`python -m rankscope.gather relay|collector`: how the companions are started."""
+"""`python -m rankscope.gather relay|collector`: how the companions are started, each with a host's
+run folder alone.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,17 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 from rankscope.errors import RankscopeError, SpoolError
 from rankscope.gather.log import ExitOutcome, log
-from rankscope.record.graceseconds import DRAIN_SECONDS, FINISH_SECONDS
+from rankscope.run.companions import dataset_trouble, metrics_trouble
+from rankscope.run.filenames import RUN_NAME
 from rankscope.run.folders import read_run_header
-from rankscope.run.keyfile import read_keys
+from rankscope.run.prepare import Collection
+from rankscope.settings import settings_of_run
 
 __all__ = ["main"]
 
@@ -24,33 +29,18 @@ _FILES_WANTED = 65536
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one companion; return its exit code, an `ExitOutcome`."""
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="python -m rankscope.gather", description=__doc__)
+    parser.add_argument("companion", choices=("relay", "collector"), help="which of the two")
+    parser.add_argument("--run-folder", type=Path, required=True, help="the host's run folder")
+    options = parser.parse_args(arguments)
     _raise_file_limit()
     is_stopped = _watch_signals()
     try:
-        if options.companion == "relay":
-            from rankscope.gather.relay import relay
+        if options.companion == "collector":
+            return _collect(options.run_folder, is_stopped)
+        from rankscope.gather.relay import relay
 
-            return relay(options.run_folder, is_stopped)
-        from rankscope.gather.finish import CollectorOptions, collect
-
-        return collect(
-            CollectorOptions(
-                out=options.out.absolute(),
-                bind=options.bind,
-                world_size=options.world_size,
-                traced_ranks=options.traced_ranks or options.world_size,
-                keep_spool=options.keep_spool,
-                drain_s=options.drain_seconds,
-                finish_s=options.finish_seconds,
-                metrics_port=options.metrics,
-                live_check=not options.no_live_check,
-                on_finding=_on_finding(options.run_folder),
-                parquet=options.parquet,
-                keys=None if options.keys is None else read_keys(options.keys, is_collector=True),
-            ),
-            is_stopped,
-        )
+        return relay(options.run_folder, is_stopped)
     except RankscopeError as error:
         log(str(error))
         cause = error.__cause__
@@ -60,37 +50,33 @@ def main(arguments: list[str] | None = None) -> int:
         return ExitOutcome.REFUSED
 
 
-def _on_finding(run_folder: Path | None) -> str:
-    """Return the command for findings from `run.json`: everybody may read command lines."""
+def _collect(run_folder: Path, is_stopped: Callable[[], bool]) -> int:
+    """Gather the run that `run.json` describes; what of it cannot be had was said when it began."""
+    from rankscope.gather.finish import CollectorOptions, collect
+
     try:
-        return "" if run_folder is None else read_run_header(run_folder).settings["on-finding"]
-    except (SpoolError, KeyError):  # the relay has left: the run is over
-        return ""
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m rankscope.gather", description=__doc__)
-    companions = parser.add_subparsers(dest="companion", required=True)
-    relay = companions.add_parser("relay", help="ship the spools of one host")
-    relay.add_argument("--run-folder", type=Path, required=True, help="the host's run folder")
-    collector = companions.add_parser("collector", help="gather a run and build its tree")
-    collector.add_argument("--out", type=Path, required=True, help="trace folder")
-    collector.add_argument("--bind", nargs="*", default=[], help="addresses; none: shared folder")
-    collector.add_argument("--world-size", type=int, required=True, help="ranks of the job")
-    collector.add_argument("--traced-ranks", type=int, default=0, help="how many are traced")
-    collector.add_argument("--keep-spool", action="store_true", help="keep the replicas")
-    collector.add_argument(
-        "--drain-seconds", type=float, default=DRAIN_SECONDS, help="grace for the lost"
+        header = read_run_header(run_folder)
+    except SpoolError:
+        if (run_folder / RUN_NAME).exists():
+            raise
+        return ExitOutcome.DONE  # the relay has left: the run is over
+    settings = settings_of_run(header.settings)
+    port = settings.metrics
+    settings = replace(
+        settings,
+        keep_spool=settings.keep_spool or header.keeps_apart,
+        metrics=None if port is None or metrics_trouble(port) else port,
+        # of hosts that keep their records apart the merged trace has a dataset
+        parquet=settings.parquet and not header.keeps_apart and not dataset_trouble(),
     )
-    collector.add_argument(
-        "--finish-seconds", type=float, default=FINISH_SECONDS, help="grace at the end"
+    options = CollectorOptions(
+        out=header.out,
+        bind=Collection.of_run(run_folder, header).listens_on(run_folder),
+        world_size=header.world_size,
+        traced_ranks=header.collects or settings.traced_of(header.world_size),
+        settings=settings,
     )
-    collector.add_argument("--metrics", type=int, help="port of the loopback for metrics")
-    collector.add_argument("--no-live-check", action="store_true", help="judge nothing meanwhile")
-    collector.add_argument("--run-folder", type=Path, help="this host's: its run.json is read")
-    collector.add_argument("--parquet", action="store_true", help="write a dataset too")
-    collector.add_argument("--keys", type=Path, help="key file of TCP addresses")
-    return parser
+    return collect(options, is_stopped)
 
 
 def _raise_file_limit() -> None:

@@ -16,19 +16,17 @@ from pathlib import Path
 from rankscope.chunks.chunkheader import chunk_folder, chunk_numbers, chunk_path
 from rankscope.chunks.safetensors import LENGTH_BYTES, checksum_of
 from rankscope.errors import ChunkError
-from rankscope.gather.chunkmessages import (
-    ChunkAt,
-    ChunkEnded,
-    ChunkFrame,
-    ChunkOpen,
-    ChunkSeen,
-    ChunksRefused,
-)
 from rankscope.gather.log import log
 from rankscope.gather.protocol import (
     CHUNK_FRAME_BYTES,
     CHUNK_WINDOW_BYTES,
+    ChunkEnded,
+    EndedSeen,
+    Frame,
     Message,
+    OpenStream,
+    Refused,
+    StreamOffset,
 )
 from rankscope.record.streams import StreamId
 from rankscope.spool.origin import UNKNOWN
@@ -76,17 +74,17 @@ class ChunkShipment:
             self._give_up(str(error))
             return None
 
-    def take_answer(self, answer: ChunkAt | ChunkSeen | ChunksRefused, now: float) -> None:
+    def take_answer(self, answer: StreamOffset | EndedSeen | Refused, now: float) -> None:
         """What the other side says of a chunk."""
-        if isinstance(answer, ChunksRefused):
+        if isinstance(answer, Refused):
             self._give_up(f"refused: {answer.reason}")
         elif answer.chunk != self._number:
             return
-        elif isinstance(answer, ChunkSeen):
+        elif isinstance(answer, EndedSeen):
             if self._end is None:
                 return  # nobody was told that all of it was sent
             chunk_path(self._folder, self._number).unlink(missing_ok=True)
-            self._let_go()
+            self.close()
         elif not self._is_open or (self._end is not None and answer.offset < self._size):
             self._is_open, self._end = True, None
             self._acked = self._sent = min(answer.offset, self._size)
@@ -96,7 +94,7 @@ class ChunkShipment:
             self._sent = max(self._sent, answer.offset)
             self._progress_at = now
 
-    def take_back(self, frame: ChunkFrame) -> None:
+    def take_back(self, frame: Frame) -> None:
         """This frame could not be sent just now."""
         if frame.chunk == self._number:
             self._sent = frame.offset
@@ -124,7 +122,7 @@ class ChunkShipment:
     def _next_of_chunk(self, now: float) -> Message | None:
         if not self._is_open or (self._sent > self._acked and now - self._progress_at > GO_BACK_S):
             self._is_open = False
-            return self._ask(now, ChunkOpen(self._stream, self.origin, self._number))
+            return self._ask(now, OpenStream(self._stream, self.origin, self._number))
         if self._acked == self._size:
             if self._end is None:
                 checksum = checksum_of(self._descriptor)
@@ -141,7 +139,7 @@ class ChunkShipment:
         if self._sent == self._acked:
             self._progress_at = now
         crc = zlib.crc32(body)
-        frame = ChunkFrame(self._stream, self.origin, self._number, self._sent, crc, body)
+        frame = Frame(self._stream, self.origin, self._sent, crc, body, self._number)
         self._sent += len(body)
         return frame
 
@@ -151,7 +149,8 @@ class ChunkShipment:
         self._asked_at = now
         return question
 
-    def _let_go(self) -> None:
+    def close(self) -> None:
+        """Let go of the chunk that is on its way."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._number, self._descriptor = 0, -1
@@ -161,9 +160,5 @@ class ChunkShipment:
 
     def _give_up(self, reason: str) -> None:
         log(f"full tensors of {self._stream.name} stay in {self._folder}: {reason}")
-        self._let_go()
+        self.close()
         self.is_done = True
-
-    def close(self) -> None:
-        """Close what is open."""
-        self._let_go()

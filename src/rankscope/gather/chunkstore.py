@@ -8,22 +8,18 @@ takes its name. Paths are built from integers only and never followed through li
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 from rankscope.chunks.chunkheader import chunk_folder, chunk_numbers, chunk_path
 from rankscope.chunks.safetensors import checksum_of, write_all
-from rankscope.gather.chunkmessages import (
-    ChunkAt,
-    ChunkEnded,
-    ChunkFrame,
-    ChunkOpen,
-    ChunkSeen,
-    ChunksRefused,
-)
 from rankscope.gather.log import log
 from rankscope.gather.protocol import (
-    Message,
+    ChunkEnded,
+    EndedSeen,
+    Frame,
+    OpenStream,
+    Refused,
+    StreamOffset,
 )
 from rankscope.record.streams import StreamId
 from rankscope.run.replacing import sync_by_name
@@ -36,18 +32,15 @@ MOST_CHUNKS = 100_000
 """Of one stream."""
 _MOST_OPEN = 256
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+Question = OpenStream | Frame | ChunkEnded
+Answer = StreamOffset | EndedSeen | Refused
 
 
 class ReceivedChunks:
     """Writes the chunks of one trace folder; one file is open for each stream that sends."""
 
     def __init__(self, out: Path, *, quota_bytes: int = DEFAULT_QUOTA_BYTES) -> None:
-        """Nothing is made before the first chunk.
-
-        Args:
-            out: the trace folder.
-            quota_bytes: what the chunks of one stream may occupy.
-        """
+        """Nothing is made before the first chunk; the quota is that of one stream."""
         self._out = out
         self._quota_bytes = quota_bytes
         self._open: dict[StreamId, tuple[int, int]] = {}
@@ -55,9 +48,7 @@ class ReceivedChunks:
         self._whole: dict[StreamId, int] = {}
         """Bytes of the chunks that are whole."""
 
-    def answer(
-        self, message: ChunkOpen | ChunkFrame | ChunkEnded, place: StreamId | None = None
-    ) -> tuple[Message, bool]:
+    def answer(self, message: Question, place: StreamId | None = None) -> tuple[Answer, bool]:
         """Do what a relay asks for; return the answer, and whether anything new is here.
 
         Args:
@@ -65,36 +56,34 @@ class ReceivedChunks:
             place: the life whose chunks these are here, where another process was the same rank
                 in the same life before; default the message's own.
         """
-        asked, place = message.stream, place or message.stream
-        answer, is_new = self._answer(replace(message, stream=place))
-        return (answer if place == asked else replace(answer, stream=asked)), is_new
-
-    def _answer(
-        self, message: ChunkOpen | ChunkFrame | ChunkEnded
-    ) -> tuple[ChunkAt | ChunkSeen | ChunksRefused, bool]:
-        stream, chunk = message.stream, message.chunk
+        asked, stream, chunk = message.stream, place or message.stream, message.chunk
         try:
             if self._is_whole(stream, chunk):
-                return self._of_whole(message), False
+                if isinstance(message, ChunkEnded):
+                    return EndedSeen(asked, chunk), False
+                size = self._path(stream, chunk).stat().st_size
+                return StreamOffset(asked, size, chunk), False
             descriptor = self._descriptor(stream, chunk)
             length = os.fstat(descriptor).st_size
-            if isinstance(message, ChunkFrame):
-                grown = self._append(descriptor, length, message)
-                return ChunkAt(stream, chunk, grown), grown > length
-            if isinstance(message, ChunkEnded):
-                return self._finish(descriptor, length, message), True
-            return ChunkAt(stream, chunk, length), False
+            if isinstance(message, Frame):
+                grown = self._append(stream, descriptor, length, message)
+                return StreamOffset(asked, grown, chunk), grown > length
+            if isinstance(message, OpenStream):
+                return StreamOffset(asked, length, chunk), False
+            if self._finish(stream, descriptor, length, message):
+                return EndedSeen(asked, chunk), True
+            return StreamOffset(asked, 0, chunk), True
         except OSError as error:
             self._forget(stream)
             log(f"chunk {chunk} of {stream.name}: {error.strerror}; no more of them are taken")
-            return ChunksRefused(stream, str(error.strerror)), False
+            return Refused(asked, str(error.strerror), chunk), False
 
     def close(self) -> None:
         """Close every file."""
         for stream in [*self._open]:
             self._forget(stream)
 
-    def _append(self, descriptor: int, length: int, frame: ChunkFrame) -> int:
+    def _append(self, stream: StreamId, descriptor: int, length: int, frame: Frame) -> int:
         """Write a frame if it begins at the end; return the length afterwards either way.
 
         Raises:
@@ -102,7 +91,7 @@ class ReceivedChunks:
         """
         if frame.offset != length:
             return length
-        if self._whole_bytes(frame.stream) + length + len(frame.body) > self._quota_bytes:
+        if self._whole_bytes(stream) + length + len(frame.body) > self._quota_bytes:
             raise OSError(0, f"more than {self._quota_bytes} bytes, the quota of one stream")
         try:
             write_all(descriptor, frame.body, length)
@@ -111,25 +100,19 @@ class ReceivedChunks:
             raise
         return length + len(frame.body)
 
-    def _finish(self, descriptor: int, length: int, ended: ChunkEnded) -> ChunkAt | ChunkSeen:
-        """Give a chunk its name where it is what was sent; else it begins anew."""
-        stream, chunk = ended.stream, ended.chunk
+    def _finish(self, stream: StreamId, descriptor: int, length: int, ended: ChunkEnded) -> bool:
+        """Give a chunk its name; where it is not what was sent, empty it and return False."""
+        chunk = ended.chunk
         if length != ended.size or checksum_of(descriptor) != ended.checksum:
             log(f"chunk {chunk} of {stream.name} is not what was sent: it is taken again")
             os.ftruncate(descriptor, 0)
-            return ChunkAt(stream, chunk, 0)
+            return False
         os.fsync(descriptor)  # the relay removes its own once it is told
         os.replace(self._part(stream, chunk), self._path(stream, chunk))
         sync_by_name(self._path(stream, chunk).parent)
         self._whole[stream] = self._whole_bytes(stream) + length
         self._forget(stream)
-        return ChunkSeen(stream, chunk)
-
-    def _of_whole(self, message: ChunkOpen | ChunkFrame | ChunkEnded) -> ChunkAt | ChunkSeen:
-        stream, chunk = message.stream, message.chunk
-        if isinstance(message, ChunkEnded):
-            return ChunkSeen(stream, chunk)
-        return ChunkAt(stream, chunk, self._path(stream, chunk).stat().st_size)
+        return True
 
     def _is_whole(self, stream: StreamId, chunk: int) -> bool:
         held = self._open.get(stream)

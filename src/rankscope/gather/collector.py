@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
-import os
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,12 +16,6 @@ import zmq
 
 from rankscope.errors import BindError, FolderError, SpoolError, WireError
 from rankscope.gather.arrivals import MemoryBound, receive_parts
-from rankscope.gather.chunkmessages import (
-    ChunkEnded,
-    ChunkFrame,
-    ChunkOpen,
-    ChunksRefused,
-)
 from rankscope.gather.chunkstore import ReceivedChunks
 from rankscope.gather.curve import Admission
 from rankscope.gather.log import FewLines, log
@@ -32,17 +23,17 @@ from rankscope.gather.protocol import (
     LONGEST_MESSAGE,
     MOST_PARTS,
     PROTOCOL_VERSION,
-    Beat,
     BeatSeen,
     Bye,
+    ChunkEnded,
     Done,
     Ended,
     EndedSeen,
+    Frame,
     Happened,
     Hello,
     Message,
     OpenStream,
-    RecordFrame,
     Refused,
     Rejected,
     StreamOffset,
@@ -53,12 +44,10 @@ from rankscope.gather.protocol import (
 )
 from rankscope.gather.replica import ReplicaFiles
 from rankscope.gather.replicasync import BackgroundSync
-from rankscope.gather.waitingrule import JobState, PeerState, StreamProgress
+from rankscope.gather.waitingrule import HostState, JobState, PeerState, StreamSource
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.address import check_address, is_ipv6, is_tcp
-from rankscope.run.filenames import COLLECTOR_NAME
 from rankscope.run.keyfile import CurveKeys
-from rankscope.run.replacing import write_by_rename
 from rankscope.run.stallrecords import Stall, keep_stall
 from rankscope.spool.replication import StreamEnd, read_end, replica_path, replicated, write_end
 
@@ -92,9 +81,8 @@ _MOST_REJECTED = 100
 
 @dataclass(slots=True)
 class _Peer:
-    host: str = ""
     heard_at: float = field(default_factory=time.monotonic)
-    beat: Beat = field(default_factory=lambda: Beat(0, 0, JobState.UNKNOWN, 0, 0))
+    state: HostState = field(default_factory=lambda: HostState(alive=0, job=JobState.UNKNOWN))
     stall: Stall | None = None
     is_admitted: bool = False
     """Its run is the one gathered here. Until the disk takes the name of that run nobody knows:
@@ -104,19 +92,13 @@ class _Peer:
     """What its host knows of what happened before black boxes."""
 
 
-class Intake:
+class Intake(StreamSource):
     """Streams that arrive over sockets."""
 
     def __init__(
         self, out: Path, bind: Sequence[str], *, world_size: int, keys: CurveKeys | None = None
     ) -> None:
-        """Bind, publish `collector.json`, and pick up the replicas that are there.
-
-        Args:
-            out: the trace folder.
-            bind: addresses.
-            world_size: ranks of the job.
-            keys: of TCP addresses.
+        """Bind, and pick up the replicas that are there; the keys are those of TCP addresses.
 
         Raises:
             BindError: an address may not or cannot be bound.
@@ -162,8 +144,6 @@ class Intake:
             self._admission = Admission(self._socket, keys)
         self.addresses += [self._bind(address) for address in bind if is_tcp(address)]
         self._bound = MemoryBound(self.addresses, lambda: len(self._peers))
-        self._is_published = False
-        self._publish()
 
     def work(self, timeout_s: float) -> None:
         """Take in at most a batch of messages; wait for the first at most `timeout_s`."""
@@ -179,24 +159,14 @@ class Intake:
                 return
             self._take(identity, parts)
 
-    def streams(self) -> list[StreamProgress]:
-        """Every stream a relay opened or a replica exists of."""
-        return [StreamProgress(stream=stream, end=end) for stream, end in self._ends.items()]
+    def streams(self) -> dict[StreamId, EndReason | None]:
+        """Every stream a relay opened or a replica exists of, and how it ended."""
+        return self._ends
 
     def peers(self) -> list[PeerState]:
         """Every relay that said Hello."""
         now = time.monotonic()
-        return [
-            PeerState(
-                silent_s=now - peer.heard_at,
-                job=peer.beat.job,
-                max_restarts=peer.beat.max_restarts,
-                held=peer.beat.held,
-                alive=peer.beat.alive,
-                quiet=peer.beat.quiet,
-            )
-            for peer in self._peers.values()
-        ]
+        return [peer.state.heard(now - peer.heard_at) for peer in self._peers.values()]
 
     def ask_for_last(self, text: str) -> None:
         """Have quiet hosts send what their ranks held back."""
@@ -232,7 +202,6 @@ class Intake:
         self._sync.close()
         self._tell_synced()
         is_on_disk = self._replicas.sync_all()
-        self._report()
         if self._unsynced or not is_on_disk:  # a disk says only once that it lost something
             log("the hosts keep their records: here they may not outlast this process")
             return
@@ -271,20 +240,6 @@ class Intake:
             raise BindError(f"{address}: cannot be listened on: {error}") from error
         return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
-    def _publish(self) -> None:
-        """Write where this collector listens; on a full disk later, once that takes anything."""
-        fields = {
-            "address": self.addresses[0],
-            "addresses": self.addresses,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-        }
-        try:
-            write_by_rename(self._out / COLLECTOR_NAME, json.dumps(fields) + "\n")
-            self._is_published = True
-        except SpoolError as error:
-            self._note_trouble(str(error))
-
     def _take(self, identity: bytes, parts: list[bytes]) -> None:
         """Handle one message; one that breaks the protocol is counted and changes nothing."""
         try:
@@ -307,29 +262,19 @@ class Intake:
         peer = self._peers.get(identity)
         if peer is None:
             return None  # of another run, or this collector has just been started: it says Hello
-        if not peer.is_admitted and not isinstance(message, (Beat, Bye)):
+        if not peer.is_admitted and not isinstance(message, (HostState, Bye)):
             return None  # it asks again
         match message:
-            case RecordFrame():
-                return self._append(message)
-            case OpenStream(stream, origin):
-                return self._open(stream, origin)
-            case Sync(stream, origin):
-                return self._begin_sync(identity, stream, origin)
-            case Ended():
-                return self._end(message)
-            case ChunkOpen(stream) | ChunkFrame(stream) | ChunkEnded(stream):
+            case OpenStream() | Frame() | Sync() | Ended() | ChunkEnded():
                 try:
-                    place = self._opened(stream, message.origin)
+                    return self._answer_of_stream(identity, message)
                 except FolderError as error:
-                    return ChunksRefused(stream, str(error))
-                answer, has_grown = self._chunks.answer(message, place)
-                if has_grown:
-                    self.progress_at = time.monotonic()
-                return answer
-            case Beat():
-                if message != peer.beat:
-                    peer.beat, self.progress_at = message, time.monotonic()
+                    self._complaints.log(str(error))
+                    chunk = 0 if isinstance(message, (Sync, Ended)) else message.chunk
+                    return Refused(message.stream, str(error), chunk)
+            case HostState():
+                if message != peer.state:
+                    peer.state, self.progress_at = message, time.monotonic()
                 for event in self._events - peer.events:
                     self._send(identity, Happened(*event))
                 return BeatSeen(self._vanished)
@@ -345,6 +290,32 @@ class Intake:
                 peer.has_left = True
                 return None
         raise WireError(f"{type(message).__name__} is nothing a relay says")
+
+    def _answer_of_stream(
+        self, identity: bytes, message: OpenStream | Frame | Sync | Ended | ChunkEnded
+    ) -> Message | None:
+        """Do what is asked of a stream or its chunks.
+
+        Raises:
+            WireError: nobody opened it, or it cannot be so.
+            FolderError: nothing of it can be taken.
+            SpoolError: nothing can be taken, now.
+        """
+        match message:
+            case Frame(chunk=0):
+                return self._append(message)
+            case OpenStream(stream, origin, chunk=0):
+                return self._open(stream, origin)
+            case Sync(stream, origin):
+                self._begin_sync(identity, stream, origin)
+                return None
+            case Ended():
+                return self._end(message)
+        place = self._opened(message.stream, message.origin)
+        answer, has_grown = self._chunks.answer(message, place)
+        if has_grown:
+            self.progress_at = time.monotonic()
+        return answer
 
     def _greet(self, identity: bytes, hello: Hello) -> Message | None:
         """Take a relay in, unless it brings records of another run than the one gathered here.
@@ -375,14 +346,12 @@ class Intake:
         except SpoolError as error:
             self._note_trouble(str(error))
             if peer is None:
-                self._peers[identity] = _Peer(host=hello.host)
+                self._peers[identity] = _Peer()
             return None
         log(f"{name} brings run {hello.run_id}")
         self._trouble = ""
-        if not self._is_published:
-            self._publish()
         self.progress_at = time.monotonic()
-        self._peers[identity] = _Peer(host=hello.host, is_admitted=True)
+        self._peers[identity] = _Peer(is_admitted=True)
         return None
 
     def _has_room_for_a_peer(self) -> bool:
@@ -405,48 +374,29 @@ class Intake:
     def _open(self, stream: StreamId, origin: int) -> Message | None:
         if stream.rank >= self._world_size:
             return Refused(stream, f"rank {stream.rank} in a world of {self._world_size}")
-        try:
-            place = self._replicas.place(stream, origin)
-            length = self._replicas.length(place)
-        except FolderError as error:
-            self._complaints.log(str(error))
-            return Refused(stream, str(error))
-        except SpoolError as error:
-            self._note_trouble(str(error))
-            return None
-        self._report()
+        place = self._replicas.place(stream, origin)
+        length = self._replicas.length(place)
         self._trouble = ""
         if place not in self._ends:
             self._ends[place] = None
             self.progress_at = time.monotonic()
         return StreamOffset(stream, length)
 
-    def _append(self, frame: RecordFrame) -> Message:
+    def _append(self, frame: Frame) -> Message:
         stream, offset = frame.stream, frame.offset
-        try:
-            place = self._opened(stream, frame.origin)
-            length = self._replicas.append(place, offset, frame.body)
-        except FolderError as error:
-            self._complaints.log(str(error))
-            return Refused(stream, str(error))
-        self._report()
+        place = self._opened(stream, frame.origin)
+        length = self._replicas.append(place, offset, frame.body)
         if length == offset + len(frame.body):
             self.progress_at = time.monotonic()
         return StreamOffset(stream, length)
 
-    def _begin_sync(self, identity: bytes, stream: StreamId, origin: int) -> Message | None:
+    def _begin_sync(self, identity: bytes, stream: StreamId, origin: int) -> None:
         """Have a replica put on disk: the relay is told when that is done."""
-        try:
-            place = self._opened(stream, origin)
-            if place not in self._unsynced and place not in self._syncing:
+        place = self._opened(stream, origin)
+        if place not in self._unsynced and place not in self._syncing:
+            with contextlib.suppress(OSError):  # too many open files: it asks again
                 self._sync.add(self._replicas.to_sync(place))
                 self._syncing[place] = identity, stream
-        except FolderError as error:
-            self._complaints.log(str(error))
-            return Refused(stream, str(error))
-        except OSError:
-            return None  # too many open files: it asks again
-        return None
 
     def _tell_synced(self) -> None:
         for place, length, trouble in self._sync.finished():
@@ -469,27 +419,14 @@ class Intake:
             raise WireError(f"a word about {stream.name}, which nobody opened")
         return place
 
-    def _report(self) -> None:
-        while self._replicas.reports:
-            log(self._replicas.reports.pop(0))
-
     def _end(self, ended: Ended) -> Message:
         stream, committed, reason = ended.stream, ended.committed, ended.reason
-        try:
-            place = self._opened(stream, ended.origin)
-            length = self._replicas.length(place)
-        except FolderError as error:
-            self._complaints.log(str(error))
-            return Refused(stream, str(error))
+        place = self._opened(stream, ended.origin)
+        length = self._replicas.length(place)
         if committed < length or reason is EndReason.RUNNING:
             raise WireError(f"{stream.name} ended {reason.value} at {committed}, {length} are here")
         end = StreamEnd(committed=committed, end=reason)
-        try:
-            is_new = write_end(replica_path(self._out, place), end)
-        except SpoolError as error:
-            self._note_trouble(str(error))
-            return StreamOffset(stream, length)
-        if is_new:
+        if write_end(replica_path(self._out, place), end):
             self._trouble = ""
             self._ends[place] = reason
             self.progress_at = time.monotonic()

@@ -8,10 +8,9 @@ import shutil
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from rankscope.errors import FolderError
 from rankscope.gather.collector import Intake
@@ -19,14 +18,13 @@ from rankscope.gather.log import ExitOutcome, log
 from rankscope.gather.sharedwatch import SharedWatch
 from rankscope.gather.stepwiseprocess import StepwiseProcess
 from rankscope.gather.waitingrule import (
-    LEAST_SILENCE_S,
     Decision,
     JobState,
-    PeerState,
-    StreamProgress,
+    StreamSource,
     decide,
 )
 from rankscope.record.graceseconds import FINISH_SECONDS
+from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.companions import (
     GROWS_FROM_BYTES,
     companion_environment,
@@ -36,53 +34,18 @@ from rankscope.run.companions import (
 from rankscope.run.filenames import (
     COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
-    COLLECTOR_NAME,
     PARQUET_FOLDER,
     REPLICA_FOLDER,
     TRACE_NAME,
 )
 from rankscope.run.folders import FolderLock
-from rankscope.run.keyfile import CurveKeys
+from rankscope.run.keyfile import read_keys
 from rankscope.run.outfolder import typed
 from rankscope.run.ownership import check_folder_found
+from rankscope.settings import Settings
 from rankscope.spool.replication import replicated
 
-__all__ = ["CollectorOptions", "Observer", "StreamSource", "collect"]
-
-
-class StreamSource(Protocol):
-    """Where a collector's streams come from."""
-
-    progress_at: float
-    """Monotonic time of the last thing new."""
-
-    def work(self, timeout_s: float) -> None:
-        """Take in what is there; wait for it at most `timeout_s`."""
-
-    def streams(self) -> list[StreamProgress]:
-        """Every stream known."""
-
-    def peers(self) -> list[PeerState]:
-        """Every relay heard."""
-
-    def excuse(self, seconds: float) -> None:
-        """The collector itself was away (suspended, starved): nobody was silent meanwhile."""
-
-    def ask_for_last(self, text: str) -> None:
-        """Have what ranks held back sent, although nothing happened on their hosts."""
-
-    @property
-    def trouble(self) -> str:
-        """Why nothing can be written just now; empty where it can."""
-
-    def building(self) -> None:
-        """The tree is built now: what this process occupies is its own."""
-
-    def farewell(self, *, is_quiet: bool) -> None:
-        """Tell the relays that the run is finished, and whether nothing happened in it."""
-
-    def close(self) -> None:
-        """Let everything go."""
+__all__ = ["CollectorOptions", "Observer", "collect"]
 
 
 _LOOK_S = 0.05
@@ -94,29 +57,17 @@ _VANISHED = "a host is gone without a word: its ranks never said how they ended"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectorOptions:
-    """What the command line says."""
+    """Which run a collector gathers, and how."""
 
     out: Path
     bind: Sequence[str]
     """No address: the trace folder is shared."""
     world_size: int
     traced_ranks: int
-    keep_spool: bool
-    drain_s: float
-    finish_s: float
+    settings: Settings
+    """As the ranks have them; `keys` names the collector's own file."""
     first_relay_s: float = _FIRST_RELAY_S
     """How long to wait for the first relay: importing torch on a large cluster takes its time."""
-    least_silence_s: float = LEAST_SILENCE_S
-    metrics_port: int | None = None
-    """Of the loopback; None for no metrics."""
-    live_check: bool = True
-    """Judge steps while the job runs."""
-    on_finding: str = ""
-    """Shell command given what is found then, "" for none."""
-    parquet: bool = False
-    """Write steps into a Parquet dataset too."""
-    keys: CurveKeys | None = None
-    """Of TCP addresses."""
 
 
 class Observer:
@@ -125,8 +76,8 @@ class Observer:
     def listening(self, addresses: Sequence[str]) -> None:
         """The collector is ready; no address: it watches a shared folder."""
 
-    def gathering(self, streams: Sequence[StreamProgress]) -> None:
-        """These streams are known by now."""
+    def gathering(self, streams: Mapping[StreamId, EndReason | None]) -> None:
+        """These streams are known by now, and how those ended that have."""
 
     def quiet(self) -> None:
         """Every rank held its steps back, and nothing ever happened: there is no tree."""
@@ -156,17 +107,17 @@ def collect(
         check_folder_found(options.out, "--out")
     except OSError as error:
         raise FolderError(f"{options.out}: cannot be made: {error.strerror}") from error
+    settings = options.settings
     lock = FolderLock(options.out / COLLECTOR_LOCK_NAME, "collector")
     is_late = (options.out / TRACE_NAME).exists()
     source: StreamSource | None = None
     intake: Intake | None = None
     try:
-        if is_late and not _may_be_called(options.bind):
-            return ExitOutcome.DONE
         watching = observer or Observer()
         if options.bind:
+            keys = None if settings.keys is None else read_keys(settings.keys, is_collector=True)
             source = intake = Intake(
-                options.out, options.bind, world_size=options.world_size, keys=options.keys
+                options.out, options.bind, world_size=options.world_size, keys=keys
             )
             watching.listening(intake.addresses)
         else:
@@ -183,8 +134,6 @@ def collect(
                 outcome = _finish(options, source, decision, watching)
                 is_quiet = decision is Decision.QUIET
         source.farewell(is_quiet=is_quiet)
-        with contextlib.suppress(OSError):  # the disk has failed, which was said
-            (options.out / COLLECTOR_NAME).unlink(missing_ok=True)
         source.close()  # nobody waits for a dataset but who asked for it
         source = None
         has_news = intake is not None and intake.has_refused_keys
@@ -200,28 +149,30 @@ def collect(
 
 
 def _metrics(options: CollectorOptions) -> contextlib.AbstractContextManager[None]:
-    if options.metrics_port is None:
+    port = options.settings.metrics
+    if port is None:
         return contextlib.nullcontext()
     from rankscope.gather.metrics import served_metrics  # an extra: its package may be missing
 
-    return served_metrics(options.out, options.metrics_port, world_size=options.world_size)
+    return served_metrics(options.out, port, world_size=options.world_size)
 
 
 def _stepwise(
     options: CollectorOptions,
 ) -> contextlib.AbstractContextManager[StepwiseProcess | None]:
-    if options.keep_spool and not options.live_check:
+    settings = options.settings
+    if settings.keep_spool and not settings.live_check:
         return contextlib.nullcontext()
     command = stepwise_command(
         options.out,
         traced_ranks=options.traced_ranks,
-        live_check=options.live_check,
-        keep_spool=options.keep_spool,
-        parquet=options.parquet,
+        live_check=settings.live_check,
+        keep_spool=settings.keep_spool,
+        parquet=settings.parquet,
     )
-    from_bytes = 0 if options.live_check or options.parquet else GROWS_FROM_BYTES
+    from_bytes = 0 if settings.live_check or settings.parquet else GROWS_FROM_BYTES
     process = StepwiseProcess(
-        command, options.out, from_bytes=from_bytes, on_finding=options.on_finding
+        command, options.out, from_bytes=from_bytes, on_finding=settings.on_finding
     )
     return contextlib.closing(process)
 
@@ -249,7 +200,7 @@ def _finish(
         log("nothing happened before which the ranks would have held steps: there is no trace")
         return ExitOutcome.DONE
     source.building()
-    outcome = _build(options.out, keep_spool=options.keep_spool, observer=observer)
+    outcome = _build(options.out, keep_spool=options.settings.keep_spool, observer=observer)
     return ExitOutcome.NO_ROOM if outcome is ExitOutcome.UNFINISHED and source.trouble else outcome
 
 
@@ -260,6 +211,7 @@ def _gather(
     observer: Observer,
     stepwise: StepwiseProcess | None,
 ) -> Decision:
+    settings = options.settings
     started = looked = time.monotonic()
     while True:
         source.work(_LOOK_S)
@@ -280,9 +232,8 @@ def _gather(
             peers,
             expected_ranks=options.traced_ranks,
             idle_s=now - source.progress_at,
-            drain_s=options.drain_s,
-            finish_s=0.0 if source.trouble else options.finish_s,  # nothing more can be taken
-            least_silence_s=options.least_silence_s,
+            drain_s=settings.drain_seconds,
+            finish_s=0.0 if source.trouble else settings.finish_seconds,  # nothing more is taken
         )
         if decision is Decision.VANISHED:
             source.ask_for_last(_VANISHED)
@@ -291,14 +242,6 @@ def _gather(
         if not peers and not streams and now - started > options.first_relay_s:
             log("no relay ever came")
             return Decision.NOTHING
-
-
-def _may_be_called(bind: Sequence[str]) -> bool:
-    """False where every address lies in a folder that went with its run, whose relay has left."""
-    return not bind or any(
-        not address.startswith("ipc://") or Path(address.removeprefix("ipc://")).parent.is_dir()
-        for address in bind
-    )
 
 
 def _listen(source: StreamSource) -> None:
@@ -329,9 +272,9 @@ def _build(out: Path, *, keep_spool: bool, observer: Observer) -> ExitOutcome:
 def _finish_dataset(options: CollectorOptions) -> bool:
     """Have what the dataset lacks written; True where it is whole, or none was asked for, or there
     is no tree to write it from."""
-    if not options.parquet or not os.path.exists(options.out / TRACE_NAME):
+    if not options.settings.parquet or not os.path.exists(options.out / TRACE_NAME):
         return True
-    most_s = max(options.finish_s, FINISH_SECONDS)
+    most_s = max(options.settings.finish_seconds, FINISH_SECONDS)
     try:
         code = subprocess.run(
             dataset_command(options.out),

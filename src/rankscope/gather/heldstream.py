@@ -37,7 +37,7 @@ from rankscope.run.folders import segment_indexes, segment_path, stream_folder
 from rankscope.run.locks import StreamLock, is_alive
 from rankscope.spool.mappedsegment import Segment
 from rankscope.spool.origin import first_record
-from rankscope.spool.packing import put
+from rankscope.spool.packing import Closed, put
 from rankscope.spool.recordcolumns import Records, records
 from rankscope.spool.recordformat import (
     CELL_BYTES,
@@ -183,31 +183,26 @@ class HeldStream:
 
     def last_step(self) -> tuple[Mode, int]:
         """Return the step that began last; eval steps count where it has not trained."""
+        last = Mode.TRAIN, 0
         for index in reversed(segment_indexes(self.folder)):
-            try:
+            with contextlib.suppress(SpoolError):
                 found = self._steps_begun(index * self._ring.segment_bytes)
-            except SpoolError:
-                continue
-            for mode in (Mode.TRAIN, Mode.EVAL):
-                if found[mode] and (mode is Mode.TRAIN or not self._has_trained()):
-                    return mode, found[mode][-1]
-        return Mode.TRAIN, 0
+                if Mode.TRAIN in found:
+                    return Mode.TRAIN, found[Mode.TRAIN]
+                if Mode.EVAL in found and last[0] is Mode.TRAIN:
+                    last = Mode.EVAL, found[Mode.EVAL]
+        return last
 
-    def _steps_begun(self, offset: int) -> dict[Mode, list[int]]:
-        found: dict[Mode, list[int]] = {mode: [] for mode in Mode}
+    def _steps_begun(self, offset: int) -> dict[Mode, int]:
+        """Return the step of each mode that began last in the segment at this offset."""
+        found: dict[Mode, int] = {}
         end = offset + self._ring.segment_bytes
         while offset < end and (chunk := self._ring.read_from(offset, _UNIT)):
             rows = records(chunk, is_verified=True).columns(RecordKind.STEP)[1]
             for row in rows[rows["event"] == int(StepEvent.BEGIN)]:
-                found[Mode(int(row["mode"]))].append(int(row["step"]))
+                found[Mode(int(row["mode"]))] = int(row["step"])
             offset += len(chunk)
         return found
-
-    def _has_trained(self) -> bool:
-        for index in segment_indexes(self.folder):
-            if self._steps_begun(index * self._ring.segment_bytes)[Mode.TRAIN]:
-                return True
-        return False
 
     # ---- the copy -----------------------------------------------------------------------------
 
@@ -575,12 +570,8 @@ def _defined(state: _State, kind: str, **fields: object) -> bytes:
     return _record(RecordKind.DEFINITION, DEFINITION_LENGTH.pack(len(packed)) + packed)
 
 
-class _Loose:
+class _Loose(Closed):
     """A place for one record outside of any segment."""
-
-    at = 0
-    data_end = 0
-    end = 0
 
     def __init__(self, size: int) -> None:
         self.map = bytearray(size)
@@ -589,5 +580,5 @@ class _Loose:
 def _record(kind: RecordKind, payload: bytes) -> bytes:
     """Return the cells of one record."""
     place = _Loose((-(-len(payload) // PAYLOAD_BYTES) or 1) * CELL_BYTES)
-    put(place, kind, payload)  # type: ignore[arg-type]  # it needs a map and where to write
+    put(place, kind, payload)
     return bytes(place.map)

@@ -9,20 +9,14 @@ import contextlib
 import os
 import socket
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Protocol
 
 import zmq
 
 from rankscope.errors import FolderError, RankscopeError, SpoolError, WireError
 from rankscope.gather.arrivals import MemoryBound, receive_parts
 from rankscope.gather.blackbox import BlackBox
-from rankscope.gather.chunkmessages import (
-    ChunkAt,
-    ChunkFrame,
-    ChunkSeen,
-    ChunksRefused,
-)
 from rankscope.gather.curve import Handshake
 from rankscope.gather.log import FewLines, log
 from rankscope.gather.protocol import (
@@ -30,17 +24,16 @@ from rankscope.gather.protocol import (
     MOST_PARTS,
     PROTOCOL_VERSION,
     WINDOW_BYTES,
-    Beat,
     BeatSeen,
     Bye,
     Done,
     Ended,
     EndedSeen,
+    Frame,
     Happened,
     Hello,
     Message,
     OpenStream,
-    RecordFrame,
     Refused,
     Rejected,
     StreamOffset,
@@ -50,9 +43,9 @@ from rankscope.gather.protocol import (
     encode,
 )
 from rankscope.gather.replica import ReplicaFiles
-from rankscope.gather.sharedwatch import SharedHostState, write_host_state
+from rankscope.gather.sharedwatch import write_host_state
 from rankscope.gather.shipping import Shipment
-from rankscope.gather.waitingrule import JobState
+from rankscope.gather.waitingrule import HostState, JobState
 from rankscope.record.streams import StreamId
 from rankscope.run.address import check_address, is_tcp
 from rankscope.run.eventboard import agreed
@@ -77,24 +70,33 @@ _RECONNECT_MS = 50
 _MOST_RECONNECT_MS = 1000
 
 
-class Link(Protocol):
-    """What the relay's loop needs of either."""
+class Link(ABC):
+    """One of the two, as the relay's loop sees it."""
 
-    heard_at: float
-    """Monotonic time of the other side's last word."""
-    is_reached: bool
-    """What is sent finds its way to somebody."""
-    rejection: str
-    """Why nothing of this run is taken; empty as long as it is."""
-    stall: Stall | None
-    """The last one noticed on this host, to be told."""
-    is_quiet: bool
-    """Nothing happened on any host: what ranks held back is not asked for. Known at the end."""
-    trouble_at: float | None
-    """Monotonic time since when this side can write nothing of what is to be written; None where it
-    can, or where the other side does the writing."""
+    def __init__(self, header: RunHeader, name: str, box: BlackBox | None) -> None:
+        self._header = header
+        self._name = name
+        self._box = box
+        self._job = JobState.UNKNOWN
+        self._beat_at = float("-inf")
+        self._sent: Stall | None = None
+        """What was told last: of the job, when, and of a stall."""
+        self.heard_at = float("-inf")
+        """Monotonic time of the other side's last word."""
+        self.is_reached = False
+        """What is sent finds its way to somebody."""
+        self.rejection = ""
+        """Why nothing of this run is taken; empty as long as it is."""
+        self.stall: Stall | None = None
+        """The last one noticed on this host, to be told."""
+        self.is_quiet = False
+        """Nothing happened on any host: what ranks held back is not asked for. Known at the end."""
+        self.trouble_at: float | None = None
+        """Monotonic time since when this side can write nothing of what is to be written; None
+        where it can, or where the other side does the writing."""
 
     @property
+    @abstractmethod
     def is_done(self) -> bool:
         """True once the tree is built."""
 
@@ -102,44 +104,54 @@ class Link(Protocol):
     def strangeness(self) -> str:
         """Why the other side is not who it should be, or does not know this one; empty as long as
         that is not known."""
+        return ""
 
+    @abstractmethod
     def exchange(self, shipments: dict[StreamId, Shipment], now: float, job: JobState) -> bool:
         """Send and receive what can be; True where anything was."""
 
+    @abstractmethod
     def wait(self, timeout_s: float) -> None:
         """Wait for an answer, or for time to pass."""
 
+    @abstractmethod
     def close(self) -> None:
         """Leave."""
 
+    def _held(self, shipments: dict[StreamId, Shipment]) -> int:
+        """Return how many streams of this host were not refused, those held back among them."""
+        refused = sum(shipment.is_refused for shipment in shipments.values())
+        box = self._box
+        return len({*shipments, *(() if box is None else box.streams)}) - refused
 
-class SocketLink:
+    def _state(self, shipments: dict[StreamId, Shipment], job: JobState) -> HostState:
+        box = self._box
+        if box is not None and box.streams:  # the copies of these streams may not be begun
+            alive = sum(held.is_alive for held in box.streams.values())
+        else:  # a shipment that a full disk holds up has not seen its rank go
+            alive = sum(each.is_alive and is_alive(each.folder) for each in shipments.values())
+        return HostState(
+            alive=alive,
+            held=self._held(shipments),
+            job=job,
+            max_restarts=self._header.max_restarts,
+            quiet=0 if box is None else box.quiet_ranks,
+        )
+
+
+class SocketLink(Link):
     """To a collector that listens."""
 
     def __init__(self, header: RunHeader, name: str, box: BlackBox | None = None) -> None:
-        """Connect, which never waits.
-
-        Args:
-            header: of the run.
-            name: of the relay.
-            box: where ranks hold steps back; it is told what other hosts saw happen.
+        """Connect, which never waits; the box is told what other hosts saw happen.
 
         Raises:
             BindError: the address may not be used.
             KeysError: its keys cannot be read.
         """
-        self._header = header
-        self._box = box
-        self._job = JobState.UNKNOWN
-        self._held = 0
-        self._is_done = self.is_quiet = False
-        self.is_reached = False
-        self.rejection = ""
-        self.stall: Stall | None = None
-        self._sent: Stall | None = None
-        self.trouble_at: float | None = None
-        self.heard_at = float("-inf")
-        self._beat_at = float("-inf")
+        super().__init__(header, name, box)
+        self._told_held = 0
+        self._is_done = False
         self._first = 0
         self._refused = FewLines(_MOST_REFUSED_LOGGED)
         self._context = zmq.Context()
@@ -182,15 +194,12 @@ class SocketLink:
         was_busy = self._receive(shipments, now)
         if now - max(self.heard_at, self._connected_at) > _SILENT_S:
             self._connect_again(now)
-        held = _held(shipments, self._box)
-        has_news = job is not self._job or self.stall != self._sent or held != self._held
+        held = self._held(shipments)
+        has_news = job is not self._job or self.stall != self._sent or held != self._told_held
         if now - self._beat_at > _BEAT_S or has_news:
-            quiet = 0 if self._box is None else self._box.quiet_ranks
-            alive = _alive(shipments, self._box)
-            beat = Beat(alive, held, job, self._header.max_restarts, quiet)
-            if not self._greet(beat):
+            if not self._greet(self._state(shipments, job)):
                 return was_busy
-            self._job, self._held, self._sent = job, held, self.stall
+            self._job, self._told_held, self._sent = job, held, self.stall
             self._beat_at = now
         return self._pump(list(shipments.values()), now) or was_busy
 
@@ -218,14 +227,14 @@ class SocketLink:
             self._socket.disconnect(self._address)
         self._socket.connect(self._address)
 
-    def _greet(self, beat: Beat) -> bool:
+    def _greet(self, state: HostState) -> bool:
         """Say who this is and what it holds; False where that cannot be sent now.
 
         Before any word about a stream: the collector takes none from a relay it does not know, and
         may be through with the streams it knows before it hears of another.
         """
         hello = Hello(PROTOCOL_VERSION, socket.gethostname(), self._header.run_id)
-        if not (self._send(hello) and self._send(beat)):
+        if not (self._send(hello) and self._send(state)):
             return False
         for event in () if self._box is None else self._box.happened():
             if not self._send(Happened(*event)):
@@ -246,12 +255,11 @@ class SocketLink:
                     continue
                 was_busy = True
                 if not self._send(message):
-                    if isinstance(message, (RecordFrame, ChunkFrame)):
+                    if isinstance(message, Frame):
                         shipment.take_back(message)
                     return False
-                if isinstance(message, RecordFrame):
-                    window -= len(message.body)
-                if isinstance(message, (RecordFrame, ChunkFrame)):
+                if isinstance(message, Frame):
+                    window -= 0 if message.chunk else len(message.body)
                     still.append(shipment)
             waiting = still
         return was_busy
@@ -273,21 +281,9 @@ class SocketLink:
 
     def _take(self, message: Message, shipments: dict[StreamId, Shipment], now: float) -> None:
         match message:
-            case StreamOffset(stream, offset):
+            case StreamOffset(stream) | Synced(stream) | EndedSeen(stream) | Refused(stream):
                 if stream in shipments:
-                    shipments[stream].take_offset(offset, now)
-            case Synced(stream, offset):
-                if stream in shipments:
-                    shipments[stream].take_synced(offset)
-            case EndedSeen(stream):
-                if stream in shipments:
-                    shipments[stream].take_end_seen()
-            case ChunkAt(stream) | ChunkSeen(stream) | ChunksRefused(stream):
-                if stream in shipments and (chunks := shipments[stream].chunks) is not None:
-                    chunks.take_answer(message, now)
-            case Refused(stream, reason):
-                if stream in shipments:
-                    shipments[stream].take_refusal(reason)
+                    shipments[stream].take(message, now)
             case Rejected(reason):
                 self.rejection = reason
             case Happened() | BeatSeen():
@@ -318,44 +314,24 @@ class SocketLink:
         return True
 
 
-class SharedLink:
+class SharedLink(Link):
     """To a trace folder this host sees: the collector's writing, without a collector between."""
 
     def __init__(self, header: RunHeader, name: str, box: BlackBox | None = None) -> None:
         """Open the folder.
 
-        Args:
-            header: of the run.
-            name: of the relay.
-            box: where ranks hold steps back.
-
         Raises:
             FolderError: it cannot be made.
         """
+        super().__init__(header, name, box)
         self._out = header.out
-        self._box = box
-        self._max_restarts = header.max_restarts
-        self._job = JobState.UNKNOWN
-        self._name = name
         self._beat = os.getpid() << 20
-        self._beat_at = float("-inf")
         self.heard_at = time.monotonic()
         self.is_reached = True
-        self.is_quiet = False
-        self.rejection = ""
-        self.stall: Stall | None = None
-        self._sent: Stall | None = None
-        self.trouble_at: float | None = None
         self._trouble = ""
-        self._run_id = header.run_id
         self._is_claimed = False
         self._replicas = ReplicaFiles(self._out)
         log(f"writing run {header.run_id} into the shared folder {self._out}")
-
-    @property
-    def strangeness(self) -> str:
-        """Empty: the file system says who may write."""
-        return ""
 
     @property
     def is_done(self) -> bool:
@@ -377,21 +353,12 @@ class SharedLink:
             self._job = job
             self._beat += 1
             self._beat_at = now
-            state = SharedHostState(
-                beat=self._beat,
-                job=job,
-                max_restarts=self._max_restarts,
-                alive=_alive(shipments, self._box),
-                held=_held(shipments, self._box),
-                quiet=0 if self._box is None else self._box.quiet_ranks,
-            )
+            state = self._state(shipments, job)
             with contextlib.suppress(SpoolError):  # the folder goes once the tree is there
-                write_host_state(self._out, self._name, state)
+                write_host_state(self._out, self._name, self._beat, state)
         self._tell()
         self._hear()
         was_busy = False
-        while self._replicas.reports:
-            log(self._replicas.reports.pop(0))
         for shipment in shipments.values():
             try:
                 was_busy = self._ship(shipment, now) or was_busy
@@ -427,7 +394,7 @@ class SharedLink:
     def _claim(self, now: float) -> bool:
         """Say whose records these are; False where they may not or cannot be written."""
         try:
-            self._replicas.claim(self._run_id)
+            self._replicas.claim(self._header.run_id)
         except FolderError as error:
             self.rejection = str(error)
             return False
@@ -459,10 +426,10 @@ class SharedLink:
                 case OpenStream():
                     shipment.take_offset(self._replicas.length(place), now)
                     return True
-                case RecordFrame(_, _, offset, _, body):
+                case Frame(_, _, offset, _, body):
                     shipment.take_offset(self._replicas.append(place, offset, body), now)
                     if self._replicas.trouble:
-                        self._note_trouble("", now)  # which it reports itself
+                        self._note_trouble("", now)  # which it logs itself
                         return False
                 case Sync():
                     shipment.take_synced(self._replicas.sync(place))
@@ -473,18 +440,3 @@ class SharedLink:
             return False
         self._trouble, self.trouble_at = "", None
         return True
-
-
-def _alive(shipments: dict[StreamId, Shipment], box: BlackBox | None) -> int:
-    """Return how many of these streams have a rank that lives; where streams are held back, how
-    many of those: their copies may not be begun."""
-    if box is not None and box.streams:
-        return sum(held.is_alive for held in box.streams.values())
-    # a shipment that a full disk holds up has not seen its rank go
-    return sum(shipment.is_alive and is_alive(shipment.folder) for shipment in shipments.values())
-
-
-def _held(shipments: dict[StreamId, Shipment], box: BlackBox | None) -> int:
-    """Return how many streams of this host were not refused, those held back among them."""
-    refused = sum(shipment.is_refused for shipment in shipments.values())
-    return len({*shipments, *(() if box is None else box.streams)}) - refused

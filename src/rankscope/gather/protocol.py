@@ -6,17 +6,18 @@
     Frame(stream, offset, crc) + body  ->  <-    At(stream, offset after writing)
     Sync(stream, origin)               ->  <-    Synced(stream, offset that is on disk)
     Ended(stream, committed, ...)      ->  <-    EndedSeen(stream), once the end marker is written
-    Beat(alive, held, job, quiet, ..)  ->  <-    BeatSeen(what is said of a host that vanished)
+    HostState(alive, held, job, ..)    ->  <-    BeatSeen(what is said of a host that vanished)
     Happened(life, event)              ->  <-    Happened(life, event) of other hosts
-    Stands(since, noticed, over, ..)   ->        with each Beat, once this host stood still
-    ChunkOpen(stream, origin, chunk)   ->  <-    ChunkAt(stream, chunk, offset it holds)
-    ChunkFrame(.., offset, crc) + body ->  <-    ChunkAt(stream, chunk, offset after writing)
-    ChunkEnded(.., size, checksum)     ->  <-    ChunkSeen(stream, chunk), once it is whole there;
-                                                 ChunkAt(.., 0) where it is not: send it again
-                                           <-    ChunksRefused(stream, reason): no more of them
+    Stands(since, noticed, over, ..)   ->        with each of these, once this host stood still
                                            <-    Refused(stream, reason): do not send it again
                                            <-    Done(is quiet): the tree is built, or there is none
     Bye()                              ->
+
+Open, Frame, At, EndedSeen and Refused name a chunk where they are about one of the chunks of full
+tensors of a stream, 0 where they are about its records; a chunk ends otherwise:
+
+    ChunkEnded(.., size, checksum)     ->  <-    EndedSeen(stream, chunk), once it is whole there;
+                                                 At(.., 0) where it is not: send it again
 
 A header is a msgpack array: verb, then whole numbers and short texts, as the table at the end of
 this file lists them; behind it stands its CRC-32, in 4 bytes. Every number is checked against its
@@ -34,20 +35,12 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]  # ships no annotations
 
 from rankscope.errors import WireError
-from rankscope.gather.chunkmessages import (
-    ChunkAt,
-    ChunkEnded,
-    ChunkFrame,
-    ChunkOpen,
-    ChunkSeen,
-    ChunksRefused,
-)
-from rankscope.gather.waitingrule import JobState
+from rankscope.gather.waitingrule import HostState, JobState
 from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS, EndReason, StreamId
 from rankscope.run.stallrecords import Stall
 from rankscope.spool.recordformat import CELL_BYTES, MAX_RECORD_CELLS
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 FRAME_BYTES = 64 << 10
 """Records in one frame, more only where a single record is longer."""
 WINDOW_BYTES = 1 << 20
@@ -80,16 +73,17 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class OpenStream:
-    """Which offset of this stream do you hold?"""
+    """Which offset of this stream, or of one of its chunks, do you hold?"""
 
     stream: StreamId
     origin: int
     """Which process wrote it (`spool.origin`): a node that was replaced counts from 0 again."""
+    chunk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class RecordFrame:
-    """Whole records of a stream, from `offset` on."""
+class Frame:
+    """Whole records of a stream, or bytes of a chunk, from `offset` on."""
 
     stream: StreamId
     origin: int
@@ -97,6 +91,7 @@ class RecordFrame:
     crc: int
     """CRC-32 of the body."""
     body: bytes
+    chunk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +121,15 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
-    """A relay is alive; what it watches."""
+class ChunkEnded:
+    """All of this chunk was acknowledged."""
 
-    alive: int
-    """Streams whose rank still lives."""
-    held: int
-    """Streams that lie on its host and were not refused."""
-    job: JobState
-    max_restarts: int
-    quiet: int
-    """Both as a `PeerState` has them."""
+    stream: StreamId
+    origin: int
+    chunk: int
+    size: int
+    checksum: int
+    """xxh3_64 of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,17 +150,19 @@ class Bye:
 
 @dataclass(frozen=True, slots=True)
 class StreamOffset:
-    """The replica of this stream, as its relay names it, is `offset` bytes long."""
+    """The replica of this stream, as its relay names it, or this chunk is `offset` bytes long."""
 
     stream: StreamId
     offset: int
+    chunk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class EndedSeen:
-    """The end marker of this stream is on disk."""
+    """The end marker of this stream is on disk; or this chunk is, and as its checksum says."""
 
     stream: StreamId
+    chunk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +175,11 @@ class BeatSeen:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The collector takes no more of this stream."""
+    """The collector takes no more of this stream, or of its chunks."""
 
     stream: StreamId
     reason: str
+    chunk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +200,11 @@ class Done:
 Message = (
     Hello
     | OpenStream
-    | RecordFrame
+    | Frame
     | Sync
     | Synced
     | Ended
-    | Beat
+    | HostState
     | Happened
     | Stall
     | Bye
@@ -218,24 +214,17 @@ Message = (
     | Refused
     | Rejected
     | Done
-    | ChunkOpen
-    | ChunkFrame
     | ChunkEnded
-    | ChunkAt
-    | ChunkSeen
-    | ChunksRefused
 )
 
 
 def encode(message: Message) -> list[bytes]:
     """Return the parts of a message: a header, and the body of a frame."""
     verb, shape = _VERB_OF[type(message)], _SHAPES[_VERB_OF[type(message)]]
-    header: list[object] = [verb]
-    for field, name in zip(shape.fields, shape.names):
-        header += field.write(getattr(message, name))
-    packed = msgpack.packb(header)
+    header = [field.write(getattr(message, name)) for name, field in shape.fields.items()]
+    packed = msgpack.packb([verb, *header])
     parts = [packed + zlib.crc32(packed).to_bytes(_CRC_BYTES, "little")]
-    return [*parts, message.body] if isinstance(message, (RecordFrame, ChunkFrame)) else parts
+    return [*parts, message.body] if isinstance(message, Frame) else parts
 
 
 def decode(parts: Sequence[bytes]) -> Message:
@@ -248,19 +237,20 @@ def decode(parts: Sequence[bytes]) -> Message:
         raise WireError(f"a message of {len(parts)} parts, expected a header and at most a body")
     verb, *rest = _unpack(parts[0])
     shape = _SHAPES.get(verb) if isinstance(verb, int) else None
-    if shape is None or len(rest) != shape.size:
+    if shape is None or len(rest) != len(shape.fields):
         raise WireError(
             f"verb {verb!r} with {len(rest)} fields, unknown to protocol {PROTOCOL_VERSION}"
         )
-    if (shape.kind in (RecordFrame, ChunkFrame)) != (len(parts) == 2):
+    if (shape.kind is Frame) != (len(parts) == 2):
         raise WireError(f"verb {verb} with {len(parts)} parts")
     values: dict[str, Any] = {"body": parts[1]} if len(parts) == 2 else {}
-    at = 0
-    for field, name in zip(shape.fields, shape.names):
-        values[name] = field.read(rest[at : at + field.size])
-        at += field.size
+    for (name, field), place in zip(shape.fields.items(), rest):
+        values[name] = field.read(place)
     message = shape.kind(**values)
-    if isinstance(message, (RecordFrame, ChunkFrame)):
+    if isinstance(message, (Frame, StreamOffset)):
+        unit = 1 if message.chunk else CELL_BYTES
+        _checked_multiple(message.offset, unit)
+    if isinstance(message, Frame):
         _check_body(message)
     return message
 
@@ -287,9 +277,9 @@ def _unpack(part: bytes) -> list[object]:
     return unpacked
 
 
-def _check_body(frame: RecordFrame | ChunkFrame) -> None:
+def _check_body(frame: Frame) -> None:
     body = frame.body
-    if isinstance(frame, ChunkFrame):
+    if frame.chunk:
         if not 0 < len(body) <= CHUNK_FRAME_BYTES:
             raise WireError(f"{len(body)} bytes of a chunk: expected 1 to {CHUNK_FRAME_BYTES}")
     elif not body or len(body) % CELL_BYTES or len(body) > LONGEST_BODY:
@@ -306,25 +296,21 @@ def _check_body(frame: RecordFrame | ChunkFrame) -> None:
 class _Field:
     """One attribute of a message: how it is written into a header and read, checked, from it."""
 
-    write: Callable[[Any], Sequence[object]]
-    read: Callable[[Sequence[object]], object]
-    size: int = 1
-    """Places it takes."""
+    write: Callable[[Any], object]
+    read: Callable[[object], object]
 
 
 @dataclass(frozen=True, slots=True)
 class _MessageShape:
-    """One kind of message: its class, and its attributes in order (a frame's body left out)."""
+    """One kind of message: its class, and its attributes in order, a frame's body left out."""
 
     kind: type[Message]
-    fields: tuple[_Field, ...]
-    names: tuple[str, ...]
-    size: int
+    fields: Mapping[str, _Field]
 
 
 def _shape(kind: type[Message], *of: _Field) -> _MessageShape:
-    names = tuple(field.name for field in fields(kind))[: len(of)]
-    return _MessageShape(kind, of, names, sum(field.size for field in of))
+    names = [field.name for field in fields(kind) if field.name != "body"]
+    return _MessageShape(kind, dict(zip(names, of, strict=True)))
 
 
 def _checked(value: object, limit: int) -> int:
@@ -334,72 +320,67 @@ def _checked(value: object, limit: int) -> int:
 
 
 def _number(limit: int) -> _Field:
-    return _Field(lambda value: (value,), lambda places: _checked(places[0], limit))
+    return _Field(lambda value: value, lambda place: _checked(place, limit))
 
 
 def _member(members: Sequence[object]) -> _Field:
     """One of a fixed list, as its number in it."""
     return _Field(
-        lambda value: (members.index(value),),
-        lambda places: members[_checked(places[0], len(members))],
+        lambda value: members.index(value), lambda place: members[_checked(place, len(members))]
     )
 
 
-def _read_stream(places: Sequence[object]) -> StreamId:
-    rank, incarnation = _checked(places[0], MAX_RANKS), _checked(places[1], MAX_INCARNATIONS)
+def _checked_multiple(offset: object, unit: int = CELL_BYTES) -> int:
+    if (number := _checked(offset, _LARGEST_OFFSET)) % unit:
+        raise WireError(f"offset {number} is no multiple of a cell")
+    return number
+
+
+def _read_stream(place: object) -> StreamId:
+    if not isinstance(place, list) or len(place) != 2:
+        raise WireError(f"{place!r} is no stream")
+    rank, incarnation = _checked(place[0], MAX_RANKS), _checked(place[1], MAX_INCARNATIONS)
     return StreamId(rank=rank, incarnation=incarnation)
-
-
-def _read_offset(places: Sequence[object]) -> int:
-    offset = _checked(places[0], _LARGEST_OFFSET)
-    if offset % CELL_BYTES:
-        raise WireError(f"offset {offset} is no multiple of a cell")
-    return offset
 
 
 def _text(most: int) -> _Field:
     """A text that is cut where it is longer."""
 
-    def read(places: Sequence[object]) -> str:
-        if not isinstance(places[0], str) or len(places[0]) > most:
+    def read(place: object) -> str:
+        if not isinstance(place, str) or len(place) > most:
             raise WireError(f"expected a text of at most {most} characters")
-        return places[0]
+        return place
 
-    return _Field(lambda text: (text[:most],), read)
+    return _Field(lambda text: text[:most], read)
 
 
 _COUNT = _number(MAX_RANKS)
 _TEXT, _ENTRY = _text(_LONGEST_TEXT), _text(_LONGEST_ENTRY)
 _LIFE = _number(MAX_INCARNATIONS)
-_STREAM = _Field(lambda stream: (stream.rank, stream.incarnation), _read_stream, 2)
+_STREAM = _Field(lambda stream: (stream.rank, stream.incarnation), _read_stream)
 _ORIGIN = _number(1 << 64)
-_OFFSET = _Field(lambda offset: (offset,), _read_offset)
+_OFFSET = _Field(lambda offset: offset, _checked_multiple)
 _CHUNK, _SIZE = _number(1_000_000_000), _number(_LARGEST_OFFSET)
 _TIME = _number(1 << 63)
 
 _SHAPES: Mapping[int, _MessageShape] = {
     1: _shape(Hello, _number(1 << 16), _TEXT, _TEXT),
-    2: _shape(OpenStream, _STREAM, _ORIGIN),
-    3: _shape(RecordFrame, _STREAM, _ORIGIN, _OFFSET, _number(1 << 32)),
+    2: _shape(OpenStream, _STREAM, _ORIGIN, _CHUNK),
+    3: _shape(Frame, _STREAM, _ORIGIN, _SIZE, _number(1 << 32), _CHUNK),
     4: _shape(Ended, _STREAM, _ORIGIN, _OFFSET, _member(tuple(EndReason))),
-    5: _shape(Beat, _COUNT, _COUNT, _member(tuple(JobState)), _COUNT, _COUNT),
+    5: _shape(HostState, _COUNT, _COUNT, _member(tuple(JobState)), _COUNT, _COUNT),
     6: _shape(Bye),
-    10: _shape(StreamOffset, _STREAM, _OFFSET),
-    11: _shape(EndedSeen, _STREAM),
+    10: _shape(StreamOffset, _STREAM, _SIZE, _CHUNK),
+    11: _shape(EndedSeen, _STREAM, _CHUNK),
     12: _shape(BeatSeen, _TEXT),
-    13: _shape(Refused, _STREAM, _TEXT),
+    13: _shape(Refused, _STREAM, _TEXT, _CHUNK),
     14: _shape(Done, _member((False, True))),
     15: _shape(Rejected, _TEXT),
-    7: _shape(ChunkOpen, _STREAM, _ORIGIN, _CHUNK),
-    8: _shape(ChunkFrame, _STREAM, _ORIGIN, _CHUNK, _SIZE, _number(1 << 32)),
     9: _shape(ChunkEnded, _STREAM, _ORIGIN, _CHUNK, _SIZE, _number(1 << 64)),
-    16: _shape(ChunkAt, _STREAM, _CHUNK, _SIZE),
-    17: _shape(ChunkSeen, _STREAM, _CHUNK),
-    18: _shape(ChunksRefused, _STREAM, _TEXT),
     19: _shape(Stall, _TIME, _TIME, _TIME, _member((False, True)), _TEXT, _TEXT),
     20: _shape(Sync, _STREAM, _ORIGIN),
     21: _shape(Synced, _STREAM, _OFFSET),
     22: _shape(Happened, _LIFE, _ENTRY),
 }
-"""Every message by its verb. Never renumber."""
+"""Every message by its verb. Never renumber, nor use 7, 8 and 16 to 18 again."""
 _VERB_OF: Mapping[type[object], int] = {shape.kind: verb for verb, shape in _SHAPES.items()}

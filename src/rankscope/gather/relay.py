@@ -6,7 +6,6 @@ it writes replicas and end markers itself, with the collector's own code (`links
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import socket
@@ -15,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rankscope.errors import SpoolError
-from rankscope.gather.blackbox import BlackBox, black_box_of
+from rankscope.gather.blackbox import black_box_of
 from rankscope.gather.cleanup import is_in_tree, remove_run
 from rankscope.gather.links import Link, SharedLink, SocketLink
 from rankscope.gather.log import ExitOutcome, log
@@ -23,7 +22,6 @@ from rankscope.gather.orderwatch import OrderWatch
 from rankscope.gather.shipping import Shipment
 from rankscope.gather.stallmonitor import StallMonitor
 from rankscope.gather.waitingrule import JobState
-from rankscope.record.graceseconds import DRAIN_SECONDS, FINISH_SECONDS
 from rankscope.record.streams import StreamId
 from rankscope.run.filenames import (
     COLLECTOR_LOCK_NAME,
@@ -36,6 +34,7 @@ from rankscope.run.folders import FolderLock, RunHeader, is_held, read_run_heade
 from rankscope.run.locks import is_alive
 from rankscope.run.prepare import Collection
 from rankscope.run.processes import is_process_alive
+from rankscope.settings import settings_of_run
 
 __all__ = ["relay"]
 
@@ -64,7 +63,7 @@ def relay(run_folder: Path, is_stopped: Callable[[], bool]) -> ExitOutcome:
         raise SpoolError(f"{run_folder}: is no folder; give the host's run folder of a spool")
     lock = FolderLock(run_folder / RELAY_LOCK_NAME, "relay")
     try:
-        return _Relay(run_folder, is_stopped).run()
+        return _Relay(run_folder, read_run_header(run_folder), is_stopped).run()
     finally:
         lock.release()
 
@@ -72,50 +71,27 @@ def relay(run_folder: Path, is_stopped: Callable[[], bool]) -> ExitOutcome:
 class _Relay:
     """The loop, common to both ways of sending."""
 
-    def __init__(self, run_folder: Path, is_stopped: Callable[[], bool]) -> None:
+    def __init__(self, run_folder: Path, header: RunHeader, is_stopped: Callable[[], bool]) -> None:
         self._run_folder = run_folder
+        self._header = header
+        self._settings = settings_of_run(header.settings)
         self._is_stopped = is_stopped
         self._shipments: dict[StreamId, Shipment] = {}
         self._discovered_at = float("-inf")
         self._job = JobState.UNKNOWN
         self._is_over = False
         """What others were told last of a job that holds steps back."""
-        self._agent = ""
-        self._max_restarts = 0
-        self._header: RunHeader | None = None
-        self._tree = run_folder / TRACE_NAME
-        self._has_own_chunks = False
-        """Full tensors of this host lie in the run folder, because it sees no trace folder."""
-        self._stalls: StallMonitor | None = None
-        self._box: BlackBox | None = None
+        self._tree = header.out / TRACE_NAME
+        self._collection = Collection.of_run(run_folder, header)
+        self._name = relay_name(run_folder)
+        self._stalls = StallMonitor(run_folder, header, self._name)
+        self._box = black_box_of(run_folder, header)
         """Where the ranks hold their last steps back."""
-        self._orders: OrderWatch | None = None
-        self._drain_s = DRAIN_SECONDS
-        self._finish_s = FINISH_SECONDS
-        self._own_socket: Path | None = None
-        """Of a collector that was started for this host's run alone."""
+        self._orders = OrderWatch(run_folder, header, self._name)
 
     def run(self) -> ExitOutcome:
-        header = self._wait_for_header()
-        if header is None:
-            return ExitOutcome.UNFINISHED
-        self._header = header
-        self._tree = header.out / TRACE_NAME
-        collection = Collection.of_run(self._run_folder, header)
-        self._has_own_chunks = collection.is_elsewhere
-        self._agent, self._max_restarts = header.agent, header.max_restarts
-        with contextlib.suppress(ValueError):
-            self._drain_s = float(header.settings.get("drain-seconds", DRAIN_SECONDS))
-        with contextlib.suppress(ValueError):
-            self._finish_s = float(header.settings.get("finish-seconds", FINISH_SECONDS))
-        if collection.is_here:
-            self._own_socket = Path(header.collector.removeprefix("ipc://"))
-        name = relay_name(self._run_folder)
-        self._stalls = StallMonitor(self._run_folder, header, name)
-        self._box = black_box_of(self._run_folder, header)
-        self._orders = OrderWatch(self._run_folder, header, name)
-        link: Link
-        link = (SharedLink if collection.is_shared else SocketLink)(header, name, self._box)
+        link_kind = SharedLink if self._collection.is_shared else SocketLink
+        link = link_kind(self._header, self._name, self._box)
         try:
             outcome = self._ship(link)
         finally:
@@ -126,8 +102,8 @@ class _Relay:
                 shipment.reader.close()
                 if shipment.chunks is not None:
                     shipment.chunks.close()
-        if self._own_socket is not None:  # a killed collector leaves it, maybe elsewhere
-            self._own_socket.unlink(missing_ok=True)
+        if self._collection.is_here:  # a killed collector leaves its socket, maybe elsewhere
+            Path(self._header.collector.removeprefix("ipc://")).unlink(missing_ok=True)
         if outcome is ExitOutcome.DONE:
             self._clean(is_quiet=link.is_quiet)
         else:
@@ -144,9 +120,8 @@ class _Relay:
             now = time.monotonic()
             self._discover(now)
             box = self._box
-            if self._stalls is not None:
-                self._stalls.look(self._shipments if box is None else box.streams, now)
-                link.stall = self._stalls.latest
+            self._stalls.look(self._shipments if box is None else box.streams, now)
+            link.stall = self._stalls.latest
             self._look_for_orders(now)
             was_busy = box is not None and box.look(now, self._job, link.stall)
             if link.exchange(self._shipments, now, self._told_job()) or was_busy:
@@ -174,20 +149,18 @@ class _Relay:
         return ExitOutcome.DONE
 
     def _look_for_orders(self, now: float) -> None:
-        box, orders = self._box, self._orders
-        if orders is None:
-            return
+        box = self._box
         if box is None:
-            orders.look(now, self._shipments)
+            self._orders.look(now, self._shipments)
         else:
-            orders.look(now, box.streams, box.answer)
-            box.order = orders.order
+            self._orders.look(now, box.streams, box.answer)
+            box.order = self._orders.order
 
     def _has_no_room(self, link: Link, now: float) -> bool:
         """True where a trace folder that this relay writes takes nothing of a job that is over."""
         if link.trouble_at is None or self._job is not JobState.OVER or link.is_done:
             return False
-        return now - link.trouble_at >= self._drain_s and not self._has_alive()
+        return now - link.trouble_at >= self._settings.drain_seconds and not self._has_alive()
 
     def _sees_tree(self, silent_s: float) -> bool:
         """The collector may have gone before its Done arrived: on its own host the tree tells."""
@@ -201,10 +174,10 @@ class _Relay:
             is_reached: somebody listens all the same, and may be building the tree.
         """
         is_over = self._job is JobState.OVER
-        if is_over and self._own_socket is not None and self._header is not None:
+        if is_over and self._collection.is_here:
             # its launcher is over, or was killed
             return silent_s > _ABANDONED_S and not is_held(self._header.out / COLLECTOR_LOCK_NAME)
-        if is_over and not is_reached and silent_s > max(self._finish_s, _SILENT_S):
+        if is_over and not is_reached and silent_s > max(self._settings.finish_seconds, _SILENT_S):
             return True
         return silent_s > _PATIENCE_S
 
@@ -217,7 +190,7 @@ class _Relay:
         if self._box is None or self._job is not JobState.OVER:
             return self._job
         since = self._box.trouble_at
-        if since is not None and time.monotonic() - since > self._finish_s:
+        if since is not None and time.monotonic() - since > self._settings.finish_seconds:
             return JobState.OVER  # the trace is built without, and the run folder stays
         if self._box.quiet_ranks:
             return JobState.OVER
@@ -232,22 +205,6 @@ class _Relay:
             return True
         return any(is_alive(shipment.folder) for shipment in self._shipments.values())
 
-    def _wait_for_header(self) -> RunHeader | None:
-        """The collector's address may be known only after the relay was started."""
-        deadline = time.monotonic() + _FIRST_STREAM_S
-        trouble = ""
-        while time.monotonic() < deadline and not self._is_stopped():
-            try:
-                header = read_run_header(self._run_folder)
-                if header.collector:
-                    return header
-                trouble = "it names no collector yet"
-            except SpoolError as error:
-                trouble = str(error)
-            time.sleep(0.1)
-        log(f"no usable run.json in {self._run_folder}: {trouble}")
-        return None
-
     def _discover(self, now: float) -> None:
         if now - self._discovered_at < _DISCOVER_S:
             return
@@ -256,7 +213,7 @@ class _Relay:
         for stream in streams(self._run_folder):
             if stream not in self._shipments:
                 self._shipments[stream] = Shipment(
-                    self._run_folder, stream, has_own_chunks=self._has_own_chunks
+                    self._run_folder, stream, has_own_chunks=self._collection.is_elsewhere
                 )
 
     def _job_state(self) -> JobState:
@@ -268,7 +225,8 @@ class _Relay:
         if not lock.exists():
             if self._may_restart():
                 return JobState.LAUNCHED
-            has_agent = not self._agent or is_process_alive(self._agent)
+            agent = self._header.agent
+            has_agent = not agent or is_process_alive(agent)
             return JobState.UNKNOWN if has_agent or self._has_alive() else JobState.OVER
         if is_held(lock):
             return JobState.LAUNCHED
@@ -276,10 +234,11 @@ class _Relay:
 
     def _may_restart(self) -> bool:
         """True while an agent of somebody else's lives that has restarts left for these ranks."""
-        if not self._agent or not is_process_alive(self._agent):
+        agent = self._header.agent
+        if not agent or not is_process_alive(agent):
             return False
         known = [*self._shipments, *(() if self._box is None else self._box.streams)]
-        return max((stream.incarnation for stream in known), default=0) < self._max_restarts
+        return max((stream.incarnation for stream in known), default=0) < self._header.max_restarts
 
     def _clean(self, *, is_quiet: bool) -> None:
         """Remove what was shipped; a stream that is not all over there stays for `recover`."""

@@ -16,11 +16,12 @@ import resource
 import socket
 import stat
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rankscope.chunks.safetensors import write_all
 from rankscope.errors import FolderError, SpoolError
+from rankscope.gather.log import log
 from rankscope.gather.replicasync import Unsynced
 from rankscope.record.streams import MAX_INCARNATIONS, StreamId
 from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER, RUN_ID_NAME
@@ -42,6 +43,7 @@ _OPEN_FILES = 256
 _SHARE_OF_LIMIT = 4
 """Replicas may use this part (1/4) of the process's file descriptors."""
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _PASSING = (errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOSPC, errno.EDQUOT)
 """What a disk says that is full, failed, went read-only or was remounted: it may come back."""
 
@@ -77,8 +79,6 @@ class ReplicaFiles:
         self._most_open = max(1, min(_OPEN_FILES, limit // _SHARE_OF_LIMIT))
         self.trouble = ""
         """Why the last write failed (a full disk, mostly); empty once one succeeds again."""
-        self.reports: list[str] = []
-        """One line for each replica that was cut to its valid prefix, and for each new trouble."""
         try:
             out.mkdir(mode=0o700, parents=True, exist_ok=True)
             own_subfolder(out / REPLICA_FOLDER)
@@ -124,7 +124,7 @@ class ReplicaFiles:
             self._counts[stream.rank] += 1
             place = self.placed(stream, origin)  # another host may have been quicker
             if place not in (None, stream):
-                self.reports.append(
+                log(
                     f"another process wrote {stream.name} before: the records of this one are "
                     f"kept as {place.name}"
                 )
@@ -181,7 +181,7 @@ class ReplicaFiles:
         """Write `body` if `offset` is the replica's end; return the length afterwards either way.
 
         Raises:
-            FolderError: the quota is used up; a disk that refuses is reported and tried again.
+            FolderError: the quota is used up; a disk that refuses is logged and tried again.
             SpoolError: the replica cannot be opened, now.
         """
         length = self.length(stream)
@@ -199,10 +199,10 @@ class ReplicaFiles:
             if not self.trouble:
                 path = replica_path(self._out, stream)
                 self.trouble = f"{path}: cannot be written: {error.strerror}"
-                self.reports.append(f"{self.trouble}; tried again until it can")
+                log(f"{self.trouble}; tried again until it can")
             return length
         if self.trouble:
-            self.reports.append("the disk takes records again")
+            log("the disk takes records again")
             self.trouble = ""
         self._held[stream.rank] += len(body)
         self._lengths[stream] = length + len(body)
@@ -237,13 +237,13 @@ class ReplicaFiles:
 
     def sync_all(self) -> bool:
         """Wait until every replica that is left is on disk, and the name of the tree; False where
-        one is not, which is reported."""
+        one is not, which is logged."""
         is_on_disk = True
         folder = self._out / REPLICA_FOLDER
         try:
             replicas = [replica_path(self._out, stream) for stream in replicated(self._out)]
         except OSError as error:
-            self.reports.append(f"{folder}: cannot be listed: {error.strerror}")
+            log(f"{folder}: cannot be listed: {error.strerror}")
             return False
         for path in (*replicas, folder, self._out):
             try:
@@ -251,7 +251,7 @@ class ReplicaFiles:
             except FileNotFoundError:
                 pass  # the tree holds what it held
             except OSError as error:
-                self.reports.append(f"{path}: cannot be put on disk: {error.strerror}")
+                log(f"{path}: cannot be put on disk: {error.strerror}")
                 is_on_disk = False
         return is_on_disk
 
@@ -300,7 +300,7 @@ class ReplicaFiles:
             return descriptor
         path = replica_path(self._out, stream)
         try:
-            descriptor = self._open_file(path)
+            descriptor = self._with_room(lambda: os.open(path, _FLAGS, 0o600))
         except OSError as error:
             raise _trouble(f"{path}: cannot be opened: {error.strerror}", error) from error
         status = os.fstat(descriptor)
@@ -309,7 +309,7 @@ class ReplicaFiles:
             raise FolderError(f"{path}: is no ordinary file; remove it")
         if stream not in self._lengths:
             try:
-                whole = self._valid_prefix(path)
+                whole = self._with_room(lambda: valid_prefix(path))
             except SpoolError as error:
                 os.close(descriptor)
                 raise _trouble(str(error), error.__cause__) from error
@@ -319,7 +319,7 @@ class ReplicaFiles:
                 except OSError as error:
                     os.close(descriptor)
                     raise _trouble(f"{path}: cannot be cut: {error.strerror}", error) from error
-                self.reports.append(
+                log(
                     f"{path}: cut from {status.st_size} to {whole} valid bytes"
                     if whole < status.st_size
                     else f"{path}: {status.st_size} bytes survived a crash of the host; it goes on "
@@ -331,32 +331,17 @@ class ReplicaFiles:
             os.close(self._open.popitem(last=False)[1])
         return descriptor
 
-    def _open_file(self, path: Path) -> int:
-        """Open one file; where descriptors are short, others are closed for it."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    def _with_room(self, ask: Callable[[], int]) -> int:
+        """Return what needs one more descriptor; where they are short, files are closed for it."""
         while True:
             try:
-                return os.open(path, flags, 0o600)
-            except OSError as error:
-                if not self._makes_room(error):
+                return ask()
+            except (OSError, SpoolError) as error:
+                cause = error if isinstance(error, OSError) else error.__cause__
+                is_short = isinstance(cause, OSError) and cause.errno in _NO_DESCRIPTORS
+                if not is_short or not self._open:
                     raise
-
-    def _valid_prefix(self, path: Path) -> int:
-        """Return how much of a replica is valid; where descriptors are short, as above."""
-        while True:
-            try:
-                return valid_prefix(path)
-            except SpoolError as error:
-                if not self._makes_room(error.__cause__):
-                    raise
-
-    def _makes_room(self, error: BaseException | None) -> bool:
-        """Close one file where descriptors are short; False where that is not the error."""
-        is_short = isinstance(error, OSError) and error.errno in _NO_DESCRIPTORS
-        if not is_short or not self._open:
-            return False
-        os.close(self._open.popitem(last=False)[1])
-        return True
+                os.close(self._open.popitem(last=False)[1])
 
 
 def _files_of(out: Path, rank: int) -> list[str]:

@@ -14,18 +14,19 @@ import zlib
 from pathlib import Path
 
 from rankscope.errors import SpoolError
-from rankscope.gather.chunkmessages import (
-    ChunkFrame,
-)
 from rankscope.gather.chunkshipping import GO_BACK_S, ChunkShipment
 from rankscope.gather.log import log
 from rankscope.gather.protocol import (
     FRAME_BYTES,
     Ended,
+    EndedSeen,
+    Frame,
     Message,
     OpenStream,
-    RecordFrame,
+    Refused,
+    StreamOffset,
     Sync,
+    Synced,
 )
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.folders import stream_folder
@@ -60,13 +61,8 @@ class Shipment:
     """The sending side of one stream."""
 
     def __init__(self, run_folder: Path, stream: StreamId, *, has_own_chunks: bool = False) -> None:
-        """Begin at nothing; the other side says what it holds.
-
-        Args:
-            run_folder: the host's spool folder of the run.
-            stream: which of its streams.
-            has_own_chunks: full tensors lie there too, and are to be sent before the end is told.
-        """
+        """Begin at nothing; the other side says what it holds. Where full tensors lie in the run
+        folder too, they are sent before the end is told."""
         self.stream = stream
         self.chunks = ChunkShipment(run_folder, stream) if has_own_chunks else None
         self.folder = stream_folder(run_folder, stream)
@@ -153,6 +149,20 @@ class Shipment:
         self.chunks.origin = self.origin
         return self.chunks.next_message(now, is_over=self._is_over)
 
+    def take(self, answer: StreamOffset | Synced | EndedSeen | Refused, now: float) -> None:
+        """What the other side says of this stream, or of its chunks."""
+        if isinstance(answer, Synced):
+            self.take_synced(answer.offset)
+        elif answer.chunk:
+            if self.chunks is not None:
+                self.chunks.take_answer(answer, now)
+        elif isinstance(answer, StreamOffset):
+            self.take_offset(answer.offset, now)
+        elif isinstance(answer, EndedSeen):
+            self.take_end_seen()
+        else:
+            self.take_refusal(answer.reason)
+
     def take_offset(self, offset: int, now: float) -> None:
         """The other side holds `offset` bytes; an offset that cannot be is not believed."""
         if not self.is_open:
@@ -179,9 +189,9 @@ class Shipment:
         self._sync_asked_at = float("-inf")
         self._free()
 
-    def take_back(self, frame: RecordFrame | ChunkFrame) -> None:
+    def take_back(self, frame: Frame) -> None:
         """This frame could not be sent just now."""
-        if isinstance(frame, RecordFrame):
+        if not frame.chunk:
             self.sent = frame.offset
         elif self.chunks is not None:
             self.chunks.take_back(frame)
@@ -269,7 +279,7 @@ class Shipment:
         if body:
             if not self.in_flight:
                 self._progress_at = now
-            frame = RecordFrame(self.stream, self.origin, self.sent, zlib.crc32(body), body)
+            frame = Frame(self.stream, self.origin, self.sent, zlib.crc32(body), body)
             self.sent += len(body)
             self._most_sent = max(self._most_sent, self.sent)
             return frame

@@ -6,14 +6,15 @@ and relays. Its seconds are the settings `drain-seconds` and `finish-seconds`, w
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol
 
 from rankscope.record.streams import EndReason, StreamId
 
-__all__ = ["Decision", "JobState", "PeerState", "StreamProgress", "decide"]
+__all__ = ["Decision", "HostState", "JobState", "PeerState", "StreamSource", "decide"]
 
-LEAST_SILENCE_S = 5.0
+_LEAST_SILENCE_S = 5.0
 """A relay is heard every second at least; a shorter silence proves nothing, whatever the grace."""
 _ORDERLY = (EndReason.EXIT, EndReason.CLOSED, EndReason.SWITCHED_OFF)
 
@@ -49,67 +50,100 @@ class Decision(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamProgress:
-    """One stream as the collector sees it."""
+class HostState:
+    """What the relay of a host says of it."""
 
-    stream: StreamId
-    end: EndReason | None
-    """None while it has no end marker."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerState:
-    """One relay as the collector sees it."""
-
-    silent_s: float
+    alive: int = 1
+    """Ranks that live, as far as it has seen."""
+    held: int = 0
+    """Streams that lie there and were not refused, told of or not."""
     job: JobState
     max_restarts: int = 0
     """How often ranks may come back after an exception, where the job's state is UNKNOWN."""
-    held: int = 0
-    """Streams that lie on its host, told of or not."""
-    alive: int = 1
-    """Ranks of its host that live, as far as it has seen."""
     quiet: int = 0
     """Ranks that held their steps back, where all of its host's ended in order and nothing happened
     there: nothing of them is sent."""
 
+    def heard(self, silent_s: float) -> PeerState:
+        """Return what is known of a relay that said this so long ago."""
+        return PeerState(silent_s=silent_s, **asdict(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerState(HostState):
+    """One relay as the collector sees it."""
+
+    silent_s: float
+
+
+class StreamSource(Protocol):
+    """Where a collector's streams come from."""
+
+    progress_at: float
+    """Monotonic time of the last thing new."""
+
+    def work(self, timeout_s: float) -> None:
+        """Take in what is there; wait for it at most `timeout_s`."""
+
+    def streams(self) -> dict[StreamId, EndReason | None]:
+        """Every stream known, and how it ended."""
+
+    def peers(self) -> list[PeerState]:
+        """Every relay heard."""
+
+    def excuse(self, seconds: float) -> None:
+        """The collector itself was away (suspended, starved): nobody was silent meanwhile."""
+
+    def ask_for_last(self, text: str) -> None:
+        """Have what ranks held back sent, although nothing happened on their hosts."""
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing can be written just now; empty where it can."""
+        return ""
+
+    def building(self) -> None:
+        """The tree is built now: what this process occupies is its own."""
+
+    def farewell(self, *, is_quiet: bool) -> None:
+        """Tell the relays that the run is finished, and whether nothing happened in it."""
+
+    def close(self) -> None:
+        """Let everything go."""
+
 
 def decide(
-    streams: Sequence[StreamProgress],
+    streams: Mapping[StreamId, EndReason | None],
     peers: Sequence[PeerState],
     *,
     expected_ranks: int,
     idle_s: float,
     drain_s: float,
     finish_s: float,
-    least_silence_s: float = LEAST_SILENCE_S,
 ) -> Decision:
     """Return what to do.
 
     Args:
-        streams: every stream known, each incarnation for itself.
+        streams: every stream known, each incarnation for itself, and how it ended; None while it
+            has no end marker.
         peers: every relay that was ever heard.
         expected_ranks: how many ranks of the run are traced.
         idle_s: seconds since anything new arrived: a stream, a byte, an end, a relay, what one says
             of its ranks.
         drain_s: grace for ranks and relays that vanished.
         finish_s: grace for streams that stop before their end although the job is over.
-        least_silence_s: a relay that is silent for less has not vanished, however short the grace.
     """
-    silence_s = max(drain_s, least_silence_s)
+    silence_s = max(drain_s, _LEAST_SILENCE_S)
     if any(peer.job is JobState.LAUNCHED and peer.silent_s < silence_s for peer in peers):
         return Decision.WAIT
-    has_ended = bool(streams) and all(progress.end is not None for progress in streams)
-    newest = {
-        progress.stream.rank: progress
-        for progress in sorted(streams, key=lambda progress: progress.stream)
-    }
+    has_ended = bool(streams) and None not in streams.values()
+    newest = {stream.rank: stream for stream in sorted(streams)}
     is_whole = len(newest) >= expected_ranks
     restarts = max((peer.max_restarts for peer in peers), default=0)
     held = sum(peer.held for peer in peers if peer.silent_s < silence_s)
     is_told = len(streams) >= held  # else earlier lives of these ranks are on their way
     is_known = has_ended and is_whole and is_told
-    if is_known and all(_is_final(one, restarts) for one in newest.values()):
+    if is_known and all(_is_final(one, streams[one], restarts) for one in newest.values()):
         return Decision.COMPLETE
     is_job_over = bool(peers) and all(peer.job is JobState.OVER for peer in peers)
     living = [peer for peer in peers if peer.silent_s < silence_s]
@@ -149,8 +183,8 @@ def _is_through(peer: PeerState) -> bool:
     return has_had_ranks and not peer.alive
 
 
-def _is_final(progress: StreamProgress, max_restarts: int) -> bool:
+def _is_final(stream: StreamId, end: EndReason | None, max_restarts: int) -> bool:
     """True where this rank ended in order, or by an exception after which nobody restarts it."""
-    if progress.end is EndReason.RAISED:
-        return progress.stream.incarnation >= max_restarts
-    return progress.end in _ORDERLY
+    if end is EndReason.RAISED:
+        return stream.incarnation >= max_restarts
+    return end in _ORDERLY

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rankscope.errors import SpoolError
-from rankscope.record.graceseconds import DRAIN_SECONDS, FINISH_SECONDS
 from rankscope.run.filenames import COLLECTOR_SOCKET_NAME
 from rankscope.run.folders import private_folder, spool_base
 from rankscope.run.ownership import open_own_log
@@ -33,59 +32,9 @@ lines for everybody's."""
 _START_S = 10.0
 
 
-def relay_command(run_folder: Path) -> list[str]:
-    """The command that relays the spools of one host."""
-    return [*_module(), "relay", "--run-folder", str(run_folder)]
-
-
-def collector_command(
-    out: Path,
-    *,
-    bind: Sequence[str],
-    world_size: int,
-    traced_ranks: int | None = None,
-    keep_spool: bool = False,
-    drain_seconds: float = DRAIN_SECONDS,
-    finish_seconds: float = FINISH_SECONDS,
-    metrics: int | None = None,
-    live_check: bool = True,
-    run_folder: Path | None = None,
-    parquet: bool = False,
-    keys: Path | None = None,
-) -> list[str]:
-    """The command that collects a run into `out`.
-
-    Args:
-        out: the trace folder.
-        bind: addresses to listen on; none where every relay writes into `out` itself.
-        world_size: ranks of the job.
-        traced_ranks: how many of them are traced, all where None.
-        keep_spool: keep the replicas once the tree is written.
-        drain_seconds: grace for ranks and relays that vanished.
-        finish_seconds: grace for streams that stop although the job is over.
-        metrics: port of the loopback on which it serves metrics, None for none.
-        live_check: judge steps while the job runs.
-        run_folder: where `run.json` holds the command of `--rs-on-finding`, if there is one.
-        parquet: write steps into a Parquet dataset too.
-        keys: key file of TCP addresses.
-    """
-    command = [*_module(), "collector", "--out", str(out), "--world-size", str(world_size)]
-    if bind:
-        command += ["--bind", *bind]
-    if traced_ranks is not None:
-        command += ["--traced-ranks", str(traced_ranks)]
-    command += ["--drain-seconds", str(drain_seconds), "--finish-seconds", str(finish_seconds)]
-    if metrics is not None:
-        command += ["--metrics", str(metrics)]
-    if not live_check:
-        command += ["--no-live-check"]
-    if run_folder is not None:
-        command += ["--run-folder", str(run_folder)]
-    if parquet:
-        command += ["--parquet"]
-    if keys is not None:
-        command += ["--keys", str(keys)]
-    return [*command, "--keep-spool"] if keep_spool else command
+def companion_command(companion: str, run_folder: Path) -> list[str]:
+    """The command of a host's `relay`, or of its `collector`: all else stands in `run.json`."""
+    return [sys.executable, "-m", "rankscope.gather", companion, "--run-folder", str(run_folder)]
 
 
 def stepwise_command(
@@ -96,8 +45,8 @@ def stepwise_command(
     keep_spool: bool,
     parquet: bool,
 ) -> list[str]:
-    """The command that goes with a running job step by step; arguments as of
-    `collector_command`. The variable `ON_FINDING_VARIABLE` holds what is given each finding."""
+    """The command that goes with a running job step by step, as its settings say. The variable
+    `ON_FINDING_VARIABLE` holds what is given each finding."""
     command = [*_stepwise(), "--out", str(out)]
     command += ["--traced-ranks", str(traced_ranks)]
     command += [] if live_check else ["--no-verdicts"]
@@ -222,10 +171,6 @@ def start_extras(daemons: Iterable[tuple[Sequence[str], Path]]) -> list[str]:
         except SpoolError as error:
             complaints.append(str(error))
     return complaints
-
-
-def _module() -> list[str]:
-    return [sys.executable, "-m", "rankscope.gather"]
 
 
 def _stepwise() -> list[str]:

@@ -47,7 +47,7 @@ class RunHeader:
     run_id: str
     out: Path
     collector: str
-    """Address, "" where it is not known yet, or `SHARED`."""
+    """Address, or `SHARED`."""
     world_size: int
     settings: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0

@@ -24,7 +24,6 @@ from rankscope.errors import FolderError
 from rankscope.run.filenames import (
     COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
-    COLLECTOR_NAME,
     FINDINGS_NAME,
     HOST_STATE_PREFIX,
     PARQUET_FOLDER,
@@ -42,7 +41,6 @@ OF_A_COLLECTOR = frozenset(
     {
         REPLICA_FOLDER,
         COLLECTOR_LOCK_NAME,
-        COLLECTOR_NAME,
         COLLECTOR_LOG_NAME,
         TENSOR_FOLDER,
         STALL_FOLDER,

@@ -74,11 +74,11 @@ def read_settled(replica: Path) -> SettledPrefix:
     Raises:
         SpoolError: there is such a file, and it cannot be read, or is damaged.
     """
-    path = replica.with_suffix(SETTLED_SUFFIX)
-    whole = _begin_of(path)
-    if whole is None:
+    found = _read(replica)
+    if found is None:
         return NOTHING_SETTLED
-    (settled, size, late, crc), kept = _numbers(path, whole), whole[_HEAD_BYTES:]
+    (settled, size, late, crc), kept = found
+    path = replica.with_suffix(SETTLED_SUFFIX)
     if size != len(kept) or zlib.crc32(kept) != crc:
         raise _damaged(path)
     try:
@@ -93,29 +93,27 @@ def settled_to(replica: Path) -> int:
     Raises:
         SpoolError: it cannot be read, or is damaged.
     """
+    found = _read(replica, _HEAD_BYTES)
+    return 0 if found is None else found[0][0]
+
+
+def _read(replica: Path, most_bytes: int = -1) -> tuple[tuple[int, int, int, int], bytes] | None:
+    """Return bytes settled, bytes kept, late records and crc of the bytes kept, as the head says
+    them, and what follows it, as far as that was read; None where nothing is settled."""
     path = replica.with_suffix(SETTLED_SUFFIX)
-    head = _begin_of(path, _HEAD_BYTES)
-    return 0 if head is None else _numbers(path, head)[0]
-
-
-def _begin_of(path: Path, most_bytes: int = -1) -> bytes | None:
-    """Return the first bytes of a file, all by default; None where there is no such file."""
     try:
         with path.open("rb") as file:
-            return file.read(most_bytes)
+            whole = file.read(most_bytes)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise SpoolError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _numbers(path: Path, head: bytes) -> tuple[int, int, int, int]:
-    """Return bytes settled, bytes kept, late records, crc of the bytes kept."""
-    if len(head) >= _HEAD_BYTES:
-        magic, settled, size, late, crc = _NUMBERS.unpack_from(head)
-        (own,) = _CRC.unpack_from(head, _NUMBERS.size)
-        if magic == _MAGIC and own == zlib.crc32(head[: _NUMBERS.size]):
-            return settled, size, late, crc
+    if len(whole) >= _HEAD_BYTES:
+        magic, *numbers = _NUMBERS.unpack_from(whole)
+        (own,) = _CRC.unpack_from(whole, _NUMBERS.size)
+        if magic == _MAGIC and own == zlib.crc32(whole[: _NUMBERS.size]):
+            settled, size, late, crc = numbers
+            return (settled, size, late, crc), whole[_HEAD_BYTES:]
     raise _damaged(path)
 
 

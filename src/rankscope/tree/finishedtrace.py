@@ -11,7 +11,6 @@ from rankscope.run.filenames import (
     CELLS_SUFFIX,
     COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
-    COLLECTOR_NAME,
     REPLICA_FOLDER,
     TRACE_NAME,
     Progress,
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["WrittenSteps", "trace_files", "trace_of", "wait_for_collector"]
 
 _POLL_S = 0.1
-_OF_A_COLLECTOR = (COLLECTOR_NAME, COLLECTOR_LOG_NAME, COLLECTOR_LOCK_NAME, REPLICA_FOLDER)
+_OF_A_COLLECTOR = (COLLECTOR_LOG_NAME, COLLECTOR_LOCK_NAME, REPLICA_FOLDER)
 _FIRST_S = 10.0
 """How long the first records may take to come."""
 
