@@ -27,12 +27,9 @@ from rankscope.spool.recordformat import (
     StepEvent,
 )
 from rankscope.spool.replication import replica_path
-from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 from tests.gather.jobs import Host
 from tests.spool.streams import (
-    enter,
-    rank_definition,
     settle,
     settled,
     stream_bytes,
@@ -327,21 +324,19 @@ def test_a_follower_that_is_overtaken_again_and_again_always_comes_to_the_end(
     assert slow.has_skipped and slow.tail.steps_ended <= 119
 
 
-def test_a_replica_that_ends_inside_a_record_is_read_on_in_the_spool(tmp_path: Path) -> None:
+def test_what_a_spool_of_this_host_holds_beyond_the_replica_is_counted(tmp_path: Path) -> None:
     folder = tmp_path / "host" / "rank00000.0"
     write_job(folder, steps=6)
     data = stream_bytes(folder)
     one = StreamId(rank=0, incarnation=0)
     replica = replica_path(tmp_path, one)
     replica.parent.mkdir()
-    # values take four cells: some cut is inside one
-    for cut in range(len(data) // 2, len(data) // 2 + 4 * 64, 64):
-        replica.write_bytes(data[: cut // 64 * 64])
+    for cut in (record_ends(data)[40], record_ends(data)[-1]):
+        replica.write_bytes(data[:cut])
         follower = StreamFollower(tmp_path, one)
         follower.bind(folder)
         follower.look(1 << 20)
-        assert follower.read_bytes == len(data)
-        assert follower.unsent_bytes == len(data) - replica.stat().st_size
+        assert follower.read_bytes == cut and follower.unsent_bytes == len(data) - cut
         follower.close()
 
 
@@ -356,40 +351,6 @@ def test_a_spool_of_another_process_of_that_rank_is_left_alone(tmp_path: Path) -
     follower.bind(tmp_path / "host" / "rank00000.0")
     follower.look(1 << 20)
     assert follower.unsent_bytes is None and follower.tail.running == (0, 1)
-
-
-def test_a_segment_that_is_freed_while_it_is_looked_at_is_read_in_the_replica(
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / "host" / "rank00000.0"
-    writer = SpoolWriter(folder, limit_bytes=1 << 20)
-    writer.define(rank_definition())
-    one = StreamId(rank=0, incarnation=0)
-    replica = replica_path(tmp_path, one)
-    replica.parent.mkdir()
-    replica.write_bytes(stream_bytes(folder))
-    follower = StreamFollower(tmp_path, one)
-    follower.bind(folder)
-    follower.look(1 << 20)
-    for number in range(4000):  # two segments and a half
-        writer.write(RecordKind.ENTER, enter(number))
-    data = stream_bytes(folder)
-
-    class Shipped(StreamReader):
-        """The relay is quick: all has arrived and is freed when anybody asks what is left."""
-
-        def lowest(self) -> int:
-            replica.write_bytes(data)
-            self.free_below(len(data))
-            return super().lowest()
-
-    follower._spool = Shipped(folder)
-    follower.look(1 << 20)
-    assert follower._spool.lowest() > 0, "segments are gone"
-    assert not follower.has_skipped and follower.read_bytes == len(data)
-    assert len(follower.tail.open) == 4000
-    follower.close()
-    writer.close()
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ from rankscope.run.folders import find_runs, stream_folder, streams
 from rankscope.run.locks import is_alive
 from rankscope.spool.definitions import Decoded
 from rankscope.spool.replication import read_end, replica_path, replicated
+from rankscope.spool.streamreader import StreamReader
 from rankscope.tree.unfinished import spool_bases
 
 __all__ = ["JobRates", "JobTotals", "JobWatch", "RankStatus"]
@@ -339,9 +340,10 @@ class JobWatch:
             return marker.end.value
         folder = follower.spool_folder
         if folder is not None and folder.is_dir() and not is_alive(folder):
-            with contextlib.suppress(SpoolError):
-                follower.look(self._share)  # it may have written its end since
-            return (follower.tail.end or EndReason.LOST).value
+            with contextlib.suppress(SpoolError), StreamReader(folder) as spool:
+                end = spool.committed(max(spool.lowest(), follower.replica_bytes))
+                return (spool.end_reason(end) or EndReason.LOST).value
+            return EndReason.LOST.value
         return EndReason.RUNNING.value
 
     # ---- who waits for whom -----------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""One stream, followed where it grows: its replica, and behind that this host's own spool.
+"""One stream, followed where its replica grows.
 
 At first the end of the stream is read, and its begin, where most definitions stand. From then on
 what is new is read once. Where more has come than may be read at a time, the follower goes on at
@@ -8,6 +8,7 @@ what was read so far, it takes what is kept of that and goes on there.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Final
 
@@ -17,17 +18,10 @@ from rankscope.errors import SpoolError
 from rankscope.live.streamtail import StreamTail
 from rankscope.record.streams import StreamId
 from rankscope.run.filepieces import piece_of
-from rankscope.run.folders import segment_path
 from rankscope.spool.definitions import Decoded
 from rankscope.spool.origin import UNKNOWN, origin_of
-from rankscope.spool.recordcolumns import Records, records
-from rankscope.spool.recordformat import (
-    CELL_BYTES,
-    FIRST,
-    MAX_RECORD_CELLS,
-    RecordKind,
-    StepEvent,
-)
+from rankscope.spool.recordcolumns import Records, records, records_at
+from rankscope.spool.recordformat import CELL_BYTES, FIRST, RecordKind, StepEvent
 from rankscope.spool.replication import replica_path
 from rankscope.spool.settledprefix import read_settled, settled_to
 from rankscope.spool.streamreader import StreamReader
@@ -35,8 +29,6 @@ from rankscope.spool.streamreader import StreamReader
 __all__ = ["StreamFollower"]
 
 _ORIGIN_BYTES: Final = 64 << 10
-_LEAST_BYTES: Final = MAX_RECORD_CELLS * CELL_BYTES
-"""The longest record: a piece of that size holds a whole one."""
 
 
 class StreamFollower:
@@ -73,6 +65,8 @@ class StreamFollower:
         self._skips = skips
         self._spool: StreamReader | None = None
         self._is_bound = False
+        self._committed = 0
+        """Bytes that the rank has written into this host's spool."""
         self._next = 0
         self._known_to = 0
         """Definitions were read up to here from the begin on."""
@@ -90,7 +84,7 @@ class StreamFollower:
         is not here."""
         if self._spool is None:
             return None
-        return max(0, self._next - self.replica_bytes)
+        return max(0, self._committed - self.replica_bytes)
 
     @property
     def spool_folder(self) -> Path | None:
@@ -108,7 +102,7 @@ class StreamFollower:
             return
         finally:
             reader.close()
-        theirs = origin_of(self._replica_piece(0, _ORIGIN_BYTES))
+        theirs = origin_of(self._piece(0, _ORIGIN_BYTES))
         if own == UNKNOWN:
             return
         self._is_bound = True
@@ -121,8 +115,6 @@ class StreamFollower:
         Raises:
             SpoolError: the stream cannot be read.
         """
-        # before the replica: what is freed after this has arrived there by the time it is asked
-        lowest = 0 if self._spool is None else self._spool.lowest()
         try:
             self.replica_bytes = self._replica.stat().st_size
         except FileNotFoundError:
@@ -132,10 +124,6 @@ class StreamFollower:
         self._pass_settled()
         if self._skips and self.replica_bytes - self._next > most_bytes:
             self._skip(most_bytes)
-        elif lowest > self._next >= self.replica_bytes:  # what is between is nowhere here
-            self._next = lowest
-            self.has_skipped = True
-            self.tail.forget()
         left = most_bytes
         while left > 0:
             found = self._records(self._next, left)
@@ -146,6 +134,9 @@ class StreamFollower:
             self._next += size
             self.taken_bytes += size
             left -= size
+        if self._spool is not None:
+            behind = max(self._spool.lowest(), self.replica_bytes)
+            self._committed = self._spool.committed(behind)
 
     @property
     def has_unread(self) -> bool:
@@ -211,40 +202,13 @@ class StreamFollower:
 
     def _records(self, offset: int, size: int) -> Records:
         """Return the whole records that begin in about so many bytes from an offset on."""
-        piece = self._piece(offset, size)
-        found = records(piece)
-        if not found.committed_bytes and offset < self.replica_bytes and self._spool is not None:
-            found = records(self._spool_piece(offset, size))  # the replica ends inside a record
-        if not found.committed_bytes and len(piece) >= size - CELL_BYTES:
-            found = records(self._piece(offset, _LEAST_BYTES))
-        return found
+        with contextlib.suppress(OSError):
+            return records_at(self._replica, offset, size)
+        return records(b"")
 
     def _piece(self, offset: int, size: int) -> bytes:
-        """Return bytes from `offset` on, whole cells, from the replica or else from the spool."""
-        if offset < self.replica_bytes:
-            return self._replica_piece(offset, size)
-        return self._spool_piece(offset, size)
-
-    def _spool_piece(self, offset: int, size: int) -> bytes:
-        if self._spool is None:
-            return b""
-        try:
-            segment = self._spool.segment_bytes
-            if not segment:
-                return b""
-            index, at = divmod(offset, segment)
-        except SpoolError:
-            return b""
-        return _read(segment_path(self._spool.folder, index), at, min(size, segment - at))
-
-    def _replica_piece(self, offset: int, size: int) -> bytes:
-        return _read(self._replica, offset, size)
-
-
-def _read(path: Path, offset: int, size: int) -> bytes:
-    """Return whole cells of a file; b"" where there is none."""
-    try:
-        piece = piece_of(path, offset, size)
-    except OSError:
+        """Return whole cells of the replica; b"" where it cannot be read."""
+        with contextlib.suppress(OSError):
+            piece = piece_of(self._replica, offset, size)
+            return piece[: len(piece) - len(piece) % CELL_BYTES]
         return b""
-    return piece[: len(piece) - len(piece) % CELL_BYTES]
