@@ -38,7 +38,10 @@ ROOMS = {
     "page": {"errors", "globs", "layout", "record", "run", "tree", "diagnosis"},
     "export": {"errors", "globs", "layout", "record", "run", "tree"},
     "live": {"errors", "record", "run", "spool", "assembly", "tree"},
-    "stepwise": {"errors", "record", "run", "spool", "assembly", "tree", "diagnosis", "export"},
+    "stepwise": {
+        *("errors", "record", "settings", "run", "spool", "assembly", "tree", "diagnosis"),
+        "export",
+    },
     "gather": {"errors", "record", "settings", "run", "spool", "chunks", "tree", "live"},
     "doctor": {"errors", "record", "settings", "run", "gather", "agent", "capture", "tree"},
     "block": {

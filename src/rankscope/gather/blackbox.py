@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from rankscope.errors import SettingError, SpoolError
+from rankscope.errors import SpoolError
 from rankscope.gather.heldstream import HeldStream
 from rankscope.gather.log import log
 from rankscope.gather.waitingrule import JobState
@@ -38,6 +38,7 @@ from rankscope.run.folders import RunHeader, read_run_header, streams
 from rankscope.run.jobend import job_end
 from rankscope.run.orders import Order
 from rankscope.run.stallrecords import Stall
+from rankscope.settings import settings_of_run
 
 __all__ = ["BlackBox", "black_box_of", "copy_what_is_held"]
 
@@ -50,10 +51,7 @@ _WORDS = {EndReason.LOST: "killed, or gone without a word", EndReason.RAISED: "r
 
 def black_box_of(run_folder: Path, header: RunHeader) -> BlackBox | None:
     """Return the black box of a host's run; None where its ranks hold nothing back."""
-    try:
-        selection = StepSelection.parse(header.settings.get("steps", ""))
-    except SettingError:
-        return None
+    selection = settings_of_run(header.settings).steps
     return BlackBox(run_folder, header, selection) if selection.last else None
 
 

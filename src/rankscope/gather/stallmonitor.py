@@ -26,12 +26,13 @@ from rankscope.errors import SpoolError
 from rankscope.gather.log import log
 from rankscope.live.streamtail import StreamTail
 from rankscope.record.call import Mode
-from rankscope.record.graceseconds import STALL_SECONDS
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.streams import StreamId
 from rankscope.run.folders import RunHeader
 from rankscope.run.locks import is_alive
 from rankscope.run.stallrecords import Stall, keep_stall, stalls_in
+from rankscope.settings import settings_of_run
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.streamreader import StreamReader
 
@@ -127,13 +128,17 @@ class StallMonitor:
 
         Args:
             run_folder: keeps what was noticed for the launcher, and for the next relay.
-            header: the run's, for the setting `stall-seconds`.
+            header: of the run.
             relay: name of the relay.
         """
         self._run_folder = run_folder
         self._relay = relay
-        self._limit_s = _limit_s(header)
-        self._counts_steps = _counts_steps(header)
+        settings = settings_of_run(header.settings)
+        self._limit_s = settings.stall_seconds
+        # A program of one rank may well stop before its optimizer, for its user to look at
+        # gradients; and without records of gradients or parameters none says that it has stepped.
+        says_steps = not {Phase.GRADS.word, Phase.PARAMS.word}.isdisjoint(settings.phases)
+        self._counts_steps = header.world_size > 1 and says_steps
         self._streams: dict[StreamId, _WatchedStream] = {}
         self._looked_at = float("-inf")
         self._noticed_at = time.monotonic()
@@ -240,21 +245,6 @@ class StallMonitor:
         log(stall.sentence(time.time_ns()))
         with contextlib.suppress(SpoolError):  # a full disk: the log has it
             keep_stall(self._run_folder, self._relay, stall)
-
-
-def _counts_steps(header: RunHeader) -> bool:
-    """True where a train step before its optimizer is one to wait for. A program of one rank may
-    well stop there, for its user to look at gradients; and without records of gradients or
-    parameters none says that the optimizer has stepped."""
-    phases = header.settings.get("phases", "all").split(",")
-    return header.world_size > 1 and bool({"all", "grads", "params"} & set(phases))
-
-
-def _limit_s(header: RunHeader) -> float:
-    try:
-        return float(header.settings.get("stall-seconds", STALL_SECONDS))
-    except ValueError:
-        return STALL_SECONDS
 
 
 # ---- what a quiet rank is inside of ------------------------------------------------------------

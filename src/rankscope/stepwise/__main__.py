@@ -14,8 +14,8 @@ from types import FrameType
 from typing import Final
 
 from rankscope.errors import RankscopeError
-from rankscope.run.companions import ON_FINDING_VARIABLE
 from rankscope.run.filenames import PARQUET_FOLDER, TRACE_NAME
+from rankscope.settings import settings_from
 from rankscope.stepwise.findingcommand import FindingCommand
 from rankscope.stepwise.findingsfile import FindingsFile
 from rankscope.stepwise.stepjudge import LiveCheck
@@ -78,9 +78,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="trace folder")
     parser.add_argument("--traced-ranks", type=int, help="how many are traced")
     parser.add_argument("--parent", type=int, default=0, help="process without which to end")
-    parser.add_argument("--no-verdicts", action="store_true", help="judge nothing")
-    parser.add_argument("--keep-records", action="store_true", help="free nothing")
-    parser.add_argument("--parquet", action="store_true", help="write a dataset too")
     parser.add_argument(
         "--finish-dataset", action="store_true", help="write what it lacks of a finished trace"
     )
@@ -100,22 +97,23 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, stop)
+    settings = settings_from()
     out, ranks = options.out, options.traced_ranks
     findings = FindingsFile(out)
     looks: list[Look] = []
     judge: LiveCheck | None = None
-    command = FindingCommand(os.environ.pop(ON_FINDING_VARIABLE, ""), out, findings.say)
-    if not options.no_verdicts:
+    command = FindingCommand(settings.on_finding, out, findings.say)
+    if settings.live_check:
         judge = LiveCheck(findings, traced_ranks=ranks, command=command)
         looks.append(judge.look)
     keeper = StepKeeper(
         out,
         traced_ranks=ranks,
         say=findings.say,
-        sizes=KeepSizes(begin=0) if options.parquet else KeepSizes(),
-        dataset=_into_dataset(out) if options.parquet else None,
+        sizes=KeepSizes(begin=0) if settings.parquet else KeepSizes(),
+        dataset=_into_dataset(out) if settings.parquet else None,
     )
-    if not options.keep_records:
+    if not settings.keep_spool:
         looks.append(keeper.look)
     if not (out / TRACE_NAME).exists():
         _go_along(
