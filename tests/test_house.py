@@ -23,7 +23,7 @@ ROOMS = {
     "layout": {"errors", "globs"},
     "record": {"errors", "layout"},
     "settings": {"errors", "layout", "record"},
-    "run": {"errors", "record"},
+    "run": {"errors", "record", "settings"},
     "spool": {"errors", "record", "run"},
     "chunks": {"errors", "record", "run"},
     "capture": {"errors", "layout", "record", "run"},
