@@ -16,7 +16,6 @@ from typing import Final
 from rankscope.errors import RankscopeError
 from rankscope.run.filenames import PARQUET_FOLDER, TRACE_NAME
 from rankscope.settings import settings_from
-from rankscope.stepwise.findingcommand import FindingCommand
 from rankscope.stepwise.findingsfile import FindingsFile
 from rankscope.stepwise.stepjudge import LiveCheck
 from rankscope.stepwise.stepkeeper import KeepSizes, StepKeeper
@@ -99,12 +98,11 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, stop)
     settings = settings_from()
     out, ranks = options.out, options.traced_ranks
-    findings = FindingsFile(out)
+    findings = FindingsFile(out, settings.on_finding)
     looks: list[Look] = []
     judge: LiveCheck | None = None
-    command = FindingCommand(settings.on_finding, out, findings.say)
     if settings.live_check:
-        judge = LiveCheck(findings, traced_ranks=ranks, command=command)
+        judge = LiveCheck(findings, traced_ranks=ranks)
         looks.append(judge.look)
     keeper = StepKeeper(
         out,
@@ -125,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     if judge is not None:
         judge.close()
     keeper.close()
-    command.close()
+    findings.close()
     return 0
 
 
