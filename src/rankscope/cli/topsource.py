@@ -113,7 +113,7 @@ class TopSource:
 
     def _judged(self) -> dict[str, Any]:
         """Judge all that has come, once, as `rankscope check` does."""
-        size = self._watch.received_bytes
+        size = self._watch.totals().received_bytes
         if size > _MOST_JUDGED_BYTES:
             gb = f"{size / 1e9:.1f} GB of records"
             return self._told(f"not judged as a whole: {gb}; rankscope check judges them")

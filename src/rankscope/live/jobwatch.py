@@ -33,14 +33,14 @@ from rankscope.spool.replication import read_end, replica_path, replicated
 from rankscope.spool.streamreader import StreamReader
 from rankscope.tree.unfinished import spool_bases
 
-__all__ = ["JobRates", "JobTotals", "JobWatch", "RankStatus"]
+__all__ = ["JobTotals", "JobWatch", "RankStatus"]
 
 _MOST_BYTES: Final = 128 << 20
 """Read in one look, of all streams together."""
 _LEAST_BYTES, _STREAM_BYTES = 256 << 10, 8 << 20
 """Of one stream."""
-_NAME_TRIES: Final = 4
-"""Pieces of one stream in which a look searches for definitions that were passed over."""
+_NAMES_SHARE: Final = 4
+"""How much more of a stream than of its end a look reads for definitions that were passed over."""
 _RATE_S: Final = 5.0
 _FIND_S: Final = 5.0
 _QUIET_S: Final = 3.0
@@ -77,23 +77,13 @@ class RankStatus:
     """Of its last steps those in which `own_s` was 10 % above the median of all ranks."""
     compared_steps: int = 0
     ended: tuple[EndedStep, ...] = ()
-    steps_ended: int = 0
     missed: tuple[tuple[Mode, int], ...] = ()
     """The last steps that it was asked for too late."""
-    records: int = 0
     lost_records: int = 0
     unsent_bytes: int | None = None
     """In the spool of this host, not in the trace folder yet; None where its spool is elsewhere."""
     spool_fill: float | None = None
     """Part of `--rs-spool-bytes` that these take."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobRates:
-    """What came in lately, of all ranks together."""
-
-    records_per_s: float
-    bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +98,9 @@ class JobTotals:
     """Traced train steps, of the rank that has ended most."""
     unread_bytes: int = 0
     """In the trace folder and not read yet."""
+    bytes_per_s: float | None = None
+    """What came in between the last looks; None before the second."""
+    records_per_s: float | None = None
 
 
 class JobWatch:
@@ -150,11 +143,6 @@ class JobWatch:
         return int(self.identity.get("world_size", 0))
 
     @property
-    def received_bytes(self) -> int:
-        """Of records in the trace folder."""
-        return sum(follower.replica_bytes for follower in self._followers.values())
-
-    @property
     def has_skipped(self) -> bool:
         """True where not every record was read: what was lost before is not counted."""
         return any(follower.has_skipped for follower in self._followers.values())
@@ -167,26 +155,12 @@ class JobWatch:
         for follower in self._followers.values():
             with contextlib.suppress(SpoolError):  # the next look tries again
                 follower.look(self._share)
-                for _ in range(_NAME_TRIES):  # the next look goes on
-                    if not (follower.has_unread and self._lacks_names(follower)):
-                        break
-                    follower.define(self._share)
+                if not follower.knows_a_step:  # the next look goes on
+                    follower.define(_NAMES_SHARE * self._share)
         now = time.monotonic()
         self._rates.append((now, sum(f.read_bytes for f in self._followers.values())))
         while len(self._rates) > 2 and now - self._rates[1][0] >= _RATE_S:
             self._rates.popleft()
-
-    def rates(self) -> JobRates | None:
-        """Return what came in between the last looks, None before the second."""
-        if len(self._rates) < 2:
-            return None
-        (began, before), (ended, after) = self._rates[0], self._rates[-1]
-        bytes_per_s = (after - before) / max(ended - began, 1e-3)
-        taken = sum(follower.taken_bytes for follower in self._followers.values())
-        records = sum(follower.tail.records for follower in self._followers.values())
-        return JobRates(
-            records_per_s=bytes_per_s * records / taken if taken else 0.0, bytes_per_s=bytes_per_s
-        )
 
     def totals(self) -> JobTotals:
         """Return what was read so far."""
@@ -195,12 +169,20 @@ class JobWatch:
         for each in every:
             rank = each.stream.rank
             steps[rank] = steps.get(rank, 0) + each.tail.steps_ended
+        records = sum(each.tail.records for each in every)
+        rate = None
+        if len(self._rates) > 1:
+            (began, before), (ended, after) = self._rates[0], self._rates[-1]
+            rate = (after - before) / max(ended - began, 1e-3)
+        taken = sum(each.taken_bytes for each in every)
         return JobTotals(
-            records=sum(each.tail.records for each in every),
+            records=records,
             received_bytes=sum(each.replica_bytes for each in every),
             lost_records=sum(each.tail.lost_records for each in every),
             steps_ended=max(steps.values(), default=0),
             unread_bytes=sum(max(0, each.replica_bytes - each.read_bytes) for each in every),
+            bytes_per_s=rate,
+            records_per_s=None if rate is None else rate * records / max(taken, 1),
         )
 
     def ranks(self) -> list[RankStatus]:
@@ -248,18 +230,8 @@ class JobWatch:
                     decoded=self._decoded,
                 )
         for follower in self._followers.values():
-            follower.bind(own.get(follower.stream))
-
-    def _lacks_names(self, follower: StreamFollower) -> bool:
-        tail = follower.tail
-        call = _innermost(tail) or tail.latest
-        wanted = [each for each in (call, _standing(tail, 0.0)) if each is not None]
-        return not (tail.identity and follower.knows_a_step) or any(
-            number not in tail.definitions
-            for each in wanted
-            for number in (each.module, each.collective)
-            if number
-        )
+            if follower.spool is None and follower.stream in own:
+                follower.spool = StreamReader(own[follower.stream])
 
     def _name_roots(self) -> None:
         tails = [(rank, f.tail.definitions) for rank, f in sorted(self._followers.items())]
@@ -277,7 +249,7 @@ class JobWatch:
         identity = tail.identity
         host = str(identity.get("host", ""))
         end = self._end(follower)
-        age_s = _age_s(tail, is_here=follower.spool_folder is not None)
+        age_s = _age_s(tail, is_here=follower.spool is not None)
         call = _innermost(tail) or tail.latest
         standing = _standing(tail, age_s or 0.0) if end != EndReason.EXIT.value else None
         last = tail.ended[-1] if tail.ended else None
@@ -298,9 +270,7 @@ class JobWatch:
             own_s=None if last is None else max(0.0, last.seconds - last.waited_s),
             beside_history=last.seconds / max(median(earlier), 1e-9) if last and earlier else None,
             ended=tuple(tail.ended),
-            steps_ended=tail.steps_ended,
             missed=tuple(tail.missed),
-            records=tail.records,
             lost_records=tail.lost_records,
             unsent_bytes=unsent,
             spool_fill=unsent / limit if unsent is not None and limit else None,
@@ -338,13 +308,13 @@ class JobWatch:
         marker = read_end(replica_path(self._out, follower.stream))
         if marker is not None:
             return marker.end.value
-        folder = follower.spool_folder
-        if folder is not None and folder.is_dir() and not is_alive(folder):
-            with contextlib.suppress(SpoolError), StreamReader(folder) as spool:
-                end = spool.committed(max(spool.lowest(), follower.replica_bytes))
-                return (spool.end_reason(end) or EndReason.LOST).value
-            return EndReason.LOST.value
-        return EndReason.RUNNING.value
+        spool = follower.spool
+        if spool is None or not spool.folder.is_dir() or is_alive(spool.folder):
+            return EndReason.RUNNING.value
+        with contextlib.suppress(SpoolError):
+            end = spool.committed(max(spool.lowest(), follower.replica_bytes))
+            return (spool.end_reason(end) or EndReason.LOST).value
+        return EndReason.LOST.value
 
     # ---- who waits for whom -----------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from rankscope.errors import FolderBusyError, FolderError, SettingError, TraceEr
 from rankscope.live.jobwatch import JobWatch, RankStatus
 from rankscope.record.call import Mode
 from rankscope.record.streams import EndReason
-from rankscope.run.filenames import COLLECTOR_LOCK_NAME, REPLICA_FOLDER, TRACE_NAME
+from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.folders import SHARED, find_runs, streams
 from rankscope.run.orders import (
     Order,
@@ -29,8 +29,6 @@ from rankscope.tree.unfinished import is_at_work, spool_bases
 
 __all__ = ["Ordering", "Progress"]
 
-_AGAIN_S: Final = 2.0
-"""In so long a launcher starts a collector again that was killed."""
 _SENT_S: Final = 2.0
 """How long it is waited for what this host's ranks have written and not sent."""
 
@@ -77,7 +75,7 @@ class Ordering:
         self._watch = JobWatch(folder, has_values=False)
         self._watch.look()
         self._sent_by: float | None = None
-        if not self._is_at_work_soon():
+        if not is_at_work(folder, self._watch.run):
             if (folder / TRACE_NAME).exists():
                 raise TraceError(f"{folder}: the job is over, its trace is finished")
             if self._watch.ranks():
@@ -163,18 +161,6 @@ class Ordering:
     def close(self) -> None:
         """Close what is open; an order stands all the same."""
         self._watch.close()
-
-    def _is_at_work_soon(self) -> bool:
-        """True where somebody is at work on the job; a collector that was killed comes back."""
-        deadline = time.monotonic() + _AGAIN_S
-        while not is_at_work(self.folder, self._watch.run):
-            has_collector = (self.folder / COLLECTOR_LOCK_NAME).exists()
-            is_gone = (self.folder / TRACE_NAME).exists() or not has_collector
-            if is_gone or time.monotonic() > deadline:
-                return False
-            time.sleep(0.1)
-            self._watch.look()
-        return True
 
     # ---- the order --------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 
@@ -19,7 +18,6 @@ from rankscope.live.streamtail import StreamTail
 from rankscope.record.streams import StreamId
 from rankscope.run.filepieces import piece_of
 from rankscope.spool.definitions import Decoded
-from rankscope.spool.origin import UNKNOWN, origin_of
 from rankscope.spool.recordcolumns import Records, records, records_at
 from rankscope.spool.recordformat import CELL_BYTES, FIRST, RecordKind, StepEvent
 from rankscope.spool.replication import replica_path
@@ -27,8 +25,6 @@ from rankscope.spool.settledprefix import read_settled, settled_to
 from rankscope.spool.streamreader import StreamReader
 
 __all__ = ["StreamFollower"]
-
-_ORIGIN_BYTES: Final = 64 << 10
 
 
 class StreamFollower:
@@ -63,10 +59,10 @@ class StreamFollower:
         few."""
         self._replica = replica_path(out, stream)
         self._skips = skips
-        self._spool: StreamReader | None = None
-        self._is_bound = False
+        self.spool: StreamReader | None = None
+        """This host's spool of the stream, None where it is elsewhere."""
         self._committed = 0
-        """Bytes that the rank has written into this host's spool."""
+        """Bytes that the rank has written into that spool."""
         self._next = 0
         self._known_to = 0
         """Definitions were read up to here from the begin on."""
@@ -82,32 +78,9 @@ class StreamFollower:
     def unsent_bytes(self) -> int | None:
         """Bytes in this host's spool that have not reached the trace folder; None where the spool
         is not here."""
-        if self._spool is None:
+        if self.spool is None:
             return None
         return max(0, self._committed - self.replica_bytes)
-
-    @property
-    def spool_folder(self) -> Path | None:
-        """This host's spool of the stream, None where it is elsewhere."""
-        return None if self._spool is None else self._spool.folder
-
-    def bind(self, folder: Path | None) -> None:
-        """Say where this host's spool of the stream lies; None where it is none of this host."""
-        if folder is None or self._spool is not None or self._is_bound:
-            return
-        reader = StreamReader(folder)
-        try:
-            own = reader.origin()
-        except SpoolError:
-            return
-        finally:
-            reader.close()
-        theirs = origin_of(self._piece(0, _ORIGIN_BYTES))
-        if own == UNKNOWN:
-            return
-        self._is_bound = True
-        if theirs in (UNKNOWN, own):  # else another process's, of the same rank and life
-            self._spool = reader
 
     def look(self, most_bytes: int) -> None:
         """Read what is new, at most about so many bytes.
@@ -134,14 +107,9 @@ class StreamFollower:
             self._next += size
             self.taken_bytes += size
             left -= size
-        if self._spool is not None:
-            behind = max(self._spool.lowest(), self.replica_bytes)
-            self._committed = self._spool.committed(behind)
-
-    @property
-    def has_unread(self) -> bool:
-        """True where definitions may stand in what was passed over."""
-        return self._known_to < self._unread_to
+        if self.spool is not None:
+            behind = max(self.spool.lowest(), self.replica_bytes)
+            self._committed = self.spool.committed(behind)
 
     def define(self, most_bytes: int) -> None:
         """Go on reading definitions of what was passed over."""
@@ -160,8 +128,8 @@ class StreamFollower:
 
     def close(self) -> None:
         """Close the open segment."""
-        if self._spool is not None:
-            self._spool.close()
+        if self.spool is not None:
+            self.spool.close()
 
     def _pass_settled(self) -> bool:
         """Take what is kept of what was settled and not read yet; False where there is none.
@@ -169,7 +137,7 @@ class StreamFollower:
         Raises:
             SpoolError: what is kept cannot be read.
         """
-        unknown = self._known_to if self.has_unread else self._next
+        unknown = self._known_to if self._known_to < self._unread_to else self._next
         if settled_to(self._replica) <= min(unknown, self._next):
             return False
         prefix = read_settled(self._replica)
