@@ -20,10 +20,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from rankscope.errors import SpoolError
+from rankscope.gather.heldstream import HeldStream
 from rankscope.gather.log import log
+from rankscope.gather.shipping import Shipment
 from rankscope.live.streamtail import StreamTail
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
@@ -36,7 +37,7 @@ from rankscope.settings import settings_of_run
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.streamreader import StreamReader
 
-__all__ = ["StallMonitor", "Watchable", "activity_of"]
+__all__ = ["StallMonitor", "activity_of"]
 
 _LOOK_S = 1.0
 _AWAY_S = 5.0
@@ -48,25 +49,8 @@ it raised, and is gone a moment later."""
 _MOST_PLACES = 4
 
 
-class Watchable(Protocol):
-    """A stream as it is watched."""
-
-    folder: Path
-
-    @property
-    def sent(self) -> int:
-        """Bytes that need not be looked at any more."""
-
-    @property
-    def is_alive(self) -> bool:
-        """True while its rank lives."""
-
-    @property
-    def definitions(self) -> StreamReader | None:
-        """Definitions that stand apart from the other records; None where none do."""
-
-    def has_sent(self, end: int) -> bool:
-        """True where every record up to `end` has left, so that there is room for more."""
+Watchable = Shipment | HeldStream
+"""A stream as it is sent, or held back."""
 
 
 class _WatchedStream:
@@ -277,18 +261,10 @@ def activity_of(
     for each in filter(None, (definitions, reader)):
         for chunk in each.chunks():
             tail.take(records(chunk, is_verified=True))
-    inside = _open_call(tail)
-    if not inside and counts_steps and tail.step_before_optimizer is not None:
+    inside, call = "", tail.innermost
+    if call is not None:
+        what = "a collective" if call.collective else "a call"
+        inside = f"{what} of {Mode(call.mode).word} step {call.step}"
+    elif counts_steps and tail.step_before_optimizer is not None:
         inside = f"train step {tail.step_before_optimizer}, before its optimizer"
     return RankActivity(written_ns=tail.written_ns, inside=inside)
-
-
-def _open_call(tail: StreamTail) -> str:
-    """Return what the innermost open call is; asynchronous collectives do not count."""
-    for call in reversed(tail.open.values()):
-        of = f"{Mode(call.mode).word} step {call.step}"
-        if not call.collective:
-            return f"a call of {of}"
-        if tail.is_synchronous(call):
-            return f"a collective of {of}"
-    return ""

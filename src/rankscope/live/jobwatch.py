@@ -250,7 +250,7 @@ class JobWatch:
         host = str(identity.get("host", ""))
         end = self._end(follower)
         age_s = _age_s(tail, is_here=follower.spool is not None)
-        call = _innermost(tail) or tail.latest
+        call = tail.innermost or tail.latest
         standing = _standing(tail, age_s or 0.0) if end != EndReason.EXIT.value else None
         last = tail.ended[-1] if tail.ended else None
         earlier = [each.seconds for each in list(tail.ended)[:-1]]
@@ -366,12 +366,6 @@ def _issued_last(tail: StreamTail) -> dict[Channel, tuple[int, Issue]]:
 
 def _has_come(last: tuple[int, Issue] | None, here: Issue) -> bool:
     return last is not None and last[1][0] == here[0] and last[1] >= here
-
-
-def _innermost(tail: StreamTail) -> EnteredCall | None:
-    """Return the innermost call that was not left; asynchronous collectives do not count."""
-    calls = (c for c in reversed(tail.open.values()) if not c.collective or tail.is_synchronous(c))
-    return next(calls, None)
 
 
 def _standing(tail: StreamTail, age_s: float) -> EnteredCall | None:

@@ -138,6 +138,12 @@ class StreamTail:
             step = -1
         return None if step < 0 or step == self._optimizer_step else step
 
+    @property
+    def innermost(self) -> EnteredCall | None:
+        """The innermost call that was not left; asynchronous collectives do not count."""
+        calls = reversed(self.open.values())
+        return next((c for c in calls if not c.collective or self.is_synchronous(c)), None)
+
     def is_synchronous(self, call: EnteredCall) -> bool:
         """True for a collective that the program waits for in the call that issued it."""
         definition = self.definitions.get(call.collective)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
 from rankscope.errors import RankscopeError
 from rankscope.run.filenames import PARQUET_FOLDER, TRACE_NAME
+from rankscope.run.processes import watch_signals
 from rankscope.settings import settings_from
 from rankscope.stepwise.findingsfile import FindingsFile
 from rankscope.stepwise.stepjudge import LiveCheck
@@ -34,17 +33,14 @@ Look = Callable[[Callable[[], bool]], bool]
 
 
 def _go_along(
-    looks: Sequence[Look],
-    is_behind: Callable[[], bool],
-    is_deserted: Callable[[], bool],
-    is_stopped: Callable[[], bool],
+    looks: Sequence[Look], keeper: StepKeeper, parent: int, is_stopped: Callable[[], bool]
 ) -> None:
     """Look until stopped, or deserted by whoever started this."""
-    while not (is_stopped() or is_deserted()):
+    while not is_stopped() and parent in (0, os.getppid()):
         began = time.monotonic()
         busy = [look(is_stopped) for look in looks]
         took = time.monotonic() - began
-        rest = 0.0 if is_behind() else min(_REST * took, _MOST_REST_S)
+        rest = 0.0 if keeper.is_behind else min(_REST * took, _MOST_REST_S)
         until = began + took + max(0.0 if any(busy) else _LOOK_S, rest)
         while not is_stopped() and time.monotonic() < until:
             time.sleep(min(_LOOK_S, max(0.0, until - time.monotonic())))
@@ -88,14 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if options.traced_ranks is None:
         parser.error("--traced-ranks is missing")
-    stopped: list[int] = []
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        stopped.append(number)
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, stop)
+    is_stopped = watch_signals()
     settings = settings_from()
     out, ranks = options.out, options.traced_ranks
     findings = FindingsFile(out, settings.on_finding)
@@ -114,12 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not settings.keep_spool:
         looks.append(keeper.look)
     if not (out / TRACE_NAME).exists():
-        _go_along(
-            looks,
-            lambda: keeper.is_behind,
-            lambda: options.parent not in (0, os.getppid()),
-            lambda: bool(stopped),
-        )
+        _go_along(looks, keeper, options.parent, is_stopped)
     if judge is not None:
         judge.close()
     keeper.close()
