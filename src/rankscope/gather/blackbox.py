@@ -79,13 +79,8 @@ class BlackBox:
     """All held streams of one host."""
 
     def __init__(self, run_folder: Path, header: RunHeader, selection: StepSelection) -> None:
-        """Look at nothing yet.
-
-        Args:
-            run_folder: holds the streams.
-            header: of the run.
-            selection: how many steps are asked for, and which file is watched.
-        """
+        """Look at nothing yet; the selection says how many steps are asked for, and which file is
+        watched."""
         self._run_folder = run_folder
         self._header = header
         self._steps = selection.last

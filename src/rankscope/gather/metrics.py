@@ -36,13 +36,7 @@ _END_S: Final = 30.0
 
 @contextlib.contextmanager
 def served_metrics(out: Path, port: int, *, world_size: int) -> Iterator[None]:
-    """Serve metrics while the block runs; where that cannot be, the log says why.
-
-    Args:
-        out: the trace folder.
-        port: of 127.0.0.1.
-        world_size: ranks of the job.
-    """
+    """Serve metrics on the loopback while the block runs; where that cannot be, it is logged."""
     registry = CollectorRegistry()
     metrics = _RunMetrics(out, world_size)
     registry.register(metrics)

@@ -30,13 +30,7 @@ class OrderWatch:
     """The relay's eye on the orders of one run."""
 
     def __init__(self, run_folder: Path, header: RunHeader, relay: str) -> None:
-        """Look at nothing yet.
-
-        Args:
-            run_folder: of this host.
-            header: of the run.
-            relay: the name of the relay.
-        """
+        """Look at nothing yet."""
         self._run_folder, self._out, self._relay = run_folder, header.out, relay
         self._folder = orders_come_to(run_folder, header)
         self._is_elsewhere = Collection.of_run(run_folder, header).is_elsewhere

@@ -37,14 +37,8 @@ class StepwiseProcess:
     """The process of one collector; nothing of a run depends on it."""
 
     def __init__(self, out: Path, traced_ranks: int, settings: Settings) -> None:
-        """Start nothing yet.
-
-        Args:
-            out: the trace folder.
-            traced_ranks: how many ranks write a stream.
-            settings: of the job. They are handed over as variables: these are for this user's
-                eyes, command lines for everybody's.
-        """
+        """Start nothing yet. Settings are handed over as variables: these are for this user's eyes,
+        command lines for everybody's."""
         texts = settings.as_text()
         told = {s.variable: texts[s.name] for s in SETTINGS if s.field in _TOLD}
         self._environment = {**companion_environment(), **told}

@@ -41,12 +41,7 @@ class RunningJob:
     """The streams of the newest life of a job, read as they grow."""
 
     def __init__(self, out: Path, *, traced_ranks: int) -> None:
-        """Read nothing yet.
-
-        Args:
-            out: the trace folder.
-            traced_ranks: how many ranks write a stream.
-        """
+        """Read nothing yet."""
         self._out, self._traced_ranks = out, traced_ranks
         self._streams: dict[int, SplitStream] = {}
         self.life = 0

@@ -33,12 +33,7 @@ class LiveCheck:
     """One job, judged step by step."""
 
     def __init__(self, findings: FindingsFile, *, traced_ranks: int) -> None:
-        """Judge nothing yet.
-
-        Args:
-            findings: of the trace folder: takes what is found.
-            traced_ranks: how many ranks write a stream.
-        """
+        """Judge nothing yet; what is found goes to `findings`."""
         self._out = out = findings.folder
         self._job = RunningJob(out, traced_ranks=traced_ranks)
         self._findings = findings
