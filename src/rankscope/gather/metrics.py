@@ -20,6 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from rankscope.errors import RankscopeError
 from rankscope.gather.log import log
+from rankscope.live.jobsummary import fullest_spool
 from rankscope.live.jobwatch import JobTotals, JobWatch, RankStatus
 from rankscope.record.call import Mode
 from rankscope.record.finding import Kind
@@ -146,10 +147,9 @@ def _steps(running: Sequence[RankStatus]) -> Iterator[Metric]:
 
 def _spools(statuses: Sequence[RankStatus]) -> Iterator[Metric]:
     """Yield what lies in the spools of this host."""
-    here = [status for status in statuses if status.unsent_bytes is not None]
-    if here:
-        unsent = sum(status.unsent_bytes or 0 for status in here)
-        fill = max(status.spool_fill or 0.0 for status in here)
+    spool = fullest_spool(statuses)
+    if spool is not None:
+        unsent, fill = spool["unsent_bytes"], spool["fill"]
         yield _gauge("unsent_bytes", "bytes in spools of this host, not received yet", unsent)
         yield _gauge("spool_fill_ratio", "part of the fullest spool of this host", fill)
 

@@ -16,7 +16,7 @@ from rankscope.record.call import Mode
 from rankscope.record.ranklists import ranks_text
 from rankscope.record.timetext import utc_text
 
-__all__ = ["SORTS", "job_summary"]
+__all__ = ["SORTS", "fullest_spool", "job_summary"]
 
 FORMAT: Final = "rankscope.top/1"
 _MOST_WORST: Final = 10
@@ -78,7 +78,7 @@ def job_summary(
         "received_bytes": totals.received_bytes,
         "lost_records": sum(status.lost_records for status in statuses),
         "skipped": watch is not None and watch.has_skipped,
-        "spool": _spool(statuses),
+        "spool": fullest_spool(statuses),
         "groups": sorted(_groups(statuses), key=SORTS[sort]),
         "worst": _worst(statuses),
         "loss": _spread(statuses, lambda step: step.loss),
@@ -86,7 +86,7 @@ def job_summary(
     }
 
 
-def _spool(statuses: Sequence[RankStatus]) -> dict[str, Any] | None:
+def fullest_spool(statuses: Sequence[RankStatus]) -> dict[str, Any] | None:
     """Return how full the fullest spool of this host is; None where none is here."""
     full = [status for status in statuses if status.spool_fill is not None]
     if not full:

@@ -23,6 +23,7 @@ from rankscope.spool.recordformat import CELL_BYTES, FIRST, RecordKind, StepEven
 from rankscope.spool.replication import replica_path
 from rankscope.spool.settledprefix import read_settled, settled_to
 from rankscope.spool.streamreader import StreamReader
+from rankscope.spool.validprefix import as_cells
 
 __all__ = ["StreamFollower"]
 
@@ -116,9 +117,7 @@ class StreamFollower:
         while most_bytes > 0 and self._known_to < self._unread_to:
             wanted = min(most_bytes, self._unread_to - self._known_to)
             found = self._records(self._known_to, wanted)
-            if not found.committed_bytes:
-                if not self._pass_settled():
-                    self._known_to = self._unread_to
+            if not found.committed_bytes:  # it was settled meanwhile, which the next look sees
                 break
             self.tail.define(found)
             _, steps = found.columns(RecordKind.STEP)
@@ -131,15 +130,15 @@ class StreamFollower:
         if self.spool is not None:
             self.spool.close()
 
-    def _pass_settled(self) -> bool:
-        """Take what is kept of what was settled and not read yet; False where there is none.
+    def _pass_settled(self) -> None:
+        """Take what is kept of what was settled and not read yet.
 
         Raises:
             SpoolError: what is kept cannot be read.
         """
         unknown = self._known_to if self._known_to < self._unread_to else self._next
         if settled_to(self._replica) <= min(unknown, self._next):
-            return False
+            return
         prefix = read_settled(self._replica)
         kept = records(prefix.kept)
         if prefix.settled_to > self._next:
@@ -151,13 +150,14 @@ class StreamFollower:
         self.taken_bytes += kept.committed_bytes
         self._known_to = min(max(self._known_to, prefix.settled_to), self._unread_to)
         self.knows_a_step = True
-        return True
 
     def _skip(self, most_bytes: int) -> None:
         """Go on so many bytes before the replica's end, at the begin of a record."""
         at = (self.replica_bytes - most_bytes) // CELL_BYTES * CELL_BYTES
-        piece = self._piece(at, most_bytes)
-        cells = np.frombuffer(piece, np.uint8).reshape(-1, CELL_BYTES)
+        try:
+            cells = as_cells(piece_of(self._replica, at, most_bytes))
+        except OSError:
+            return
         begins = np.flatnonzero((cells[:, 5] == FIRST) & (cells[:, 4] != 0))
         if not len(begins):
             return
@@ -173,10 +173,3 @@ class StreamFollower:
         with contextlib.suppress(OSError):
             return records_at(self._replica, offset, size)
         return records(b"")
-
-    def _piece(self, offset: int, size: int) -> bytes:
-        """Return whole cells of the replica; b"" where it cannot be read."""
-        with contextlib.suppress(OSError):
-            piece = piece_of(self._replica, offset, size)
-            return piece[: len(piece) - len(piece) % CELL_BYTES]
-        return b""
