@@ -212,10 +212,8 @@ class JobWatch:
             run = self.run
             self._run_folders = find_runs(spool_bases(run), run["id"]) if run["id"] else []
         for run_folder in self._run_folders:
-            try:
+            with contextlib.suppress(SpoolError):  # it went with its run
                 own |= {one: stream_folder(run_folder, one) for one in streams(run_folder)}
-            except SpoolError:
-                continue  # it went with its run
         for stream in sorted(found | set(own)):
             known = self._followers.get(stream.rank)
             if known is None or known.stream < stream:
@@ -249,7 +247,7 @@ class JobWatch:
         identity = tail.identity
         host = str(identity.get("host", ""))
         end = self._end(follower)
-        age_s = _age_s(tail, is_here=follower.spool is not None)
+        age_s = _age_s(tail)
         call = tail.innermost or tail.latest
         standing = _standing(tail, age_s or 0.0) if end != EndReason.EXIT.value else None
         last = tail.ended[-1] if tail.ended else None
@@ -267,7 +265,7 @@ class JobWatch:
             step=None if in_step is None else in_step[1],
             age_s=age_s,
             step_s=None if last is None else last.seconds,
-            own_s=None if last is None else max(0.0, last.seconds - last.waited_s),
+            own_s=None if last is None else last.own_s,
             beside_history=last.seconds / max(median(earlier), 1e-9) if last and earlier else None,
             ended=tuple(tail.ended),
             missed=tuple(tail.missed),
@@ -375,14 +373,10 @@ def _standing(tail: StreamTail, age_s: float) -> EnteredCall | None:
     return next(iter(waited or (issued if age_s >= _QUIET_S else [])), None)
 
 
-def _age_s(tail: StreamTail, *, is_here: bool) -> float | None:
-    """Return how old the last record is; on this host by the clock it was written with."""
-    if not tail.written_ns:
-        return None
-    if is_here:
-        return max(0.0, (time.monotonic_ns() - tail.written_ns) / 1e9)
+def _age_s(tail: StreamTail) -> float | None:
+    """Return how old the last record is, by the wall clocks of its host and of this one."""
     identity = tail.identity
-    if not identity.get("wall_ns"):
+    if not (tail.written_ns and identity.get("wall_ns")):
         return None
     offset = int(identity["wall_ns"]) - int(identity.get("monotonic_ns", 0))
     return max(0.0, (time.time_ns() - tail.written_ns - offset) / 1e9)
@@ -402,22 +396,18 @@ def _medians(statuses: Any) -> dict[int, float]:
     taken: dict[int, list[float]] = {}
     for status in statuses:
         for each in status.ended:
-            taken.setdefault(each.step, []).append(_own_s(each))
+            taken.setdefault(each.step, []).append(each.own_s)
     return {step: median(each) for step, each in taken.items() if len(each) > 1}
 
 
-def _own_s(step: EndedStep) -> float:
-    return max(0.0, step.seconds - step.waited_s)
-
-
 def _compared(status: RankStatus, medians: Mapping[int, float]) -> RankStatus:
-    both = [(_own_s(each), medians[each.step]) for each in status.ended if each.step in medians]
+    both = [(each.own_s, medians[each.step]) for each in status.ended if each.step in medians]
     if not both:
         return status
     last = status.ended[-1]
     return replace(
         status,
-        beside_all=_own_s(last) / max(medians[last.step], 1e-9) if last.step in medians else None,
+        beside_all=last.own_s / max(medians[last.step], 1e-9) if last.step in medians else None,
         slow_steps=sum(own > _SLOW * middle for own, middle in both),
         compared_steps=len(both),
     )

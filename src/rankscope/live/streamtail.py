@@ -75,6 +75,11 @@ class EndedStep:
     grad_norm: float | None
     """Of the gradients that this rank holds; None where none was recorded."""
 
+    @property
+    def own_s(self) -> float:
+        """What it took outside those collectives."""
+        return max(0.0, self.seconds - self.waited_s)
+
 
 class StreamTail:
     """What the records say that were taken so far."""
