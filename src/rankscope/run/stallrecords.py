@@ -104,8 +104,6 @@ def _clock(wall_ns: int) -> str:
 _FORMAT = "rankscope.stalls/1"
 _MOST = 50
 """The latest of one relay that are kept."""
-_SAME_NS = 1_000_000_000
-"""A relay that was started again reckons the begin anew, from the same record."""
 
 
 def keep_stall(folder: Path, relay: str, stall: Stall) -> None:
@@ -120,7 +118,7 @@ def keep_stall(folder: Path, relay: str, stall: Stall) -> None:
         SpoolError: it cannot be written.
     """
     path = folder / STALL_FOLDER / f"{relay}.json"
-    others = [s for s in _read(path) if abs(s.since_ns - stall.since_ns) > _SAME_NS]
+    others = [s for s in _read(path) if s.since_ns != stall.since_ns]
     kept = sorted([*others, stall], key=lambda s: s.since_ns)[-_MOST:]
     try:
         own_subfolder(path.parent)
