@@ -27,7 +27,6 @@ from rankscope.spool.recordformat import (
     StepEvent,
 )
 from rankscope.spool.replication import replica_path
-from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 from tests.gather.jobs import Host
 from tests.spool.streams import (
@@ -323,22 +322,6 @@ def test_a_follower_that_is_overtaken_again_and_again_always_comes_to_the_end(
         assert inside(follower)[-1:] == [(Phase.COLLECTIVE, 119, 3)]
     assert not quick.has_skipped and quick.tail.steps_ended == 119
     assert slow.has_skipped and slow.tail.steps_ended <= 119
-
-
-def test_what_a_spool_of_this_host_holds_beyond_the_replica_is_counted(tmp_path: Path) -> None:
-    folder = tmp_path / "host" / "rank00000.0"
-    write_job(folder, steps=6)
-    data = stream_bytes(folder)
-    one = StreamId(rank=0, incarnation=0)
-    replica = replica_path(tmp_path, one)
-    replica.parent.mkdir()
-    for cut in (record_ends(data)[40], record_ends(data)[-1]):
-        replica.write_bytes(data[:cut])
-        follower = StreamFollower(tmp_path, one)
-        follower.spool = StreamReader(folder)
-        follower.look(1 << 20)
-        assert follower.read_bytes == cut and follower.unsent_bytes == len(data) - cut
-        follower.close()
 
 
 @pytest.fixture

@@ -46,6 +46,7 @@ _FIND_S: Final = 5.0
 _QUIET_S: Final = 3.0
 """A rank that has written nothing for that long stands in its asynchronous collective too."""
 _SLOW: Final = 1.1
+_NOWHERE: Final = (-1, -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +115,8 @@ class JobWatch:
         self._followers: dict[int, StreamFollower] = {}
         self._replaced: list[StreamFollower] = []
         """Of earlier lives."""
+        self._spools: dict[StreamId, StreamReader] = {}
+        """Of this host."""
         self._run_folders: list[Path] = []
         self._found_at = float("-inf")
         self._rates: deque[tuple[float, int]] = deque()
@@ -198,8 +201,8 @@ class JobWatch:
 
     def close(self) -> None:
         """Close what is open."""
-        for follower in self._followers.values():
-            follower.close()
+        for spool in self._spools.values():
+            spool.close()
 
     # ---- finding streams --------------------------------------------------------------------
 
@@ -218,7 +221,6 @@ class JobWatch:
             known = self._followers.get(stream.rank)
             if known is None or known.stream < stream:
                 if known is not None:
-                    known.close()
                     self._replaced.append(known)
                 self._followers[stream.rank] = StreamFollower(
                     self._out,
@@ -227,9 +229,8 @@ class JobWatch:
                     has_values=self._has_values,
                     decoded=self._decoded,
                 )
-        for follower in self._followers.values():
-            if follower.spool is None and follower.stream in own:
-                follower.spool = StreamReader(own[follower.stream])
+        for stream in own.keys() - self._spools.keys():
+            self._spools[stream] = StreamReader(own[stream])
 
     def _name_roots(self) -> None:
         tails = [(rank, f.tail.definitions) for rank, f in sorted(self._followers.items())]
@@ -254,7 +255,8 @@ class JobWatch:
         earlier = [each.seconds for each in list(tail.ended)[:-1]]
         in_step = tail.running or (None if call is None else call.step_key)
         limit = _whole_number(identity.get("settings"), "spool-bytes")
-        unsent = follower.unsent_bytes
+        written = self._written(follower)
+        unsent = None if written is None else max(0, written - follower.replica_bytes)
         return RankStatus(
             rank=rank,
             incarnation=stream.incarnation,
@@ -306,20 +308,28 @@ class JobWatch:
         marker = read_end(replica_path(self._out, follower.stream))
         if marker is not None:
             return marker.end.value
-        spool = follower.spool
+        spool, written = self._spools.get(follower.stream), self._written(follower)
         if spool is None or not spool.folder.is_dir() or is_alive(spool.folder):
             return EndReason.RUNNING.value
         with contextlib.suppress(SpoolError):
-            end = spool.committed(max(spool.lowest(), follower.replica_bytes))
-            return (spool.end_reason(end) or EndReason.LOST).value
+            return (spool.end_reason(written or 0) or EndReason.LOST).value
         return EndReason.LOST.value
+
+    def _written(self, follower: StreamFollower) -> int | None:
+        """Return how many bytes the rank has written; None where its spool is elsewhere."""
+        spool = self._spools.get(follower.stream)
+        if spool is None:
+            return None
+        with contextlib.suppress(SpoolError):
+            return spool.committed(max(spool.lowest(), follower.replica_bytes))
+        return follower.replica_bytes
 
     # ---- who waits for whom -----------------------------------------------------------------
 
     def _waits(self, statuses: Mapping[int, RankStatus]) -> dict[int, tuple[int, ...]]:
         """Return {rank: who did not come to the collective in which it stands}."""
         found: dict[int, tuple[int, ...]] = {}
-        came = {rank: _issued_last(f.tail) for rank, f in self._followers.items()}
+        came = {rank: _came_to(f.tail) for rank, f in self._followers.items()}
         for rank, status in statuses.items():
             tail = self._followers[rank].tail
             call = _standing(tail, status.age_s or 0.0) if status.place.op else None
@@ -330,40 +340,33 @@ class JobWatch:
                 peer = kind.get("peer")
                 found[rank] = (peer,) if isinstance(peer, int) and peer >= 0 else ()
                 continue
-            channel = _channel(kind)
-            here = (call.mode, call.step, call.number)
+            channel, here = _channel(kind, call), (call.step, call.number)
             found[rank] = tuple(
                 member
                 for member in sorted(status.place.members)
-                if member in came and not _has_come(came[member].get(channel), here)
+                if member in came and came[member].get(channel, _NOWHERE) < here
             )
         return found
 
 
-Channel = tuple[str, tuple[int, ...]]
-Issue = tuple[int, int, int]
-"""mode, step, which of its group's."""
+Channel = tuple[str, tuple[int, ...], int]
+"""A group, its members, a mode."""
 
 
-def _channel(kind: Mapping[str, Any]) -> Channel:
-    return str(kind.get("group", "")), tuple(sorted(map(int, kind.get("members", ()))))
+def _channel(kind: Mapping[str, Any], call: EnteredCall) -> Channel:
+    members = tuple(sorted(map(int, kind.get("members", ()))))
+    return str(kind.get("group", "")), members, call.mode
 
 
-def _issued_last(tail: StreamTail) -> dict[Channel, tuple[int, Issue]]:
-    """Return {group: when and which its last collective was}."""
-    found: dict[Channel, tuple[int, Issue]] = {}
+def _came_to(tail: StreamTail) -> dict[Channel, tuple[int, int]]:
+    """Return of each channel the step of its furthest collective, and which it was in the step."""
+    found: dict[Channel, tuple[int, int]] = {}
     for number, call in tail.issued.items():
         kind = tail.definitions.get(number, {})
-        if not kind or kind.get("op") in MESSAGES:
-            continue
-        channel = _channel(kind)
-        if channel not in found or call.time_ns > found[channel][0]:
-            found[channel] = (call.time_ns, (call.mode, call.step, call.number))
+        if kind and kind.get("op") not in MESSAGES:
+            channel = _channel(kind, call)
+            found[channel] = max(found.get(channel, _NOWHERE), (call.step, call.number))
     return found
-
-
-def _has_come(last: tuple[int, Issue] | None, here: Issue) -> bool:
-    return last is not None and last[1][0] == here[0] and last[1] >= here
 
 
 def _standing(tail: StreamTail, age_s: float) -> EnteredCall | None:

@@ -22,7 +22,6 @@ from rankscope.spool.recordcolumns import Records, records, records_at
 from rankscope.spool.recordformat import CELL_BYTES, FIRST, RecordKind, StepEvent
 from rankscope.spool.replication import replica_path
 from rankscope.spool.settledprefix import read_settled, settled_to
-from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.validprefix import as_cells
 
 __all__ = ["StreamFollower"]
@@ -60,10 +59,6 @@ class StreamFollower:
         few."""
         self._replica = replica_path(out, stream)
         self._skips = skips
-        self.spool: StreamReader | None = None
-        """This host's spool of the stream, None where it is elsewhere."""
-        self._committed = 0
-        """Bytes that the rank has written into that spool."""
         self._next = 0
         self._known_to = 0
         """Definitions were read up to here from the begin on."""
@@ -74,14 +69,6 @@ class StreamFollower:
     def read_bytes(self) -> int:
         """Offset up to which the stream was read."""
         return self._next
-
-    @property
-    def unsent_bytes(self) -> int | None:
-        """Bytes in this host's spool that have not reached the trace folder; None where the spool
-        is not here."""
-        if self.spool is None:
-            return None
-        return max(0, self._committed - self.replica_bytes)
 
     def look(self, most_bytes: int) -> None:
         """Read what is new, at most about so many bytes.
@@ -108,9 +95,6 @@ class StreamFollower:
             self._next += size
             self.taken_bytes += size
             left -= size
-        if self.spool is not None:
-            behind = max(self.spool.lowest(), self.replica_bytes)
-            self._committed = self.spool.committed(behind)
 
     def define(self, most_bytes: int) -> None:
         """Go on reading definitions of what was passed over."""
@@ -124,11 +108,6 @@ class StreamFollower:
             self.knows_a_step |= bool((steps["event"] == int(StepEvent.END)).any())
             self._known_to += found.committed_bytes
             most_bytes -= found.committed_bytes
-
-    def close(self) -> None:
-        """Close the open segment."""
-        if self.spool is not None:
-            self.spool.close()
 
     def _pass_settled(self) -> None:
         """Take what is kept of what was settled and not read yet.

@@ -171,10 +171,6 @@ class RunningJob:
         """Return the bytes of the records of a held step."""
         return sum(stream.held.get(key, 0) for stream in self._streams.values())
 
-    def unfinished(self) -> list[StepKey]:
-        """Return the held steps that some rank has not ended."""
-        return sorted(self.held() - set(self.finished()))
-
     def held(self) -> set[StepKey]:
         """Return the steps of which records are held."""
         return {key for stream in self._streams.values() for key in stream.held}

@@ -109,7 +109,8 @@ class LiveCheck:
         elif not noticed or now - self._stalled_at < 2 * self._stall_age:
             return
         self._stall_age = max(now - self._stalled_at, _STALL_AGAIN_S / 2)
-        self._judge([*self._judged, *self._job.unfinished()])
+        unfinished = self._job.held() - {*self._job.finished()}
+        self._judge([*self._judged, *sorted(unfinished)])
 
     def _tell(self, findings: list[Finding], keys: Iterable[StepKey]) -> None:
         ended_ns = {key: self._job.ended_ns(key) for key in keys}
