@@ -8,7 +8,7 @@ folder, hears of no order: whoever orders on its host writes into its run folder
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -34,7 +34,7 @@ class OrderWatch:
         self._run_folder, self._out, self._relay = run_folder, header.out, relay
         self._folder = orders_come_to(run_folder, header)
         self._is_elsewhere = Collection.of_run(run_folder, header).is_elsewhere
-        self._file_time: Callable[[], int] | None = None
+        self._file_time = file_time(self._folder / ORDER_NAME)
         self._seen = ABSENT
         self._looked_at = float("-inf")
         self._said: OrderSeen | None = None
@@ -63,8 +63,6 @@ class OrderWatch:
             self._trouble = str(error)
 
     def _take(self) -> None:
-        if self._file_time is None:
-            self._file_time = file_time(self._folder / ORDER_NAME)
         seen = self._file_time()
         if seen in (ABSENT, self._seen):
             return
