@@ -308,11 +308,11 @@ class JobWatch:
         marker = read_end(replica_path(self._out, follower.stream))
         if marker is not None:
             return marker.end.value
-        spool, written = self._spools.get(follower.stream), self._written(follower)
+        spool = self._spools.get(follower.stream)
         if spool is None or not spool.folder.is_dir() or is_alive(spool.folder):
             return EndReason.RUNNING.value
         with contextlib.suppress(SpoolError):
-            return (spool.end_reason(written or 0) or EndReason.LOST).value
+            return (spool.end_reason(self._written(follower) or 0) or EndReason.LOST).value
         return EndReason.LOST.value
 
     def _written(self, follower: StreamFollower) -> int | None:

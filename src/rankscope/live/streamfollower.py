@@ -59,16 +59,12 @@ class StreamFollower:
         few."""
         self._replica = replica_path(out, stream)
         self._skips = skips
-        self._next = 0
+        self.read_bytes = 0
+        """Offset up to which the stream was read."""
         self._known_to = 0
         """Definitions were read up to here from the begin on."""
         self._unread_to = 0
         """From `_known_to` to here nothing was read."""
-
-    @property
-    def read_bytes(self) -> int:
-        """Offset up to which the stream was read."""
-        return self._next
 
     def look(self, most_bytes: int) -> None:
         """Read what is new, at most about so many bytes.
@@ -83,31 +79,24 @@ class StreamFollower:
         except OSError as error:
             raise SpoolError(f"{self._replica}: cannot be read: {error.strerror}") from error
         self._pass_settled()
-        if self._skips and self.replica_bytes - self._next > most_bytes:
+        if self._skips and self.replica_bytes - self.read_bytes > most_bytes:
             self._skip(most_bytes)
-        left = most_bytes
-        while left > 0:
-            found = self._records(self._next, left)
-            size = found.committed_bytes
-            if not size:
-                break
+        found = self._records(self.read_bytes, most_bytes)
+        if len(found):
             self.tail.take(found)
-            self._next += size
-            self.taken_bytes += size
-            left -= size
+            self.read_bytes += found.committed_bytes
+            self.taken_bytes += found.committed_bytes
 
     def define(self, most_bytes: int) -> None:
-        """Go on reading definitions of what was passed over."""
-        while most_bytes > 0 and self._known_to < self._unread_to:
-            wanted = min(most_bytes, self._unread_to - self._known_to)
-            found = self._records(self._known_to, wanted)
-            if not found.committed_bytes:  # it was settled meanwhile, which the next look sees
-                break
-            self.tail.define(found)
-            _, steps = found.columns(RecordKind.STEP)
-            self.knows_a_step |= bool((steps["event"] == int(StepEvent.END)).any())
-            self._known_to += found.committed_bytes
-            most_bytes -= found.committed_bytes
+        """Go on reading definitions of what was passed over; where it was settled meanwhile, the
+        next look takes them."""
+        if self._known_to >= self._unread_to:
+            return
+        found = self._records(self._known_to, min(most_bytes, self._unread_to - self._known_to))
+        self.tail.define(found)
+        _, steps = found.columns(RecordKind.STEP)
+        self.knows_a_step |= bool((steps["event"] == int(StepEvent.END)).any())
+        self._known_to += found.committed_bytes
 
     def _pass_settled(self) -> None:
         """Take what is kept of what was settled and not read yet.
@@ -115,13 +104,13 @@ class StreamFollower:
         Raises:
             SpoolError: what is kept cannot be read.
         """
-        unknown = self._known_to if self._known_to < self._unread_to else self._next
-        if settled_to(self._replica) <= min(unknown, self._next):
+        unknown = self._known_to if self._known_to < self._unread_to else self.read_bytes
+        if settled_to(self._replica) <= min(unknown, self.read_bytes):
             return
         prefix = read_settled(self._replica)
         kept = records(prefix.kept)
-        if prefix.settled_to > self._next:
-            self._next = prefix.settled_to
+        if prefix.settled_to > self.read_bytes:
+            self.read_bytes = prefix.settled_to
             self.has_skipped = True
             self.tail.resume(kept)
         else:
@@ -141,8 +130,8 @@ class StreamFollower:
         if not len(begins):
             return
         if self._known_to >= self._unread_to:
-            self._known_to = self._next
-        self._next = self._unread_to = at + int(begins[0]) * CELL_BYTES
+            self._known_to = self.read_bytes
+        self.read_bytes = self._unread_to = at + int(begins[0]) * CELL_BYTES
         self.has_skipped = True
         self.tail.forget()
         self.define(most_bytes)  # what comes next is read with these names
