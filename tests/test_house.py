@@ -23,7 +23,7 @@ ROOMS = {
     "layout": {"errors", "globs"},
     "record": {"errors", "layout"},
     "settings": {"errors", "layout", "record"},
-    "run": {"errors", "record"},
+    "run": {"errors", "record", "settings"},
     "spool": {"errors", "record", "run"},
     "chunks": {"errors", "record", "run"},
     "capture": {"errors", "layout", "record", "run"},
@@ -38,7 +38,10 @@ ROOMS = {
     "page": {"errors", "globs", "layout", "record", "run", "tree", "diagnosis"},
     "export": {"errors", "globs", "layout", "record", "run", "tree"},
     "live": {"errors", "record", "run", "spool", "assembly", "tree"},
-    "stepwise": {"errors", "record", "run", "spool", "assembly", "tree", "diagnosis", "export"},
+    "stepwise": {
+        *("errors", "record", "settings", "run", "spool", "assembly", "tree", "diagnosis"),
+        "export",
+    },
     "gather": {"errors", "record", "settings", "run", "spool", "chunks", "tree", "live"},
     "doctor": {"errors", "record", "settings", "run", "gather", "agent", "capture", "tree"},
     "block": {

@@ -146,12 +146,8 @@ class TracedJob:
             collection=collection,
             world_size=shape.world_size,
             local_ranks=shape.local_ranks,
-            traced_ranks=settings.traced_of(shape.world_size),
             out=settings.out,
-            spool=settings.spool,
-            spool_bytes=settings.spool_bytes,
-            tensor_budget=settings.tensor_budget if settings.tensors else None,
-            settings=settings.as_text(),
+            settings=settings,
         )
         return cls(settings, shape, prepare_run(request))
 

@@ -149,11 +149,8 @@ class RankBlock:
                 collection=Collection(""),
                 world_size=1,
                 local_ranks=1,
-                traced_ranks=1,
                 out=settings.out,
-                spool=settings.spool,
-                spool_bytes=settings.spool_bytes,
-                tensor_budget=settings.tensor_budget if settings.tensors else None,
+                settings=settings,
                 has_relay=False,
             )
             prepared = prepare_run(request)

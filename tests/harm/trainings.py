@@ -239,12 +239,10 @@ def prepare_run_folder(folder: Path, way: Way) -> dict[str, str]:
     from rankscope.run.prepare import Collection, RunRequest, prepare_run
     from rankscope.settings import settings_from
 
-    settings = settings_from({}, way.settings)
+    own = {"spool": folder / "spool", "spool_bytes": 1 << 24}
     request = RunRequest(
         run_id=folder.name, key="key", collection=Collection(""), world_size=way.world,
-        local_ranks=way.world, traced_ranks=way.world, out=folder / "trace",
-        spool=folder / "spool", spool_bytes=1 << 24, tensor_budget=None,
-        settings=settings.as_text(),
+        local_ranks=way.world, out=folder / "trace", settings=settings_from(own, way.settings),
     )  # fmt: skip
     prepared = prepare_run(request)
     return {

@@ -125,8 +125,8 @@ def simulate(ranks: int, modules: int, steps: int, period_s: float) -> None:
     with tempfile.TemporaryDirectory() as name:
         out = Path(name)
         (out / "spool").mkdir()
-        command = stepwise_command(out, traced_ranks=ranks, live_check=False, keep_spool=False)
-        beside = subprocess.Popen(command, cwd=out)
+        command = stepwise_command(out, ranks)
+        beside = subprocess.Popen(command, cwd=out, env={**os.environ, "RANKSCOPE_LIVE_CHECK": "0"})
         made: dict[int, float] = {}
         lags: list[float] = []
         size = most = 0.0

@@ -14,6 +14,7 @@ from rankscope.run.filenames import RUN_NAME, TENSOR_FOLDER
 from rankscope.run.folders import SHARED, read_run_header
 from rankscope.run.outfolder import prepare_out
 from rankscope.run.prepare import Collection, RunRequest, prepare_run
+from rankscope.settings import settings_from
 
 NO_DISK_HAS = 1 << 60
 ELSEWHERE = "ipc:///run/collector.sock"
@@ -21,19 +22,20 @@ ELSEWHERE = "ipc:///run/collector.sock"
 
 @pytest.fixture
 def request_here(tmp_path: Path) -> RunRequest:
+    asked = {"steps": "all", "spool_bytes": "1M", "tensors": "**", "spool": tmp_path / "spool"}
     return RunRequest(
         run_id="one",
         key="a1",
         collection=Collection(""),
         world_size=8,
         local_ranks=2,
-        traced_ranks=8,
         out=tmp_path / "deep" / "trace",
-        spool=tmp_path / "spool",
-        spool_bytes=1 << 20,
-        tensor_budget=None,
-        settings={"steps": "all"},
+        settings=settings_from(asked, {}),
     )
+
+
+def with_settings(request: RunRequest, **what: object) -> RunRequest:
+    return replace(request, settings=replace(request.settings, **what))
 
 
 @pytest.mark.parametrize(
@@ -48,8 +50,9 @@ def request_here(tmp_path: Path) -> RunRequest:
 def test_a_run_without_room_is_refused_and_leaves_no_folder(
     tmp_path: Path, request_here: RunRequest, what: dict[str, int], words: str, address: str
 ):
+    asked = with_settings(request_here, **what)
     with pytest.raises(SpoolError, match=words):
-        prepare_run(replace(request_here, collection=Collection(address), **what))
+        prepare_run(replace(asked, collection=Collection(address)))
     assert [*tmp_path.iterdir()] == []
 
 
@@ -58,9 +61,8 @@ def test_a_folder_that_all_hosts_share_must_have_room_for_the_tensors_of_all_ran
 ):
     """Every host writes there: room for its own ranks alone would run out in the job."""
     enough_for_100 = shutil.disk_usage(tmp_path).free // 100
-    request = replace(
-        request_here, world_size=2000, traced_ranks=1000, tensor_budget=enough_for_100
-    )
+    request = replace(request_here, world_size=2000)
+    request = with_settings(request, ranks=tuple(range(1000)), tensor_budget=enough_for_100)
     with pytest.raises(SpoolError, match="1000 ranks may keep"):
         prepare_run(replace(request, collection=Collection(SHARED)))
     prepare_run(replace(request, collection=Collection(SHARED), keeps_apart=True)).remove()
@@ -75,8 +77,8 @@ def test_ranks_that_are_not_traced_need_no_room(
     """Two ranks are here, and room for one: it is enough where one rank of the job is traced."""
     enough_for_one = shutil.disk_usage(tmp_path).free * 2 // 3
     with pytest.raises(SpoolError):
-        prepare_run(replace(request_here, **{what: enough_for_one}))
-    prepare_run(replace(request_here, traced_ranks=1, **{what: enough_for_one})).remove()
+        prepare_run(with_settings(request_here, **{what: enough_for_one}))
+    prepare_run(with_settings(request_here, ranks=(0,), **{what: enough_for_one})).remove()
 
 
 def test_beside_a_full_trace_folder_a_run_takes_a_sibling_and_says_so(
@@ -104,7 +106,8 @@ def test_run_json_says_where_the_records_are_collected(request_here: RunRequest,
     header = read_run_header(made.run_folder)
     own = ipc_address(made.run_folder)
     assert header.collector == (address or own)
-    assert (header.run_id, header.out, header.settings) == ("one", made.out, {"steps": "all"})
+    assert (header.run_id, header.out) == ("one", made.out)
+    assert header.settings == request_here.settings.as_text()
     assert Collection.of_run(made.run_folder, header) == made.collection == asked
     assert asked.listens_on(made.run_folder) == {"": [own], SHARED: []}.get(address, [address])
     where = address if asked.is_elsewhere else str(made.out)
@@ -113,10 +116,10 @@ def test_run_json_says_where_the_records_are_collected(request_here: RunRequest,
 
 
 def test_the_trace_folder_is_announced_before_any_rank_may_read_of_it(request_here: RunRequest):
-    seen = []
+    seen, spool = [], request_here.settings.spool
     made = prepare_run(
         request_here,
-        lambda out, line: seen.append((out.is_dir(), [*request_here.spool.rglob(RUN_NAME)])),
+        lambda out, line: seen.append((out.is_dir(), [*spool.rglob(RUN_NAME)])),
     )
     assert seen == [(True, [])]
     assert (made.run_folder / RUN_NAME).exists()

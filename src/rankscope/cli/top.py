@@ -199,7 +199,6 @@ class TopSource:
         self._folder, self._judges = folder, judges
         self._layouts = None if layout is None else LayoutFile.load(layout)
         self._watch = JobWatch(folder)
-        self._once: dict[str, Any] = {}
         self._ended: tuple[list[RankStatus], dict[str, Any]] | None = None
         if not self._is_ended():
             self._watch.look()
@@ -219,13 +218,13 @@ class TopSource:
 
     def one(self) -> dict[str, Any]:
         """Return what there is to say, the verdict included; takes as long as that takes."""
-        if not self._is_ended():
-            time.sleep(_BETWEEN_S)
-            self._once = self._judged() if self._judges else {}
-        return self.now()
+        if self._is_ended():
+            return self.now()
+        time.sleep(_BETWEEN_S)
+        return self.now(self._judged() if self._judges else None)
 
-    def now(self) -> dict[str, Any]:
-        """Look again; return what there is to say."""
+    def now(self, check: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Look again; return what there is to say, by default with what the live check told."""
         if self._is_ended():
             if self._ended is None:
                 self._ended = self._finished()
@@ -239,7 +238,7 @@ class TopSource:
             run_id=run["id"],
             world_size=self._watch.world_size,
             watch=self._watch,
-            check=self._once or self._told(),
+            check=check or self._told(),
         )
 
     def close(self) -> None:
@@ -260,7 +259,7 @@ class TopSource:
 
     def _judged(self) -> dict[str, Any]:
         """Judge all that has come, once, as `rankscope check` does."""
-        size = self._watch.received_bytes
+        size = self._watch.totals().received_bytes
         if size > _MOST_JUDGED_BYTES:
             gb = f"{size / 1e9:.1f} GB of records"
             return self._told(f"not judged as a whole: {gb}; rankscope check judges them")

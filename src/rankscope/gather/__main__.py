@@ -7,12 +7,10 @@ from __future__ import annotations
 import argparse
 import errno
 import resource
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 
 from rankscope.errors import RankscopeError, SpoolError
 from rankscope.gather.log import ExitOutcome, log
@@ -20,6 +18,7 @@ from rankscope.run.companions import dataset_trouble, metrics_trouble
 from rankscope.run.filenames import RUN_NAME
 from rankscope.run.folders import read_run_header
 from rankscope.run.prepare import Collection
+from rankscope.run.processes import watch_signals
 from rankscope.settings import settings_of_run
 
 __all__ = ["main"]
@@ -34,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--run-folder", type=Path, required=True, help="the host's run folder")
     options = parser.parse_args(arguments)
     _raise_file_limit()
-    is_stopped = _watch_signals()
+    is_stopped = watch_signals()
     try:
         if options.companion == "collector":
             return _collect(options.run_folder, is_stopped)
@@ -85,19 +84,6 @@ def _raise_file_limit() -> None:
     wanted = _FILES_WANTED if hard == resource.RLIM_INFINITY else min(_FILES_WANTED, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _watch_signals() -> Callable[[], bool]:
-    """Outlive the terminal's Ctrl-C, which is for the ranks; note a SIGTERM."""
-    stops: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        stops.append(number)
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, note)
-    return lambda: bool(stops)
 
 
 if __name__ == "__main__":

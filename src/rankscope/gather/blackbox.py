@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from rankscope.errors import SettingError, SpoolError
+from rankscope.errors import SpoolError
 from rankscope.gather.heldstream import HeldStream
 from rankscope.gather.log import log
 from rankscope.gather.waitingrule import JobState
@@ -38,6 +38,7 @@ from rankscope.run.folders import RunHeader, read_run_header, streams
 from rankscope.run.jobend import job_end
 from rankscope.run.orders import Order
 from rankscope.run.stallrecords import Stall
+from rankscope.settings import settings_of_run
 
 __all__ = ["BlackBox", "black_box_of", "copy_what_is_held"]
 
@@ -50,10 +51,7 @@ _WORDS = {EndReason.LOST: "killed, or gone without a word", EndReason.RAISED: "r
 
 def black_box_of(run_folder: Path, header: RunHeader) -> BlackBox | None:
     """Return the black box of a host's run; None where its ranks hold nothing back."""
-    try:
-        selection = StepSelection.parse(header.settings.get("steps", ""))
-    except SettingError:
-        return None
+    selection = settings_of_run(header.settings).steps
     return BlackBox(run_folder, header, selection) if selection.last else None
 
 
@@ -81,13 +79,8 @@ class BlackBox:
     """All held streams of one host."""
 
     def __init__(self, run_folder: Path, header: RunHeader, selection: StepSelection) -> None:
-        """Look at nothing yet.
-
-        Args:
-            run_folder: holds the streams.
-            header: of the run.
-            selection: how many steps are asked for, and which file is watched.
-        """
+        """Look at nothing yet; the selection says how many steps are asked for, and which file is
+        watched."""
         self._run_folder = run_folder
         self._header = header
         self._steps = selection.last

@@ -25,12 +25,7 @@ from rankscope.gather.waitingrule import (
 )
 from rankscope.record.graceseconds import FINISH_SECONDS
 from rankscope.record.streams import EndReason, StreamId
-from rankscope.run.companions import (
-    GROWS_FROM_BYTES,
-    companion_environment,
-    dataset_command,
-    stepwise_command,
-)
+from rankscope.run.companions import companion_environment, dataset_command
 from rankscope.run.filenames import (
     COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
@@ -163,18 +158,7 @@ def _stepwise(
     settings = options.settings
     if settings.keep_spool and not settings.live_check:
         return contextlib.nullcontext()
-    command = stepwise_command(
-        options.out,
-        traced_ranks=options.traced_ranks,
-        live_check=settings.live_check,
-        keep_spool=settings.keep_spool,
-        parquet=settings.parquet,
-    )
-    from_bytes = 0 if settings.live_check or settings.parquet else GROWS_FROM_BYTES
-    process = StepwiseProcess(
-        command, options.out, from_bytes=from_bytes, on_finding=settings.on_finding
-    )
-    return contextlib.closing(process)
+    return contextlib.closing(StepwiseProcess(options.out, options.traced_ranks, settings))
 
 
 def _finish(

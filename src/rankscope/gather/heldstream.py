@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 
 from rankscope.errors import SpoolError
 from rankscope.gather.log import log
-from rankscope.gather.shipping import end_reason
 from rankscope.record.call import Mode
 from rankscope.record.notes import BLACK_BOX
 from rankscope.record.streams import EndReason, StreamId
@@ -168,7 +167,7 @@ class HeldStream:
         if self._end is None:
             begin = self.sent
             end = self._ring.committed(begin)
-            self._end = end_reason(self._ring, end) or EndReason.LOST
+            self._end = self._ring.end_reason(end) or EndReason.LOST
             self._ring.close()
         return self._end
 

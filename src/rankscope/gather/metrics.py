@@ -15,13 +15,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
 from rankscope.errors import RankscopeError
 from rankscope.gather.log import log
+from rankscope.live.jobsummary import fullest_spool
 from rankscope.live.jobwatch import JobTotals, JobWatch, RankStatus
 from rankscope.record.call import Mode
 from rankscope.record.finding import Kind
 from rankscope.record.rankplace import STATES
-from rankscope.run.companions import metrics_trouble
 from rankscope.run.findingnotices import told_in
 from rankscope.run.stallrecords import stalls_in
 
@@ -34,20 +37,7 @@ _END_S: Final = 30.0
 
 @contextlib.contextmanager
 def served_metrics(out: Path, port: int, *, world_size: int) -> Iterator[None]:
-    """Serve metrics while the block runs; where that cannot be, the log says why.
-
-    Args:
-        out: the trace folder.
-        port: of 127.0.0.1.
-        world_size: ranks of the job.
-    """
-    trouble = metrics_trouble(port)
-    if trouble:
-        log(trouble)
-        yield
-        return
-    from prometheus_client import CollectorRegistry, start_http_server
-
+    """Serve metrics on the loopback while the block runs; where that cannot be, it is logged."""
     registry = CollectorRegistry()
     metrics = _RunMetrics(out, world_size)
     registry.register(metrics)
@@ -77,7 +67,7 @@ class _RunMetrics:
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._read, name="metrics", daemon=True)
         self._received_bytes = 0
-        self._families: list[Any] = self._made(JobTotals(), [], 0)
+        self._families: list[Metric] = self._made(JobTotals(), [], 0)
 
     def start(self) -> None:
         self._thread.start()
@@ -87,7 +77,7 @@ class _RunMetrics:
         self._thread.join(_END_S)
         self._watch.close()
 
-    def collect(self) -> Iterator[Any]:
+    def collect(self) -> Iterator[Metric]:
         """Yield the families, for `prometheus_client`."""
         yield from self._families
 
@@ -107,7 +97,9 @@ class _RunMetrics:
                     log(f"metrics: {said}")
             wait_s = max(_EVERY_S, (_SHARE - 1) * (time.monotonic() - began))
 
-    def _made(self, totals: JobTotals, statuses: Sequence[RankStatus], standing: int) -> list[Any]:
+    def _made(
+        self, totals: JobTotals, statuses: Sequence[RankStatus], standing: int
+    ) -> list[Metric]:
         self._received_bytes = max(self._received_bytes, totals.received_bytes)
         states = [status.place.state for status in statuses]
         running = [status for status in statuses if status.place.state == STATES["running"]]
@@ -125,7 +117,7 @@ class _RunMetrics:
             *self._findings(),
         ]
 
-    def _findings(self) -> Iterator[Any]:
+    def _findings(self) -> Iterator[Metric]:
         """Yield what the live check found, by kind, once it has judged a step."""
         told, age_s = told_in(self._out)
         if age_s is None or self._watch.run["settings"].get("live-check") == "0":
@@ -135,7 +127,7 @@ class _RunMetrics:
         yield _gauge("judged_age_seconds", "since the live check judged or told something", age_s)
 
 
-def _steps(running: Sequence[RankStatus]) -> Iterator[Any]:
+def _steps(running: Sequence[RankStatus]) -> Iterator[Metric]:
     """Yield where the ranks that run are, how far apart, and how fast."""
     steps = [s.step for s in running if s.step is not None and s.mode is Mode.TRAIN]
     if steps:
@@ -153,34 +145,27 @@ def _steps(running: Sequence[RankStatus]) -> Iterator[Any]:
         yield _gauge("slowest_rank_ratio", "time outside collectives beside median", max(slow))
 
 
-def _spools(statuses: Sequence[RankStatus]) -> Iterator[Any]:
+def _spools(statuses: Sequence[RankStatus]) -> Iterator[Metric]:
     """Yield what lies in the spools of this host."""
-    here = [status for status in statuses if status.unsent_bytes is not None]
-    if here:
-        unsent = sum(status.unsent_bytes or 0 for status in here)
-        fill = max(status.spool_fill or 0.0 for status in here)
+    spool = fullest_spool(statuses)
+    if spool is not None:
+        unsent, fill = spool["unsent_bytes"], spool["fill"]
         yield _gauge("unsent_bytes", "bytes in spools of this host, not received yet", unsent)
         yield _gauge("spool_fill_ratio", "part of the fullest spool of this host", fill)
 
 
 def _counts(
     name: str, meaning: str, label: str, values: Iterable[str], found: Sequence[Any]
-) -> Any:
-    from prometheus_client.core import GaugeMetricFamily
-
+) -> Metric:
     family = GaugeMetricFamily(f"rankscope_{name}", meaning, labels=[label])
     for value in values:
         family.add_metric([value], found.count(value))
     return family
 
 
-def _gauge(name: str, meaning: str, number: float) -> Any:
-    from prometheus_client.core import GaugeMetricFamily
-
+def _gauge(name: str, meaning: str, number: float) -> Metric:
     return GaugeMetricFamily(f"rankscope_{name}", meaning, value=number)
 
 
-def _counter(name: str, meaning: str, number: float) -> Any:
-    from prometheus_client.core import CounterMetricFamily
-
+def _counter(name: str, meaning: str, number: float) -> Metric:
     return CounterMetricFamily(f"rankscope_{name}", meaning, value=number)

@@ -8,7 +8,7 @@ folder, hears of no order: whoever orders on its host writes into its run folder
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -30,17 +30,11 @@ class OrderWatch:
     """The relay's eye on the orders of one run."""
 
     def __init__(self, run_folder: Path, header: RunHeader, relay: str) -> None:
-        """Look at nothing yet.
-
-        Args:
-            run_folder: of this host.
-            header: of the run.
-            relay: the name of the relay.
-        """
+        """Look at nothing yet."""
         self._run_folder, self._out, self._relay = run_folder, header.out, relay
         self._folder = orders_come_to(run_folder, header)
         self._is_elsewhere = Collection.of_run(run_folder, header).is_elsewhere
-        self._file_time: Callable[[], int] | None = None
+        self._file_time = file_time(self._folder / ORDER_NAME)
         self._seen = ABSENT
         self._looked_at = float("-inf")
         self._said: OrderSeen | None = None
@@ -69,8 +63,6 @@ class OrderWatch:
             self._trouble = str(error)
 
     def _take(self) -> None:
-        if self._file_time is None:
-            self._file_time = file_time(self._folder / ORDER_NAME)
         seen = self._file_time()
         if seen in (ABSENT, self._seen):
             return

@@ -33,28 +33,12 @@ from rankscope.run.folders import stream_folder
 from rankscope.run.locks import is_alive
 from rankscope.run.removal import Place, Reach, Removable, may_remove
 from rankscope.spool.origin import UNKNOWN
-from rankscope.spool.recordcolumns import ending, records
-from rankscope.spool.recordformat import CELL_BYTES, END_REASONS, RecordKind
 from rankscope.spool.streamreader import StreamReader
 
-__all__ = ["GO_BACK_S", "Shipment", "end_reason"]
+__all__ = ["GO_BACK_S", "Shipment"]
 
 _MOST_DISBELIEVED = 3
 """How often a dead rank's shipment is told of an offset that cannot be before it gives way."""
-
-
-def end_reason(reader: StreamReader, offset: int) -> EndReason | None:
-    """How a stream whose last record ends at `offset` ended; None where that is no END record.
-
-    Raises:
-        SpoolError: the record was freed or cannot be read.
-    """
-    if offset < CELL_BYTES or offset - CELL_BYTES < reader.lowest():
-        return None  # a segment is freed only once a later one exists, so that was not the last
-    last = reader.read_from(offset - CELL_BYTES, CELL_BYTES)
-    if len(last) != CELL_BYTES or last[4] != RecordKind.END:
-        return None
-    return ending(records(last)).reason or END_REASONS[0]
 
 
 class Shipment:
@@ -287,7 +271,7 @@ class Shipment:
             return None
         self.is_alive = was_alive
         # Liveness was asked before the read: a rank that is gone by then cannot have written since.
-        reason = end_reason(self.reader, self.acked) or (None if was_alive else EndReason.LOST)
+        reason = self.reader.end_reason(self.acked) or (None if was_alive else EndReason.LOST)
         if reason is None:
             return None
         self.is_alive, self._is_over = False, True

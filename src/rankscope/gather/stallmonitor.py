@@ -20,22 +20,24 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from rankscope.errors import SpoolError
+from rankscope.gather.heldstream import HeldStream
 from rankscope.gather.log import log
+from rankscope.gather.shipping import Shipment
 from rankscope.live.streamtail import StreamTail
 from rankscope.record.call import Mode
-from rankscope.record.graceseconds import STALL_SECONDS
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.streams import StreamId
 from rankscope.run.folders import RunHeader
 from rankscope.run.locks import is_alive
 from rankscope.run.stallrecords import Stall, keep_stall, stalls_in
+from rankscope.settings import settings_of_run
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.streamreader import StreamReader
 
-__all__ = ["StallMonitor", "Watchable", "activity_of"]
+__all__ = ["StallMonitor", "activity_of"]
 
 _LOOK_S = 1.0
 _AWAY_S = 5.0
@@ -47,25 +49,8 @@ it raised, and is gone a moment later."""
 _MOST_PLACES = 4
 
 
-class Watchable(Protocol):
-    """A stream as it is watched."""
-
-    folder: Path
-
-    @property
-    def sent(self) -> int:
-        """Bytes that need not be looked at any more."""
-
-    @property
-    def is_alive(self) -> bool:
-        """True while its rank lives."""
-
-    @property
-    def definitions(self) -> StreamReader | None:
-        """Definitions that stand apart from the other records; None where none do."""
-
-    def has_sent(self, end: int) -> bool:
-        """True where every record up to `end` has left, so that there is room for more."""
+Watchable = Shipment | HeldStream
+"""A stream as it is sent, or held back."""
 
 
 class _WatchedStream:
@@ -127,13 +112,17 @@ class StallMonitor:
 
         Args:
             run_folder: keeps what was noticed for the launcher, and for the next relay.
-            header: the run's, for the setting `stall-seconds`.
+            header: of the run.
             relay: name of the relay.
         """
         self._run_folder = run_folder
         self._relay = relay
-        self._limit_s = _limit_s(header)
-        self._counts_steps = _counts_steps(header)
+        settings = settings_of_run(header.settings)
+        self._limit_s = settings.stall_seconds
+        # A program of one rank may well stop before its optimizer, for its user to look at
+        # gradients; and without records of gradients or parameters none says that it has stepped.
+        says_steps = not {Phase.GRADS.word, Phase.PARAMS.word}.isdisjoint(settings.phases)
+        self._counts_steps = header.world_size > 1 and says_steps
         self._streams: dict[StreamId, _WatchedStream] = {}
         self._looked_at = float("-inf")
         self._noticed_at = time.monotonic()
@@ -242,21 +231,6 @@ class StallMonitor:
             keep_stall(self._run_folder, self._relay, stall)
 
 
-def _counts_steps(header: RunHeader) -> bool:
-    """True where a train step before its optimizer is one to wait for. A program of one rank may
-    well stop there, for its user to look at gradients; and without records of gradients or
-    parameters none says that the optimizer has stepped."""
-    phases = header.settings.get("phases", "all").split(",")
-    return header.world_size > 1 and bool({"all", "grads", "params"} & set(phases))
-
-
-def _limit_s(header: RunHeader) -> float:
-    try:
-        return float(header.settings.get("stall-seconds", STALL_SECONDS))
-    except ValueError:
-        return STALL_SECONDS
-
-
 # ---- what a quiet rank is inside of ------------------------------------------------------------
 
 
@@ -287,18 +261,10 @@ def activity_of(
     for each in filter(None, (definitions, reader)):
         for chunk in each.chunks():
             tail.take(records(chunk, is_verified=True))
-    inside = _open_call(tail)
-    if not inside and counts_steps and tail.step_before_optimizer is not None:
+    inside, call = "", tail.innermost
+    if call is not None:
+        what = "a collective" if call.collective else "a call"
+        inside = f"{what} of {Mode(call.mode).word} step {call.step}"
+    elif counts_steps and tail.step_before_optimizer is not None:
         inside = f"train step {tail.step_before_optimizer}, before its optimizer"
     return RankActivity(written_ns=tail.written_ns, inside=inside)
-
-
-def _open_call(tail: StreamTail) -> str:
-    """Return what the innermost open call is; asynchronous collectives do not count."""
-    for call in reversed(tail.open.values()):
-        of = f"{Mode(call.mode).word} step {call.step}"
-        if not call.collective:
-            return f"a call of {of}"
-        if tail.is_synchronous(call):
-            return f"a collective of {of}"
-    return ""

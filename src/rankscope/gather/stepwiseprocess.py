@@ -10,16 +10,21 @@ import contextlib
 import os
 import subprocess
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from rankscope.gather.log import log
-from rankscope.run.companions import ON_FINDING_VARIABLE, companion_environment
+from rankscope.run.companions import (
+    GROWS_FROM_BYTES,
+    companion_environment,
+    stepwise_command,
+)
+from rankscope.settings import SETTINGS, Settings
 from rankscope.spool.replication import replicated
 
 __all__ = ["StepwiseProcess"]
 
+_TOLD: Final = ("keep_spool", "live_check", "on_finding", "parquet")
 _AFTER_S: Final = 3.0
 _STARTS: Final = 3
 _LONG_S: Final = 600.0
@@ -31,19 +36,16 @@ _END_S: Final = 0.5
 class StepwiseProcess:
     """The process of one collector; nothing of a run depends on it."""
 
-    def __init__(
-        self, command: Sequence[str], out: Path, *, from_bytes: int, on_finding: str = ""
-    ) -> None:
-        """Start nothing yet.
-
-        Args:
-            command: starts it, as of `stepwise_command`.
-            out: the trace folder.
-            from_bytes: of records before which there is nothing to do.
-            on_finding: shell command given each finding, "" for none.
-        """
-        self._environment = {**companion_environment(), ON_FINDING_VARIABLE: on_finding}
-        self._command, self._out, self._from_bytes = command, out, from_bytes
+    def __init__(self, out: Path, traced_ranks: int, settings: Settings) -> None:
+        """Start nothing yet. Settings are handed over as variables: these are for this user's eyes,
+        command lines for everybody's."""
+        texts = settings.as_text()
+        told = {s.variable: texts[s.name] for s in SETTINGS if s.field in _TOLD}
+        self._environment = {**companion_environment(), **told}
+        self._command, self._out = stepwise_command(out, traced_ranks), out
+        has_work_at_once = settings.live_check or settings.parquet
+        self._from_bytes = 0 if has_work_at_once else GROWS_FROM_BYTES
+        """Of records before which there is nothing to do."""
         self._starts_left = _STARTS
         self._process: subprocess.Popen[bytes] | None = None
         self._first_at: float | None = None

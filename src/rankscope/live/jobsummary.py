@@ -10,16 +10,21 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from rankscope.live.jobwatch import JobWatch, RankStatus
+from rankscope.live.jobwatch import JobTotals, JobWatch, RankStatus
 from rankscope.live.streamtail import EndedStep
 from rankscope.record.call import Mode
 from rankscope.record.ranklists import ranks_text
 from rankscope.record.timetext import utc_text
 
-__all__ = ["SORTS", "job_summary"]
+__all__ = ["SORTS", "fullest_spool", "job_summary"]
 
 FORMAT: Final = "rankscope.top/1"
 _MOST_WORST: Final = 10
+_OF_WORST: Final = (
+    *("rank", "host", "step_s", "own_s", "beside_all", "beside_history"),
+    *("slow_steps", "compared_steps"),
+)
+"""What is told of each of those, as a `RankStatus` has it."""
 _FEWEST_STEPS: Final = 3
 
 Group = dict[str, Any]
@@ -55,7 +60,7 @@ def job_summary(
     hosts = {status.host for status in statuses if status.host}
     steps = [s.step for s in statuses if s.step is not None and s.mode is Mode.TRAIN]
     taken = [status.step_s for status in statuses if status.step_s is not None]
-    rates = None if watch is None else watch.rates()
+    totals = JobTotals() if watch is None else watch.totals()
     return {
         "format": FORMAT,
         "trace": str(folder),
@@ -68,12 +73,12 @@ def job_summary(
         "ranks_by_state": dict(sorted(Counter(s.place.state for s in statuses).items())),
         "step": max(steps, default=None),
         "step_s": median(taken) if taken else None,
-        "records_per_s": None if rates is None else rates.records_per_s,
-        "bytes_per_s": None if rates is None else rates.bytes_per_s,
-        "received_bytes": 0 if watch is None else watch.received_bytes,
+        "records_per_s": totals.records_per_s,
+        "bytes_per_s": totals.bytes_per_s,
+        "received_bytes": totals.received_bytes,
         "lost_records": sum(status.lost_records for status in statuses),
         "skipped": watch is not None and watch.has_skipped,
-        "spool": _spool(statuses),
+        "spool": fullest_spool(statuses),
         "groups": sorted(_groups(statuses), key=SORTS[sort]),
         "worst": _worst(statuses),
         "loss": _spread(statuses, lambda step: step.loss),
@@ -81,7 +86,7 @@ def job_summary(
     }
 
 
-def _spool(statuses: Sequence[RankStatus]) -> dict[str, Any] | None:
+def fullest_spool(statuses: Sequence[RankStatus]) -> dict[str, Any] | None:
     """Return how full the fullest spool of this host is; None where none is here."""
     full = [status for status in statuses if status.spool_fill is not None]
     if not full:
@@ -136,17 +141,7 @@ def _worst(statuses: Sequence[RankStatus]) -> list[dict[str, Any]]:
     compared = [status for status in statuses if status.beside_all is not None]
     compared.sort(key=lambda status: (-(status.beside_all or 0.0), -status.slow_steps))
     return [
-        {
-            "rank": status.rank,
-            "host": status.host,
-            "step_s": status.step_s,
-            "own_s": status.own_s,
-            "beside_all": status.beside_all,
-            "beside_history": status.beside_history,
-            "slow_steps": status.slow_steps,
-            "compared_steps": status.compared_steps,
-        }
-        for status in compared[:_MOST_WORST]
+        {name: getattr(status, name) for name in _OF_WORST} for status in compared[:_MOST_WORST]
     ]
 
 

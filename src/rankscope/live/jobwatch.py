@@ -30,21 +30,23 @@ from rankscope.run.folders import find_runs, stream_folder, streams
 from rankscope.run.locks import is_alive
 from rankscope.spool.definitions import Decoded
 from rankscope.spool.replication import read_end, replica_path, replicated
+from rankscope.spool.streamreader import StreamReader
 from rankscope.tree.unfinished import spool_bases
 
-__all__ = ["JobRates", "JobTotals", "JobWatch", "RankStatus"]
+__all__ = ["JobTotals", "JobWatch", "RankStatus"]
 
 _MOST_BYTES: Final = 128 << 20
 """Read in one look, of all streams together."""
 _LEAST_BYTES, _STREAM_BYTES = 256 << 10, 8 << 20
 """Of one stream."""
-_NAME_TRIES: Final = 4
-"""Pieces of one stream in which a look searches for definitions that were passed over."""
+_NAMES_SHARE: Final = 4
+"""How much more of a stream than of its end a look reads for definitions that were passed over."""
 _RATE_S: Final = 5.0
 _FIND_S: Final = 5.0
 _QUIET_S: Final = 3.0
 """A rank that has written nothing for that long stands in its asynchronous collective too."""
 _SLOW: Final = 1.1
+_NOWHERE: Final = (-1, -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,23 +78,13 @@ class RankStatus:
     """Of its last steps those in which `own_s` was 10 % above the median of all ranks."""
     compared_steps: int = 0
     ended: tuple[EndedStep, ...] = ()
-    steps_ended: int = 0
     missed: tuple[tuple[Mode, int], ...] = ()
     """The last steps that it was asked for too late."""
-    records: int = 0
     lost_records: int = 0
     unsent_bytes: int | None = None
     """In the spool of this host, not in the trace folder yet; None where its spool is elsewhere."""
     spool_fill: float | None = None
     """Part of `--rs-spool-bytes` that these take."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobRates:
-    """What came in lately, of all ranks together."""
-
-    records_per_s: float
-    bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +99,9 @@ class JobTotals:
     """Traced train steps, of the rank that has ended most."""
     unread_bytes: int = 0
     """In the trace folder and not read yet."""
+    bytes_per_s: float | None = None
+    """What came in between the last looks; None before the second."""
+    records_per_s: float | None = None
 
 
 class JobWatch:
@@ -120,6 +115,8 @@ class JobWatch:
         self._followers: dict[int, StreamFollower] = {}
         self._replaced: list[StreamFollower] = []
         """Of earlier lives."""
+        self._spools: dict[StreamId, StreamReader] = {}
+        """Of this host."""
         self._run_folders: list[Path] = []
         self._found_at = float("-inf")
         self._rates: deque[tuple[float, int]] = deque()
@@ -149,11 +146,6 @@ class JobWatch:
         return int(self.identity.get("world_size", 0))
 
     @property
-    def received_bytes(self) -> int:
-        """Of records in the trace folder."""
-        return sum(follower.replica_bytes for follower in self._followers.values())
-
-    @property
     def has_skipped(self) -> bool:
         """True where not every record was read: what was lost before is not counted."""
         return any(follower.has_skipped for follower in self._followers.values())
@@ -166,26 +158,12 @@ class JobWatch:
         for follower in self._followers.values():
             with contextlib.suppress(SpoolError):  # the next look tries again
                 follower.look(self._share)
-                for _ in range(_NAME_TRIES):  # the next look goes on
-                    if not (follower.has_unread and self._lacks_names(follower)):
-                        break
-                    follower.define(self._share)
+                if not follower.knows_a_step:  # the next look goes on
+                    follower.define(_NAMES_SHARE * self._share)
         now = time.monotonic()
         self._rates.append((now, sum(f.read_bytes for f in self._followers.values())))
         while len(self._rates) > 2 and now - self._rates[1][0] >= _RATE_S:
             self._rates.popleft()
-
-    def rates(self) -> JobRates | None:
-        """Return what came in between the last looks, None before the second."""
-        if len(self._rates) < 2:
-            return None
-        (began, before), (ended, after) = self._rates[0], self._rates[-1]
-        bytes_per_s = (after - before) / max(ended - began, 1e-3)
-        taken = sum(follower.taken_bytes for follower in self._followers.values())
-        records = sum(follower.tail.records for follower in self._followers.values())
-        return JobRates(
-            records_per_s=bytes_per_s * records / taken if taken else 0.0, bytes_per_s=bytes_per_s
-        )
 
     def totals(self) -> JobTotals:
         """Return what was read so far."""
@@ -194,12 +172,20 @@ class JobWatch:
         for each in every:
             rank = each.stream.rank
             steps[rank] = steps.get(rank, 0) + each.tail.steps_ended
+        records = sum(each.tail.records for each in every)
+        rate = None
+        if len(self._rates) > 1:
+            (began, before), (ended, after) = self._rates[0], self._rates[-1]
+            rate = (after - before) / max(ended - began, 1e-3)
+        taken = sum(each.taken_bytes for each in every)
         return JobTotals(
-            records=sum(each.tail.records for each in every),
+            records=records,
             received_bytes=sum(each.replica_bytes for each in every),
             lost_records=sum(each.tail.lost_records for each in every),
             steps_ended=max(steps.values(), default=0),
             unread_bytes=sum(max(0, each.replica_bytes - each.read_bytes) for each in every),
+            bytes_per_s=rate,
+            records_per_s=None if rate is None else rate * records / max(taken, 1),
         )
 
     def ranks(self) -> list[RankStatus]:
@@ -215,8 +201,8 @@ class JobWatch:
 
     def close(self) -> None:
         """Close what is open."""
-        for follower in self._followers.values():
-            follower.close()
+        for spool in self._spools.values():
+            spool.close()
 
     # ---- finding streams --------------------------------------------------------------------
 
@@ -229,15 +215,12 @@ class JobWatch:
             run = self.run
             self._run_folders = find_runs(spool_bases(run), run["id"]) if run["id"] else []
         for run_folder in self._run_folders:
-            try:
+            with contextlib.suppress(SpoolError):  # it went with its run
                 own |= {one: stream_folder(run_folder, one) for one in streams(run_folder)}
-            except SpoolError:
-                continue  # it went with its run
         for stream in sorted(found | set(own)):
             known = self._followers.get(stream.rank)
             if known is None or known.stream < stream:
                 if known is not None:
-                    known.close()
                     self._replaced.append(known)
                 self._followers[stream.rank] = StreamFollower(
                     self._out,
@@ -246,19 +229,8 @@ class JobWatch:
                     has_values=self._has_values,
                     decoded=self._decoded,
                 )
-        for follower in self._followers.values():
-            follower.bind(own.get(follower.stream))
-
-    def _lacks_names(self, follower: StreamFollower) -> bool:
-        tail = follower.tail
-        call = _innermost(tail) or tail.latest
-        wanted = [each for each in (call, _standing(tail, 0.0)) if each is not None]
-        return not (tail.identity and follower.knows_a_step) or any(
-            number not in tail.definitions
-            for each in wanted
-            for number in (each.module, each.collective)
-            if number
-        )
+        for stream in own.keys() - self._spools.keys():
+            self._spools[stream] = StreamReader(own[stream])
 
     def _name_roots(self) -> None:
         tails = [(rank, f.tail.definitions) for rank, f in sorted(self._followers.items())]
@@ -276,14 +248,15 @@ class JobWatch:
         identity = tail.identity
         host = str(identity.get("host", ""))
         end = self._end(follower)
-        age_s = _age_s(tail, is_here=follower.spool_folder is not None)
-        call = _innermost(tail) or tail.latest
+        age_s = _age_s(tail)
+        call = tail.innermost or tail.latest
         standing = _standing(tail, age_s or 0.0) if end != EndReason.EXIT.value else None
         last = tail.ended[-1] if tail.ended else None
         earlier = [each.seconds for each in list(tail.ended)[:-1]]
         in_step = tail.running or (None if call is None else call.step_key)
         limit = _whole_number(identity.get("settings"), "spool-bytes")
-        unsent = follower.unsent_bytes
+        written = self._written(follower)
+        unsent = None if written is None else max(0, written - follower.replica_bytes)
         return RankStatus(
             rank=rank,
             incarnation=stream.incarnation,
@@ -294,12 +267,10 @@ class JobWatch:
             step=None if in_step is None else in_step[1],
             age_s=age_s,
             step_s=None if last is None else last.seconds,
-            own_s=None if last is None else max(0.0, last.seconds - last.waited_s),
+            own_s=None if last is None else last.own_s,
             beside_history=last.seconds / max(median(earlier), 1e-9) if last and earlier else None,
             ended=tuple(tail.ended),
-            steps_ended=tail.steps_ended,
             missed=tuple(tail.missed),
-            records=tail.records,
             lost_records=tail.lost_records,
             unsent_bytes=unsent,
             spool_fill=unsent / limit if unsent is not None and limit else None,
@@ -337,19 +308,28 @@ class JobWatch:
         marker = read_end(replica_path(self._out, follower.stream))
         if marker is not None:
             return marker.end.value
-        folder = follower.spool_folder
-        if folder is not None and folder.is_dir() and not is_alive(folder):
-            with contextlib.suppress(SpoolError):
-                follower.look(self._share)  # it may have written its end since
-            return (follower.tail.end or EndReason.LOST).value
-        return EndReason.RUNNING.value
+        spool = self._spools.get(follower.stream)
+        if spool is None or not spool.folder.is_dir() or is_alive(spool.folder):
+            return EndReason.RUNNING.value
+        with contextlib.suppress(SpoolError):
+            return (spool.end_reason(self._written(follower) or 0) or EndReason.LOST).value
+        return EndReason.LOST.value
+
+    def _written(self, follower: StreamFollower) -> int | None:
+        """Return how many bytes the rank has written; None where its spool is elsewhere."""
+        spool = self._spools.get(follower.stream)
+        if spool is None:
+            return None
+        with contextlib.suppress(SpoolError):
+            return spool.committed(max(spool.lowest(), follower.replica_bytes))
+        return follower.replica_bytes
 
     # ---- who waits for whom -----------------------------------------------------------------
 
     def _waits(self, statuses: Mapping[int, RankStatus]) -> dict[int, tuple[int, ...]]:
         """Return {rank: who did not come to the collective in which it stands}."""
         found: dict[int, tuple[int, ...]] = {}
-        came = {rank: _issued_last(f.tail) for rank, f in self._followers.items()}
+        came = {rank: _came_to(f.tail) for rank, f in self._followers.items()}
         for rank, status in statuses.items():
             tail = self._followers[rank].tail
             call = _standing(tail, status.age_s or 0.0) if status.place.op else None
@@ -360,46 +340,33 @@ class JobWatch:
                 peer = kind.get("peer")
                 found[rank] = (peer,) if isinstance(peer, int) and peer >= 0 else ()
                 continue
-            channel = _channel(kind)
-            here = (call.mode, call.step, call.number)
+            channel, here = _channel(kind, call), (call.step, call.number)
             found[rank] = tuple(
                 member
                 for member in sorted(status.place.members)
-                if member in came and not _has_come(came[member].get(channel), here)
+                if member in came and came[member].get(channel, _NOWHERE) < here
             )
         return found
 
 
-Channel = tuple[str, tuple[int, ...]]
-Issue = tuple[int, int, int]
-"""mode, step, which of its group's."""
+Channel = tuple[str, tuple[int, ...], int]
+"""A group, its members, a mode."""
 
 
-def _channel(kind: Mapping[str, Any]) -> Channel:
-    return str(kind.get("group", "")), tuple(sorted(map(int, kind.get("members", ()))))
+def _channel(kind: Mapping[str, Any], call: EnteredCall) -> Channel:
+    members = tuple(sorted(map(int, kind.get("members", ()))))
+    return str(kind.get("group", "")), members, call.mode
 
 
-def _issued_last(tail: StreamTail) -> dict[Channel, tuple[int, Issue]]:
-    """Return {group: when and which its last collective was}."""
-    found: dict[Channel, tuple[int, Issue]] = {}
+def _came_to(tail: StreamTail) -> dict[Channel, tuple[int, int]]:
+    """Return of each channel the step of its furthest collective, and which it was in the step."""
+    found: dict[Channel, tuple[int, int]] = {}
     for number, call in tail.issued.items():
         kind = tail.definitions.get(number, {})
-        if not kind or kind.get("op") in MESSAGES:
-            continue
-        channel = _channel(kind)
-        if channel not in found or call.time_ns > found[channel][0]:
-            found[channel] = (call.time_ns, (call.mode, call.step, call.number))
+        if kind and kind.get("op") not in MESSAGES:
+            channel = _channel(kind, call)
+            found[channel] = max(found.get(channel, _NOWHERE), (call.step, call.number))
     return found
-
-
-def _has_come(last: tuple[int, Issue] | None, here: Issue) -> bool:
-    return last is not None and last[1][0] == here[0] and last[1] >= here
-
-
-def _innermost(tail: StreamTail) -> EnteredCall | None:
-    """Return the innermost call that was not left; asynchronous collectives do not count."""
-    calls = (c for c in reversed(tail.open.values()) if not c.collective or tail.is_synchronous(c))
-    return next(calls, None)
 
 
 def _standing(tail: StreamTail, age_s: float) -> EnteredCall | None:
@@ -409,14 +376,10 @@ def _standing(tail: StreamTail, age_s: float) -> EnteredCall | None:
     return next(iter(waited or (issued if age_s >= _QUIET_S else [])), None)
 
 
-def _age_s(tail: StreamTail, *, is_here: bool) -> float | None:
-    """Return how old the last record is; on this host by the clock it was written with."""
-    if not tail.written_ns:
-        return None
-    if is_here:
-        return max(0.0, (time.monotonic_ns() - tail.written_ns) / 1e9)
+def _age_s(tail: StreamTail) -> float | None:
+    """Return how old the last record is, by the wall clocks of its host and of this one."""
     identity = tail.identity
-    if not identity.get("wall_ns"):
+    if not (tail.written_ns and identity.get("wall_ns")):
         return None
     offset = int(identity["wall_ns"]) - int(identity.get("monotonic_ns", 0))
     return max(0.0, (time.time_ns() - tail.written_ns - offset) / 1e9)
@@ -436,22 +399,18 @@ def _medians(statuses: Any) -> dict[int, float]:
     taken: dict[int, list[float]] = {}
     for status in statuses:
         for each in status.ended:
-            taken.setdefault(each.step, []).append(_own_s(each))
+            taken.setdefault(each.step, []).append(each.own_s)
     return {step: median(each) for step, each in taken.items() if len(each) > 1}
 
 
-def _own_s(step: EndedStep) -> float:
-    return max(0.0, step.seconds - step.waited_s)
-
-
 def _compared(status: RankStatus, medians: Mapping[int, float]) -> RankStatus:
-    both = [(_own_s(each), medians[each.step]) for each in status.ended if each.step in medians]
+    both = [(each.own_s, medians[each.step]) for each in status.ended if each.step in medians]
     if not both:
         return status
     last = status.ended[-1]
     return replace(
         status,
-        beside_all=_own_s(last) / max(medians[last.step], 1e-9) if last.step in medians else None,
+        beside_all=last.own_s / max(medians[last.step], 1e-9) if last.step in medians else None,
         slow_steps=sum(own > _SLOW * middle for own, middle in both),
         compared_steps=len(both),
     )

@@ -8,13 +8,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from rankscope.errors import FolderBusyError, FolderError, SettingError, TraceError
 from rankscope.live.jobwatch import JobWatch, RankStatus
 from rankscope.record.call import Mode
 from rankscope.record.streams import EndReason
-from rankscope.run.filenames import COLLECTOR_LOCK_NAME, REPLICA_FOLDER, TRACE_NAME
+from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.folders import SHARED, find_runs, streams
 from rankscope.run.orders import (
     Order,
@@ -28,11 +27,6 @@ from rankscope.run.ownership import own_subfolder
 from rankscope.tree.unfinished import is_at_work, spool_bases
 
 __all__ = ["Ordering", "Progress"]
-
-_AGAIN_S: Final = 2.0
-"""In so long a launcher starts a collector again that was killed."""
-_SENT_S: Final = 2.0
-"""How long it is waited for what this host's ranks have written and not sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +70,7 @@ class Ordering:
         self.folder = folder
         self._watch = JobWatch(folder, has_values=False)
         self._watch.look()
-        self._sent_by: float | None = None
-        if not self._is_at_work_soon():
+        if not is_at_work(folder, self._watch.run):
             if (folder / TRACE_NAME).exists():
                 raise TraceError(f"{folder}: the job is over, its trace is finished")
             if self._watch.ranks():
@@ -142,16 +135,13 @@ class Ordering:
         needed = last - 1 if is_held else last  # a step that is held may still run
         arrived = [s.rank for s in of_life if _has(s, mode, needed)]
         running = [s.rank for s in of_life if s.place.end == EndReason.RUNNING.value]
-        waited_for = [rank for rank in running if rank not in arrived]
-        if not waited_for and not is_over and self._is_on_its_way(of_life):
-            waited_for = running
         return Progress(
             mode=mode,
             first=first,
             last=last,
             is_held=is_held,
             arrived=tuple(arrived),
-            waited_for=tuple(waited_for),
+            waited_for=tuple(rank for rank in running if rank not in arrived),
             missed=tuple(
                 (s.rank, step) for s in of_life for m, step in s.missed
                 if m is mode and first <= step <= last
@@ -163,18 +153,6 @@ class Ordering:
     def close(self) -> None:
         """Close what is open; an order stands all the same."""
         self._watch.close()
-
-    def _is_at_work_soon(self) -> bool:
-        """True where somebody is at work on the job; a collector that was killed comes back."""
-        deadline = time.monotonic() + _AGAIN_S
-        while not is_at_work(self.folder, self._watch.run):
-            has_collector = (self.folder / COLLECTOR_LOCK_NAME).exists()
-            is_gone = (self.folder / TRACE_NAME).exists() or not has_collector
-            if is_gone or time.monotonic() > deadline:
-                return False
-            time.sleep(0.1)
-            self._watch.look()
-        return True
 
     # ---- the order --------------------------------------------------------------------------
 
@@ -236,14 +214,6 @@ class Ordering:
             if each.rank not in told and each.place.end == EndReason.RUNNING.value:
                 untold.setdefault(each.host, []).append(each.rank)
         return tuple((host, tuple(ranks)) for host, ranks in sorted(untold.items()))
-
-    def _is_on_its_way(self, statuses: Sequence[RankStatus]) -> bool:
-        """True for a while where ranks of this host have written what has not been sent."""
-        if not any(status.unsent_bytes for status in statuses):
-            return False
-        if self._sent_by is None:
-            self._sent_by = time.monotonic() + _SENT_S
-        return time.monotonic() < self._sent_by
 
 
 def _has(status: RankStatus, mode: Mode, step: int) -> bool:

@@ -1,4 +1,4 @@
-"""One stream, followed where it grows: its replica, and behind that this host's own spool.
+"""One stream, followed where its replica grows.
 
 At first the end of the stream is read, and its begin, where most definitions stand. From then on
 what is new is read once. Where more has come than may be read at a time, the follower goes on at
@@ -8,8 +8,8 @@ what was read so far, it takes what is kept of that and goes on there.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 
@@ -17,26 +17,14 @@ from rankscope.errors import SpoolError
 from rankscope.live.streamtail import StreamTail
 from rankscope.record.streams import StreamId
 from rankscope.run.filepieces import piece_of
-from rankscope.run.folders import segment_path
 from rankscope.spool.definitions import Decoded
-from rankscope.spool.origin import UNKNOWN, origin_of
-from rankscope.spool.recordcolumns import Records, records
-from rankscope.spool.recordformat import (
-    CELL_BYTES,
-    FIRST,
-    MAX_RECORD_CELLS,
-    RecordKind,
-    StepEvent,
-)
+from rankscope.spool.recordcolumns import Records, records, records_at
+from rankscope.spool.recordformat import CELL_BYTES, FIRST, RecordKind, StepEvent
 from rankscope.spool.replication import replica_path
 from rankscope.spool.settledprefix import read_settled, settled_to
-from rankscope.spool.streamreader import StreamReader
+from rankscope.spool.validprefix import as_cells
 
 __all__ = ["StreamFollower"]
-
-_ORIGIN_BYTES: Final = 64 << 10
-_LEAST_BYTES: Final = MAX_RECORD_CELLS * CELL_BYTES
-"""The longest record: a piece of that size holds a whole one."""
 
 
 class StreamFollower:
@@ -71,49 +59,12 @@ class StreamFollower:
         few."""
         self._replica = replica_path(out, stream)
         self._skips = skips
-        self._spool: StreamReader | None = None
-        self._is_bound = False
-        self._next = 0
+        self.read_bytes = 0
+        """Offset up to which the stream was read."""
         self._known_to = 0
         """Definitions were read up to here from the begin on."""
         self._unread_to = 0
         """From `_known_to` to here nothing was read."""
-
-    @property
-    def read_bytes(self) -> int:
-        """Offset up to which the stream was read."""
-        return self._next
-
-    @property
-    def unsent_bytes(self) -> int | None:
-        """Bytes in this host's spool that have not reached the trace folder; None where the spool
-        is not here."""
-        if self._spool is None:
-            return None
-        return max(0, self._next - self.replica_bytes)
-
-    @property
-    def spool_folder(self) -> Path | None:
-        """This host's spool of the stream, None where it is elsewhere."""
-        return None if self._spool is None else self._spool.folder
-
-    def bind(self, folder: Path | None) -> None:
-        """Say where this host's spool of the stream lies; None where it is none of this host."""
-        if folder is None or self._spool is not None or self._is_bound:
-            return
-        reader = StreamReader(folder)
-        try:
-            own = reader.origin()
-        except SpoolError:
-            return
-        finally:
-            reader.close()
-        theirs = origin_of(self._replica_piece(0, _ORIGIN_BYTES))
-        if own == UNKNOWN:
-            return
-        self._is_bound = True
-        if theirs in (UNKNOWN, own):  # else another process's, of the same rank and life
-            self._spool = reader
 
     def look(self, most_bytes: int) -> None:
         """Read what is new, at most about so many bytes.
@@ -121,8 +72,6 @@ class StreamFollower:
         Raises:
             SpoolError: the stream cannot be read.
         """
-        # before the replica: what is freed after this has arrived there by the time it is asked
-        lowest = 0 if self._spool is None else self._spool.lowest()
         try:
             self.replica_bytes = self._replica.stat().st_size
         except FileNotFoundError:
@@ -130,61 +79,38 @@ class StreamFollower:
         except OSError as error:
             raise SpoolError(f"{self._replica}: cannot be read: {error.strerror}") from error
         self._pass_settled()
-        if self._skips and self.replica_bytes - self._next > most_bytes:
+        if self._skips and self.replica_bytes - self.read_bytes > most_bytes:
             self._skip(most_bytes)
-        elif lowest > self._next >= self.replica_bytes:  # what is between is nowhere here
-            self._next = lowest
-            self.has_skipped = True
-            self.tail.forget()
-        left = most_bytes
-        while left > 0:
-            found = self._records(self._next, left)
-            size = found.committed_bytes
-            if not size:
-                break
+        found = self._records(self.read_bytes, most_bytes)
+        if len(found):
             self.tail.take(found)
-            self._next += size
-            self.taken_bytes += size
-            left -= size
-
-    @property
-    def has_unread(self) -> bool:
-        """True where definitions may stand in what was passed over."""
-        return self._known_to < self._unread_to
+            self.read_bytes += found.committed_bytes
+            self.taken_bytes += found.committed_bytes
 
     def define(self, most_bytes: int) -> None:
-        """Go on reading definitions of what was passed over."""
-        while most_bytes > 0 and self._known_to < self._unread_to:
-            wanted = min(most_bytes, self._unread_to - self._known_to)
-            found = self._records(self._known_to, wanted)
-            if not found.committed_bytes:
-                if not self._pass_settled():
-                    self._known_to = self._unread_to
-                break
-            self.tail.define(found)
-            _, steps = found.columns(RecordKind.STEP)
-            self.knows_a_step |= bool((steps["event"] == int(StepEvent.END)).any())
-            self._known_to += found.committed_bytes
-            most_bytes -= found.committed_bytes
+        """Go on reading definitions of what was passed over; where it was settled meanwhile, the
+        next look takes them."""
+        if self._known_to >= self._unread_to:
+            return
+        found = self._records(self._known_to, min(most_bytes, self._unread_to - self._known_to))
+        self.tail.define(found)
+        _, steps = found.columns(RecordKind.STEP)
+        self.knows_a_step |= bool((steps["event"] == int(StepEvent.END)).any())
+        self._known_to += found.committed_bytes
 
-    def close(self) -> None:
-        """Close the open segment."""
-        if self._spool is not None:
-            self._spool.close()
-
-    def _pass_settled(self) -> bool:
-        """Take what is kept of what was settled and not read yet; False where there is none.
+    def _pass_settled(self) -> None:
+        """Take what is kept of what was settled and not read yet.
 
         Raises:
             SpoolError: what is kept cannot be read.
         """
-        unknown = self._known_to if self.has_unread else self._next
-        if settled_to(self._replica) <= min(unknown, self._next):
-            return False
+        unknown = self._known_to if self._known_to < self._unread_to else self.read_bytes
+        if settled_to(self._replica) <= min(unknown, self.read_bytes):
+            return
         prefix = read_settled(self._replica)
         kept = records(prefix.kept)
-        if prefix.settled_to > self._next:
-            self._next = prefix.settled_to
+        if prefix.settled_to > self.read_bytes:
+            self.read_bytes = prefix.settled_to
             self.has_skipped = True
             self.tail.resume(kept)
         else:
@@ -192,59 +118,26 @@ class StreamFollower:
         self.taken_bytes += kept.committed_bytes
         self._known_to = min(max(self._known_to, prefix.settled_to), self._unread_to)
         self.knows_a_step = True
-        return True
 
     def _skip(self, most_bytes: int) -> None:
         """Go on so many bytes before the replica's end, at the begin of a record."""
         at = (self.replica_bytes - most_bytes) // CELL_BYTES * CELL_BYTES
-        piece = self._piece(at, most_bytes)
-        cells = np.frombuffer(piece, np.uint8).reshape(-1, CELL_BYTES)
+        try:
+            cells = as_cells(piece_of(self._replica, at, most_bytes))
+        except OSError:
+            return
         begins = np.flatnonzero((cells[:, 5] == FIRST) & (cells[:, 4] != 0))
         if not len(begins):
             return
         if self._known_to >= self._unread_to:
-            self._known_to = self._next
-        self._next = self._unread_to = at + int(begins[0]) * CELL_BYTES
+            self._known_to = self.read_bytes
+        self.read_bytes = self._unread_to = at + int(begins[0]) * CELL_BYTES
         self.has_skipped = True
         self.tail.forget()
         self.define(most_bytes)  # what comes next is read with these names
 
     def _records(self, offset: int, size: int) -> Records:
         """Return the whole records that begin in about so many bytes from an offset on."""
-        piece = self._piece(offset, size)
-        found = records(piece)
-        if not found.committed_bytes and offset < self.replica_bytes and self._spool is not None:
-            found = records(self._spool_piece(offset, size))  # the replica ends inside a record
-        if not found.committed_bytes and len(piece) >= size - CELL_BYTES:
-            found = records(self._piece(offset, _LEAST_BYTES))
-        return found
-
-    def _piece(self, offset: int, size: int) -> bytes:
-        """Return bytes from `offset` on, whole cells, from the replica or else from the spool."""
-        if offset < self.replica_bytes:
-            return self._replica_piece(offset, size)
-        return self._spool_piece(offset, size)
-
-    def _spool_piece(self, offset: int, size: int) -> bytes:
-        if self._spool is None:
-            return b""
-        try:
-            segment = self._spool.segment_bytes
-            if not segment:
-                return b""
-            index, at = divmod(offset, segment)
-        except SpoolError:
-            return b""
-        return _read(segment_path(self._spool.folder, index), at, min(size, segment - at))
-
-    def _replica_piece(self, offset: int, size: int) -> bytes:
-        return _read(self._replica, offset, size)
-
-
-def _read(path: Path, offset: int, size: int) -> bytes:
-    """Return whole cells of a file; b"" where there is none."""
-    try:
-        piece = piece_of(path, offset, size)
-    except OSError:
-        return b""
-    return piece[: len(piece) - len(piece) % CELL_BYTES]
+        with contextlib.suppress(OSError):
+            return records_at(self._replica, offset, size)
+        return records(b"")

@@ -75,6 +75,11 @@ class EndedStep:
     grad_norm: float | None
     """Of the gradients that this rank holds; None where none was recorded."""
 
+    @property
+    def own_s(self) -> float:
+        """What it took outside those collectives."""
+        return max(0.0, self.seconds - self.waited_s)
+
 
 class StreamTail:
     """What the records say that were taken so far."""
@@ -137,6 +142,12 @@ class StreamTail:
         else:
             step = -1
         return None if step < 0 or step == self._optimizer_step else step
+
+    @property
+    def innermost(self) -> EnteredCall | None:
+        """The innermost call that was not left; asynchronous collectives do not count."""
+        calls = reversed(self.open.values())
+        return next((c for c in calls if not c.collective or self.is_synchronous(c)), None)
 
     def is_synchronous(self, call: EnteredCall) -> bool:
         """True for a collective that the program waits for in the call that issued it."""
@@ -225,27 +236,13 @@ class StreamTail:
 
     def _note_waits(self, enters: Rows, exits: Rows) -> None:
         """Add up what synchronous collectives of train steps took that ended now."""
-        carried = [call for call in self.open.values() if call.collective]
-        issued = enters[(enters["phase"] == int(Phase.COLLECTIVE)) & (enters["mode"] == _TRAIN)]
-        known = self.definitions
-        kinds = [k for k in np.unique(issued["collective"]).tolist() if k in known]
-        waited = [k for k in kinds if not known[k].get("async", False)]
-        issued = issued[np.isin(issued["collective"], waited)]
-        if not len(exits) or not (len(issued) or carried):
-            return
-        order = np.argsort(exits["sequence"], kind="stable")
-        at = np.minimum(
-            np.searchsorted(exits["sequence"], issued["sequence"], sorter=order), len(exits) - 1
-        )
-        over = exits[order[at]]
-        is_over = over["sequence"] == issued["sequence"]
-        took = over["time_ns"][is_over] - issued["time_ns"][is_over]
-        for step, ns in zip(issued["step"][is_over].tolist(), took.tolist()):
-            self._waited_ns[step] = self._waited_ns.get(step, 0) + ns
-        ends = dict(zip(exits["sequence"].tolist(), exits["time_ns"].tolist())) if carried else {}
-        for call in carried:
-            if call.sequence in ends and call.mode == _TRAIN and self.is_synchronous(call):
-                ns = ends[call.sequence] - call.time_ns
+        calls = [c for c in self.open.values() if c.mode == _TRAIN and self.is_synchronous(c)]
+        rows = enters[(enters["phase"] == int(Phase.COLLECTIVE)) & (enters["mode"] == _TRAIN)]
+        calls += [call for call in map(_entered, rows) if self.is_synchronous(call)]
+        sequences = np.array([call.sequence for call in calls], np.uint64)
+        for call, place in zip(calls, Sequences(exits["sequence"]).find(sequences).tolist()):
+            if place >= 0:
+                ns = int(exits["time_ns"][place]) - call.time_ns
                 self._waited_ns[call.step] = self._waited_ns.get(call.step, 0) + ns
 
     # ---- values -----------------------------------------------------------------------------

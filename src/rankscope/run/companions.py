@@ -26,9 +26,6 @@ LONGEST_IPC_PATH = 107
 """Bytes of a Unix socket's path, its terminating zero left out."""
 GROWS_FROM_BYTES = 64 << 20
 """Of records. A job with fewer gets its tree at the end, in one piece."""
-ON_FINDING_VARIABLE = "RANKSCOPE_ON_FINDING"
-"""Holds a shell command in which a token may stand: variables are for this user's eyes, command
-lines for everybody's."""
 _START_S = 10.0
 
 
@@ -37,26 +34,14 @@ def companion_command(companion: str, run_folder: Path) -> list[str]:
     return [sys.executable, "-m", "rankscope.gather", companion, "--run-folder", str(run_folder)]
 
 
-def stepwise_command(
-    out: Path,
-    *,
-    traced_ranks: int,
-    live_check: bool,
-    keep_spool: bool,
-    parquet: bool,
-) -> list[str]:
-    """The command that goes with a running job step by step, as its settings say. The variable
-    `ON_FINDING_VARIABLE` holds what is given each finding."""
-    command = [*_stepwise(), "--out", str(out)]
-    command += ["--traced-ranks", str(traced_ranks)]
-    command += [] if live_check else ["--no-verdicts"]
-    command += ["--parquet"] if parquet else []
-    return [*command, "--keep-records"] if keep_spool else command
+def stepwise_command(out: Path, traced_ranks: int) -> list[str]:
+    """The command that goes with a running job step by step; its variables are settings."""
+    return [*_stepwise(out), "--traced-ranks", str(traced_ranks)]
 
 
 def dataset_command(out: Path) -> list[str]:
     """The command that writes what the Parquet dataset lacks of a trace that is finished."""
-    return [*_stepwise(), "--finish-dataset", "--out", str(out)]
+    return [*_stepwise(out), "--finish-dataset"]
 
 
 def dataset_trouble() -> str:
@@ -173,5 +158,5 @@ def start_extras(daemons: Iterable[tuple[Sequence[str], Path]]) -> list[str]:
     return complaints
 
 
-def _stepwise() -> list[str]:
-    return [sys.executable, "-m", "rankscope.stepwise"]
+def _stepwise(out: Path) -> list[str]:
+    return [sys.executable, "-m", "rankscope.stepwise", "--out", str(out)]

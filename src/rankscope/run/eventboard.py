@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from rankscope.record.call import Mode
 from rankscope.run.filenames import EVENT_FOLDER, HELD_FOLDER, REPLICA_FOLDER
@@ -35,24 +35,6 @@ MOST_AHEAD: Final = 4
 _SUDDEN = ("ended", "stalled", "vanished", "interrupted")
 """Kinds of events that one rank's step stands for, while others may be a little ahead."""
 _COPIED_NAME: Final = "copied"
-
-
-class Window(NamedTuple):
-    """Steps that an event asks for, both ends included."""
-
-    kind: str
-    mode: Mode
-    first: int
-    last: int
-    """Beyond `step` where other ranks may be ahead: these steps come along where they are."""
-    step: int
-    """At which it happened."""
-    text: str
-
-    @property
-    def asked(self) -> tuple[int, int]:
-        """The steps that have to be in the trace."""
-        return max(0, self.first), self.step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +64,21 @@ class Happening:
     def window(self, steps: int) -> Window:
         """Return what it asks for of a job that holds its last `steps` back."""
         ahead = MOST_AHEAD if self.kind in _SUDDEN else 0
-        first, last = self.step - steps, self.step + ahead
-        return Window(self.kind, self.mode, first, last, self.step, self.text)
+        return Window(**asdict(self), first=self.step - steps, last=self.step + ahead)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window(Happening):
+    """Steps that an event asks for, both ends included."""
+
+    first: int
+    last: int
+    """Beyond `step` where other ranks may be ahead: these steps come along where they are."""
+
+    @property
+    def asked(self) -> tuple[int, int]:
+        """The steps that have to be in the trace."""
+        return max(0, self.first), self.step
 
 
 class EventBoard:
@@ -107,10 +102,9 @@ class EventBoard:
         Raises:
             OSError: it cannot be written.
         """
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         most = _MOST_EVENTS if event.kind in _SUDDEN else _MOST_EVENTS - _OF_ENDS
         for number in range(len(self.events()) + 1, most):
-            if agree(self._folder, str(number), event.entry) == event.entry:
+            if self._agree(str(number), event.entry) == event.entry:
                 return True
         return False
 
@@ -129,8 +123,7 @@ class EventBoard:
         Raises:
             OSError: it cannot be written.
         """
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return int(agree(self._folder, "0", str(time)))
+        return int(self._agree("0", str(time)))
 
     def tell_taken(self, number: int) -> None:
         """Write that a glob of values to watch, by its number for all ranks, took one.
@@ -139,12 +132,15 @@ class EventBoard:
             OSError: it cannot be written.
         """
         if not self.has_taken(number):
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            agree(self._folder, f"watch.{number}", "taken")
+            self._agree(f"watch.{number}", "taken")
 
     def has_taken(self, number: int) -> bool:
         """True where such a glob took a value on any rank."""
         return agreed(self._folder, f"watch.{number}") is not None
+
+    def _agree(self, name: str, text: str) -> str:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return agree(self._folder, name, text)
 
 
 def event_folder(run_folder: Path, header: RunHeader, incarnation: int) -> Path:

@@ -11,15 +11,11 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from rankscope.record.visibletext import visible
 from rankscope.run.filenames import FINDINGS_NAME
-from rankscope.run.filepieces import piece_of
 from rankscope.run.outfolder import typed
-
-_MOST_BYTES: Final = 4 << 20
-"""Read in one look."""
 
 
 def told_in(folder: Path) -> tuple[list[dict[str, Any]], float | None]:
@@ -57,26 +53,21 @@ class FindingNotices:
             shown: that folder as it may be typed here.
             say: takes each line.
         """
-        self._path = out / FINDINGS_NAME
-        self._shown, self._say = shown, say
-        self._offset = 0
+        self._out, self._shown, self._say = out, shown, say
+        self._size = self._said = 0
 
     def look(self) -> None:
         """Say what is new."""
-        for line in self._new_lines():
-            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-                self._say(visible(self._sentence(json.loads(line))))
-
-    def _new_lines(self) -> list[bytes]:
-        try:
-            if self._path.stat().st_size <= self._offset:
-                return []
-            new = piece_of(self._path, self._offset, _MOST_BYTES)
-        except OSError:
-            return []
-        whole = new[: new.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return whole.splitlines()
+        with contextlib.suppress(OSError):
+            size = (self._out / FINDINGS_NAME).stat().st_size
+            if size == self._size:
+                return
+            self._size = size
+        told, _ = told_in(self._out)
+        for found in told[self._said :]:
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                self._say(visible(self._sentence(found)))
+        self._said = len(told)
 
     def _sentence(self, found: Mapping[str, Any]) -> str:
         if "notice" in found:

@@ -102,7 +102,11 @@ def private_folder(folder: Path, base: Path) -> Path:
         SpoolError: it cannot be made, belongs to somebody else, or is open to others.
     """
     try:
-        _make_private(folder, base)
+        for _ in range(_TRIES):
+            base.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # it went with the last run in it
+                folder.mkdir(mode=0o700, exist_ok=True)
+                break
         status = folder.lstat()
     except OSError as error:
         raise SpoolError(
@@ -115,16 +119,6 @@ def private_folder(folder: Path, base: Path) -> Path:
             "remove it, or choose another with --rs-spool",
         )
     return folder
-
-
-def _make_private(folder: Path, base: Path) -> None:
-    """Make a folder; its base may vanish meanwhile, with the last run that was in it."""
-    for _ in range(_TRIES):
-        base.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            folder.mkdir(mode=0o700, exist_ok=True)
-            return
-    folder.mkdir(mode=0o700)
 
 
 def remove_run_folder(run_folder: Path) -> None:

@@ -215,7 +215,8 @@ def _chosen_before(out: Path, run_id: str) -> Path | None:
     while True:
         try:
             marks = [out.with_name(n) / mark for n in os.listdir(out.parent) if family.fullmatch(n)]
-            marks = [path for path in marks if path.exists() and _is_unfinished(path.parents[1])]
+            marks = [path for path in marks if path.exists()]
+            marks = [path for path in marks if not (path.parents[1] / TRACE_NAME).exists()]
             if not marks:
                 return None
             latest = max(marks, key=lambda path: path.stat().st_mtime)
@@ -231,10 +232,6 @@ def _chosen_before(out: Path, run_id: str) -> Path | None:
         if time.monotonic() > deadline:
             return None
         time.sleep(_POLL_S)
-
-
-def _is_unfinished(folder: Path) -> bool:
-    return not (folder / TRACE_NAME).exists()
 
 
 def is_visible(out: Path, run_id: str) -> bool:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from rankscope.errors import KeysError, SpoolError
@@ -36,6 +36,7 @@ from rankscope.run.outfolder import (
     take_out,
 )
 from rankscope.run.processes import process_name
+from rankscope.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,22 +117,14 @@ class RunRequest:
     collection: Collection
     world_size: int
     local_ranks: int
-    traced_ranks: int
-    """Ranks of the job that are traced: the others need no room. Which of them this host has is not
-    known, so it may be all of its ranks."""
     out: Path | None
     """The trace folder as it was asked for, `%j` in it; None for one of a new name."""
-    spool: Path | None
-    spool_bytes: int
-    """Of one rank."""
-    tensor_budget: int | None
-    """Bytes of full tensors that one rank may keep; None where that was not said."""
-    settings: Mapping[str, str] = field(default_factory=dict)
+    settings: Settings
     max_restarts: int = 0
     agent: str = ""
     collects: int = 0
     keeps_apart: bool = False
-    """These five stand in `run.json` as they are (`RunHeader`)."""
+    """These four stand in `run.json` as they are (`RunHeader`)."""
     is_joined: bool = False
     """The trace folder is there: the head host of the run made it."""
     has_relay: bool = True
@@ -191,16 +184,18 @@ def prepare_run(
         SpoolError: the run folder cannot be used, or a disk has no room.
     """
     with ExitStack() as undo:
-        collection = request.collection
-        base = spool_base(request.spool)
-        local_ranks = min(request.local_ranks, request.traced_ranks)
-        check_free_space(base, request.spool_bytes * local_ranks)
+        collection, settings = request.collection, request.settings
+        base = spool_base(settings.spool)
+        # the others need no room; which of them this host has is not known, so all of its ranks
+        traced_ranks = settings.traced_of(request.world_size)
+        local_ranks = min(request.local_ranks, traced_ranks)
+        check_free_space(base, settings.spool_bytes * local_ranks)
         asked = out = named_out(request.out or default_out(), request.run_id)
         is_of_all = collection.is_shared and not request.keeps_apart
-        if request.tensor_budget is not None:
+        if settings.tensors and settings.tensor_budget is not None:
             place = base if collection.is_elsewhere else out
-            ranks = request.traced_ranks if is_of_all else local_ranks
-            _check_budget(place, request.tensor_budget, ranks)
+            ranks = traced_ranks if is_of_all else local_ranks
+            _check_budget(place, settings.tensor_budget, ranks)
         made_for_spools = missing_folders(base / request.key)
         undo.callback(remove_empty, made_for_spools)
         run_folder = host_run_folder(base, request.key)
@@ -210,7 +205,7 @@ def prepare_run(
             out, made = take_out(asked, request.run_id, maker=maker, is_shared=is_of_all)
             undo.callback(_remove_made, made)
         announcement = collection.announcement(out, None if out == asked else asked)
-        if "last:" in request.settings.get("steps", ""):
+        if settings.steps.last:
             announcement += ", once something happens"
         announce(out, announcement)
         if request.has_relay:
@@ -219,7 +214,7 @@ def prepare_run(
                 out=out,
                 collector=collection.in_run(run_folder),
                 world_size=request.world_size,
-                settings=request.settings,
+                settings=settings.as_text(),
                 max_restarts=request.max_restarts,
                 agent=request.agent,
                 collects=request.collects,

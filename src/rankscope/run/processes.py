@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import FrameType
 
 _MOST_ANCESTORS = 64
 
@@ -44,6 +46,19 @@ def launcher_of(variables: Mapping[str, str]) -> int:
             break
         pid = int(parent)
     return pid
+
+
+def watch_signals() -> Callable[[], bool]:
+    """Outlive the terminal's Ctrl-C, which is for the ranks; note a SIGTERM."""
+    stops: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        stops.append(number)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, note)
+    return lambda: bool(stops)
 
 
 def _status(pid: int, field: int) -> str:

@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +77,8 @@ class Stall:
 
     def as_fields(self) -> dict[str, Any]:
         """Return the fields of its entry in a file."""
-        return {
-            "host": self.host,
-            "since_ns": self.since_ns,
-            "noticed_ns": self.noticed_ns,
-            "over_ns": self.over_ns,
-            "by_end": self.is_by_end,
-            "where": self.where,
-        }
+        fields = asdict(self)
+        return {**fields, "by_end": fields.pop("is_by_end")}
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Stall:
@@ -93,17 +87,11 @@ class Stall:
         Raises:
             KeyError, TypeError, ValueError: the fields are not those of one.
         """
-        times = [int(fields[name]) for name in ("since_ns", "noticed_ns", "over_ns")]
-        if not all(0 <= each < _LARGEST_NS for each in times):
+        times = {name: int(fields[name]) for name in ("since_ns", "noticed_ns", "over_ns")}
+        if not all(0 <= each < _LARGEST_NS for each in times.values()):
             raise ValueError(f"times {times} are out of range")
-        return cls(
-            host=str(fields["host"]),
-            since_ns=times[0],
-            noticed_ns=times[1],
-            over_ns=times[2],
-            is_by_end=bool(fields["by_end"]),
-            where=str(fields["where"]),
-        )
+        host, where = str(fields["host"]), str(fields["where"])
+        return cls(**times, host=host, is_by_end=bool(fields["by_end"]), where=where)
 
 
 def _clock(wall_ns: int) -> str:
@@ -116,8 +104,6 @@ def _clock(wall_ns: int) -> str:
 _FORMAT = "rankscope.stalls/1"
 _MOST = 50
 """The latest of one relay that are kept."""
-_SAME_NS = 1_000_000_000
-"""A relay that was started again reckons the begin anew, from the same record."""
 
 
 def keep_stall(folder: Path, relay: str, stall: Stall) -> None:
@@ -132,7 +118,7 @@ def keep_stall(folder: Path, relay: str, stall: Stall) -> None:
         SpoolError: it cannot be written.
     """
     path = folder / STALL_FOLDER / f"{relay}.json"
-    others = [s for s in _read(path) if abs(s.since_ns - stall.since_ns) > _SAME_NS]
+    others = [s for s in _read(path) if s.since_ns != stall.since_ns]
     kept = sorted([*others, stall], key=lambda s: s.since_ns)[-_MOST:]
     try:
         own_subfolder(path.parent)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from rankscope.errors import SpoolError
 from rankscope.record.streams import EndReason
+from rankscope.run.filepieces import piece_of
 from rankscope.spool.definitions import decode_definition
 from rankscope.spool.recordformat import (
     CELL_BYTES,
@@ -29,6 +31,7 @@ from rankscope.spool.recordformat import (
     FIRST,
     GAP_DTYPE,
     HEADER_BYTES,
+    LONGEST_RECORD,
     PAYLOAD_BYTES,
     STEP_DTYPE,
     TENSOR_DTYPE,
@@ -46,6 +49,7 @@ __all__ = [
     "ValueRows",
     "ending",
     "records",
+    "records_at",
     "step_codes",
 ]
 
@@ -218,6 +222,20 @@ def records(buffer: bytes | memoryview | Cells, *, is_verified: bool = False) ->
     start = np.flatnonzero(octets[:, 1] == FIRST)
     size = np.diff(start, append=len(cells))
     return Records(cells=cells, start=start, size=size, kind=octets[start, 0])
+
+
+def records_at(path: Path, offset: int, size: int) -> Records:
+    """Index the whole records that begin in about so many bytes of a replica, at a record boundary,
+    where the first may be longer.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    piece = piece_of(path, offset, size)
+    found = records(piece)
+    if not found.committed_bytes and len(piece) == size < LONGEST_RECORD:
+        found = records(piece_of(path, offset, LONGEST_RECORD))
+    return found
 
 
 def ending(found: Records) -> Ending:

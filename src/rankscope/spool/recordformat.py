@@ -34,6 +34,7 @@ PAYLOAD_BYTES = CELL_BYTES - HEADER_BYTES
 FIRST = 1
 """Flag of a record's first cell."""
 MAX_RECORD_CELLS = 1 << 16
+LONGEST_RECORD = MAX_RECORD_CELLS * CELL_BYTES
 LATEST_NS = 1 << 62
 """The year 2116: sums and differences of two times below it fit in 64 bits."""
 

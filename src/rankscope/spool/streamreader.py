@@ -8,9 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rankscope.errors import SpoolError
+from rankscope.record.streams import EndReason
 from rankscope.run.folders import segment_indexes, segment_path
 from rankscope.spool.origin import UNKNOWN, keep_origin, kept_origin, origin_of
-from rankscope.spool.recordformat import CELL_BYTES, HEADER_BYTES, STAMP, RecordKind, record_bytes
+from rankscope.spool.recordcolumns import ending, records
+from rankscope.spool.recordformat import (
+    CELL_BYTES,
+    END_REASONS,
+    HEADER_BYTES,
+    STAMP,
+    RecordKind,
+    record_bytes,
+)
 from rankscope.spool.validprefix import as_cells, cell_crcs, valid_prefix
 
 _CHUNK = 4 << 20
@@ -117,6 +126,19 @@ class StreamReader:
         for chunk in self.chunks(end):
             end += len(chunk)
         return end
+
+    def end_reason(self, offset: int) -> EndReason | None:
+        """How a stream whose last record ends at `offset` ended; None where that is no END record.
+
+        Raises:
+            SpoolError: the record was freed or cannot be read.
+        """
+        if offset < CELL_BYTES or offset - CELL_BYTES < self.lowest():
+            return None  # a segment is freed only once a later one exists, so that was not the last
+        last = self.read_from(offset - CELL_BYTES, CELL_BYTES)
+        if len(last) != CELL_BYTES or last[4] != RecordKind.END:
+            return None
+        return ending(records(last)).reason or END_REASONS[0]
 
     def chunks(self, offset: int | None = None, max_bytes: int = _CHUNK) -> Iterator[bytes]:
         """Yield all committed records from `offset` (default: lowest) on, in pieces: small ones

@@ -5,18 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
 from rankscope.errors import RankscopeError
-from rankscope.run.companions import ON_FINDING_VARIABLE
 from rankscope.run.filenames import PARQUET_FOLDER, TRACE_NAME
-from rankscope.stepwise.findingcommand import FindingCommand
+from rankscope.run.processes import watch_signals
+from rankscope.settings import settings_from
 from rankscope.stepwise.findingsfile import FindingsFile
 from rankscope.stepwise.stepjudge import LiveCheck
 from rankscope.stepwise.stepkeeper import KeepSizes, StepKeeper
@@ -35,17 +33,14 @@ Look = Callable[[Callable[[], bool]], bool]
 
 
 def _go_along(
-    looks: Sequence[Look],
-    is_behind: Callable[[], bool],
-    is_deserted: Callable[[], bool],
-    is_stopped: Callable[[], bool],
+    looks: Sequence[Look], keeper: StepKeeper, parent: int, is_stopped: Callable[[], bool]
 ) -> None:
     """Look until stopped, or deserted by whoever started this."""
-    while not (is_stopped() or is_deserted()):
+    while not is_stopped() and parent in (0, os.getppid()):
         began = time.monotonic()
         busy = [look(is_stopped) for look in looks]
         took = time.monotonic() - began
-        rest = 0.0 if is_behind() else min(_REST * took, _MOST_REST_S)
+        rest = 0.0 if keeper.is_behind else min(_REST * took, _MOST_REST_S)
         until = began + took + max(0.0 if any(busy) else _LOOK_S, rest)
         while not is_stopped() and time.monotonic() < until:
             time.sleep(min(_LOOK_S, max(0.0, until - time.monotonic())))
@@ -78,9 +73,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="trace folder")
     parser.add_argument("--traced-ranks", type=int, help="how many are traced")
     parser.add_argument("--parent", type=int, default=0, help="process without which to end")
-    parser.add_argument("--no-verdicts", action="store_true", help="judge nothing")
-    parser.add_argument("--keep-records", action="store_true", help="free nothing")
-    parser.add_argument("--parquet", action="store_true", help="write a dataset too")
     parser.add_argument(
         "--finish-dataset", action="store_true", help="write what it lacks of a finished trace"
     )
@@ -92,42 +84,30 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if options.traced_ranks is None:
         parser.error("--traced-ranks is missing")
-    stopped: list[int] = []
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        stopped.append(number)
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, stop)
+    is_stopped = watch_signals()
+    settings = settings_from()
     out, ranks = options.out, options.traced_ranks
-    findings = FindingsFile(out)
+    findings = FindingsFile(out, settings.on_finding)
     looks: list[Look] = []
     judge: LiveCheck | None = None
-    command = FindingCommand(os.environ.pop(ON_FINDING_VARIABLE, ""), out, findings.say)
-    if not options.no_verdicts:
-        judge = LiveCheck(findings, traced_ranks=ranks, command=command)
+    if settings.live_check:
+        judge = LiveCheck(findings, traced_ranks=ranks)
         looks.append(judge.look)
     keeper = StepKeeper(
         out,
         traced_ranks=ranks,
         say=findings.say,
-        sizes=KeepSizes(begin=0) if options.parquet else KeepSizes(),
-        dataset=_into_dataset(out) if options.parquet else None,
+        sizes=KeepSizes(begin=0) if settings.parquet else KeepSizes(),
+        dataset=_into_dataset(out) if settings.parquet else None,
     )
-    if not options.keep_records:
+    if not settings.keep_spool:
         looks.append(keeper.look)
     if not (out / TRACE_NAME).exists():
-        _go_along(
-            looks,
-            lambda: keeper.is_behind,
-            lambda: options.parent not in (0, os.getppid()),
-            lambda: bool(stopped),
-        )
+        _go_along(looks, keeper, options.parent, is_stopped)
     if judge is not None:
         judge.close()
     keeper.close()
-    command.close()
+    findings.close()
     return 0
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Final
 
 from rankscope.record.timetext import utc_text
-from rankscope.run.companions import ON_FINDING_VARIABLE
 from rankscope.run.filenames import FINDINGS_FORMAT
 from rankscope.run.outfolder import typed
 
@@ -24,7 +23,8 @@ __all__ = ["FindingCommand"]
 _COMMAND: Final = "--rs-on-finding: the command"
 _COMMAND_S: Final = 60.0
 _MOST_WAITING: Final = 16
-_SHELL: Final = f'eval "unset {ON_FINDING_VARIABLE}\n${ON_FINDING_VARIABLE}"'
+_VARIABLE: Final = "RANKSCOPE_ON_FINDING"
+_SHELL: Final = f'eval "unset {_VARIABLE}\n${_VARIABLE}"'
 """Runs the command from a variable: everybody may read the shell's command line."""
 _AFTER: Final = (
     f"n=0; while kill -0 $1 && [ $n -lt {_COMMAND_S:.0f} ]; do sleep 1; n=$((n+1)); done 2>&-; "
@@ -112,7 +112,7 @@ class FindingCommand:
                     stdin=given,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    env={**os.environ, ON_FINDING_VARIABLE: self._command},
+                    env={**os.environ, _VARIABLE: self._command},
                     cwd=self._folder,
                     start_new_session=True,
                 )

@@ -17,6 +17,7 @@ from rankscope.record.timetext import utc_text
 from rankscope.record.visibletext import visible
 from rankscope.run.filenames import FINDINGS_FORMAT, FINDINGS_NAME
 from rankscope.run.findingnotices import told_in
+from rankscope.stepwise.findingcommand import FindingCommand
 from rankscope.stepwise.stepsplit import StepKey
 
 __all__ = ["FindingsFile"]
@@ -33,9 +34,15 @@ class FindingsFile:
     What is found of one kind on the same ranks is one line, told once: later it follows from that.
     """
 
-    def __init__(self, out: Path) -> None:
-        """Learn what is told there already, by a process before this one."""
+    def __init__(self, out: Path, command: str = "") -> None:
+        """Learn what is told there already, by a process before this one.
+
+        Args:
+            out: the trace folder.
+            command: given each new finding, as of `FindingCommand`.
+        """
         self.folder = out
+        self._command = FindingCommand(command, out, self.say)
         self._path = out / FINDINGS_NAME
         self._notices: set[str] = set()
         self._told: set[tuple[str, tuple[int, ...]]] = set()
@@ -45,9 +52,17 @@ class FindingsFile:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 self._told.add((str(told["kind"]), tuple(map(int, told["ranks"]))))
 
-    def add(self, findings: Sequence[Finding], ended_ns: Mapping[StepKey, int]) -> list[str]:
-        """Append what is new among the findings of one look; return its lines. Where nothing is,
-        the file's time of change alone tells that steps were judged.
+    def look(self) -> None:
+        """Hand on what waits for the command before it."""
+        self._command.look()
+
+    def close(self) -> None:
+        """Have what waits handed on behind this process."""
+        self._command.close()
+
+    def add(self, findings: Sequence[Finding], ended_ns: Mapping[StepKey, int]) -> None:
+        """Append what is new among the findings of one look. Where nothing is, the file's time of
+        change alone tells that steps were judged.
 
         Args:
             findings: origins of one report.
@@ -65,7 +80,7 @@ class FindingsFile:
             lines.append(_line(same, now_ns, ended_ns.get(step, 0)))
         self._told |= alike.keys()
         self._append(lines)
-        return lines
+        self._command.add(lines)
 
     def say(self, notice: str) -> None:
         """Append what is not done while the job runs, once for what stands before a colon."""

@@ -41,12 +41,7 @@ class RunningJob:
     """The streams of the newest life of a job, read as they grow."""
 
     def __init__(self, out: Path, *, traced_ranks: int) -> None:
-        """Read nothing yet.
-
-        Args:
-            out: the trace folder.
-            traced_ranks: how many ranks write a stream.
-        """
+        """Read nothing yet."""
         self._out, self._traced_ranks = out, traced_ranks
         self._streams: dict[int, SplitStream] = {}
         self.life = 0
@@ -175,10 +170,6 @@ class RunningJob:
     def bytes_of(self, key: StepKey) -> int:
         """Return the bytes of the records of a held step."""
         return sum(stream.held.get(key, 0) for stream in self._streams.values())
-
-    def unfinished(self) -> list[StepKey]:
-        """Return the held steps that some rank has not ended."""
-        return sorted(self.held() - set(self.finished()))
 
     def held(self) -> set[StepKey]:
         """Return the steps of which records are held."""

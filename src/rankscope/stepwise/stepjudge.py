@@ -10,7 +10,6 @@ from rankscope.diagnosis.check import check
 from rankscope.errors import RankscopeError
 from rankscope.record.finding import Finding, Kind, Severity
 from rankscope.run.stallrecords import stalls_in
-from rankscope.stepwise.findingcommand import FindingCommand
 from rankscope.stepwise.findingsfile import FindingsFile
 from rankscope.stepwise.finishedsteps import RunningJob
 from rankscope.stepwise.stepsplit import StepKey
@@ -33,20 +32,11 @@ _LOOK_BYTES: Final = 24 << 20
 class LiveCheck:
     """One job, judged step by step."""
 
-    def __init__(
-        self, findings: FindingsFile, *, traced_ranks: int, command: FindingCommand | None = None
-    ) -> None:
-        """Judge nothing yet.
-
-        Args:
-            findings: of the trace folder: takes what is found.
-            traced_ranks: how many ranks write a stream.
-            command: given each new finding.
-        """
+    def __init__(self, findings: FindingsFile, *, traced_ranks: int) -> None:
+        """Judge nothing yet; what is found goes to `findings`."""
         self._out = out = findings.folder
         self._job = RunningJob(out, traced_ranks=traced_ranks)
         self._findings = findings
-        self._command = command or FindingCommand("", out, findings.say)
         self._judged: list[StepKey] = []
         """The latest, in order."""
         self._stall_ns = 0
@@ -63,7 +53,7 @@ class LiveCheck:
         is_busy = self._job.read(is_stopped) > 0
         if self._job.life != life:
             if self._crashes:  # what is started again was not cancelled
-                self._add(*self._crashes)
+                self._findings.add(*self._crashes)
             self._judged, self._crashes = [], None
         self._tell_crashes(is_over=False)
         for rank, trouble in self._job.trouble.items():
@@ -78,7 +68,7 @@ class LiveCheck:
             self._judged = every[-_STEPS_BESIDE:]
         self._judge_a_stall()
         self._make_room()
-        self._command.look()
+        self._findings.look()
         return is_busy
 
     def _newest(self, keys: list[StepKey]) -> list[StepKey]:
@@ -119,7 +109,8 @@ class LiveCheck:
         elif not noticed or now - self._stalled_at < 2 * self._stall_age:
             return
         self._stall_age = max(now - self._stalled_at, _STALL_AGAIN_S / 2)
-        self._judge([*self._judged, *self._job.unfinished()])
+        unfinished = self._job.held() - {*self._job.finished()}
+        self._judge([*self._judged, *sorted(unfinished)])
 
     def _tell(self, findings: list[Finding], keys: Iterable[StepKey]) -> None:
         ended_ns = {key: self._job.ended_ns(key) for key in keys}
@@ -127,18 +118,15 @@ class LiveCheck:
         if crashes:
             self._crashed_at = self._crashed_at or time.monotonic()
             self._crashes = crashes, ended_ns
-        self._add([finding for finding in findings if finding not in crashes], ended_ns)
+        self._findings.add([finding for finding in findings if finding not in crashes], ended_ns)
 
     def _tell_crashes(self, *, is_over: bool) -> None:
         """Tell of crashes once it is known that nobody cancelled the job: ranks that a signal ends
         look like ranks that crash until the last of them has ended, and the launcher said why."""
         if self._crashes and (is_over or time.monotonic() - self._crashed_at > _CANCELLED_S):
             if self._judged and self._job.trace(self._judged).run.get("ended") is None:
-                self._add(*self._crashes)
+                self._findings.add(*self._crashes)
             self._crashes, self._crashed_at = None, 0.0
-
-    def _add(self, findings: list[Finding], ended_ns: Mapping[StepKey, int]) -> None:
-        self._command.add(self._findings.add(findings, ended_ns))
 
     def close(self) -> None:
         """The job is over, and its launcher has said how it ended."""

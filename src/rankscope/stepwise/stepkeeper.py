@@ -146,12 +146,9 @@ class StepKeeper:
         Setup is read again for each part, so a part should be larger.
         """
         worth = max(self._sizes.part, self._job.kept_bytes) if self._sizes.part else 0
-        is_due = sum(map(self._job.bytes_of, keys)) >= worth or self._waited_s() > _WAIT_S
-        return keys if is_due else []
-
-    def _waited_s(self) -> float:
-        """Return how long ago a part was written, in units of what the last one took."""
-        return (time.monotonic() - self._written_at) / max(1.0, self._took_s)
+        # longer where it took long to write the last one
+        has_waited = time.monotonic() - self._written_at > _WAIT_S * max(1.0, self._took_s)
+        return keys if has_waited or sum(map(self._job.bytes_of, keys)) >= worth else []
 
     def _begun(self) -> GrowingTree | None:
         """Return the tree once it grows, None before."""

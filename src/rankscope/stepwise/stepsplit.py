@@ -18,11 +18,9 @@ from rankscope.errors import SpoolError
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.streams import StreamId
-from rankscope.run.filepieces import piece_of
-from rankscope.spool.recordcolumns import Records, records, step_codes
+from rankscope.spool.recordcolumns import Records, records, records_at, step_codes
 from rankscope.spool.recordformat import (
-    CELL_BYTES,
-    MAX_RECORD_CELLS,
+    LONGEST_RECORD,
     NO_SEQUENCE,
     RecordKind,
     StepEvent,
@@ -116,13 +114,13 @@ class SplitStream:
         self._begin_where_records_are()
         taken, size = 0, min(max(most_bytes, _LEAST_BYTES), _PIECE_BYTES)
         while taken < most_bytes:
-            piece = self._piece(size)
-            found = records(piece)
-            if not found.committed_bytes and len(piece) == size < _PIECE_BYTES:
-                size = _PIECE_BYTES  # a record may be longer
-                continue
+            try:
+                found = records_at(self._path, self.offset, size)
+                left = self._path.stat().st_size - self.offset
+            except OSError as error:
+                raise SpoolError(f"{self._path}: cannot be read: {error.strerror}") from error
             if not found.committed_bytes:
-                if len(piece) > MAX_RECORD_CELLS * CELL_BYTES:
+                if left > LONGEST_RECORD:
                     raise SpoolError(f"{self._path}: damaged from byte {self.offset} on")
                 break
             self._take(found)
@@ -173,12 +171,6 @@ class SplitStream:
         self._sequences, self._owners = self._sequences[:0], self._owners[:0]
         self._take(records(prefix.kept))
         self.offset, self.late_records = prefix.settled_to, prefix.late_records
-
-    def _piece(self, size: int) -> bytes:
-        try:
-            return piece_of(self._path, self.offset, size)
-        except OSError as error:
-            raise SpoolError(f"{self._path}: cannot be read: {error.strerror}") from error
 
     def _take(self, found: Records) -> None:
         owners = np.full(len(found), _KEPT, np.int64)
