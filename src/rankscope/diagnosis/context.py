@@ -12,7 +12,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from rankscope.diagnosis.coverage import Coverage
-from rankscope.diagnosis.rankclock import times_of_value
 from rankscope.diagnosis.replicas import InferredReplicas, Layouts
 from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView
 from rankscope.record.call import Mode
@@ -239,7 +238,7 @@ class JudgedStep(StepView):
         """Return a candidate in a value of the step, when its members had it: they are the faulty
         ranks where nothing else is said."""
         of = np.asarray(ranks) if members is None else members
-        times_ns = times_of_value(values, of)
+        times_ns = values.times(of)
         return candidate_at(
             self, values.call, kind, values.slot, ranks, of, times_ns, message, **more
         )

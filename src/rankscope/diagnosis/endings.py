@@ -24,7 +24,6 @@ from rankscope.diagnosis.lastcalls import (
     last_calls,
     last_words,
 )
-from rankscope.diagnosis.rankclock import times_of_call
 from rankscope.diagnosis.stepview import CallView, StepView
 from rankscope.errors import TraceError
 from rankscope.record.finding import Kind
@@ -220,7 +219,7 @@ def _stopped_first(ranks: list[int], last: dict[int, LastCall]) -> list[int]:
         call = last[other].call
         if one not in call.ranks:
             return False
-        return bool(times_of_call(call, np.array([one]))[0] < last[one].time_ns)
+        return bool(call.times(np.array([one]))[0] < last[one].time_ns)
 
     stopped = [rank for rank in ranks if rank in last and last[rank].waiting is None]
     return [
@@ -274,4 +273,4 @@ def _call_left(each: LastCall, rank: int, end: _End) -> CallView:
         return left[-1]
     calls = [call for call in own if call.phase is not Phase.COLLECTIVE]
     at = np.array([rank])
-    return max(calls, key=lambda c: int(times_of_call(c, at)[0]), default=each.call)
+    return max(calls, key=lambda c: int(c.times(at)[0]), default=each.call)

@@ -25,7 +25,6 @@ import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.distances import sides, sides_text
-from rankscope.diagnosis.rankclock import times_of_value
 from rankscope.diagnosis.replicas import InferredReplicas
 from rankscope.diagnosis.rules.equality import drawn_apart_advice, is_within_rounding
 from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView
@@ -96,7 +95,7 @@ def _apart_in_backward(step_view: StepView, group: Array) -> list[tuple[int, int
         if came and not differing and all(values.agree(group) is not None for values in came):
             depth = call.path.count(".") + bool(call.path)
             places += [
-                (int(times_of_value(values, group).min()), -depth, values)
+                (int(values.times(group).min()), -depth, values)
                 for values in call.outputs
                 if _differs(values, group) and _agrees(own, values, "grad_input", group)
             ]

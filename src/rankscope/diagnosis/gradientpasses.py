@@ -16,7 +16,6 @@ from typing import Final
 import numpy as np
 
 from rankscope.diagnosis.distances import rounding_of
-from rankscope.diagnosis.rankclock import times_of_call
 from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView
 from rankscope.record.phases import Phase
 from rankscope.record.statistics import NONFINITE
@@ -123,13 +122,11 @@ def taken_gradients(step_view: StepView) -> Iterator[list[TakenGradient]]:
 def _is_between(left: SlotValues, earlier: SlotValues | None, taken: SlotValues) -> bool:
     """True where a pass came behind the optimizer step before, and before this one."""
     rank = left.ranks[:1]
-    now = times_of_call(left.call, rank)[0]
-    if rank[0] not in taken.ranks or now > times_of_call(taken.call, rank)[0]:
+    now = left.call.times(rank)[0]
+    if rank[0] not in taken.ranks or now > taken.call.times(rank)[0]:
         return False
     return (
-        earlier is None
-        or rank[0] not in earlier.ranks
-        or bool(now > times_of_call(earlier.call, rank)[0])
+        earlier is None or rank[0] not in earlier.ranks or bool(now > earlier.call.times(rank)[0])
     )
 
 

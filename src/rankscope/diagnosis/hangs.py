@@ -16,7 +16,6 @@ from rankscope.diagnosis.issuedcollectives import (
     ranks_in_doubt,
 )
 from rankscope.diagnosis.lastcalls import MOST_LISTED, ORDERLY, LastCall, last_words
-from rankscope.diagnosis.rankclock import span_of_call, times_of_call
 from rankscope.diagnosis.stepview import Array, CallView, StepView
 from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named, ranks_text
@@ -89,7 +88,7 @@ def _is_because_of(later: _Hang, hang: _Hang, step_views: Sequence[StepView]) ->
         a, b = _same_call(step_view, one), _same_call(step_view, other)
         common = np.intersect1d(a.ranks, b.ranks)[:1] if a and b else None
         if a is not None and b is not None and common is not None and len(common):
-            return bool(times_of_call(a, common) < times_of_call(b, common))
+            return bool(a.times(common) < b.times(common))
     calls = hang.step_view.calls
     return calls.index(one) < calls.index(other) if one in calls and other in calls else False
 
@@ -178,12 +177,10 @@ def _when(hang: _Hang, after: list[_Hang], last: dict[int, LastCall]) -> tuple[A
     away = [rank for rank in hang.missing if rank in last]
     late = {rank: h.issue.call for h in after for rank in h.waiting}
     left = [
-        int(times_of_call(late[rank], np.array([rank]))[0]) - 1
-        if rank in late
-        else last[rank].time_ns + 2
+        int(late[rank].times(np.array([rank]))[0]) - 1 if rank in late else last[rank].time_ns + 2
         for rank in away
     ]
-    times = np.concatenate([times_of_call(issue.call, there), np.array(left, np.int64)])
+    times = np.concatenate([issue.call.times(there), np.array(left, np.int64)])
     return np.concatenate([there, np.array(away, np.int64)]), times
 
 
@@ -233,7 +230,7 @@ def without_recent(
     longest_ns = 0
     for step_view in step_views:
         for issue in issues_of(step_view):
-            begins, ends = span_of_call(issue.call, issue.ranks)
+            begins, ends = issue.call.span(issue.ranks)
             longest_ns = max(longest_ns, int((ends - begins).max()))
     patience_s = max(_FEWEST_S, _TIMES_LONGEST * longest_ns / 1e9)
     now_s = read_s if at_s is None else at_s

@@ -33,7 +33,6 @@ from rankscope.diagnosis.issuedcollectives import (
     issues_of,
     known_collectives,
 )
-from rankscope.diagnosis.rankclock import span_of_call, times_of_call, times_of_value
 from rankscope.diagnosis.rules.stages import StageLink, stage_edges
 from rankscope.diagnosis.stepview import SlotValues, StepView
 from rankscope.record.phases import Phase
@@ -58,7 +57,7 @@ def joins_of(
 
 def _collective(issue: IssuedCollective) -> Join:
     ranks = issue.ranks
-    begins, ends = span_of_call(issue.call, ranks)
+    begins, ends = issue.call.span(ranks)
     ends = np.maximum(ends, begins + 1)
     every = np.ones(len(ranks), bool)
     givers = ranks == issue.facts.get("src") if issue.op in _ONE_WAY else every
@@ -77,9 +76,9 @@ def _stage(edge: StageLink) -> Iterator[Join]:
         if sent[1] == taken[1]:
             yield Join(
                 givers=sender,
-                begins=times_of_value(sent[0], sender),
+                begins=sent[0].times(sender),
                 takers=receiver,
-                ends=times_of_value(taken[0], receiver),
+                ends=taken[0].times(receiver),
             )
 
 
@@ -97,7 +96,7 @@ def _events(step_view: JudgedStep) -> Iterator[Join]:
             if len(own) < 2 or own.tobytes() in seen or (not meshes and values.agree(own) is False):
                 continue
             seen.add(own.tobytes())
-            times = times_of_call(values.call, own)
+            times = values.call.times(own)
             yield Join(givers=own, begins=times - 1, takers=own, ends=times - 1)
 
 
@@ -223,5 +222,5 @@ def _message_end(
             value = int(values.hashes[place]), bool(flags & ValueFlag.MIX64)
         if not is_sent:
             context.coverage.applied(values)
-    time = times_of_call(issue.call, ranks, is_end=not is_sent)
+    time = issue.call.times(ranks, is_end=not is_sent)
     return _MessageEnd(step, issue.call.node.id, int(time[0]), value)

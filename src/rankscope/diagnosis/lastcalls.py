@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rankscope.diagnosis.issuedcollectives import IssuedCollective, issues_of
-from rankscope.diagnosis.rankclock import times_of_call
 from rankscope.diagnosis.stepview import CallView, StepView
 from rankscope.record.call import CallStatus
 from rankscope.record.streams import EndReason
@@ -57,7 +56,7 @@ def last_calls(step_views: Sequence[StepView]) -> dict[int, LastCall]:
         opened: dict[int, list[tuple[int, int, CallView]]] = {}
         errors: dict[int, str] = {}
         for number, call in enumerate(step_view.calls):
-            times = times_of_call(call, call.ranks).tolist()
+            times = call.times(call.ranks).tolist()
             at = dict(zip(call.ranks.tolist(), times))
             for rank, time_ns in at.items():
                 if rank not in latest or time_ns >= latest[rank][0]:

@@ -33,7 +33,6 @@ from rankscope.diagnosis.issuedcollectives import (
     ranks_in_doubt,
 )
 from rankscope.diagnosis.lastcalls import ORDERLY
-from rankscope.diagnosis.rankclock import issued_counts, span_of_call, times_of_call
 from rankscope.diagnosis.rules.collectives import facts_text
 from rankscope.diagnosis.stepview import StepView, step_view_of
 from rankscope.record.call import Mode
@@ -120,7 +119,7 @@ class MatchedCollectives:
             group = _group_of(step_view, issue)
             came.setdefault(group, set()).update(issue.ranks.tolist())
             if not issue.sequence:
-                issued = issued_counts(issue.call, issue.ranks)
+                issued = issue.call.column("issued", issue.ranks)
                 counts.setdefault(group, set()).update(issued.tolist())
             if _is_torn(issue, step_view.context):
                 met = self._groups.setdefault(group, _Met())
@@ -311,7 +310,7 @@ def _is_torn(issue: IssuedCollective, context: CheckContext) -> bool:
     places = given.at(ranks)
     if not given.is_known[places].all() or (given.flags[places] & int(ValueFlag.MIX64)).any():
         return False
-    begins, ends = span_of_call(issue.call, ranks)
+    begins, ends = issue.call.span(ranks)
     by_host: dict[str, list[int]] = {}
     for place, rank in enumerate(ranks.tolist()):
         by_host.setdefault(context.hosts.get(rank, str(rank)), []).append(place)
@@ -349,8 +348,8 @@ def _lines(
             place = (step_view.incarnation, step_view.mode, step_view.step, issue.call.path,
                      issue.call.micro_batch, issue.slot)  # fmt: skip
             owners.setdefault(place, {})[group] = number
-            times = times_of_call(issue.call, issue.ranks).tolist()
-            counts = issued_counts(issue.call, issue.ranks).tolist()
+            times = issue.call.times(issue.ranks).tolist()
+            counts = issue.call.column("issued", issue.ranks).tolist()
             issued = dict(zip(issue.ranks.tolist(), counts))
             device = _device_of(issue)
             for rank, time_ns in zip(issue.ranks.tolist(), times):

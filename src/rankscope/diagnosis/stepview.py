@@ -154,6 +154,22 @@ class SlotValues:
         """Return the positions of ranks in the arrays, -1 for those that hold nothing."""
         return positions(self.ranks, ranks)
 
+    def times(self, ranks: Array) -> Array:
+        """Return when the value was there on these ranks, each by its own clock.
+
+        Inputs stand at the begin of their call, outputs at its end, and just after it what hooks
+        made of them, and what came out of a collective: its end is when the others reach this rank.
+        A gradient has the time at which its tensor hook fired. Setup, gradients and parameters are
+        one event each: their values have no order among themselves.
+        """
+        call = self.call
+        if call.phase is Phase.BACKWARD:
+            return self.column("time_ns")[np.maximum(self.at(ranks), 0)]
+        if is_input(self.slot, call.phase):
+            return call.times(ranks)
+        late = int(self.slot.startswith("returned") or call.phase is Phase.COLLECTIVE)
+        return call.times(ranks, is_end=True) + late
+
     def agreements(self, groups: Array) -> Array:
         """Say for every group whether its ranks hold the same bytes.
 
@@ -213,6 +229,26 @@ class CallView:
         """True where it has inputs, and all of them are the same bytes on these ranks."""
         given = [values.agree(ranks) for values in self.inputs]
         return bool(given) and all(given)
+
+    def column(self, name: str, ranks: Array) -> Array:
+        """Return one column of calls on these ranks."""
+        step, rows = self.node.step, self.node.call_rows
+        own = step["calls.rank"][rows]
+        places = np.minimum(np.searchsorted(own, ranks), len(own) - 1)
+        column: Array = step[f"calls.{name}"][rows][places]
+        return column
+
+    def span(self, ranks: Array) -> tuple[Array, Array]:
+        """Return begin and end on these ranks, in ns; where an end was not recorded, its begin."""
+        start = self.column("start_ns", ranks)
+        return start, start + np.maximum(self.column("duration_ns", ranks), 0)
+
+    def times(self, ranks: Array, *, is_end: bool = False) -> Array:
+        """Return when it began (or ended) on these ranks; what is part of an event is there when
+        the event begins."""
+        is_event = self.phase.facts.is_event
+        begin, end = (self.top if is_event else self).span(ranks)
+        return end if is_end and not is_event else begin
 
     def __repr__(self) -> str:
         return f"Call({self.path!r} {self.phase.word} {self.micro_batch} {self.ordinal})"

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.rankclock import span_of_call
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView
 from rankscope.page.modulerows import ModuleRows
 from rankscope.record.call import Mode
@@ -104,7 +103,7 @@ class CheckCharts:
         found = {phase: np.zeros(self._world) for phase in _TIMED}
         for call in step_view.of(*_TIMED):
             if call.parent is None:
-                begin, end = span_of_call(call, call.ranks)
+                begin, end = call.span(call.ranks)
                 found[call.phase][call.ranks] += (end - begin) / 1e6
         return {
             phase.word: [round(float(each), 3) for each in times]

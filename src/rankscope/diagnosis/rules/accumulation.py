@@ -45,7 +45,6 @@ from rankscope.diagnosis.gradientpasses import (
     mixture_of,
     taken_gradients,
 )
-from rankscope.diagnosis.rankclock import times_of_value
 from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
@@ -271,7 +270,7 @@ def _carried_candidate(
         first.slot,
         blamed,
         blamed,
-        times_of_value(first, blamed) - 2,  # before gradients are reduced: see diagnosis/joins.py
+        first.times(blamed) - 2,  # before gradients are reduced: see diagnosis/joins.py
         f"backward began with the gradients of the step before on {ranks_named(own.tolist())}, and "
         f"without on {ranks_named(others.tolist())}: they were added to this step's",
         advice="zero_grad was not called on every one of these ranks between the two backward "

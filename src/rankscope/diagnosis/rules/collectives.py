@@ -32,7 +32,6 @@ from rankscope.diagnosis.issuedcollectives import (
     ranks_in_doubt,
 )
 from rankscope.diagnosis.joins import Message, message_value
-from rankscope.diagnosis.rankclock import times_of_call
 from rankscope.diagnosis.stepview import Array, SlotValues, StepView
 from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named, ranks_text
@@ -93,7 +92,7 @@ def _group_candidate(step_view: StepView, issues: list[IssuedCollective]) -> Can
         issues[0].slot,
         blamed,
         members,
-        times_of_call(call, members),
+        call.times(members),
         f"{issues[0].op}: {listed}",
         evidence=lambda: {
             "groups": [
@@ -135,7 +134,7 @@ def _facts_candidate(
 ) -> Candidate:
     ranks = np.concatenate([issue.ranks for issue in issues])
     keys = np.array([text for issue, text in zip(issues, facts) for _ in issue.ranks])
-    times = np.concatenate([times_of_call(i.call, i.ranks) for i in issues])
+    times = np.concatenate([i.call.times(i.ranks) for i in issues])
     order = np.argsort(ranks, kind="stable")
     listed = "; ".join(
         f"{ranks_named(i.ranks.tolist())}: {text} in {i.call.path or '(root)'}"
@@ -182,7 +181,7 @@ def _swapped(step_view: StepView, group: list[IssuedCollective]) -> Iterator[Can
     crossed = [n for n in range(length) if len({line[n] for line in sites.values()}) > 1]
     times = np.array(
         [
-            min(int(times_of_call(lines[r][n][1].call, np.array([r]))[0]) for n in crossed)
+            min(int(lines[r][n][1].call.times(np.array([r]))[0]) for n in crossed)
             for r in ranks.tolist()
         ]
     )
@@ -419,7 +418,7 @@ def _exchange_candidate(
         issue.slot,
         blamed,
         ranks,
-        times_of_call(issue.call, ranks, is_end=True),
+        issue.call.times(ranks, is_end=True),
         f"{issue.op} of {ranks_named(issue.ranks.tolist())}: {text}",
         evidence=evidence,
         priority=-1,

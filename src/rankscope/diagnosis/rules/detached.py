@@ -18,7 +18,6 @@ import numpy as np
 
 from rankscope.diagnosis.context import Candidate, candidate_at
 from rankscope.diagnosis.issuedcollectives import IssuedCollective, issues_in
-from rankscope.diagnosis.rankclock import times_of_value
 from rankscope.diagnosis.stepview import (
     Array,
     CallView,
@@ -154,7 +153,7 @@ def _candidate(step_view: StepView, values: SlotValues, issue: IssuedCollective)
         f"param:{name}",
         ranks,
         ranks,
-        times_of_value(values, ranks),
+        values.times(ranks),
         f"has no gradient on {ranks_named(ranks.tolist())}: what the module gave went through "
         f"{issue.op}{f' ({at})' if at else ''}, which keeps no graph",
         advice=_ADVICE,

@@ -23,7 +23,6 @@ import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.distances import sides
-from rankscope.diagnosis.rankclock import times_of_value
 from rankscope.diagnosis.stepview import Array, SlotValues, StepView, is_input, is_output
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
@@ -141,7 +140,7 @@ def _first_by_rank(spoiled: list[tuple[SlotValues, Array]]) -> dict[int, _First]
     first: dict[int, _First] = {}
     for values, places in spoiled:
         ranks = values.ranks[places]
-        for rank, time_ns in zip(ranks.tolist(), times_of_value(values, ranks).tolist()):
+        for rank, time_ns in zip(ranks.tolist(), values.times(ranks).tolist()):
             if rank not in first or time_ns < first[rank].time_ns:
                 first[rank] = _First(values=values, time_ns=time_ns, level=_level(values))
     return first

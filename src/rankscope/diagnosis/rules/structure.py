@@ -18,7 +18,6 @@ import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep, candidate_at
 from rankscope.diagnosis.distances import minority
-from rankscope.diagnosis.rankclock import times_of_call
 from rankscope.diagnosis.replicas import InferredReplicas
 from rankscope.diagnosis.rules.stages import stage_edges
 from rankscope.diagnosis.stepview import (
@@ -201,7 +200,7 @@ def _uncalled(step_view: StepView, call: CallView, group: Array, absent: Array) 
         "",
         absent if len(present) >= len(absent) else present,
         present,
-        times_of_call(call, present),
+        call.times(present),
         f"{ranks_named(absent.tolist())} did not call it, {ranks_named(present.tolist())} with the "
         f"same data did",
         evidence=lambda: {
@@ -306,7 +305,7 @@ def _run_twice(
         "",
         ranks,
         members,
-        times_of_call(call, members),
+        call.times(members),
         f"{layer.path} runs on {ranks_named(ranks)}, of which one stage feeds the other: the model "
         f"runs it twice",
         advice="Look at how the layers are split into stages: the end of one range is the begin of "
