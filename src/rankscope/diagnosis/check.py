@@ -10,7 +10,7 @@ from typing import Any, Final
 from rankscope.diagnosis.causeorder import Join
 from rankscope.diagnosis.context import Candidate, CheckContext, IncarnationState, JudgedStep
 from rankscope.diagnosis.coverage import Coverage
-from rankscope.diagnosis.datapeers import data_lines, fsdp_axes, wrapped_roots
+from rankscope.diagnosis.datapeers import data_lines, wrapped_roots
 from rankscope.diagnosis.endings import ended_badly, ends_of, is_in_order
 from rankscope.diagnosis.finalreport import made_report
 from rankscope.diagnosis.gradientorigins import innermost_takers, origins_of_gradients
@@ -132,7 +132,7 @@ def _checked(
         candidates += _judged(step_view)
         messages.note(step_view, number)
         matched.note(step_view, number)
-        apart = [line for lines in data_lines(step_view).values() for line in lines]
+        apart = [line for lines in step_view.life.data_lines.values() for line in lines]
         context.coverage.count(step_view, context.layouts, apart)
         if each_step is not None:
             each_step(step_view, context)
@@ -158,7 +158,7 @@ def _checked(
 
 
 def _view(step: Step, context: CheckContext) -> JudgedStep:
-    return JudgedStep.from_view(step_view_of(step), context)
+    return JudgedStep(**vars(step_view_of(step)), context=context)
 
 
 def _context(trace: Trace, layouts: LayoutFile | None) -> CheckContext:
@@ -226,12 +226,12 @@ def _wrongly_received(messages: Messages, steps: Sequence[Step]) -> Iterator[Can
 
 def _judged(step_view: JudgedStep) -> list[Candidate]:
     if step_view.is_setup:
+        replicas = InferredReplicas(step_view)
         step_view.context.incarnations[step_view.incarnation] = IncarnationState(
-            replicas=InferredReplicas(step_view),
+            replicas=replicas,
             setup=step_view,
-            wrappers=frozenset(w for call in step_view.calls for w in call.node.wrappers),
             wrapped=wrapped_roots(step_view),
-            data_axes=fsdp_axes(step_view),
+            data_lines=data_lines(step_view, step_view.context.layouts, replicas),
             owners={call.path: call.ranks for call in step_view.calls if call.slots},
         )
     note_stages(step_view)

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from rankscope.diagnosis.coverage import Coverage
+from rankscope.diagnosis.datapeers import data_lines
 from rankscope.diagnosis.replicas import InferredReplicas, Layouts
 from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView
 from rankscope.record.call import Mode
@@ -138,14 +139,10 @@ class IncarnationState:
     undecided: dict[tuple[str, int, str], SlotValues] | None = None
     """Parameters that differed at setup, until a gradient says whether they are replicas; None
     before the first optimizer step."""
-    wrappers: frozenset[str] = frozenset()
-    """Words for what was put around modules: DDP, FSDP2 ..."""
     wrapped: frozenset[str] = frozenset()
     """Roots that DDP wraps, or of which it wraps a part."""
-    data_axes: Mapping[str, tuple[Array, ...]] = field(default_factory=dict)
-    """{axis: lines of ranks} of the axes along which FSDP cut the parameters."""
-    data_lines: dict[str, tuple[Array, ...]] | None = None
-    """As `datapeers.data_lines` says; None until it was asked."""
+    data_lines: Mapping[str, tuple[Array, ...]]
+    """As `datapeers.data_lines` says."""
     owners: Mapping[str, Array] = field(default_factory=dict)
     """{path: ranks} of the modules that own parameters or buffers."""
     rounded: set[tuple[str, str]] = field(default_factory=set)
@@ -204,21 +201,17 @@ class CheckContext:
     def incarnation(self, incarnation: int) -> IncarnationState:
         """Return what is known of an incarnation."""
         if incarnation not in self.incarnations:
-            self.incarnations[incarnation] = IncarnationState(replicas=InferredReplicas(None))
+            replicas = InferredReplicas(None)
+            lines = data_lines(None, self.layouts, replicas)
+            self.incarnations[incarnation] = IncarnationState(replicas=replicas, data_lines=lines)
         return self.incarnations[incarnation]
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class JudgedStep(StepView):
     """A step as rules are given it: with what is known beyond it."""
 
     context: CheckContext
-
-    @classmethod
-    def from_view(cls, step_view: StepView, context: CheckContext) -> JudgedStep:
-        """Return a step with what is known beyond it."""
-        own = {each.name: getattr(step_view, each.name) for each in fields(step_view)}
-        return cls(**own, context=context)
 
     @property
     def life(self) -> IncarnationState:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from rankscope.diagnosis.context import IncarnationState, JudgedStep
-from rankscope.diagnosis.replicas import Layouts, sorted_lines
+from rankscope.diagnosis.replicas import InferredReplicas, Layouts, sorted_lines
 from rankscope.diagnosis.stepview import Array, StepView, root_of
 from rankscope.layout.infer import AxisName, is_fsdp_axis, named_as
 from rankscope.layout.placement import Mesh, Placement
@@ -15,31 +14,25 @@ DDP: Final = "DDP"
 """The word for `DistributedDataParallel` among the wrappers of a module."""
 
 
-def data_lines(step_view: JudgedStep) -> dict[str, tuple[Array, ...]]:
+def data_lines(
+    setup: StepView | None, layouts: Layouts, replicas: InferredReplicas
+) -> dict[str, tuple[Array, ...]]:
     """Return {what says so: lines of ranks} of the axes along which batches should differ.
 
     Such an axis is one that a layout file or a mesh of FSDP's parameters names so (dp, data, fsdp
     ...), one along which FSDP cut every parameter, or all replicas of a DDP model or of one whose
-    parameters are marked as cut along other axes.
+    parameters are marked as cut along other axes. Where the trace has no setup, layouts alone tell.
     """
-    incarnation = step_view.life
-    if incarnation.data_lines is None:
-        incarnation.data_lines = _data_lines(incarnation, step_view.context.layouts)
-    return incarnation.data_lines
-
-
-def _data_lines(incarnation: IncarnationState, layouts: Layouts) -> dict[str, tuple[Array, ...]]:
     found: dict[str, tuple[Array, ...]] = {}
     declared = layouts.mesh
     if declared is not None:
         for name, extent in zip(declared.axes, declared.shape):
             if named_as(name) is AxisName.DATA and extent > 1:
                 found[f"declared axis {name}"] = sorted_lines(declared, [name])
-    if "FSDP2" in incarnation.wrappers:
-        for name, lines in incarnation.data_axes.items():
+    if setup is not None and "FSDP2" in replicas.wrappers:
+        for name, lines in _fsdp_axes(setup).items():
             found.setdefault(f"FSDP's axis {name}", lines)
-    replicas = incarnation.replicas
-    if DDP in incarnation.wrappers and replicas.lines:
+    if DDP in replicas.wrappers and replicas.lines:
         found.setdefault(DDP, replicas.lines)
     elif replicas.is_marked and replicas.lines:
         found.setdefault("replicas of marked parameters", replicas.lines)
@@ -51,7 +44,7 @@ def wrapped_roots(step_view: StepView) -> frozenset[str]:
     return frozenset(root_of(call.path) for call in step_view.calls if DDP in call.node.wrappers)
 
 
-def fsdp_axes(setup: StepView) -> dict[str, tuple[Array, ...]]:
+def _fsdp_axes(setup: StepView) -> dict[str, tuple[Array, ...]]:
     """Return {axis: its lines} of the mesh axes that FSDP cut DTensor parameters along."""
     placed: dict[str, dict[str, list[Placement]]] = {}
     meshes: dict[str, tuple[Mesh, ...]] = {}

@@ -61,7 +61,9 @@ def _first(step_view: JudgedStep, group: Array) -> Iterator[Candidate]:
     if False in made:
         incarnation = step_view.life
         drawn = _drawn_apart(step_view, incarnation.replicas, group)
-        values = next(drawn, None) if _DATA_PARALLEL.isdisjoint(incarnation.wrappers) else None
+        values = (
+            next(drawn, None) if _DATA_PARALLEL.isdisjoint(incarnation.replicas.wrappers) else None
+        )
         if values is not None:
             advice = drawn_apart_advice(values.call.path)
             what = "were handed the same, and hold different values"

@@ -196,6 +196,8 @@ class InferredReplicas:
         """Parameters that differ between some ranks that hold them."""
         self.sharded_paths: frozenset[str] = frozenset()
         """Paths of the modules that own such parameters."""
+        self.wrappers: frozenset[str] = frozenset()
+        """Words for what was put around modules: DDP, FSDP2 ..."""
         self.is_marked = False
         """True where a framework marked parameters as cut."""
         self._lines: tuple[Array, ...] = ()
@@ -219,6 +221,7 @@ class InferredReplicas:
     def _read(self, setup: StepView) -> None:
         size = 1 + max((int(call.ranks[-1]) for call in setup.calls), default=-1)
         plain, local = _Prints(size), _Prints(size)
+        self.wrappers = frozenset(w for call in setup.calls for w in call.node.wrappers)
         for values in setup.values(Phase.SETUP):
             if not values.slot.startswith("param:"):
                 continue

@@ -15,12 +15,11 @@ were computed from different batches belong to no batch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
-from rankscope.diagnosis.datapeers import DDP, data_lines, wrapped_roots
+from rankscope.diagnosis.datapeers import DDP, wrapped_roots
 from rankscope.diagnosis.distances import sides, sides_text
 from rankscope.diagnosis.issuedcollectives import IssuedCollective, known_collectives
 from rankscope.diagnosis.stepview import Array, SlotValues, StepView, root_of
@@ -36,8 +35,7 @@ def duplicate_batches(step_view: JudgedStep) -> Iterator[Candidate]:
     if step_view.is_setup or step_view.mode.word != "train":
         return
     every = [h for call in step_view.roots for h in call.inputs if not h.is_constant]
-    lines = data_lines(step_view) if every else {}
-    for source, groups in lines.items():
+    for source, groups in step_view.life.data_lines.items():
         inputs = _of_wrapped(step_view, every) if source == DDP else every
         same = [line for line in groups if _is_shared(inputs, line)]
         for values in inputs:
@@ -66,10 +64,6 @@ def _duplicate_candidate(
     step_view: JudgedStep, values: SlotValues, source: str, lines: list[Array]
 ) -> Candidate:
     ranks = np.unique(np.concatenate(lines))
-
-    def evidence() -> dict[str, Any]:
-        return {"data_axis": source, "same_on": [ranks_text(line.tolist()) for line in lines[:8]]}
-
     return step_view.candidate(
         values,
         Kind.DUPLICATE,
@@ -77,7 +71,10 @@ def _duplicate_candidate(
         f"{ranks_named(ranks.tolist())} are data-parallel ({source}) and were handed the same "
         f"batch",
         severity=Severity.WARNING,
-        evidence=evidence,
+        evidence=lambda: {
+            "data_axis": source,
+            "same_on": [ranks_text(line.tolist()) for line in lines[:8]],
+        },
     )
 
 
