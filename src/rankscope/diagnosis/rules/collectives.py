@@ -17,7 +17,7 @@ are known to be one (`diagnosis/joins.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -400,17 +400,6 @@ def _exchange_candidate(
 ) -> Candidate:
     ranks = issue.ranks if members is None else members
     given = [h for s, h in issue.call.slots.items() if s.split(".")[0] == "input"]
-
-    def evidence() -> dict[str, Any]:
-        return {
-            "op": issue.op,
-            "reduce": issue.facts.get("reduce"),
-            "group": issue.group,
-            "members": [*issue.members],
-            "inputs": [side for values in given[:2] for side in sides(values, issue.ranks)],
-            "outputs": sides(output, issue.ranks),
-        }
-
     return candidate_at(
         step_view,
         issue.call,
@@ -420,6 +409,13 @@ def _exchange_candidate(
         ranks,
         issue.call.times(ranks, is_end=True),
         f"{issue.op} of {ranks_named(issue.ranks.tolist())}: {text}",
-        evidence=evidence,
+        evidence=lambda: {
+            "op": issue.op,
+            "reduce": issue.facts.get("reduce"),
+            "group": issue.group,
+            "members": [*issue.members],
+            "inputs": [side for values in given[:2] for side in sides(values, issue.ranks)],
+            "outputs": sides(output, issue.ranks),
+        },
         priority=-1,
     )

@@ -46,7 +46,7 @@ def rescaled_shards(step_view: JudgedStep) -> Iterator[Candidate]:
     for event in taken_gradients(step_view):
         families: dict[bytes, tuple[Array, list[TakenGradient]]] = {}
         runs = _runs(event)
-        is_fsdp1 = "FSDP1" in step_view.life.wrappers
+        is_fsdp1 = "FSDP1" in step_view.life.replicas.wrappers
         for gradient in event:
             for ranks in _sharing(gradient, runs, is_fsdp1=is_fsdp1):
                 families.setdefault(ranks.tobytes(), (ranks, []))[1].append(gradient)
@@ -100,7 +100,7 @@ def _sharing(gradient: TakenGradient, runs: Sequence[Array], *, is_fsdp1: bool) 
 
 
 def _allowed(gradients: Sequence[TakenGradient]) -> float:
-    return max(_APART, *(4 * rounding_of(_dtype(each.values)) for each in gradients))
+    return max(_APART, *(4 * rounding_of(each.values.dtype) for each in gradients))
 
 
 def _factors(gradients: Sequence[TakenGradient], ranks: Array) -> Array | None:
@@ -150,13 +150,8 @@ def _ratio(taken: SlotValues, place: int, left: SlotValues, before: int) -> floa
         return None
     factor = float(taken.column("l2")[place]) / size
     rest = taken.column("sketch")[place] - factor * left.column("sketch")[before]
-    allowed = 4 * rounding_of(_dtype(taken)) * float(taken.column("l2")[place])
+    allowed = 4 * rounding_of(taken.dtype) * float(taken.column("l2")[place])
     return factor if float(np.sqrt(np.mean(rest**2))) <= allowed else None
-
-
-def _dtype(values: SlotValues) -> str:
-    """Return the dtype of those ranks that have a gradient."""
-    return next((view.dtype for view in values.views if view.dtype != "python"), "")
 
 
 def _candidate(
