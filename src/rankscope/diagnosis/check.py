@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
 
 from rankscope.diagnosis.causeorder import Join
 from rankscope.diagnosis.context import Candidate, CheckContext, IncarnationState, JudgedStep
 from rankscope.diagnosis.coverage import Coverage
 from rankscope.diagnosis.datapeers import data_lines, wrapped_roots
-from rankscope.diagnosis.endings import ended_badly, ends_of, is_in_order
+from rankscope.diagnosis.endings import MOST_STALLS, ended_badly, ends_of, is_in_order
 from rankscope.diagnosis.finalreport import made_report
-from rankscope.diagnosis.gradientorigins import innermost_takers, origins_of_gradients
+from rankscope.diagnosis.gradientorigins import at_innermost_taker, origins_of_gradients
 from rankscope.diagnosis.joins import Message, Messages, joins_of
 from rankscope.diagnosis.lastcalls import ORDERLY
 from rankscope.diagnosis.matchedcollectives import MatchedCollectives
@@ -50,7 +50,7 @@ from rankscope.diagnosis.unreduced import (
     without_unreduced,
 )
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.record.finding import Kind, Report
+from rankscope.record.finding import Report
 from rankscope.run.filenames import Progress
 from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.summary import ended_words
@@ -90,8 +90,6 @@ _LAST_STEPS: Final = 3
 """How many steps at the end of a job are asked where its ranks stand."""
 _MOST_LOOKED_AT: Final = 256
 """The same, where ranks that did not end in order made fewer steps."""
-_MOST_STALLS: Final = 16
-"""Stalls in the notes of one report, and as evidence of one hang."""
 
 
 def check(
@@ -142,7 +140,8 @@ def _checked(
     candidates = without_unreduced(candidates, context)
     candidates = matched.judged(candidates, steps, ends_of(trace))
     candidates += _of_the_end(trace, steps, context)
-    _note_stalls(trace, context, candidates)
+    now_ns = time.time_ns() if trace.is_live else None
+    context.coverage.notes.extend(stall.sentence(now_ns) for stall in trace.stalls[-MOST_STALLS:])
     words = ended_words(trace.run)
     ended = f"the job was ended from outside: {words}" if words else ""
     for text in (trace.run.get("untested", ""), *trace.happened, trace.unread, ended):
@@ -190,30 +189,6 @@ def _ranks_of(step: Step) -> set[int]:
     return {int(rank) for node in step.nodes for rank in node.ranks}
 
 
-def _note_stalls(trace: Trace, context: CheckContext, candidates: Iterable[Candidate]) -> None:
-    """Note every stall that relays noticed, and give the last one of each host to the hangs.
-
-    A stall is no verdict: a first step that compiles for ten minutes stands still too. It says
-    since when, which records alone cannot.
-    """
-    stalls = trace.stalls[-_MOST_STALLS:]
-    if not stalls:
-        return
-    now_ns = time.time_ns() if trace.is_live else None
-    context.coverage.notes.extend(stall.sentence(now_ns) for stall in stalls)
-    latest = {stall.host: stall for stall in trace.stalls}
-    evidence = [stall.as_evidence(now_ns) for _, stall in sorted(latest.items())][:_MOST_STALLS]
-    for candidate in candidates:
-        if candidate.kind is Kind.HANG:
-            candidate.evidence = functools.partial(_with_stalls, candidate.evidence, evidence)
-
-
-def _with_stalls(
-    evidence: Callable[[], Mapping[str, Any]], stalls: list[dict[str, Any]]
-) -> Mapping[str, Any]:
-    return {**evidence(), "stalls": stalls}
-
-
 def _wrongly_received(messages: Messages, steps: Sequence[Step]) -> Iterator[Candidate]:
     """Read the steps again in which something came that was not sent: most traces have none."""
     wrong: dict[int, list[Message]] = {}
@@ -236,7 +211,7 @@ def _judged(step_view: JudgedStep) -> list[Candidate]:
         )
     note_stages(step_view)
     found = [candidate for rule in STEP_RULES for candidate in rule(step_view)]
-    innermost_takers(step_view, found)
+    found = [at_innermost_taker(step_view, candidate) for candidate in found]
     found += origins_of_gradients(step_view, found)
     note_unreduced(step_view)
     remember_parameters(step_view)

@@ -14,36 +14,24 @@ import numpy as np
 from rankscope.diagnosis.coverage import Coverage
 from rankscope.diagnosis.datapeers import data_lines
 from rankscope.diagnosis.replicas import InferredReplicas, Layouts
-from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView
-from rankscope.record.call import Mode
-from rankscope.record.finding import Kind, Severity
-from rankscope.record.phases import Phase
+from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView, positions
+from rankscope.record.finding import Finding, Kind, Severity
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Candidate:
-    """A place where something is wrong."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Candidate(Finding):
+    """A place where something is wrong, before it is known what came first: `message` lacks the
+    place, and `advice` is "" where its kind and phase say what to look at."""
 
-    kind: Kind
-    phase: Phase
-    mode: Mode
-    step: int
+    is_origin: bool = False
+    victims: int = 0
     incarnation: int
-    micro_batch: int | None
-    path: str
-    slot: str
-    ranks: tuple[int, ...]
-    """Whose value or call is wrong."""
     members: Array
     """Ranks that took part: the order of causes goes through them."""
     times_ns: Array
     """Per member when it happened, on the member's own clock."""
-    message: str
-    advice: str = ""
-    """What to look at, where it is not what its kind and phase say."""
-    severity: Severity = Severity.FAULT
-    evidence: Callable[[], Mapping[str, Any]] = dict
-    """Made when the finding is written: most candidates are victims, which need none."""
+    make_evidence: Callable[[], Mapping[str, Any]]
+    """Called when the finding is written: most candidates are victims, which need none."""
     weight: int = 1
     """Values it stands for."""
     priority: int = 0
@@ -64,9 +52,14 @@ def candidate_at(
     members: Array,
     times_ns: Array,
     message: str,
+    *,
+    path: str | None = None,
+    advice: str = "",
+    severity: Severity = Severity.FAULT,
+    evidence: Callable[[], Mapping[str, Any]] = dict,
     **more: Any,
 ) -> Candidate:
-    """Return a candidate in a call of a step."""
+    """Return a candidate in a call of a step; `path` where it is to be looked for elsewhere."""
     return Candidate(
         kind=kind,
         phase=call.phase,
@@ -74,12 +67,15 @@ def candidate_at(
         step=step_view.step,
         incarnation=step_view.incarnation,
         micro_batch=call.micro_batch,
-        path=call.path,
+        path=call.path if path is None else path,
         slot=slot,
         ranks=tuple(sorted({int(rank) for rank in ranks})),
         members=members,
         times_ns=times_ns,
         message=message,
+        advice=advice,
+        severity=severity,
+        make_evidence=evidence,
         **more,
     )
 
@@ -118,14 +114,13 @@ class ParameterUpdate:
 
     def of(self, members: Array) -> str:
         """Return what became of it on these ranks: "alike", "apart", "stayed", or "unknown"."""
-        now = dict(zip(self.ranks.tolist(), self.hashes.tolist()))
-        before = dict(zip(self.ranks_before.tolist(), self.hashes_before.tolist()))
-        both = [(now.get(rank), before.get(rank)) for rank in members.tolist()]
-        if any(None in each for each in both):
+        at, there = positions(self.ranks, members), positions(self.ranks_before, members)
+        if (at < 0).any() or (there < 0).any():
             return "unknown"
-        if len({each[0] for each in both}) > 1:
+        now = self.hashes[at]
+        if (now != now[0]).any():
             return "apart"
-        return "stayed" if any(each[0] == each[1] for each in both) else "alike"
+        return "stayed" if (now == self.hashes_before[there]).any() else "alike"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,6 +6,7 @@ collective it stands, and which members of that collective's group did not issue
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -33,6 +34,8 @@ from rankscope.record.streams import EndReason
 from rankscope.tree.crashes import Crash, crashes
 from rankscope.tree.views import Trace
 
+MOST_STALLS: Final = 16
+"""Stalls in the notes of one report, and as evidence of one hang."""
 _NAMELESS: Final = "an exception outside of any module's call"
 
 
@@ -63,12 +66,23 @@ def ended_badly(
     may_be_left = ended is None and not trace.stalls
     killed = _killed(trace, ends) if may_be_left else {}
     are_left = may_be_left and (bool(killed) or _are_left(last, ends))
-    hangs = [] if unrecorded or are_left else list(hangs_of(step_views, last, ends))
+    hangs = [] if unrecorded or are_left else list(hangs_of(step_views, last, ends, _stalls(trace)))
     yield from hangs
     if ended is None:  # else no rank failed: the job was ended from outside
         is_open = not killed and bool(ranks_left_open(step_views, last, ends))
         is_explained = bool(hangs) or is_open
         yield from _crashes(trace, last, unrecorded, killed, is_explained=is_explained)
+
+
+def _stalls(trace: Trace) -> list[dict[str, Any]]:
+    """Return the last stall of each host, as the evidence of a hang has it.
+
+    A stall is no verdict: a first step that compiles for ten minutes stands still too. It says
+    since when, which records alone cannot.
+    """
+    now_ns = time.time_ns() if trace.is_live else None
+    latest = {stall.host: stall for stall in trace.stalls}
+    return [stall.as_evidence(now_ns) for _, stall in sorted(latest.items())][:MOST_STALLS]
 
 
 def _killed(trace: Trace, ends: Mapping[int, str]) -> dict[int, str]:
@@ -243,7 +257,7 @@ def _crash(
         return
     each = last[known[0]]
     members = np.array(known, np.int64)
-    candidate = candidate_at(
+    yield candidate_at(
         each.step_view,
         call or _call_left(each, known[0], end),
         Kind.CRASH,
@@ -256,9 +270,8 @@ def _crash(
             "last": [last_words(rank, last[rank]) for rank in known][:MOST_LISTED],
             "ends": {str(rank): end for rank, end in sorted(ends.items())[:MOST_LISTED]},
         },
+        path=end.path,
     )
-    candidate.path = end.path
-    yield candidate
 
 
 def _call_left(each: LastCall, rank: int, end: _End) -> CallView:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from rankscope.diagnosis.causeorder import CauseOrder, FaultPlace, Join, sort_causes
@@ -151,7 +152,7 @@ def _beside(index: int, events: list[list[Candidate]], order: CauseOrder) -> lis
 def _finding(
     candidate: Candidate, *, is_origin: bool, victims: list[Candidate], beside: Sequence[str] = ()
 ) -> Finding:
-    evidence: dict[str, Any] = dict(candidate.evidence()) if is_origin or not victims else {}
+    evidence = dict(candidate.make_evidence()) if is_origin or not victims else {}
     if beside:
         evidence["unordered"] = list(beside)
     if candidate.incarnation:
@@ -159,23 +160,15 @@ def _finding(
     names = dict.fromkeys(v.place for v in sorted(victims, key=_first_ns))
     kind = candidate.kind
     usual = candidate.phase.facts.unequal if kind is Kind.REPLICA else kind.advice
-    return Finding(
-        kind=kind,
-        severity=candidate.severity,
-        phase=candidate.phase,
-        mode=candidate.mode,
-        step=candidate.step,
-        micro_batch=candidate.micro_batch,
-        path=candidate.path,
-        slot=candidate.slot,
-        ranks=candidate.ranks,
-        is_origin=is_origin,
-        victims=sum(v.weight for v in victims) + candidate.weight - 1,
-        victim_names=tuple(names)[:NAMED_VICTIMS],
-        evidence=evidence,
-        message=f"{candidate.place}: {candidate.message}",
-        advice=candidate.advice or usual,
-    )
+    told = {
+        "is_origin": is_origin,
+        "victims": sum(v.weight for v in victims) + candidate.weight - 1,
+        "victim_names": tuple(names)[:NAMED_VICTIMS],
+        "evidence": evidence,
+        "message": f"{candidate.place}: {candidate.message}",
+        "advice": candidate.advice or usual,
+    }
+    return Finding(**{each.name: getattr(candidate, each.name) for each in fields(Finding)} | told)
 
 
 def report_json(report: Report) -> dict[str, Any]:

@@ -40,9 +40,10 @@ def hangs_of(
     step_views: Sequence[StepView],
     last: dict[int, LastCall],
     ends: dict[int, str],
+    stalls: list[dict[str, Any]],
 ) -> Iterator[Candidate]:
     """Yield a candidate for every hang in the last steps of the last incarnation; `last` is what
-    each rank did last, `ends` how its stream ends."""
+    each rank did last, `ends` how its stream ends, `stalls` what hosts noticed."""
     found: list[_Hang] = []
     left_open = ranks_left_open(step_views, last, ends)
     for step_view in step_views:
@@ -61,7 +62,7 @@ def hangs_of(
                 found.append(hang)
     for hang in found:
         after = [h for h in found if h is not hang and _is_because_of(h, hang, step_views)]
-        yield _hang_candidate(hang, after, last)
+        yield _hang_candidate(hang, after, last, stalls)
 
 
 def ranks_left_open(
@@ -127,7 +128,9 @@ def _hang(
     return _Hang(step_view=step_view, issue=missed, waiting=tuple(left), missing=tuple(missing))
 
 
-def _hang_candidate(hang: _Hang, after: list[_Hang], last: dict[int, LastCall]) -> Candidate:
+def _hang_candidate(
+    hang: _Hang, after: list[_Hang], last: dict[int, LastCall], stalls: list[dict[str, Any]]
+) -> Candidate:
     def evidence() -> dict[str, Any]:
         return {
             "waiting": [
@@ -143,6 +146,7 @@ def _hang_candidate(hang: _Hang, after: list[_Hang], last: dict[int, LastCall]) 
             ][:MOST_LISTED],
             "missing": ranks_text(hang.missing),
             "last": [last_words(r, each) for r, each in sorted(last.items())][:MOST_LISTED],
+            **({"stalls": stalls} if stalls else {}),
         }
 
     issue = hang.issue

@@ -44,7 +44,6 @@ class LastCall:
     """Paths of the calls it did not leave, outermost first."""
     waiting: IssuedCollective | None
     """The collective it stands in."""
-    error: str
 
 
 def last_calls(step_views: Sequence[StepView]) -> dict[int, LastCall]:
@@ -54,7 +53,6 @@ def last_calls(step_views: Sequence[StepView]) -> dict[int, LastCall]:
         issues = list(issues_of(step_view))
         latest: dict[int, tuple[int, CallView]] = {}
         opened: dict[int, list[tuple[int, int, CallView]]] = {}
-        errors: dict[int, str] = {}
         for number, call in enumerate(step_view.calls):
             times = call.times(call.ranks).tolist()
             at = dict(zip(call.ranks.tolist(), times))
@@ -62,11 +60,8 @@ def last_calls(step_views: Sequence[StepView]) -> dict[int, LastCall]:
                 if rank not in latest or time_ns >= latest[rank][0]:
                     latest[rank] = (time_ns, call)
             for outcome in () if call.node.has_returned else call.node.outcomes:
-                for rank in outcome.ranks:
-                    if outcome.status == CallStatus.UNFINISHED.word:
-                        opened.setdefault(rank, []).append((at[rank], number, call))
-                    elif outcome.status == CallStatus.RAISED.word:
-                        errors[rank] = outcome.error
+                for rank in outcome.ranks if outcome.status == CallStatus.UNFINISHED.word else ():
+                    opened.setdefault(rank, []).append((at[rank], number, call))
         for rank, (time_ns, call) in latest.items():
             if rank in found and found[rank].time_ns > time_ns:
                 continue
@@ -78,7 +73,6 @@ def last_calls(step_views: Sequence[StepView]) -> dict[int, LastCall]:
                 time_ns=time_ns,
                 stack=tuple(dict.fromkeys(each.path for each in stack)),
                 waiting=next((i for i in issues if _stands_in(i, rank)), None),
-                error=errors.get(rank, ""),
             )
     return found
 
