@@ -8,16 +8,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from rankscope.diagnosis.causeorder import Join
-from rankscope.diagnosis.context import Candidate, CheckContext, IncarnationState, JudgedStep
+from rankscope.diagnosis.context import Candidate, CheckContext, JudgedStep
 from rankscope.diagnosis.coverage import Coverage
-from rankscope.diagnosis.datapeers import data_lines, wrapped_roots
 from rankscope.diagnosis.endings import MOST_STALLS, ended_badly, ends_of, is_in_order
 from rankscope.diagnosis.finalreport import made_report
 from rankscope.diagnosis.gradientorigins import at_innermost_taker, origins_of_gradients
 from rankscope.diagnosis.joins import Message, Messages, joins_of
 from rankscope.diagnosis.lastcalls import ORDERLY
 from rankscope.diagnosis.matchedcollectives import MatchedCollectives
-from rankscope.diagnosis.replicas import InferredReplicas, Layouts
+from rankscope.diagnosis.replicas import Layouts
 from rankscope.diagnosis.rules.accumulation import (
     always_lost_micro_batches,
     carried_gradients,
@@ -201,14 +200,7 @@ def _wrongly_received(messages: Messages, steps: Sequence[Step]) -> Iterator[Can
 
 def _judged(step_view: JudgedStep) -> list[Candidate]:
     if step_view.is_setup:
-        replicas = InferredReplicas(step_view)
-        step_view.context.incarnations[step_view.incarnation] = IncarnationState(
-            replicas=replicas,
-            setup=step_view,
-            wrapped=wrapped_roots(step_view),
-            data_lines=data_lines(step_view, step_view.context.layouts, replicas),
-            owners={call.path: call.ranks for call in step_view.calls if call.slots},
-        )
+        step_view.context.begin(step_view.incarnation, step_view)
     note_stages(step_view)
     found = [candidate for rule in STEP_RULES for candidate in rule(step_view)]
     found = [at_innermost_taker(step_view, candidate) for candidate in found]

@@ -12,7 +12,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from rankscope.diagnosis.coverage import Coverage
-from rankscope.diagnosis.datapeers import data_lines
 from rankscope.diagnosis.replicas import InferredReplicas, Layouts
 from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView, positions
 from rankscope.record.finding import Finding, Kind, Severity
@@ -134,12 +133,8 @@ class IncarnationState:
     undecided: dict[tuple[str, int, str], SlotValues] | None = None
     """Parameters that differed at setup, until a gradient says whether they are replicas; None
     before the first optimizer step."""
-    wrapped: frozenset[str] = frozenset()
-    """Roots that DDP wraps, or of which it wraps a part."""
     data_lines: Mapping[str, tuple[Array, ...]]
-    """As `datapeers.data_lines` says."""
-    owners: Mapping[str, Array] = field(default_factory=dict)
-    """{path: ranks} of the modules that own parameters or buffers."""
+    """Of `replicas`, as setup showed them."""
     rounded: set[tuple[str, str]] = field(default_factory=set)
     """Parameters of which replicas' gradients differed by rounding: so may the parameters."""
     warned: set[tuple[str, str]] = field(default_factory=set)
@@ -196,10 +191,16 @@ class CheckContext:
     def incarnation(self, incarnation: int) -> IncarnationState:
         """Return what is known of an incarnation."""
         if incarnation not in self.incarnations:
-            replicas = InferredReplicas(None)
-            lines = data_lines(None, self.layouts, replicas)
-            self.incarnations[incarnation] = IncarnationState(replicas=replicas, data_lines=lines)
+            self.begin(incarnation, None)
         return self.incarnations[incarnation]
+
+    def begin(self, incarnation: int, setup: JudgedStep | None) -> None:
+        """Forget what was known of an incarnation, but for its setup."""
+        replicas = InferredReplicas(setup)
+        lines = replicas.data_lines(self.layouts)
+        self.incarnations[incarnation] = IncarnationState(
+            replicas=replicas, setup=setup, data_lines=lines
+        )
 
 
 @dataclass(eq=False, kw_only=True)

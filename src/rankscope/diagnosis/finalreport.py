@@ -78,19 +78,15 @@ def _lacks(trace: Trace, coverage: Coverage, unmatched: Sequence[str]) -> str:
     """Return why nothing was judged, and what to do; "" where something was."""
     if unmatched and not coverage.is_any_inside:
         return f"{unmatched[0]}: trace again with globs of whole paths ('*.name', 'layers.0.*')"
-    if not trace.steps and (_lacks_steps(trace) or not coverage.compared):
+    lacking = (NoteKind.NO_STEP_REACHED, NoteKind.NO_STEP_BEGUN)
+    is_lacking = any(note.kind in lacking for notes in trace.error_notes for note in notes)
+    if not trace.steps and (is_lacking or not coverage.compared):
         return "no step was traced: choose steps that the job reaches (--rs-steps)"
     if coverage.compared:
         return ""
     if not coverage.recorded:
         return "no value was recorded: trace again with --rs-digest full and --rs-phases all"
     return "none of its values has numbers to judge: trace again with --rs-digest full"
-
-
-def _lacks_steps(trace: Trace) -> bool:
-    """True where ranks say that steps were asked for and did not come."""
-    lacking = (NoteKind.NO_STEP_REACHED, NoteKind.NO_STEP_BEGUN)
-    return any(note.kind in lacking for notes in trace.error_notes for note in notes)
 
 
 def _distinct(candidates: Any) -> list[Candidate]:

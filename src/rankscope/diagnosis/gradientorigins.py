@@ -152,7 +152,7 @@ def _taker(step_view: StepView, values: SlotValues, group: Array) -> SlotValues:
         for call in step_view.of(Phase.BACKWARD)
         if _is_inside(call, values.call) and np.isin(group, call.ranks).all()
         for each in call.outputs
-        if _is_same_tensor(each, values, group)
+        if each.equals(values, group)
     ]
     innermost = [
         each for each in inside if not any(_is_inside(other.call, each.call) for other in inside)
@@ -164,12 +164,6 @@ def _is_inside(call: CallView, outer: CallView) -> bool:
     below = f"{outer.path}." if outer.path else ""
     is_within = call is not outer and call.path != outer.path and call.path.startswith(below)
     return is_within and call.micro_batch == outer.micro_batch
-
-
-def _is_same_tensor(one: SlotValues, other: SlotValues, group: Array) -> bool:
-    at, there = one.at(group), other.at(group)
-    is_there = (at >= 0).all() and (there >= 0).all()
-    return bool(is_there and (one.hashes[at] == other.hashes[there]).all())
 
 
 def _key(call: CallView) -> tuple[str, int | None, int]:

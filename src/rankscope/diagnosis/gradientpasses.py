@@ -18,7 +18,6 @@ import numpy as np
 from rankscope.diagnosis.distances import rounding_of
 from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView
 from rankscope.record.phases import Phase
-from rankscope.record.statistics import NONFINITE
 from rankscope.record.value import ValueFlag
 
 _FOREIGN: Final = int(ValueFlag.UNHELD | ValueFlag.SKIPPED)
@@ -136,17 +135,16 @@ def gathered_apart(event: Sequence[TakenGradient]) -> list[TakenGradient]:
     groups: dict[tuple[int, bytes], list[TakenGradient]] = {}
     for each in event:
         worths = each.worths
-        if len(worths) < 2 or not _are_known(each.values, each.values.ranks):
+        if len(worths) < 2 or not _is_usable(each.values, each.values.ranks):
             continue
         ranks = each.values.ranks
-        if all(np.array_equal(own.ranks, ranks) and _are_known(own, ranks) for own in worths):
+        if all(np.array_equal(own.ranks, ranks) and _is_usable(own, ranks) for own in worths):
             groups.setdefault((len(worths), ranks.tobytes()), []).append(each)
     return max(groups.values(), key=len, default=[])
 
 
-def _are_known(values: SlotValues, ranks: Array) -> bool:
-    is_finite = not any(values.column(name).any() for name in NONFINITE)
-    return bool(values.is_known[values.at(ranks)].all()) and is_finite
+def _is_usable(values: SlotValues, ranks: Array) -> bool:
+    return values.are_known(ranks) and values.is_finite(ranks)
 
 
 def mixture_of(

@@ -213,13 +213,12 @@ def message_value(issue: IssuedCollective) -> SlotValues | None:
 def _message_end(
     issue: IssuedCollective, rank: int, step: int, context: CheckContext, *, is_sent: bool
 ) -> _MessageEnd:
-    ranks, value = np.array([rank]), None
+    ranks = np.array([rank])
     values = message_value(issue)
-    place = -1 if values is None else int(values.at(ranks)[0])
-    if values is not None and place >= 0 and values.is_known[place]:
-        flags = int(values.flags[place])
-        if not (is_sent and flags & ValueFlag.AFTER_CALL):
-            value = int(values.hashes[place]), bool(flags & ValueFlag.MIX64)
+    value = None if values is None else values.told(rank)
+    if values is not None and value is not None:
+        if is_sent and values.flags[values.at(ranks)[0]] & ValueFlag.AFTER_CALL:
+            value = None
         if not is_sent:
             context.coverage.applied(values)
     time = issue.call.times(ranks, is_end=not is_sent)

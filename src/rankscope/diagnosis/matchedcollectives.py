@@ -305,10 +305,9 @@ def _is_torn(issue: IssuedCollective, context: CheckContext) -> bool:
     if given is None:
         return False
     ranks = issue.ranks[np.isin(issue.ranks, given.ranks)]
-    if len(ranks) < 2:
+    if len(ranks) < 2 or not given.are_known(ranks):
         return False
-    places = given.at(ranks)
-    if not given.is_known[places].all() or (given.flags[places] & int(ValueFlag.MIX64)).any():
+    if (given.flags[given.at(ranks)] & int(ValueFlag.MIX64)).any():
         return False
     begins, ends = issue.call.span(ranks)
     by_host: dict[str, list[int]] = {}
@@ -408,10 +407,7 @@ def _equal_outputs(by_rank: Mapping[int, Mapping[tuple[str, int, int], _OwnCall]
 
 def _given(issue: IssuedCollective, rank: int) -> tuple[int, bool] | None:
     values = issue.call.slots.get("output.0") if issue.op in EQUAL_OUTPUTS else None
-    place = -1 if values is None else int(values.at(np.array([rank]))[0])
-    if values is None or place < 0 or not values.is_known[place]:
-        return None
-    return int(values.hashes[place]), bool(values.flags[place] & ValueFlag.MIX64)
+    return None if values is None else values.told(rank)
 
 
 def _are_shifted(lines: Mapping[int, list[_OwnCall]]) -> bool:

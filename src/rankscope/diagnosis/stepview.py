@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from rankscope.record.call import Mode
 from rankscope.record.notes import RanksNote
 from rankscope.record.phases import Phase
+from rankscope.record.statistics import NONFINITE
 from rankscope.record.value import ValueFlag, is_form
 from rankscope.tree.slotview import SlotView, by_slot
 from rankscope.tree.views import Node, Step
@@ -33,6 +34,12 @@ _NUMBER: Final = re.compile(r"(^|\.)\d+(?=\.|$)")
 def sibling_path(path: str) -> str:
     """Return what a path has in common with its siblings: layers.0.mlp -> layers.*.mlp."""
     return _NUMBER.sub(r"\1*", path)
+
+
+def layer_of(path: str) -> str:
+    """Return the path up to its first number, the layer that a module is part of: "" for none."""
+    found = _NUMBER.search(path)
+    return path[: found.end()] if found else ""
 
 
 def root_of(path: str) -> str:
@@ -170,6 +177,31 @@ class SlotValues:
         late = int(self.slot.startswith("returned") or call.phase is Phase.COLLECTIVE)
         return call.times(ranks, is_end=True) + late
 
+    def are_known(self, ranks: Array) -> bool:
+        """True where all of these ranks hold it, and it was digested on each."""
+        places = self.at(ranks)
+        return bool((places >= 0).all() and self.is_known[places].all())
+
+    def is_finite(self, ranks: Array) -> bool:
+        """True where none of these ranks, which hold it, has NaN or infinity in it."""
+        places = self.at(ranks)
+        return not any(self.column(name)[places].any() for name in NONFINITE)
+
+    def equals(self, other: SlotValues, ranks: Array) -> bool:
+        """True where each of these ranks holds the same bytes in both."""
+        at, there = self.at(ranks), other.at(ranks)
+        is_there = (at >= 0).all() and (there >= 0).all()
+        return bool(is_there and (self.hashes[at] == other.hashes[there]).all())
+
+    def told(self, rank: int) -> tuple[int, bool] | None:
+        """Return what tells a rank's value from others: its hash, and whether that was computed on
+        an accelerator; None where it is not known."""
+        ranks = np.array([rank])
+        if not self.are_known(ranks):
+            return None
+        place = int(self.at(ranks)[0])
+        return int(self.hashes[place]), bool(self.flags[place] & ValueFlag.MIX64)
+
     def agreements(self, groups: Array) -> Array:
         """Say for every group whether its ranks hold the same bytes.
 
@@ -207,11 +239,14 @@ class CallView:
     micro_batch: int | None
     ordinal: int
     parent: CallView | None
-    top: CallView
-    """The outermost call around it; itself for a root."""
     ranks: Array
+    top: CallView = field(init=False)
+    """The outermost call around it; itself for a root."""
     children: list[CallView] = field(default_factory=list)
     slots: dict[str, SlotValues] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.top = self if self.parent is None else self.parent.top
 
     @property
     def inputs(self) -> Iterator[SlotValues]:
@@ -310,6 +345,19 @@ class StepView:
                 groups.setdefault(tuple(key), []).append(rank)
         return tuple(np.array(g, np.int64) for g in groups.values() if len(g) > 1)
 
+    @cached_property
+    def gradient_families(self) -> dict[tuple[str, str], list[SlotValues]]:
+        """{(path that siblings have in common, slot): gradients of these}"""
+        found: dict[tuple[str, str], list[SlotValues]] = {}
+        for values in self.values(Phase.GRADS):
+            found.setdefault((sibling_path(values.call.path), values.slot), []).append(values)
+        return found
+
+    def handed(self, path: str) -> list[SlotValues]:
+        """Return what a module was handed in forward, and in backward as gradients of outputs."""
+        calls = (c for c in self.named(path) if c.phase in (Phase.FORWARD, Phase.BACKWARD))
+        return [values for call in calls for values in call.inputs]
+
     def named(self, path: str) -> list[CallView]:
         """Return the calls of one path, in all phases."""
         return self._by_path.get(path, [])
@@ -354,11 +402,9 @@ def step_view_of(step: Step) -> StepView:
 
 
 def _call_of(node: Node, parent: CallView | None, ranks: Array) -> CallView:
-    call = CallView.__new__(CallView)
-    call.node, call.path, call.phase = node, node.path, node.phase
-    call.micro_batch, call.ordinal, call.parent = node.micro_batch, node.ordinal, parent
-    call.top = call if parent is None else parent.top
-    call.ranks, call.children = ranks, []
+    call = CallView(
+        node, node.path, node.phase, node.micro_batch, node.ordinal, parent=parent, ranks=ranks
+    )
     entries = by_slot(view for view in node.slots if not is_form(view.slot))  # each rank's own
     call.slots = {slot: SlotValues(call, views) for slot, views in entries.items()}
     return call

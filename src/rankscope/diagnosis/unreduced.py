@@ -32,6 +32,7 @@ other steps: from then on nothing is compared between these ranks.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Final
 
@@ -343,14 +344,11 @@ def _with_one_warning(listed: list[Candidate]) -> Iterator[Candidate]:
     for candidate in listed:
         if _is_held_back(candidate):
             first.setdefault(candidate.incarnation, candidate)
-    counts = {
-        incarnation: sum(
-            _is_due_to(candidate, began)
-            for candidate in listed
-            if candidate.incarnation == incarnation
-        )
-        for incarnation, began in first.items()
-    }
+    counts = Counter(
+        candidate.incarnation
+        for candidate in listed
+        if candidate.incarnation in first and _is_due_to(candidate, first[candidate.incarnation])
+    )
     for candidate in listed:
         began = first.get(candidate.incarnation)
         if began is None or not _is_due_to(candidate, began):

@@ -84,7 +84,12 @@ def lost_micro_batches(step_view: JudgedStep) -> Iterator[Candidate]:
     events = {id(call.top) for call in step_view.of(Phase.GRADS)}
     if events:
         incarnation.stepped.add(step_view.step)
-    for gradients, mixture, ranks in _mixtures(step_view):
+    for event in taken_gradients(step_view):
+        gradients = gathered_apart(event)
+        found = mixture_of(gradients, incarnation.replicas.lines) if gradients else None
+        if found is None:
+            continue
+        mixture, ranks = found
         if mixture.is_reduced_early:
             incarnation.reduced_early.add(step_view.step)
         root = gradients[0].values.call.top.path
@@ -125,17 +130,6 @@ def always_lost_micro_batches(context: CheckContext) -> Iterator[Candidate]:
 
 def _as_warning(candidate: Candidate) -> Candidate:
     return replace(candidate, severity=Severity.WARNING, advice=_WARNING)
-
-
-def _mixtures(step_view: JudgedStep) -> Iterator[tuple[list[TakenGradient], Mixture, Array]]:
-    """Yield, for every optimizer step whose gradients were gathered in parts, what became of the
-    parts, and the ranks."""
-    lines = step_view.life.replicas.lines
-    for event in taken_gradients(step_view):
-        gradients = gathered_apart(event)
-        found = mixture_of(gradients, lines) if gradients else None
-        if found is not None:
-            yield gradients, *found
 
 
 def _are_batches_of_their_own(forwards: Sequence[CallView], ranks: Array) -> bool:

@@ -19,9 +19,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
-from rankscope.diagnosis.datapeers import DDP, wrapped_roots
 from rankscope.diagnosis.distances import sides, sides_text
 from rankscope.diagnosis.issuedcollectives import IssuedCollective, known_collectives
+from rankscope.diagnosis.replicas import DDP
 from rankscope.diagnosis.stepview import Array, SlotValues, StepView, root_of
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
@@ -50,9 +50,9 @@ def duplicate_batches(step_view: JudgedStep) -> Iterator[Candidate]:
 def _of_wrapped(step_view: JudgedStep, inputs: list[SlotValues]) -> list[SlotValues]:
     """Return what roots were handed that are wrapped, or hold what is: a model beside them may be
     handed the same on all ranks (a reference, what measures the whole batch)."""
-    incarnation = step_view.life
-    wrapped = incarnation.wrapped | wrapped_roots(step_view)
-    return [values for values in inputs if root_of(values.call.path) in wrapped]
+    wrapped = [call.path for call in step_view.calls if DDP in call.node.wrappers]
+    roots = {root_of(path) for path in (*wrapped, *step_view.life.replicas.wrapped)}
+    return [values for values in inputs if root_of(values.call.path) in roots]
 
 
 def _is_shared(inputs: list[SlotValues], line: Array) -> bool:

@@ -35,7 +35,6 @@ from rankscope.diagnosis.joins import Message, message_value
 from rankscope.diagnosis.stepview import Array, SlotValues, StepView
 from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named, ranks_text
-from rankscope.record.statistics import NONFINITE
 from rankscope.record.value import ValueFlag
 
 _SAME_SHAPE: Final = frozenset({"all_reduce", "broadcast", "reduce"})
@@ -253,18 +252,13 @@ def wrong_exchanges(step_view: JudgedStep) -> Iterator[Candidate]:
 def _judged_exchange(step_view: JudgedStep, issue: IssuedCollective) -> Iterator[Candidate]:
     outputs = [h for s, h in issue.call.slots.items() if s.split(".")[0] == "output"]
     for number, output in enumerate(outputs):
-        if output.dtype == "python" or not _is_there(output, issue.ranks):
+        if output.dtype == "python" or not output.are_known(issue.ranks):
             continue
         problem = _unequal(issue, output) or _unlike_inputs(issue, output, number, len(outputs))
         step_view.context.coverage.applied(output)
         if problem is not None:
             text, blamed = problem
             yield _exchange_candidate(step_view, issue, output, text, blamed)
-
-
-def _is_there(values: SlotValues, ranks: Array) -> bool:
-    places = values.at(ranks)
-    return bool((places >= 0).all() and values.is_known[places].all())
 
 
 def _unequal(issue: IssuedCollective, output: SlotValues) -> tuple[str, Array] | None:
@@ -282,9 +276,9 @@ def _unlike_inputs(
     if given is None or given.dtype == "python" or issue.facts.get("object"):
         return None
     late = int(ValueFlag.AFTER_CALL)
-    if not _is_there(given, issue.ranks) or (given.flags[given.at(issue.ranks)] & late).any():
+    if not given.are_known(issue.ranks) or (given.flags[given.at(issue.ranks)] & late).any():
         return None
-    if not (_is_finite(given, issue.ranks) and _is_finite(output, issue.ranks)):
+    if not (given.is_finite(issue.ranks) and output.is_finite(issue.ranks)):
         return None
     if issue.op == "all_gather" and outputs == len(issue.members):
         sender = issue.members[number]
@@ -303,11 +297,6 @@ def _unlike_inputs(
     if test(issue, given, output):
         return None
     return "its output is not what its inputs give", issue.ranks
-
-
-def _is_finite(values: SlotValues, ranks: Array) -> bool:
-    places = values.at(ranks)
-    return not any(values.column(n)[places].any() for n in NONFINITE)
 
 
 def _has_numbers(values: SlotValues, ranks: Array) -> bool:

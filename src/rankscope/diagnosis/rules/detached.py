@@ -123,11 +123,8 @@ def _is_handed(issue: IssuedCollective, call: CallView) -> bool:
 
 
 def _are_same(values: SlotValues, output: SlotValues, ranks: Array) -> bool:
-    places, at = values.at(ranks), output.at(ranks)
-    if (places < 0).any() or (at < 0).any() or values.is_constant:
-        return False
-    is_known = values.is_known[places].all() and output.is_known[at].all()
-    return bool(is_known and (values.hashes[places] == output.hashes[at]).all())
+    are_known = values.are_known(ranks) and output.are_known(ranks)
+    return are_known and not values.is_constant and values.equals(output, ranks)
 
 
 def _are_joined(values: SlotValues, outputs: list[SlotValues], ranks: Array) -> bool:

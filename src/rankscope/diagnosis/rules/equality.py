@@ -358,19 +358,9 @@ def _gradient_kind(step_view: StepView, values: SlotValues, groups: list[Array])
     """
     if all(is_multiple(values, values.at(group)) for group in groups):
         return Kind.REPLICA
-    handed = [
-        value.agree(group)
-        for call in step_view.named(values.call.path)
-        if call.phase in (Phase.FORWARD, Phase.BACKWARD)
-        for value in call.inputs
-        for group in groups
-    ]
+    given = step_view.handed(values.call.path)
+    handed = [value.agree(group) for value in given for group in groups]
     if all(each is None for each in handed):  # called on one of these ranks alone
-        handed = [
-            value.agree(group)
-            for call in step_view.named("")
-            if call.phase is Phase.FORWARD
-            for value in call.inputs
-            for group in groups
-        ]
+        given = [each for each in step_view.handed("") if each.call.phase is Phase.FORWARD]
+        handed = [value.agree(group) for value in given for group in groups]
     return Kind.GRADIENT if False in handed or not handed else Kind.REPLICA

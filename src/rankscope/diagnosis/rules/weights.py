@@ -86,12 +86,7 @@ def _is_unlike(
         return False
     if (values.counts[values.at(group)] != gradient.counts[gradient.at(group)]).any():
         return False
-    return any(
-        value.agree(group) is False
-        for call in step_view.named(values.call.path)
-        if call.phase in (Phase.FORWARD, Phase.BACKWARD)
-        for value in call.inputs
-    )
+    return any(value.agree(group) is False for value in step_view.handed(values.call.path))
 
 
 def _other_candidate(setup: JudgedStep, values: SlotValues, groups: list[Array]) -> Candidate:
