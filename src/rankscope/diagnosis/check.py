@@ -118,7 +118,12 @@ def check(
 def _checked(
     trace: Trace, layouts: LayoutFile | None, progress: Progress | None, each_step: EachStep | None
 ) -> Report:
-    context = _context(trace, layouts)
+    context = CheckContext(
+        run=trace.run,
+        layouts=Layouts(layouts, int(trace.run["world_size"])),
+        coverage=Coverage(),
+        hosts={rank["rank"]: str(rank["host"]) for rank in trace.completeness["ranks"]},
+    )
     steps = [*trace.setup, *trace.steps]
     candidates: list[Candidate] = []
     messages, matched = Messages(), MatchedCollectives()
@@ -157,15 +162,6 @@ def _checked(
 
 def _view(step: Step, context: CheckContext) -> JudgedStep:
     return JudgedStep(**vars(step_view_of(step)), context=context)
-
-
-def _context(trace: Trace, layouts: LayoutFile | None) -> CheckContext:
-    return CheckContext(
-        run=trace.run,
-        layouts=Layouts(layouts, int(trace.run["world_size"])),
-        coverage=Coverage(),
-        hosts={rank["rank"]: str(rank["host"]) for rank in trace.completeness["ranks"]},
-    )
 
 
 def _of_the_end(trace: Trace, steps: Sequence[Step], context: CheckContext) -> Iterable[Candidate]:

@@ -90,8 +90,14 @@ class Left(NamedTuple):
     squares: Array
     """Sums of squares."""
     sketches: Array | None
+    """None of several parameters in one flat tensor."""
     begun: Array | None = None
     """Sketches of what it was at setup."""
+
+    @property
+    def size(self) -> int:
+        """Elements of a parameter; 0 of a flat tensor, whose parameters stand beside it."""
+        return 0 if self.sketches is None else int(self.counts[0])
 
 
 class Latest(NamedTuple):
@@ -140,13 +146,10 @@ class IncarnationState:
     warned: set[tuple[str, str]] = field(default_factory=set)
     """(path, slot) of warnings that one step of the incarnation has given."""
     unlike: list[Left] = field(default_factory=list)
-    """Parameters that the latest step left different."""
-    flat: list[Left] = field(default_factory=list)
-    """Parameters of a root in one flat tensor, as the latest step left them."""
-    left: deque[tuple[list[Left], list[Left]]] = field(
-        default_factory=lambda: deque(maxlen=_STEPS_LEFT)
-    )
-    """`unlike` and `flat` of the last steps: ranks may be steps apart."""
+    """Parameters that the latest step left different, and behind them those of each root in one
+    flat tensor."""
+    left: deque[list[Left]] = field(default_factory=lambda: deque(maxlen=_STEPS_LEFT))
+    """`unlike` of the last steps: ranks may be steps apart."""
     handed: set[int] = field(default_factory=set)
     """Ranks that handed their parameters to others, each in a step of its own."""
     apart: set[int] = field(default_factory=set)

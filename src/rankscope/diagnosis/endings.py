@@ -147,13 +147,8 @@ def _crashes(
     *,
     is_explained: bool,
 ) -> Iterator[Candidate]:
-    """Yield a candidate for every place where ranks raised, or were killed while others went on.
-
-    Args:
-        last: {rank: what it did last}
-        unrecorded: as of `_unrecorded`.
-        killed: as of `_killed`.
-        is_explained: a hang was found, or ranks stand where one may be that could not be judged.
+    """Yield a candidate for every place where ranks raised, or were killed while others went on;
+    `is_explained` where a hang was found, or ranks stand where one may be that could not be judged.
     """
     # One crash ends a whole job: peers raise because it is gone ("connection closed"), and the
     # launcher kills the rest. Only ranks that no other rank ended may be named. What is asked comes

@@ -11,6 +11,7 @@ import numpy as np
 from rankscope.diagnosis.context import Candidate, CheckContext, candidate_at
 from rankscope.diagnosis.issuedcollectives import (
     IssuedCollective,
+    issued_by_rank,
     issues_of,
     known_collectives,
     ranks_in_doubt,
@@ -197,25 +198,15 @@ def _first_missed(
     """Return the first collective that members did not come to, and those members. A rank that
     skipped one may stand in the next as if it were this one: sites tell. Ranks that stand in one of
     this group in a step of another number (`elsewhere`) wait for the same members."""
-    lines: dict[int, list[IssuedCollective]] = {rank: [] for rank in stands.members}
-    for issue in sorted(group, key=lambda i: i.sequence):
-        for rank in issue.ranks.tolist():
-            lines.setdefault(rank, []).append(issue)
+    lines = {rank: [] for rank in stands.members} | issued_by_rank(group)
     own = lines[waiting[0]] if waiting else lines[int(stands.ranks[0])]
     for place, issue in enumerate(own):
-        absent = [
-            rank
-            for rank in stands.members
-            if rank not in elsewhere
-            and (len(lines[rank]) <= place or not _is_same_site(lines[rank][place], issue))
-        ]
+        there = {rank: line[place] for rank, line in lines.items() if len(line) > place}
+        came = {r for r, i in there.items() if i.call is issue.call or i.site == issue.site}
+        absent = [rank for rank in stands.members if rank not in elsewhere | came]
         if absent and len(absent) < len(stands.members):
             return issue, sorted(absent)
     return None, []
-
-
-def _is_same_site(one: IssuedCollective, other: IssuedCollective) -> bool:
-    return one.call is other.call or one.site == other.site
 
 
 # ---- in a job that still runs --------------------------------------------------------------------
@@ -251,13 +242,9 @@ def without_recent(
 def _notes_on_waiting(
     waiting: Mapping[int, tuple[IssuedCollective, float]], patience_s: float
 ) -> Iterator[str]:
-    """Yield a line for each collective in which ranks stand for longer than any did before, but
-    not for long enough.
-
-    Args:
-        waiting: rank -> the collective, and for how many seconds.
-        patience_s: after so many a collective counts as a hang.
-    """
+    """Yield a line for each collective in which ranks stand for longer than any did before, but not
+    for long enough: after `patience_s` it counts as a hang. `waiting` is {rank: the collective, and
+    for how many seconds}."""
     alike: dict[tuple[str, str], list[int]] = {}
     for rank, (issue, _) in sorted(waiting.items()):
         alike.setdefault((issue.op, issue.call.path or "(root)"), []).append(rank)

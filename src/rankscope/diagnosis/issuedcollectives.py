@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -96,6 +96,15 @@ def issues_in(call: CallView) -> Iterator[IssuedCollective]:
             members=tuple(facts.get("members", ())),
             sequence=int(facts.get("sequence", 0)),
         )
+
+
+def issued_by_rank(issues: Iterable[IssuedCollective]) -> dict[int, list[IssuedCollective]]:
+    """Return {rank: what it issued of one group, in order}."""
+    found: dict[int, list[IssuedCollective]] = {}
+    for issue in sorted(issues, key=lambda issue: issue.sequence):
+        for rank in issue.ranks.tolist():
+            found.setdefault(rank, []).append(issue)
+    return found
 
 
 def equal_by_offset(

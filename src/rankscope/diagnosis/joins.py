@@ -157,12 +157,11 @@ class Messages:
         """Keep the messages of one step."""
         for issue in issues_of(step_view):
             since = str(issue.facts.get("since", ""))
-            peer = issue.facts.get("peer")
             if issue.lacks:
-                doubtful = {(step_view.incarnation, rank) for rank in issue.ranks.tolist()}
-                self._doubtful |= doubtful
-            if issue.lacks or not issue.is_message or not since or peer is None:
+                self._doubtful |= {(step_view.incarnation, rank) for rank in issue.ranks.tolist()}
+            if issue.lacks or not issue.is_message or not since:
                 continue
+            peer = issue.facts["peer"]
             for rank in issue.ranks.tolist():
                 if peer == _FROM_ANYBODY:
                     self._open.add((step_view.incarnation, since, issue.group, rank))

@@ -349,24 +349,21 @@ def _lines(
             owners.setdefault(place, {})[group] = number
             times = issue.call.times(issue.ranks).tolist()
             counts = issue.call.column("issued", issue.ranks).tolist()
-            issued = dict(zip(issue.ranks.tolist(), counts))
             device = _device_of(issue)
-            for rank, time_ns in zip(issue.ranks.tolist(), times):
+            given = issue.call.slots.get("output.0") if issue.op in EQUAL_OUTPUTS else None
+            for rank, time_ns, count in zip(issue.ranks.tolist(), times, counts):
                 line = lines[group].setdefault(rank, [])
                 if len(line) < _MOST_ENDS:
-                    text = facts_text(issue, [rank])
-                    value = _given(issue, rank)
-                    line.append(
-                        _OwnCall(
-                            time_ns,
-                            issue.sequence,
-                            number,
-                            issue.call.node.id,
-                            text,
-                            (device, issued[rank]),
-                            value,
-                        )
+                    own = _OwnCall(
+                        time_ns=time_ns,
+                        sequence=issue.sequence,
+                        number=number,
+                        call_id=issue.call.node.id,
+                        facts=facts_text(issue, [rank]),
+                        counted=(device, count),
+                        value=None if given is None else given.told(rank),
                     )
+                    line.append(own)
     for group in wanted:
         for line in lines[group].values():
             line.sort(key=lambda end: (end.time_ns, end.number, end.sequence))
@@ -403,11 +400,6 @@ def _equal_outputs(by_rank: Mapping[int, Mapping[tuple[str, int, int], _OwnCall]
             value = by_rank[one][key].value
             count += value is not None and value == by_rank[other][key].value
     return count
-
-
-def _given(issue: IssuedCollective, rank: int) -> tuple[int, bool] | None:
-    values = issue.call.slots.get("output.0") if issue.op in EQUAL_OUTPUTS else None
-    return None if values is None else values.told(rank)
 
 
 def _are_shifted(lines: Mapping[int, list[_OwnCall]]) -> bool:

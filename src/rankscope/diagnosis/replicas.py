@@ -53,11 +53,6 @@ class Same:
     source: str
     """"dtensor", "marked", "declared" or "inferred"."""
 
-    @property
-    def is_of_its_mesh(self) -> bool:
-        """True where nothing is said of ranks outside the value's mesh, or of other axes."""
-        return self.source in ("dtensor", "marked")
-
 
 def sorted_lines(mesh: Mesh, axes: Collection[str]) -> tuple[Array, ...]:
     """Return the sorted ranks along some axes, for every place on the others."""

@@ -229,7 +229,7 @@ def _is_absent(view: SlotView) -> bool:
     return all(_ABSENT in fold.flags for fold in view.pieces)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class CallView:
     """One node with its place in the tree."""
 
@@ -285,9 +285,6 @@ class CallView:
         begin, end = (self.top if is_event else self).span(ranks)
         return end if is_end and not is_event else begin
 
-    def __repr__(self) -> str:
-        return f"Call({self.path!r} {self.phase.word} {self.micro_batch} {self.ordinal})"
-
 
 @dataclass(eq=False)
 class StepView:
@@ -329,20 +326,16 @@ class StepView:
 
         Their activations may be compared; those of any other ranks may not.
         """
-        if not self.roots:
-            return ()
-        size = 1 + max(int(call.ranks[-1]) for call in self.roots)
-        keys: list[list[int]] = [[] for _ in range(size)]
+        keys: dict[int, list[int]] = {}
         for number, call in enumerate(self.roots):
             for values in call.inputs:
                 for rank, own, known in zip(
                     values.ranks.tolist(), values.hashes.tolist(), values.is_known.tolist()
                 ):
-                    keys[rank] += (number, own if known else -1 - rank)
+                    keys.setdefault(rank, []).extend((number, own if known else -1 - rank))
         groups: dict[tuple[int, ...], list[int]] = {}
-        for rank, key in enumerate(keys):
-            if key:
-                groups.setdefault(tuple(key), []).append(rank)
+        for rank, key in sorted(keys.items()):
+            groups.setdefault(tuple(key), []).append(rank)
         return tuple(np.array(g, np.int64) for g in groups.values() if len(g) > 1)
 
     @cached_property

@@ -123,18 +123,17 @@ def _note_averaging(step_view: JudgedStep) -> None:
     if not all(events.values()):
         incarnation.together.add(step_view.step)
     latest = [h for h in step_view.values(Phase.PARAMS) if _is_plain(h) and h.slot != _FLAT_SLOT]
-    before = incarnation.unlike, incarnation.flat
+    before = incarnation.unlike
     if latest:
         incarnation.begun = incarnation.begun or dict(incarnation.parameters)
         incarnation.unlike = [
             _left(values, incarnation) for values in latest if values.agree(values.ranks) is False
         ]
         roots: dict[int, list[SlotValues]] = {}
-        for values in latest:
+        for values in latest if incarnation.unlike else ():
             roots.setdefault(id(values.call.top), []).append(values)
-        incarnation.flat = [flat for held in roots.values() for flat in _flat(held)]
-    ways = (before, (incarnation.unlike, incarnation.flat))
-    if any(unlike and _is_average(step_view, unlike, flat) for unlike, flat in ways):
+        incarnation.unlike += [flat for held in roots.values() for flat in _flat(held)]
+    if any(left and _is_average(step_view, left) for left in (before, incarnation.unlike)):
         incarnation.averages.append(step_view.step)
     elif not incarnation.averages:
         _note_alone(step_view, incarnation)
@@ -165,16 +164,15 @@ def _is_plain(values: SlotValues) -> bool:
     return is_owned and values.source in ("unknown", "marked") and len(values.ranks) > 1
 
 
-def _is_average(step_view: StepView, unlike: list[Left], flat: list[Left]) -> bool:
+def _is_average(step_view: StepView, left: list[Left]) -> bool:
     """True where every rank hands most of what was left different to others."""
-    parts = [*unlike, *flat]
-    every = sum(int(part.counts[0]) for part in unlike)
-    handed = dict.fromkeys(np.concatenate([part.ranks for part in unlike]).tolist(), 0)
+    every = sum(part.size for part in left)
+    handed = dict.fromkeys(np.concatenate([part.ranks for part in left if part.size]).tolist(), 0)
     for issue in issues_of(step_view):
         values = _exchanged(issue)
         if values is None or (issue.op != "send" and values.agree(values.ranks) is not False):
             continue
-        if any(_is_of(values, part) for part in parts):
+        if any(_is_of(values, part) for part in left):
             for rank in issue.ranks.tolist():
                 handed[rank] = handed.get(rank, 0) + int(values.counts[0])
     return all(2 * count >= every for count in handed.values())
@@ -212,7 +210,7 @@ def _note_alone(step_view: StepView, incarnation: IncarnationState) -> None:
     """Keep which ranks handed most of what was left different to others in a step in which not all
     of them did. Once all have, each in a step of its own, they averaged their parameters."""
     if incarnation.unlike:
-        incarnation.left.append((incarnation.unlike, incarnation.flat))
+        incarnation.left.append(incarnation.unlike)
     if not incarnation.left:
         return
     handed: dict[int, int] = {}
@@ -229,9 +227,9 @@ def _note_alone(step_view: StepView, incarnation: IncarnationState) -> None:
                 count = int(values.counts[values.at(np.array([rank]))[0]])
                 for each in {rank, *takers}:
                     handed[each] = handed.get(each, 0) + count
-    every = sum(int(part.counts[0]) for part in incarnation.left[-1][0])
+    every = sum(part.size for part in incarnation.left[-1])
     incarnation.handed |= {rank for rank, count in handed.items() if 2 * count >= every}
-    ranks = np.concatenate([part.ranks for part in incarnation.left[-1][0]])
+    ranks = np.concatenate([part.ranks for part in incarnation.left[-1] if part.size])
     if set(ranks.tolist()) <= incarnation.handed:
         incarnation.averages.append(step_view.step)
 
@@ -242,8 +240,8 @@ def _is_own(values: SlotValues, rank: int, incarnation: IncarnationState) -> boo
     place = values.at(np.array([rank]))[0]
     count, norm = int(values.counts[place]), float(values.column("l2")[place])
     given = values.column("sketch")[place]
-    for unlike, flat in incarnation.left:
-        for part in (*unlike, *flat):
+    for left in incarnation.left:
+        for part in left:
             (at,) = positions(part.ranks, np.array([rank])).tolist()
             if at < 0 or part.counts[at] != count:
                 continue

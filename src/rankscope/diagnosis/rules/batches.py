@@ -128,13 +128,9 @@ def _sums_a_layer(issue: IssuedCollective, step_view: JudgedStep) -> bool:
 
 def _differing_input(step_view: StepView, issue: IssuedCollective) -> SlotValues | None:
     """Return the first tensor that a root was handed and that differs on these ranks."""
-    for call in step_view.roots:
-        if call.micro_batch != issue.call.micro_batch:
-            continue
-        for values in call.inputs:
-            if values.agree(issue.ranks) is False:
-                return values
-    return None
+    calls = (c for c in step_view.roots if c.micro_batch == issue.call.micro_batch)
+    given = (values for call in calls for values in call.inputs)
+    return next((values for values in given if values.agree(issue.ranks) is False), None)
 
 
 def _other_candidate(

@@ -81,11 +81,6 @@ def _taken(call: CallView) -> IssuedCollective | None:
     return None
 
 
-def _has_graph(values: SlotValues) -> bool:
-    """True where a value needs a gradient on some rank."""
-    return any(fold.requires_grad for view in values.views for fold in view.pieces)
-
-
 def _needs_gradient(values: SlotValues) -> bool:
     """True where a value needs a gradient on every rank."""
     return all(fold.requires_grad for view in values.views for fold in view.pieces)
@@ -113,7 +108,7 @@ def _is_handed(issue: IssuedCollective, call: CallView) -> bool:
         return False
     outputs = [v for s, v in issue.call.slots.items() if s.split(".")[0] == "output"]
     return any(
-        not _has_graph(values)
+        not any(fold.requires_grad for view in values.views for fold in view.pieces)
         and (
             any(_are_same(values, output, issue.ranks) for output in outputs)
             or _are_joined(values, outputs, issue.ranks)

@@ -96,8 +96,8 @@ def _known_of(values: SlotValues, step_view: JudgedStep) -> Iterator[Same]:
     laid = step_view.context.layouts.same(values)
     if laid is not None and laid.groups:
         yield laid
-    is_inferable = laid is None or laid.is_of_its_mesh
-    if is_inferable and values.slot.startswith(("param:", "grad:")):
+    is_of_one_mesh = laid is not None and laid.source in ("dtensor", "marked")
+    if (laid is None or is_of_one_mesh) and values.slot.startswith(("param:", "grad:")):
         inferred = step_view.life.replicas.same(values, step_view)
         if inferred is not None:
             yield inferred
@@ -161,7 +161,7 @@ def _is_rounding(values: SlotValues, groups: list[Array], step_view: JudgedStep)
         return False
     if phase is Phase.GRADS:
         step_view.life.rounded.add(key)
-    step_view.context.coverage.skip("equal within rounding, not bit by bit")
+    step_view.context.coverage.skipped["equal within rounding, not bit by bit"] += 1
     return True
 
 
