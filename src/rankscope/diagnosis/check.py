@@ -10,7 +10,7 @@ from typing import Final
 from rankscope.diagnosis.causeorder import Join
 from rankscope.diagnosis.context import Candidate, CheckContext, JudgedStep
 from rankscope.diagnosis.coverage import Coverage
-from rankscope.diagnosis.endings import MOST_STALLS, ended_badly, ends_of, is_in_order
+from rankscope.diagnosis.endings import MOST_STALLS, ended_badly, ends_of
 from rankscope.diagnosis.finalreport import made_report
 from rankscope.diagnosis.gradientorigins import at_innermost_taker, origins_of_gradients
 from rankscope.diagnosis.joins import Message, Messages, joins_of
@@ -119,7 +119,6 @@ def _checked(
     trace: Trace, layouts: LayoutFile | None, progress: Progress | None, each_step: EachStep | None
 ) -> Report:
     context = CheckContext(
-        run=trace.run,
         layouts=Layouts(layouts, int(trace.run["world_size"])),
         coverage=Coverage(),
         hosts={rank["rank"]: str(rank["host"]) for rank in trace.completeness["ranks"]},
@@ -166,12 +165,12 @@ def _view(step: Step, context: CheckContext) -> JudgedStep:
 
 def _of_the_end(trace: Trace, steps: Sequence[Step], context: CheckContext) -> Iterable[Candidate]:
     """Return what the last incarnation of a job that did not end in order shows."""
-    if is_in_order(trace) or not steps:
+    behind = {rank for rank, how in ends_of(trace).items() if how not in ORDERLY}
+    if not behind or not steps:
         return ()
     incarnation = max(step.incarnation for step in steps)
     of_life = [step for step in steps if step.incarnation == incarnation]
     final = of_life[-_LAST_STEPS:]
-    behind = {rank for rank, how in ends_of(trace).items() if how not in ORDERLY}
     behind -= {rank for step in final for rank in _ranks_of(step)}
     for step in of_life[-_LAST_STEPS - 1 : -_MOST_LOOKED_AT : -1] if behind else ():
         if ran := behind & _ranks_of(step):  # one that others did not wait for may have ended early

@@ -37,6 +37,12 @@ class Candidate(Finding):
     """Of two candidates at one place the lower is reported."""
 
     @property
+    def where(self) -> tuple[Any, ...]:
+        """Life, step, call and slot."""
+        step = (self.incarnation, self.mode, self.step)
+        return (*step, self.phase, self.path, self.micro_batch, self.slot)
+
+    @property
     def place(self) -> str:
         """Path and slot, as people write them."""
         return f"{self.path or '(root)'}{f':{self.slot}' if self.slot else ''}"
@@ -93,11 +99,6 @@ class Left(NamedTuple):
     """None of several parameters in one flat tensor."""
     begun: Array | None = None
     """Sketches of what it was at setup."""
-
-    @property
-    def size(self) -> int:
-        """Elements of a parameter; 0 of a flat tensor, whose parameters stand beside it."""
-        return 0 if self.sketches is None else int(self.counts[0])
 
 
 class Latest(NamedTuple):
@@ -183,8 +184,6 @@ class IncarnationState:
 class CheckContext:
     """One trace under judgement."""
 
-    run: Mapping[str, Any]
-    """The run header, as in docs/trace-format.md."""
     layouts: Layouts
     coverage: Coverage
     hosts: Mapping[int, str] = field(default_factory=dict)

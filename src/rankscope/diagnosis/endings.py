@@ -19,7 +19,6 @@ from rankscope.diagnosis.hangs import hangs_of, ranks_left_open, without_recent
 from rankscope.diagnosis.lastcalls import (
     CONNECTION_ENDED,
     MOST_LISTED,
-    ORDERLY,
     PEER_LOST,
     LastCall,
     last_calls,
@@ -37,11 +36,6 @@ from rankscope.tree.views import Trace
 MOST_STALLS: Final = 16
 """Stalls in the notes of one report, and as evidence of one hang."""
 _NAMELESS: Final = "an exception outside of any module's call"
-
-
-def is_in_order(trace: Trace) -> bool:
-    """True where every rank's last incarnation ended by itself."""
-    return all(how in ORDERLY for how in ends_of(trace).values())
 
 
 def ends_of(trace: Trace) -> dict[int, str]:

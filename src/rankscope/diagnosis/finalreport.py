@@ -96,8 +96,7 @@ def _distinct(candidates: Any) -> list[Candidate]:
     """
     kept: dict[Any, Candidate] = {}
     for s in candidates:
-        crashed = s.ranks if s.kind is Kind.CRASH else ()
-        key = (s.incarnation, s.phase, s.mode, s.step, s.micro_batch, s.path, s.slot, crashed)
+        key = (s.where, s.ranks if s.kind is Kind.CRASH else ())
         same = kept.get(key)
         if same is None or s.priority < same.priority:
             kept[key] = s

@@ -42,11 +42,6 @@ class TakenGradient:
     """What passes left since an optimizer took the one before, in order of time."""
 
     @property
-    def name(self) -> str:
-        """Of its parameter: path and name."""
-        return ".".join(filter(None, (self.values.call.path, self.values.slot[5:])))
-
-    @property
     def worths(self) -> tuple[SlotValues, ...]:
         """What had been gathered each time it was wiped, and in the end."""
         pairs = zip(self.passes, self.passes[1:])
@@ -147,19 +142,9 @@ def _is_usable(values: SlotValues, ranks: Array) -> bool:
     return values.are_known(ranks) and values.is_finite(ranks)
 
 
-def mixture_of(
-    gradients: Sequence[TakenGradient], lines: Sequence[Array]
-) -> tuple[Mixture, Array] | None:
-    """Return what the gradients that an optimizer took are made of; None where it is nothing that
-    is known here.
-
-    Args:
-        gradients: of one step, as `gathered_apart` returns them.
-        lines: groups of ranks that may have averaged.
-
-    Returns:
-        what they are made of, and the ranks.
-    """
+def mixture_of(gradients: Sequence[TakenGradient], lines: Sequence[Array]) -> Mixture | None:
+    """Return what the gradients that an optimizer took are made of, as `gathered_apart` returns
+    them; None where it is nothing that is known here. `lines` are ranks that may have averaged."""
     values = gradients[0].values
     ranks = values.ranks
     taken = _stacked([each.values for each in gradients])
@@ -168,7 +153,7 @@ def mixture_of(
     allowed = 4 * rounding_of(values.dtype)
     found = _solved(worths, taken, allowed)
     if found is not None:
-        return Mixture(tuple(found), tuple(found)), ranks
+        return Mixture(tuple(found), tuple(found))
     if len(ranks) < 2 or any(each.values.source == "dtensor" for each in gradients):
         return None
     for groups in ([ranks], [line for line in lines if np.isin(line, ranks).all()]):
@@ -181,7 +166,7 @@ def mixture_of(
             longest = max(float(np.linalg.norm(each)) for each in worths)
             is_there = [float(np.linalg.norm(rest)) > _NOTHING * longest for rest in rests]
             own = tuple(each if there else None for each, there in zip(found[count:], is_there))
-            return Mixture(tuple(found[:count]), own), ranks
+            return Mixture(tuple(found[:count]), own)
     return None
 
 

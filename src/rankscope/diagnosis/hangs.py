@@ -96,13 +96,9 @@ def _is_because_of(later: _Hang, hang: _Hang, step_views: Sequence[StepView]) ->
 
 
 def _same_call(step_view: StepView, call: CallView) -> CallView | None:
-    alike = (
-        each
-        for each in step_view.named(call.path)
-        if (each.phase, each.ordinal, each.micro_batch)
-        == (call.phase, call.ordinal, call.micro_batch)
-    )
-    return next(alike, None)
+    key = (call.phase, call.ordinal, call.micro_batch)
+    named = step_view.named(call.path)
+    return next((c for c in named if (c.phase, c.ordinal, c.micro_batch) == key), None)
 
 
 def _hang(
@@ -132,24 +128,6 @@ def _hang(
 def _hang_candidate(
     hang: _Hang, after: list[_Hang], last: dict[int, LastCall], stalls: list[dict[str, Any]]
 ) -> Candidate:
-    def evidence() -> dict[str, Any]:
-        return {
-            "waiting": [
-                {
-                    "rank": rank,
-                    "path": each.waiting.call.path,
-                    "collective": each.waiting.slot,
-                    "op": each.waiting.op,
-                    "group": each.waiting.group,
-                }
-                for rank, each in sorted(last.items())
-                if each.waiting is not None
-            ][:MOST_LISTED],
-            "missing": ranks_text(hang.missing),
-            "last": [last_words(r, each) for r, each in sorted(last.items())][:MOST_LISTED],
-            **({"stalls": stalls} if stalls else {}),
-        }
-
     issue = hang.issue
     members, times = _when(hang, after, last)
     heard = [
@@ -166,7 +144,22 @@ def _hang_candidate(
         f"{ranks_named(hang.waiting)} wait{'s' if len(hang.waiting) == 1 else ''} for "
         f"{ranks_named(hang.missing)}, who never came to this {issue.op} of "
         f"{ranks_named(sorted(issue.members))}{'; ' if heard else ''}{', '.join(heard[:4])}",
-        evidence=evidence,
+        evidence=lambda: {
+            "waiting": [
+                {
+                    "rank": rank,
+                    "path": each.waiting.call.path,
+                    "collective": each.waiting.slot,
+                    "op": each.waiting.op,
+                    "group": each.waiting.group,
+                }
+                for rank, each in sorted(last.items())
+                if each.waiting is not None
+            ][:MOST_LISTED],
+            "missing": ranks_text(hang.missing),
+            "last": [last_words(r, each) for r, each in sorted(last.items())][:MOST_LISTED],
+            **({"stalls": stalls} if stalls else {}),
+        },
         priority=-4,
     )
 
@@ -198,7 +191,8 @@ def _first_missed(
     """Return the first collective that members did not come to, and those members. A rank that
     skipped one may stand in the next as if it were this one: sites tell. Ranks that stand in one of
     this group in a step of another number (`elsewhere`) wait for the same members."""
-    lines = {rank: [] for rank in stands.members} | issued_by_rank(group)
+    lines: dict[int, list[IssuedCollective]] = {rank: [] for rank in stands.members}
+    lines |= issued_by_rank(group)
     own = lines[waiting[0]] if waiting else lines[int(stands.ranks[0])]
     for place, issue in enumerate(own):
         there = {rank: line[place] for rank, line in lines.items() if len(line) > place}

@@ -45,7 +45,7 @@ from rankscope.tree.views import Step
 _Group = tuple[int, str, tuple[int, ...]]
 """Incarnation, name, members."""
 _Owners = dict[tuple[Any, ...], dict[_Group, int]]
-"""{place of a call: {group of which ranks issued something there: which of the steps it was in}}"""
+"""{`Candidate.where`: {group that issued something there: which of the steps it was in}}"""
 _WAITS_FOR_ALL: Final = frozenset({"all_reduce", "all_gather", "all_gather_into_tensor"})
 _MOST_ENDS: Final = 1_000_000
 """Collectives of one rank that are numbered; a longer line is not known."""
@@ -277,7 +277,7 @@ class MatchedCollectives:
         ranks = candidate.members.tolist()
         return all(
             self._are_level(group, number, ranks)
-            for group, number in owners.get(_key_of(candidate), {}).items()
+            for group, number in owners.get(candidate.where, {}).items()
             if set(ranks) <= set(group[2])
         )
 
@@ -319,17 +319,6 @@ def _is_torn(issue: IssuedCollective, context: CheckContext) -> bool:
     )
 
 
-def _key_of(candidate: Candidate) -> tuple[Any, ...]:
-    return (
-        candidate.incarnation,
-        candidate.mode,
-        candidate.step,
-        candidate.path,
-        candidate.micro_batch,
-        candidate.slot,
-    )
-
-
 # ---- numbers -------------------------------------------------------------------------------------
 
 
@@ -344,9 +333,9 @@ def _lines(
             group = _group_of(step_view, issue)
             if group not in wanted:
                 continue
-            place = (step_view.incarnation, step_view.mode, step_view.step, issue.call.path,
-                     issue.call.micro_batch, issue.slot)  # fmt: skip
-            owners.setdefault(place, {})[group] = number
+            step, call = (step_view.incarnation, step_view.mode, step_view.step), issue.call
+            where = (*step, call.phase, call.path, call.micro_batch, issue.slot)
+            owners.setdefault(where, {})[group] = number
             times = issue.call.times(issue.ranks).tolist()
             counts = issue.call.column("issued", issue.ranks).tolist()
             device = _device_of(issue)

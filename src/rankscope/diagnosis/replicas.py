@@ -137,7 +137,7 @@ _MIX: Final = np.uint64(0xD6E8FEB86659FD93)
 
 def clusters(values: SlotValues) -> tuple[Array, ...]:
     """Return the groups of two ranks or more that hold the same bytes, each sorted."""
-    known = np.flatnonzero(values.is_known & (values.counts > 0))
+    known = np.flatnonzero(values.has_elements)
     found = []
     for number in np.unique(values.hashes[known]):
         group = values.ranks[known[values.hashes[known] == number]]

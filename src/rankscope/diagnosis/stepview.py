@@ -121,6 +121,12 @@ class SlotValues:
         return known
 
     @cached_property
+    def has_elements(self) -> Array:
+        """[n] True where it was digested, and has an element."""
+        found: Array = self.is_known & (self.counts > 0)
+        return found
+
+    @cached_property
     def nonfinite(self) -> Array:
         """[n] elements that are NaN or +inf; -inf alone is how masks are written."""
         found: Array = (self.column("nan") + self.column("posinf")) * self.is_known
@@ -130,8 +136,8 @@ class SlotValues:
     def is_all_nonfinite(self) -> bool:
         """True where it has elements and all of them, on every rank, are NaN or infinite: such
         values are equal whatever should have stood there."""
-        has_elements = self.is_known & (self.counts > 0)
-        return bool(has_elements.any() and np.isnan(self.column("min")[has_elements]).all())
+        low = self.column("min")[self.has_elements]
+        return bool(len(low) and np.isnan(low).all())
 
     @cached_property
     def is_constant(self) -> bool:
@@ -378,7 +384,11 @@ def step_view_of(step: Step) -> StepView:
         text = node.ranks_text
         if text not in ranks_of:
             ranks_of[text] = np.array(node.ranks, np.int64)
-        call = _call_of(node, parent, ranks_of[text])
+        entries = by_slot(view for view in node.slots if not is_form(view.slot))  # each rank's own
+        call = CallView(
+            node, node.path, node.phase, node.micro_batch, node.ordinal, parent, ranks_of[text]
+        )
+        call.slots = {slot: SlotValues(call, views) for slot, views in entries.items()}
         calls.append(call)
         if parent is not None:
             parent.children.append(call)
@@ -392,12 +402,3 @@ def step_view_of(step: Step) -> StepView:
         calls=[call for call in calls if call.phase is not Phase.ACCUMULATED],
         left_by_passes=tuple(call for call in calls if call.phase is Phase.ACCUMULATED),
     )
-
-
-def _call_of(node: Node, parent: CallView | None, ranks: Array) -> CallView:
-    call = CallView(
-        node, node.path, node.phase, node.micro_batch, node.ordinal, parent=parent, ranks=ranks
-    )
-    entries = by_slot(view for view in node.slots if not is_form(view.slot))  # each rank's own
-    call.slots = {slot: SlotValues(call, views) for slot, views in entries.items()}
-    return call

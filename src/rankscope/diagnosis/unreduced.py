@@ -166,8 +166,8 @@ def _is_plain(values: SlotValues) -> bool:
 
 def _is_average(step_view: StepView, left: list[Left]) -> bool:
     """True where every rank hands most of what was left different to others."""
-    every = sum(part.size for part in left)
-    handed = dict.fromkeys(np.concatenate([part.ranks for part in left if part.size]).tolist(), 0)
+    every, ranks = _left_of(left)
+    handed = dict.fromkeys(ranks, 0)
     for issue in issues_of(step_view):
         values = _exchanged(issue)
         if values is None or (issue.op != "send" and values.agree(values.ranks) is not False):
@@ -176,6 +176,14 @@ def _is_average(step_view: StepView, left: list[Left]) -> bool:
             for rank in issue.ranks.tolist():
                 handed[rank] = handed.get(rank, 0) + int(values.counts[0])
     return all(2 * count >= every for count in handed.values())
+
+
+def _left_of(left: list[Left]) -> tuple[int, set[int]]:
+    """Return how many elements were left different, and on which ranks; flat tensors hold what
+    stands beside them."""
+    alone = [part for part in left if part.sketches is not None]
+    ranks = {rank for part in alone for rank in part.ranks.tolist()}
+    return sum(int(part.counts[0]) for part in alone), ranks
 
 
 def _exchanged(issue: IssuedCollective) -> SlotValues | None:
@@ -227,10 +235,9 @@ def _note_alone(step_view: StepView, incarnation: IncarnationState) -> None:
                 count = int(values.counts[values.at(np.array([rank]))[0]])
                 for each in {rank, *takers}:
                     handed[each] = handed.get(each, 0) + count
-    every = sum(part.size for part in incarnation.left[-1])
+    every, ranks = _left_of(incarnation.left[-1])
     incarnation.handed |= {rank for rank, count in handed.items() if 2 * count >= every}
-    ranks = np.concatenate([part.ranks for part in incarnation.left[-1] if part.size])
-    if set(ranks.tolist()) <= incarnation.handed:
+    if ranks <= incarnation.handed:
         incarnation.averages.append(step_view.step)
 
 
@@ -317,8 +324,8 @@ def _of_late_reductions(candidate: Candidate, incarnation: IncarnationState) -> 
     if candidate.kind is Kind.GRADIENT and candidate.step in incarnation.reduced_early:
         return dataclasses.replace(candidate, advice=_TOO_EARLY)
     updates = incarnation.updates.get((candidate.path, candidate.slot.partition(":")[2]), {})
-    steps = [step for step in (candidate.step, candidate.step + 1) if step in updates]
-    became = {step: updates[step].of(candidate.members) for step in steps}
+    both = (candidate.step, candidate.step + 1)
+    became = {step: updates[step].of(candidate.members) for step in both if step in updates}
     is_alike = "alike" in became.values() and "apart" not in became.values()
     is_reduced = {
         Kind.GRADIENT: is_alike,

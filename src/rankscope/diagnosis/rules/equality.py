@@ -74,8 +74,8 @@ def unequal_replicas(step_view: JudgedStep) -> Iterator[Candidate]:
 
 
 def _crossed(gradients: list[SlotValues]) -> dict[int, SlotValues]:
-    """Return {id of a gradient: one that it met in one reduction}: what one parameter has on some
-    ranks, bit by bit, the other has on the others."""
+    """Return {id of a gradient: the first that it met in one reduction}: what one parameter has on
+    some ranks, bit by bit, the other has on the others."""
     alike: dict[tuple[bytes, bytes], list[SlotValues]] = {}
     for values in gradients:
         own = np.unique(values.hashes)

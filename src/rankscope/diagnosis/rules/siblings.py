@@ -132,18 +132,7 @@ def _candidate(
     step_view: JudgedStep, values: SlotValues, groups: list[Array], paths: list[str]
 ) -> Candidate:
     ranks = np.unique(np.concatenate(groups))
-
-    def evidence() -> dict[str, Any]:
-        found: dict[str, Any] = {
-            "layout": "inferred",
-            "values": sides(values, ranks),
-            "siblings_that_agree": paths[:4],
-            "rank_resolution": "none",
-        }
-        if len(groups) > 1:
-            found["groups"] = [ranks_text(group.tolist()) for group in groups]
-        return found
-
+    texts = [ranks_text(group.tolist()) for group in groups]
     return step_view.candidate(
         values,
         Kind.REPLICA,
@@ -151,6 +140,12 @@ def _candidate(
         f"{ranks_named(ranks.tolist())} hold different values"
         f"{' within their groups' if len(groups) > 1 else ''}, though in {paths[0]} they hold "
         f"the same ({sides_text(values, groups[0])})",
-        evidence=evidence,
+        evidence=lambda: {
+            "layout": "inferred",
+            "values": sides(values, ranks),
+            "siblings_that_agree": paths[:4],
+            "rank_resolution": "none",
+            **({"groups": texts} if len(groups) > 1 else {}),
+        },
         priority=1,
     )

@@ -135,7 +135,7 @@ def uninitialised_parameters(step_view: JudgedStep) -> Iterator[Candidate]:
     instances: dict[str, list[SlotValues]] = {}
     for values in step_view.values(Phase.SETUP):
         path = values.call.path
-        if values.slot.startswith("param:") and _present(values).any():
+        if values.slot.startswith("param:") and values.has_elements.any():
             key = (sibling_path(path), values.call.node.class_name, values.slot)
             families.setdefault(key, []).append(values)
             instances.setdefault(layer_of(path) or path, []).append(values)
@@ -157,7 +157,7 @@ def _judged_family(
     for values in family:
         step_view.context.coverage.applied(values)
         own = _sizes(values)
-        far = _present(values) & (own > 0) & ((own > _FAR * usual) | (own * _FAR < usual))
+        far = values.has_elements & (own > 0) & ((own > _FAR * usual) | (own * _FAR < usual))
         if far.any():
             yield _empty_candidate(step_view, values, values.ranks[far], usual, Severity.FAULT)
     for values in zeros:
@@ -167,12 +167,9 @@ def _judged_family(
         if values is family[-1] or not (is_whole or is_alone):
             continue
         severity = Severity.FAULT if is_whole else Severity.WARNING
-        yield _empty_candidate(step_view, values, values.ranks[_present(values)], usual, severity)
-
-
-def _present(values: SlotValues) -> Array:
-    found: Array = values.is_known & (values.counts > 0)
-    return found
+        yield _empty_candidate(
+            step_view, values, values.ranks[values.has_elements], usual, severity
+        )
 
 
 def _sizes(values: SlotValues) -> Array:
@@ -185,7 +182,7 @@ def _size(values: SlotValues) -> float:
     """Return the largest of them; not 0 where a rank holds what is not finite."""
     if not values.is_finite(values.ranks):
         return float("inf")
-    return float(_sizes(values)[_present(values)].max())
+    return float(_sizes(values)[values.has_elements].max())
 
 
 def _empty_candidate(
