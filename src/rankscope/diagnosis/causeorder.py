@@ -9,15 +9,13 @@ are never compared.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 
 from rankscope.diagnosis.stepview import Array
-
-_NEVER: Final = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,35 +49,30 @@ class CauseOrder:
     """Pairs of origins without a common rank or a chain between them."""
 
 
-class _CausalReach:
-    """From when on each rank is reached by a fault."""
+def _reached_from(place: FaultPlace, joins: Sequence[Join], size: int) -> Array:
+    """Return [size] per rank the first moment that a fault can have touched."""
+    reached = np.full(size, np.iinfo(np.int64).max, np.int64)
+    np.minimum.at(reached, place.ranks, place.times_ns)
+    while True:
+        before = reached.copy()
+        for join in joins:
+            if (reached[join.givers] <= join.begins).any():
+                np.minimum.at(reached, join.takers, join.ends)
+        if (before == reached).all():
+            return reached
 
-    def __init__(self, joins: Sequence[Join], size: int) -> None:
-        self._joins, self._size = joins, size
 
-    def from_place(self, place: FaultPlace) -> Array:
-        """Return per rank the first moment that the fault can have touched."""
-        reached = np.full(self._size, _NEVER, np.int64)
-        np.minimum.at(reached, place.ranks, place.times_ns)
-        while True:
-            before = reached.copy()
-            for join in self._joins:
-                if (reached[join.givers] <= join.begins).any():
-                    np.minimum.at(reached, join.takers, join.ends)
-            if (before == reached).all():
-                return reached
-
-    def to_place(self, place: FaultPlace) -> Array:
-        """Return per rank the moment before which a fault can have touched the place."""
-        limit = np.full(self._size, np.iinfo(np.int64).min, np.int64)
-        np.maximum.at(limit, place.ranks, place.times_ns)
-        while True:
-            before = limit.copy()
-            for join in reversed(self._joins):
-                if (join.ends < limit[join.takers]).any():
-                    np.maximum.at(limit, join.givers, join.begins + 1)
-            if (before == limit).all():
-                return limit
+def _limits_of(place: FaultPlace, joins: Sequence[Join], size: int) -> Array:
+    """Return [size] per rank the moment before which a fault can have touched the place."""
+    limit = np.full(size, np.iinfo(np.int64).min, np.int64)
+    np.maximum.at(limit, place.ranks, place.times_ns)
+    while True:
+        before = limit.copy()
+        for join in reversed(joins):
+            if (join.ends < limit[join.takers]).any():
+                np.maximum.at(limit, join.givers, join.begins + 1)
+        if (before == limit).all():
+            return limit
 
 
 def sort_causes(places: Sequence[FaultPlace], joins: Sequence[Join]) -> CauseOrder:
@@ -91,14 +84,13 @@ def sort_causes(places: Sequence[FaultPlace], joins: Sequence[Join]) -> CauseOrd
     """
     size = 1 + max((int(p.ranks.max()) for p in places if len(p.ranks)), default=0)
     size = max(size, *(1 + int(max(j.givers.max(), j.takers.max())) for j in joins), 0)
-    reach = _CausalReach(joins, size)
     starts = [int(p.times_ns.min()) if len(p.times_ns) else 0 for p in places]
     origin_of: list[int | None] = [None] * len(places)
     left = sorted(range(len(places)), key=starts.__getitem__)
-    origins: list[tuple[int, Array]] = []
+    origins: list[int] = []
     while left:
-        first = _minimal(left, places, reach)
-        reached = reach.from_place(places[first])
+        first = _minimal(left, places, joins, size)
+        reached = _reached_from(places[first], joins, size)
         still = []
         for index in left:
             if index == first:
@@ -110,22 +102,23 @@ def sort_causes(places: Sequence[FaultPlace], joins: Sequence[Join]) -> CauseOrd
             else:
                 still.append(index)
         left = still
-        origins.append((first, reached))
+        origins.append(first)
     unordered = [
         (one, other)
-        for number, (one, _) in enumerate(origins)
-        for other, _ in origins[number + 1 :]
+        for one, other in itertools.combinations(origins, 2)
         if not np.isin(places[one].ranks, places[other].ranks).any()
     ]
     return CauseOrder(origin_of=origin_of, unordered=unordered)
 
 
-def _minimal(left: Sequence[int], places: Sequence[FaultPlace], reach: _CausalReach) -> int:
+def _minimal(
+    left: Sequence[int], places: Sequence[FaultPlace], joins: Sequence[Join], size: int
+) -> int:
     """Return one that no other reaches: begin with the first by clock, go back to its causes."""
     found = left[0]
     seen = {found}
     while True:
-        limit = reach.to_place(places[found])
+        limit = _limits_of(places[found], joins, size)
         for index in left:
             one = places[index]
             is_before = index not in seen and (one.times_ns < limit[one.ranks]).any()

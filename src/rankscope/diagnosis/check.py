@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
 
 from rankscope.diagnosis.causeorder import Join
-from rankscope.diagnosis.context import Candidate, CheckContext, IncarnationState, JudgedStep
+from rankscope.diagnosis.context import Candidate, CheckContext, JudgedStep
 from rankscope.diagnosis.coverage import Coverage
-from rankscope.diagnosis.datapeers import data_lines, fsdp_axes, wrapped_roots
-from rankscope.diagnosis.endings import ended_badly, ends_of, is_in_order
+from rankscope.diagnosis.endings import MOST_STALLS, ended_badly, ends_of
 from rankscope.diagnosis.finalreport import made_report
-from rankscope.diagnosis.gradientorigins import innermost_takers, origins_of_gradients
+from rankscope.diagnosis.gradientorigins import at_innermost_taker, origins_of_gradients
 from rankscope.diagnosis.joins import Message, Messages, joins_of
 from rankscope.diagnosis.lastcalls import ORDERLY
 from rankscope.diagnosis.matchedcollectives import MatchedCollectives
-from rankscope.diagnosis.replicas import InferredReplicas, Layouts
+from rankscope.diagnosis.replicas import Layouts
 from rankscope.diagnosis.rules.accumulation import (
     always_lost_micro_batches,
     carried_gradients,
@@ -50,7 +49,7 @@ from rankscope.diagnosis.unreduced import (
     without_unreduced,
 )
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.record.finding import Kind, Report
+from rankscope.record.finding import Report
 from rankscope.run.filenames import Progress
 from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.summary import ended_words
@@ -90,8 +89,6 @@ _LAST_STEPS: Final = 3
 """How many steps at the end of a job are asked where its ranks stand."""
 _MOST_LOOKED_AT: Final = 256
 """The same, where ranks that did not end in order made fewer steps."""
-_MOST_STALLS: Final = 16
-"""Stalls in the notes of one report, and as evidence of one hang."""
 
 
 def check(
@@ -121,7 +118,11 @@ def check(
 def _checked(
     trace: Trace, layouts: LayoutFile | None, progress: Progress | None, each_step: EachStep | None
 ) -> Report:
-    context = _context(trace, layouts)
+    context = CheckContext(
+        layouts=Layouts(layouts, int(trace.run["world_size"])),
+        coverage=Coverage(),
+        hosts={rank["rank"]: str(rank["host"]) for rank in trace.completeness["ranks"]},
+    )
     steps = [*trace.setup, *trace.steps]
     candidates: list[Candidate] = []
     messages, matched = Messages(), MatchedCollectives()
@@ -132,7 +133,7 @@ def _checked(
         candidates += _judged(step_view)
         messages.note(step_view, number)
         matched.note(step_view, number)
-        apart = [line for lines in data_lines(step_view).values() for line in lines]
+        apart = [line for lines in step_view.life.data_lines.values() for line in lines]
         context.coverage.count(step_view, context.layouts, apart)
         if each_step is not None:
             each_step(step_view, context)
@@ -142,7 +143,8 @@ def _checked(
     candidates = without_unreduced(candidates, context)
     candidates = matched.judged(candidates, steps, ends_of(trace))
     candidates += _of_the_end(trace, steps, context)
-    _note_stalls(trace, context, candidates)
+    now_ns = time.time_ns() if trace.is_live else None
+    context.coverage.notes.extend(stall.sentence(now_ns) for stall in trace.stalls[-MOST_STALLS:])
     words = ended_words(trace.run)
     ended = f"the job was ended from outside: {words}" if words else ""
     for text in (trace.run.get("untested", ""), *trace.happened, trace.unread, ended):
@@ -158,26 +160,17 @@ def _checked(
 
 
 def _view(step: Step, context: CheckContext) -> JudgedStep:
-    return JudgedStep.from_view(step_view_of(step), context)
-
-
-def _context(trace: Trace, layouts: LayoutFile | None) -> CheckContext:
-    return CheckContext(
-        run=trace.run,
-        layouts=Layouts(layouts, int(trace.run["world_size"])),
-        coverage=Coverage(),
-        hosts={rank["rank"]: str(rank["host"]) for rank in trace.completeness["ranks"]},
-    )
+    return JudgedStep(**vars(step_view_of(step)), context=context)
 
 
 def _of_the_end(trace: Trace, steps: Sequence[Step], context: CheckContext) -> Iterable[Candidate]:
     """Return what the last incarnation of a job that did not end in order shows."""
-    if is_in_order(trace) or not steps:
+    behind = {rank for rank, how in ends_of(trace).items() if how not in ORDERLY}
+    if not behind or not steps:
         return ()
     incarnation = max(step.incarnation for step in steps)
     of_life = [step for step in steps if step.incarnation == incarnation]
     final = of_life[-_LAST_STEPS:]
-    behind = {rank for rank, how in ends_of(trace).items() if how not in ORDERLY}
     behind -= {rank for step in final for rank in _ranks_of(step)}
     for step in of_life[-_LAST_STEPS - 1 : -_MOST_LOOKED_AT : -1] if behind else ():
         if ran := behind & _ranks_of(step):  # one that others did not wait for may have ended early
@@ -188,30 +181,6 @@ def _of_the_end(trace: Trace, steps: Sequence[Step], context: CheckContext) -> I
 
 def _ranks_of(step: Step) -> set[int]:
     return {int(rank) for node in step.nodes for rank in node.ranks}
-
-
-def _note_stalls(trace: Trace, context: CheckContext, candidates: Iterable[Candidate]) -> None:
-    """Note every stall that relays noticed, and give the last one of each host to the hangs.
-
-    A stall is no verdict: a first step that compiles for ten minutes stands still too. It says
-    since when, which records alone cannot.
-    """
-    stalls = trace.stalls[-_MOST_STALLS:]
-    if not stalls:
-        return
-    now_ns = time.time_ns() if trace.is_live else None
-    context.coverage.notes.extend(stall.sentence(now_ns) for stall in stalls)
-    latest = {stall.host: stall for stall in trace.stalls}
-    evidence = [stall.as_evidence(now_ns) for _, stall in sorted(latest.items())][:_MOST_STALLS]
-    for candidate in candidates:
-        if candidate.kind is Kind.HANG:
-            candidate.evidence = functools.partial(_with_stalls, candidate.evidence, evidence)
-
-
-def _with_stalls(
-    evidence: Callable[[], Mapping[str, Any]], stalls: list[dict[str, Any]]
-) -> Mapping[str, Any]:
-    return {**evidence(), "stalls": stalls}
 
 
 def _wrongly_received(messages: Messages, steps: Sequence[Step]) -> Iterator[Candidate]:
@@ -226,17 +195,10 @@ def _wrongly_received(messages: Messages, steps: Sequence[Step]) -> Iterator[Can
 
 def _judged(step_view: JudgedStep) -> list[Candidate]:
     if step_view.is_setup:
-        step_view.context.incarnations[step_view.incarnation] = IncarnationState(
-            replicas=InferredReplicas(step_view),
-            setup=step_view,
-            wrappers=frozenset(w for call in step_view.calls for w in call.node.wrappers),
-            wrapped=wrapped_roots(step_view),
-            data_axes=fsdp_axes(step_view),
-            owners={call.path: call.ranks for call in step_view.calls if call.slots},
-        )
+        step_view.context.begin(step_view.incarnation, step_view)
     note_stages(step_view)
     found = [candidate for rule in STEP_RULES for candidate in rule(step_view)]
-    innermost_takers(step_view, found)
+    found = [at_innermost_taker(step_view, candidate) for candidate in found]
     found += origins_of_gradients(step_view, found)
     note_unreduced(step_view)
     remember_parameters(step_view)

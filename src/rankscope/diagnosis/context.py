@@ -6,48 +6,41 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from rankscope.diagnosis.coverage import Coverage
-from rankscope.diagnosis.rankclock import times_of_value
 from rankscope.diagnosis.replicas import InferredReplicas, Layouts
-from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView
-from rankscope.record.call import Mode
-from rankscope.record.finding import Kind, Severity
-from rankscope.record.phases import Phase
+from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView, positions
+from rankscope.record.finding import Finding, Kind, Severity
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Candidate:
-    """A place where something is wrong."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Candidate(Finding):
+    """A place where something is wrong, before it is known what came first: `message` lacks the
+    place, and `advice` is "" where its kind and phase say what to look at."""
 
-    kind: Kind
-    phase: Phase
-    mode: Mode
-    step: int
+    is_origin: bool = False
+    victims: int = 0
     incarnation: int
-    micro_batch: int | None
-    path: str
-    slot: str
-    ranks: tuple[int, ...]
-    """Whose value or call is wrong."""
     members: Array
     """Ranks that took part: the order of causes goes through them."""
     times_ns: Array
     """Per member when it happened, on the member's own clock."""
-    message: str
-    advice: str = ""
-    """What to look at, where it is not what its kind and phase say."""
-    severity: Severity = Severity.FAULT
-    evidence: Callable[[], Mapping[str, Any]] = dict
-    """Made when the finding is written: most candidates are victims, which need none."""
+    make_evidence: Callable[[], Mapping[str, Any]]
+    """Called when the finding is written: most candidates are victims, which need none."""
     weight: int = 1
     """Values it stands for."""
     priority: int = 0
     """Of two candidates at one place the lower is reported."""
+
+    @property
+    def where(self) -> tuple[Any, ...]:
+        """Life, step, call and slot."""
+        step = (self.incarnation, self.mode, self.step)
+        return (*step, self.phase, self.path, self.micro_batch, self.slot)
 
     @property
     def place(self) -> str:
@@ -64,9 +57,14 @@ def candidate_at(
     members: Array,
     times_ns: Array,
     message: str,
+    *,
+    path: str | None = None,
+    advice: str = "",
+    severity: Severity = Severity.FAULT,
+    evidence: Callable[[], Mapping[str, Any]] = dict,
     **more: Any,
 ) -> Candidate:
-    """Return a candidate in a call of a step."""
+    """Return a candidate in a call of a step; `path` where it is to be looked for elsewhere."""
     return Candidate(
         kind=kind,
         phase=call.phase,
@@ -74,12 +72,15 @@ def candidate_at(
         step=step_view.step,
         incarnation=step_view.incarnation,
         micro_batch=call.micro_batch,
-        path=call.path,
+        path=call.path if path is None else path,
         slot=slot,
         ranks=tuple(sorted({int(rank) for rank in ranks})),
         members=members,
         times_ns=times_ns,
         message=message,
+        advice=advice,
+        severity=severity,
+        make_evidence=evidence,
         **more,
     )
 
@@ -95,6 +96,7 @@ class Left(NamedTuple):
     squares: Array
     """Sums of squares."""
     sketches: Array | None
+    """None of several parameters in one flat tensor."""
     begun: Array | None = None
     """Sketches of what it was at setup."""
 
@@ -118,14 +120,13 @@ class ParameterUpdate:
 
     def of(self, members: Array) -> str:
         """Return what became of it on these ranks: "alike", "apart", "stayed", or "unknown"."""
-        now = dict(zip(self.ranks.tolist(), self.hashes.tolist()))
-        before = dict(zip(self.ranks_before.tolist(), self.hashes_before.tolist()))
-        both = [(now.get(rank), before.get(rank)) for rank in members.tolist()]
-        if any(None in each for each in both):
+        at, there = positions(self.ranks, members), positions(self.ranks_before, members)
+        if (at < 0).any() or (there < 0).any():
             return "unknown"
-        if len({each[0] for each in both}) > 1:
+        now = self.hashes[at]
+        if (now != now[0]).any():
             return "apart"
-        return "stayed" if any(each[0] == each[1] for each in both) else "alike"
+        return "stayed" if (now == self.hashes_before[there]).any() else "alike"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -139,28 +140,17 @@ class IncarnationState:
     undecided: dict[tuple[str, int, str], SlotValues] | None = None
     """Parameters that differed at setup, until a gradient says whether they are replicas; None
     before the first optimizer step."""
-    wrappers: frozenset[str] = frozenset()
-    """Words for what was put around modules: DDP, FSDP2 ..."""
-    wrapped: frozenset[str] = frozenset()
-    """Roots that DDP wraps, or of which it wraps a part."""
-    data_axes: Mapping[str, tuple[Array, ...]] = field(default_factory=dict)
-    """{axis: lines of ranks} of the axes along which FSDP cut the parameters."""
-    data_lines: dict[str, tuple[Array, ...]] | None = None
-    """As `datapeers.data_lines` says; None until it was asked."""
-    owners: Mapping[str, Array] = field(default_factory=dict)
-    """{path: ranks} of the modules that own parameters or buffers."""
+    data_lines: Mapping[str, tuple[Array, ...]]
+    """Of `replicas`, as setup showed them."""
     rounded: set[tuple[str, str]] = field(default_factory=set)
     """Parameters of which replicas' gradients differed by rounding: so may the parameters."""
     warned: set[tuple[str, str]] = field(default_factory=set)
     """(path, slot) of warnings that one step of the incarnation has given."""
     unlike: list[Left] = field(default_factory=list)
-    """Parameters that the latest step left different."""
-    flat: list[Left] = field(default_factory=list)
-    """Parameters of a root in one flat tensor, as the latest step left them."""
-    left: deque[tuple[list[Left], list[Left]]] = field(
-        default_factory=lambda: deque(maxlen=_STEPS_LEFT)
-    )
-    """`unlike` and `flat` of the last steps: ranks may be steps apart."""
+    """Parameters that the latest step left different, and behind them those of each root in one
+    flat tensor."""
+    left: deque[list[Left]] = field(default_factory=lambda: deque(maxlen=_STEPS_LEFT))
+    """`unlike` of the last steps: ranks may be steps apart."""
     handed: set[int] = field(default_factory=set)
     """Ranks that handed their parameters to others, each in a step of its own."""
     apart: set[int] = field(default_factory=set)
@@ -194,8 +184,6 @@ class IncarnationState:
 class CheckContext:
     """One trace under judgement."""
 
-    run: Mapping[str, Any]
-    """The run header, as in docs/trace-format.md."""
     layouts: Layouts
     coverage: Coverage
     hosts: Mapping[int, str] = field(default_factory=dict)
@@ -205,21 +193,23 @@ class CheckContext:
     def incarnation(self, incarnation: int) -> IncarnationState:
         """Return what is known of an incarnation."""
         if incarnation not in self.incarnations:
-            self.incarnations[incarnation] = IncarnationState(replicas=InferredReplicas(None))
+            self.begin(incarnation, None)
         return self.incarnations[incarnation]
 
+    def begin(self, incarnation: int, setup: JudgedStep | None) -> None:
+        """Forget what was known of an incarnation, but for its setup."""
+        replicas = InferredReplicas(setup)
+        lines = replicas.data_lines(self.layouts)
+        self.incarnations[incarnation] = IncarnationState(
+            replicas=replicas, setup=setup, data_lines=lines
+        )
 
-@dataclass(slots=True, eq=False, kw_only=True)
+
+@dataclass(eq=False, kw_only=True)
 class JudgedStep(StepView):
     """A step as rules are given it: with what is known beyond it."""
 
     context: CheckContext
-
-    @classmethod
-    def from_view(cls, step_view: StepView, context: CheckContext) -> JudgedStep:
-        """Return a step with what is known beyond it."""
-        own = {each.name: getattr(step_view, each.name) for each in fields(step_view)}
-        return cls(**own, context=context)
 
     @property
     def life(self) -> IncarnationState:
@@ -239,7 +229,7 @@ class JudgedStep(StepView):
         """Return a candidate in a value of the step, when its members had it: they are the faulty
         ranks where nothing else is said."""
         of = np.asarray(ranks) if members is None else members
-        times_ns = times_of_value(values, of)
+        times_ns = values.times(of)
         return candidate_at(
             self, values.call, kind, values.slot, ranks, of, times_ns, message, **more
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -38,8 +38,11 @@ class Coverage:
     is_any_inside: bool = False
     """True once a value of a module below a root was seen."""
     skipped: Counter[str] = field(default_factory=Counter)
+    """{reason: how many values nothing could be said of}"""
     notes: list[str] = field(default_factory=list)
-    _lacking: dict[tuple[str, str], Counter[int]] = field(default_factory=dict)
+    _lacking: defaultdict[tuple[str, str], Counter[int]] = field(
+        default_factory=lambda: defaultdict(Counter)
+    )
     """{(what it is of, the fact that is not known): how often on each rank, of each step}"""
     _seen: set[int] = field(default_factory=set)
     _looked_at: set[int] = field(default_factory=set)
@@ -62,10 +65,6 @@ class Coverage:
         """True for a value of this step that was held to others."""
         return id(values) in self._seen
 
-    def skip(self, reason: str) -> None:
-        """Count a value that nothing could be said of."""
-        self.skipped[reason] += 1
-
     def next_step(self) -> None:
         """Forget which values were counted: those of a step are gone with it."""
         self._seen.clear()
@@ -75,13 +74,11 @@ class Coverage:
         """Count the values of a step that the rules have been through, and those of several ranks
         that nothing was compared of. Ranks of the lines `apart` work on other data."""
         if step_view.mode is Mode.UNKNOWN:
-            self._lacking.setdefault(("step", "mode"), Counter()).update([step_view.step])
+            self._lacking["step", "mode"][step_view.step] += 1
         for issue in issues_of(step_view):
             if issue.lacks:
                 what = "message" if issue.is_message else "collective"
-                self._lacking.setdefault((what, issue.lacks), Counter()).update(
-                    issue.ranks.tolist()
-                )
+                self._lacking[what, issue.lacks].update(issue.ranks.tolist())
         for call in step_view.calls:
             for values in call.slots.values():
                 if values.dtype == "python":
@@ -93,14 +90,14 @@ class Coverage:
 
     def _count_skipped(self, values: SlotValues, layouts: Layouts, apart: Sequence[Array]) -> None:
         if values.is_all_nonfinite:
-            self.skip("no finite element on any rank")
+            self.skipped["no finite element on any rank"] += 1
             return
         is_placed = bool(layouts.placements(values.call.path, values.slot))
         is_undeclared = values.source == "unknown" and not is_placed
         reason = "layout unknown" if is_undeclared else "held once"
         if is_undeclared and _is_of_other_data(values, apart):
             is_undeclared, reason = False, "other data on each rank"
-        self.skip(reason if values.is_known.any() else "not digested")
+        self.skipped[reason if values.is_known.any() else "not digested"] += 1
         if is_undeclared and id(values) in self._looked_at:
             self.undeclared += 1
             if len(self.undeclared_names) < _MOST_NAMED:

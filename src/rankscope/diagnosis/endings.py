@@ -6,6 +6,7 @@ collective it stands, and which members of that collective's group did not issue
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -18,13 +19,11 @@ from rankscope.diagnosis.hangs import hangs_of, ranks_left_open, without_recent
 from rankscope.diagnosis.lastcalls import (
     CONNECTION_ENDED,
     MOST_LISTED,
-    ORDERLY,
     PEER_LOST,
     LastCall,
     last_calls,
     last_words,
 )
-from rankscope.diagnosis.rankclock import times_of_call
 from rankscope.diagnosis.stepview import CallView, StepView
 from rankscope.errors import TraceError
 from rankscope.record.finding import Kind
@@ -34,12 +33,9 @@ from rankscope.record.streams import EndReason
 from rankscope.tree.crashes import Crash, crashes
 from rankscope.tree.views import Trace
 
+MOST_STALLS: Final = 16
+"""Stalls in the notes of one report, and as evidence of one hang."""
 _NAMELESS: Final = "an exception outside of any module's call"
-
-
-def is_in_order(trace: Trace) -> bool:
-    """True where every rank's last incarnation ended by itself."""
-    return all(how in ORDERLY for how in ends_of(trace).values())
 
 
 def ends_of(trace: Trace) -> dict[int, str]:
@@ -64,12 +60,23 @@ def ended_badly(
     may_be_left = ended is None and not trace.stalls
     killed = _killed(trace, ends) if may_be_left else {}
     are_left = may_be_left and (bool(killed) or _are_left(last, ends))
-    hangs = [] if unrecorded or are_left else list(hangs_of(step_views, last, ends))
+    hangs = [] if unrecorded or are_left else list(hangs_of(step_views, last, ends, _stalls(trace)))
     yield from hangs
     if ended is None:  # else no rank failed: the job was ended from outside
         is_open = not killed and bool(ranks_left_open(step_views, last, ends))
         is_explained = bool(hangs) or is_open
         yield from _crashes(trace, last, unrecorded, killed, is_explained=is_explained)
+
+
+def _stalls(trace: Trace) -> list[dict[str, Any]]:
+    """Return the last stall of each host, as the evidence of a hang has it.
+
+    A stall is no verdict: a first step that compiles for ten minutes stands still too. It says
+    since when, which records alone cannot.
+    """
+    now_ns = time.time_ns() if trace.is_live else None
+    latest = {stall.host: stall for stall in trace.stalls}
+    return [stall.as_evidence(now_ns) for _, stall in sorted(latest.items())][:MOST_STALLS]
 
 
 def _killed(trace: Trace, ends: Mapping[int, str]) -> dict[int, str]:
@@ -134,13 +141,8 @@ def _crashes(
     *,
     is_explained: bool,
 ) -> Iterator[Candidate]:
-    """Yield a candidate for every place where ranks raised, or were killed while others went on.
-
-    Args:
-        last: {rank: what it did last}
-        unrecorded: as of `_unrecorded`.
-        killed: as of `_killed`.
-        is_explained: a hang was found, or ranks stand where one may be that could not be judged.
+    """Yield a candidate for every place where ranks raised, or were killed while others went on;
+    `is_explained` where a hang was found, or ranks stand where one may be that could not be judged.
     """
     # One crash ends a whole job: peers raise because it is gone ("connection closed"), and the
     # launcher kills the rest. Only ranks that no other rank ended may be named. What is asked comes
@@ -220,7 +222,7 @@ def _stopped_first(ranks: list[int], last: dict[int, LastCall]) -> list[int]:
         call = last[other].call
         if one not in call.ranks:
             return False
-        return bool(times_of_call(call, np.array([one]))[0] < last[one].time_ns)
+        return bool(call.times(np.array([one]))[0] < last[one].time_ns)
 
     stopped = [rank for rank in ranks if rank in last and last[rank].waiting is None]
     return [
@@ -244,7 +246,7 @@ def _crash(
         return
     each = last[known[0]]
     members = np.array(known, np.int64)
-    candidate = candidate_at(
+    yield candidate_at(
         each.step_view,
         call or _call_left(each, known[0], end),
         Kind.CRASH,
@@ -257,9 +259,8 @@ def _crash(
             "last": [last_words(rank, last[rank]) for rank in known][:MOST_LISTED],
             "ends": {str(rank): end for rank, end in sorted(ends.items())[:MOST_LISTED]},
         },
+        path=end.path,
     )
-    candidate.path = end.path
-    yield candidate
 
 
 def _call_left(each: LastCall, rank: int, end: _End) -> CallView:
@@ -274,4 +275,4 @@ def _call_left(each: LastCall, rank: int, end: _End) -> CallView:
         return left[-1]
     calls = [call for call in own if call.phase is not Phase.COLLECTIVE]
     at = np.array([rank])
-    return max(calls, key=lambda c: int(times_of_call(c, at)[0]), default=each.call)
+    return max(calls, key=lambda c: int(c.times(at)[0]), default=each.call)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from rankscope.diagnosis.causeorder import CauseOrder, FaultPlace, Join, sort_causes
@@ -77,19 +78,15 @@ def _lacks(trace: Trace, coverage: Coverage, unmatched: Sequence[str]) -> str:
     """Return why nothing was judged, and what to do; "" where something was."""
     if unmatched and not coverage.is_any_inside:
         return f"{unmatched[0]}: trace again with globs of whole paths ('*.name', 'layers.0.*')"
-    if not trace.steps and (_lacks_steps(trace) or not coverage.compared):
+    lacking = (NoteKind.NO_STEP_REACHED, NoteKind.NO_STEP_BEGUN)
+    is_lacking = any(note.kind in lacking for notes in trace.error_notes for note in notes)
+    if not trace.steps and (is_lacking or not coverage.compared):
         return "no step was traced: choose steps that the job reaches (--rs-steps)"
     if coverage.compared:
         return ""
     if not coverage.recorded:
         return "no value was recorded: trace again with --rs-digest full and --rs-phases all"
     return "none of its values has numbers to judge: trace again with --rs-digest full"
-
-
-def _lacks_steps(trace: Trace) -> bool:
-    """True where ranks say that steps were asked for and did not come."""
-    lacking = (NoteKind.NO_STEP_REACHED, NoteKind.NO_STEP_BEGUN)
-    return any(note.kind in lacking for notes in trace.error_notes for note in notes)
 
 
 def _distinct(candidates: Any) -> list[Candidate]:
@@ -99,8 +96,7 @@ def _distinct(candidates: Any) -> list[Candidate]:
     """
     kept: dict[Any, Candidate] = {}
     for s in candidates:
-        crashed = s.ranks if s.kind is Kind.CRASH else ()
-        key = (s.incarnation, s.phase, s.mode, s.step, s.micro_batch, s.path, s.slot, crashed)
+        key = (s.where, s.ranks if s.kind is Kind.CRASH else ())
         same = kept.get(key)
         if same is None or s.priority < same.priority:
             kept[key] = s
@@ -151,7 +147,7 @@ def _beside(index: int, events: list[list[Candidate]], order: CauseOrder) -> lis
 def _finding(
     candidate: Candidate, *, is_origin: bool, victims: list[Candidate], beside: Sequence[str] = ()
 ) -> Finding:
-    evidence: dict[str, Any] = dict(candidate.evidence()) if is_origin or not victims else {}
+    evidence = dict(candidate.make_evidence()) if is_origin or not victims else {}
     if beside:
         evidence["unordered"] = list(beside)
     if candidate.incarnation:
@@ -159,23 +155,15 @@ def _finding(
     names = dict.fromkeys(v.place for v in sorted(victims, key=_first_ns))
     kind = candidate.kind
     usual = candidate.phase.facts.unequal if kind is Kind.REPLICA else kind.advice
-    return Finding(
-        kind=kind,
-        severity=candidate.severity,
-        phase=candidate.phase,
-        mode=candidate.mode,
-        step=candidate.step,
-        micro_batch=candidate.micro_batch,
-        path=candidate.path,
-        slot=candidate.slot,
-        ranks=candidate.ranks,
-        is_origin=is_origin,
-        victims=sum(v.weight for v in victims) + candidate.weight - 1,
-        victim_names=tuple(names)[:NAMED_VICTIMS],
-        evidence=evidence,
-        message=f"{candidate.place}: {candidate.message}",
-        advice=candidate.advice or usual,
-    )
+    told = {
+        "is_origin": is_origin,
+        "victims": sum(v.weight for v in victims) + candidate.weight - 1,
+        "victim_names": tuple(names)[:NAMED_VICTIMS],
+        "evidence": evidence,
+        "message": f"{candidate.place}: {candidate.message}",
+        "advice": candidate.advice or usual,
+    }
+    return Finding(**{each.name: getattr(candidate, each.name) for each in fields(Finding)} | told)
 
 
 def report_json(report: Report) -> dict[str, Any]:

@@ -19,14 +19,13 @@ module that alone took it; where several did, to the module around them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.distances import sides, sides_text
-from rankscope.diagnosis.rankclock import times_of_value
-from rankscope.diagnosis.replicas import InferredReplicas
 from rankscope.diagnosis.rules.equality import drawn_apart_advice, is_within_rounding
 from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView
 from rankscope.record.finding import Kind, Severity
@@ -60,9 +59,7 @@ def _first(step_view: JudgedStep, group: Array) -> Iterator[Candidate]:
     """Yield the first place at which ranks with one batch went apart."""
     made = [values.agree(group) for call in step_view.roots for values in call.outputs]
     if False in made:
-        incarnation = step_view.life
-        drawn = _drawn_apart(step_view, incarnation.replicas, group)
-        values = next(drawn, None) if _DATA_PARALLEL.isdisjoint(incarnation.wrappers) else None
+        values = next(_drawn_apart(step_view, group), None)
         if values is not None:
             advice = drawn_apart_advice(values.call.path)
             what = "were handed the same, and hold different values"
@@ -96,7 +93,7 @@ def _apart_in_backward(step_view: StepView, group: Array) -> list[tuple[int, int
         if came and not differing and all(values.agree(group) is not None for values in came):
             depth = call.path.count(".") + bool(call.path)
             places += [
-                (int(times_of_value(values, group).min()), -depth, values)
+                (int(values.times(group).min()), -depth, values)
                 for values in call.outputs
                 if _differs(values, group) and _agrees(own, values, "grad_input", group)
             ]
@@ -121,33 +118,30 @@ def _candidate(
     )
 
 
-def _drawn_apart(
-    step_view: StepView, replicas: InferredReplicas, group: Array
-) -> Iterator[SlotValues]:
-    """Yield what modules without others inside, and without weights of a rank's own, gave."""
+def _drawn_apart(step_view: JudgedStep, group: Array) -> Iterator[SlotValues]:
+    """Yield what modules without others inside, and without weights of a rank's own, gave; nothing
+    where ranks may draw random numbers of their own."""
+    replicas = step_view.life.replicas
+    if not _DATA_PARALLEL.isdisjoint(replicas.wrappers):
+        return
     for call in step_view.of(Phase.FORWARD):
-        if (
-            call.children
-            or call.path in replicas.sharded_paths
-            or not call.is_given_the_same(group)
-        ):
+        if call.children or call.path in replicas.sharded_paths:
             continue
-        if all(values.source == "unknown" for values in call.slots.values()):
+        is_plain = all(values.source == "unknown" for values in call.slots.values())
+        if is_plain and call.is_given_the_same(group):
             yield from (values for values in call.outputs if _differs(values, group))
 
 
-def innermost_takers(step_view: StepView, found: Sequence[Candidate]) -> None:
+def at_innermost_taker(step_view: StepView, candidate: Candidate) -> Candidate:
     """Charge the gradient of an input to the innermost module that alone took that tensor."""
-    for candidate in found:
-        if candidate.phase is not Phase.BACKWARD or not candidate.slot.startswith("grad_input"):
-            continue
+    if candidate.phase is Phase.BACKWARD and candidate.slot.startswith("grad_input"):
         ranks = np.array(candidate.ranks, np.int64)
         for call in step_view.named(candidate.path):
             values = call.slots.get(candidate.slot) if call.phase is Phase.BACKWARD else None
-            if values is None or call.micro_batch != candidate.micro_batch:
-                continue
-            receiver = _taker(step_view, values, ranks)
-            candidate.path, candidate.slot = receiver.call.path, receiver.slot
+            if values is not None and call.micro_batch == candidate.micro_batch:
+                taker = _taker(step_view, values, ranks)
+                return replace(candidate, path=taker.call.path, slot=taker.slot)
+    return candidate
 
 
 def _taker(step_view: StepView, values: SlotValues, group: Array) -> SlotValues:
@@ -158,7 +152,7 @@ def _taker(step_view: StepView, values: SlotValues, group: Array) -> SlotValues:
         for call in step_view.of(Phase.BACKWARD)
         if _is_inside(call, values.call) and np.isin(group, call.ranks).all()
         for each in call.outputs
-        if _is_same_tensor(each, values, group)
+        if each.equals(values, group)
     ]
     innermost = [
         each for each in inside if not any(_is_inside(other.call, each.call) for other in inside)
@@ -170,12 +164,6 @@ def _is_inside(call: CallView, outer: CallView) -> bool:
     below = f"{outer.path}." if outer.path else ""
     is_within = call is not outer and call.path != outer.path and call.path.startswith(below)
     return is_within and call.micro_batch == outer.micro_batch
-
-
-def _is_same_tensor(one: SlotValues, other: SlotValues, group: Array) -> bool:
-    at, there = one.at(group), other.at(group)
-    is_there = (at >= 0).all() and (there >= 0).all()
-    return bool(is_there and (one.hashes[at] == other.hashes[there]).all())
 
 
 def _key(call: CallView) -> tuple[str, int | None, int]:

@@ -16,10 +16,8 @@ from typing import Final
 import numpy as np
 
 from rankscope.diagnosis.distances import rounding_of
-from rankscope.diagnosis.rankclock import times_of_call
 from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView
 from rankscope.record.phases import Phase
-from rankscope.record.statistics import NONFINITE
 from rankscope.record.value import ValueFlag
 
 _FOREIGN: Final = int(ValueFlag.UNHELD | ValueFlag.SKIPPED)
@@ -42,11 +40,6 @@ class TakenGradient:
     values: SlotValues
     passes: tuple[SlotValues, ...]
     """What passes left since an optimizer took the one before, in order of time."""
-
-    @property
-    def name(self) -> str:
-        """Of its parameter: path and name."""
-        return ".".join(filter(None, (self.values.call.path, self.values.slot[5:])))
 
     @property
     def worths(self) -> tuple[SlotValues, ...]:
@@ -123,13 +116,11 @@ def taken_gradients(step_view: StepView) -> Iterator[list[TakenGradient]]:
 def _is_between(left: SlotValues, earlier: SlotValues | None, taken: SlotValues) -> bool:
     """True where a pass came behind the optimizer step before, and before this one."""
     rank = left.ranks[:1]
-    now = times_of_call(left.call, rank)[0]
-    if rank[0] not in taken.ranks or now > times_of_call(taken.call, rank)[0]:
+    now = left.call.times(rank)[0]
+    if rank[0] not in taken.ranks or now > taken.call.times(rank)[0]:
         return False
     return (
-        earlier is None
-        or rank[0] not in earlier.ranks
-        or bool(now > times_of_call(earlier.call, rank)[0])
+        earlier is None or rank[0] not in earlier.ranks or bool(now > earlier.call.times(rank)[0])
     )
 
 
@@ -139,32 +130,21 @@ def gathered_apart(event: Sequence[TakenGradient]) -> list[TakenGradient]:
     groups: dict[tuple[int, bytes], list[TakenGradient]] = {}
     for each in event:
         worths = each.worths
-        if len(worths) < 2 or not _are_known(each.values, each.values.ranks):
+        if len(worths) < 2 or not _is_usable(each.values, each.values.ranks):
             continue
         ranks = each.values.ranks
-        if all(np.array_equal(own.ranks, ranks) and _are_known(own, ranks) for own in worths):
+        if all(np.array_equal(own.ranks, ranks) and _is_usable(own, ranks) for own in worths):
             groups.setdefault((len(worths), ranks.tobytes()), []).append(each)
     return max(groups.values(), key=len, default=[])
 
 
-def _are_known(values: SlotValues, ranks: Array) -> bool:
-    is_finite = not any(values.column(name).any() for name in NONFINITE)
-    return bool(values.is_known[values.at(ranks)].all()) and is_finite
+def _is_usable(values: SlotValues, ranks: Array) -> bool:
+    return values.are_known(ranks) and values.is_finite(ranks)
 
 
-def mixture_of(
-    gradients: Sequence[TakenGradient], lines: Sequence[Array]
-) -> tuple[Mixture, Array] | None:
-    """Return what the gradients that an optimizer took are made of; None where it is nothing that
-    is known here.
-
-    Args:
-        gradients: of one step, as `gathered_apart` returns them.
-        lines: groups of ranks that may have averaged.
-
-    Returns:
-        what they are made of, and the ranks.
-    """
+def mixture_of(gradients: Sequence[TakenGradient], lines: Sequence[Array]) -> Mixture | None:
+    """Return what the gradients that an optimizer took are made of, as `gathered_apart` returns
+    them; None where it is nothing that is known here. `lines` are ranks that may have averaged."""
     values = gradients[0].values
     ranks = values.ranks
     taken = _stacked([each.values for each in gradients])
@@ -173,7 +153,7 @@ def mixture_of(
     allowed = 4 * rounding_of(values.dtype)
     found = _solved(worths, taken, allowed)
     if found is not None:
-        return Mixture(tuple(found), tuple(found)), ranks
+        return Mixture(tuple(found), tuple(found))
     if len(ranks) < 2 or any(each.values.source == "dtensor" for each in gradients):
         return None
     for groups in ([ranks], [line for line in lines if np.isin(line, ranks).all()]):
@@ -186,7 +166,7 @@ def mixture_of(
             longest = max(float(np.linalg.norm(each)) for each in worths)
             is_there = [float(np.linalg.norm(rest)) > _NOTHING * longest for rest in rests]
             own = tuple(each if there else None for each, there in zip(found[count:], is_there))
-            return Mixture(tuple(found[:count]), own), ranks
+            return Mixture(tuple(found[:count]), own)
     return None
 
 

@@ -11,12 +11,12 @@ import numpy as np
 from rankscope.diagnosis.context import Candidate, CheckContext, candidate_at
 from rankscope.diagnosis.issuedcollectives import (
     IssuedCollective,
+    issued_by_rank,
     issues_of,
     known_collectives,
     ranks_in_doubt,
 )
 from rankscope.diagnosis.lastcalls import MOST_LISTED, ORDERLY, LastCall, last_words
-from rankscope.diagnosis.rankclock import span_of_call, times_of_call
 from rankscope.diagnosis.stepview import Array, CallView, StepView
 from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named, ranks_text
@@ -41,9 +41,10 @@ def hangs_of(
     step_views: Sequence[StepView],
     last: dict[int, LastCall],
     ends: dict[int, str],
+    stalls: list[dict[str, Any]],
 ) -> Iterator[Candidate]:
     """Yield a candidate for every hang in the last steps of the last incarnation; `last` is what
-    each rank did last, `ends` how its stream ends."""
+    each rank did last, `ends` how its stream ends, `stalls` what hosts noticed."""
     found: list[_Hang] = []
     left_open = ranks_left_open(step_views, last, ends)
     for step_view in step_views:
@@ -62,7 +63,7 @@ def hangs_of(
                 found.append(hang)
     for hang in found:
         after = [h for h in found if h is not hang and _is_because_of(h, hang, step_views)]
-        yield _hang_candidate(hang, after, last)
+        yield _hang_candidate(hang, after, last, stalls)
 
 
 def ranks_left_open(
@@ -89,19 +90,15 @@ def _is_because_of(later: _Hang, hang: _Hang, step_views: Sequence[StepView]) ->
         a, b = _same_call(step_view, one), _same_call(step_view, other)
         common = np.intersect1d(a.ranks, b.ranks)[:1] if a and b else None
         if a is not None and b is not None and common is not None and len(common):
-            return bool(times_of_call(a, common) < times_of_call(b, common))
+            return bool(a.times(common) < b.times(common))
     calls = hang.step_view.calls
     return calls.index(one) < calls.index(other) if one in calls and other in calls else False
 
 
 def _same_call(step_view: StepView, call: CallView) -> CallView | None:
-    alike = (
-        each
-        for each in step_view.named(call.path)
-        if (each.phase, each.ordinal, each.micro_batch)
-        == (call.phase, call.ordinal, call.micro_batch)
-    )
-    return next(alike, None)
+    key = (call.phase, call.ordinal, call.micro_batch)
+    named = step_view.named(call.path)
+    return next((c for c in named if (c.phase, c.ordinal, c.micro_batch) == key), None)
 
 
 def _hang(
@@ -128,24 +125,9 @@ def _hang(
     return _Hang(step_view=step_view, issue=missed, waiting=tuple(left), missing=tuple(missing))
 
 
-def _hang_candidate(hang: _Hang, after: list[_Hang], last: dict[int, LastCall]) -> Candidate:
-    def evidence() -> dict[str, Any]:
-        return {
-            "waiting": [
-                {
-                    "rank": rank,
-                    "path": each.waiting.call.path,
-                    "collective": each.waiting.slot,
-                    "op": each.waiting.op,
-                    "group": each.waiting.group,
-                }
-                for rank, each in sorted(last.items())
-                if each.waiting is not None
-            ][:MOST_LISTED],
-            "missing": ranks_text(hang.missing),
-            "last": [last_words(r, each) for r, each in sorted(last.items())][:MOST_LISTED],
-        }
-
+def _hang_candidate(
+    hang: _Hang, after: list[_Hang], last: dict[int, LastCall], stalls: list[dict[str, Any]]
+) -> Candidate:
     issue = hang.issue
     members, times = _when(hang, after, last)
     heard = [
@@ -162,7 +144,22 @@ def _hang_candidate(hang: _Hang, after: list[_Hang], last: dict[int, LastCall]) 
         f"{ranks_named(hang.waiting)} wait{'s' if len(hang.waiting) == 1 else ''} for "
         f"{ranks_named(hang.missing)}, who never came to this {issue.op} of "
         f"{ranks_named(sorted(issue.members))}{'; ' if heard else ''}{', '.join(heard[:4])}",
-        evidence=evidence,
+        evidence=lambda: {
+            "waiting": [
+                {
+                    "rank": rank,
+                    "path": each.waiting.call.path,
+                    "collective": each.waiting.slot,
+                    "op": each.waiting.op,
+                    "group": each.waiting.group,
+                }
+                for rank, each in sorted(last.items())
+                if each.waiting is not None
+            ][:MOST_LISTED],
+            "missing": ranks_text(hang.missing),
+            "last": [last_words(r, each) for r, each in sorted(last.items())][:MOST_LISTED],
+            **({"stalls": stalls} if stalls else {}),
+        },
         priority=-4,
     )
 
@@ -178,12 +175,10 @@ def _when(hang: _Hang, after: list[_Hang], last: dict[int, LastCall]) -> tuple[A
     away = [rank for rank in hang.missing if rank in last]
     late = {rank: h.issue.call for h in after for rank in h.waiting}
     left = [
-        int(times_of_call(late[rank], np.array([rank]))[0]) - 1
-        if rank in late
-        else last[rank].time_ns + 2
+        int(late[rank].times(np.array([rank]))[0]) - 1 if rank in late else last[rank].time_ns + 2
         for rank in away
     ]
-    times = np.concatenate([times_of_call(issue.call, there), np.array(left, np.int64)])
+    times = np.concatenate([issue.call.times(there), np.array(left, np.int64)])
     return np.concatenate([there, np.array(away, np.int64)]), times
 
 
@@ -197,24 +192,15 @@ def _first_missed(
     skipped one may stand in the next as if it were this one: sites tell. Ranks that stand in one of
     this group in a step of another number (`elsewhere`) wait for the same members."""
     lines: dict[int, list[IssuedCollective]] = {rank: [] for rank in stands.members}
-    for issue in sorted(group, key=lambda i: i.sequence):
-        for rank in issue.ranks.tolist():
-            lines.setdefault(rank, []).append(issue)
+    lines |= issued_by_rank(group)
     own = lines[waiting[0]] if waiting else lines[int(stands.ranks[0])]
     for place, issue in enumerate(own):
-        absent = [
-            rank
-            for rank in stands.members
-            if rank not in elsewhere
-            and (len(lines[rank]) <= place or not _is_same_site(lines[rank][place], issue))
-        ]
+        there = {rank: line[place] for rank, line in lines.items() if len(line) > place}
+        came = {r for r, i in there.items() if i.call is issue.call or i.site == issue.site}
+        absent = [rank for rank in stands.members if rank not in elsewhere | came]
         if absent and len(absent) < len(stands.members):
             return issue, sorted(absent)
     return None, []
-
-
-def _is_same_site(one: IssuedCollective, other: IssuedCollective) -> bool:
-    return one.call is other.call or one.site == other.site
 
 
 # ---- in a job that still runs --------------------------------------------------------------------
@@ -233,7 +219,7 @@ def without_recent(
     longest_ns = 0
     for step_view in step_views:
         for issue in issues_of(step_view):
-            begins, ends = span_of_call(issue.call, issue.ranks)
+            begins, ends = issue.call.span(issue.ranks)
             longest_ns = max(longest_ns, int((ends - begins).max()))
     patience_s = max(_FEWEST_S, _TIMES_LONGEST * longest_ns / 1e9)
     now_s = read_s if at_s is None else at_s
@@ -250,13 +236,9 @@ def without_recent(
 def _notes_on_waiting(
     waiting: Mapping[int, tuple[IssuedCollective, float]], patience_s: float
 ) -> Iterator[str]:
-    """Yield a line for each collective in which ranks stand for longer than any did before, but
-    not for long enough.
-
-    Args:
-        waiting: rank -> the collective, and for how many seconds.
-        patience_s: after so many a collective counts as a hang.
-    """
+    """Yield a line for each collective in which ranks stand for longer than any did before, but not
+    for long enough: after `patience_s` it counts as a hang. `waiting` is {rank: the collective, and
+    for how many seconds}."""
     alike: dict[tuple[str, str], list[int]] = {}
     for rank, (issue, _) in sorted(waiting.items()):
         alike.setdefault((issue.op, issue.call.path or "(root)"), []).append(rank)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ EQUAL_OUTPUTS: Final = frozenset(
 """What gives the same to all of its ranks."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class IssuedCollective:
     """What some ranks issued alike in one call."""
 
@@ -28,26 +28,14 @@ class IssuedCollective:
     ranks: Array
     facts: Mapping[str, Any]
     """`collective` of docs/trace-format.md."""
-
-    @property
-    def op(self) -> str:
-        """torch.distributed's word."""
-        return str(self.facts.get("op", ""))
-
-    @property
-    def group(self) -> str:
-        """Name of the process group."""
-        return str(self.facts.get("group", ""))
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """Of the group, in its own order, as these ranks mean it."""
-        return tuple(self.facts.get("members", ()))
-
-    @property
-    def sequence(self) -> int:
-        """Which of its group in the step; a message: of its channel since `since`."""
-        return int(self.facts.get("sequence", 0))
+    op: str
+    """torch.distributed's word."""
+    group: str
+    """Name of the process group."""
+    members: tuple[int, ...]
+    """Of the group, in its own order, as these ranks mean it."""
+    sequence: int
+    """Which of its group in the step; a message: of its channel since `since`."""
 
     @property
     def is_message(self) -> bool:
@@ -74,9 +62,6 @@ class IssuedCollective:
         """Where in the program it was issued: the module, and the line if that was recorded."""
         return self.call.path, str(self.facts.get("at", ""))
 
-    def __repr__(self) -> str:
-        return f"{self.op} {self.group}#{self.sequence} of {self.ranks.tolist()} in {self.call}"
-
 
 def issues_of(step_view: StepView) -> Iterator[IssuedCollective]:
     """Yield what ranks issued in one step."""
@@ -102,7 +87,24 @@ def issues_in(call: CallView) -> Iterator[IssuedCollective]:
     issued = call.node.collectives
     for text, facts in issued:
         ranks = call.ranks if len(issued) == 1 else np.array(parse_ranks(text), np.int64)
-        yield IssuedCollective(call, ranks, facts)
+        yield IssuedCollective(
+            call=call,
+            ranks=ranks,
+            facts=facts,
+            op=str(facts.get("op", "")),
+            group=str(facts.get("group", "")),
+            members=tuple(facts.get("members", ())),
+            sequence=int(facts.get("sequence", 0)),
+        )
+
+
+def issued_by_rank(issues: Iterable[IssuedCollective]) -> dict[int, list[IssuedCollective]]:
+    """Return {rank: what it issued of one group, in order}."""
+    found: dict[int, list[IssuedCollective]] = {}
+    for issue in sorted(issues, key=lambda issue: issue.sequence):
+        for rank in issue.ranks.tolist():
+            found.setdefault(rank, []).append(issue)
+    return found
 
 
 def equal_by_offset(

@@ -33,7 +33,6 @@ from rankscope.diagnosis.issuedcollectives import (
     issues_of,
     known_collectives,
 )
-from rankscope.diagnosis.rankclock import span_of_call, times_of_call, times_of_value
 from rankscope.diagnosis.rules.stages import StageLink, stage_edges
 from rankscope.diagnosis.stepview import SlotValues, StepView
 from rankscope.record.phases import Phase
@@ -58,7 +57,7 @@ def joins_of(
 
 def _collective(issue: IssuedCollective) -> Join:
     ranks = issue.ranks
-    begins, ends = span_of_call(issue.call, ranks)
+    begins, ends = issue.call.span(ranks)
     ends = np.maximum(ends, begins + 1)
     every = np.ones(len(ranks), bool)
     givers = ranks == issue.facts.get("src") if issue.op in _ONE_WAY else every
@@ -77,9 +76,9 @@ def _stage(edge: StageLink) -> Iterator[Join]:
         if sent[1] == taken[1]:
             yield Join(
                 givers=sender,
-                begins=times_of_value(sent[0], sender),
+                begins=sent[0].times(sender),
                 takers=receiver,
-                ends=times_of_value(taken[0], receiver),
+                ends=taken[0].times(receiver),
             )
 
 
@@ -97,7 +96,7 @@ def _events(step_view: JudgedStep) -> Iterator[Join]:
             if len(own) < 2 or own.tobytes() in seen or (not meshes and values.agree(own) is False):
                 continue
             seen.add(own.tobytes())
-            times = times_of_call(values.call, own)
+            times = values.call.times(own)
             yield Join(givers=own, begins=times - 1, takers=own, ends=times - 1)
 
 
@@ -158,12 +157,11 @@ class Messages:
         """Keep the messages of one step."""
         for issue in issues_of(step_view):
             since = str(issue.facts.get("since", ""))
-            peer = issue.facts.get("peer")
             if issue.lacks:
-                doubtful = {(step_view.incarnation, rank) for rank in issue.ranks.tolist()}
-                self._doubtful |= doubtful
-            if issue.lacks or not issue.is_message or not since or peer is None:
+                self._doubtful |= {(step_view.incarnation, rank) for rank in issue.ranks.tolist()}
+            if issue.lacks or not issue.is_message or not since:
                 continue
+            peer = issue.facts["peer"]
             for rank in issue.ranks.tolist():
                 if peer == _FROM_ANYBODY:
                     self._open.add((step_view.incarnation, since, issue.group, rank))
@@ -214,14 +212,13 @@ def message_value(issue: IssuedCollective) -> SlotValues | None:
 def _message_end(
     issue: IssuedCollective, rank: int, step: int, context: CheckContext, *, is_sent: bool
 ) -> _MessageEnd:
-    ranks, value = np.array([rank]), None
+    ranks = np.array([rank])
     values = message_value(issue)
-    place = -1 if values is None else int(values.at(ranks)[0])
-    if values is not None and place >= 0 and values.is_known[place]:
-        flags = int(values.flags[place])
-        if not (is_sent and flags & ValueFlag.AFTER_CALL):
-            value = int(values.hashes[place]), bool(flags & ValueFlag.MIX64)
+    value = None if values is None else values.told(rank)
+    if values is not None and value is not None:
+        if is_sent and values.flags[values.at(ranks)[0]] & ValueFlag.AFTER_CALL:
+            value = None
         if not is_sent:
             context.coverage.applied(values)
-    time = times_of_call(issue.call, ranks, is_end=not is_sent)
+    time = issue.call.times(ranks, is_end=not is_sent)
     return _MessageEnd(step, issue.call.node.id, int(time[0]), value)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rankscope.diagnosis.issuedcollectives import IssuedCollective, issues_of
-from rankscope.diagnosis.rankclock import times_of_call
 from rankscope.diagnosis.stepview import CallView, StepView
 from rankscope.record.call import CallStatus
 from rankscope.record.streams import EndReason
@@ -45,7 +44,6 @@ class LastCall:
     """Paths of the calls it did not leave, outermost first."""
     waiting: IssuedCollective | None
     """The collective it stands in."""
-    error: str
 
 
 def last_calls(step_views: Sequence[StepView]) -> dict[int, LastCall]:
@@ -55,19 +53,15 @@ def last_calls(step_views: Sequence[StepView]) -> dict[int, LastCall]:
         issues = list(issues_of(step_view))
         latest: dict[int, tuple[int, CallView]] = {}
         opened: dict[int, list[tuple[int, int, CallView]]] = {}
-        errors: dict[int, str] = {}
         for number, call in enumerate(step_view.calls):
-            times = times_of_call(call, call.ranks).tolist()
+            times = call.times(call.ranks).tolist()
             at = dict(zip(call.ranks.tolist(), times))
             for rank, time_ns in at.items():
                 if rank not in latest or time_ns >= latest[rank][0]:
                     latest[rank] = (time_ns, call)
             for outcome in () if call.node.has_returned else call.node.outcomes:
-                for rank in outcome.ranks:
-                    if outcome.status == CallStatus.UNFINISHED.word:
-                        opened.setdefault(rank, []).append((at[rank], number, call))
-                    elif outcome.status == CallStatus.RAISED.word:
-                        errors[rank] = outcome.error
+                for rank in outcome.ranks if outcome.status == CallStatus.UNFINISHED.word else ():
+                    opened.setdefault(rank, []).append((at[rank], number, call))
         for rank, (time_ns, call) in latest.items():
             if rank in found and found[rank].time_ns > time_ns:
                 continue
@@ -79,7 +73,6 @@ def last_calls(step_views: Sequence[StepView]) -> dict[int, LastCall]:
                 time_ns=time_ns,
                 stack=tuple(dict.fromkeys(each.path for each in stack)),
                 waiting=next((i for i in issues if _stands_in(i, rank)), None),
-                error=errors.get(rank, ""),
             )
     return found
 

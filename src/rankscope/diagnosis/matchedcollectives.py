@@ -33,7 +33,6 @@ from rankscope.diagnosis.issuedcollectives import (
     ranks_in_doubt,
 )
 from rankscope.diagnosis.lastcalls import ORDERLY
-from rankscope.diagnosis.rankclock import issued_counts, span_of_call, times_of_call
 from rankscope.diagnosis.rules.collectives import facts_text
 from rankscope.diagnosis.stepview import StepView, step_view_of
 from rankscope.record.call import Mode
@@ -46,7 +45,7 @@ from rankscope.tree.views import Step
 _Group = tuple[int, str, tuple[int, ...]]
 """Incarnation, name, members."""
 _Owners = dict[tuple[Any, ...], dict[_Group, int]]
-"""{place of a call: {group of which ranks issued something there: which of the steps it was in}}"""
+"""{`Candidate.where`: {group that issued something there: which of the steps it was in}}"""
 _WAITS_FOR_ALL: Final = frozenset({"all_reduce", "all_gather", "all_gather_into_tensor"})
 _MOST_ENDS: Final = 1_000_000
 """Collectives of one rank that are numbered; a longer line is not known."""
@@ -120,7 +119,7 @@ class MatchedCollectives:
             group = _group_of(step_view, issue)
             came.setdefault(group, set()).update(issue.ranks.tolist())
             if not issue.sequence:
-                issued = issued_counts(issue.call, issue.ranks)
+                issued = issue.call.column("issued", issue.ranks)
                 counts.setdefault(group, set()).update(issued.tolist())
             if _is_torn(issue, step_view.context):
                 met = self._groups.setdefault(group, _Met())
@@ -278,7 +277,7 @@ class MatchedCollectives:
         ranks = candidate.members.tolist()
         return all(
             self._are_level(group, number, ranks)
-            for group, number in owners.get(_key_of(candidate), {}).items()
+            for group, number in owners.get(candidate.where, {}).items()
             if set(ranks) <= set(group[2])
         )
 
@@ -306,29 +305,17 @@ def _is_torn(issue: IssuedCollective, context: CheckContext) -> bool:
     if given is None:
         return False
     ranks = issue.ranks[np.isin(issue.ranks, given.ranks)]
-    if len(ranks) < 2:
+    if len(ranks) < 2 or not given.are_known(ranks):
         return False
-    places = given.at(ranks)
-    if not given.is_known[places].all() or (given.flags[places] & int(ValueFlag.MIX64)).any():
+    if (given.flags[given.at(ranks)] & int(ValueFlag.MIX64)).any():
         return False
-    begins, ends = span_of_call(issue.call, ranks)
+    begins, ends = issue.call.span(ranks)
     by_host: dict[str, list[int]] = {}
     for place, rank in enumerate(ranks.tolist()):
         by_host.setdefault(context.hosts.get(rank, str(rank)), []).append(place)
     return any(
         bool((ends[own] > begins[own]).all() and begins[own].max() > ends[own].min())
         for own in by_host.values()
-    )
-
-
-def _key_of(candidate: Candidate) -> tuple[Any, ...]:
-    return (
-        candidate.incarnation,
-        candidate.mode,
-        candidate.step,
-        candidate.path,
-        candidate.micro_batch,
-        candidate.slot,
     )
 
 
@@ -346,29 +333,26 @@ def _lines(
             group = _group_of(step_view, issue)
             if group not in wanted:
                 continue
-            place = (step_view.incarnation, step_view.mode, step_view.step, issue.call.path,
-                     issue.call.micro_batch, issue.slot)  # fmt: skip
-            owners.setdefault(place, {})[group] = number
-            times = times_of_call(issue.call, issue.ranks).tolist()
-            counts = issued_counts(issue.call, issue.ranks).tolist()
-            issued = dict(zip(issue.ranks.tolist(), counts))
+            step, call = (step_view.incarnation, step_view.mode, step_view.step), issue.call
+            where = (*step, call.phase, call.path, call.micro_batch, issue.slot)
+            owners.setdefault(where, {})[group] = number
+            times = issue.call.times(issue.ranks).tolist()
+            counts = issue.call.column("issued", issue.ranks).tolist()
             device = _device_of(issue)
-            for rank, time_ns in zip(issue.ranks.tolist(), times):
+            given = issue.call.slots.get("output.0") if issue.op in EQUAL_OUTPUTS else None
+            for rank, time_ns, count in zip(issue.ranks.tolist(), times, counts):
                 line = lines[group].setdefault(rank, [])
                 if len(line) < _MOST_ENDS:
-                    text = facts_text(issue, [rank])
-                    value = _given(issue, rank)
-                    line.append(
-                        _OwnCall(
-                            time_ns,
-                            issue.sequence,
-                            number,
-                            issue.call.node.id,
-                            text,
-                            (device, issued[rank]),
-                            value,
-                        )
+                    own = _OwnCall(
+                        time_ns=time_ns,
+                        sequence=issue.sequence,
+                        number=number,
+                        call_id=issue.call.node.id,
+                        facts=facts_text(issue, [rank]),
+                        counted=(device, count),
+                        value=None if given is None else given.told(rank),
                     )
+                    line.append(own)
     for group in wanted:
         for line in lines[group].values():
             line.sort(key=lambda end: (end.time_ns, end.number, end.sequence))
@@ -405,14 +389,6 @@ def _equal_outputs(by_rank: Mapping[int, Mapping[tuple[str, int, int], _OwnCall]
             value = by_rank[one][key].value
             count += value is not None and value == by_rank[other][key].value
     return count
-
-
-def _given(issue: IssuedCollective, rank: int) -> tuple[int, bool] | None:
-    values = issue.call.slots.get("output.0") if issue.op in EQUAL_OUTPUTS else None
-    place = -1 if values is None else int(values.at(np.array([rank]))[0])
-    if values is None or place < 0 or not values.is_known[place]:
-        return None
-    return int(values.hashes[place]), bool(values.flags[place] & ValueFlag.MIX64)
 
 
 def _are_shifted(lines: Mapping[int, list[_OwnCall]]) -> bool:

@@ -21,6 +21,7 @@ count only
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -29,8 +30,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from rankscope.diagnosis.stepview import Array, SlotValues, StepView, is_input, sibling_path
-from rankscope.layout.infer import lines_along
+from rankscope.diagnosis.stepview import Array, SlotValues, StepView, sibling_path
+from rankscope.layout.infer import AxisName, is_fsdp_axis, lines_along, named_as
 from rankscope.layout.layoutfile import LayoutFile, described_as
 from rankscope.layout.marks import FSDP1_AXIS
 from rankscope.layout.placement import Mesh, Placement, PlacementKind
@@ -51,11 +52,6 @@ class Same:
     """Each sorted, of two ranks or more."""
     source: str
     """"dtensor", "marked", "declared" or "inferred"."""
-
-    @property
-    def is_of_its_mesh(self) -> bool:
-        """True where nothing is said of ranks outside the value's mesh, or of other axes."""
-        return self.source in ("dtensor", "marked")
 
 
 def sorted_lines(mesh: Mesh, axes: Collection[str]) -> tuple[Array, ...]:
@@ -131,6 +127,8 @@ _Part = frozenset[tuple[str, int]]
 """{(path of a root, how many roots the data went through before it)}."""
 _OF_ONE_RANK: Final = re.compile("expert|head|task|adapter")
 """What stands in the path of modules that may be another one on each rank."""
+DDP: Final = "DDP"
+"""The word for `DistributedDataParallel` among the wrappers of a module."""
 FSDP1_FLAT: Final = "_flat_param"
 """FSDP1's parameter, of which every rank holds a part because its ranks are data-parallel."""
 _STEP: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -139,7 +137,7 @@ _MIX: Final = np.uint64(0xD6E8FEB86659FD93)
 
 def clusters(values: SlotValues) -> tuple[Array, ...]:
     """Return the groups of two ranks or more that hold the same bytes, each sorted."""
-    known = np.flatnonzero(values.is_known & (values.counts > 0))
+    known = np.flatnonzero(values.has_elements)
     found = []
     for number in np.unique(values.hashes[known]):
         group = values.ranks[known[values.hashes[known] == number]]
@@ -148,32 +146,24 @@ def clusters(values: SlotValues) -> tuple[Array, ...]:
     return tuple(found)
 
 
-class _Prints:
-    """What tells ranks apart by all that they hold."""
+@np.errstate(over="ignore")
+def _equal_lines(held: Sequence[SlotValues], cut: Sequence[SlotValues]) -> tuple[Array, ...]:
+    """Return the groups of two ranks or more that hold the same of everything.
 
-    def __init__(self, size: int) -> None:
-        self._prints, self._proofs = np.zeros(size, np.uint64), np.zeros(size, np.int64)
-        self._number = np.uint64(1)
-
-    def take(self, values: SlotValues) -> None:
-        """Mix one value into the prints of its ranks."""
-        with np.errstate(over="ignore"):
-            self._number += _STEP
-            mixed = (values.hashes ^ self._number) * _MIX
-            self._prints[values.ranks] += mixed ^ (mixed >> np.uint64(29))
-        self._proofs[values.ranks] += 1
-
-    def leave_out(self, ranks: Array) -> None:
-        """Take a value as proof of its ranks without what it holds: it is cut by what these ranks
-        are data-parallel in."""
-        self._proofs[ranks] += 1
-
-    def lines(self) -> tuple[Array, ...]:
-        """Return the groups of two ranks or more that hold the same of everything."""
-        ranks = np.flatnonzero(self._proofs)
-        own = self._prints[ranks]
-        lines = (ranks[own == each] for each in np.unique(own))
-        return tuple(line for line in lines if len(line) > 1)
+    Args:
+        held: what is looked at.
+        cut: what is cut over ranks that are data-parallel in it: it proves that ranks belong
+            together, whatever it holds.
+    """
+    every = [values.ranks for values in (*held, *cut)]
+    ranks = np.unique(np.concatenate([np.zeros(0, np.int64), *every]))
+    prints, number = np.zeros(len(ranks), np.uint64), np.uint64(1)
+    for values in held:
+        number += _STEP
+        mixed = (values.hashes ^ number) * _MIX
+        prints[np.searchsorted(ranks, values.ranks)] += mixed ^ (mixed >> np.uint64(29))
+    lines = (ranks[prints == each] for each in np.unique(prints))
+    return tuple(line for line in lines if len(line) > 1)
 
 
 def _across(equal: Iterable[Array], meshes: Sequence[Mesh]) -> tuple[Array, ...]:
@@ -186,7 +176,7 @@ def _across(equal: Iterable[Array], meshes: Sequence[Mesh]) -> tuple[Array, ...]
 
 
 class InferredReplicas:
-    """What the setup of one incarnation says about plain parameters."""
+    """What the setup of one incarnation says about plain parameters, and whose data is whose."""
 
     def __init__(self, setup: StepView | None) -> None:
         self._equal: dict[tuple[str, str], tuple[Array, ...]] = {}
@@ -196,11 +186,20 @@ class InferredReplicas:
         """Parameters that differ between some ranks that hold them."""
         self.sharded_paths: frozenset[str] = frozenset()
         """Paths of the modules that own such parameters."""
+        self.wrappers: frozenset[str] = frozenset()
+        """Words for what was put around modules: DDP, FSDP2 ..."""
+        self.wrapped: frozenset[str] = frozenset()
+        """Paths of what DDP wraps, or is part of."""
+        self.owners: dict[str, Array] = {}
+        """{path: ranks} of the modules that own parameters or buffers."""
         self.is_marked = False
         """True where a framework marked parameters as cut."""
         self._lines: tuple[Array, ...] = ()
         self._local_lines: tuple[Array, ...] = ()
         """As `_lines`, of the ranks' own pieces of DTensors too."""
+        self._along: dict[str, dict[str, list[Placement]]] = {}
+        """{mesh: {axis: placements of its DTensors along it}}."""
+        self._meshes: dict[str, tuple[Mesh, ...]] = {}
         self._placed: dict[str, tuple[Array, ...]] = {}
         """{path of a module that owns DTensors: the ranks of each of their meshes}."""
         self._streams: list[tuple[int, Array]] = []
@@ -211,21 +210,27 @@ class InferredReplicas:
         self._tied: dict[tuple[str, str], list[Array]] = {}
         """{(path, name): ranks of several parts that stepped with one gradient of it}."""
         self._proven: dict[tuple[str, str], list[Array]] = {}
-        self._families: tuple[StepView | None, dict[tuple[str, str], list[SlotValues]]] = (None, {})
-        """Gradients of sibling modules, of the step that was asked about last."""
         if setup is not None:
             self._read(setup)
 
     def _read(self, setup: StepView) -> None:
-        size = 1 + max((int(call.ranks[-1]) for call in setup.calls), default=-1)
-        plain, local = _Prints(size), _Prints(size)
+        plain: list[SlotValues] = []
+        local: list[SlotValues] = []
+        cut: list[SlotValues] = []
+        self.wrappers = frozenset(w for call in setup.calls for w in call.node.wrappers)
+        self.wrapped = frozenset(call.path for call in setup.calls if DDP in call.node.wrappers)
+        self.owners = {call.path: call.ranks for call in setup.calls if call.slots}
         for values in setup.values(Phase.SETUP):
             if not values.slot.startswith("param:"):
                 continue
             key = (values.call.path, values.slot[6:])
             is_plain = values.source in ("unknown", "marked")
             if values.source == "dtensor":
-                meshes = values.views[0].meshes
+                view = values.views[0]
+                meshes = self._meshes[view.mesh_name] = view.meshes
+                by_axis = self._along.setdefault(view.mesh_name, {})
+                for axis, placement in view.placements.items():
+                    by_axis.setdefault(axis, []).append(placement)
                 self._placed[key[0]] = tuple(np.array(sorted(m.ranks), np.int64) for m in meshes)
                 self._equal[key] = _across(clusters(values), meshes)
             elif values.source == "marked":
@@ -240,24 +245,47 @@ class InferredReplicas:
                 continue
             is_run = values.source == "marked" and FSDP1_AXIS in values.views[0].placements
             if key[1] == FSDP1_FLAT or is_run:
-                plain.leave_out(values.ranks)
-                local.leave_out(values.ranks)
+                cut.append(values)
                 continue
-            local.take(values)
+            local.append(values)
             shape = values.views[0].pieces[0].shape
             if "embedding" in values.call.node.class_name.lower() and len(shape) == 2:
                 self._streams += [(shape[1], group) for group in self._equal[key]]
             if is_plain:
-                plain.take(values)
+                plain.append(values)
                 if values.agree(values.ranks) is False:
                     self._shared[key] = values
-        self._lines, self._local_lines = plain.lines(), local.lines()
+        self._lines, self._local_lines = _equal_lines(plain, cut), _equal_lines(local, cut)
         self.sharded_paths = frozenset(owner for owner, _ in self._shared)
 
     @property
     def lines(self) -> tuple[Array, ...]:
         """Ranks of which every plain parameter is equal, and which are no stages of one model."""
         return tuple(part for line in self._lines for part in self.by_part(line))
+
+    def data_lines(self, layouts: Layouts) -> dict[str, tuple[Array, ...]]:
+        """Return {what says so: lines of ranks} of the axes along which batches should differ.
+
+        Such an axis is one that a layout file or a mesh of FSDP's parameters names so (dp, data,
+        fsdp ...), one along which FSDP cut every parameter, or all replicas of a DDP model or of
+        one whose parameters are marked as cut along other axes.
+        """
+        found: dict[str, tuple[Array, ...]] = {}
+        declared = layouts.mesh
+        if declared is not None:
+            for axis, extent in zip(declared.axes, declared.shape):
+                if named_as(axis) is AxisName.DATA and extent > 1:
+                    found[f"declared axis {axis}"] = sorted_lines(declared, [axis])
+        for name, by_axis in self._along.items() if "FSDP2" in self.wrappers else ():
+            for axis, placements in by_axis.items():
+                if is_fsdp_axis(axis, placements, len(by_axis)):
+                    lines = (sorted_lines(mesh, [axis]) for mesh in self._meshes[name])
+                    found[f"FSDP's axis {axis}"] = _wide(itertools.chain.from_iterable(lines))
+        if DDP in self.wrappers and self.lines:
+            found[DDP] = self.lines
+        elif self.is_marked and self.lines:
+            found["replicas of marked parameters"] = self.lines
+        return found
 
     @property
     def is_any(self) -> bool:
@@ -395,9 +423,7 @@ class InferredReplicas:
         """True where the gradient of this parameter, or of a sibling's, agrees on these ranks."""
         if values.call.phase is not Phase.GRADS:
             return False
-        if self._families[0] is not step_view:
-            self._families = (step_view, _families(step_view))
-        family = self._families[1].get((sibling_path(values.call.path), values.slot), ())
+        family = step_view.gradient_families.get((sibling_path(values.call.path), values.slot), ())
         return any(not each.is_constant and each.agree(ranks) is True for each in family)
 
 
@@ -423,23 +449,9 @@ def _parts(feeds: Collection[tuple[RootPlace, RootPlace]]) -> dict[int, _Part]:
     return {rank: frozenset(places) for rank, places in found.items()}
 
 
-def _families(step_view: StepView) -> dict[tuple[str, str], list[SlotValues]]:
-    found: dict[tuple[str, str], list[SlotValues]] = {}
-    for values in step_view.values(Phase.GRADS):
-        found.setdefault((sibling_path(values.call.path), values.slot), []).append(values)
-    return found
-
-
 def is_handed_the_same(step_view: StepView, path: str, ranks: Array) -> bool:
     """True where a module got the same inputs, and the same gradients of its outputs, on all of
     these ranks in every call of a step."""
-    seen = {Phase.FORWARD: 0, Phase.BACKWARD: 0}
-    for call in step_view.named(path):
-        if call.phase not in seen:
-            continue
-        for slot, values in call.slots.items():
-            if is_input(slot, call.phase) and values.dtype != "python":
-                if values.agree(ranks) is not True:
-                    return False
-                seen[call.phase] += 1
-    return all(seen.values())
+    handed = step_view.handed(path)
+    phases = {values.call.phase for values in handed}
+    return len(phases) == 2 and all(values.agree(ranks) for values in handed)

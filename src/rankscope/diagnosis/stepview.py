@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from rankscope.record.call import Mode
 from rankscope.record.notes import RanksNote
 from rankscope.record.phases import Phase
+from rankscope.record.statistics import NONFINITE
 from rankscope.record.value import ValueFlag, is_form
 from rankscope.tree.slotview import SlotView, by_slot
 from rankscope.tree.views import Node, Step
@@ -33,6 +34,12 @@ _NUMBER: Final = re.compile(r"(^|\.)\d+(?=\.|$)")
 def sibling_path(path: str) -> str:
     """Return what a path has in common with its siblings: layers.0.mlp -> layers.*.mlp."""
     return _NUMBER.sub(r"\1*", path)
+
+
+def layer_of(path: str) -> str:
+    """Return the path up to its first number, the layer that a module is part of: "" for none."""
+    found = _NUMBER.search(path)
+    return path[: found.end()] if found else ""
 
 
 def root_of(path: str) -> str:
@@ -114,6 +121,12 @@ class SlotValues:
         return known
 
     @cached_property
+    def has_elements(self) -> Array:
+        """[n] True where it was digested, and has an element."""
+        found: Array = self.is_known & (self.counts > 0)
+        return found
+
+    @cached_property
     def nonfinite(self) -> Array:
         """[n] elements that are NaN or +inf; -inf alone is how masks are written."""
         found: Array = (self.column("nan") + self.column("posinf")) * self.is_known
@@ -123,8 +136,8 @@ class SlotValues:
     def is_all_nonfinite(self) -> bool:
         """True where it has elements and all of them, on every rank, are NaN or infinite: such
         values are equal whatever should have stood there."""
-        has_elements = self.is_known & (self.counts > 0)
-        return bool(has_elements.any() and np.isnan(self.column("min")[has_elements]).all())
+        low = self.column("min")[self.has_elements]
+        return bool(len(low) and np.isnan(low).all())
 
     @cached_property
     def is_constant(self) -> bool:
@@ -154,6 +167,47 @@ class SlotValues:
         """Return the positions of ranks in the arrays, -1 for those that hold nothing."""
         return positions(self.ranks, ranks)
 
+    def times(self, ranks: Array) -> Array:
+        """Return when the value was there on these ranks, each by its own clock.
+
+        Inputs stand at the begin of their call, outputs at its end, and just after it what hooks
+        made of them, and what came out of a collective: its end is when the others reach this rank.
+        A gradient has the time at which its tensor hook fired. Setup, gradients and parameters are
+        one event each: their values have no order among themselves.
+        """
+        call = self.call
+        if call.phase is Phase.BACKWARD:
+            return self.column("time_ns")[np.maximum(self.at(ranks), 0)]
+        if is_input(self.slot, call.phase):
+            return call.times(ranks)
+        late = int(self.slot.startswith("returned") or call.phase is Phase.COLLECTIVE)
+        return call.times(ranks, is_end=True) + late
+
+    def are_known(self, ranks: Array) -> bool:
+        """True where all of these ranks hold it, and it was digested on each."""
+        places = self.at(ranks)
+        return bool((places >= 0).all() and self.is_known[places].all())
+
+    def is_finite(self, ranks: Array) -> bool:
+        """True where none of these ranks, which hold it, has NaN or infinity in it."""
+        places = self.at(ranks)
+        return not any(self.column(name)[places].any() for name in NONFINITE)
+
+    def equals(self, other: SlotValues, ranks: Array) -> bool:
+        """True where each of these ranks holds the same bytes in both."""
+        at, there = self.at(ranks), other.at(ranks)
+        is_there = (at >= 0).all() and (there >= 0).all()
+        return bool(is_there and (self.hashes[at] == other.hashes[there]).all())
+
+    def told(self, rank: int) -> tuple[int, bool] | None:
+        """Return what tells a rank's value from others: its hash, and whether that was computed on
+        an accelerator; None where it is not known."""
+        ranks = np.array([rank])
+        if not self.are_known(ranks):
+            return None
+        place = int(self.at(ranks)[0])
+        return int(self.hashes[place]), bool(self.flags[place] & ValueFlag.MIX64)
+
     def agreements(self, groups: Array) -> Array:
         """Say for every group whether its ranks hold the same bytes.
 
@@ -181,7 +235,7 @@ def _is_absent(view: SlotView) -> bool:
     return all(_ABSENT in fold.flags for fold in view.pieces)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class CallView:
     """One node with its place in the tree."""
 
@@ -191,11 +245,14 @@ class CallView:
     micro_batch: int | None
     ordinal: int
     parent: CallView | None
-    top: CallView
-    """The outermost call around it; itself for a root."""
     ranks: Array
+    top: CallView = field(init=False)
+    """The outermost call around it; itself for a root."""
     children: list[CallView] = field(default_factory=list)
     slots: dict[str, SlotValues] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.top = self if self.parent is None else self.parent.top
 
     @property
     def inputs(self) -> Iterator[SlotValues]:
@@ -214,8 +271,25 @@ class CallView:
         given = [values.agree(ranks) for values in self.inputs]
         return bool(given) and all(given)
 
-    def __repr__(self) -> str:
-        return f"Call({self.path!r} {self.phase.word} {self.micro_batch} {self.ordinal})"
+    def column(self, name: str, ranks: Array) -> Array:
+        """Return one column of calls on these ranks."""
+        step, rows = self.node.step, self.node.call_rows
+        own = step["calls.rank"][rows]
+        places = np.minimum(np.searchsorted(own, ranks), len(own) - 1)
+        column: Array = step[f"calls.{name}"][rows][places]
+        return column
+
+    def span(self, ranks: Array) -> tuple[Array, Array]:
+        """Return begin and end on these ranks, in ns; where an end was not recorded, its begin."""
+        start = self.column("start_ns", ranks)
+        return start, start + np.maximum(self.column("duration_ns", ranks), 0)
+
+    def times(self, ranks: Array, *, is_end: bool = False) -> Array:
+        """Return when it began (or ended) on these ranks; what is part of an event is there when
+        the event begins."""
+        is_event = self.phase.facts.is_event
+        begin, end = (self.top if is_event else self).span(ranks)
+        return end if is_end and not is_event else begin
 
 
 @dataclass(eq=False)
@@ -258,21 +332,30 @@ class StepView:
 
         Their activations may be compared; those of any other ranks may not.
         """
-        if not self.roots:
-            return ()
-        size = 1 + max(int(call.ranks[-1]) for call in self.roots)
-        keys: list[list[int]] = [[] for _ in range(size)]
+        keys: dict[int, list[int]] = {}
         for number, call in enumerate(self.roots):
             for values in call.inputs:
                 for rank, own, known in zip(
                     values.ranks.tolist(), values.hashes.tolist(), values.is_known.tolist()
                 ):
-                    keys[rank] += (number, own if known else -1 - rank)
+                    keys.setdefault(rank, []).extend((number, own if known else -1 - rank))
         groups: dict[tuple[int, ...], list[int]] = {}
-        for rank, key in enumerate(keys):
-            if key:
-                groups.setdefault(tuple(key), []).append(rank)
+        for rank, key in sorted(keys.items()):
+            groups.setdefault(tuple(key), []).append(rank)
         return tuple(np.array(g, np.int64) for g in groups.values() if len(g) > 1)
+
+    @cached_property
+    def gradient_families(self) -> dict[tuple[str, str], list[SlotValues]]:
+        """{(path that siblings have in common, slot): gradients of these}"""
+        found: dict[tuple[str, str], list[SlotValues]] = {}
+        for values in self.values(Phase.GRADS):
+            found.setdefault((sibling_path(values.call.path), values.slot), []).append(values)
+        return found
+
+    def handed(self, path: str) -> list[SlotValues]:
+        """Return what a module was handed in forward, and in backward as gradients of outputs."""
+        calls = (c for c in self.named(path) if c.phase in (Phase.FORWARD, Phase.BACKWARD))
+        return [values for call in calls for values in call.inputs]
 
     def named(self, path: str) -> list[CallView]:
         """Return the calls of one path, in all phases."""
@@ -301,7 +384,11 @@ def step_view_of(step: Step) -> StepView:
         text = node.ranks_text
         if text not in ranks_of:
             ranks_of[text] = np.array(node.ranks, np.int64)
-        call = _call_of(node, parent, ranks_of[text])
+        entries = by_slot(view for view in node.slots if not is_form(view.slot))  # each rank's own
+        call = CallView(
+            node, node.path, node.phase, node.micro_batch, node.ordinal, parent, ranks_of[text]
+        )
+        call.slots = {slot: SlotValues(call, views) for slot, views in entries.items()}
         calls.append(call)
         if parent is not None:
             parent.children.append(call)
@@ -315,14 +402,3 @@ def step_view_of(step: Step) -> StepView:
         calls=[call for call in calls if call.phase is not Phase.ACCUMULATED],
         left_by_passes=tuple(call for call in calls if call.phase is Phase.ACCUMULATED),
     )
-
-
-def _call_of(node: Node, parent: CallView | None, ranks: Array) -> CallView:
-    call = CallView.__new__(CallView)
-    call.node, call.path, call.phase = node, node.path, node.phase
-    call.micro_batch, call.ordinal, call.parent = node.micro_batch, node.ordinal, parent
-    call.top = call if parent is None else parent.top
-    call.ranks, call.children = ranks, []
-    entries = by_slot(view for view in node.slots if not is_form(view.slot))  # each rank's own
-    call.slots = {slot: SlotValues(call, views) for slot, views in entries.items()}
-    return call

@@ -32,6 +32,7 @@ other steps: from then on nothing is compared between these ranks.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Final
 
@@ -122,18 +123,17 @@ def _note_averaging(step_view: JudgedStep) -> None:
     if not all(events.values()):
         incarnation.together.add(step_view.step)
     latest = [h for h in step_view.values(Phase.PARAMS) if _is_plain(h) and h.slot != _FLAT_SLOT]
-    before = incarnation.unlike, incarnation.flat
+    before = incarnation.unlike
     if latest:
         incarnation.begun = incarnation.begun or dict(incarnation.parameters)
         incarnation.unlike = [
             _left(values, incarnation) for values in latest if values.agree(values.ranks) is False
         ]
         roots: dict[int, list[SlotValues]] = {}
-        for values in latest:
+        for values in latest if incarnation.unlike else ():
             roots.setdefault(id(values.call.top), []).append(values)
-        incarnation.flat = [flat for held in roots.values() for flat in _flat(held)]
-    ways = (before, (incarnation.unlike, incarnation.flat))
-    if any(unlike and _is_average(step_view, unlike, flat) for unlike, flat in ways):
+        incarnation.unlike += [flat for held in roots.values() for flat in _flat(held)]
+    if any(left and _is_average(step_view, left) for left in (before, incarnation.unlike)):
         incarnation.averages.append(step_view.step)
     elif not incarnation.averages:
         _note_alone(step_view, incarnation)
@@ -164,19 +164,26 @@ def _is_plain(values: SlotValues) -> bool:
     return is_owned and values.source in ("unknown", "marked") and len(values.ranks) > 1
 
 
-def _is_average(step_view: StepView, unlike: list[Left], flat: list[Left]) -> bool:
+def _is_average(step_view: StepView, left: list[Left]) -> bool:
     """True where every rank hands most of what was left different to others."""
-    parts = [*unlike, *flat]
-    every = sum(int(part.counts[0]) for part in unlike)
-    handed = dict.fromkeys(np.concatenate([part.ranks for part in unlike]).tolist(), 0)
+    every, ranks = _left_of(left)
+    handed = dict.fromkeys(ranks, 0)
     for issue in issues_of(step_view):
         values = _exchanged(issue)
         if values is None or (issue.op != "send" and values.agree(values.ranks) is not False):
             continue
-        if any(_is_of(values, part) for part in parts):
+        if any(_is_of(values, part) for part in left):
             for rank in issue.ranks.tolist():
                 handed[rank] = handed.get(rank, 0) + int(values.counts[0])
     return all(2 * count >= every for count in handed.values())
+
+
+def _left_of(left: list[Left]) -> tuple[int, set[int]]:
+    """Return how many elements were left different, and on which ranks; flat tensors hold what
+    stands beside them."""
+    alone = [part for part in left if part.sketches is not None]
+    ranks = {rank for part in alone for rank in part.ranks.tolist()}
+    return sum(int(part.counts[0]) for part in alone), ranks
 
 
 def _exchanged(issue: IssuedCollective) -> SlotValues | None:
@@ -211,7 +218,7 @@ def _note_alone(step_view: StepView, incarnation: IncarnationState) -> None:
     """Keep which ranks handed most of what was left different to others in a step in which not all
     of them did. Once all have, each in a step of its own, they averaged their parameters."""
     if incarnation.unlike:
-        incarnation.left.append((incarnation.unlike, incarnation.flat))
+        incarnation.left.append(incarnation.unlike)
     if not incarnation.left:
         return
     handed: dict[int, int] = {}
@@ -228,10 +235,9 @@ def _note_alone(step_view: StepView, incarnation: IncarnationState) -> None:
                 count = int(values.counts[values.at(np.array([rank]))[0]])
                 for each in {rank, *takers}:
                     handed[each] = handed.get(each, 0) + count
-    every = sum(int(part.counts[0]) for part in incarnation.left[-1][0])
+    every, ranks = _left_of(incarnation.left[-1])
     incarnation.handed |= {rank for rank, count in handed.items() if 2 * count >= every}
-    ranks = np.concatenate([part.ranks for part in incarnation.left[-1][0]])
-    if set(ranks.tolist()) <= incarnation.handed:
+    if ranks <= incarnation.handed:
         incarnation.averages.append(step_view.step)
 
 
@@ -241,8 +247,8 @@ def _is_own(values: SlotValues, rank: int, incarnation: IncarnationState) -> boo
     place = values.at(np.array([rank]))[0]
     count, norm = int(values.counts[place]), float(values.column("l2")[place])
     given = values.column("sketch")[place]
-    for unlike, flat in incarnation.left:
-        for part in (*unlike, *flat):
+    for left in incarnation.left:
+        for part in left:
             (at,) = positions(part.ranks, np.array([rank])).tolist()
             if at < 0 or part.counts[at] != count:
                 continue
@@ -318,8 +324,8 @@ def _of_late_reductions(candidate: Candidate, incarnation: IncarnationState) -> 
     if candidate.kind is Kind.GRADIENT and candidate.step in incarnation.reduced_early:
         return dataclasses.replace(candidate, advice=_TOO_EARLY)
     updates = incarnation.updates.get((candidate.path, candidate.slot.partition(":")[2]), {})
-    steps = [step for step in (candidate.step, candidate.step + 1) if step in updates]
-    became = {step: updates[step].of(candidate.members) for step in steps}
+    both = (candidate.step, candidate.step + 1)
+    became = {step: updates[step].of(candidate.members) for step in both if step in updates}
     is_alike = "alike" in became.values() and "apart" not in became.values()
     is_reduced = {
         Kind.GRADIENT: is_alike,
@@ -343,14 +349,11 @@ def _with_one_warning(listed: list[Candidate]) -> Iterator[Candidate]:
     for candidate in listed:
         if _is_held_back(candidate):
             first.setdefault(candidate.incarnation, candidate)
-    counts = {
-        incarnation: sum(
-            _is_due_to(candidate, began)
-            for candidate in listed
-            if candidate.incarnation == incarnation
-        )
-        for incarnation, began in first.items()
-    }
+    counts = Counter(
+        candidate.incarnation
+        for candidate in listed
+        if candidate.incarnation in first and _is_due_to(candidate, first[candidate.incarnation])
+    )
     for candidate in listed:
         began = first.get(candidate.incarnation)
         if began is None or not _is_due_to(candidate, began):

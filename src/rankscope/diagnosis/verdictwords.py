@@ -32,54 +32,38 @@ def verdict_rest(report: Report, layout: str = "", *, is_live: bool = False) -> 
         layout: of `check`: the layout file that it rests on, "" for none.
         is_live: the job goes on, and its trace with it.
     """
+    noun = "value" if report.recorded == 1 else "values"
     if report.command == "diff":
-        return _of_difference(report)
-    start = _wrong_or_lacking(
-        report,
-        lacks=report.lacks if report.judged else f"nothing was judged: {report.lacks}",
-        incomplete="no fault so far; the job goes on"
-        if is_live
-        else "no fault in what is here, but records are missing (rankscope verify)",
-    )
-    noun = "value" if report.recorded == 1 else "values"
-    judged = f"{report.judged:,} of {report.recorded:,} {noun} judged"
-    alone = report.alone - report.undeclared
-    if alone:
-        judged += f", {alone:,} of them for NaN and infinity alone"
-    if report.undeclared:
-        lacking = f"that {layout} does not describe" if layout else "nobody declared"
-        judged += f"; {lying_words(report)} {lacking}"
-        judged += "" if layout else ": rankscope layout"
-    return f"{start} ({judged}{_warnings(report)})"
+        judged = f"{report.compared:,} of {report.recorded:,} {noun} compared"
+        if report.unpaired:
+            verb = "is" if report.unpaired == 1 else "are"
+            judged += f"; {report.unpaired:,} {verb} in one trace alone"
+    else:
+        judged = f"{report.judged:,} of {report.recorded:,} {noun} judged"
+        alone = report.alone - report.undeclared
+        if alone:
+            judged += f", {alone:,} of them for NaN and infinity alone"
+        if report.undeclared:
+            lacking = f"that {layout} does not describe" if layout else "nobody declared"
+            judged += f"; {lying_words(report)} {lacking}"
+            judged += "" if layout else ": rankscope layout"
+    return f"{_wrong_or_lacking(report, is_live=is_live)} ({judged}{_warnings(report)})"
 
 
-def _of_difference(report: Report) -> str:
-    start = _wrong_or_lacking(
-        report,
-        lacks=report.lacks,
-        incomplete="no difference in what is here, but records are missing (rankscope verify)",
-    )
-    noun = "value" if report.recorded == 1 else "values"
-    compared = f"{report.compared:,} of {report.recorded:,} {noun} compared"
-    if report.unpaired:
-        verb = "is" if report.unpaired == 1 else "are"
-        compared += f"; {report.unpaired:,} {verb} in one trace alone"
-    return f"{start} ({compared}{_warnings(report)})"
-
-
-def _wrong_or_lacking(report: Report, *, lacks: str, incomplete: str) -> str:
-    """Return what is wrong.
-
-    Args:
-        lacks: what to say where nothing could be judged.
-        incomplete: what to say where nothing is wrong and records are missing.
-    """
+def _wrong_or_lacking(report: Report, *, is_live: bool) -> str:
     if report.origins:
         kinds = ", ".join(dict.fromkeys(f.kind.value for f in report.origins))
         return f": {kinds}, {counted(len(report.origins), 'origin')}"
+    is_difference = report.command == "diff"
     if report.lacks:
-        return f": {lacks}"
-    return f": {incomplete}" if report.verdict is Verdict.INCOMPLETE else ""
+        is_any = is_difference or report.judged
+        return f": {report.lacks}" if is_any else f": nothing was judged: {report.lacks}"
+    if report.verdict is not Verdict.INCOMPLETE:
+        return ""
+    if is_live and not is_difference:
+        return ": no fault so far; the job goes on"
+    what = "difference" if is_difference else "fault"
+    return f": no {what} in what is here, but records are missing (rankscope verify)"
 
 
 def _warnings(report: Report) -> str:

@@ -13,7 +13,6 @@ from rankscope.diagnosis.check import check
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.endings import ends_of
 from rankscope.diagnosis.lastcalls import ORDERLY
-from rankscope.diagnosis.rankclock import span_of_call
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView, step_view_of
 from rankscope.diagnosis.verdictwords import layout_named
 from rankscope.globs import glob_matches
@@ -319,7 +318,7 @@ class _CheckCharts:
         found = {phase: np.zeros(self._world) for phase in _TIMED}
         for call in step_view.of(*_TIMED):
             if call.parent is None:
-                begin, end = span_of_call(call, call.ranks)
+                begin, end = call.span(call.ranks)
                 found[call.phase][call.ranks] += (end - begin) / 1e6
         return {
             phase.word: [round(float(each), 3) for each in times]

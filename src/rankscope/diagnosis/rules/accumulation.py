@@ -45,7 +45,6 @@ from rankscope.diagnosis.gradientpasses import (
     mixture_of,
     taken_gradients,
 )
-from rankscope.diagnosis.rankclock import times_of_value
 from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
@@ -85,7 +84,12 @@ def lost_micro_batches(step_view: JudgedStep) -> Iterator[Candidate]:
     events = {id(call.top) for call in step_view.of(Phase.GRADS)}
     if events:
         incarnation.stepped.add(step_view.step)
-    for gradients, mixture, ranks in _mixtures(step_view):
+    for event in taken_gradients(step_view):
+        gradients = gathered_apart(event)
+        mixture = mixture_of(gradients, incarnation.replicas.lines) if gradients else None
+        if mixture is None:
+            continue
+        ranks = gradients[0].values.ranks
         if mixture.is_reduced_early:
             incarnation.reduced_early.add(step_view.step)
         root = gradients[0].values.call.top.path
@@ -128,28 +132,17 @@ def _as_warning(candidate: Candidate) -> Candidate:
     return replace(candidate, severity=Severity.WARNING, advice=_WARNING)
 
 
-def _mixtures(step_view: JudgedStep) -> Iterator[tuple[list[TakenGradient], Mixture, Array]]:
-    """Yield, for every optimizer step whose gradients were gathered in parts, what became of the
-    parts, and the ranks."""
-    lines = step_view.life.replicas.lines
-    for event in taken_gradients(step_view):
-        gradients = gathered_apart(event)
-        found = mixture_of(gradients, lines) if gradients else None
-        if found is not None:
-            yield gradients, *found
-
-
 def _are_batches_of_their_own(forwards: Sequence[CallView], ranks: Array) -> bool:
     """True where no two of these calls were handed the same, and nothing that needs a gradient."""
-    seen: list[list[tuple[int, ...]]] = []
+    seen = set()
     for call in forwards:
         given = list(call.inputs)
         folds = [fold for values in given for view in values.views for fold in view.pieces]
         if not given or any(fold.requires_grad for fold in folds):
             return False
         own = [values for values in given if np.isin(ranks, values.ranks).all()]
-        seen.append([tuple(values.hashes[values.at(ranks)].tolist()) for values in own])
-    return not any(one == other for number, one in enumerate(seen) for other in seen[number + 1 :])
+        seen.add(tuple(tuple(values.hashes[values.at(ranks)].tolist()) for values in own))
+    return len(seen) == len(forwards)
 
 
 def _is_held_back(gradients: Sequence[TakenGradient], mixture: Mixture) -> bool:
@@ -222,7 +215,7 @@ def _lost_candidate(
         "began" + (f" (this gradient and {others} others)" if others else ""),
         advice=_ADVICE,
         evidence=lambda: {
-            "parameters": [gradient.name for gradient in gradients[:_MOST_NAMED]],
+            "parameters": [_name(gradient.values) for gradient in gradients[:_MOST_NAMED]],
             "passes": len(worths),
             "lost": list(mixture.lost),
             "norms": [_norm([g.worths[n] for g in gradients]) for n in range(len(worths))],
@@ -230,6 +223,10 @@ def _lost_candidate(
         },
         weight=len(gradients),
     )
+
+
+def _name(gradient: SlotValues) -> str:
+    return ".".join(filter(None, (gradient.call.path, gradient.slot[5:])))
 
 
 def _norm(values: Sequence[SlotValues]) -> float:
@@ -249,29 +246,24 @@ def carried_gradients(step_view: JudgedStep) -> Iterator[Candidate]:
     marks = [(values, (values.flags & _LEFT_OVER) != 0) for values in gradients]
     bearers = np.unique(np.concatenate([h.ranks[m] for h, m in marks] or [np.zeros(0, np.int64)]))
     shared = [(h, m) for h, m in marks if m.any() and not np.isin(h.ranks, bearers).all()]
-    if shared:
-        yield _carried_candidate(step_view, [values for values, _ in shared], bearers)
-
-
-def _carried_candidate(
-    step_view: JudgedStep, gradients: list[SlotValues], bearers: Array
-) -> Candidate:
-    first = gradients[0]
-    ranks = np.unique(np.concatenate([values.ranks for values in gradients]))
+    if not shared:
+        return
+    first, _ = shared[0]
+    ranks = np.unique(np.concatenate([values.ranks for values, _ in shared]))
     own = ranks[np.isin(ranks, bearers)]
     others = ranks[~np.isin(ranks, bearers)]
     odd = minority(ranks, np.isin(ranks, bearers))
     blamed = odd if len(odd) < len(ranks) else own
-    for values in gradients:
+    for values, _ in shared:
         step_view.context.coverage.applied(values)
-    return candidate_at(
+    yield candidate_at(
         step_view,
         first.call,
         Kind.REPLICA,
         first.slot,
         blamed,
         blamed,
-        times_of_value(first, blamed) - 2,  # before gradients are reduced: see diagnosis/joins.py
+        first.times(blamed) - 2,  # before gradients are reduced: see diagnosis/joins.py
         f"backward began with the gradients of the step before on {ranks_named(own.tolist())}, and "
         f"without on {ranks_named(others.tolist())}: they were added to this step's",
         advice="zero_grad was not called on every one of these ranks between the two backward "
@@ -280,8 +272,8 @@ def _carried_candidate(
         evidence=lambda: {
             "carried_by": ranks_text(own.tolist()),
             "not_by": ranks_text(others.tolist()),
-            "gradients": len(gradients),
+            "gradients": len(shared),
         },
-        weight=len(gradients),
+        weight=len(shared),
         priority=-2,
     )

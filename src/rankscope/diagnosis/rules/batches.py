@@ -15,14 +15,13 @@ were computed from different batches belong to no batch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
-from rankscope.diagnosis.datapeers import DDP, data_lines, wrapped_roots
 from rankscope.diagnosis.distances import sides, sides_text
 from rankscope.diagnosis.issuedcollectives import IssuedCollective, known_collectives
+from rankscope.diagnosis.replicas import DDP
 from rankscope.diagnosis.stepview import Array, SlotValues, StepView, root_of
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
@@ -36,8 +35,7 @@ def duplicate_batches(step_view: JudgedStep) -> Iterator[Candidate]:
     if step_view.is_setup or step_view.mode.word != "train":
         return
     every = [h for call in step_view.roots for h in call.inputs if not h.is_constant]
-    lines = data_lines(step_view) if every else {}
-    for source, groups in lines.items():
+    for source, groups in step_view.life.data_lines.items():
         inputs = _of_wrapped(step_view, every) if source == DDP else every
         same = [line for line in groups if _is_shared(inputs, line)]
         for values in inputs:
@@ -52,9 +50,9 @@ def duplicate_batches(step_view: JudgedStep) -> Iterator[Candidate]:
 def _of_wrapped(step_view: JudgedStep, inputs: list[SlotValues]) -> list[SlotValues]:
     """Return what roots were handed that are wrapped, or hold what is: a model beside them may be
     handed the same on all ranks (a reference, what measures the whole batch)."""
-    incarnation = step_view.life
-    wrapped = incarnation.wrapped | wrapped_roots(step_view)
-    return [values for values in inputs if root_of(values.call.path) in wrapped]
+    wrapped = [call.path for call in step_view.calls if DDP in call.node.wrappers]
+    roots = {root_of(path) for path in (*wrapped, *step_view.life.replicas.wrapped)}
+    return [values for values in inputs if root_of(values.call.path) in roots]
 
 
 def _is_shared(inputs: list[SlotValues], line: Array) -> bool:
@@ -66,10 +64,6 @@ def _duplicate_candidate(
     step_view: JudgedStep, values: SlotValues, source: str, lines: list[Array]
 ) -> Candidate:
     ranks = np.unique(np.concatenate(lines))
-
-    def evidence() -> dict[str, Any]:
-        return {"data_axis": source, "same_on": [ranks_text(line.tolist()) for line in lines[:8]]}
-
     return step_view.candidate(
         values,
         Kind.DUPLICATE,
@@ -77,7 +71,10 @@ def _duplicate_candidate(
         f"{ranks_named(ranks.tolist())} are data-parallel ({source}) and were handed the same "
         f"batch",
         severity=Severity.WARNING,
-        evidence=evidence,
+        evidence=lambda: {
+            "data_axis": source,
+            "same_on": [ranks_text(line.tolist()) for line in lines[:8]],
+        },
     )
 
 
@@ -131,13 +128,9 @@ def _sums_a_layer(issue: IssuedCollective, step_view: JudgedStep) -> bool:
 
 def _differing_input(step_view: StepView, issue: IssuedCollective) -> SlotValues | None:
     """Return the first tensor that a root was handed and that differs on these ranks."""
-    for call in step_view.roots:
-        if call.micro_batch != issue.call.micro_batch:
-            continue
-        for values in call.inputs:
-            if values.agree(issue.ranks) is False:
-                return values
-    return None
+    calls = (c for c in step_view.roots if c.micro_batch == issue.call.micro_batch)
+    given = (values for call in calls for values in call.inputs)
+    return next((values for values in given if values.agree(issue.ranks) is False), None)
 
 
 def _other_candidate(

@@ -17,7 +17,7 @@ are known to be one (`diagnosis/joins.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -26,17 +26,16 @@ from rankscope.diagnosis.distances import ROUNDING, minority, rounding_of, sides
 from rankscope.diagnosis.issuedcollectives import (
     EQUAL_OUTPUTS,
     IssuedCollective,
+    issued_by_rank,
     issues_in,
     issues_of,
     known_collectives,
     ranks_in_doubt,
 )
 from rankscope.diagnosis.joins import Message, message_value
-from rankscope.diagnosis.rankclock import times_of_call
 from rankscope.diagnosis.stepview import Array, SlotValues, StepView
 from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named, ranks_text
-from rankscope.record.statistics import NONFINITE
 from rankscope.record.value import ValueFlag
 
 _SAME_SHAPE: Final = frozenset({"all_reduce", "broadcast", "reduce"})
@@ -93,7 +92,7 @@ def _group_candidate(step_view: StepView, issues: list[IssuedCollective]) -> Can
         issues[0].slot,
         blamed,
         members,
-        times_of_call(call, members),
+        call.times(members),
         f"{issues[0].op}: {listed}",
         evidence=lambda: {
             "groups": [
@@ -135,7 +134,7 @@ def _facts_candidate(
 ) -> Candidate:
     ranks = np.concatenate([issue.ranks for issue in issues])
     keys = np.array([text for issue, text in zip(issues, facts) for _ in issue.ranks])
-    times = np.concatenate([times_of_call(i.call, i.ranks) for i in issues])
+    times = np.concatenate([i.call.times(i.ranks) for i in issues])
     order = np.argsort(ranks, kind="stable")
     listed = "; ".join(
         f"{ranks_named(i.ranks.tolist())}: {text} in {i.call.path or '(root)'}"
@@ -166,68 +165,44 @@ def _facts_candidate(
 
 def _swapped(step_view: StepView, group: list[IssuedCollective]) -> Iterator[Candidate]:
     """Yield both call sites where some ranks issued two collectives in the other order."""
-    forward = [i for i in group if i.facts.get("issuer") != "backward"]
-    lines: dict[int, list[tuple[int, IssuedCollective]]] = {}
-    for issue in forward:
-        for rank in issue.ranks.tolist():
-            lines.setdefault(rank, []).append((issue.sequence, issue))
-    for line in lines.values():
-        line.sort(key=lambda each: each[0])
-    sites = {rank: tuple(issue.site for _, issue in line) for rank, line in lines.items()}
+    lines = issued_by_rank(i for i in group if i.facts.get("issuer") != "backward")
+    sites = {rank: tuple(issue.site for issue in line) for rank, line in lines.items()}
     if len(set(sites.values())) < 2 or len({tuple(sorted(s)) for s in sites.values()}) > 1:
         return
     ranks = np.array(sorted(sites), np.int64)
     keys = np.array([str(sites[rank]) for rank in ranks.tolist()])
-    length = len(next(iter(sites.values())))
-    crossed = [n for n in range(length) if len({line[n] for line in sites.values()}) > 1]
-    times = np.array(
-        [
-            min(int(times_of_call(lines[r][n][1].call, np.array([r]))[0]) for n in crossed)
-            for r in ranks.tolist()
-        ]
-    )
-    seen: set[tuple[str, str]] = set()
-    for n in crossed:
-        for rank in ranks.tolist():
-            issue = lines[rank][n][1]
-            place = (issue.call.path, issue.slot)
-            if place not in seen:
-                seen.add(place)
-                yield _swap_candidate(step_view, issue, ranks, keys, times, crossed, lines)
-
-
-def _swap_candidate(
-    step_view: StepView,
-    issue: IssuedCollective,
-    ranks: Array,
-    keys: Array,
-    times: Array,
-    crossed: list[int],
-    lines: dict[int, list[tuple[int, IssuedCollective]]],
-) -> Candidate:
-    def order_of(rank: int) -> list[str]:
-        return [_site_text(lines[rank][n][1]) for n in crossed[:8]]
-
+    crossed = [n for n, there in enumerate(zip(*sites.values())) if len(set(there)) > 1]
+    swapped = {rank: [lines[rank][n] for n in crossed] for rank in ranks.tolist()}
+    begins = [
+        min(int(issue.call.times(np.array([rank]))[0]) for issue in issues)
+        for rank, issues in swapped.items()
+    ]
     sides = [
         {
             "ranks": ranks_text(ranks[keys == key].tolist()),
-            "order": order_of(int(ranks[keys == key][0])),
+            "order": [_site_text(issue) for issue in swapped[int(ranks[keys == key][0])][:8]],
         }
         for key in dict.fromkeys(keys.tolist())
     ]
     listed = "; ".join(f"ranks {side['ranks']}: {' then '.join(side['order'])}" for side in sides)
-    return candidate_at(
-        step_view,
-        issue.call,
-        Kind.COLLECTIVE,
-        issue.slot,
-        minority(ranks, keys),
-        ranks,
-        times,
-        f"{issue.op} was issued in another order on some ranks of group {issue.group}: {listed}",
-        evidence=lambda: {"sides": sides},
-        priority=-2,
-    )
+    places: dict[tuple[str, str], IssuedCollective] = {}
+    for issues in zip(*swapped.values()):
+        for issue in issues:
+            places.setdefault((issue.call.path, issue.slot), issue)
+    for issue in places.values():
+        yield candidate_at(
+            step_view,
+            issue.call,
+            Kind.COLLECTIVE,
+            issue.slot,
+            minority(ranks, keys),
+            ranks,
+            np.array(begins),
+            f"{issue.op} was issued in another order on some ranks of group {issue.group}: "
+            f"{listed}",
+            evidence=lambda: {"sides": sides},
+            priority=-2,
+        )
 
 
 def _site_text(issue: IssuedCollective) -> str:
@@ -254,18 +229,13 @@ def wrong_exchanges(step_view: JudgedStep) -> Iterator[Candidate]:
 def _judged_exchange(step_view: JudgedStep, issue: IssuedCollective) -> Iterator[Candidate]:
     outputs = [h for s, h in issue.call.slots.items() if s.split(".")[0] == "output"]
     for number, output in enumerate(outputs):
-        if output.dtype == "python" or not _is_there(output, issue.ranks):
+        if output.dtype == "python" or not output.are_known(issue.ranks):
             continue
         problem = _unequal(issue, output) or _unlike_inputs(issue, output, number, len(outputs))
         step_view.context.coverage.applied(output)
         if problem is not None:
             text, blamed = problem
             yield _exchange_candidate(step_view, issue, output, text, blamed)
-
-
-def _is_there(values: SlotValues, ranks: Array) -> bool:
-    places = values.at(ranks)
-    return bool((places >= 0).all() and values.is_known[places].all())
 
 
 def _unequal(issue: IssuedCollective, output: SlotValues) -> tuple[str, Array] | None:
@@ -283,9 +253,9 @@ def _unlike_inputs(
     if given is None or given.dtype == "python" or issue.facts.get("object"):
         return None
     late = int(ValueFlag.AFTER_CALL)
-    if not _is_there(given, issue.ranks) or (given.flags[given.at(issue.ranks)] & late).any():
+    if not given.are_known(issue.ranks) or (given.flags[given.at(issue.ranks)] & late).any():
         return None
-    if not (_is_finite(given, issue.ranks) and _is_finite(output, issue.ranks)):
+    if not (given.is_finite(issue.ranks) and output.is_finite(issue.ranks)):
         return None
     if issue.op == "all_gather" and outputs == len(issue.members):
         sender = issue.members[number]
@@ -306,11 +276,6 @@ def _unlike_inputs(
     return "its output is not what its inputs give", issue.ranks
 
 
-def _is_finite(values: SlotValues, ranks: Array) -> bool:
-    places = values.at(ranks)
-    return not any(values.column(n)[places].any() for n in NONFINITE)
-
-
 def _has_numbers(values: SlotValues, ranks: Array) -> bool:
     """True where the statistics and sketches of all ranks are numbers: nothing without elements has
     any, and those of elements near the end of a dtype's range overflow."""
@@ -325,26 +290,19 @@ def _allowed(given: SlotValues, places: Array) -> float:
     return float(_SLACK * max(rounding_of(given.dtype), 1e-9) * given.column("l2")[places].sum())
 
 
-def _sums(
-    issue: IssuedCollective, given: SlotValues, output: SlotValues, *, divisor: int = 1
-) -> bool:
+def _sums(issue: IssuedCollective, given: SlotValues, output: SlotValues) -> bool:
     ins, outs = given.at(issue.ranks), output.at(issue.ranks)
+    divisor = len(issue.members) if issue.facts["reduce"] == "avg" else 1
     wanted = given.column("sketch")[ins].sum(0) / divisor
     apart = np.sqrt(np.mean((output.column("sketch")[outs] - wanted) ** 2, axis=1)).max()
     return bool(apart <= _allowed(given, ins) / divisor + 1e-30)
 
 
-def _averages(issue: IssuedCollective, given: SlotValues, output: SlotValues) -> bool:
-    return _sums(issue, given, output, divisor=len(issue.members))
-
-
-def _extreme(name: str) -> Callable[[IssuedCollective, SlotValues, SlotValues], bool]:
-    def test(issue: IssuedCollective, given: SlotValues, output: SlotValues) -> bool:
-        least = given.column(name)[given.at(issue.ranks)]
-        found = output.column(name)[output.at(issue.ranks)]
-        return bool((found == (least.max() if name == "max" else least.min())).all())
-
-    return test
+def _extremes(issue: IssuedCollective, given: SlotValues, output: SlotValues) -> bool:
+    name = str(issue.facts["reduce"])
+    each = given.column(name)[given.at(issue.ranks)]
+    found = output.column(name)[output.at(issue.ranks)]
+    return bool((found == (each.max() if name == "max" else each.min())).all())
 
 
 def _parts_sum(issue: IssuedCollective, given: SlotValues, output: SlotValues) -> bool:
@@ -367,9 +325,9 @@ def _parts_kept(issue: IssuedCollective, given: SlotValues, output: SlotValues) 
 
 _TESTS: Final[dict[tuple[str, str], Callable[[IssuedCollective, SlotValues, SlotValues], bool]]] = {
     ("all_reduce", "sum"): _sums,
-    ("all_reduce", "avg"): _averages,
-    ("all_reduce", "max"): _extreme("max"),
-    ("all_reduce", "min"): _extreme("min"),
+    ("all_reduce", "avg"): _sums,
+    ("all_reduce", "max"): _extremes,
+    ("all_reduce", "min"): _extremes,
     ("reduce_scatter_tensor", "sum"): _parts_sum,
     ("all_gather_into_tensor", ""): _parts_kept,
 }
@@ -401,17 +359,6 @@ def _exchange_candidate(
 ) -> Candidate:
     ranks = issue.ranks if members is None else members
     given = [h for s, h in issue.call.slots.items() if s.split(".")[0] == "input"]
-
-    def evidence() -> dict[str, Any]:
-        return {
-            "op": issue.op,
-            "reduce": issue.facts.get("reduce"),
-            "group": issue.group,
-            "members": [*issue.members],
-            "inputs": [side for values in given[:2] for side in sides(values, issue.ranks)],
-            "outputs": sides(output, issue.ranks),
-        }
-
     return candidate_at(
         step_view,
         issue.call,
@@ -419,8 +366,15 @@ def _exchange_candidate(
         issue.slot,
         blamed,
         ranks,
-        times_of_call(issue.call, ranks, is_end=True),
+        issue.call.times(ranks, is_end=True),
         f"{issue.op} of {ranks_named(issue.ranks.tolist())}: {text}",
-        evidence=evidence,
+        evidence=lambda: {
+            "op": issue.op,
+            "reduce": issue.facts.get("reduce"),
+            "group": issue.group,
+            "members": [*issue.members],
+            "inputs": [side for values in given[:2] for side in sides(values, issue.ranks)],
+            "outputs": sides(output, issue.ranks),
+        },
         priority=-1,
     )

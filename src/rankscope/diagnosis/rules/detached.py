@@ -18,7 +18,6 @@ import numpy as np
 
 from rankscope.diagnosis.context import Candidate, candidate_at
 from rankscope.diagnosis.issuedcollectives import IssuedCollective, issues_in
-from rankscope.diagnosis.rankclock import times_of_value
 from rankscope.diagnosis.stepview import (
     Array,
     CallView,
@@ -82,11 +81,6 @@ def _taken(call: CallView) -> IssuedCollective | None:
     return None
 
 
-def _has_graph(values: SlotValues) -> bool:
-    """True where a value needs a gradient on some rank."""
-    return any(fold.requires_grad for view in values.views for fold in view.pieces)
-
-
 def _needs_gradient(values: SlotValues) -> bool:
     """True where a value needs a gradient on every rank."""
     return all(fold.requires_grad for view in values.views for fold in view.pieces)
@@ -114,7 +108,7 @@ def _is_handed(issue: IssuedCollective, call: CallView) -> bool:
         return False
     outputs = [v for s, v in issue.call.slots.items() if s.split(".")[0] == "output"]
     return any(
-        not _has_graph(values)
+        not any(fold.requires_grad for view in values.views for fold in view.pieces)
         and (
             any(_are_same(values, output, issue.ranks) for output in outputs)
             or _are_joined(values, outputs, issue.ranks)
@@ -124,11 +118,8 @@ def _is_handed(issue: IssuedCollective, call: CallView) -> bool:
 
 
 def _are_same(values: SlotValues, output: SlotValues, ranks: Array) -> bool:
-    places, at = values.at(ranks), output.at(ranks)
-    if (places < 0).any() or (at < 0).any() or values.is_constant:
-        return False
-    is_known = values.is_known[places].all() and output.is_known[at].all()
-    return bool(is_known and (values.hashes[places] == output.hashes[at]).all())
+    are_known = values.are_known(ranks) and output.are_known(ranks)
+    return are_known and not values.is_constant and values.equals(output, ranks)
 
 
 def _are_joined(values: SlotValues, outputs: list[SlotValues], ranks: Array) -> bool:
@@ -154,7 +145,7 @@ def _candidate(step_view: StepView, values: SlotValues, issue: IssuedCollective)
         f"param:{name}",
         ranks,
         ranks,
-        times_of_value(values, ranks),
+        values.times(ranks),
         f"has no gradient on {ranks_named(ranks.tolist())}: what the module gave went through "
         f"{issue.op}{f' ({at})' if at else ''}, which keeps no graph",
         advice=_ADVICE,

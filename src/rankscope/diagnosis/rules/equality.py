@@ -8,6 +8,7 @@ compute each for itself (activations, gradients) a distance within rounding coun
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -50,44 +51,43 @@ _PHASES: Final = tuple(phase for phase in Phase if phase is not Phase.COLLECTIVE
 
 def unequal_replicas(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every value whose replicas differ."""
-    gradients: list[tuple[SlotValues, Candidate]] = []
+    found: list[tuple[SlotValues, Candidate]] = []
     for values in step_view.values(*_PHASES):
         for same in _known_of(values, step_view):
             groups, is_applied = differing_groups(values, same.groups)
             if is_applied:
                 step_view.context.coverage.applied(values)
             if groups and not _is_rounding(values, groups, step_view):
-                candidate = _candidate(step_view, values, same, groups)
-                if values.call.phase is Phase.GRADS:
-                    gradients.append((values, candidate))
-                yield candidate
+                found.append((values, _candidate(step_view, values, same, groups)))
                 break
-    _note_crossed(gradients)
+    crossed = _crossed([values for values, _ in found if values.call.phase is Phase.GRADS])
+    for values, candidate in found:
+        other = crossed.get(id(values))
+        if other is None:
+            yield candidate
+            continue
+        text = (
+            f"{ranks_named(candidate.ranks)} reduced it together with {other.call.path}:"
+            f"{other.slot}: what it holds on some ranks, the other holds on the others"
+        )
+        yield replace(candidate, kind=Kind.COLLECTIVE, message=text, advice=_CROSSED)
 
 
-def _note_crossed(gradients: list[tuple[SlotValues, Candidate]]) -> None:
-    """Call it another kind of fault where two gradients met in one reduction: what one parameter
-    has on some ranks, bit by bit, the other has on the others."""
-    holders: dict[int, list[tuple[SlotValues, Candidate]]] = {}
-    for values, candidate in gradients:
-        for number in np.unique(values.hashes).tolist():
-            holders.setdefault(number, []).append((values, candidate))
-    for values, candidate in gradients:
-        own = np.unique(values.hashes).tolist()
-        for other, _ in (each for number in own for each in holders[number]):
-            if other is values or values.is_constant or candidate.kind is Kind.COLLECTIVE:
-                continue
-            is_same_set = np.array_equal(np.unique(other.hashes), np.unique(values.hashes))
-            if not is_same_set or not np.array_equal(other.ranks, values.ranks):
-                continue
-            if len(own) > 1 and (other.hashes != values.hashes).any():
-                candidate.kind = Kind.COLLECTIVE
-                candidate.message = (
-                    f"{ranks_named(candidate.ranks)} reduced it together with "
-                    f"{other.call.path}:{other.slot}: what it holds on some ranks, the other holds "
-                    f"on the others"
-                )
-                candidate.advice = _CROSSED
+def _crossed(gradients: list[SlotValues]) -> dict[int, SlotValues]:
+    """Return {id of a gradient: the first that it met in one reduction}: what one parameter has on
+    some ranks, bit by bit, the other has on the others."""
+    alike: dict[tuple[bytes, bytes], list[SlotValues]] = {}
+    for values in gradients:
+        own = np.unique(values.hashes)
+        if len(own) > 1 and not values.is_constant:
+            alike.setdefault((own.tobytes(), values.ranks.tobytes()), []).append(values)
+    return {
+        id(values): other
+        for family in alike.values()
+        for values in family
+        for other in reversed(family)
+        if (other.hashes != values.hashes).any()
+    }
 
 
 def _known_of(values: SlotValues, step_view: JudgedStep) -> Iterator[Same]:
@@ -96,8 +96,8 @@ def _known_of(values: SlotValues, step_view: JudgedStep) -> Iterator[Same]:
     laid = step_view.context.layouts.same(values)
     if laid is not None and laid.groups:
         yield laid
-    is_inferable = laid is None or laid.is_of_its_mesh
-    if is_inferable and values.slot.startswith(("param:", "grad:")):
+    is_of_one_mesh = laid is not None and laid.source in ("dtensor", "marked")
+    if (laid is None or is_of_one_mesh) and values.slot.startswith(("param:", "grad:")):
         inferred = step_view.life.replicas.same(values, step_view)
         if inferred is not None:
             yield inferred
@@ -161,7 +161,7 @@ def _is_rounding(values: SlotValues, groups: list[Array], step_view: JudgedStep)
         return False
     if phase is Phase.GRADS:
         step_view.life.rounded.add(key)
-    step_view.context.coverage.skip("equal within rounding, not bit by bit")
+    step_view.context.coverage.skipped["equal within rounding, not bit by bit"] += 1
     return True
 
 
@@ -358,19 +358,9 @@ def _gradient_kind(step_view: StepView, values: SlotValues, groups: list[Array])
     """
     if all(is_multiple(values, values.at(group)) for group in groups):
         return Kind.REPLICA
-    handed = [
-        value.agree(group)
-        for call in step_view.named(values.call.path)
-        if call.phase in (Phase.FORWARD, Phase.BACKWARD)
-        for value in call.inputs
-        for group in groups
-    ]
+    given = step_view.handed(values.call.path)
+    handed = [value.agree(group) for value in given for group in groups]
     if all(each is None for each in handed):  # called on one of these ranks alone
-        handed = [
-            value.agree(group)
-            for call in step_view.named("")
-            if call.phase is Phase.FORWARD
-            for value in call.inputs
-            for group in groups
-        ]
+        given = [each for each in step_view.handed("") if each.call.phase is Phase.FORWARD]
+        handed = [value.agree(group) for value in given for group in groups]
     return Kind.GRADIENT if False in handed or not handed else Kind.REPLICA

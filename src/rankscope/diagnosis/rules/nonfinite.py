@@ -16,14 +16,12 @@ of a step that a GradScaler skipped are not looked at: overflow is how it finds 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.distances import sides
-from rankscope.diagnosis.rankclock import times_of_value
 from rankscope.diagnosis.stepview import Array, SlotValues, StepView, is_input, is_output
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
@@ -53,19 +51,8 @@ _CARRIED: Final = ("", "carried")
 """Places under which warnings of these are kept."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _First:
-    """The first value on a rank that is not finite."""
-
-    values: SlotValues
-    time_ns: int
-    level: int
-    """How surely it began here: _MADE, _HOOKED or _CAUGHT."""
-
-    @property
-    def is_made(self) -> bool:
-        """True where finite values went in."""
-        return self.level == _MADE
+_First = tuple[int, SlotValues]
+"""When a rank first had a value that is not finite, and which."""
 
 
 def nonfinite_origins(step_view: JudgedStep) -> Iterator[Candidate]:
@@ -86,11 +73,11 @@ def nonfinite_origins(step_view: JudgedStep) -> Iterator[Candidate]:
             return
         incarnation.warned.add(mild)
     first = _first_by_rank(spoiled)
-    surest = min(each.level for each in first.values())
-    origins = {rank: each for rank, each in first.items() if each.level == surest}
+    surest = min(_level(values) for _, values in first.values())
+    origins = {rank: values for rank, (_, values) in first.items() if _level(values) == surest}
     by_place: dict[int, list[int]] = {}
-    for rank, each in origins.items():
-        by_place.setdefault(id(each.values), []).append(rank)
+    for rank, values in origins.items():
+        by_place.setdefault(id(values), []).append(rank)
     caught = _caught(spoiled, first, origins)
     for ranks in by_place.values():
         yield _candidate(step_view, origins[ranks[0]], sorted(ranks), spoiled, caught)
@@ -141,13 +128,14 @@ def _first_by_rank(spoiled: list[tuple[SlotValues, Array]]) -> dict[int, _First]
     first: dict[int, _First] = {}
     for values, places in spoiled:
         ranks = values.ranks[places]
-        for rank, time_ns in zip(ranks.tolist(), times_of_value(values, ranks).tolist()):
-            if rank not in first or time_ns < first[rank].time_ns:
-                first[rank] = _First(values=values, time_ns=time_ns, level=_level(values))
+        for rank, time_ns in zip(ranks.tolist(), values.times(ranks).tolist()):
+            if rank not in first or time_ns < first[rank][0]:
+                first[rank] = (time_ns, values)
     return first
 
 
 def _level(values: SlotValues) -> int:
+    """Return how surely it began here: _MADE, _HOOKED or _CAUGHT."""
     phase = values.call.phase
     if phase is Phase.SETUP:
         return _MADE
@@ -157,73 +145,65 @@ def _level(values: SlotValues) -> int:
 
 
 def _caught(
-    spoiled: list[tuple[SlotValues, Array]], first: dict[int, _First], origins: dict[int, _First]
+    spoiled: list[tuple[SlotValues, Array]],
+    first: dict[int, _First],
+    origins: dict[int, SlotValues],
 ) -> list[str]:
     """Return through what other ranks caught it: the collective, else the value they first have."""
-    others = [(each.time_ns, rank, each) for rank, each in first.items() if rank not in origins]
     found: dict[str, None] = {}
     for values, places in spoiled:
         call = values.call
         if call.phase is Phase.COLLECTIVE and values.slot.startswith("output"):
-            received = values.ranks[places]
-            entered = [
+            entered = {
                 rank
                 for value, at in spoiled
                 if value.call is call and is_input(value.slot, call.phase)
                 for rank in value.ranks[at].tolist()
-            ]
-            late = [rank for rank in received.tolist() if rank not in entered]
+            }
+            late = [rank for rank in values.ranks[places].tolist() if rank not in entered]
             if late and entered:
-                found[
-                    f"{call.path or '(root)'}:collective.{call.ordinal} ({ranks_named(late)})"
-                ] = None
-    for _, rank, each in sorted(others, key=lambda other: other[:2]):
-        if not found:
-            found[f"{each.values.name} ({ranks_named([rank])}, {each.values.call.phase.word})"] = (
-                None
-            )
+                place = f"{call.path or '(root)'}:collective.{call.ordinal}"
+                found[f"{place} ({ranks_named(late)})"] = None
+    others = [(time_ns, rank) for rank, (time_ns, _) in first.items() if rank not in origins]
+    if others and not found:
+        _, rank = min(others)
+        _, values = first[rank]
+        found[f"{values.name} ({ranks_named([rank])}, {values.call.phase.word})"] = None
     return list(found)[:4]
 
 
 def _candidate(
     step_view: JudgedStep,
-    first: _First,
+    values: SlotValues,
     ranks: list[int],
     spoiled: list[tuple[SlotValues, Array]],
     caught: list[str],
 ) -> Candidate:
-    values = first.values
     own = np.array(ranks, np.int64)
     counts = {name: int(values.column(name)[values.at(own)].sum()) for name in NONFINITE}
     listed = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
     is_spoiling = step_view.life.is_spoiled
-    how = "its inputs were finite" if first.is_made else "it came in so"
-    if values.call.phase is Phase.SETUP:
+    is_made, phase = _level(values) == _MADE, values.call.phase
+    how = "its inputs were finite" if is_made else "it came in so"
+    if phase is Phase.SETUP:
         how = "it was so when it was loaded"
-
-    def evidence() -> dict[str, Any]:
-        return {
-            "values": sides(values, values.ranks),
-            "inputs_are_finite": first.is_made,
-            "caught_through": caught,
-            "spoiled_values": [value.name for value, _ in spoiled[:8]],
-        }
-
+    advice = "" if is_made and phase is not Phase.SETUP else _NOT_MADE_HERE
+    if phase is Phase.COLLECTIVE and not is_spoiling:
+        advice = _NOT_USED
     return step_view.candidate(
         values,
         Kind.NONFINITE,
         ranks,
         f"{listed} on {ranks_named(ranks)}; {how}",
-        advice=_advice(first, is_spoiling),
-        evidence=evidence,
+        advice=advice,
+        evidence=lambda: {
+            "values": sides(values, values.ranks),
+            "inputs_are_finite": is_made,
+            "caught_through": caught,
+            "spoiled_values": [value.name for value, _ in spoiled[:8]],
+        },
         weight=len(spoiled),
         severity=Severity.FAULT if is_spoiling else Severity.WARNING,
         priority=-1,
         members=own,
     )
-
-
-def _advice(first: _First, is_spoiling: bool) -> str:
-    if not is_spoiling and first.values.call.phase is Phase.COLLECTIVE:
-        return _NOT_USED
-    return "" if first.is_made and first.values.call.phase is not Phase.SETUP else _NOT_MADE_HERE

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -265,21 +265,16 @@ def _smallest(values: SlotValues, places: Array) -> Array:
 def _candidate(
     step_view: JudgedStep, update: _JudgedUpdate, ranks: Array, text: str, severity: Severity
 ) -> Candidate:
-    values = update.values
-
-    def evidence() -> dict[str, Any]:
-        return {
-            "gradient_rms": update.size,
-            "moved": ranks_text(update.moved.tolist()),
-            "notes": [str(each) for each in _on_foreign_parameters(step_view)],
-        }
-
     return step_view.candidate(
-        values,
+        update.values,
         Kind.PARAMETER,
         ranks,
         f"{text} ({ranks_named(ranks.tolist())})",
         severity=severity,
-        evidence=evidence,
+        evidence=lambda: {
+            "gradient_rms": update.size,
+            "moved": ranks_text(update.moved.tolist()),
+            "notes": [str(each) for each in _on_foreign_parameters(step_view)],
+        },
         priority=-1,
     )

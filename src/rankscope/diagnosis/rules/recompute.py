@@ -14,7 +14,7 @@ import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.distances import rounding_of
-from rankscope.diagnosis.stepview import Array, CallView, SlotValues, is_output
+from rankscope.diagnosis.stepview import Array, CallView, SlotValues
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
@@ -31,67 +31,42 @@ def changed_recomputations(step_view: JudgedStep) -> Iterator[Candidate]:
             for call in step_view.named(again.path)
             if call.phase is Phase.FORWARD and call.micro_batch == again.micro_batch
         ]
-        if not firsts:
-            continue
-        for slot, values in again.slots.items():
-            if not is_output(slot, Phase.RECOMPUTE) or values.dtype == "python":
-                continue
-            compared, wrong, first = _compare(again, values, firsts)
-            if compared:
+        for values in again.outputs:
+            held = [(call, call.slots[values.slot]) for call in firsts if values.slot in call.slots]
+            answers = np.array(
+                [_compared(again, call, values, old) for call, old in held], np.int8
+            ).reshape(-1, len(values.ranks))
+            is_compared = (answers >= 0).any(axis=0)
+            if is_compared.any():
                 step_view.context.coverage.applied(values)
-            if len(wrong) and first is not None:
-                yield _candidate(step_view, values, first, wrong)
+            wrong = np.flatnonzero(is_compared & ~(answers == 1).any(axis=0))
+            if len(wrong):
+                _, first = held[int((answers[:, wrong[-1]] >= 0).argmax())]
+                yield _candidate(step_view, values, first, values.ranks[wrong])
 
 
-def _compare(
-    again: CallView, values: SlotValues, firsts: list[CallView]
-) -> tuple[bool, Array, SlotValues | None]:
-    """Return whether any rank could be compared, the ranks that differ, and from what."""
-    wrong: list[int] = []
-    compared, against = False, None
-    for rank, place in zip(values.ranks.tolist(), range(len(values.ranks))):
-        if not values.is_known[place]:
-            continue
-        like = [call for call in firsts if _has_inputs_of(call, again, rank)]
-        olds = [old for call in like if (old := _at(call, values.slot, rank)) is not None]
-        if not olds:
-            continue
-        compared = True
-        if not any(_is_same(values, place, old, where) for old, where in olds):
-            wrong.append(rank)
-            against = olds[0][0]
-    return compared, np.array(wrong, np.int64), against
+def _compared(again: CallView, call: CallView, values: SlotValues, old: SlotValues) -> Array:
+    """Say for every rank of an output whether a call had the same: 1 where it did, 0 where not, -1
+    where that is not known, or its inputs were others."""
+    has_inputs = np.ones(len(values.ranks), bool)
+    for given in again.inputs:
+        if given.slot in call.slots:
+            has_inputs &= _alike(given, call.slots[given.slot], values.ranks) != 0
+    return np.where(has_inputs, _alike(values, old, values.ranks), -1)
 
 
-def _at(call: CallView, slot: str, rank: int) -> tuple[SlotValues, int] | None:
-    old = call.slots.get(slot)
-    if old is None:
-        return None
-    place = int(old.at(np.array([rank]))[0])
-    return (old, place) if place >= 0 and old.is_known[place] else None
-
-
-def _has_inputs_of(call: CallView, again: CallView, rank: int) -> bool:
-    """True where both calls got the same on this rank, as far as it is known."""
-    for values in again.inputs:
-        place = int(values.at(np.array([rank]))[0])
-        old = _at(call, values.slot, rank)
-        if place < 0 or not values.is_known[place] or old is None:
-            continue
-        if not _is_same(values, place, *old):
-            return False
-    return True
-
-
-def _is_same(values: SlotValues, place: int, old: SlotValues, where: int) -> bool:
-    if values.counts[place] != old.counts[where]:
-        return False
-    if values.hashes[place] == old.hashes[where]:
-        return True
-    mine, other = values.column("sketch")[place], old.column("sketch")[where]
-    norm = max(values.column("l2")[place], old.column("l2")[where])
-    apart = np.sqrt(np.mean((mine - other) ** 2))
-    return bool(np.isfinite(apart) and apart <= rounding_of(values.dtype) * norm)
+@np.errstate(invalid="ignore", over="ignore")
+def _alike(values: SlotValues, old: SlotValues, ranks: Array) -> Array:
+    """Say for every rank whether two values are the same within rounding; -1 where one of them is
+    not known."""
+    at, there = values.at(ranks), old.at(ranks)
+    is_known = (at >= 0) & (there >= 0) & values.is_known[at] & old.is_known[there]
+    between = values.column("sketch")[at] - old.column("sketch")[there]
+    apart = np.sqrt(np.mean(between**2, axis=1))
+    norms = np.maximum(values.column("l2")[at], old.column("l2")[there])
+    is_near = np.isfinite(apart) & (apart <= rounding_of(values.dtype) * norms)
+    is_same = (values.hashes[at] == old.hashes[there]) | is_near
+    return np.where(is_known, is_same & (values.counts[at] == old.counts[there]), -1)
 
 
 def _candidate(
@@ -106,15 +81,14 @@ def _candidate(
             "hash": f"{int(value.hashes[place]):016x}",
         }
 
-    def evidence() -> dict[str, Any]:
-        few = wrong.tolist()[:_FEW]
-        return {"values": [numbers(value, rank) for rank in few for value in (first, values)]}
-
+    few = wrong.tolist()[:_FEW]
     return step_view.candidate(
         values,
         Kind.RECOMPUTE,
         wrong,
         f"{ranks_named(wrong.tolist())} recomputed another value than forward had, from the same "
         f"inputs",
-        evidence=evidence,
+        evidence=lambda: {
+            "values": [numbers(value, rank) for rank in few for value in (first, values)]
+        },
     )

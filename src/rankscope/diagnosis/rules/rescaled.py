@@ -46,7 +46,7 @@ def rescaled_shards(step_view: JudgedStep) -> Iterator[Candidate]:
     for event in taken_gradients(step_view):
         families: dict[bytes, tuple[Array, list[TakenGradient]]] = {}
         runs = _runs(event)
-        is_fsdp1 = "FSDP1" in step_view.life.wrappers
+        is_fsdp1 = "FSDP1" in step_view.life.replicas.wrappers
         for gradient in event:
             for ranks in _sharing(gradient, runs, is_fsdp1=is_fsdp1):
                 families.setdefault(ranks.tobytes(), (ranks, []))[1].append(gradient)
@@ -100,63 +100,43 @@ def _sharing(gradient: TakenGradient, runs: Sequence[Array], *, is_fsdp1: bool) 
 
 
 def _allowed(gradients: Sequence[TakenGradient]) -> float:
-    return max(_APART, *(4 * rounding_of(_dtype(each.values)) for each in gradients))
+    return max(_APART, *(4 * rounding_of(each.values.dtype) for each in gradients))
 
 
 def _factors(gradients: Sequence[TakenGradient], ranks: Array) -> Array | None:
-    """Return by what each rank scaled all that it holds; None where there is no such factor, or it
-    is not known."""
+    """Return [ranks] by what each scaled all that it holds; None where there is no such factor, or
+    it is not known."""
     if len(gradients) == 1 and gradients[0].values.slot != _FLAT_SLOT:
         return None
-    found = [_factor(gradients, int(rank)) for rank in ranks]
-    known = [each for each in found if each is not None]
-    return np.array(known) if len(known) == len(ranks) else None
-
-
-def _factor(gradients: Sequence[TakenGradient], rank: int) -> float | None:
-    factors = []
-    for gradient in gradients:
-        taken, left = gradient.values, gradient.passes[-1]
-        place, before = (int(v.at(np.array([rank]))[0]) for v in (taken, left))
-        if place < 0 or taken.flags[place] & _ABSENT:
-            continue
-        if not taken.is_known[place]:
-            return None
-        if not taken.counts[place] or not taken.column("l2")[place]:
-            continue
-        if before < 0:
-            if not taken.flags[place] & _AS_LEFT:
-                return None
-            factors.append(1.0)
-            continue
-        factor = _ratio(taken, place, left, before)
-        if factor is None:
-            return None
-        factors.append(factor)
-    if not factors or np.ptp(factors) > _allowed(gradients) * max(factors):
+    ratios = np.stack([_ratios(each.values, each.passes[-1], ranks) for each in gradients])
+    if np.isinf(ratios).any() or np.isnan(ratios).all(axis=0).any():
         return None
-    return float(np.median(factors))
-
-
-def _ratio(taken: SlotValues, place: int, left: SlotValues, before: int) -> float | None:
-    """Return by what one value was multiplied to give another; None where it is no multiple, or
-    not a positive one."""
-    is_whole = left.is_known[before] and taken.counts[place] == left.counts[before]
-    special = [
-        v.column(name)[at] for v, at in ((taken, place), (left, before)) for name in NONFINITE
-    ]
-    size = float(left.column("l2")[before])
-    if not is_whole or any(special) or not size:
+    largest = np.nanmax(ratios, axis=0)
+    if (largest - np.nanmin(ratios, axis=0) > _allowed(gradients) * largest).any():
         return None
-    factor = float(taken.column("l2")[place]) / size
-    rest = taken.column("sketch")[place] - factor * left.column("sketch")[before]
-    allowed = 4 * rounding_of(_dtype(taken)) * float(taken.column("l2")[place])
-    return factor if float(np.sqrt(np.mean(rest**2))) <= allowed else None
+    return np.asarray(np.nanmedian(ratios, axis=0))
 
 
-def _dtype(values: SlotValues) -> str:
-    """Return the dtype of those ranks that have a gradient."""
-    return next((view.dtype for view in values.views if view.dtype != "python"), "")
+@np.errstate(invalid="ignore", over="ignore", divide="ignore")
+def _ratios(taken: SlotValues, left: SlotValues, ranks: Array) -> Array:
+    """Return [ranks] by what one value was multiplied to give another: NaN where a rank has nothing
+    of it, inf where it is no multiple, or not a positive one, or not known."""
+    at, before = taken.at(ranks), left.at(ranks)
+    norm, size = taken.column("l2")[at], left.column("l2")[before]
+    ratios = norm / size
+    rests = taken.column("sketch")[at] - ratios[:, None] * left.column("sketch")[before]
+    is_multiple = np.sqrt(np.mean(rests**2, axis=1)) <= 4 * rounding_of(taken.dtype) * norm
+    is_whole = left.is_known[before] & (taken.counts[at] == left.counts[before]) & (size > 0)
+    for values, places in ((taken, at), (left, before)):
+        is_whole &= sum(values.column(name)[places] for name in NONFINITE) == 0
+    is_absent = (at < 0) | ((taken.flags[at] & _ABSENT) != 0)
+    is_empty = (taken.counts[at] == 0) | (norm == 0)
+    is_as_left = (taken.flags[at] & _AS_LEFT) != 0
+    return np.select(
+        [is_absent, ~taken.is_known[at], is_empty, before < 0, is_whole & is_multiple],
+        [np.nan, np.inf, np.nan, np.where(is_as_left, 1.0, np.inf), ratios],
+        np.inf,
+    )
 
 
 def _candidate(

@@ -13,8 +13,7 @@ prove nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -29,19 +28,16 @@ from rankscope.record.ranklists import ranks_named, ranks_text
 _FEWEST: Final = 2
 
 
-@dataclass(slots=True, kw_only=True)
-class _Family:
-    """One output of sibling calls, over groups of ranks of one size."""
+class _Sibling(NamedTuple):
+    """One output of one of several sibling calls, over groups of ranks of one size."""
 
-    groups: Array
-    """[g, n] ranks."""
-    members: list[SlotValues] = field(default_factory=list)
-    agrees: list[Array] = field(default_factory=list)
-    """Per member [g]: 1 the same bytes, 0 not, -1 unknown."""
-    inputs_agree: list[Array] = field(default_factory=list)
-    """Per member [g]; -1 also where there are no tensor inputs."""
-    is_by_itself: list[Array] = field(default_factory=list)
-    """Per member [g]: nothing that goes in differs, it would agree without a reduction."""
+    values: SlotValues
+    agrees: Array
+    """[groups]: 1 the same bytes, 0 not, -1 unknown."""
+    inputs_agree: Array
+    """[groups]; -1 also where there are no tensor inputs."""
+    is_by_itself: Array
+    """[groups]: nothing that goes in differs, it would agree without a reduction."""
 
 
 def lost_reductions(step_view: JudgedStep) -> Iterator[Candidate]:
@@ -50,12 +46,12 @@ def lost_reductions(step_view: JudgedStep) -> Iterator[Candidate]:
     for size in sorted({len(group) for group in handed}):
         groups = np.stack([group for group in handed if len(group) == size])
         for family in _families(step_view, groups):
-            yield from _judged(step_view, family)
+            yield from _judged(step_view, family, groups)
 
 
-def _families(step_view: JudgedStep, groups: Array) -> Iterable[_Family]:
+def _families(step_view: JudgedStep, groups: Array) -> Iterable[list[_Sibling]]:
     sharded = step_view.life.replicas.sharded_paths
-    found: dict[tuple[Any, ...], _Family] = {}
+    found: dict[tuple[Any, ...], list[_Sibling]] = {}
     for call in step_view.of(Phase.FORWARD, Phase.BACKWARD):
         outputs = [h for h in call.outputs if not _is_described(step_view, h) and not h.is_constant]
         if not outputs:
@@ -69,11 +65,9 @@ def _families(step_view: JudgedStep, groups: Array) -> Iterable[_Family]:
                 sibling_path(call.path), call.node.class_name, values.slot, call.phase,
                 call.micro_batch, call.ordinal, meshes,
             )  # fmt: skip
-            family = found.setdefault(key, _Family(groups=groups))
-            family.members.append(values)
-            family.agrees.append(values.agreements(groups))
-            family.inputs_agree.append(inputs)
-            family.is_by_itself.append((inputs != 0) & (not is_cut))
+            by_itself = (inputs != 0) & (not is_cut)
+            sibling = _Sibling(values, values.agreements(groups), inputs, by_itself)
+            found.setdefault(key, []).append(sibling)
     return found.values()
 
 
@@ -98,13 +92,15 @@ def _meshes_inside(call: CallView) -> frozenset[str]:
     return frozenset(found)
 
 
-def _judged(step_view: JudgedStep, family: _Family) -> Iterator[Candidate]:
-    agrees, inputs = np.stack(family.agrees), np.stack(family.inputs_agree)
+def _judged(step_view: JudgedStep, family: list[_Sibling], groups: Array) -> Iterator[Candidate]:
+    members = [sibling.values for sibling in family]
+    agrees = np.stack([sibling.agrees for sibling in family])
+    inputs = np.stack([sibling.inputs_agree for sibling in family])
+    by_itself = np.stack([sibling.is_by_itself for sibling in family])
     if not (agrees == 1).any():
         return
-    for values in family.members:
+    for values in members:
         step_view.context.coverage.applied(values)
-    by_itself = np.stack(family.is_by_itself)
     found: dict[int, list[tuple[Array, list[str]]]] = {}
     for column in np.flatnonzero((agrees == 1).any(0) & (agrees == 0).any(0)).tolist():
         for like in (1, 0, -1):
@@ -113,14 +109,14 @@ def _judged(step_view: JudgedStep, family: _Family) -> Iterator[Candidate]:
             lost = rows[agrees[rows, column] == 0]
             if not _is_telling(agreeing, lost, bool(by_itself[agreeing, column].any())):
                 continue
-            group = family.groups[column]
+            group = groups[column]
             for row in lost.tolist():
-                if not is_within_rounding(family.members[row], [group]):
-                    paths = [family.members[other].call.path for other in agreeing.tolist()]
+                if not is_within_rounding(members[row], [group]):
+                    paths = [members[other].call.path for other in agreeing.tolist()]
                     found.setdefault(row, []).append((group, paths))
     for row, lost_on in found.items():
-        groups = [group for group, _ in lost_on]
-        yield _candidate(step_view, family.members[row], groups, lost_on[0][1])
+        apart = [group for group, _ in lost_on]
+        yield _candidate(step_view, members[row], apart, lost_on[0][1])
 
 
 def _is_telling(agreeing: Array, lost: Array, is_by_itself: bool) -> bool:
@@ -136,18 +132,7 @@ def _candidate(
     step_view: JudgedStep, values: SlotValues, groups: list[Array], paths: list[str]
 ) -> Candidate:
     ranks = np.unique(np.concatenate(groups))
-
-    def evidence() -> dict[str, Any]:
-        found: dict[str, Any] = {
-            "layout": "inferred",
-            "values": sides(values, ranks),
-            "siblings_that_agree": paths[:4],
-            "rank_resolution": "none",
-        }
-        if len(groups) > 1:
-            found["groups"] = [ranks_text(group.tolist()) for group in groups]
-        return found
-
+    texts = [ranks_text(group.tolist()) for group in groups]
     return step_view.candidate(
         values,
         Kind.REPLICA,
@@ -155,6 +140,12 @@ def _candidate(
         f"{ranks_named(ranks.tolist())} hold different values"
         f"{' within their groups' if len(groups) > 1 else ''}, though in {paths[0]} they hold "
         f"the same ({sides_text(values, groups[0])})",
-        evidence=evidence,
+        evidence=lambda: {
+            "layout": "inferred",
+            "values": sides(values, ranks),
+            "siblings_that_agree": paths[:4],
+            "rank_resolution": "none",
+            **({"groups": texts} if len(groups) > 1 else {}),
+        },
         priority=1,
     )

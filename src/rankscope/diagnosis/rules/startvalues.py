@@ -27,11 +27,10 @@ import numpy as np
 from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.distances import sides, sides_text
 from rankscope.diagnosis.replicas import sorted_lines
-from rankscope.diagnosis.stepview import Array, SlotValues, sibling_path
+from rankscope.diagnosis.stepview import Array, SlotValues, layer_of, sibling_path
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
-from rankscope.record.statistics import NONFINITE
 
 # ---- shards that are equal -----------------------------------------------------------------------
 
@@ -136,10 +135,10 @@ def uninitialised_parameters(step_view: JudgedStep) -> Iterator[Candidate]:
     instances: dict[str, list[SlotValues]] = {}
     for values in step_view.values(Phase.SETUP):
         path = values.call.path
-        if values.slot.startswith("param:") and _present(values).any():
+        if values.slot.startswith("param:") and values.has_elements.any():
             key = (sibling_path(path), values.call.node.class_name, values.slot)
             families.setdefault(key, []).append(values)
-            instances.setdefault(_instance(path), []).append(values)
+            instances.setdefault(layer_of(path) or path, []).append(values)
     for family in families.values():
         if len(family) > _FEWEST:
             yield from _judged_family(step_view, family, instances)
@@ -158,28 +157,19 @@ def _judged_family(
     for values in family:
         step_view.context.coverage.applied(values)
         own = _sizes(values)
-        far = _present(values) & (own > 0) & ((own > _FAR * usual) | (own * _FAR < usual))
+        far = values.has_elements & (own > 0) & ((own > _FAR * usual) | (own * _FAR < usual))
         if far.any():
             yield _empty_candidate(step_view, values, values.ranks[far], usual, Severity.FAULT)
     for values in zeros:
-        is_whole = all(not _size(each) for each in instances[_instance(values.call.path)])
+        path = values.call.path
+        is_whole = all(not _size(each) for each in instances[layer_of(path) or path])
         is_alone = len(zeros) == 1 and values is not family[-1]
         if values is family[-1] or not (is_whole or is_alone):
             continue
         severity = Severity.FAULT if is_whole else Severity.WARNING
-        yield _empty_candidate(step_view, values, values.ranks[_present(values)], usual, severity)
-
-
-def _instance(path: str) -> str:
-    """Return the path up to its first number: the layer that a module is part of."""
-    parts = path.split(".")
-    at = next((place for place, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
-    return ".".join(parts[: at + 1])
-
-
-def _present(values: SlotValues) -> Array:
-    found: Array = values.is_known & (values.counts > 0)
-    return found
+        yield _empty_candidate(
+            step_view, values, values.ranks[values.has_elements], usual, severity
+        )
 
 
 def _sizes(values: SlotValues) -> Array:
@@ -190,8 +180,9 @@ def _sizes(values: SlotValues) -> Array:
 
 def _size(values: SlotValues) -> float:
     """Return the largest of them; not 0 where a rank holds what is not finite."""
-    is_finite = not any(values.column(name).any() for name in NONFINITE)
-    return float("inf") if not is_finite else float(_sizes(values)[_present(values)].max())
+    if not values.is_finite(values.ranks):
+        return float("inf")
+    return float(_sizes(values)[values.has_elements].max())
 
 
 def _empty_candidate(

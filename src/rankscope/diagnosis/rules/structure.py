@@ -11,14 +11,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep, candidate_at
 from rankscope.diagnosis.distances import minority
-from rankscope.diagnosis.rankclock import times_of_call
 from rankscope.diagnosis.replicas import InferredReplicas
 from rankscope.diagnosis.rules.stages import stage_edges
 from rankscope.diagnosis.stepview import (
@@ -28,6 +26,7 @@ from rankscope.diagnosis.stepview import (
     StepView,
     is_input,
     is_output,
+    layer_of,
     sibling_path,
 )
 from rankscope.layout.placement import LayoutSource
@@ -157,7 +156,7 @@ def _is_like(other: CallView, call: CallView, family: str) -> bool:
 def different_calls(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every module that some of the ranks with the same data did not call."""
     groups = step_view.same_inputs
-    owners = step_view.life.owners
+    owners = step_view.life.replicas.owners
     families: dict[tuple[int, str, Phase], list[CallView]] = {}
     for call in step_view.of(Phase.FORWARD):
         if call.parent is not None:
@@ -165,31 +164,27 @@ def different_calls(step_view: JudgedStep) -> Iterator[Candidate]:
             families.setdefault(key, []).append(call)
     for calls in families.values():
         for group in groups:
-            partial = [call for call in calls if _missing(call, group, owners) is not None]
-            if not partial or (2 * len(partial) > len(calls) and len(calls) > 1):
-                continue
-            for call in partial:
-                absent = _missing(call, group, owners)
-                assert absent is not None  # filtered above
-                yield _uncalled(step_view, call, group, absent)
+            absent = [(call, _missing(call, group, owners)) for call in calls]
+            partial = [(call, ranks) for call, ranks in absent if len(ranks)]
+            if 2 * len(partial) <= len(calls) or len(calls) == 1:
+                for call, ranks in partial:
+                    yield _uncalled(step_view, call, group, ranks)
 
 
-def _missing(call: CallView, group: Array, owners: Any) -> Array | None:
+def _missing(call: CallView, group: Array, owners: Mapping[str, Array]) -> Array:
     """Return the ranks of a group that made the call around this one, own the module and did not
-    call it; None where there are none, or nobody of the group did."""
+    call it; none where nobody of the group did."""
     parent = call.parent
     assert parent is not None  # roots are no families
     around = group[np.isin(group, parent.ranks)]
     ended = [r for o in parent.node.outcomes if o.has_returned for r in o.ranks]
     absent = around[~np.isin(around, call.ranks) & np.isin(around, ended)]
-    if not len(absent) or len(absent) == len(around):
-        return None
-    own = owners.get(call.path)
-    below = [ranks for path, ranks in owners.items() if path.startswith(f"{call.path}.")]
-    holders = own if own is not None else (np.concatenate(below) if below else None)
-    if holders is None or not np.isin(absent, holders).all():
-        return None
-    return absent
+    if len(absent) in (0, len(around)):
+        return absent[:0]
+    below = (ranks for path, ranks in owners.items() if path.startswith(f"{call.path}."))
+    holders = [owners[call.path]] if call.path in owners else [*below]
+    is_owned = len(holders) > 0 and np.isin(absent, np.concatenate(holders)).all()
+    return absent if is_owned else absent[:0]
 
 
 def _uncalled(step_view: StepView, call: CallView, group: Array, absent: Array) -> Candidate:
@@ -201,7 +196,7 @@ def _uncalled(step_view: StepView, call: CallView, group: Array, absent: Array) 
         "",
         absent if len(present) >= len(absent) else present,
         present,
-        times_of_call(call, present),
+        call.times(present),
         f"{ranks_named(absent.tolist())} did not call it, {ranks_named(present.tolist())} with the "
         f"same data did",
         evidence=lambda: {
@@ -214,74 +209,59 @@ def _uncalled(step_view: StepView, call: CallView, group: Array, absent: Array) 
 # ---- stages --------------------------------------------------------------------------------------
 
 
-class _NumberedLayer(NamedTuple):
-    """One of several siblings that a number tells apart."""
-
-    family: str
-    """What stands before the number: "layers"."""
-    number: int
-
-    @property
-    def path(self) -> str:
-        """Its own path."""
-        return f"{self.family}.{self.number}" if self.family else f"{self.number}"
-
-
 def layers_of_two_stages(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every layer that a pipeline's stage and the one it feeds both run."""
     edges = {(edge.sender, edge.receiver) for edge in stage_edges(step_view)}
     if not edges:
         return
     run = _layers_by_rank(step_view)
-    twice: dict[_NumberedLayer, set[int]] = {}
+    twice: dict[str, set[int]] = {}
     for sender, receiver in edges:
         for layer in _run_by_both(run.get(sender, {}), run.get(receiver, {})):
             if not _is_shared(step_view, layer, np.array(sorted((sender, receiver)), np.int64)):
                 twice.setdefault(layer, set()).update((sender, receiver))
-    for layer, ranks in sorted(twice.items()):
-        yield _run_twice(step_view, run[min(ranks)][layer], layer, sorted(ranks))
+    for layer in sorted(twice, key=_family_and_number):
+        ranks = sorted(twice[layer])
+        yield _run_twice(step_view, run[ranks[0]][layer], layer, ranks)
 
 
-def _layers_by_rank(step_view: JudgedStep) -> dict[int, dict[_NumberedLayer, CallView]]:
-    """Return {rank: {layer: its first call}} of the layers with parameters, but for those that
-    run more than once in a micro-batch: weights that are shared on purpose."""
-    owners = step_view.life.owners
-    owned = {_layer_of(path) for path in owners}
-    calls = [
-        (call, layer) for call in step_view.of(Phase.FORWARD) if (layer := _layer_of(call.path))
-    ]
-    repeated = {layer for call, layer in calls if call.ordinal and call.path == layer.path}
-    found: dict[int, dict[_NumberedLayer, CallView]] = {}
+def _family_and_number(layer: str) -> tuple[str, int]:
+    family, _, number = layer.rpartition(".")
+    return family, int(number)
+
+
+def _layers_by_rank(step_view: JudgedStep) -> dict[int, dict[str, CallView]]:
+    """Return {rank: {path of a layer with a number: its first call}} of the layers with parameters,
+    but for those that run more than once in a micro-batch: weights that are shared on purpose."""
+    owned = {layer_of(path) for path in step_view.life.replicas.owners}
+    calls = [(call, layer_of(call.path)) for call in step_view.of(Phase.FORWARD)]
+    repeated = {layer for call, layer in calls if call.ordinal and call.path == layer}
+    found: dict[int, dict[str, CallView]] = {}
     for call, layer in calls:
-        if layer in owned and layer not in repeated:
+        if layer and layer in owned and layer not in repeated:
             for rank in call.ranks.tolist():
                 found.setdefault(rank, {}).setdefault(layer, call)
     return found
 
 
-def _layer_of(path: str) -> _NumberedLayer | None:
-    parts = path.split(".")
-    at = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
-    return None if at is None else _NumberedLayer(".".join(parts[:at]), int(parts[at]))
-
-
-def _run_by_both(
-    first: dict[_NumberedLayer, CallView], second: dict[_NumberedLayer, CallView]
-) -> Iterator[_NumberedLayer]:
+def _run_by_both(first: Collection[str], second: Collection[str]) -> Iterator[str]:
     """Yield the layers that stand at the end of one stage and at the begin of the one behind it.
 
     Two models of which one feeds the other both begin with their own layer 0.
     """
-    for family in {layer.family for layer in first.keys() & second.keys()}:
-        own = [layer.number for layer in first if layer.family == family]
-        others = [layer.number for layer in second if layer.family == family]
+    for layer in {*first} & {*second}:
+        family, _ = _family_and_number(layer)
+        own, others = (
+            [number for each, number in map(_family_and_number, layers) if each == family]
+            for layers in (first, second)
+        )
         if min(own) < min(others) and max(own) <= max(others):
-            yield from (_NumberedLayer(family, number) for number in {*own} & {*others})
+            yield layer
 
 
-def _is_shared(step_view: StepView, layer: _NumberedLayer, ranks: Array) -> bool:
+def _is_shared(step_view: StepView, layer: str, ranks: Array) -> bool:
     """True where both ranks step with one gradient of it, or its parameters stay the same."""
-    inside = f"{layer.path}."
+    inside = f"{layer}."
     for phase in (Phase.GRADS, Phase.PARAMS):
         agrees = [
             values.agree(ranks)
@@ -295,9 +275,7 @@ def _is_shared(step_view: StepView, layer: _NumberedLayer, ranks: Array) -> bool
     return False
 
 
-def _run_twice(
-    step_view: StepView, call: CallView, layer: _NumberedLayer, ranks: list[int]
-) -> Candidate:
+def _run_twice(step_view: StepView, call: CallView, layer: str, ranks: list[int]) -> Candidate:
     members = call.ranks[np.isin(call.ranks, ranks)]
     return candidate_at(
         step_view,
@@ -306,8 +284,8 @@ def _run_twice(
         "",
         ranks,
         members,
-        times_of_call(call, members),
-        f"{layer.path} runs on {ranks_named(ranks)}, of which one stage feeds the other: the model "
+        call.times(members),
+        f"{layer} runs on {ranks_named(ranks)}, of which one stage feeds the other: the model "
         f"runs it twice",
         advice="Look at how the layers are split into stages: the end of one range is the begin of "
         "the next, and counts for one of them alone. A layer that stages share on purpose has to "

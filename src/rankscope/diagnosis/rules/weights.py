@@ -19,7 +19,6 @@ rank may be copied on purpose, to train a head of its own: a warning.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -86,23 +85,13 @@ def _is_unlike(
         return False
     if (values.counts[values.at(group)] != gradient.counts[gradient.at(group)]).any():
         return False
-    return any(
-        value.agree(group) is False
-        for call in step_view.named(values.call.path)
-        if call.phase in (Phase.FORWARD, Phase.BACKWARD)
-        for value in call.inputs
-    )
+    return any(value.agree(group) is False for value in step_view.handed(values.call.path))
 
 
 def _other_candidate(setup: JudgedStep, values: SlotValues, groups: list[Array]) -> Candidate:
     blamed = np.concatenate([minority(g, values.hashes[values.at(g)]) for g in groups])
     members = np.unique(np.concatenate(groups))
     is_resolved = len(blamed) < len(members)
-
-    def evidence() -> dict[str, Any]:
-        found: dict[str, Any] = {"layout": "inferred", "values": differing_sides(values, groups)}
-        return found if is_resolved else found | {"rank_resolution": "none"}
-
     return setup.candidate(
         values,
         Kind.REPLICA,
@@ -110,7 +99,11 @@ def _other_candidate(setup: JudgedStep, values: SlotValues, groups: list[Array])
         f"{ranks_named(blamed.tolist())} begin{'s' if len(blamed) == 1 else ''} with other "
         f"weights{' than the other replicas' if is_resolved else ''}, though the gradient is "
         f"reduced over {ranks_named(members.tolist())} ({sides_text(values, groups[0])})",
-        evidence=evidence,
+        evidence=lambda: {
+            "layout": "inferred",
+            "values": differing_sides(values, groups),
+            **({} if is_resolved else {"rank_resolution": "none"}),
+        },
         priority=1,
         members=members,
     )
