@@ -38,8 +38,8 @@ from rankscope.tensors.kept import (
     value_name,
     why_not_kept,
 )
-from rankscope.tensors.peers import Peers, find_peers, owners_of, prints_of
-from rankscope.tensors.proofs import how_it_lies, steps_of
+from rankscope.tensors.peers import Peers, find_peers, prints_of
+from rankscope.tensors.proofs import how_it_lies
 
 if TYPE_CHECKING:
     import torch
@@ -174,9 +174,7 @@ class _Planning:
             if not self._is_placed and len(self._shapes) == 1:
                 self._say_if_ranks_lack("taken as whole")
             return found[0], self._notes
-        peers = find_peers(
-            self._trace, steps_of(self._value.node)[1], self._owners(), declared=self._given.mesh
-        )
+        peers = find_peers(self._value.node, self._shapes, declared=self._given.mesh)
         plan = self._of_peers(found, peers, refusals[0] if refusals else None)
         if isinstance(plan, Refusal):
             raise self._error(
@@ -290,16 +288,6 @@ class _Planning:
             len(shape) > dim and peers.samples.get(rank) and shape[dim] % peers.samples[rank] == 0
             for rank, shape in self._shapes.items()
         )
-
-    def _owners(self) -> set[int]:
-        """Return the ranks that should hold the value: those that do, and those that own the module
-        it is of, or the nearest around it; a batch that one of them lacks is then missed."""
-        node = self._value.node
-        owners = owners_of(self._trace, node.head.incarnation)
-        parts = node.path.split(".") if node.path else []
-        around = (".".join(parts[:size]) for size in range(len(parts), -1, -1))
-        nearest = next((owners[path] for path in around if path in owners), ())
-        return {*self._shapes, *nearest}
 
     def _say_if_ranks_lack(self, what: str) -> None:
         traced = {int(rank["rank"]) for rank in self._trace.run["ranks"]}

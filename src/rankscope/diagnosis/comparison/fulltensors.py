@@ -129,7 +129,11 @@ class FullTensors:
         if isinstance(estimated, str):
             if estimated not in _WITHOUT_SAMPLES or batches is None:
                 return estimated
-        elif estimated.measured == Measured.BYTES or estimated.partial:
+        elif (
+            estimated.measured == Measured.BYTES
+            or estimated.partial
+            or estimated.is_of_local_batch
+        ):
             return estimated
         if not (_is_kept(value.ref) and _is_kept(value.test)):
             return estimated
@@ -175,8 +179,10 @@ class FullTensors:
             is_gradient = value.key.phase is Phase.BACKWARD
             common = None if is_gradient else _held_to({p.unit: ref[0] for p in test}, test)
             is_near = common is not None and bool((common.errors() <= allowed).all())
-            if is_near or measured == Measured.SKETCHES:
+            if is_near:
                 return common
+            if measured == Measured.SKETCHES:  # else of the average over units, or their sum
+                return common if units[1].issuperset(estimated.units) else None
         return self._by_sample(value, ref, test, batches)
 
     def _by_sample(
