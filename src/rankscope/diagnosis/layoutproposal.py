@@ -190,8 +190,9 @@ class _Placing(Proof):
         sums = {issuer for issuer, op in issued if op.startswith(_SUMS)}
         gathers = {issuer for issuer, op in issued if op.startswith(_GATHERS)}
         size = len(self.shown.lines[axis][0])
-        given, made = (self._shape(call, kind) for kind in ("input", "output"))
-        if not given or not made or call in self.shown.inner:
+        ends = self.key(call, "input"), self.key(call, "output")
+        given, made = (self.shown.shape(key) if key else () for key in ends)
+        if not ends[0] or not ends[1] or not given or not made or call in self.shown.inner:
             return
         weight = (call, "param:weight")
         shape = self.shown.shape(weight)
@@ -218,10 +219,10 @@ class _Placing(Proof):
             shorter = [dim for dim in leading if given[dim] == size * made[dim]]
             if len(longer) == 1 and "forward" in gathers:
                 why = f"gathered: dim {longer[0]} of the output is {size} times as long"
-                self._say_kind(call, "input", axis, Said(cut(longer[0]), why))
+                self.say(ends[0], axis, Said(cut(longer[0]), why))
             elif len(shorter) == 1:
                 why = f"summed and cut: dim {shorter[0]} of the input is {size} times as long"
-                self._say_kind(call, "output", axis, Said(cut(shorter[0]), why))
+                self.say(ends[1], axis, Said(cut(shorter[0]), why))
 
     def read_axis(self, axis: str) -> None:
         """Say how the root's tokens are cut along an axis, where something shows it: positions that
@@ -257,15 +258,6 @@ class _Placing(Proof):
         for key in self.shown.shapes:
             if self.shown.shape(key)[:2] == shape[:2] and key[1].split(".")[0] in _ACTIVATIONS:
                 self.say(key, axis, Said(cut(dim), "begins with the dims of the root's input"))
-
-    def _shape(self, call: str, kind: str) -> tuple[int, ...]:
-        key = self.key(call, kind)
-        return self.shown.shape(key) if key else ()
-
-    def _say_kind(self, call: str, kind: str, axis: str, said: Said) -> None:
-        key = self.key(call, kind)
-        if key is not None:
-            self.say(key, axis, said)
 
 
 # ---- entries -------------------------------------------------------------------------------------

@@ -65,13 +65,17 @@ class Mismatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assembled:
+class Whole:
     """A global tensor, and what there is to say about it."""
 
     tensor: torch.Tensor
     """Where one piece is the whole it is what was loaded, not a copy."""
-    mismatches: tuple[Mismatch, ...]
+    mismatches: tuple[Mismatch, ...] = ()
     """Replicas that differ; one entry per part and summand."""
+    ranks: tuple[int, ...]
+    """Whose pieces it is made of."""
+    notes: tuple[str, ...] = ()
+    """What was declared or inferred."""
 
 
 def tensor_of(stored: StoredTensor) -> torch.Tensor:
@@ -100,7 +104,7 @@ def bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
     return found
 
 
-def assemble(plan: AssemblyPlan, load: Load) -> Assembled:
+def assemble(plan: AssemblyPlan, load: Load) -> Whole:
     """Return the global tensor, with every replica compared.
 
     Beside the result, two pieces are in memory at a time, and one sum per axis that is reduced.
@@ -117,7 +121,7 @@ def assemble(plan: AssemblyPlan, load: Load) -> Assembled:
     reader = _BoxReader(load)
     if not plan.boxes:
         like = load(plan.ranks[0]).detach()
-        return Assembled(tensor=like.new_empty(plan.global_shape), mismatches=())
+        return Whole(tensor=like.new_empty(plan.global_shape), ranks=plan.ranks)
     whole: torch.Tensor | None = None
     for box in plan.boxes:
         value = reader.value(box)
@@ -129,7 +133,7 @@ def assemble(plan: AssemblyPlan, load: Load) -> Assembled:
                 whole[there] = value[here]
         del value  # before the next is read
     assert whole is not None
-    return Assembled(tensor=whole, mismatches=tuple(reader.mismatches))
+    return Whole(tensor=whole, mismatches=tuple(reader.mismatches), ranks=plan.ranks)
 
 
 class _BoxReader:

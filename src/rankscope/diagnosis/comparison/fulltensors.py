@@ -22,9 +22,9 @@ from rankscope.diagnosis.comparison.difference import Batches, Difference, Measu
 from rankscope.diagnosis.comparison.wholevalues import Wholes, WholeValues
 from rankscope.diagnosis.stepview import Array, SlotValues
 from rankscope.errors import LayoutError, SelectionError, TraceError
-from rankscope.layout.plan import Refusal, plan_assemblies
+from rankscope.layout.plan import plan_assemblies
 from rankscope.record.phases import Phase
-from rankscope.tensors.globalvalues import WholePlan, assembled, local_tensor
+from rankscope.tensors.globalvalues import assembled, local_tensor
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace, Value
 
@@ -69,10 +69,9 @@ class _HeldWhole:
         pieces = self._composing.pieces(view, self._values)
         if pieces is None:
             return local_tensor(value, first, is_checked=True)
-        plans = plan_assemblies({rank: pieces[rank] for rank in ranks})
-        if len(plans) != 1 or isinstance(plans[0], Refusal):
-            raise LayoutError(str(plans[0]))
-        return assembled(value, WholePlan(plan=plans[0], dtype=view.dtype, notes=())).tensor
+        # of several meshes that hold the same, one is read
+        plan, *_ = plan_assemblies({rank: pieces[rank] for rank in ranks})
+        return assembled(value, plan).tensor
 
 
 _Pair = tuple["torch.Tensor", "torch.Tensor", Array | None, _HeldWhole]
@@ -130,9 +129,7 @@ class FullTensors:
             if estimated not in _WITHOUT_SAMPLES or batches is None:
                 return estimated
         elif (
-            estimated.measured == Measured.BYTES
-            or estimated.partial
-            or estimated.is_of_local_batch
+            estimated.measured == Measured.BYTES or estimated.partial or estimated.is_of_local_batch
         ):
             return estimated
         if not (_is_kept(value.ref) and _is_kept(value.test)):

@@ -86,7 +86,9 @@ class _MeshPlan:
 class WholeValues:
     """Composes the values of one trace; plans are made once per layout and set of ranks."""
 
-    def __init__(self, layouts: Layouts, lost: LostRanks, *, has_cut_dtensors: bool = False) -> None:
+    def __init__(
+        self, layouts: Layouts, lost: LostRanks, *, has_cut_dtensors: bool = False
+    ) -> None:
         self._layouts, self._lost = layouts, lost
         self._is_proving = has_cut_dtensors
         self._plans: dict[Any, list[_MeshPlan]] = {}
@@ -175,11 +177,11 @@ def _plans_by_mesh(pieces: Mapping[int, Piece], at: Array, ranks: Array) -> list
     found = []
     for mesh, members in by_mesh.items():
         held = [(int(ranks[index]), pieces[int(ranks[index])]) for index in members]
-        refusal = next((piece.refusal for _, piece in held if piece.refusal), None)
+        refusal = next((piece.refusal for _, piece in held if piece.refusal), "")
         whole = held[0][1].global_shape
         plan: CombinationPlan | str
-        if refusal is not None:
-            plan = str(refusal)
+        if refusal:
+            plan = refusal
         elif mesh is None or whole is None:
             plan = "layout unknown"
         else:
