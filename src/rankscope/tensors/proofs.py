@@ -92,15 +92,20 @@ def _ranks_along(meshes: tuple[Mesh, ...], name: str) -> frozenset[frozenset[int
     return frozenset(frozenset(line) for mesh in meshes for line in lines_along(mesh, [name]))
 
 
-def how_it_lies(value: Value, mesh: Mesh, prints: Prints | None = None) -> dict[str, Said]:
+def digests(views: Sequence[SlotView]) -> Mapping[int, Hashable]:
+    """Return what tells the values of ranks apart by their digests, {} for constants."""
+    return {} if is_constant(views) else prints_of(views)
+
+
+def how_it_lies(value: Value, mesh: Mesh, told: Prints = digests) -> dict[str, Said]:
     """Return how a value lies along the axes of a mesh, for those along which that is proven.
 
     Args:
         value: of whatever phase; a gradient is cut as what it is the gradient of.
         mesh: over the ranks in question.
-        prints: by digests where it is left out.
+        told: what tells the ranks' values apart.
     """
-    node, slot, told = value.node, value.views[0].slot, prints or digests
+    node, slot = value.node, value.views[0].slot
     proof = once_a_step(node, (mesh, told), lambda: _proof_of_step(node, mesh, told))
     call, alone = _name(node), ShownValues(proof.shown.lines)
     alone.note((call, slot), shapes_of(value.views), told(value.views) or _moved(value, told))
@@ -156,11 +161,6 @@ def _name(node: Node) -> str:
     """Return what tells a call from others of the step."""
     again = node.ordinal or node.micro_batch
     return f"{node.path} ({node.micro_batch}, {node.ordinal})" if again else node.path
-
-
-def digests(views: Sequence[SlotView]) -> Mapping[int, Hashable]:
-    """Return what tells the values of ranks apart by their digests, {} for constants."""
-    return {} if is_constant(views) else prints_of(views)
 
 
 def _moved(value: Value, told: Prints) -> Mapping[int, Hashable]:
