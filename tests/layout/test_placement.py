@@ -158,6 +158,7 @@ if _MaskPartial is None:  # torch 2.8 keeps it elsewhere, and 2.10 calls it othe
     _MaskPartial.__module__, _MaskPartial.__name__ = placement_types.__name__, "_MaskPartial"
     placement_types._MaskPartial = _MaskPartial
 import rankscope
+from rankscope.errors import LayoutError
 from rankscope.layout.placement import parse_placement
 from rankscope.layout.plan import plan_assembly
 from rankscope.tree.reader import open_trace
@@ -179,12 +180,16 @@ with rankscope.trace(model, out=out):
 value = node.value("output")
 (view,) = value.views
 parsed = parse_placement("Masked(sum)")
+try:
+    planned = plan_assembly((2, 3), view.layout(0), {0: (2, 3)}, {})
+except LayoutError as error:
+    planned = error
 print(json.dumps({
     "package": rankscope.__file__,
     "parsed": [parsed.kind.value, str(parsed), parsed.is_composable],
     "trace": {axis: str(placed) for axis, placed in view.placements.items()},
     "combined": str(view.combined[0].note),
-    "refusal": str(plan_assembly((2, 3), view.layout(0), {0: (2, 3)}, {})),
+    "refusal": str(planned),
 }))
 """
 

@@ -32,9 +32,8 @@ def held(
     shape: Shape,
     prints: tuple[Hashable, ...] = ("a", "b"),
 ) -> None:
-    found.note((call, slot), dict.fromkeys(RANKS, shape), dict(enumerate(prints)))
-    if prints:
-        found.note_twin((call, slot), prints)
+    shapes, known = dict.fromkeys(RANKS, shape), dict(enumerate(prints))
+    found.note((call, slot), shapes, known, is_twin=True)
 
 
 def said(found: ShownValues, call: str, slot: str) -> Placement | None:

@@ -31,6 +31,7 @@ def peers(
     placements: tuple[str, ...] = (),
     wrappers: tuple[str, ...] = (),
     declared: Mesh | None = None,
+    path: Callable[[int], str] = lambda rank: "",
     ranks: range = range(4),
 ) -> Peers:
     """What is inferred of four ranks with one parameter and one root input each."""
@@ -38,7 +39,7 @@ def peers(
     for number in range(4):
         rank = PaperRank(folder / "spools", number, 4)
         how = {"class_name": "Net", "wrappers": list(wrappers)}
-        with rank.call(phase=Phase.SETUP, micro_batch=None, **how) as event:
+        with rank.call(path(number), phase=Phase.SETUP, micro_batch=None, **how) as event:
             rank.value(
                 event, "param:weight", weight(number), phase=Phase.SETUP, mesh=mesh(number),
                 placements=placements, whole=WEIGHT.shape if placements else None,
@@ -48,8 +49,9 @@ def peers(
         rank.end()
         rank.ship(out)
     build(out)
-    trace = open_trace(out)
-    return find_peers(trace, trace.steps[0], ranks, declared=declared)
+    setup = open_trace(out).setup[0]
+    node = next(node for node in setup.walk() if node.path == path(ranks[0]))
+    return find_peers(node, ranks, declared=declared)
 
 
 def same(rank: int) -> np.ndarray:
@@ -71,7 +73,10 @@ def test_equal_parameters_and_other_inputs_are_data_parallel(tmp_path):
 
 
 def test_the_ranks_of_a_pipeline_stage_have_axes_of_their_own(tmp_path):
-    found = peers(tmp_path, weight=lambda rank: WEIGHT + rank // 2, x=own, ranks=range(2, 4))
+    found = peers(
+        tmp_path, weight=lambda rank: WEIGHT + rank // 2, x=own, ranks=range(3, 4),
+        path=lambda rank: f"layers.{rank // 2}",
+    )  # fmt: skip
     assert (found.data, found.mesh.ranks) == (("data",), (2, 3))
 
 

@@ -23,7 +23,7 @@ from rankscope.layout.placement import (
     parse_placement,
 )
 from rankscope.layout.plan import AssemblyPlan, plan_assemblies, plan_assembly
-from rankscope.tensors.rebuild import Assembled, assemble
+from rankscope.tensors.rebuild import Whole, assemble
 from tests.tree.cutting import cases, spread
 
 
@@ -38,14 +38,12 @@ def planned(
     held: Mapping[int, torch.Tensor],
 ) -> AssemblyPlan:
     layout = Layout(source=LayoutSource.DTENSOR, mesh=mesh, placements=tuple(placements))
-    found = plan_assembly(whole.shape, layout, {r: tuple(t.shape) for r, t in held.items()})
-    assert isinstance(found, AssemblyPlan), found
-    return found
+    return plan_assembly(whole.shape, layout, {r: tuple(t.shape) for r, t in held.items()})
 
 
 def put_together(
     text: str, held: Mapping[int, torch.Tensor], shape: Sequence[int], extents: Sequence[int] = ()
-) -> Assembled:
+) -> Whole:
     """Assemble pieces of ranks 0 ... placed as `text` says, axis by axis."""
     mesh_shape = tuple(extents) or (len(held),)
     placements = tuple(parse_placement(part) for part in text.split(" x "))
@@ -56,7 +54,6 @@ def put_together(
         Layout(source=LayoutSource.DTENSOR, mesh=mesh, placements=placements),
         {rank: tuple(t.shape) for rank, t in held.items()},
     )
-    assert isinstance(found, AssemblyPlan), found
     return assemble(found, held.__getitem__)
 
 
@@ -292,7 +289,6 @@ def test_pieces_are_loaded_when_needed_and_dropped_right_after(
         Layout(source=LayoutSource.DTENSOR, mesh=mesh, placements=placements),
         dict.fromkeys(range(count), (4,)),
     )
-    assert isinstance(plan, AssemblyPlan)
     found = assemble(plan, load)
     assert found.tensor.numel() == whole[0]
     assert peak == most
@@ -306,7 +302,6 @@ def test_the_majority_is_read_again_where_the_lowest_rank_differs() -> None:
         source=LayoutSource.DTENSOR, mesh=mesh, placements=(parse_placement("Replicate()"),)
     )
     plan = plan_assembly((2,), layout, dict.fromkeys(held, (2,)))
-    assert isinstance(plan, AssemblyPlan)
     assemble(plan, lambda rank: (read.append(rank), held[rank])[1])
     assert read == [0, 1, 2, 1]
 
@@ -314,7 +309,6 @@ def test_the_majority_is_read_again_where_the_lowest_rank_differs() -> None:
 def test_a_piece_that_is_the_whole_is_not_copied() -> None:
     piece = torch.ones(4)
     alone = plan_assembly((), Layout(source=LayoutSource.UNKNOWN), {5: (4,)})
-    assert isinstance(alone, AssemblyPlan)
     assert assemble(alone, {5: piece}.__getitem__).tensor.data_ptr() == piece.data_ptr()
 
 
@@ -324,22 +318,6 @@ def test_a_tensor_without_elements_has_shape_and_dtype() -> None:
         found = put_together(text, held, (0, 3))
         assert found.tensor.shape == (0, 3)
         assert found.tensor.dtype is torch.float16
-
-
-def test_pieces_that_are_not_what_was_recorded_are_refused() -> None:
-    layout = Layout(
-        source=LayoutSource.DTENSOR,
-        mesh=Mesh(axes=("tp",), shape=(2,), ranks=(0, 1)),
-        placements=(parse_placement("Shard(0)"),),
-    )
-    plan = plan_assembly((4,), layout, {0: (2,), 1: (2,)})
-    assert isinstance(plan, AssemblyPlan)
-    with pytest.raises(
-        LayoutError, match=r"rank 1 has a tensor of shape \[3\], its plan says \[2\]"
-    ):
-        assemble(plan, lambda rank: torch.zeros(2 + rank))
-    with pytest.raises(LayoutError, match=r"rank 0 has torch.float32, rank 1 torch.int64"):
-        assemble(plan, lambda rank: torch.zeros(2, dtype=(torch.float32, torch.int64)[rank]))
 
 
 def test_values_that_need_a_gradient_come_back_without_a_graph() -> None:
@@ -393,7 +371,6 @@ def test_plain_tensors_split_anywhere_come_back_by_rank_order_and_local_sizes(
     plans = plan_assemblies(pieces)
     assert len(plans) == len(wholes)
     for plan, whole in zip(plans, wholes):
-        assert isinstance(plan, AssemblyPlan), plan
         found = assemble(plan, held.__getitem__).tensor
         assert found.numel() == whole.numel()
         if whole.numel():
@@ -412,7 +389,5 @@ def test_data_parallel_batches_are_joined_in_rank_order() -> None:
         mesh, {"tp": parse_placement("Shard(1)")}, {r: tuple(t.shape) for r, t in held.items()}
     )
     plans = plan_assemblies(pieces)
-    assert all(isinstance(plan, AssemblyPlan) for plan in plans)
-    joined = join_batches(mesh, ["dp"], [p for p in plans if isinstance(p, AssemblyPlan)][::-1])
-    assert isinstance(joined, AssemblyPlan), joined
+    joined = join_batches(mesh, ["dp"], plans[::-1])
     assert assemble(joined, held.__getitem__).tensor.equal(torch.cat(batches))

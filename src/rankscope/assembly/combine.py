@@ -77,18 +77,19 @@ def plan_rows(held: Sequence[tuple[int, Piece]]) -> CombinationPlan | str:
     if outside:
         return f"not in the mesh: {ranks_named(outside)}"
     pieces = pieces_of(mesh, layout.placements)
-    first = [held[row_of[part.summands[0][0]]][1] for part in pieces.parts]
+    parts = [*pieces.parts.values()]
+    first = [held[row_of[summands[0][0]]][1] for summands in parts]
     problem = _coverage(whole, first)
     if problem:
         return problem
     kinds = {placement.pieces for placement in layout.placements}
     # by rank, whatever torch's order of reducing is: sums of sketches depend on it in the last bit
-    copies = [ranks for part in pieces.parts for ranks in sorted(part.summands)]
+    copies = [ranks for summands in parts for ranks in sorted(summands)]
     return CombinationPlan(
         ranks=tuple(row_of),
         index=np.array([[row_of[rank] for rank in ranks] for ranks in copies], np.int64),
         is_partial=PieceKind.SUMMANDS in kinds,
-        summands=len(pieces.parts[0].summands),
+        summands=len(parts[0]),
         divisor=float(math.prod(each.size for each in pieces.reductions if each.op == "avg")),
         has_offsets=PieceKind.SLICES not in kinds
         or all(_was_sketched_in_place(piece) for _, piece in held),

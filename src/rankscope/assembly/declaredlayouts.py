@@ -21,12 +21,12 @@ from rankscope.assembly.rankstreams import RankStream
 from rankscope.assembly.tables import Tables, factorize
 from rankscope.errors import LayoutError
 from rankscope.layout.declared import declared_pieces
-from rankscope.layout.layoutfile import LayoutFile, layout_given
+from rankscope.layout.layoutfile import layout_given
 from rankscope.layout.placement import LayoutSource, Mesh, Placement
 from rankscope.record.ranklists import ranks_text
 from rankscope.record.value import ValueFlag
 
-__all__ = ["declare_layouts", "described_slots", "layout_header", "meshes_as_listed"]
+__all__ = ["declare_layouts", "described_slots", "layout_header", "placed_meshes"]
 
 T = TypeVar("T")
 _CALL: Final = ("incarnation", "mode", "step", "micro_batch", "phase", "path", "ordinal")
@@ -58,7 +58,7 @@ def declare_layouts(
     steps: Sequence[Tables], vocabulary: Vocabulary, run: dict[str, Any], ranks: NDArray[np.int64]
 ) -> None:
     """Give the values that the run's layout file describes their layout. Changes the descriptions
-    in the tables, adds to those of `vocabulary`, and to meshes and notes of `run`.
+    in the tables, adds to those of `vocabulary` and to the notes of `run`.
 
     Args:
         steps: calls and values of all ranks.
@@ -73,8 +73,8 @@ def declare_layouts(
     if isinstance(given, str):
         notes[given] = None
     else:
-        declaring = _Declaring(vocabulary, *given, notes)
-        layouts = given[0]
+        layouts, mesh = given
+        known: dict[tuple[object, ...], NDArray[np.int32]] = {}
 
         def placed(path: str, slot: str) -> Mapping[str, Placement] | None:
             try:
@@ -85,8 +85,15 @@ def declare_layouts(
 
         for tables, rows, placements, name in described_slots(steps, vocabulary, placed):
             own = ranks[tables.calls["stream"][tables.call[rows]]]
-            tables.description[rows] = declaring.of(placements, name, tables.description[rows], own)
-        run["meshes"] += declaring.meshes()
+            numbers = tables.description[rows]
+            key = (name, numbers.tobytes(), own.tobytes())  # the same in many calls
+            if key not in known:
+                held = list(zip(own.tolist(), numbers.tolist()))
+                declared = _declared(vocabulary, mesh, placements, held)
+                if isinstance(declared, str):
+                    notes[f"{name} does not lie as declared: {declared}"] = None
+                known[key] = numbers if isinstance(declared, str) else declared
+            tables.description[rows] = known[key]
     if notes:
         more = len(notes) - _MOST_NOTES
         listed = [*notes][:_MOST_NOTES] + ([f"{more} more like these"] if more > 0 else [])
@@ -137,74 +144,38 @@ def _described(
         yield own, *found[int(pair[own[0]])]
 
 
-def meshes_as_listed(families: Mapping[MeshFamily, Iterable[Mesh]]) -> list[dict[str, Any]]:
-    """Return meshes that no rank made as the run header lists them."""
-    return [
-        {
-            "name": family.name,
-            "axes": list(family.axes),
-            "shape": list(family.shape),
-            "device": "",
-            "over": sorted(list(mesh.ranks) for mesh in meshes),
-        }
-        for family, meshes in families.items()
-    ]
+def _declared(
+    vocabulary: Vocabulary,
+    mesh: Mesh,
+    placements: Mapping[str, Placement],
+    numbers: Sequence[tuple[int, int]],
+) -> NDArray[np.int32] | str:
+    """Return the numbers of the descriptions that values have which lie so, or why they do not.
+
+    Args:
+        vocabulary: gets the new descriptions.
+        mesh: the declared axes over all ranks.
+        placements: along them.
+        numbers: rank and description of each value.
+    """
+    descriptions = vocabulary.descriptions
+    unchanged = np.array([number for _, number in numbers], np.int32)
+    held = {rank: descriptions.items[number] for rank, number in numbers}
+    is_plain = all(each.piece.layout.source is LayoutSource.UNKNOWN for each in held.values())
+    if not is_plain or len(held) != len(numbers):
+        return unchanged
+    pieces = declared_pieces(mesh, placements, {r: each.piece.shape for r, each in held.items()})
+    if refusal := next((piece.refusal for piece in pieces.values() if piece.refusal), ""):
+        return refusal
+    placed = (replace(each, piece=pieces[rank]) for rank, each in held.items())
+    return np.array([descriptions.number(each) for each in placed], np.int32)
 
 
-class _Declaring:
-    """Makes descriptions with a declared layout; those of one slot in many calls are made once."""
-
-    def __init__(
-        self, vocabulary: Vocabulary, layouts: LayoutFile, mesh: Mesh, notes: dict[str, None]
-    ) -> None:
-        self._descriptions = vocabulary.descriptions
-        self._layouts, self._mesh, self._notes = layouts, mesh, notes
-        self._known: dict[tuple[object, ...], NDArray[np.int32]] = {}
-        self._meshes: dict[MeshFamily, dict[Mesh, None]] = {}
-
-    def of(
-        self,
-        placements: Mapping[str, Placement],
-        name: str,
-        numbers: NDArray[np.int32],
-        ranks: NDArray[np.int64],
-    ) -> NDArray[np.int32]:
-        """Return the numbers of the descriptions that the ranks' values now have."""
-        key = (name, numbers.tobytes(), ranks.tobytes())
-        if key not in self._known:
-            self._known[key] = self._made(placements, name, numbers, ranks.tolist())
-        return self._known[key]
-
-    def meshes(self) -> list[dict[str, Any]]:
-        """Return the meshes that layouts now name, as the run header lists them."""
-        return meshes_as_listed(self._meshes)
-
-    def _made(
-        self,
-        placements: Mapping[str, Placement],
-        name: str,
-        numbers: NDArray[np.int32],
-        ranks: list[int],
-    ) -> NDArray[np.int32]:
-        held = [self._descriptions.items[number] for number in numbers.tolist()]
-        is_plain = all(each.piece.layout.source is LayoutSource.UNKNOWN for each in held)
-        if not is_plain or len(set(ranks)) != len(ranks):
-            return numbers
-        shapes = {rank: each.piece.shape for rank, each in zip(ranks, held)}
-        try:
-            pieces = declared_pieces(self._mesh, placements, shapes)
-        except LayoutError as error:
-            self._notes[f"{name}: {error}"] = None
-            return numbers
-        refusal = next((piece.refusal for piece in pieces.values() if piece.refusal), None)
-        if refusal is not None:
-            self._notes[f"{name} does not lie as declared: {refusal}"] = None
-            return numbers
-        made = np.empty_like(numbers)
-        for at, (rank, each) in enumerate(zip(ranks, held)):
-            described = replace(each, piece=pieces[rank])
-            mesh, family = described.piece.layout.mesh, described.family
-            assert mesh is not None and family is not None
-            self._meshes.setdefault(family, {})[mesh] = None
-            made[at] = self._descriptions.number(described)
-        return made
+def placed_meshes(vocabulary: Vocabulary) -> list[dict[str, Any]]:
+    """Return the meshes that no rank made and that layouts name, as the run header lists them."""
+    families: dict[MeshFamily, set[tuple[int, ...]]] = {}
+    for each in vocabulary.descriptions.items:
+        mesh, family = each.piece.layout.mesh, each.family
+        if mesh is not None and family is not None and family.source.is_from_all_ranks:
+            families.setdefault(family, set()).add(mesh.ranks)
+    return [family.listed(over) for family, over in families.items()]

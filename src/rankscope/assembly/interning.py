@@ -6,7 +6,7 @@ columns of different ranks can be compared as integers.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -57,6 +57,16 @@ class MeshFamily:
         """How layouts refer to it: "dp=2,tp=2", "declared:tp=2", "marked:tp=2"."""
         listed = ",".join(f"{axis}={size}" for axis, size in zip(self.axes, self.shape))
         return f"{self.source.value}:{listed}" if self.source.is_from_all_ranks else listed
+
+    def listed(self, over: Iterable[tuple[int, ...]], device: str = "") -> dict[str, Any]:
+        """Return its meshes over these ranks as the run header lists them."""
+        return {
+            "name": self.name,
+            "axes": list(self.axes),
+            "shape": list(self.shape),
+            "device": device,
+            "over": [list(ranks) for ranks in sorted(over)],
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.assembly.declaredlayouts import described_slots, meshes_as_listed
-from rankscope.assembly.interning import MeshFamily, Vocabulary, mark_of
+from rankscope.assembly.declaredlayouts import described_slots
+from rankscope.assembly.interning import Vocabulary, mark_of
 from rankscope.assembly.rankstreams import RankStream
 from rankscope.assembly.tables import Tables
 from rankscope.errors import LayoutError
@@ -42,23 +42,20 @@ _Marks = Mapping[tuple[str, str], Mapping[int, ParameterMark]]
 def mark_layouts(
     steps: Sequence[Tables],
     vocabulary: Vocabulary,
-    run: dict[str, Any],
     streams: Sequence[RankStream],
 ) -> None:
     """Give the parameters and gradients that a framework marked their layout. Changes the
-    descriptions in the tables, adds to those of `vocabulary` and to the meshes of `run`.
+    descriptions in the tables, and adds to those of `vocabulary`.
 
     Args:
         steps: calls and values of all ranks.
         vocabulary: what the numbers in them mean.
-        run: the run header.
         streams: the records, in the order of the tables' numbers.
     """
     marks = _marks(vocabulary, streams)
     if not marks:
         return
     groups = _AxisGroups(steps, vocabulary, streams, marks)
-    families: dict[MeshFamily, dict[Mesh, None]] = {}
 
     def marked(path: str, slot: str) -> Mapping[int, ParameterMark] | None:
         return marks.get((path, slot.partition(":")[2])) if slot.startswith(_SLOTS) else None
@@ -82,8 +79,7 @@ def mark_layouts(
         held = {stream: row for stream, row in all_held.items() if stream in own}
         without = [number for number in own if (name, number) in empty and number not in held]
         for mark, members in _lines(own, held, groups, streams):
-            _place(tables, vocabulary, mark, members, held, without, streams, families)
-    run["meshes"] += meshes_as_listed(families)
+            _place(tables, vocabulary, mark, members, held, without, streams)
 
 
 def _marks(vocabulary: Vocabulary, streams: Sequence[RankStream]) -> _Marks:
@@ -134,7 +130,6 @@ def _place(
     held: Mapping[int, int],
     without: Iterable[int],
     streams: Sequence[RankStream],
-    families: dict[MeshFamily, dict[Mesh, None]],
 ) -> None:
     """Give the values that some ranks hold of one parameter their layout, where their shapes do
     not contradict it. `without`: streams that hold nothing of the parameter, and so no gradient."""
@@ -157,10 +152,7 @@ def _place(
     if any(piece.refusal for piece in pieces.values()):
         return
     for rank, each in before.items():
-        described = replace(each, piece=pieces[rank])
-        assert described.family is not None  # it has a mesh
-        families.setdefault(described.family, {})[mesh] = None
-        tables.description[rows[rank]] = descriptions.number(described)
+        tables.description[rows[rank]] = descriptions.number(replace(each, piece=pieces[rank]))
 
 
 # ---- between which ranks -------------------------------------------------------------------------
@@ -243,31 +235,21 @@ class _AxisGroups:
         def is_cut(path: str, slot: str) -> bool | None:
             return (path, slot[6:]) in cut or None if slot.startswith("param:") else None
 
-        numbers = functools.cache(_numbers)
+        columns = functools.cache(_numbers)
         for tables, rows, _, _ in described_slots(self._steps, self._vocabulary, is_cut):
             call = tables.call[rows[0]]
             of_setup = tables.calls["phase"][call] == Phase.SETUP
             if not of_setup or tables.calls["incarnation"][call] != incarnation:
                 continue
-            has_digest, least, greatest, hashes = (each[rows] for each in numbers(tables))
+            has_digest, least, greatest, hashes = (each[rows] for each in columns(tables))
             if (least < greatest).any():
-                streams = tables.calls["stream"][tables.call[rows]]
-                found.append(_by_rank(hashes, has_digest, streams, self._streams))
+                numbers = tables.calls["stream"][tables.call[rows]].tolist()
+                own = zip(numbers, hashes.tolist(), has_digest.tolist())
+                found.append(
+                    {self._streams[n].stream.rank: h for n, h, is_known in own if is_known}
+                )
         return found
 
 
 def _numbers(tables: Tables) -> tuple[NDArray[Any], ...]:
     return tuple(tables.column(name) for name in ("digested", "min", "max", "hash"))
-
-
-def _by_rank(
-    hashes: NDArray[np.uint64],
-    has_digest: NDArray[np.bool_],
-    numbers: NDArray[np.int32],
-    streams: Sequence[RankStream],
-) -> dict[int, int]:
-    return {
-        streams[number].stream.rank: value
-        for value, is_known, number in zip(hashes.tolist(), has_digest.tolist(), numbers.tolist())
-        if is_known
-    }

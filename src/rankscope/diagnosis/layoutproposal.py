@@ -17,6 +17,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -27,10 +28,10 @@ from rankscope.diagnosis.stepview import CallView, SlotValues, StepView, step_vi
 from rankscope.layout.infer import is_fsdp_axis, lines_along
 from rankscope.layout.layoutfile import described_as
 from rankscope.layout.placement import LayoutSource, Mesh, Placement
-from rankscope.layout.proof import Proof, Said, ShownValues, SlotKey, cut, may_be_cut
+from rankscope.layout.proof import Proof, Said, SlotKey, cut
 from rankscope.record.collective import MESSAGES
 from rankscope.record.phases import Phase
-from rankscope.record.value import ValueFlag
+from rankscope.tensors.proofs import RecordedValues, digests
 from rankscope.tree.slotview import shapes_of
 from rankscope.tree.views import Trace
 
@@ -189,8 +190,9 @@ class _Placing(Proof):
         sums = {issuer for issuer, op in issued if op.startswith(_SUMS)}
         gathers = {issuer for issuer, op in issued if op.startswith(_GATHERS)}
         size = len(self.shown.lines[axis][0])
-        given, made = (self._shape(call, kind) for kind in ("input", "output"))
-        if not given or not made or call in self.shown.inner:
+        ends = self.key(call, "input"), self.key(call, "output")
+        given, made = (self.shown.shape(key) if key else () for key in ends)
+        if not ends[0] or not ends[1] or not given or not made or call in self.shown.inner:
             return
         weight = (call, "param:weight")
         shape = self.shown.shape(weight)
@@ -217,10 +219,10 @@ class _Placing(Proof):
             shorter = [dim for dim in leading if given[dim] == size * made[dim]]
             if len(longer) == 1 and "forward" in gathers:
                 why = f"gathered: dim {longer[0]} of the output is {size} times as long"
-                self._say_kind(call, "input", axis, Said(cut(longer[0]), why))
+                self.say(ends[0], axis, Said(cut(longer[0]), why))
             elif len(shorter) == 1:
                 why = f"summed and cut: dim {shorter[0]} of the input is {size} times as long"
-                self._say_kind(call, "output", axis, Said(cut(shorter[0]), why))
+                self.say(ends[1], axis, Said(cut(shorter[0]), why))
 
     def read_axis(self, axis: str) -> None:
         """Say how the root's tokens are cut along an axis, where something shows it: positions that
@@ -256,15 +258,6 @@ class _Placing(Proof):
         for key in self.shown.shapes:
             if self.shown.shape(key)[:2] == shape[:2] and key[1].split(".")[0] in _ACTIVATIONS:
                 self.say(key, axis, Said(cut(dim), "begins with the dims of the root's input"))
-
-    def _shape(self, call: str, kind: str) -> tuple[int, ...]:
-        key = self.key(call, kind)
-        return self.shown.shape(key) if key else ()
-
-    def _say_kind(self, call: str, kind: str, axis: str, said: Said) -> None:
-        key = self.key(call, kind)
-        if key is not None:
-            self.say(key, axis, said)
 
 
 # ---- entries -------------------------------------------------------------------------------------
@@ -309,12 +302,12 @@ def _pattern(path: str) -> str:
 # ---- what a run shows ----------------------------------------------------------------------------
 
 
-class LayoutRecords(ShownValues):
+class LayoutRecords(RecordedValues):
     """Gathered step by step; what all calls of a path hold in a slot counts as one value, and
     a gradient as what it is the gradient of."""
 
     def __init__(self, lines: Mapping[str, Sequence[tuple[int, ...]]]) -> None:
-        super().__init__(lines)
+        super().__init__(lines, attrgetter("path"))
         self.integers: set[SlotKey] = set()
         self.runs: dict[tuple[SlotKey, str], int] = {}
         """Positions that are whole numbers, consecutive over the ranks along an axis: how many one
@@ -323,13 +316,10 @@ class LayoutRecords(ShownValues):
         """{kind of mesh: the meshes of it that tensors lie on}"""
         self.on_mesh: dict[tuple[str, str], list[Placement]] = {}
         """{(kind of mesh, axis): how DTensor parameters lie along it at setup}"""
-        self.is_fsdp = False
-        """True once a module wrapped in FSDP was seen."""
 
     def read(self, step_view: StepView) -> None:
         """Add what one step shows."""
-        for call in step_view.calls:
-            self.is_fsdp |= any(word.startswith("FSDP") for word in call.node.wrappers)
+        self.read_calls([call.node for call in step_view.calls])
         for issue in issues_of(step_view):
             if issue.lacks:
                 continue
@@ -341,15 +331,7 @@ class LayoutRecords(ShownValues):
                 kind = (str(issue.facts.get("issuer", "")), issue.op)
                 self.issued.setdefault((issue.call.path, axis), set()).add(kind)
         for call in step_view.calls:
-            if call.phase is Phase.COLLECTIVE:
-                continue
-            if call.phase is Phase.FORWARD:
-                modules = [child for child in call.children if child.phase is Phase.FORWARD]
-                self.modules[call.path] = call.path, call.node.class_name
-                if modules:
-                    own = self.inner.setdefault(call.path, set())
-                    own.update(child.path for child in modules)
-            for slot, values in call.slots.items():
+            for slot, values in call.slots.items() if call.phase is not Phase.COLLECTIVE else ():
                 self._note_mesh(call, values)
                 if (
                     values.dtype != "python"
@@ -361,44 +343,32 @@ class LayoutRecords(ShownValues):
     def mesh_axis(self, axis: str) -> tuple[str, str] | None:
         """Return the kind of mesh and the name of its axis that runs over the same ranks as one of
         `lines`; None where tensors lie on no such mesh."""
-        names = ((kind, name) for kind, meshes in self.meshes.items() for name in meshes[0].axes)
-        return next((each for each in names if self._axis_of_mesh(*each) == axis), None)
-
-    def _axis_of_mesh(self, kind: str, name: str) -> str:
-        """Return the axis over the same ranks as one of a mesh, "" where there is none."""
-        along = {tuple(sorted(line)) for m in self.meshes[kind] for line in lines_along(m, [name])}
-        return next((axis for axis, lines in self.lines.items() if along == {*lines}), "")
+        for kind, meshes in self.meshes.items():
+            for name in meshes[0].axes:
+                if self.axis_of(meshes, name) == axis:
+                    return kind, name
+        return None
 
     def _note_mesh(self, call: CallView, values: SlotValues) -> None:
         for view in values.views:
-            if view.mesh_name not in self.meshes and view.meshes:
-                self.meshes[view.mesh_name] = view.meshes
+            if view.meshes:
+                self.meshes.setdefault(view.mesh_name, view.meshes)
             if call.phase is Phase.SETUP and view.source is LayoutSource.DTENSOR:
                 for name, placement in view.placements.items():
                     self.on_mesh.setdefault((view.mesh_name, name), []).append(placement)
-                    axis = self._axis_of_mesh(view.mesh_name, name)
-                    if axis and may_be_cut(name, is_fsdp=self.is_fsdp):
-                        whole = view.global_shape or ()
-                        self.note_cut((call.path, view.slot), axis, placement, view.shapes(), whole)
 
     def _note(self, call: CallView, slot: str, values: SlotValues) -> None:
         key = (call.path, slot)
-        shapes = shapes_of(values.views)
-        kinds = (values.flags & int(ValueFlag.MIX64)).tolist()
-        each = zip(values.ranks.tolist(), values.hashes.tolist(), kinds, values.is_known.tolist())
-        prints = {rank: (bits, kind) for rank, bits, kind, is_known in each if is_known}
         may_round = call.phase in (Phase.BACKWARD, Phase.GRADS)
         self.note(
             key,
-            shapes,
-            {} if values.is_constant else prints,
+            shapes_of(values.views),
+            digests(values.views),
             lambda lines: may_round and is_within_rounding(values, [*map(np.array, lines)]),
+            is_twin=call.phase is Phase.FORWARD,
         )
-        if call.phase in (Phase.FORWARD, Phase.SETUP):
-            if values.dtype.startswith(("int", "uint")):
-                self.integers.add(key)
-            if call.phase is Phase.FORWARD and values.is_known.all() and not values.is_constant:
-                self.note_twin(key, (values.hashes.tobytes(), values.ranks.tobytes()))
+        if call.phase in (Phase.FORWARD, Phase.SETUP) and values.dtype.startswith(("int", "uint")):
+            self.integers.add(key)
         places = {axis: values.at(np.array(lines)) for axis, lines in self.lines.items()}
         for axis, at in places.items() if key in self.integers and not values.is_constant else ():
             first, last = values.column("min")[at], values.column("max")[at]

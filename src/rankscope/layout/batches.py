@@ -6,13 +6,14 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rankscope.errors import LayoutError
 from rankscope.layout.placement import Mesh
-from rankscope.layout.plan import AssemblyPlan, Box, Obstacle, Refusal, ranks_words
+from rankscope.layout.plan import AssemblyPlan, Box, ranks_words
 
 
 def join_batches(
     mesh: Mesh, axes: Sequence[str], plans: Sequence[AssemblyPlan], dim: int = 0
-) -> AssemblyPlan | Refusal:
+) -> AssemblyPlan:
     """Return the plan of all data-parallel batches in one tensor, in rank order along the batch
     dim.
 
@@ -21,6 +22,9 @@ def join_batches(
         axes: names of the data axes.
         plans: one per place along them, in any order, as `plan_assemblies` gives them.
         dim: the batch dim; the batches may differ in size along it and in nothing else.
+
+    Raises:
+        LayoutError: they are no batches of one another; says why.
     """
     wanted = [mesh.axes.index(axis) for axis in axes]
     by_place: dict[tuple[int, ...], AssemblyPlan] = {}
@@ -31,40 +35,38 @@ def join_batches(
             places.add(tuple(at[axis] for axis in wanted) if at else None)
         place = places.pop()
         if places or place is None:
-            text = f"{ranks_words(plan.ranks)} hold one value, but are not one data-parallel peer"
-            return Refusal.about(plan.ranks, Obstacle.BATCH, text)
-        if place in by_place:
-            both = {*by_place[place].ranks, *plan.ranks}
-            text = f"{ranks_words(both)} are one data-parallel peer, but hold several values"
-            return Refusal.about(both, Obstacle.BATCH, text)
+            raise LayoutError(
+                f"{ranks_words(plan.ranks)} hold one value, but are not one data-parallel peer"
+            )
         by_place[place] = plan
-    every = list(itertools.product(*(range(mesh.shape[axis]) for axis in wanted)))
     absent = [
         rank for at, rank in mesh.places() if tuple(at[axis] for axis in wanted) not in by_place
     ]
     if absent:
-        text = f"no batch was recorded on {ranks_words(absent)}"
-        return Refusal.about(absent, Obstacle.MISSING_RANK, text)
-    return _concatenated([by_place[place] for place in every], dim)
+        raise LayoutError(f"no batch was recorded on {ranks_words(absent)}")
+    return _concatenated([by_place[place] for place in sorted(by_place)], dim)
 
 
-def join_replicas(plans: Sequence[AssemblyPlan]) -> AssemblyPlan | Refusal:
+def join_replicas(plans: Sequence[AssemblyPlan]) -> AssemblyPlan:
     """Return the plan of one tensor that several sets of ranks hold each, so that all are compared.
 
     Args:
         plans: one per set, as `plan_assemblies` gives them.
+
+    Raises:
+        LayoutError: they cut it differently.
     """
     first = plans[0]
-    ranks = sorted({rank for plan in plans for rank in plan.ranks})
     parts = [{(box.ranges, box.reductions): box for box in plan.boxes} for plan in plans]
     for plan, own in zip(plans, parts):
         is_alike = plan.global_shape == first.global_shape and own.keys() == parts[0].keys()
         if not is_alike or any(
             len(own[key].summands) != len(box.summands) for key, box in parts[0].items()
         ):
-            text = f"{ranks_words(plan.ranks)} and {ranks_words(first.ranks)} cut it differently"
-            return Refusal.about(ranks, Obstacle.DISAGREEMENT, text)
-    boxes = [
+            raise LayoutError(
+                f"{ranks_words(plan.ranks)} and {ranks_words(first.ranks)} cut it differently"
+            )
+    boxes = tuple(
         replace(
             box,
             summands=tuple(
@@ -73,26 +75,20 @@ def join_replicas(plans: Sequence[AssemblyPlan]) -> AssemblyPlan | Refusal:
             ),
         )
         for key, box in parts[0].items()
-    ]
-    return AssemblyPlan(
-        global_shape=first.global_shape,
-        boxes=tuple(boxes),
-        ranks=tuple(ranks),
-        missing=tuple(sorted({rank for plan in plans for rank in plan.missing})),
     )
+    return _of_all(plans, first.global_shape, boxes)
 
 
-def _concatenated(plans: Sequence[AssemblyPlan], dim: int) -> AssemblyPlan | Refusal:
-    ranks = sorted({rank for plan in plans for rank in plan.ranks})
+def _concatenated(plans: Sequence[AssemblyPlan], dim: int) -> AssemblyPlan:
     first = plans[0].global_shape
     for plan in plans:
         shape = plan.global_shape
         if dim >= len(shape):
-            text = f"a value of shape {list(shape)} has no batch dim {dim}"
-            return Refusal.about(plan.ranks, Obstacle.BATCH, text)
+            raise LayoutError(f"a value of shape {list(shape)} has no batch dim {dim}")
         if len(shape) != len(first) or _without(shape, dim) != _without(first, dim):
-            text = f"batches of shapes {list(first)} and {list(shape)} differ beyond dim {dim}"
-            return Refusal.about(ranks, Obstacle.BATCH, text)
+            raise LayoutError(
+                f"batches of shapes {list(first)} and {list(shape)} differ beyond dim {dim}"
+            )
     boxes: list[Box] = []
     offset = 0
     for plan in plans:
@@ -100,10 +96,16 @@ def _concatenated(plans: Sequence[AssemblyPlan], dim: int) -> AssemblyPlan | Ref
             moved = tuple((start + offset, stop + offset) for start, stop in box.ranges[dim])
             boxes.append(replace(box, ranges=(*box.ranges[:dim], moved, *box.ranges[dim + 1 :])))
         offset += plan.global_shape[dim]
+    return _of_all(plans, (*first[:dim], offset, *first[dim + 1 :]), tuple(boxes))
+
+
+def _of_all(
+    plans: Sequence[AssemblyPlan], shape: tuple[int, ...], boxes: tuple[Box, ...]
+) -> AssemblyPlan:
     return AssemblyPlan(
-        global_shape=(*first[:dim], offset, *first[dim + 1 :]),
-        boxes=tuple(boxes),
-        ranks=tuple(ranks),
+        global_shape=shape,
+        boxes=boxes,
+        ranks=tuple(sorted({rank for plan in plans for rank in plan.ranks})),
         missing=tuple(sorted({rank for plan in plans for rank in plan.missing})),
     )
 

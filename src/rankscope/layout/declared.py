@@ -25,7 +25,7 @@ from rankscope.layout.placement import (
     global_ranges,
     length_of,
 )
-from rankscope.layout.plan import Obstacle, Piece, Refusal, ranks_words
+from rankscope.layout.plan import Piece, ranks_words
 
 _Coordinate = tuple[int, ...]
 _Shape = tuple[int, ...]
@@ -42,24 +42,12 @@ def declared_pieces(
     Where the local sizes of a row contradict its placements, its pieces carry the refusal.
 
     Args:
-        mesh: the declared axes over all ranks.
-        placements: {axis: placement} of the axes that are described.
+        mesh: the declared axes, over all ranks that may hold the value.
+        placements: {axis: placement} of the axes that are described, one at least.
         shapes: {rank: local shape} of every rank that recorded the value.
         source: who says so.
-
-    Raises:
-        LayoutError: an axis or a rank that the mesh does not have.
     """
-    unknown = set(placements) - set(mesh.axes)
-    if unknown:
-        raise LayoutError(f"no axis {sorted(unknown)} among the declared axes {list(mesh.axes)}")
-    outside = sorted(set(shapes) - set(mesh.ranks))
-    if outside:
-        raise LayoutError(f"rank {outside[0]} is not on the declared axes {list(mesh.axes)}")
     held = {rank: tuple(shape) for rank, shape in shapes.items()}
-    if not placements:
-        layout = Layout(source=LayoutSource.UNKNOWN)
-        return {rank: Piece(shape=shape, layout=layout) for rank, shape in held.items()}
     pieces: dict[int, Piece] = {}
     described = tuple(axis for axis in mesh.axes if axis in placements)
     extents = tuple(size for axis, size in zip(mesh.axes, mesh.shape) if axis in placements)
@@ -75,9 +63,10 @@ def declared_pieces(
 
 
 def _pieces_of(layout: Layout, mesh: Mesh, held: Mapping[int, _Shape]) -> dict[int, Piece]:
-    found = _places(layout, mesh, held)
-    if isinstance(found, Refusal):
-        return {r: Piece(shape=s, layout=layout, refusal=found) for r, s in held.items()}
+    try:
+        found = _places(layout, mesh, held)
+    except LayoutError as error:
+        return {r: Piece(shape=s, layout=layout, refusal=str(error)) for r, s in held.items()}
     whole = tuple(sum(map(length_of, dim.values())) for dim in found)
     at_rank = {rank: at for at, rank in mesh.places()}
     return {
@@ -96,32 +85,22 @@ def _pieces_of(layout: Layout, mesh: Mesh, held: Mapping[int, _Shape]) -> dict[i
 
 def _places(
     layout: Layout, mesh: Mesh, held: Mapping[int, _Shape]
-) -> list[dict[_Coordinate, Ranges]] | Refusal:
+) -> list[dict[_Coordinate, Ranges]]:
     """Return, per dim, which indices each place along the axes that cut it holds."""
     solid = [shape for shape in held.values() if 0 not in shape] or list(held.values())
     dims = {len(shape) for shape in solid}
     if len(dims) > 1:
-        return Refusal.about(
-            held, Obstacle.SHAPE, "the ranks hold values of different numbers of dims"
-        )
+        raise LayoutError("the ranks hold values of different numbers of dims")
     count = max(dims, default=0)
     beyond = [p for p in layout.placements if p.dim is not None and p.dim >= count]
     if beyond and held:
-        text = f"{beyond[0]} cannot cut a value of {count} dims"
-        return Refusal.about(held, Obstacle.SHAPE, text)
-    found: list[dict[_Coordinate, Ranges]] = []
-    for dim in range(count):
-        lengths = _lengths(layout, mesh, dim, held)
-        places = lengths if isinstance(lengths, Refusal) else _offsets(layout, mesh, dim, lengths)
-        if isinstance(places, Refusal):
-            return places
-        found.append(places)
-    return found
+        raise LayoutError(f"{beyond[0]} cannot cut a value of {count} dims")
+    return [_offsets(layout, mesh, dim, _lengths(layout, mesh, dim, held)) for dim in range(count)]
 
 
 def _lengths(
     layout: Layout, mesh: Mesh, dim: int, held: Mapping[int, _Shape]
-) -> dict[_Coordinate, int] | Refusal:
+) -> dict[_Coordinate, int]:
     """Return how much of a dim each place along its axes holds, as its ranks' shapes say.
 
     The shape of an empty piece counts only where there is no other.
@@ -133,12 +112,14 @@ def _lengths(
     for place, ranks in members.items():
         present = [held[rank] for rank in ranks if rank in held]
         if not present:
-            text = f"{ranks_words(ranks)} recorded nothing, so what others hold has no offset"
-            return Refusal.about(ranks, Obstacle.MISSING_RANK, text)
+            raise LayoutError(
+                f"{ranks_words(ranks)} recorded nothing, so what others hold has no offset"
+            )
         solid = {shape[dim] for shape in present if 0 not in shape}
         if len(solid) > 1:
-            text = f"ranks that should hold the same part of dim {dim} hold {sorted(solid)} of it"
-            return Refusal.about(ranks, Obstacle.SHAPE, text)
+            raise LayoutError(
+                f"ranks that should hold the same part of dim {dim} hold {sorted(solid)} of it"
+            )
         stated = solid or {shape[dim] for shape in present if len(shape) > dim}
         lengths[place] = max(stated, default=0)
     return lengths
@@ -146,7 +127,7 @@ def _lengths(
 
 def _offsets(
     layout: Layout, mesh: Mesh, dim: int, lengths: Mapping[_Coordinate, int]
-) -> dict[_Coordinate, Ranges] | Refusal:
+) -> dict[_Coordinate, Ranges]:
     axes = _cutting(layout, dim)
     if all(layout.placements[axis].kind is PlacementKind.SHARD for axis in axes):
         stops = itertools.accumulate(lengths.values())
@@ -160,11 +141,10 @@ def _offsets(
     found = {place: global_ranges((total,), extents, place, cuts)[0] for place in lengths}
     wanted = {place: length_of(part) for place, part in found.items()}
     if wanted != lengths:
-        text = (
+        raise LayoutError(
             f"dim {dim}: a strided shard of {total} is {list(wanted.values())} long, "
             f"the ranks hold {list(lengths.values())}"
         )
-        return Refusal.about(mesh.ranks, Obstacle.SHAPE, text)
     return found
 
 

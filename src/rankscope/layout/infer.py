@@ -138,7 +138,6 @@ class AxisFacts:
     use: AxisUse | None
     """What parameters are along it, None where they are neither."""
     has_other_inputs: bool
-    """Root inputs differ along it."""
 
     @property
     def is_data(self) -> bool:

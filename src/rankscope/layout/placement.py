@@ -53,8 +53,6 @@ class KindFacts:
     arguments: tuple[str, ...] = ()
     """Fields of `Placement` in its brackets, attributes of torch's class of the same name."""
     pieces: PieceKind
-    reduce_ops: tuple[str, ...] = ()
-    """Of summands: the ops for which digests of the pieces give the digest of the whole."""
 
 
 class PlacementKind(str, enum.Enum):
@@ -101,7 +99,6 @@ _FACTS: Final = {
         torch_class="Partial",
         arguments=("reduce_op",),
         pieces=PieceKind.SUMMANDS,
-        reduce_ops=("sum", "avg"),
     ),
 }
 """The only list of kinds: text, torch's classes and combination go by it. `global_ranges` says
@@ -127,20 +124,12 @@ class Placement:
     """For kinds that are not interpreted: torch's own repr. Such a value never composes."""
 
     def __post_init__(self) -> None:
-        facts = self.kind.facts
-        arguments = facts.arguments if facts else ()
-        if ("dim" in arguments) != (self.dim is not None):
-            raise LayoutError(
-                f"placement {self.kind.value} with dim={self.dim}: only shards have a dim"
-            )
         if self.dim is not None and self.dim < 0:
             raise LayoutError(f"a shard's dim must be counted from the front, got {self.dim}")
         if self.split_factor < 1:
             raise LayoutError(
                 f"a strided shard's split factor must be >= 1, got {self.split_factor}"
             )
-        if ("reduce_op" in arguments) != (self.reduce_op is not None):
-            raise LayoutError(f"placement {self.kind.value} with reduce_op={self.reduce_op}")
 
     @property
     def pieces(self) -> PieceKind:
@@ -153,10 +142,9 @@ class Placement:
         """True where digests of the pieces give the digest of the whole (sum and avg partials
         included).
         """
-        facts = self.kind.facts
-        if facts is None or facts.pieces is PieceKind.UNKNOWN:
-            return False
-        return facts.pieces is not PieceKind.SUMMANDS or self.reduce_op in facts.reduce_ops
+        if self.pieces is PieceKind.SUMMANDS:
+            return self.reduce_op in ("sum", "avg")
+        return self.pieces is not PieceKind.UNKNOWN
 
     def __str__(self) -> str:
         facts = self.kind.facts
@@ -261,11 +249,6 @@ class Layout:
     mesh: Mesh | None = None
     placements: tuple[Placement, ...] = ()
 
-    def __post_init__(self) -> None:
-        axes = len(self.mesh.axes) if self.mesh else 0
-        if len(self.placements) != axes:
-            raise LayoutError(f"{len(self.placements)} placements for a mesh of {axes} axes")
-
     def __str__(self) -> str:
         placed = " ".join(f"{axis}={text}" for axis, text in self.by_axis().items())
         return placed or self.source.value
@@ -306,7 +289,8 @@ def global_ranges(
             continue
         if placement.dim >= len(held):
             raise LayoutError(f"{placement} cannot cut a tensor of {len(held)} dims")
-        pieces = _cut(held[placement.dim], placement.split_factor)
+        own, count = held[placement.dim], placement.split_factor
+        pieces = (_chunk(own, count, number) for number in range(count))
         held[placement.dim] = _join(_chunk(piece, extent, index) for piece in pieces)
     return tuple(held)
 
@@ -331,10 +315,6 @@ def _slice(ranges: Ranges, start: int, stop: int) -> Ranges:
 def _chunk(ranges: Ranges, count: int, index: int) -> Ranges:
     size = -(-length_of(ranges) // count)
     return _slice(ranges, size * index, size * (index + 1))
-
-
-def _cut(ranges: Ranges, count: int) -> list[Ranges]:
-    return [_chunk(ranges, count, index) for index in range(count)] if count > 1 else [ranges]
 
 
 def _join(pieces: Iterable[Ranges]) -> Ranges:

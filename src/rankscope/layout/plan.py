@@ -13,12 +13,11 @@ digests by it. Bytes also need the place of every part: `plan_assembly` names wh
 in which order, and where the result goes; `tensors/rebuild.py` executes that. No torch, numpy or
 process group is needed.
 
-What cannot be put together is a `Refusal` that says why; it is never guessed.
+What cannot be put together is a `LayoutError` that says why; it is never guessed.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,44 +39,6 @@ REDUCE_OPS = frozenset({"sum", "avg", "min", "max", "product", "band", "bor", "b
 _MOST_RANKS = 8
 
 
-class Obstacle(str, enum.Enum):
-    """Why pieces do not make a whole."""
-
-    UNKNOWN_LAYOUT = "unknown-layout"
-    """Several ranks hold something, and nothing says how their values belong together."""
-    PLACEMENT = "placement"
-    """A placement whose reduction is its own (`_MaskPartial`, `_NormPartial`), or that torch
-    gives no meaning."""
-    MISSING_RANK = "missing-rank"
-    """A piece that no other rank holds was not recorded."""
-    SHAPE = "shape"
-    """A rank holds another shape than its layout says."""
-    RANGES = "ranges"
-    """The pieces do not hold every element exactly once."""
-    DISAGREEMENT = "disagreement"
-    """The ranks of one mesh record different layouts or global shapes."""
-    BATCH = "batch"
-    """Values that are not batches of one another."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """Why a global tensor cannot be put together."""
-
-    obstacle: Obstacle
-    message: str
-    ranks: tuple[int, ...]
-    """Whom it concerns, sorted."""
-
-    @classmethod
-    def about(cls, ranks: Iterable[int], obstacle: Obstacle, message: str) -> Refusal:
-        """Return the refusal that concerns these ranks, given in any order."""
-        return cls(obstacle=obstacle, message=message, ranks=tuple(sorted(set(ranks))))
-
-    def __str__(self) -> str:
-        return self.message
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """What one rank holds, and what is known of its place in a whole."""
@@ -89,7 +50,7 @@ class Piece:
     ranges: tuple[Ranges, ...] | None = None
     """Per dim the global indices held, where they were recorded or derived; otherwise they follow
     from the placements."""
-    refusal: Refusal | None = None
+    refusal: str = ""
     """Why it has no place, where that was found out earlier."""
 
 
@@ -105,22 +66,12 @@ class Reduction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One part of a whole, and which ranks of the mesh hold it."""
-
-    coordinate: tuple[int, ...]
-    """Of its first rank, on every axis."""
-    summands: tuple[tuple[int, ...], ...]
-    """The values to reduce, one where nothing is reduced; for each the ranks, in mesh order, that
-    should hold the same."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
     """Which ranks hold which part of a whole: its shards, their summands and their replicas."""
 
-    parts: tuple[Part, ...]
-    """Every rank of the mesh is in one of them, once."""
+    parts: Mapping[tuple[int, ...], tuple[tuple[int, ...], ...]]
+    """{coordinate of a part's first rank: the values to reduce, one where nothing is reduced; for
+    each the ranks, in mesh order, that should hold the same}. Every rank is in one part, once."""
     reductions: tuple[Reduction, ...]
     """Of the summands of each part, in the order in which they are applied; the first takes
     neighbouring summands."""
@@ -189,13 +140,10 @@ def pieces_of(mesh: Mesh, placements: tuple[Placement, ...]) -> Pieces:
         first.setdefault(part, at)
         parts.setdefault(part, {}).setdefault(summand, []).append(rank)
     return Pieces(
-        parts=tuple(
-            Part(
-                coordinate=first[part],
-                summands=tuple(tuple(summands[key]) for key in sorted(summands)),
-            )
+        parts={
+            first[part]: tuple(tuple(summands[key]) for key in sorted(summands))
             for part, summands in parts.items()
-        ),
+        },
         reductions=tuple(
             Reduction(op=str(placements[a].reduce_op), size=mesh.shape[a], axis=mesh.axes[a])
             for a in order
@@ -208,8 +156,8 @@ def plan_assembly(
     layout: Layout,
     shapes: Mapping[int, Sequence[int]],
     ranges: Mapping[int, tuple[Ranges, ...]] | None = None,
-) -> AssemblyPlan | Refusal:
-    """Return how the pieces of one mesh make up the global tensor, or why they do not.
+) -> AssemblyPlan:
+    """Return how the pieces of one mesh make up the global tensor.
 
     A value that one rank alone holds under an unknown layout is whole.
 
@@ -220,35 +168,32 @@ def plan_assembly(
             is not checked, because it means nothing.
         ranges: {rank: global indices per dim} where these are known better than by the placements:
             a shard order that is not the mesh's, plain tensors that were split unevenly.
+
+    Raises:
+        LayoutError: they do not; says why.
     """
     whole, held = tuple(global_shape), {rank: tuple(shape) for rank, shape in shapes.items()}
     mesh = layout.mesh
     if mesh is None:
         return _plan_alone(held)
-    refusal = _placements_refusal(mesh, layout.placements) or _outsiders_refusal(mesh, held)
-    if refusal:
-        return refusal
+    _must_be_defined(layout.placements)
     pieces = pieces_of(mesh, layout.placements)
     boxes: list[Box] = []
     lost: list[int] = []
     replicas_lost: list[int] = []
-    for part in pieces.parts:
-        members = [rank for summand in part.summands for rank in summand]
-        try:
-            found = _part_ranges(whole, layout, part.coordinate, members, ranges or {})
-        except LayoutError as error:
-            return Refusal.about(members, Obstacle.RANGES, str(error))
+    for coordinate, summands in pieces.parts.items():
+        members = [rank for summand in summands for rank in summand]
+        found = _part_ranges(whole, layout, coordinate, members, ranges or {})
         misfits = [rank for rank in members if rank in held and not _fits(held[rank], found)]
         if misfits:
-            text = (
+            raise LayoutError(
                 f"{ranks_words(misfits[:1])} holds shape {list(held[misfits[0]])}, "
                 f"its layout says {list(_lengths(found))}"
             )
-            return Refusal.about(misfits, Obstacle.SHAPE, text)
         if 0 in _lengths(found):
             continue
-        present = [[rank for rank in summand if rank in held] for summand in part.summands]
-        for wanted, there in zip(part.summands, present):
+        present = [[rank for rank in summand if rank in held] for summand in summands]
+        for wanted, there in zip(summands, present):
             (replicas_lost if there else lost).extend(set(wanted).difference(there))
         boxes.append(
             Box(
@@ -258,12 +203,11 @@ def plan_assembly(
             )
         )
     if lost or not held.keys() & set(mesh.ranks):
-        absent = lost or mesh.ranks
-        text = f"no value was recorded on {ranks_words(absent)}, and no other rank holds its part"
-        return Refusal.about(absent, Obstacle.MISSING_RANK, text)
+        absent = ranks_words(lost or mesh.ranks)
+        raise LayoutError(f"no value was recorded on {absent}, and no other rank holds its part")
     problem = tiling_problem(whole, [box.ranges for box in boxes])
     if problem:
-        return Refusal.about(held, Obstacle.RANGES, problem)
+        raise LayoutError(problem)
     return AssemblyPlan(
         global_shape=whole,
         boxes=tuple(boxes),
@@ -272,41 +216,40 @@ def plan_assembly(
     )
 
 
-def plan_assemblies(pieces: Mapping[int, Piece]) -> tuple[AssemblyPlan | Refusal, ...]:
+def plan_assemblies(pieces: Mapping[int, Piece]) -> tuple[AssemblyPlan, ...]:
     """Return one plan per global value that these ranks hold together, by lowest rank.
 
     Each mesh of a family has a value of its own: the rows of a ("dp", "tp") mesh whose activations
     are placed on "tp" alone hold different batches.
+
+    Raises:
+        LayoutError: the pieces of a mesh make no whole; says why.
     """
     by_mesh: dict[Mesh | None, dict[int, Piece]] = {}
     for rank, piece in sorted(pieces.items()):
         by_mesh.setdefault(piece.layout.mesh, {})[rank] = piece
-    return tuple(
-        _plan_of_one_mesh(held)
-        if mesh is not None or len(held) == len(pieces)
-        else Refusal.about(
-            held,
-            Obstacle.DISAGREEMENT,
-            f"{ranks_words(held)} have no layout for a value that has one on other ranks",
+    for held in by_mesh.values():
+        if problem := next((piece.refusal for piece in held.values() if piece.refusal), ""):
+            raise LayoutError(problem)
+    plain = by_mesh.get(None, {})
+    if plain and len(by_mesh) > 1:
+        raise LayoutError(
+            f"{ranks_words(plain)} have no layout for a value that has one on other ranks"
         )
-        for mesh, held in by_mesh.items()
-    )
+    return tuple(map(_plan_of_one_mesh, by_mesh.values()))
 
 
 # ---- one mesh ------------------------------------------------------------------------------------
 
 
-def _plan_of_one_mesh(held: Mapping[int, Piece]) -> AssemblyPlan | Refusal:
+def _plan_of_one_mesh(held: Mapping[int, Piece]) -> AssemblyPlan:
     first = next(iter(held.values()))
-    for piece in held.values():
-        if piece.refusal:
-            return piece.refusal
     if any((p.layout, p.global_shape) != (first.layout, first.global_shape) for p in held.values()):
-        text = f"{ranks_words(held)} record different layouts or global shapes for one value"
-        return Refusal.about(held, Obstacle.DISAGREEMENT, text)
+        raise LayoutError(
+            f"{ranks_words(held)} record different layouts or global shapes for one value"
+        )
     if first.layout.mesh is not None and first.global_shape is None:
-        text = f"the global shape of what {ranks_words(held)} hold was not recorded"
-        return Refusal.about(held, Obstacle.UNKNOWN_LAYOUT, text)
+        raise LayoutError(f"the global shape of what {ranks_words(held)} hold was not recorded")
     return plan_assembly(
         first.global_shape or (),
         first.layout,
@@ -315,39 +258,26 @@ def _plan_of_one_mesh(held: Mapping[int, Piece]) -> AssemblyPlan | Refusal:
     )
 
 
-def _plan_alone(held: Mapping[int, tuple[int, ...]]) -> AssemblyPlan | Refusal:
+def _plan_alone(held: Mapping[int, tuple[int, ...]]) -> AssemblyPlan:
     """Plan for values whose layout is unknown: that of a single rank is whole."""
     if len(held) != 1:
-        text = f"nothing says how the values of {ranks_words(held)} belong together"
-        return Refusal.about(held, Obstacle.UNKNOWN_LAYOUT, text)
+        raise LayoutError(f"nothing says how the values of {ranks_words(held)} belong together")
     rank, shape = next(iter(held.items()))
     ranges = tuple(((0, size),) for size in shape)
     boxes = () if 0 in shape else (Box(ranges=ranges, summands=((rank,),)),)
     return AssemblyPlan(global_shape=shape, boxes=boxes, ranks=(rank,))
 
 
-def _placements_refusal(mesh: Mesh, placements: Sequence[Placement]) -> Refusal | None:
+def _must_be_defined(placements: Sequence[Placement]) -> None:
     ops = {p.reduce_op for p in placements if p.reduce_op is not None}
     for placement in placements:
         if placement.pieces is PieceKind.UNKNOWN or (
             placement.reduce_op is not None and placement.reduce_op not in REDUCE_OPS
         ):
-            text = f"{placement} is reduced in a way of its own, which was not recorded"
-            return Refusal.about(mesh.ranks, Obstacle.PLACEMENT, text)
+            raise LayoutError(f"{placement} is reduced in a way of its own, which was not recorded")
     if len(ops) > 1 and ops != {"sum", "avg"}:
-        text = f"Partial({') and Partial('.join(sorted(map(str, ops)))}) have no defined order"
-        return Refusal.about(mesh.ranks, Obstacle.PLACEMENT, text)
-    return None
-
-
-def _outsiders_refusal(mesh: Mesh, held: Mapping[int, tuple[int, ...]]) -> Refusal | None:
-    """Refuse values of ranks outside the mesh; torch gives those an empty tensor."""
-    members = set(mesh.ranks)
-    outside = [rank for rank, shape in held.items() if rank not in members and 0 not in shape]
-    if not outside:
-        return None
-    text = f"{ranks_words(outside)} hold a value, but are not in its mesh"
-    return Refusal.about(outside, Obstacle.DISAGREEMENT, text)
+        listed = ") and Partial(".join(sorted(map(str, ops)))
+        raise LayoutError(f"Partial({listed}) have no defined order")
 
 
 def _part_ranges(

@@ -98,6 +98,8 @@ class ShownValues:
         held: Mapping[int, Shape],
         prints: Mapping[int, Hashable],
         is_near: Callable[[Sequence[tuple[int, ...]]], bool] = lambda lines: False,
+        *,
+        is_twin: bool = False,
     ) -> None:
         """Add a record of a value: its shapes, and along which axes its bytes are the same.
 
@@ -105,6 +107,7 @@ class ShownValues:
             held: local shape of every rank that held it.
             prints: what tells the ranks' bytes apart; {} for constants.
             is_near: True where the ranks of some lines differ by rounding alone.
+            is_twin: others that hold the same bytes on every rank lie as it does.
         """
         if key not in self.shapes:
             self.note_shapes(key, held)
@@ -117,6 +120,8 @@ class ShownValues:
             facts.same += is_same
             facts.other += not is_same and not is_near(lines)
             facts.apart += all(len({*line}) == len(line) for line in found)
+        if is_twin and prints and all(math.prod(shape) >= _FEWEST for shape in self.shapes[key]):
+            self.twins.setdefault(tuple(sorted(prints.items())), {})[key] = None
 
     def note_shapes(self, key: SlotKey, held: Mapping[int, Shape]) -> None:
         """Keep the local shapes of a value."""
@@ -124,11 +129,6 @@ class ShownValues:
         self.shapes[key] = shapes[:1] if len({*shapes}) == 1 else shapes
         if key[1].startswith("param:"):
             self.parameters.setdefault(key[0], set()).add(key)
-
-    def note_twin(self, key: SlotKey, mark: Hashable) -> None:
-        """Keep that a noted value, no constant, holds what others with the same mark do."""
-        if all(math.prod(shape) >= _FEWEST for shape in self.shapes[key]):
-            self.twins.setdefault(mark, {})[key] = None
 
     def note_cut(
         self, key: SlotKey, axis: str, placement: Placement, held: Mapping[int, Shape], whole: Shape

@@ -190,7 +190,7 @@ def _global(each: Chosen, layouts: LayoutFile | None, say: Say) -> AskedTensor:
 
 
 def _made(each: Chosen, planned: WholePlan, say: Say) -> torch.Tensor:
-    whole = assembled(each.value, planned)
+    whole = assembled(each.value, planned.plan)
     for mismatch in whole.mismatches:
         say(f"{each.key}: {mismatch}")
     return whole.tensor

@@ -23,10 +23,9 @@ from rankscope.layout.layoutfile import LayoutFile, layout_given
 from rankscope.layout.placement import Layout, LayoutSource, Mesh, Placement
 from rankscope.layout.plan import (
     AssemblyPlan,
-    Obstacle,
     Piece,
-    Refusal,
     plan_assemblies,
+    plan_assembly,
     ranks_words,
 )
 from rankscope.layout.proof import WHOLE
@@ -38,13 +37,13 @@ from rankscope.tensors.kept import (
     value_name,
     why_not_kept,
 )
-from rankscope.tensors.peers import Peers, find_peers, owners_of, prints_of
-from rankscope.tensors.proofs import how_it_lies, steps_of
+from rankscope.tensors.peers import Peers, find_peers, prints_of
+from rankscope.tensors.proofs import how_it_lies
 
 if TYPE_CHECKING:
     import torch
 
-    from rankscope.tensors.rebuild import Mismatch
+    from rankscope.tensors.rebuild import Whole
     from rankscope.tree.views import Trace, Value
 
 
@@ -56,18 +55,6 @@ class WholePlan:
     dtype: str
     notes: tuple[str, ...]
     """What was declared or inferred, and which replicas are not there to be compared."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Whole:
-    """A global tensor, and what there is to say about it."""
-
-    tensor: torch.Tensor
-    mismatches: tuple[Mismatch, ...]
-    """Replicas that differ."""
-    notes: tuple[str, ...]
-    ranks: tuple[int, ...]
-    """Whose pieces it is made of."""
 
 
 def local_tensor(value: Value, rank: int, *, is_checked: bool = False) -> torch.Tensor:
@@ -108,20 +95,15 @@ def whole_value(value: Value, layouts: LayoutFile | None = None) -> Whole:
         LayoutError: nothing says how the pieces belong together, or they contradict it.
         TraceError: bytes cannot be found, or are not those that were written.
     """
-    return assembled(value, plan_whole(value, layouts))
+    planned = plan_whole(value, layouts)
+    return replace(assembled(value, planned.plan), notes=planned.notes)
 
 
-def assembled(value: Value, planned: WholePlan) -> Whole:
+def assembled(value: Value, plan: AssemblyPlan) -> Whole:
     """Return what a plan makes of a value's bytes; every piece is checked against its checksum."""
     from rankscope.tensors.rebuild import assemble
 
-    made = assemble(planned.plan, lambda rank: local_tensor(value, rank, is_checked=True))
-    return Whole(
-        tensor=made.tensor,
-        mismatches=made.mismatches,
-        notes=planned.notes,
-        ranks=planned.plan.ranks,
-    )
+    return assemble(plan, lambda rank: local_tensor(value, rank, is_checked=True))
 
 
 def plan_whole(value: Value, layouts: LayoutFile | None = None) -> WholePlan:
@@ -166,25 +148,21 @@ class _Planning:
 
     def whole(self) -> tuple[AssemblyPlan, list[str]]:
         """Return the plan and what is to be said of it."""
-        found = plan_assemblies(self._pieces())
-        refusals = [each for each in found if isinstance(each, Refusal)]
-        if any(each.obstacle is not Obstacle.UNKNOWN_LAYOUT for each in refusals):
-            raise self._error(str(refusals[0]))
-        if len(found) == 1 and isinstance(found[0], AssemblyPlan):
-            if not self._is_placed and len(self._shapes) == 1:
-                self._say_if_ranks_lack("taken as whole")
-            return found[0], self._notes
-        peers = find_peers(
-            self._trace, steps_of(self._value.node)[1], self._owners(), declared=self._given.mesh
-        )
-        plan = self._of_peers(found, peers, refusals[0] if refusals else None)
-        if isinstance(plan, Refusal):
-            raise self._error(
-                f"{plan}; data axes cannot be inferred: {peers.why_not}"
-                if peers.why_not
-                else str(plan)
-            )
-        return plan, self._notes
+        pieces = self._pieces()
+        is_unknown = len(pieces) > 1 and not any(each.layout.mesh for each in pieces.values())
+        why_not = ""
+        try:
+            found = () if is_unknown else plan_assemblies(pieces)
+            if len(found) == 1:
+                if not self._is_placed and len(self._shapes) == 1:
+                    self._say_if_ranks_lack("taken as whole")
+                return found[0], self._notes
+            peers = find_peers(self._value.node, self._shapes, declared=self._given.mesh)
+            if peers.why_not:
+                why_not = f"; data axes cannot be inferred: {peers.why_not}"
+            return self._of_peers(None if is_unknown else found, peers), self._notes
+        except LayoutError as error:
+            raise self._error(f"{error}{why_not}") from None
 
     def _pieces(self) -> dict[int, Piece]:
         described = {
@@ -204,21 +182,26 @@ class _Planning:
         unknown = Layout(source=LayoutSource.UNKNOWN)
         return {rank: Piece(shape=shape, layout=unknown) for rank, shape in self._shapes.items()}
 
-    def _of_peers(
-        self, found: Sequence[AssemblyPlan | Refusal], peers: Peers, unknown: Refusal | None
-    ) -> AssemblyPlan | Refusal:
+    def _of_peers(self, known: Sequence[AssemblyPlan] | None, peers: Peers) -> AssemblyPlan:
+        """Return the plan of what peers hold, each by its own plan; None where nothing says how
+        the values of ranks belong together."""
         is_parameter = self._value.views[0].slot.startswith(("param:", "grad:"))
         axes = peers.replicas if is_parameter else peers.data
         said = how_it_lies(self._value, peers.mesh)
         own = {axis: each.placement for axis, each in said.items() if axis not in axes}
-        if unknown:
-            found = self._by_proof(peers.mesh, own)
+        if known is None:
             cuts = ((axis, said[axis]) for axis, placement in own.items() if placement != WHOLE)
             self._notes += [f"inferred: {axis}={cut.placement}, {cut.reason}" for axis, cut in cuts]
-        plans = self._by_place(found, peers, axes, own)
-        if isinstance(plans, Refusal):
-            return unknown or plans
-        if WHOLE in own.values() and (unknown or len(plans) < len(found)):
+        try:
+            found = self._by_proof(peers.mesh, own) if known is None else known
+            plans = self._by_place(found, peers, axes, own)
+        except LayoutError:
+            if known is not None:
+                raise
+            ranks = ranks_words(self._shapes)
+            text = f"nothing says how the values of {ranks} belong together"
+            raise LayoutError(text) from None
+        if WHOLE in own.values() and (known is None or len(plans) < len(found)):
             beside = "" if len(plans) == 1 else f" of each place along {', '.join(axes)}"
             self._notes.append(f"inferred: whole, as every rank{beside} holds the same")
         if len(plans) == 1:
@@ -240,44 +223,37 @@ class _Planning:
         )
         return joined
 
-    def _by_proof(
-        self, mesh: Mesh, placements: Mapping[str, Placement]
-    ) -> Sequence[AssemblyPlan | Refusal]:
+    def _by_proof(self, mesh: Mesh, placements: Mapping[str, Placement]) -> Sequence[AssemblyPlan]:
         """Return a plan for each place along the axes of which nothing is proven."""
         if placements:
             source = LayoutSource.INFERRED
             return plan_assemblies(declared_pieces(mesh, placements, self._shapes, source))
         unknown = Layout(source=LayoutSource.UNKNOWN)
-        each = ({r: Piece(shape=shape, layout=unknown)} for r, shape in self._shapes.items())
-        return [plan for piece in each for plan in plan_assemblies(piece)]
+        return [plan_assembly((), unknown, {r: shape}) for r, shape in self._shapes.items()]
 
     def _by_place(
         self,
-        found: Sequence[AssemblyPlan | Refusal],
+        found: Sequence[AssemblyPlan],
         peers: Peers,
         axes: Sequence[str],
         proven: Mapping[str, Placement],
-    ) -> list[AssemblyPlan] | Refusal:
+    ) -> list[AssemblyPlan]:
         """Return one plan for each place along the axes: what all plans there hold alike."""
         places: dict[tuple[int, ...], list[AssemblyPlan]] = {}
         for plan in found:
-            if isinstance(plan, Refusal):
-                return plan
             at = dict(zip(peers.mesh.axes, peers.mesh.coordinate(plan.ranks[0]) or ()))
             places.setdefault(tuple(at[axis] for axis in axes if at), []).append(plan)
         joined = []
         for plans in places.values():
-            same = plans[0] if len(plans) == 1 else join_replicas(plans)
             at_axes = zip(*(peers.mesh.coordinate(plan.ranks[0]) or () for plan in plans))
             apart = {axis for axis, at in zip(peers.mesh.axes, at_axes) if len({*at}) > 1}
-            is_whole = len(plans) == 1 or (
-                apart and all(proven.get(axis) == WHOLE for axis in apart)
-            )
-            if isinstance(same, Refusal) or not is_whole:
+            is_whole = apart and all(proven.get(axis) == WHOLE for axis in apart)
+            if len(plans) > 1 and not is_whole:
                 own = " and ".join(ranks_words(plan.ranks) for plan in plans)
-                text = f"{own} hold values of their own, and nothing says how they belong together"
-                return Refusal.about(self._shapes, Obstacle.UNKNOWN_LAYOUT, text)
-            joined.append(same)
+                raise LayoutError(
+                    f"{own} hold values of their own, and nothing says how they belong together"
+                )
+            joined.append(plans[0] if len(plans) == 1 else join_replicas(plans))
         return joined
 
     def _is_common(self, peers: Peers) -> bool:
@@ -290,16 +266,6 @@ class _Planning:
             len(shape) > dim and peers.samples.get(rank) and shape[dim] % peers.samples[rank] == 0
             for rank, shape in self._shapes.items()
         )
-
-    def _owners(self) -> set[int]:
-        """Return the ranks that should hold the value: those that do, and those that own the module
-        it is of, or the nearest around it; a batch that one of them lacks is then missed."""
-        node = self._value.node
-        owners = owners_of(self._trace, node.head.incarnation)
-        parts = node.path.split(".") if node.path else []
-        around = (".".join(parts[:size]) for size in range(len(parts), -1, -1))
-        nearest = next((owners[path] for path in around if path in owners), ())
-        return {*self._shapes, *nearest}
 
     def _say_if_ranks_lack(self, what: str) -> None:
         traced = {int(rank["rank"]) for rank in self._trace.run["ranks"]}

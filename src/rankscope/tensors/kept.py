@@ -24,19 +24,13 @@ def value_name(value: Value) -> str:
 
 def held_shapes(value: Value) -> dict[int, tuple[int, ...]]:
     """Return the local shape of every rank that had a tensor here."""
-    absent = {
-        rank
-        for view in value.views
-        for fold in view.pieces
-        if "absent" in fold.flags
-        for rank in fold.ranks
-    }
     return {
-        rank: shape
+        rank: fold.shape
         for view in value.views
         if view.dtype != "python"
-        for rank, shape in view.shapes().items()
-        if rank not in absent
+        for fold in view.pieces
+        if "absent" not in fold.flags
+        for rank in fold.ranks
     }
 
 

@@ -89,7 +89,10 @@ def list_tensors(trace: Trace, nodes: Iterable[tuple[Node, SlotView]] | None = N
     """Return what was kept, of some entries or of all of the trace."""
     listing = Listing()
     seen: set[tuple[int, tuple[int, int]]] = set()
-    for node, view in _every(trace) if nodes is None else nodes:
+    if nodes is None:
+        every = (node for step in (*trace.setup, *trace.steps) for node in step.passing())
+        nodes = ((node, view) for node in every for view in node.slots)
+    for node, view in nodes:
         known = view.references()
         if not known and not view.not_kept:
             continue
@@ -109,9 +112,3 @@ def list_tensors(trace: Trace, nodes: Iterable[tuple[Node, SlotView]] | None = N
                 seen.add((rank, where))
                 listing.stored += size
     return listing
-
-
-def _every(trace: Trace) -> Iterable[tuple[Node, SlotView]]:
-    for group in (*trace.setup, *trace.steps):
-        for node in group.passing():
-            yield from ((node, view) for view in node.slots)

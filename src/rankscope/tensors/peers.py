@@ -6,9 +6,9 @@ repeat it as one more axis in front, "data"), else one axis over all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
 from rankscope.layout.infer import (
@@ -30,17 +30,17 @@ from rankscope.tree.slotview import by_slot
 
 if TYPE_CHECKING:
     from rankscope.tree.slotview import SlotView
+    from rankscope.tree.step import StepHead
     from rankscope.tree.views import Node, Step, Trace
 
 
 DigestKey = tuple[int, int, bool]
 """What tells two ranks' values apart without their bytes: hash, count, and whether it was hashed on
 an accelerator, which is comparable with its like only."""
-_PEERS: Final[WeakKeyDictionary[Trace, dict[Any, Peers]]] = WeakKeyDictionary()
-_OWNERS: Final[WeakKeyDictionary[Trace, dict[int, dict[str, tuple[int, ...]]]]] = (
-    WeakKeyDictionary()
-)
-"""What was worked out of open traces, which do not change."""
+_STEPS: Final[WeakKeyDictionary[Trace, tuple[StepHead, dict[Hashable, Any]]]] = WeakKeyDictionary()
+"""What was worked out of the step that was asked about last, of each open trace: it does not
+change."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,40 +70,51 @@ class Peers:
         )
 
 
-def find_peers(
-    trace: Trace, step: Step, ranks: Iterable[int], *, declared: Mesh | None = None
-) -> Peers:
-    """Return what can be inferred of these ranks; worked out once for all values of a step.
+def once_a_step(node: Node, key: Hashable, work_out: Callable[[], T]) -> T:
+    """Return what was worked out before of the step that a node is of, and is called so."""
+    head, known = _STEPS.get(node.trace, (None, {}))
+    if head != node.head:
+        known = {}  # one step is in memory
+        _STEPS[node.trace] = node.head, known
+    if key not in known:
+        known[key] = work_out()
+    found: T = known[key]
+    return found
+
+
+def steps_of(node: Node) -> tuple[list[Step], Step]:
+    """Return the setups of a node's life, and its step: that itself, or the first of that life."""
+    trace, head = node.trace, node.head
+    setups = [step for step in trace.setup if step.incarnation == head.incarnation]
+    own = [step for step in trace.steps if step.incarnation == head.incarnation]
+    exact = (step for step in own if (step.mode, step.step) == (head.mode, head.step))
+    return setups, next(exact, own[0] if own else trace.setup[0])
+
+
+def find_peers(node: Node, ranks: Iterable[int], *, declared: Mesh | None = None) -> Peers:
+    """Return what can be inferred of the ranks that hold a value.
 
     Args:
-        trace: an open trace.
-        step: whose root inputs are looked at; the setup of a trace without steps.
-        ranks: those that hold the value in question (a pipeline stage has axes of its own).
+        node: whose value it is; the root inputs of its step are looked at.
+        ranks: those that hold it. Beside them those count that should: the owners of the node's
+            module, or of the nearest around it (a pipeline stage has axes of its own).
         declared: mesh of a layout file.
     """
-    wanted = frozenset(ranks)
-    known = _PEERS.setdefault(trace, {})
-    key = (step.is_setup, step.mode, step.step, step.incarnation, wanted, declared)
-    if key not in known:
-        known[key] = _infer(trace, step, wanted, declared)
-    return known[key]
+    owners = once_a_step(node, "owners", lambda: _owners(node))
+    parts = node.path.split(".") if node.path else []
+    around = (".".join(parts[:size]) for size in range(len(parts), -1, -1))
+    nearest = next((owners[path] for path in around if path in owners), ())
+    wanted = frozenset((*ranks, *nearest))
+    return once_a_step(node, (wanted, declared), lambda: _infer(node, wanted, declared))
 
 
-def owners_of(trace: Trace, incarnation: int) -> Mapping[str, tuple[int, ...]]:
-    """Return {path: ranks} of the modules that own parameters or buffers; read once."""
-    known = _OWNERS.setdefault(trace, {})
-    if incarnation not in known:
-        known[incarnation] = {
-            node.path: node.ranks
-            for setup in trace.setup
-            if setup.incarnation == incarnation
-            for node in setup.walk()
-        }
-    return known[incarnation]
+def _owners(node: Node) -> dict[str, tuple[int, ...]]:
+    """Return {path: ranks} of the modules that own parameters or buffers."""
+    return {each.path: each.ranks for setup in steps_of(node)[0] for each in setup.walk()}
 
 
-def _infer(trace: Trace, step: Step, wanted: frozenset[int], declared: Mesh | None) -> Peers:
-    setup = [s for s in trace.setup if s.incarnation == step.incarnation]
+def _infer(of: Node, wanted: frozenset[int], declared: Mesh | None) -> Peers:
+    setup, step = steps_of(of)
     owned = [
         held_parameter(own)
         for s in setup
@@ -137,7 +148,7 @@ def _infer(trace: Trace, step: Step, wanted: frozenset[int], declared: Mesh | No
         mesh=mesh,
         replicas=tuple(each.axis for each in facts if each.use is AxisUse.REPLICAS),
         data=tuple(data),
-        samples=_samples(inputs, mesh, data, trace.batch_dim),
+        samples=_samples(inputs, mesh, data, of.trace.batch_dim),
         why_not="" if data else "; ".join(reasons),
     )
 

@@ -65,13 +65,17 @@ class Mismatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assembled:
+class Whole:
     """A global tensor, and what there is to say about it."""
 
     tensor: torch.Tensor
     """Where one piece is the whole it is what was loaded, not a copy."""
-    mismatches: tuple[Mismatch, ...]
+    mismatches: tuple[Mismatch, ...] = ()
     """Replicas that differ; one entry per part and summand."""
+    ranks: tuple[int, ...]
+    """Whose pieces it is made of."""
+    notes: tuple[str, ...] = ()
+    """What was declared or inferred."""
 
 
 def tensor_of(stored: StoredTensor) -> torch.Tensor:
@@ -100,7 +104,7 @@ def bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
     return found
 
 
-def assemble(plan: AssemblyPlan, load: Load) -> Assembled:
+def assemble(plan: AssemblyPlan, load: Load) -> Whole:
     """Return the global tensor, with every replica compared.
 
     Beside the result, two pieces are in memory at a time, and one sum per axis that is reduced.
@@ -108,16 +112,16 @@ def assemble(plan: AssemblyPlan, load: Load) -> Assembled:
     Args:
         plan: what `plan_assembly` made.
         load: called once per rank in the order of `plan.reads`; once more only where replicas
-            differ and the majority is not the first of them.
+            differ and the majority is not the first of them. Pieces are as they were planned, of
+            one dtype.
 
     Raises:
-        LayoutError: pieces of other shapes or dtypes than planned, or a reduction that torch does
-            not define for their dtype.
+        LayoutError: torch does not define a reduction for their dtype.
     """
     reader = _BoxReader(load)
     if not plan.boxes:
         like = load(plan.ranks[0]).detach()
-        return Assembled(tensor=like.new_empty(plan.global_shape), mismatches=())
+        return Whole(tensor=like.new_empty(plan.global_shape), ranks=plan.ranks)
     whole: torch.Tensor | None = None
     for box in plan.boxes:
         value = reader.value(box)
@@ -129,7 +133,7 @@ def assemble(plan: AssemblyPlan, load: Load) -> Assembled:
                 whole[there] = value[here]
         del value  # before the next is read
     assert whole is not None
-    return Assembled(tensor=whole, mismatches=tuple(reader.mismatches))
+    return Whole(tensor=whole, mismatches=tuple(reader.mismatches), ranks=plan.ranks)
 
 
 class _BoxReader:
@@ -137,7 +141,6 @@ class _BoxReader:
 
     def __init__(self, load: Load) -> None:
         self._load = load
-        self._first_rank: int | None = None
         self._dtype = torch.float32
         self._defined: set[str] = set()
         self.mismatches: list[Mismatch] = []
@@ -180,18 +183,7 @@ class _BoxReader:
 
     def _read(self, box: Box, rank: int) -> torch.Tensor:
         piece = self._load(rank).detach().resolve_conj().resolve_neg()
-        if tuple(piece.shape) != box.shape:
-            raise LayoutError(
-                f"rank {rank} has a tensor of shape {list(piece.shape)}, its plan says "
-                f"{list(box.shape)}"
-            )
-        if self._first_rank is None:
-            self._first_rank, self._dtype = rank, piece.dtype
-        if piece.dtype is not self._dtype:
-            raise LayoutError(
-                f"rank {self._first_rank} has {self._dtype}, rank {rank} {piece.dtype}: one tensor "
-                "has one dtype"
-            )
+        self._dtype = piece.dtype
         for reduction in box.reductions:
             if reduction.op not in self._defined:
                 _must_be_defined(reduction, piece.dtype)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.assembly.calltable import CallTable
-from rankscope.assembly.declaredlayouts import declare_layouts
+from rankscope.assembly.declaredlayouts import declare_layouts, placed_meshes
 from rankscope.assembly.interning import Vocabulary
 from rankscope.assembly.markedlayouts import mark_layouts
 from rankscope.assembly.nodes import Merged, merge
@@ -137,8 +137,9 @@ class Document:
         if "layout" not in self.run and not any(stream.defined("mark") for stream in streams):
             return
         steps = [self._tables(number) for number in range(len(set(self._records.part_of_group)))]
-        mark_layouts(steps, self._vocabulary, self.run, streams)
+        mark_layouts(steps, self._vocabulary, streams)
         declare_layouts(steps, self._vocabulary, self.run, self._rank_of_stream)
+        self.run["meshes"] += placed_meshes(self._vocabulary)
         self._placed = [tables.description for tables in steps]
 
     @functools.cached_property

@@ -81,16 +81,7 @@ def _meshes(streams: Sequence[RankStream]) -> list[dict[str, Any]]:
         family = MeshFamily(axes=mesh.axes, shape=mesh.shape)
         known = families.setdefault(family, (str(definition.get("device") or ""), {}))
         known[1][mesh.ranks] = None
-    return [
-        {
-            "name": family.name,
-            "axes": list(family.axes),
-            "shape": list(family.shape),
-            "device": device,
-            "over": [list(ranks) for ranks in sorted(members)],
-        }
-        for family, (device, members) in families.items()
-    ]
+    return [family.listed(over, device) for family, (device, over) in families.items()]
 
 
 def _groups(streams: Sequence[RankStream]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ compare.
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import rankscope
@@ -234,3 +239,116 @@ def test_a_value_whose_distance_is_no_number_is_not_compared(
     skipped = {each.reason: each.count for each in report.skipped}
     assert skipped["no sketches and no statistics tell how far it is off"] == 2
     assert report.compared + sum(skipped.values()) + report.unpaired == report.recorded
+
+
+# ---- layouts that nothing marks ------------------------------------------------------------------
+
+
+class Act(nn.GELU):
+    """Works on each element by itself."""
+
+    factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.factor
+
+
+class Halves(nn.Module):
+    """Computes with the local part of its weight, in a class that no proof knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(12, 6) / 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        own = weight.to_local() if isinstance(weight, DTensor) else weight
+        return torch.tanh(x @ own.t())
+
+
+class Block(nn.Module):
+    """A layer cut by rows, one by columns, and what stands between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(6, 12), Act(), nn.Linear(12, 6)
+        self.halves = Halves()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.halves(x)
+        return self.down(self.act(self.up(x)))
+
+
+def plain_shards(kind: str, scale: float, out: str) -> None:
+    """Train a step in which DTensor weights make plain shards of activations.
+
+    `kind`: "whole", "tp", "fsdp x tp", each with "wrong" behind it: the last rank's act is scaled.
+    `scale`: what the loss is multiplied by before the backward, and gradients are divided by then.
+    """
+    warnings.simplefilter("ignore")
+    torch.manual_seed(5)
+    model, world = Block(), dist.get_world_size()
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))
+    if kind.endswith("wrong") and dist.get_rank() == world - 1:
+        model.act.factor = 1.25
+    if not kind.startswith("whole"):
+        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        cut = distribute_tensor(model.halves.weight.detach(), mesh["tp"], [Shard(0)])
+        model.halves.weight = nn.Parameter(cut)
+    if kind.startswith("fsdp"):
+        x = x.chunk(world // 2)[dist.get_rank() // 2]
+        fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with rankscope.trace(out=out, steps="all", tensors="**"):
+        (model(x).square().mean() * scale).backward()
+        for parameter in filter(lambda each: each.grad is not None, model.parameters()):
+            parameter.grad.div_(scale)
+        optimizer.step()
+
+
+@pytest.fixture(scope="module")
+def shards(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The trace of a kind, with its tensors or without."""
+    folder = tmp_path_factory.mktemp("shards")
+
+    def of(kind: str, *, is_kept: bool = True, scale: float = 1.0) -> Path:
+        found = folder / f"{kind} {scale}"
+        if not found.exists():
+            size = {"whole": 1, "tp": 2, "fsdp x tp": 4}[kind.removesuffix(" wrong")]
+            ranks.run(plain_shards, kind, scale, str(found), world_size=size)
+        if not is_kept:
+            without = folder / f"{kind} {scale} without"
+            if not without.exists():
+                shutil.rmtree(Path(shutil.copytree(found, without)) / "tensors")
+            return without
+        return found
+
+    return of
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+@pytest.mark.parametrize(("kind", "scale"), [("tp", 1.0), ("tp", 4.0), ("fsdp x tp", 1.0)])
+def test_plain_shards_that_are_proven_are_compared_and_raise_no_alarm(
+    shards: Callable[..., Path], kind: str, scale: float, is_kept: bool
+) -> None:
+    report = rankscope.diff(shards("whole"), shards(kind, scale=scale, is_kept=is_kept))
+    if GLOO_SUMS_FOR_AVERAGES and kind.startswith("fsdp"):  # so it is not right there
+        assert {finding.phase.word for finding in report.origins} == {"grads"}
+    else:
+        assert (report.verdict.value, report.findings) == ("clean", ())
+    unknown = {each.reason: each.count for each in report.skipped}["layout unknown"]
+    assert unknown == 1, "what is not proven is not compared: the output of `halves`"
+    if is_kept:
+        assert len(report.skipped) == 1
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+@pytest.mark.parametrize("kind", ["tp", "fsdp x tp"])
+def test_a_fault_in_plain_shards_that_are_proven_is_found_at_its_module(
+    shards: Callable[..., Path], kind: str, is_kept: bool
+) -> None:
+    report = rankscope.diff(shards("whole"), shards(f"{kind} wrong", is_kept=is_kept))
+    first = report.origins[0]
+    assert (first.path, first.slot, first.phase.word) == ("act", "output", "forward")
+    assert first.evidence["measured"] == ("full tensors" if is_kept else "statistics")

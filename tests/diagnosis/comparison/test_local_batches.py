@@ -74,7 +74,7 @@ def job(ranks: int, how: dict[str, object], is_uneven: bool, out: str) -> None:
         own = slice(rank * size, (rank + 1) * size)
     trained: nn.Module = DDP(model) if ranks > 1 else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with rankscope.trace(out=out, steps="all"):
+    with rankscope.trace(out=out, steps="all", tensors="**" if how.get("kept") else ""):
         for step in range(2):
             source = torch.Generator().manual_seed(step)
             x = torch.randn(SAMPLES, WIDTH, generator=source)
@@ -95,11 +95,12 @@ def runs(
     return alone, traced(pool, job, 2, how, is_uneven, folder=folder / "two", world=2)
 
 
+@pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_loss_over_a_part_of_the_batch_is_none_where_all_parts_make_the_references(
-    ranks: RankPool, tmp_path: Path, reduction: str
+    ranks: RankPool, tmp_path: Path, reduction: str, kept: bool
 ) -> None:
-    report = diff(*runs(ranks, tmp_path, reduction=reduction))
+    report = diff(*runs(ranks, tmp_path, reduction=reduction, kept=kept))
     assert [f.message for f in report.findings if f.phase.word == "forward"] == []
     if reduction == "mean":
         assert report.verdict.value == "clean" and report.compared == report.recorded
@@ -175,8 +176,11 @@ def test_what_is_too_large_to_sketch_hides_nothing_beside_it(tmp_path: Path) -> 
     assert (first.phase.word, first.slot, first.micro_batch) == ("forward", "output", 1)
 
 
-def test_a_loss_that_is_no_mean_over_samples_is_a_warning(ranks: RankPool, tmp_path: Path) -> None:
-    report = diff(*runs(ranks, tmp_path, balance=True))
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_loss_that_is_no_mean_over_samples_is_a_warning(
+    ranks: RankPool, tmp_path: Path, kept: bool
+) -> None:
+    report = diff(*runs(ranks, tmp_path, balance=True, kept=kept))
     assert report.origins == ()
     (warning,) = report.findings
     assert (warning.path, warning.slot.partition(".")[0]) == ("", "output")

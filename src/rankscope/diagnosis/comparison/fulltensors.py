@@ -22,9 +22,9 @@ from rankscope.diagnosis.comparison.difference import Batches, Difference, Measu
 from rankscope.diagnosis.comparison.wholevalues import Wholes, WholeValues
 from rankscope.diagnosis.stepview import Array, SlotValues
 from rankscope.errors import LayoutError, SelectionError, TraceError
-from rankscope.layout.plan import Refusal, plan_assemblies
+from rankscope.layout.plan import plan_assemblies
 from rankscope.record.phases import Phase
-from rankscope.tensors.globalvalues import WholePlan, assembled, local_tensor
+from rankscope.tensors.globalvalues import assembled, local_tensor
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace, Value
 
@@ -69,10 +69,9 @@ class _HeldWhole:
         pieces = self._composing.pieces(view, self._values)
         if pieces is None:
             return local_tensor(value, first, is_checked=True)
-        plans = plan_assemblies({rank: pieces[rank] for rank in ranks})
-        if len(plans) != 1 or isinstance(plans[0], Refusal):
-            raise LayoutError(str(plans[0]))
-        return assembled(value, WholePlan(plan=plans[0], dtype=view.dtype, notes=())).tensor
+        # of several meshes that hold the same, one is read
+        plan, *_ = plan_assemblies({rank: pieces[rank] for rank in ranks})
+        return assembled(value, plan).tensor
 
 
 _Pair = tuple["torch.Tensor", "torch.Tensor", Array | None, _HeldWhole]
@@ -129,7 +128,9 @@ class FullTensors:
         if isinstance(estimated, str):
             if estimated not in _WITHOUT_SAMPLES or batches is None:
                 return estimated
-        elif estimated.measured == Measured.BYTES or estimated.partial:
+        elif (
+            estimated.measured == Measured.BYTES or estimated.partial or estimated.is_of_local_batch
+        ):
             return estimated
         if not (_is_kept(value.ref) and _is_kept(value.test)):
             return estimated
@@ -173,8 +174,10 @@ class FullTensors:
             is_gradient = value.key.phase is Phase.BACKWARD
             common = None if is_gradient else _held_to({p.unit: ref[0] for p in test}, test)
             is_near = common is not None and bool((common.errors() <= allowed).all())
-            if is_near or measured == Measured.SKETCHES:
+            if is_near:
                 return common
+            if measured == Measured.SKETCHES:  # else of the average over units, or their sum
+                return common if units[1].issuperset(estimated.units) else None
         return self._by_sample(value, ref, test, batches)
 
     def _by_sample(

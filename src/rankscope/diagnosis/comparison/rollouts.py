@@ -92,7 +92,8 @@ def wholes_of(side: TraceSide, keys: Sequence[StepKey], step_view: StepView) -> 
     """Return what composes the values of steps that are read as one."""
     if len(keys) == 1:
         return side.wholes
-    return TokenWholes(side.wholes, token_counts(step_view))
+    # each call is a step of its own: a proof of every one would cost more than it tells
+    return TokenWholes(WholeValues(side.layouts, side.lost), token_counts(step_view))
 
 
 def token_counts(step_view: StepView) -> list[int]:

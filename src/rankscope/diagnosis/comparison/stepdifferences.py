@@ -278,6 +278,10 @@ class StepDifferences:
             if key.phase is Phase.BACKWARD:
                 factors = [scales.get(unit, mean) for unit in difference.units]
                 compared.scales = np.array([self._plain(factor) for factor in factors])
+                if difference.at_least is not None and (compared.scales != 1.0).any():
+                    compared.difference = None
+                    compared.reason = "gradients that are scaled, and no sketches"
+                    continue
             elif key.phase is Phase.GRADS:
                 least = floor * float(np.sqrt(difference.ref.count))
                 if compared.value.is_vector:

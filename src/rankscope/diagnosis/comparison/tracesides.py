@@ -19,6 +19,7 @@ from rankscope.diagnosis.replicas import Layouts
 from rankscope.diagnosis.stepview import Array, CallView, StepView, step_view_of
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
+from rankscope.tensors.proofs import cut_dtensors
 from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.views import Step, Trace
 
@@ -52,9 +53,11 @@ class TraceSide:
         every = [*trace.setup, *trace.steps]
         self.incarnation = max((step.incarnation for step in every), default=0)
         self.lost = LostRanks(trace, self.incarnation)
-        self.wholes = WholeValues(self.layouts, self.lost)
         own = [step for step in trace.setup if step.incarnation == self.incarnation]
         self.setup: StepView | None = step_view_of(own[0]) if own else None
+        began = [call.node for call in self.setup.calls] if self.setup else []
+        is_any_cut = any(True for _ in cut_dtensors(began))
+        self.wholes = WholeValues(self.layouts, self.lost, has_cut_dtensors=is_any_cut)
         self._stages = stages_of(self.setup, self.world, self.layouts.mesh)
         self.stages = np.full(self.world, -1)
         """[world] the number of each rank's stage, -1 for ranks without a parameter: modules of one

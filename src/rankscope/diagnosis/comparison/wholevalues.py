@@ -27,7 +27,9 @@ from rankscope.record.statistics import STATISTICS
 from rankscope.record.value import ValueFlag
 from rankscope.record.wholestatistics import Combined
 from rankscope.tensors.kept import held_pieces
+from rankscope.tensors.proofs import proven_layout
 from rankscope.tree.slotview import SlotView
+from rankscope.tree.views import Value
 
 NO_TENSOR: Final = "no tensor was there"
 """Why nothing is known of what is None on all ranks, as untrained gradients are."""
@@ -83,8 +85,11 @@ class _MeshPlan:
 class WholeValues:
     """Composes the values of one trace; plans are made once per layout and set of ranks."""
 
-    def __init__(self, layouts: Layouts, lost: LostRanks) -> None:
+    def __init__(
+        self, layouts: Layouts, lost: LostRanks, *, has_cut_dtensors: bool = False
+    ) -> None:
         self._layouts, self._lost = layouts, lost
+        self._is_proving = has_cut_dtensors
         self._plans: dict[Any, list[_MeshPlan]] = {}
 
     def of(self, values: SlotValues, places: Array | None) -> Wholes | str:
@@ -127,13 +132,12 @@ class WholeValues:
         own = np.array(view.ranks, np.int64)
         counts = values.counts[values.at(own)]
         placements = tuple(sorted((axis, str(p)) for axis, p in view.placements.items()))
-        declared = self._declared(view, values)
-        if not placements and not declared:
+        told = self._told(view, values)
+        if not placements and told is None:
             return None
-        names = placements or tuple(sorted((axis, str(p)) for axis, p in declared.items()))
         key = (
-            view.mesh_name, view.source, names, view.global_shape,
-            own.tobytes(), counts.tobytes(), bool(declared),
+            view.mesh_name, view.source, placements, view.global_shape,
+            own.tobytes(), counts.tobytes(), told and (told[0], tuple(sorted(told[1].items()))),
         )  # fmt: skip
         if key not in self._plans:
             pieces = self.pieces(view, values)
@@ -143,16 +147,25 @@ class WholeValues:
 
     def pieces(self, view: SlotView, values: SlotValues) -> dict[int, Piece] | None:
         """Return what each rank holds of a whole; None of a value nothing describes."""
-        declared = self._declared(view, values)
-        if declared:
-            assert self._layouts.mesh is not None
-            return declared_pieces(self._layouts.mesh, declared, view.shapes())
+        told = self._told(view, values)
+        if told is not None:
+            return declared_pieces(*told, view.shapes())
         return held_pieces(view) if view.placements else None
 
-    def _declared(self, view: SlotView, values: SlotValues) -> Mapping[str, Placement]:
+    def _told(
+        self, view: SlotView, values: SlotValues
+    ) -> tuple[Mesh, Mapping[str, Placement]] | None:
+        """Return how plain tensors lie on which mesh: as declared, else as far as that is proven;
+        None where nothing tells it."""
         if view.placements:
-            return {}
-        return self._layouts.placements(values.call.path, values.slot)
+            return None
+        declared = self._layouts.placements(values.call.path, values.slot)
+        if declared and self._layouts.mesh is not None:
+            return self._layouts.mesh, declared
+        is_activation = values.call.phase.facts.is_activation
+        if not (self._is_proving and is_activation and len({*values.hashes.tolist()}) > 1):
+            return None
+        return proven_layout(Value((view,), values.call.node), self._layouts.mesh)
 
 
 def _plans_by_mesh(pieces: Mapping[int, Piece], at: Array, ranks: Array) -> list[_MeshPlan]:
@@ -163,11 +176,11 @@ def _plans_by_mesh(pieces: Mapping[int, Piece], at: Array, ranks: Array) -> list
     found = []
     for mesh, members in by_mesh.items():
         held = [(int(ranks[index]), pieces[int(ranks[index])]) for index in members]
-        refusal = next((piece.refusal for _, piece in held if piece.refusal), None)
+        refusal = next((piece.refusal for _, piece in held if piece.refusal), "")
         whole = held[0][1].global_shape
         plan: CombinationPlan | str
-        if refusal is not None:
-            plan = str(refusal)
+        if refusal:
+            plan = refusal
         elif mesh is None or whole is None:
             plan = "layout unknown"
         else:
