@@ -162,7 +162,7 @@ def _is_larger(entries: Sequence[Mapping[str, Any]], ranks: int, limit: int) -> 
         table: sum(end - begin for begin, end in (each["rows"][table] for each in entries))
         for table in ("nodes", "values")
     }
-    return 250 * rows["nodes"] + 650 * rows["values"] // ranks > limit
+    return bool(250 * rows["nodes"] + 650 * rows["values"] // ranks > limit)
 
 
 class _TooLargeError(Exception):
