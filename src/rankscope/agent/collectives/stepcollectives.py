@@ -10,6 +10,7 @@ from rankscope.agent.collectives.interception import MESSAGES, CollectiveWatch
 from rankscope.agent.collectives.recording import Collectives
 from rankscope.agent.guard import Guard
 from rankscope.agent.hooks.callstack import EventPlace, NodeMap, NodeSpan
+from rankscope.agent.hooks.members import own_parameters
 from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable
 from rankscope.agent.hooks.tracer import Tracer
 from rankscope.agent.recorder import Recorder
@@ -38,7 +39,6 @@ class CollectiveTracing:
         """Watch nothing yet.
 
         Args:
-            guard, settings: those of the session.
             open_session: opens the spool, and hands over what is in it by `open`; False where this
                 process is not traced.
             running: what runs, or is about to, outside every module call; None where it is not
@@ -168,6 +168,7 @@ class CollectiveTracing:
         if not self._owners:
             for root in self._table.roots:
                 for info, module in self._table.of_root(root):
-                    self._owners.update((id(p), info) for _, p in info.parameters_in(module))
+                    owned = own_parameters(module)
+                    self._owners.update((id(owned[n]), info) for n in info.own_parameters)
         owner = self._owners.get(id(parameter))
         return None if owner is None else self._nodes.latest(owner)

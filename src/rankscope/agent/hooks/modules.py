@@ -109,11 +109,6 @@ class ModuleInfo:
     own_parameters: list[str] = field(default_factory=list)
     """Names in the module's own `_parameters`, tied ones under their first name only."""
 
-    def parameters_in(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-        """Return those of its own parameters that the module still has, by name."""
-        now = own_parameters(module)
-        return [(n, p) for n in self.own_parameters if (p := now.get(n)) is not None]
-
 
 class ModuleTable:
     """Every module seen so far, by identity; never keeps one alive."""

@@ -42,7 +42,6 @@ class Tracer:
         """Have the hooks of traced steps call this tracer.
 
         Args:
-            recorder, definitions, call_values, hooks, settings: those of the session.
             open_scope: told of an outermost call, and its module; None where that is not traced.
             calls_side: told where modules of one root call one of another.
         """

@@ -62,7 +62,6 @@ class Stepping:
         """Expect the first step; nothing is on but what notices it.
 
         Args:
-            settings, guard: those of the session.
             open_session: opens the spool, and calls `open` here; False where this process is not
                 traced.
             close_session: ends the session.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rankscope.agent.hooks.members import gradient_of
+from rankscope.agent.hooks.members import gradient_of, own_parameters
 from rankscope.agent.hooks.modules import ModuleInfo, Root
 from rankscope.agent.hooks.pythonstack import program_lines
 from rankscope.agent.values.onaccelerator import HeldValue
@@ -147,8 +147,10 @@ class AccumulatedGradients:
         """Yield the parameters whose gradients are to be read, with their modules and names."""
         for root in self._table.roots if self.is_on else ():
             for info, module in self._events.modules(root):
-                for name, parameter in info.parameters_in(module):
-                    if self._values.wants(f"grad:{name}"):
+                parameters = own_parameters(module)
+                for name in info.own_parameters:
+                    parameter = parameters.get(name)
+                    if parameter is not None and self._values.wants(f"grad:{name}"):
                         yield info, name, parameter
 
     def _left(

@@ -275,8 +275,10 @@ class RootEvents:
         self, root: Root, info: ModuleInfo, module: torch.nn.Module, event: _Event
     ) -> Iterable[_Item]:
         is_grads, chosen = event.phase is Phase.GRADS, event.chosen
-        for name, parameter in info.parameters_in(module):
-            if chosen is not None and id(parameter) not in chosen:
+        parameters = own_parameters(module)
+        for name in info.own_parameters:
+            parameter = parameters.get(name)
+            if parameter is None or (chosen is not None and id(parameter) not in chosen):
                 continue
             slot = f"{'grad' if is_grads else 'param'}:{name}"
             is_asked = self.wants(event.phase) and self.values.wants(slot)
