@@ -61,7 +61,12 @@ def test_a_shard_says_what_it_is_of_and_a_partial_that_it_is_not_summed(
         assert (down["global_shape"], down["placements"]) == (
             "torch.Size([4, 6])", {"tp": "Partial(sum)"},
         )  # fmt: skip
-        assert call(root, ".act")["outputs"]["layout"] == "unknown"
+        acted = call(root, ".act")["outputs"]  # of a plain shard, whose bytes are the DTensor's
+        assert (acted["global_shape"], acted["placements"]) == (
+            "torch.Size([4, 16])", {"tp": "Shard(1)"},
+        )  # fmt: skip
+        assert acted["layout"].startswith("inferred: ")
+        assert call(root, ".out")["outputs"]["layout"] == "unknown"
 
 
 @needs_transformers

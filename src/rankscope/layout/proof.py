@@ -6,7 +6,8 @@ What a run shows is noted value by value, in `ShownValues`. `Proof` draws from i
 * **Cut weights.** Where a DTensor that is cut along an axis is the weight of a Linear or Embedding,
   and the last dim of what goes in or comes out is on every rank as long as that rank's part of the
   weight, that dim is cut as well.
-* **Twins.** A value that holds on every rank the bytes of one that is known lies as that does.
+* **Twins.** A value that holds on every rank the bytes of one that is known, or of a DTensor's
+  parts, lies as that does.
 * **Through modules.** A module that works on each place by itself hands out what lies as its input.
 
 Constants prove nothing by being equal, nor do twins of a few elements. Two answers for one value
