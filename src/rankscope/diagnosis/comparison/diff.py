@@ -18,7 +18,7 @@ from rankscope.diagnosis.comparison.datasamples import (
     places_by_inputs,
     samples_of_step,
 )
-from rankscope.diagnosis.comparison.difference import Batches
+from rankscope.diagnosis.comparison.difference import Batches, Measured
 from rankscope.diagnosis.comparison.findings import Degrees, finding_of
 from rankscope.diagnosis.comparison.fulltensors import FullTensors
 from rankscope.diagnosis.comparison.origins import OriginSearch
@@ -155,6 +155,7 @@ class _Comparison:
         self._before: dict[tuple[str, str], tuple[Array, Array]] = {}
         self._lines: list[PreflightLine] = []
         self._cut: list[str] = []
+        self._printed = [side.printed_digits for side in (ref, test) if side.printed_digits]
         self._last_step = -1
         self._left_out: frozenset[str] = frozenset()
 
@@ -286,12 +287,15 @@ class _Comparison:
             self._left_out,
             self._tensors if self._reads_tensors and is_by_call else None,
             self._test.stages,
+            sum(0.5 * 10.0**-digits for digits in self._printed),
         )
         tally = self._tally
-        known = [c for c in found.compared if not c.reason]
+        known = [(c, d) for c in found.compared if (d := c.difference) and not c.reason]
+        by_elements = [c for c, d in known if d.measured != Measured.STATISTICS]
         tally.compared += len(known)
         tally.exact += found.exact
-        tally.below_resolution += sum(1 for c in known if c.error <= Tolerances.resolution)
+        tally.by_statistics += len(known) - len(by_elements)
+        tally.below_resolution += sum(1 for c in by_elements if c.error <= Tolerances.resolution)
         tally.unpaired += len(aligned.only_ref) + len(aligned.only_test)
         tally.skipped.update(found.skipped)
         self._partners.take(aligned)
@@ -318,6 +322,11 @@ class _Comparison:
             f"{tally.exact:,} of {counted(tally.compared, 'value')} are bitwise the reference's, "
             f"{tally.below_resolution - tally.exact:,} more agree as far as sketches tell"
         )
+        if self._printed:
+            yield (
+                f"no element of {counted(tally.by_statistics, 'value')} was compared: only mean, "
+                f"std, min and max, as they were printed, to {min(self._printed)} digits"
+            )
         yield from self._tensors.notes()
 
     def _lacks(self, common: Sequence[Any]) -> str:

@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from rankscope.diagnosis.comparison.alignment import AlignedStep, AlignedValue, SlotKey
+from rankscope.diagnosis.comparison.alignment import AlignedStep, AlignedValue, SlotKey, whole_shape
 from rankscope.diagnosis.comparison.batchedvalues import compare_batched
 from rankscope.diagnosis.comparison.commonvalues import compare_common
 from rankscope.diagnosis.comparison.difference import (
@@ -72,6 +72,7 @@ class StepDifferences:
         left_out: Collection[str] = (),
         tensors: FullTensors | None = None,
         stages: Array | None = None,
+        printed: float = 0.0,
     ) -> None:
         """Compare everything.
 
@@ -86,9 +87,10 @@ class StepDifferences:
             tensors: what both traces kept; None where that is not to be read.
             stages: [world of the test] which stage of a pipeline each rank is, -1 where that is not
                 known; None for one stage.
+            printed: relative error of statistics that were printed.
         """
         self.aligned = aligned
-        self._stages = stages
+        self._stages, self._printed = stages, printed
         self._left_out, self._tensors = left_out, tensors
         self._wholes, self._batches, self._before = wholes, batches, before
         self._tolerances = Tolerances(aligned.values, noise)
@@ -159,6 +161,11 @@ class StepDifferences:
         if self._tensors is not None:
             both = sides[0], sides[1]
             difference = self._tensors.exactly(value, both, difference, self._batches, allowed)
+        if isinstance(difference, Difference) and difference.measured == Measured.STATISTICS:
+            allowed += self._printed
+            shapes = {whole_shape(v) for own in (value.ref, value.test) for v in own.values()}
+            if self._printed and len(shapes) > 1:
+                difference = "of another shape than the reference's, and known by statistics alone"
         if isinstance(difference, Difference):
             is_told = ~np.isnan(difference.errors())
             if not is_told.any():

@@ -42,6 +42,8 @@ class Tally:
     """Of those compared the ones that are bitwise the reference's."""
     below_resolution: int = 0
     """Of those compared the ones that agree as far as sketches tell."""
+    by_statistics: int = 0
+    """Of those compared the ones of which no element was: only mean, std, min and max."""
     unpaired: int = 0
     """Values that one of both traces alone holds."""
     skipped: Counter[str] = field(default_factory=Counter)
