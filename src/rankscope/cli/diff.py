@@ -37,7 +37,12 @@ _MOST_REASONS = 3
 
 
 def command(
-    ref: Annotated[Path, typer.Argument(metavar="REF", help="Trace of the run that is right, or what a debugger wrote.")],
+    ref: Annotated[
+        Path,
+        typer.Argument(
+            metavar="REF", help="Trace of the run that is right, or what a debugger wrote."
+        ),
+    ],
     tests: Annotated[
         list[Path],
         typer.Argument(metavar="TEST...", help="Trace of the run in question; several: --matrix."),

@@ -79,13 +79,13 @@ def trace_of_files(given: Path, progress: Progress, *, takes_printed: bool = Tru
         contextlib.closing(SpoolWriter(Path(place, "0"), limit_bytes=_MOST_BYTES)) as writer,
     ):
         recorder = Recorder(writer)
-        rank = _Rank(recorder, tensors, takes_printed=takes_printed)
+        records = _ForwardRecords(recorder, tensors, takes_printed=takes_printed)
         for step, file in enumerate(files):
             progress("reading the debugger's files", step / len(files))
-            ends.add(rank.forward(step, file))
+            ends.add(records.forward(step, file))
         recorder.define(
             "rank", format=FORMAT_VERSION, run_id=str(given), rank=_STREAM.rank, world_size=1,
-            settings={"printed-digits": str(rank.digits)} if rank.digits else {},
+            settings={"printed-digits": str(records.digits)} if records.digits else {},
         )  # fmt: skip
         end = EndReason.RAISED if EndReason.RAISED in ends else EndReason.CLOSED
         writer.close(end)
@@ -127,7 +127,7 @@ class _NamedFiles(TensorFiles):
         )  # fmt: skip
 
 
-class _Rank:
+class _ForwardRecords:
     """Records forwards as the rank that made them would have."""
 
     def __init__(self, recorder: Recorder, tensors: _NamedFiles, *, takes_printed: bool) -> None:
