@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+import struct
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -156,7 +157,7 @@ class _ForwardRecords:
             names = ((entry.get("value"), id(entry)) for _, entry in _leaves("", tree))
             self._owners = {name: number for name, number in names if isinstance(name, str)}
             self._call(tree, step, None)
-        except (*UNREADABLE, OSError, RecursionError) as error:
+        except (*UNREADABLE, OSError, RecursionError, struct.error) as error:
             told = f"{type(error).__name__}: {error}"
             raise TraceError(f"{file}: is no whole tree of a debugger ({told})", _AGAIN) from error
         self._recorder.step(StepEvent.END, Mode.EVAL, step)
