@@ -54,7 +54,7 @@ ROOMS = {
     },
     "cli": {
         *("errors", "globs", "layout", "record", "settings", "run", "gather", "assembly"),
-        *("tree", "tensors", "diagnosis", "export", "doctor", "page", "live"),
+        *("tree", "tensors", "diagnosis", "export", "doctor", "page", "live", "compat"),
     },
     "testing": {"errors", "record", "tree", "diagnosis"},
     "replaying": {

@@ -25,6 +25,7 @@ from rankscope.assembly.rankstreams import StreamBytes, read_stream
 from rankscope.assembly.sources import find_streams
 from rankscope.chunks.chunkheader import parse_header
 from rankscope.cli.app import main
+from rankscope.compat.debugger.filetrace import trace_of_files
 from rankscope.diagnosis.comparison.diff import diff
 from rankscope.errors import RankscopeError
 from rankscope.gather.protocol import decode, encode
@@ -424,6 +425,30 @@ def _take_golden(data: bytes) -> None:
     diff(found, open_trace(samples.tree("by_hand")))
 
 
+def _debugger_trees(rng: random.Random) -> Iterator[bytes]:
+    """Damaged trees of a module debugger, of printed values."""
+    numbers = dict.fromkeys(("mean", "std", "min", "max"), "tensor(2.3276e-01)")
+    value = {"shape": "torch.Size([2, 4])", "dtype": "torch.float32", "value": ["["], **numbers}
+    sound = {
+        "module_path": "Net",
+        "inputs": {"args": [value], "kwargs": {"mask": {**value, "nan": 1}}},
+        "outputs": [value, {"kept": {**value, "placements": {"tp": "Shard(1)"}}}],
+        "children": [{"module_path": "Net.fc", "inputs": {"args": [value]}, "outputs": value}],
+        "error": "ValueError: no",
+    }
+    while True:
+        damaged = rng.choice((gentle, nested))(rng, sound)
+        yield _json_bytes(damaged) if rng.random() < 0.8 else raw(rng, _json_bytes(sound))
+
+
+def _take_debugger_tree(data: bytes) -> None:
+    folder = _fresh("debugger")
+    folder.mkdir(parents=True)
+    (folder / "Net_debug_tree_FULL_TENSORS.json").write_bytes(data)
+    found = trace_of_files(folder, lambda what, part: None)
+    diff(found, found)
+
+
 def _opened(rng: random.Random) -> Iterator[tuple[str, bytes]]:
     head = json.loads((samples.tree("by_hand") / TRACE_NAME).read_bytes())
     while True:
@@ -492,6 +517,7 @@ DECODERS = (
     Decoder(name="values", make=_value_files, take=_take_values, share=0.001),
     Decoder(name="opened", make=_opened, take=_take_opened, share=0.0002),
     Decoder(name="golden", make=_golden, take=_take_golden, share=0.0001),
+    Decoder(name="debugger", make=_debugger_trees, take=_take_debugger_tree, share=0.0001),
     Decoder(name="commands", make=_traces, take=_take_trace, share=0.00012),
 )
 

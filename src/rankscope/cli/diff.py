@@ -14,17 +14,19 @@ import typer
 from rankscope.cli.arguments import EXIT_COVERAGE, CoverageOption, LayoutOption, part_of
 from rankscope.cli.checktext import STYLES, left_out_lines, listed_findings, painted_verdict
 from rankscope.cli.terminal import Paint, echo, echo_fitted, opened, progress, remark
+from rankscope.compat.debugger.treefiles import trees_in
 from rankscope.diagnosis.comparison.alignment import PathMap
 from rankscope.diagnosis.comparison.bitwise import BitwiseReport, diff_bitwise
 from rankscope.diagnosis.comparison.diff import diff
 from rankscope.diagnosis.finalreport import report_json
 from rankscope.diagnosis.verdictwords import infected_line, where_line
-from rankscope.errors import SettingError
+from rankscope.errors import FolderError, SettingError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.page.diffpage import diff_page
 from rankscope.page.pagefile import write_file
 from rankscope.record.finding import Report, Verdict
 from rankscope.record.ranklists import ranks_text
+from rankscope.run.outfolder import typed
 from rankscope.tree.summary import counted, extent
 from rankscope.tree.views import Trace
 
@@ -35,7 +37,12 @@ _MOST_REASONS = 3
 
 
 def command(
-    ref: Annotated[Path, typer.Argument(metavar="REF", help="Trace of the run that is right.")],
+    ref: Annotated[
+        Path,
+        typer.Argument(
+            metavar="REF", help="Trace of the run that is right, or what a debugger wrote."
+        ),
+    ],
     tests: Annotated[
         list[Path],
         typer.Argument(metavar="TEST...", help="Trace of the run in question; several: --matrix."),
@@ -92,8 +99,9 @@ def command(
     if html is not None and (is_exact or is_matrix):
         raise SettingError("--html shows distances of one run: leave out --exact and --matrix")
 
-    reference, *runs = [opened(path, takes_golden=True) for path in (ref, *tests)]
-    again = None if noise is None else opened(noise, takes_golden=True)
+    given = (ref, *tests, *(() if noise is None else (noise,)))
+    reference, *runs = _opened(given, takes_printed=not is_exact)
+    again = None if noise is None else runs.pop()
     paint = Paint(sys.stdout)
 
     def compared(test: Trace) -> tuple[Report, Iterator[str], dict[str, Any]]:
@@ -135,6 +143,28 @@ def command(
         )
         remark(told)
         raise typer.Exit(EXIT_COVERAGE)
+
+
+def _opened(paths: Sequence[Path], *, takes_printed: bool) -> list[Trace]:
+    """Open traces, or what a module debugger wrote: not one beside the other.
+
+    Raises:
+        FolderError: both are among them.
+    """
+    is_files = [bool(trees_in(path)) for path in paths]
+    if not any(is_files):
+        return [opened(path, takes_golden=True) for path in paths]
+    if not all(is_files):
+        files, other = paths[is_files.index(True)], paths[is_files.index(False)]
+        raise FolderError(
+            f"{files} was written by a module debugger, and {other} holds no *_FULL_TENSORS.json",
+            f"give two of one kind: {typed('export', other, out='FOLDER')} --format hf makes files "
+            "of a trace that kept full tensors",
+        )
+    from rankscope.compat.debugger.filetrace import trace_of_files  # slow: torch
+
+    with progress() as say:
+        return [trace_of_files(path, say, takes_printed=takes_printed) for path in paths]
 
 
 def _difference_lines(

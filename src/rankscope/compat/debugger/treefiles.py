@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,11 +21,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rankscope.chunks.safetensors import write_tensor
 from rankscope.compat.debugger.calltree import ForwardCall, call_of, forwards, prune_layers
-from rankscope.errors import SelectionError
+from rankscope.errors import FolderError, SelectionError
 from rankscope.export.formats import ExportPlace
 from rankscope.export.subset import Selection
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.run.filenames import Progress
+from rankscope.run.filenames import TRACE_NAME, Progress
 from rankscope.tree.views import Node, Step, Trace
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 _MOST_NAME: Final = 200
 """Bytes of a file's name before its suffix; file systems take 255."""
 _quoted: Final = json.encoder.encode_basestring_ascii
+_TREE: Final = re.compile(r"(.+)_debug_tree(?:_rank(\d+))?(?:_(\d+))?_FULL_TENSORS\.json")
+"""Class, rank and forward."""
 _UNSAFE: Final = {ord(char): f"%{ord(char):02X}" for char in "/\\%\0\n\r"}
 
 
@@ -116,6 +119,26 @@ def write_rank(
             prune_layers(call)
         written += _Writer(folder, values, files).write(call, f"{root.class_name}_debug_tree{mark}")
     return written
+
+
+def trees_in(given: Path) -> list[Path]:
+    """Return the trees that a debugger wrote into a folder, in the order of the forwards, or the
+    one that is named; [] where there is none, and for a trace.
+
+    Raises:
+        FolderError: they are of several models or ranks.
+    """
+    if (given / TRACE_NAME).exists():
+        return []
+    files = [given] if given.is_file() else [*given.glob("*_FULL_TENSORS.json")]
+    found = [(known, file) for file in files if (known := _TREE.fullmatch(file.name))]
+    whose = {f"{known[1]} of rank {known[2]}" if known[2] else known[1] for known, _ in found}
+    if len(whose) > 1:
+        raise FolderError(
+            f"{given}: holds files of several models or ranks ({', '.join(sorted(whose))})",
+            "name one of its *_FULL_TENSORS.json, or keep those of each in a folder",
+        )
+    return [file for _, file in sorted(found, key=lambda each: int(each[0][3] or 0))]
 
 
 class _FileEntry(dict[str, Any]):

@@ -9,7 +9,7 @@ import numpy as np
 
 from rankscope.diagnosis.comparison.alignment import COMPARED, FORWARDS, PathMap, SlotKey, align
 from rankscope.diagnosis.comparison.datasamples import places_by_inputs, samples_of_step
-from rankscope.diagnosis.comparison.difference import Batches
+from rankscope.diagnosis.comparison.difference import Batches, Measured
 from rankscope.diagnosis.comparison.findings import Degrees, finding_of
 from rankscope.diagnosis.comparison.fulltensors import FullTensors
 from rankscope.diagnosis.comparison.origins import OriginSearch
@@ -146,12 +146,13 @@ class _Comparison:
         self._tensors = FullTensors((ref.trace, test.trace), (ref.wholes, test.wholes))
         self._reads_tensors = reads_tensors
         self._tally = Tally(ref, test, paths)
-        self._exact = self._below_resolution = 0
+        self._exact = self._below_resolution = self._by_statistics = 0
         """Values that are bitwise the reference's, and that agree as far as sketches tell."""
         self._degrees = Degrees.of(ref.trace, test.trace)
         self._before: dict[tuple[str, str], tuple[Array, Array]] = {}
         self._lines: list[PreflightLine] = []
         self._cut: list[str] = []
+        self._printed = [side.printed_digits for side in (ref, test) if side.printed_digits]
         self._last_step = -1
         self._left_out: frozenset[str] = frozenset()
 
@@ -201,7 +202,7 @@ class _Comparison:
         if self._left_out:
             self._before.clear()
             self._tally = Tally(self._ref, self._test, self._paths)
-            self._exact = self._below_resolution = 0
+            self._exact = self._below_resolution = self._by_statistics = 0
             found = self._compared(ref, test)
         for each in found.compared:
             if each.error > each.allowed and self._ref.is_late(each.value.call):
@@ -277,13 +278,16 @@ class _Comparison:
             self._left_out,
             self._tensors if reads_tensors else None,
             self._test.stages,
+            sum(0.5 * 10.0**-digits for digits in self._printed),
         )
-        known = [c for c in found.compared if not c.reason]
+        known = [(c, d) for c in found.compared if (d := c.difference) and not c.reason]
+        by_elements = [c for c, d in known if d.measured != Measured.STATISTICS]
         self._tally.take(aligned)
         self._tally.compared += len(known)
         self._tally.skipped.update(c.reason for c in found.compared if c.reason)
         self._exact += found.exact
-        self._below_resolution += sum(1 for c in known if c.error <= Tolerances.resolution)
+        self._by_statistics += len(known) - len(by_elements)
+        self._below_resolution += sum(1 for c in by_elements if c.error <= Tolerances.resolution)
         return found
 
     def _exactness(self) -> Iterator[str]:
@@ -294,6 +298,11 @@ class _Comparison:
             f"reference's, {self._below_resolution - self._exact:,} more agree as far as sketches "
             "tell"
         )
+        if self._printed:
+            yield (
+                f"no element of {counted(self._by_statistics, 'value')} was compared: only mean, "
+                f"std, min and max, as they were printed, to {min(self._printed)} digits"
+            )
         yield from self._tensors.notes()
 
     def _lacks(self, *, has_steps: bool) -> str:

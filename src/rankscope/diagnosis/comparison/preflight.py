@@ -32,6 +32,8 @@ class PreflightLine(NamedTuple):
 def run_lines(ref: Mapping[str, Any], test: Mapping[str, Any]) -> list[PreflightLine]:
     """Return what the run headers say of versions."""
     ours, theirs = ref["versions"], test["versions"]
+    if not (ours or theirs):
+        return [PreflightLine(what="versions", is_same=None, text="the versions of both runs")]
     differ = [
         f"{name} {ours.get(name, 'absent')} and {theirs.get(name, 'absent')}"
         for name in sorted({*ours, *theirs}, key=lambda n: (n not in _TELLING, n))

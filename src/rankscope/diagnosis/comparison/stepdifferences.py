@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from rankscope.diagnosis.comparison.alignment import AlignedStep, AlignedValue, SlotKey
+from rankscope.diagnosis.comparison.alignment import AlignedStep, AlignedValue, SlotKey, whole_shape
 from rankscope.diagnosis.comparison.datasamples import Unit
 from rankscope.diagnosis.comparison.difference import Batches, ComparedValue, Difference, Measured
 from rankscope.diagnosis.comparison.fulltensors import FullTensors
@@ -67,6 +67,7 @@ class StepDifferences:
         left_out: Collection[str] = (),
         tensors: FullTensors | None = None,
         stages: Array | None = None,
+        printed: float = 0.0,
     ) -> None:
         """Compare everything.
 
@@ -81,9 +82,10 @@ class StepDifferences:
             tensors: what both traces kept; None where that is not to be read.
             stages: [world of the test] which stage of a pipeline each rank is, -1 where that is not
                 known; None for one stage.
+            printed: relative error of statistics that were printed.
         """
         self.aligned = aligned
-        self._stages = stages
+        self._stages, self._printed = stages, printed
         self._left_out, self._tensors = left_out, tensors
         self._wholes, self.batches, self._before = wholes, batches, before
         self._tolerances = Tolerances(aligned.values, noise)
@@ -140,6 +142,11 @@ class StepDifferences:
         if self._tensors is not None:
             both = sides[0], sides[1]
             difference = self._tensors.exactly(value, both, difference, self.batches, allowed)
+        if isinstance(difference, Difference) and difference.measured == Measured.STATISTICS:
+            allowed += self._printed
+            shapes = {whole_shape(v) for own in (value.ref, value.test) for v in own.values()}
+            if self._printed and len(shapes) > 1:
+                difference = "of another shape than the reference's, and known by statistics alone"
         if isinstance(difference, Difference):
             is_told = ~np.isnan(difference.errors())
             if not is_told.any():

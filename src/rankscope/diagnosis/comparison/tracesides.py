@@ -51,6 +51,8 @@ class TraceSide:
         fits = layouts is not None and self.world in (1, layouts.size)
         self.layouts = Layouts(layouts if fits else None, self.world)
         every = [*trace.setup, *trace.steps]
+        self.printed_digits = int(trace.run["settings"].get("printed-digits", 0))
+        """Behind the point, of statistics that a debugger printed; 0 where none were printed."""
         self.incarnation = max((step.incarnation for step in every), default=0)
         self.lost = LostRanks(trace, self.incarnation)
         own = [step for step in trace.setup if step.incarnation == self.incarnation]

@@ -8,6 +8,7 @@ nothing describes is decided where they are held to the reference.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -102,7 +103,8 @@ class WholeValues:
         """
         if not values.is_known.any():
             absent = (values.flags & int(ValueFlag.ABSENT)).astype(bool).all()
-            return NO_TENSOR if absent else "not digested"
+            notes = (fold.note for view in values.views for fold in view.pieces if fold.note)
+            return NO_TENSOR if absent else ": ".join(("not digested", *itertools.islice(notes, 1)))
         unknown = self._lost.of(values)
         if unknown:
             return unknown
