@@ -181,7 +181,7 @@ class Difference:
         if self.squares is not None:
             apart = np.where(np.asarray(scales) == 1.0, np.sqrt(self.squares), apart)
         norms = np.maximum(self.norms, floor)
-        zero = np.where(apart > 0, np.inf, 0.0 * apart)
+        zero = np.where(apart == 0, 0.0, apart + np.inf)  # NaN stays NaN
         found = np.divide(apart, norms, out=zero, where=norms > 0)
         judged: Array = np.where(self.is_exact & (np.asarray(scales) == 1.0), 0.0, found)
         if self.at_least is not None:
