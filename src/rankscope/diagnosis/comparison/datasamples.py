@@ -8,7 +8,7 @@ so it does not matter how the batch was split, and in which order its samples ca
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
@@ -115,7 +115,9 @@ def stages_of(setup: StepView | None, world: int, declared: Mesh | None) -> list
     for number in np.unique([stage[values.ranks[0]] for values in parameters]):
         ranks = np.flatnonzero(stage == number)
         shared = [v for v in parameters if len(ranks) > 1 and np.isin(ranks, v.ranks).all()]
-        held = [held_parameter(values.views) for values in shared]
+        every_held = (held_parameter(values.views) for values in shared)
+        # what a DTensor is along axes that are not its own, its bytes do not tell
+        held = [replace(each, prints={}) if each.placements else each for each in every_held]
         every = frozenset(ranks.tolist())
         meshes = [largest_mesh(held, every)]
         if declared is not None and set(declared.ranks) == every:

@@ -156,7 +156,7 @@ def _members(units: _Units) -> Array:
 # ---- parts ---------------------------------------------------------------------------------------
 
 
-class _Part(NamedTuple):
+class _HeldPart(NamedTuple):
     """One part of a difference: what of the test is held to what of the reference."""
 
     dots: Array
@@ -184,7 +184,7 @@ class _Part(NamedTuple):
         return self.is_exact or apart <= allowed * self.length
 
 
-def _part(ref: Wholes, own: int, test: Wholes, index: int, unit: Unit) -> _Part:
+def _part(ref: Wholes, own: int, test: Wholes, index: int, unit: Unit) -> _HeldPart:
     """Hold one whole of the test to one of the reference."""
     row, other = ref.rows[own], test.rows[index]
     is_exact = bool(ref.is_hashed[own] and test.is_hashed[index] and row["hash"] == other["hash"])
@@ -196,7 +196,7 @@ def _part(ref: Wholes, own: int, test: Wholes, index: int, unit: Unit) -> _Part:
             least = _least_distance(Totals.of(row[None]), Totals.of(other[None]))
         if is_exact or not math.isnan(least):
             a = b = np.zeros(len(a))
-    return _Part(
+    return _HeldPart(
         dots_of(a, b), float(row["l2"]), test.members[index], unit,
         is_exact=is_exact, is_sketched=is_sketched, at_least=least, ref_row=row, test_row=other,
     )  # fmt: skip
@@ -204,7 +204,7 @@ def _part(ref: Wholes, own: int, test: Wholes, index: int, unit: Unit) -> _Part:
 
 def _held_to(
     partners: _Units, units: _Units, allowed: float, *, may_add_up: bool = True
-) -> list[_Part]:
+) -> list[_HeldPart]:
     """Hold the wholes of each unit to the one that the reference has for it. Plain ones may be
     summands that nothing declares."""
     found = []
@@ -219,7 +219,9 @@ def _held_to(
     return found
 
 
-def _or_their_sum(parts: list[_Part], dots: Array, norm: float, allowed: float) -> list[_Part]:
+def _or_their_sum(
+    parts: list[_HeldPart], dots: Array, norm: float, allowed: float
+) -> list[_HeldPart]:
     """Return parts of a unit, as one where `dots` of their sum say that it, or their average, is
     right, and none of them is by itself."""
     if any(part.is_right(allowed) for part in parts):
@@ -230,12 +232,12 @@ def _or_their_sum(parts: list[_Part], dots: Array, norm: float, allowed: float) 
         apart = math.sqrt(max(theirs / count**2 - 2 * cross / count + own, 0.0)) / max(norm, TINY)
         if apart <= _SUM_SLACK * allowed:  # where sketches are missing it is NaN
             reduced = np.array([cross / count, own, theirs / count**2])
-            return [_Part(reduced, norm, members, parts[0].unit, partial=op)]
+            return [_HeldPart(reduced, norm, members, parts[0].unit, partial=op)]
     return parts
 
 
 def _difference(
-    parts: Sequence[_Part], ref: Array, test: Array, measured: str = Measured.SKETCHES
+    parts: Sequence[_HeldPart], ref: Array, test: Array, measured: str = Measured.SKETCHES
 ) -> Difference:
     """Return the difference that has these parts.
 
@@ -321,14 +323,14 @@ def _sample_by_sample(
         return "samples that the reference has not"
     products = np.stack([(a * b).sum(1), (a * a).sum(1), (b * b).sum(1)], axis=1)
     dots = np.add.reduceat(products / mine.shape[2], starts, axis=0)
-    found: list[_Part] = []
+    found: list[_HeldPart] = []
     at = 0
     for unit, (wholes, among) in left.items():
         parts = []
         for index in among:
             own = dots[at] if has_known[at] else _of_no_sample(wholes.sketches[index])
             norm = _norm(own, wholes.rows["l2"][index]) if has_known[at] else math.nan
-            parts.append(_Part(own, norm, wholes.members[index], unit))
+            parts.append(_HeldPart(own, norm, wholes.members[index], unit))
             at += 1
         if len(among) > 1 and not wholes.is_described and has_known[at - 1]:
             rows = [slice(starts[i], ends[i]) for i in range(at - len(among), at)]
@@ -378,7 +380,7 @@ def _by_statistics(ours: _Units, left: _Units, batches: Batches) -> Difference |
     if not math.isfinite(total.l2):
         return "neither sketches of samples nor statistics"
     least = _least_distance(total, Totals.of(test))
-    part = _Part(np.zeros(3), total.l2, _members(left), (0, EVERY_PLACE))
+    part = _HeldPart(np.zeros(3), total.l2, _members(left), (0, EVERY_PLACE))
     return _difference([part._replace(is_sketched=False, at_least=least)], ref, test)
 
 
@@ -400,7 +402,7 @@ def _reduced_over_units(
         return None
     for weights in ((ref_weights, test_weights), (np.ones(len(mine)), np.ones(len(held)))):
         a, b = (np.tensordot(w, rows, 1) for w, rows in zip(weights, (mine, held)))
-        part = _Part(dots_of(a, b), math.nan, _members(theirs), (0, EVERY_PLACE))
+        part = _HeldPart(dots_of(a, b), math.nan, _members(theirs), (0, EVERY_PLACE))
         found = _difference([part], _first_rows(ours)[:1], _first_rows(theirs)[:1])
         if (found.errors() <= _SUM_SLACK * allowed).all():
             return found
@@ -463,5 +465,5 @@ def _without_samples(
         for side in (ours, left)
     )
     norm = float(ref_rows["l2"][0]) if len(ours) == 1 else math.nan
-    part = _Part(dots_of(a, b), norm, _members(left), (0, EVERY_PLACE))
+    part = _HeldPart(dots_of(a, b), norm, _members(left), (0, EVERY_PLACE))
     return _difference([part], ref_rows, test_rows)
