@@ -198,9 +198,7 @@ class _ForwardRecords:
                     raise ValueError(f"{file} holds another tensor than {dtype}{list(shape)}")
             elif self._takes_printed:
                 reading = self._printed(entry, math.prod(shape))
-            self._recorder.value(
-                sequence, name, described, reading, Phase.FORWARD, 0, 0, 0, reference
-            )
+            self._recorder.value(sequence, name, described, reading, Phase.FORWARD, 0, 0, reference)
 
     def _from_file(self, name: str) -> tuple[Described, ValueNumbers | None, int]:
         reference, reading = self._tensors.add(name), None
