@@ -11,7 +11,7 @@ from torch import nn
 import rankscope
 from rankscope.errors import SettingError
 from rankscope.record.stepselection import StepSelection
-from rankscope.settings import SETTINGS, parse_size, settings_from
+from rankscope.settings import SETTINGS, parse_size, settings_from, settings_of_run
 
 
 def test_a_keyword_wins_over_the_variable_and_the_variable_over_the_default() -> None:
@@ -80,6 +80,15 @@ def test_a_black_box_records_every_step_and_has_a_file_and_a_factor_of_its_own(t
     ):
         with pytest.raises(SettingError, match=words):
             StepSelection.parse(wrong)
+
+
+def test_a_run_goes_on_where_the_folder_of_the_file_to_touch_has_gone(tmp_path: Path) -> None:
+    folder = tmp_path / "touched"
+    folder.mkdir()
+    settings = settings_from({"steps": f"at:{folder}/now,last:5", "stall_seconds": "7"}, {})
+    texts = settings.as_text()
+    folder.rmdir()
+    assert settings_of_run(texts) == settings
 
 
 def test_an_error_names_the_variable_it_was_read_from() -> None:

@@ -10,7 +10,7 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -458,8 +458,11 @@ def settings_of_run(texts: Mapping[str, str]) -> Settings:
     Raises:
         SettingError: one cannot be read.
     """
-    given = {name.replace("-", "_"): text for name, text in texts.items() if name != "layout"}
-    return settings_from(given, {})
+    rest = {name.replace("-", "_"): text for name, text in texts.items()}
+    rest.pop("layout", None)
+    steps = rest.pop("steps", "")
+    settings = settings_from(rest, {})
+    return replace(settings, steps=StepSelection.parse(steps, is_known=True)) if steps else settings
 
 
 def _empty(setting: Setting) -> object:

@@ -84,9 +84,13 @@ class StepSelection:
             )
 
     @classmethod
-    def parse(cls, text: str) -> StepSelection:
+    def parse(cls, text: str, *, is_known: bool = False) -> StepSelection:
         """Read `0-2,10`, `every:100`, `all`, `at:FILE`, or several of them separated by commas; or
         `last:N`, alone or with `at:FILE`, `spike:K` and `watch:PATH:SLOT`.
+
+        Args:
+            text: what is to be read.
+            is_known: a run goes on with it: where its file lies may be gone by now.
 
         Raises:
             SettingError: a part is none of these, or its file cannot be touched.
@@ -112,7 +116,7 @@ class StepSelection:
             elif colon and word == "at":
                 if file is not None:
                     raise SettingError(f"{text!r} names two files: leave an at: away")
-                file = _file(rest)
+                file = Path(rest) if is_known else _file(rest)
                 parts[number] = f"at:{file}"
             elif watch and not _RANGE.fullmatch(part):
                 raise SettingError(
