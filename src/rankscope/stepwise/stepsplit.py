@@ -115,8 +115,8 @@ class SplitStream:
         taken, size = 0, min(max(most_bytes, _LEAST_BYTES), _PIECE_BYTES)
         while taken < most_bytes:
             try:
+                left = self._path.stat().st_size - self.offset  # before: it grows meanwhile
                 found = records_at(self._path, self.offset, size)
-                left = self._path.stat().st_size - self.offset
             except OSError as error:
                 raise SpoolError(f"{self._path}: cannot be read: {error.strerror}") from error
             if not found.committed_bytes:
