@@ -14,7 +14,7 @@ from typing import Final
 from rankscope.errors import RankscopeError
 from rankscope.run.filenames import PARQUET_FOLDER, TRACE_NAME
 from rankscope.run.processes import watch_signals
-from rankscope.settings import settings_from
+from rankscope.settings import SETTINGS, settings_from
 from rankscope.stepwise.findingsfile import FindingsFile
 from rankscope.stepwise.stepjudge import LiveCheck
 from rankscope.stepwise.stepkeeper import KeepSizes, StepKeeper
@@ -86,6 +86,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--traced-ranks is missing")
     is_stopped = watch_signals()
     settings = settings_from()
+    for setting in SETTINGS:  # the command for findings does not inherit them
+        os.environ.pop(setting.variable, None)
     out, ranks = options.out, options.traced_ranks
     findings = FindingsFile(out, settings.on_finding)
     looks: list[Look] = []
