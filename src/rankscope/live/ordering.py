@@ -42,7 +42,7 @@ class Progress:
     arrived: tuple[int, ...] = ()
     """Ranks whose records of these steps are there, to the last."""
     waited_for: tuple[int, ...] = ()
-    """Ranks that run, and whose records are not all there."""
+    """Ranks that run, or ended just now, and whose records are not all there."""
     missed: tuple[tuple[int, int], ...] = ()
     """(rank, step) of steps that a rank could not trace."""
     untold: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -134,14 +134,17 @@ class Ordering:
             of_life = [each for each in statuses if each.incarnation == taken.life]
         needed = last - 1 if is_held else last  # a step that is held may still run
         arrived = [s.rank for s in of_life if _has(s, mode, needed)]
-        running = [s.rank for s in of_life if s.place.end == EndReason.RUNNING.value]
+        # of one that has ended this host may know before its last records have come
+        coming = [
+            s.rank for s in of_life if s.place.end == EndReason.RUNNING.value or s.unsent_bytes
+        ]
         return Progress(
             mode=mode,
             first=first,
             last=last,
             is_held=is_held,
             arrived=tuple(arrived),
-            waited_for=tuple(rank for rank in running if rank not in arrived),
+            waited_for=tuple(rank for rank in coming if rank not in arrived),
             missed=tuple(
                 (s.rank, step) for s in of_life for m, step in s.missed
                 if m is mode and first <= step <= last
