@@ -117,6 +117,8 @@ class JobWatch:
         """Of earlier lives."""
         self._spools: dict[StreamId, StreamReader] = {}
         """Of this host."""
+        self._written_to: dict[StreamId, int] = {}
+        """How far each of them was known to be written."""
         self._run_folders: list[Path] = []
         self._found_at = float("-inf")
         self._rates: deque[tuple[float, int]] = deque()
@@ -222,6 +224,8 @@ class JobWatch:
             if known is None or known.stream < stream:
                 if known is not None:
                     self._replaced.append(known)
+                    if known.stream in self._spools:  # nobody asks it any more
+                        self._spools[known.stream].close()
                 self._followers[stream.rank] = StreamFollower(
                     self._out,
                     stream,
@@ -317,12 +321,14 @@ class JobWatch:
 
     def _written(self, follower: StreamFollower) -> int | None:
         """Return how many bytes the rank has written; None where its spool is elsewhere."""
-        spool = self._spools.get(follower.stream)
+        stream, least = follower.stream, follower.replica_bytes
+        spool = self._spools.get(stream)
         if spool is None:
             return None
-        with contextlib.suppress(SpoolError):
-            return spool.committed(max(spool.lowest(), follower.replica_bytes))
-        return follower.replica_bytes
+        with contextlib.suppress(SpoolError):  # what was read by the last look is not read again
+            known = max(spool.lowest(), least, self._written_to.get(stream, 0))
+            self._written_to[stream] = least = spool.committed(known)
+        return least
 
     # ---- who waits for whom -----------------------------------------------------------------
 
