@@ -53,6 +53,12 @@ def meta_of(size: int) -> ValueMeta:
     )
 
 
+def asked_for(
+    first: int, last: int, step: int, text: str, mode: Mode = Mode.TRAIN, kind: str = "watched"
+) -> Window:
+    return Window(kind=kind, mode=mode, step=step, text=text, first=first, last=last)
+
+
 class Rank:
     """One rank that holds steps back, in this process."""
 
@@ -144,7 +150,7 @@ def test_disk_stays_within_the_limit_however_long_the_job_runs(run_folder: Path)
     assert rank.writer.dropped_records == 0
     rank.writer.close()
     held = HeldStream(run_folder, STREAM)
-    held.copy([Window("watched", Mode.TRAIN, 2994, 2999, 2999, "it happened")], is_final=True)
+    held.copy([asked_for(2994, 2999, 2999, "it happened")], is_final=True)
     assert shapes(copied(run_folder)) == {(step, 1000 + step): 20 for step in range(2994, 3000)}
 
 
@@ -155,7 +161,7 @@ def test_steps_that_do_not_fit_leave_the_last_of_them_and_say_so(run_folder: Pat
         assert rank.disk() <= (1 << 20) * 5 // 8
     rank.writer.close()
     held = HeldStream(run_folder, STREAM)
-    held.copy([Window("watched", Mode.TRAIN, 9, 59, 59, "it happened")], is_final=True)
+    held.copy([asked_for(9, 59, 59, "it happened")], is_final=True)
     found = copied(run_folder)
     steps = sorted({step for step, _ in shapes(found)})
     assert steps == [*range(steps[0], 60)]
@@ -180,9 +186,7 @@ def test_a_copy_that_is_taken_up_again_and_again_has_every_record_once(run_folde
     for step in range(200):
         rank.begin(step, calls=chance.randrange(1, 60))
         if chance.random() < 0.05:
-            windows.append(
-                Window("watched", Mode.TRAIN, step - 5, step + chance.randrange(3), step, "x")
-            )
+            windows.append(asked_for(step - 5, step + chance.randrange(3), step, "x"))
             wanted |= {*range(max(0, windows[-1].first), windows[-1].last + 1)}
         for _ in range(chance.randrange(3)):
             held.copy(windows, is_final=False)
@@ -218,10 +222,10 @@ def test_a_step_that_is_read_in_pieces_is_copied_whole_when_the_ring_is_read_aga
     for step in range(30):
         rank.step(step, calls=40)
     held = HeldStream(run_folder, STREAM)
-    windows = [Window("watched", Mode.TRAIN, 20, 22, 22, "late")]
+    windows = [asked_for(20, 22, 22, "late")]
     while held.copy(windows, is_final=False):
         pass
-    windows.append(Window("watched", Mode.TRAIN, 5, 7, 7, "early"))
+    windows.append(asked_for(5, 7, 7, "early"))
     rank.writer.close()
     while held.copy(windows, is_final=True):
         pass
@@ -240,8 +244,8 @@ def test_eval_steps_before_training_are_copied_beside_train_steps(run_folder: Pa
     last = 599 if lets_go else 9
     held = HeldStream(run_folder, STREAM)
     windows = [
-        Window("nonfinite", Mode.EVAL, 0, 2, 2, "eval"),
-        Window("nonfinite", Mode.TRAIN, last - 2, last, last, "train"),
+        asked_for(0, 2, 2, "eval", mode=Mode.EVAL, kind="nonfinite"),
+        asked_for(last - 2, last, last, "train", kind="nonfinite"),
     ]
     while held.copy(windows, is_final=True):
         pass
@@ -347,7 +351,7 @@ def test_a_step_that_is_copied_has_all_definitions_that_its_values_name(
     rank.writer.close()
     last = step
     held = HeldStream(run_folder, STREAM)
-    held.copy([Window("watched", Mode.TRAIN, 0, last, last, "it happened")], is_final=True)
+    held.copy([asked_for(0, last, last, "it happened")], is_final=True)
     found = copied(run_folder)
     first = min(step for step, _ in shapes(found))
     assert 0 < first < last - 5
@@ -539,7 +543,7 @@ def test_a_step_that_did_not_fit_long_ago_is_no_gap_up_to_the_end(run_folder: Pa
         os._exit(0 if rank.writer.dropped_records else 9)
     assert os.waitpid(child, 0)[1] == 0
     held = HeldStream(run_folder, STREAM)
-    held.copy([Window("watched", Mode.TRAIN, 24, 29, 29, "it happened")], is_final=True)
+    held.copy([asked_for(24, 29, 29, "it happened")], is_final=True)
     found = copied(run_folder)
     assert {step for step, _ in shapes(found)} == {*range(24, 30)}
     assert found.end is EndReason.LOST
