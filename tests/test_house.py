@@ -323,6 +323,7 @@ def test_one_function_opens_step_files_and_one_writes_them() -> None:
     assert calling("MappedFile") == {
         "tree/columns.py:map_columns",
         "chunks/finishing.py:read_header",  # of full tensors
+        "compat/debugger/filetrace.py:find",  # a tensor that a debugger wrote
     }
     assert {each.partition(":")[0] for each in calling("map_columns")} == {
         "tree/stepfile.py",

@@ -176,6 +176,11 @@ def differ(*words: object) -> tuple[int, dict[str, Any]]:
     return code, json.loads(text)
 
 
+@pytest.fixture(autouse=True)
+def lines_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+
+
 def told(*words: object) -> tuple[int, list[str]]:
     code, text, errors = command("diff", *words)
     return code, (text or errors).splitlines()
