@@ -285,8 +285,9 @@ class StepDifferences:
             if key.phase is Phase.BACKWARD:
                 factors = [scales.get(unit, mean) for unit in difference.units]
                 compared.scales = np.array([self._plain(factor) for factor in factors])
-                if difference.at_least is not None and (compared.scales != 1.0).any():
-                    compared.difference = None
+                least_told = np.nan if difference.at_least is None else difference.at_least
+                if (np.isfinite(least_told) & (compared.scales != 1.0)).any():
+                    compared.difference = None  # NaN of the test's alone is so at any scale
                     compared.reason = "gradients that are scaled, and no sketches"
                     continue
             elif key.phase is Phase.GRADS:
