@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -17,6 +18,7 @@ from rankscope.diagnosis.comparison.lostranks import LostRanks
 from rankscope.diagnosis.comparison.wholevalues import WholeValues
 from rankscope.diagnosis.replicas import Layouts
 from rankscope.diagnosis.stepview import Array, CallView, StepView, step_view_of
+from rankscope.errors import TraceError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
 from rankscope.tensors.proofs import cut_dtensors
@@ -51,7 +53,12 @@ class TraceSide:
         fits = layouts is not None and self.world in (1, layouts.size)
         self.layouts = Layouts(layouts if fits else None, self.world)
         every = [*trace.setup, *trace.steps]
-        self.printed_digits = int(trace.run["settings"].get("printed-digits", 0))
+        digits = str(trace.run["settings"].get("printed-digits", 0))
+        if not re.fullmatch("[0-9]{1,2}", digits, re.ASCII):
+            raise TraceError(
+                f"{trace.path}: printed-digits is {digits[:60]!r}: the trace is damaged"
+            )
+        self.printed_digits = int(digits)
         """Behind the point, of statistics that a debugger printed; 0 where none were printed."""
         self.incarnation = max((step.incarnation for step in every), default=0)
         self.lost = LostRanks(trace, self.incarnation)
