@@ -47,6 +47,7 @@ OVER_DP = Layout(
     ("plans", "words"),
     [
         ([batch(0, 2)], "no batch was recorded on ranks 2, 3"),
+        ([batch(0, 2), batch(1, 2), batch(2, 2)], "hold several values"),
         ([batch(0), batch(2)], r"shape \[\] has no batch dim 0"),
         ([batch(0, 2, 3), batch(2, 2, 4)], "differ beyond dim 0"),
         ([batch(0, 2), batch(2, 2, 1)], "differ beyond dim 0"),

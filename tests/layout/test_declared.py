@@ -55,6 +55,13 @@ def test_axes_left_out_are_not_described_so_every_row_is_a_value_of_its_own() ->
     ]
 
 
+def test_nothing_described_is_nothing_known() -> None:
+    with pytest.raises(LayoutError, match="nothing says how"):
+        plan_assemblies(declared_pieces(TP, {}, columns((3,) * 6)))
+    (alone,) = plan_assemblies(declared_pieces(TP, {}, {2: (3,)}))
+    assert alone.ranks == (2,), "a value held by one rank only is whole"
+
+
 def test_even_and_ceil_sized_splits_lie_where_torch_puts_them() -> None:
     """Both ways to the ranges agree wherever both apply, strided shards included."""
     compared = 0
@@ -126,3 +133,10 @@ def test_the_shape_of_an_empty_piece_counts_only_where_there_is_no_other() -> No
     (plan,) = plan_assemblies(declared_pieces(mesh, along(a="Shard(0)", b="Shard(1)"), shapes))
     assert plan.global_shape == (2, 4)
     assert [box.summands for box in plan.boxes] == [((0,),), ((1,),)]
+
+
+def test_axes_and_ranks_that_were_not_declared_are_errors() -> None:
+    with pytest.raises(LayoutError, match=r"no axis \['ep'\]"):
+        declared_pieces(TP, along(ep="Shard(0)"), {0: (2,)})
+    with pytest.raises(LayoutError, match="rank 9 is not on the declared axes"):
+        declared_pieces(TP, along(tp="Shard(0)"), {9: (2,)})

@@ -174,6 +174,12 @@ BLOCK = laid(SQUARE, "Shard(0)", "Shard(1)")
             everywhere(ROW, 2),
             "cannot cut a tensor of 1 dims",
         ),
+        (
+            laid(ROW, "Shard(0)"),
+            (4,),
+            {**everywhere(ROW, 2), 7: (2,)},
+            "rank 7 hold.* not in its mesh",
+        ),
         (UNKNOWN, (), {0: (4,), 1: (4,)}, "nothing says how"),
         (UNKNOWN, (), {}, r"rank.* \(none\)"),
     ],
@@ -186,6 +192,11 @@ def test_what_cannot_be_put_together_says_why_and_whom_it_concerns(
 ) -> None:
     with pytest.raises(LayoutError, match=words):
         plan_assembly(shape, layout, shapes)
+
+
+def test_a_rank_outside_the_mesh_that_holds_nothing_is_left_out() -> None:
+    plan = plan_assembly((4,), laid(ROW, "Shard(0)"), {0: (2,), 1: (2,), 3: (0,)})
+    assert plan.ranks == (0, 1)
 
 
 @pytest.mark.parametrize(

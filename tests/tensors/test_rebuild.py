@@ -320,6 +320,21 @@ def test_a_tensor_without_elements_has_shape_and_dtype() -> None:
         assert found.tensor.dtype is torch.float16
 
 
+def test_pieces_that_are_not_what_was_recorded_are_refused() -> None:
+    layout = Layout(
+        source=LayoutSource.DTENSOR,
+        mesh=Mesh(axes=("tp",), shape=(2,), ranks=(0, 1)),
+        placements=(parse_placement("Shard(0)"),),
+    )
+    plan = plan_assembly((4,), layout, {0: (2,), 1: (2,)})
+    with pytest.raises(
+        LayoutError, match=r"rank 1 has a tensor of shape \[3\], its plan says \[2\]"
+    ):
+        assemble(plan, lambda rank: torch.zeros(2 + rank))
+    with pytest.raises(LayoutError, match=r"rank 0 has torch.float32, rank 1 torch.int64"):
+        assemble(plan, lambda rank: torch.zeros(2, dtype=(torch.float32, torch.int64)[rank]))
+
+
 def test_values_that_need_a_gradient_come_back_without_a_graph() -> None:
     held = {rank: torch.ones(2, requires_grad=True) for rank in range(2)}
     for text, shape in (("Shard(0)", (4,)), ("Partial(sum)", (2,)), ("Replicate()", (2,))):

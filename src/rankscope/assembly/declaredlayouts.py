@@ -164,7 +164,11 @@ def _declared(
     is_plain = all(each.piece.layout.source is LayoutSource.UNKNOWN for each in held.values())
     if not is_plain or len(held) != len(numbers):
         return unchanged
-    pieces = declared_pieces(mesh, placements, {r: each.piece.shape for r, each in held.items()})
+    shapes = {rank: each.piece.shape for rank, each in held.items()}
+    try:
+        pieces = declared_pieces(mesh, placements, shapes)
+    except LayoutError as error:
+        return str(error)
     if refusal := next((piece.refusal for piece in pieces.values() if piece.refusal), ""):
         return refusal
     placed = (replace(each, piece=pieces[rank]) for rank, each in held.items())

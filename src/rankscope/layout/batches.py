@@ -38,6 +38,9 @@ def join_batches(
             raise LayoutError(
                 f"{ranks_words(plan.ranks)} hold one value, but are not one data-parallel peer"
             )
+        if place in by_place:
+            both = ranks_words({*by_place[place].ranks, *plan.ranks})
+            raise LayoutError(f"{both} are one data-parallel peer, but hold several values")
         by_place[place] = plan
     absent = [
         rank for at, rank in mesh.places() if tuple(at[axis] for axis in wanted) not in by_place

@@ -42,12 +42,24 @@ def declared_pieces(
     Where the local sizes of a row contradict its placements, its pieces carry the refusal.
 
     Args:
-        mesh: the declared axes, over all ranks that may hold the value.
-        placements: {axis: placement} of the axes that are described, one at least.
+        mesh: the declared axes over all ranks.
+        placements: {axis: placement} of the axes that are described.
         shapes: {rank: local shape} of every rank that recorded the value.
         source: who says so.
+
+    Raises:
+        LayoutError: an axis or a rank that the mesh does not have.
     """
+    unknown = set(placements) - set(mesh.axes)
+    if unknown:
+        raise LayoutError(f"no axis {sorted(unknown)} among the declared axes {list(mesh.axes)}")
+    outside = sorted(set(shapes) - set(mesh.ranks))
+    if outside:
+        raise LayoutError(f"rank {outside[0]} is not on the declared axes {list(mesh.axes)}")
     held = {rank: tuple(shape) for rank, shape in shapes.items()}
+    if not placements:
+        layout = Layout(source=LayoutSource.UNKNOWN)
+        return {rank: Piece(shape=shape, layout=layout) for rank, shape in held.items()}
     pieces: dict[int, Piece] = {}
     described = tuple(axis for axis in mesh.axes if axis in placements)
     extents = tuple(size for axis, size in zip(mesh.axes, mesh.shape) if axis in placements)

@@ -124,12 +124,20 @@ class Placement:
     """For kinds that are not interpreted: torch's own repr. Such a value never composes."""
 
     def __post_init__(self) -> None:
+        facts = self.kind.facts
+        arguments = facts.arguments if facts else ()
+        if ("dim" in arguments) != (self.dim is not None):
+            raise LayoutError(
+                f"placement {self.kind.value} with dim={self.dim}: only shards have a dim"
+            )
         if self.dim is not None and self.dim < 0:
             raise LayoutError(f"a shard's dim must be counted from the front, got {self.dim}")
         if self.split_factor < 1:
             raise LayoutError(
                 f"a strided shard's split factor must be >= 1, got {self.split_factor}"
             )
+        if ("reduce_op" in arguments) != (self.reduce_op is not None):
+            raise LayoutError(f"placement {self.kind.value} with reduce_op={self.reduce_op}")
 
     @property
     def pieces(self) -> PieceKind:
@@ -248,6 +256,11 @@ class Layout:
     source: LayoutSource
     mesh: Mesh | None = None
     placements: tuple[Placement, ...] = ()
+
+    def __post_init__(self) -> None:
+        axes = len(self.mesh.axes) if self.mesh else 0
+        if len(self.placements) != axes:
+            raise LayoutError(f"{len(self.placements)} placements for a mesh of {axes} axes")
 
     def __str__(self) -> str:
         placed = " ".join(f"{axis}={text}" for axis, text in self.by_axis().items())

@@ -177,6 +177,10 @@ def plan_assembly(
     if mesh is None:
         return _plan_alone(held)
     _must_be_defined(layout.placements)
+    # torch gives ranks outside the mesh an empty tensor
+    outside = [rank for rank, own in held.items() if rank not in mesh.ranks and 0 not in own]
+    if outside:
+        raise LayoutError(f"{ranks_words(outside)} hold a value, but are not in its mesh")
     pieces = pieces_of(mesh, layout.placements)
     boxes: list[Box] = []
     lost: list[int] = []

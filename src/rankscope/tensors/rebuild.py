@@ -112,11 +112,11 @@ def assemble(plan: AssemblyPlan, load: Load) -> Whole:
     Args:
         plan: what `plan_assembly` made.
         load: called once per rank in the order of `plan.reads`; once more only where replicas
-            differ and the majority is not the first of them. Pieces are as they were planned, of
-            one dtype.
+            differ and the majority is not the first of them.
 
     Raises:
-        LayoutError: torch does not define a reduction for their dtype.
+        LayoutError: pieces of other shapes or dtypes than planned, or a reduction that torch does
+            not define for their dtype.
     """
     reader = _BoxReader(load)
     if not plan.boxes:
@@ -141,6 +141,7 @@ class _BoxReader:
 
     def __init__(self, load: Load) -> None:
         self._load = load
+        self._first_rank: int | None = None
         self._dtype = torch.float32
         self._defined: set[str] = set()
         self.mismatches: list[Mismatch] = []
@@ -183,7 +184,18 @@ class _BoxReader:
 
     def _read(self, box: Box, rank: int) -> torch.Tensor:
         piece = self._load(rank).detach().resolve_conj().resolve_neg()
-        self._dtype = piece.dtype
+        if tuple(piece.shape) != box.shape:
+            raise LayoutError(
+                f"rank {rank} has a tensor of shape {list(piece.shape)}, its plan says "
+                f"{list(box.shape)}"
+            )
+        if self._first_rank is None:
+            self._first_rank, self._dtype = rank, piece.dtype
+        if piece.dtype is not self._dtype:
+            raise LayoutError(
+                f"rank {self._first_rank} has {self._dtype}, rank {rank} {piece.dtype}: one tensor "
+                "has one dtype"
+            )
         for reduction in box.reductions:
             if reduction.op not in self._defined:
                 _must_be_defined(reduction, piece.dtype)

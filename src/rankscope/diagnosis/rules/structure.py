@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -249,14 +249,21 @@ def _run_by_both(first: Collection[str], second: Collection[str]) -> Iterator[st
 
     Two models of which one feeds the other both begin with their own layer 0.
     """
+    own, others = _numbers_by_family(first), _numbers_by_family(second)
     for layer in {*first} & {*second}:
         family, _ = _family_and_number(layer)
-        own, others = (
-            [number for each, number in map(_family_and_number, layers) if each == family]
-            for layers in (first, second)
-        )
-        if min(own) < min(others) and max(own) <= max(others):
+        (low, high), (other_low, other_high) = own[family], others[family]
+        if low < other_low and high <= other_high:
             yield layer
+
+
+def _numbers_by_family(layers: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Return {family: lowest and highest number of its layers}."""
+    found: dict[str, tuple[int, int]] = {}
+    for family, number in map(_family_and_number, layers):
+        low, high = found.get(family, (number, number))
+        found[family] = min(low, number), max(high, number)
+    return found
 
 
 def _is_shared(step_view: StepView, layer: str, ranks: Array) -> bool:
