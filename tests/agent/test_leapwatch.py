@@ -69,12 +69,18 @@ class Watching:
     ) -> None:  # fmt: skip
         self.recorder.value(call, slot, DESCRIBED, numbers(magnitude, **others), phase, 0, flags)
 
-    def train(self, step: int, *magnitudes: float, path: str = "loss") -> None:
+    def train(
+        self, step: int, *magnitudes: float, path: str = "loss", mode: Mode = Mode.TRAIN
+    ) -> None:
         """A step with a call for each of these."""
-        self.begin(step)
+        self.begin(step, mode)
         for magnitude in magnitudes:
-            self.value(self.call(path, step), magnitude)
-        self.recorder.step(StepEvent.END, Mode.TRAIN, step)
+            self.value(self.call(path, step, mode), magnitude)
+        self.recorder.step(StepEvent.END, mode, step)
+
+    def evaluate(self, step: int, magnitude: float) -> None:
+        """A step in eval mode."""
+        self.train(step, magnitude, mode=Mode.EVAL)
 
     def told(self) -> list[Happening]:
         return self.board.events()
@@ -142,9 +148,7 @@ def test_eval_steps_beside_train_steps_are_not_watched(watching: Callable[..., W
     rank = watching()
     for step in range(40):
         rank.train(step, 1.0)
-        rank.begin(step, Mode.EVAL)
-        rank.value(rank.call("loss", step, Mode.EVAL), 1.0 if step < 20 else 1e6)
-        rank.recorder.step(StepEvent.END, Mode.EVAL, step)
+        rank.evaluate(step, 1.0 if step < 20 else 1e6)
     assert rank.told() == []
 
 
@@ -153,9 +157,7 @@ def test_a_program_that_does_not_train_has_its_eval_steps_watched(
 ):
     rank = watching()
     for step in range(20):
-        rank.begin(step, Mode.EVAL)
-        rank.value(rank.call("loss", step, Mode.EVAL), 1.0 if step < 19 else 1e3)
-        rank.recorder.step(StepEvent.END, Mode.EVAL, step)
+        rank.evaluate(step, 1.0 if step < 19 else 1e3)
     assert [(event.mode, event.step) for event in rank.told()] == [(Mode.EVAL, 19)]
     for step in range(20):
         rank.train(step, 1e6)

@@ -573,10 +573,7 @@ class Trace:
         Raises:
             TraceError: what stands there is no dimension.
         """
-        text = self.run["settings"].get("batch-dim", "0")
-        if not re.fullmatch("-?[0-9]{1,2}", text, re.ASCII):
-            raise TraceError(f"{self.path}: batch-dim is {text[:60]!r}: the trace is damaged")
-        return int(text)
+        return number_setting(self, "batch-dim", "-?[0-9]{1,2}")
 
     @property
     def state(self) -> str:
@@ -785,6 +782,23 @@ _OF_ALL = (
     "values.incarnation",
 )
 """What says something beyond its step."""
+
+
+def number_setting(trace: Trace, name: str, form: str) -> int:
+    """Return a setting of a run that is a whole number; 0 where it has none.
+
+    Args:
+        trace: of the run.
+        name: as in the run header.
+        form: regular expression of the texts that are one.
+
+    Raises:
+        TraceError: something else stands there.
+    """
+    text = trace.run["settings"].get(name, "0")
+    if not re.fullmatch(form, text, re.ASCII):
+        raise TraceError(f"{trace.path}: {name} is {text[:60]!r}: the trace is damaged")
+    return int(text)
 
 
 def _joined(steps: Iterable[Step], name: str) -> NDArray[Any]:

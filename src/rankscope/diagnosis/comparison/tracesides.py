@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -18,12 +17,11 @@ from rankscope.diagnosis.comparison.lostranks import LostRanks
 from rankscope.diagnosis.comparison.wholevalues import WholeValues
 from rankscope.diagnosis.replicas import Layouts
 from rankscope.diagnosis.stepview import Array, CallView, StepView, step_view_of
-from rankscope.errors import TraceError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
 from rankscope.tensors.proofs import cut_dtensors
 from rankscope.tree.reader import TraceLike, opened_trace
-from rankscope.tree.views import Step, Trace
+from rankscope.tree.views import Step, Trace, number_setting
 
 StepKey = tuple[Mode, int]
 
@@ -53,12 +51,7 @@ class TraceSide:
         fits = layouts is not None and self.world in (1, layouts.size)
         self.layouts = Layouts(layouts if fits else None, self.world)
         every = [*trace.setup, *trace.steps]
-        digits = str(trace.run["settings"].get("printed-digits", 0))
-        if not re.fullmatch("[0-9]{1,2}", digits, re.ASCII):
-            raise TraceError(
-                f"{trace.path}: printed-digits is {digits[:60]!r}: the trace is damaged"
-            )
-        self.printed_digits = int(digits)
+        self.printed_digits = number_setting(trace, "printed-digits", "[0-9]{1,2}")
         """Behind the point, of statistics that a debugger printed; 0 where none were printed."""
         self.incarnation = max((step.incarnation for step in every), default=0)
         self.lost = LostRanks(trace, self.incarnation)
