@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rankscope.assembly.rankstreams import RankStream
 from rankscope.assembly.rootnames import RootDefinition, StreamRoots, join_path, name_roots
 from rankscope.errors import LayoutError
-from rankscope.layout.marks import ParameterMark
+from rankscope.layout.marks import LAST_DIM, Mark
 from rankscope.layout.placement import Layout, LayoutSource, Mesh, PieceKind, parse_placement
 from rankscope.layout.plan import Piece
 from rankscope.record.collective import Collective
@@ -226,20 +226,23 @@ def mesh_of(definition: Mapping[str, Any]) -> Mesh:
     )
 
 
-def mark_of(definition: Mapping[str, Any]) -> ParameterMark:
+def mark_of(definition: Mapping[str, Any]) -> Mark:
     """Return the mark a definition describes.
 
     Raises:
         KeyError, TypeError, ValueError: the fields are not those of one.
         LayoutError: its placement is not one that rankscope knows.
     """
-    placement = parse_placement(str(definition["placement"]))
+    text = str(definition["placement"])
+    is_of_last_dim = text == LAST_DIM
+    placement = parse_placement("Shard(0)" if is_of_last_dim else text)
     if placement.pieces is PieceKind.UNKNOWN:
         raise LayoutError(f"a mark says {placement}, which is no placement")
     members = definition.get("members")
-    return ParameterMark(
+    return Mark(
         axis=str(definition["axis"]),
         placement=placement,
+        is_of_last_dim=is_of_last_dim,
         members=None if members is None else tuple(map(int, members)),
     )
 

@@ -1,16 +1,16 @@
-"""Layouts that frameworks wrote on parameters: the tree gives them to parameters and gradients.
+"""Layouts that frameworks marked: the tree gives them to parameters, gradients and activations.
 
-A rank records the mark of each of its parameters (`capture/describe.py`). A mark says how a
-parameter lies along an axis, often not between which ranks: here, where the groups of all ranks and
+A rank records the marks of its parameters and modules (`capture/describe.py`). A mark says how a
+value lies along an axis, often not between which ranks: here, where the groups of all ranks and
 what they held at setup are known, `layout/marks.py` says which ranks these are. Where that is not
-certain, or where local shapes contradict a mark, the parameter stays as it was recorded: its layout
-is unknown.
+certain, or where local shapes contradict a mark, the value stays as it was recorded: its layout is
+unknown.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ from rankscope.assembly.rankstreams import RankStream
 from rankscope.assembly.tables import Tables
 from rankscope.errors import LayoutError
 from rankscope.layout.declared import declared_pieces
-from rankscope.layout.marks import AXIS_GROUPS, Members, ParameterMark, believed_groups
+from rankscope.layout.marks import AXIS_GROUPS, Mark, Members, believed_groups
 from rankscope.layout.placement import LayoutSource, Mesh
 from rankscope.record.phases import Phase
 
@@ -32,11 +32,9 @@ __all__ = ["mark_layouts"]
 _ISSUERS: Final = (Phase.FORWARD.word, Phase.RECOMPUTE.word)
 _OPS: Final = ("all_reduce", "all_gather", "reduce_scatter")
 """Of collectives inside a layer that is cut, by the word they begin with."""
-_SLOTS: Final = ("param:", "grad:")
 
-
-_Marks = Mapping[tuple[str, str], Mapping[int, ParameterMark]]
-"""{(path, name): {stream: mark}}"""
+_Marks = Mapping[tuple[str, str], Mapping[int, Mark]]
+"""{(path, slot): {stream: mark}}"""
 
 
 def mark_layouts(
@@ -44,8 +42,8 @@ def mark_layouts(
     vocabulary: Vocabulary,
     streams: Sequence[RankStream],
 ) -> None:
-    """Give the parameters and gradients that a framework marked their layout. Changes the
-    descriptions in the tables, and adds to those of `vocabulary`.
+    """Give the values that a framework marked their layout. Changes the descriptions in the tables,
+    and adds to those of `vocabulary`.
 
     Args:
         steps: calls and values of all ranks.
@@ -56,55 +54,68 @@ def mark_layouts(
     if not marks:
         return
     groups = _AxisGroups(steps, vocabulary, streams, marks)
-
-    def marked(path: str, slot: str) -> Mapping[int, ParameterMark] | None:
-        return marks.get((path, slot.partition(":")[2])) if slot.startswith(_SLOTS) else None
-
     found = [
-        (
-            tables,
-            name,
-            own,
-            dict(zip(tables.calls["stream"][tables.call[rows]].tolist(), rows.tolist())),
+        (tables, rows, own, name, tables.calls["stream"][tables.call[rows]])
+        for tables, rows, own, name in described_slots(
+            steps, vocabulary, lambda path, slot: marks.get((path, slot))
         )
-        for tables, rows, own, name in described_slots(steps, vocabulary, marked)
+        # a collective has the path of its module, and slots of the same names
+        if tables.calls["phase"][tables.call[rows[0]]] != Phase.COLLECTIVE
     ]
+    is_empty = np.array([0 in each.piece.shape for each in vocabulary.descriptions.items], np.bool_)
     empty = {
-        (name.replace(":param:", ":grad:"), stream)
-        for tables, name, _, held in found
-        for stream, row in held.items()
-        if 0 in vocabulary.descriptions.items[tables.description[row]].piece.shape
+        (name.replace(":param:", ":grad:"), number)
+        for tables, rows, _, name, numbers in found
+        if ":param:" in name
+        for number in numbers[is_empty[tables.description[rows]]].tolist()
     }
-    for tables, name, own, all_held in found:
-        held = {stream: row for stream, row in all_held.items() if stream in own}
-        without = [number for number in own if (name, number) in empty and number not in held]
-        for mark, members in _lines(own, held, groups, streams):
-            _place(tables, vocabulary, mark, members, held, without, streams)
+    place = functools.cache(functools.partial(_placed, vocabulary))
+    known: dict[tuple[str, bytes, bytes], NDArray[np.int32]] = {}
+    for tables, rows, own, name, numbers in found:
+        before = tables.description[rows]
+        key = name, before.tobytes(), numbers.tobytes()  # the same in many calls
+        if key not in known:
+            known[key] = before.copy()
+            held = {number: at for at, number in enumerate(numbers.tolist()) if number in own}
+            lives = {streams[number].stream.incarnation for number in held}
+            without = {  # they hold nothing of the parameter, and so no gradient
+                streams[number].stream.rank
+                for number in own
+                if (name, number) in empty and streams[number].stream.incarnation in lives
+            }
+            for mark, members, at in _lines(own, held, groups, streams):
+                numbered = tuple((rank, int(before[row])) for rank, row in at.items())
+                lacking = tuple(sorted(without.intersection(members).difference(at)))
+                known[key][[*at.values()]] = place(mark, members, numbered, lacking)
+        tables.description[rows] = known[key]
 
 
 def _marks(vocabulary: Vocabulary, streams: Sequence[RankStream]) -> _Marks:
-    found: dict[tuple[str, str], dict[int, ParameterMark]] = {}
+    found: dict[tuple[str, str], dict[int, Mark]] = {}
     for number, stream in enumerate(streams):
         lookup = vocabulary.module_lookup[number]
         for definition in stream.defined("mark").values():
             try:
                 module = int(lookup[int(definition["module"])])
                 mark = mark_of(definition)
-                key = (vocabulary.modules.items[module].path, str(definition["name"]))
+                path, name = vocabulary.modules.items[module].path, str(definition["name"])
             except (KeyError, TypeError, ValueError, IndexError, LayoutError):
                 continue  # written by something else
-            found.setdefault(key, {})[number] = mark
+            is_activation = definition.get("activation", False)
+            for slot in [name] if is_activation else [f"param:{name}", f"grad:{name}"]:
+                found.setdefault((path, slot), {})[number] = mark
     return found
 
 
 def _lines(
-    marks: Mapping[int, ParameterMark],
+    marks: Mapping[int, Mark],
     held: Mapping[int, int],
     groups: _AxisGroups,
     streams: Sequence[RankStream],
-) -> Iterator[tuple[ParameterMark, Members]]:
-    """Yield each group of ranks along the axis of a parameter's marks, with what they say, where
-    all of the group say the same."""
+) -> Iterator[tuple[Mark, Members, dict[int, int]]]:
+    """Yield each group of ranks along the axis of a value's marks, where all of the group say the
+    same: what they say, and {rank: what is held of it}."""
+    numbers = {streams[number].stream.rank: number for number in held}
     seen: set[Members] = set()
     for number in held:
         mark = marks[number]
@@ -112,47 +123,42 @@ def _lines(
         if members is None or len(members) < 2 or members in seen:
             continue
         seen.add(members)
-        others = [
-            marks[other]
-            for other in held
-            if streams[other].stream.rank in members
-            and streams[other].stream.incarnation == streams[number].stream.incarnation
-        ]
-        if all((o.axis, o.placement) == (mark.axis, mark.placement) for o in others):
-            yield mark, members
+        own = [numbers[rank] for rank in members if rank in numbers]
+        if own and all(marks[other].says_as(mark) for other in own):
+            yield mark, members, {streams[other].stream.rank: held[other] for other in own}
 
 
-def _place(
-    tables: Tables,
+def _placed(
     vocabulary: Vocabulary,
-    mark: ParameterMark,
+    mark: Mark,
     members: Members,
-    held: Mapping[int, int],
-    without: Iterable[int],
-    streams: Sequence[RankStream],
-) -> None:
-    """Give the values that some ranks hold of one parameter their layout, where their shapes do
-    not contradict it. `without`: streams that hold nothing of the parameter, and so no gradient."""
-    rows = {streams[number].stream.rank: row for number, row in held.items()}
-    rows = {rank: row for rank, row in rows.items() if rank in members}
+    held: tuple[tuple[int, int], ...],
+    without: tuple[int, ...],
+) -> list[int]:
+    """Return the numbers of the descriptions of values that lie as a mark says; those they have
+    where a layout is known, or where their shapes contradict the mark.
+
+    Args:
+        vocabulary: gets the new descriptions.
+        mark: what it says.
+        members: the ranks along its axis.
+        held: of some of them rank and description.
+        without: ranks that hold an empty piece, and recorded none.
+    """
     descriptions = vocabulary.descriptions
-    before = {rank: descriptions.items[tables.description[row]] for rank, row in rows.items()}
+    unchanged = [number for _, number in held]
+    before = {rank: descriptions.items[number] for rank, number in held}
     if any(each.piece.layout.source is not LayoutSource.UNKNOWN for each in before.values()):
-        return
-    mesh = Mesh(axes=(mark.axis,), shape=(len(members),), ranks=members)
-    incarnations = {streams[number].stream.incarnation for number in held}
-    ranks_without = {
-        streams[number].stream.rank
-        for number in without
-        if streams[number].stream.incarnation in incarnations
-    }
-    shapes: dict[int, tuple[int, ...]] = dict.fromkeys(ranks_without.intersection(members), (0,))
+        return unchanged
+    shapes: dict[int, tuple[int, ...]] = dict.fromkeys(without, (0,))
     shapes |= {rank: each.piece.shape for rank, each in before.items()}
-    pieces = declared_pieces(mesh, {mark.axis: mark.placement}, shapes, LayoutSource.MARKED)
+    mesh = Mesh(axes=(mark.axis,), shape=(len(members),), ranks=members)
+    placements = {mark.axis: mark.placed(max(map(len, shapes.values())))}
+    pieces = declared_pieces(mesh, placements, shapes, LayoutSource.MARKED)
     if any(piece.refusal for piece in pieces.values()):
-        return
-    for rank, each in before.items():
-        tables.description[rows[rank]] = descriptions.number(replace(each, piece=pieces[rank]))
+        return unchanged
+    placed = (replace(each, piece=pieces[rank]) for rank, each in before.items())
+    return [descriptions.number(each) for each in placed]
 
 
 # ---- between which ranks -------------------------------------------------------------------------
@@ -196,7 +202,8 @@ class _AxisGroups:
         cut = {
             key
             for key, own in self._marks.items()
-            if any(mark.axis == axis and mark.is_cut for mark in own.values())
+            if key[1].startswith("param:")
+            and any(mark.axis == axis and mark.is_cut for mark in own.values())
         }
         issued = self._issued({path for path, _ in cut})
         found: dict[int, Members] = {}
@@ -233,7 +240,7 @@ class _AxisGroups:
         found: list[dict[int, int]] = []
 
         def is_cut(path: str, slot: str) -> bool | None:
-            return (path, slot[6:]) in cut or None if slot.startswith("param:") else None
+            return (path, slot) in cut or None
 
         columns = functools.cache(_numbers)
         for tables, rows, _, _ in described_slots(self._steps, self._vocabulary, is_cut):

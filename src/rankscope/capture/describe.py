@@ -1,5 +1,5 @@
 """What a tensor is, without its numbers: dtype, shapes, layout, and whether it has a digest; and
-what frameworks have marked on a parameter.
+what frameworks say of how a parameter or an activation lies.
 
 Descriptions are cached by what they are made of, so that the same kind of value is described once
 and is then known by its identity. Everything about a DTensor is read off its local tensor and its
@@ -10,9 +10,11 @@ is `pending`.
 from __future__ import annotations
 
 import enum
+import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -37,9 +39,10 @@ from rankscope.capture.torch_internals.dtensor import (
     placement_class,
     shard_order,
 )
+from rankscope.capture.torch_internals.loaded import loaded_class
 from rankscope.capture.torch_internals.parallel import sharded_originals
 from rankscope.errors import LayoutError
-from rankscope.layout.marks import FSDP1_AXIS, ParameterMark
+from rankscope.layout.marks import FSDP1_AXIS, Mark
 from rankscope.layout.placement import (
     Layout,
     LayoutSource,
@@ -425,20 +428,20 @@ class ParameterMarks:
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        self._flat: dict[int, ParameterMark] = {}
+        self._flat: dict[int, Mark] = {}
         """By identity of the parameter."""
         for parameter, group in sharded_originals(modules):
             members = group_ranks(group)
             if members is not None:
-                mark = ParameterMark(axis=FSDP1_AXIS, placement=_RUN, members=members)
+                mark = Mark(axis=FSDP1_AXIS, placement=_RUN, members=members)
                 self._flat[id(parameter)] = mark
 
-    def of(self, module: torch.nn.Module, parameter: torch.Tensor) -> ParameterMark | None:
+    def of(self, module: torch.nn.Module, parameter: torch.Tensor) -> Mark | None:
         """Return what stands on a parameter of this module, None where nothing does."""
         return self._flat.get(id(parameter)) or _megatron(module, parameter)
 
 
-def _megatron(module: torch.nn.Module, parameter: torch.Tensor) -> ParameterMark | None:
+def _megatron(module: torch.nn.Module, parameter: torch.Tensor) -> Mark | None:
     own: dict[str, Any] = getattr(parameter, "__dict__", {})
     is_cut = own.get("tensor_model_parallel")
     is_expert = own.get("allreduce") is False
@@ -454,7 +457,7 @@ def _megatron(module: torch.nn.Module, parameter: torch.Tensor) -> ParameterMark
     group = module.__dict__.get("tp_group")
     if torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup):
         members = group_ranks(group)
-    return ParameterMark(axis="etp" if is_expert else "tp", placement=placement, members=members)
+    return Mark(axis="etp" if is_expert else "tp", placement=placement, members=members)
 
 
 def _cut(dim: object, stride: object, dims: int) -> Placement | None:
@@ -464,3 +467,56 @@ def _cut(dim: object, stride: object, dims: int) -> Placement | None:
     if stride == 1:
         return Placement(kind=PlacementKind.SHARD, dim=dim)
     return Placement(kind=PlacementKind.STRIDED_SHARD, dim=dim, split_factor=stride)
+
+
+_TP_STYLES: Final = "transformers.distributed.tensor_parallel"
+_OF_STYLE: Final[dict[str, dict[str, str]]] = {
+    "ColwiseParallel": {"input.0": "input_layouts", "output": "output_layouts"},
+    "RowwiseParallel": {"input.0": "input_layouts", "output": "output_layouts"},
+    "EmbeddingParallel": {"input.0": "", "output": ""},
+    "AllReduceParallel": {"output": ""},
+}
+"""{class of transformers: {slot: its attribute that says how that lies, "" where it is whole}}.
+The other classes leave it to the module how values lie."""
+_MOST_DIMS: Final = 64
+
+
+def activation_marks(module: torch.nn.Module) -> Iterator[tuple[str, Mark]]:
+    """Yield what transformers' `tp_plan` says of the first input of a module and of its output,
+    each with the name of its slot.
+
+    Where the plan is applied, it replaces the `forward` of the module: what a call is handed and
+    hands out is what the style says. Style and mesh are read where the new `forward` has them, so
+    that they are those that were applied, whatever the plan says. An older transformers hooks the
+    module instead: nothing is said of it, because a value may be read before its hook.
+    """
+    theirs = getattr(sys.modules.get(_TP_STYLES), "__dict__", {})
+    forward = module.__dict__.get("forward")
+    if type(forward) is not FunctionType or forward.__globals__ is not theirs:
+        return
+    try:
+        inside = [cell.cell_contents for cell in forward.__closure__ or ()]
+    except ValueError:  # a cell is empty
+        return
+    held: dict[str, Any] = dict(zip(forward.__code__.co_freevars, inside))
+    style: Any = held.get("self")
+    mesh: Any = held.get("mesh")
+    slots = next((own for name, own in _OF_STYLE.items() if theirs.get(name) is type(style)), {})
+    is_mesh = type(mesh) is loaded_class("torch.distributed.device_mesh", "DeviceMesh")
+    if not slots or not is_mesh or mesh.ndim != 1:
+        return
+    with invisible_operations():
+        members = mesh_ranks(mesh)
+    axis = str((mesh.mesh_dim_names or ("tp",))[0])
+    for slot, attribute in slots.items():
+        said: Any = style.__dict__.get(attribute)
+        if not attribute or placement_class(said) == "Replicate":
+            yield slot, Mark(axis=axis, placement=_WHOLE, members=members)
+        elif placement_class(said) == "Shard":
+            is_last = said.dim == -1
+            placement = _cut(0 if is_last else said.dim, 1, _MOST_DIMS)
+            if placement is not None:
+                yield (
+                    slot,
+                    Mark(axis=axis, placement=placement, is_of_last_dim=is_last, members=members),
+                )

@@ -1,4 +1,4 @@
-"""What frameworks write on their parameters: how one lies along one axis of the job.
+"""What frameworks say of a value: how it lies along one axis of the job.
 
 Megatron marks a weight that it cut with `tensor_model_parallel` and `partition_dim`. Such a mark
 says which dim is cut and not between which ranks, so these are looked for: where the module names
@@ -7,13 +7,16 @@ the collectives that modules with cut parameters issue. One of the last is belie
 held different values of most cut parameters when training began (ranks that are data-parallel hold
 the same). Where nothing or more than one answer is left, the axis is not known.
 
+transformers' `tp_plan` says of what goes into a module and comes out how it lies, and names the
+ranks.
+
 Plain data goes in and comes out; the marks are read in `capture/describe.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from rankscope.layout.placement import PieceKind, Placement
@@ -28,15 +31,19 @@ AXIS_GROUPS: Final[Mapping[str, str]] = {
 """How Megatron describes the process group of an axis."""
 FSDP1_AXIS: Final = "fsdp"
 """The axis along which FSDP1 keeps runs of an original parameter."""
+LAST_DIM: Final = "Shard(-1)"
+"""How a mark is written that cuts the last dim."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterMark:
-    """What a framework wrote on one parameter of one rank."""
+class Mark:
+    """What a framework says of one parameter or activation of one rank."""
 
     axis: str
     """Name of the axis it speaks of: "tp", "etp" (tensor parallelism of experts), "fsdp"."""
     placement: Placement
+    is_of_last_dim: bool = False
+    """True where it is the last dim that is cut, however many there are."""
     members: Members | None = None
     """Ranks along the axis, where the framework says that too."""
 
@@ -48,7 +55,19 @@ class ParameterMark:
     def as_fields(self) -> dict[str, Any]:
         """Return the fields of its definition in a spool."""
         members = None if self.members is None else list(self.members)
-        return {"axis": self.axis, "placement": str(self.placement), "members": members}
+        placement = LAST_DIM if self.is_of_last_dim else str(self.placement)
+        return {"axis": self.axis, "placement": placement, "members": members}
+
+    def says_as(self, other: Mark) -> bool:
+        """True where another mark says the same, whatever ranks they name."""
+        is_alike = self.axis == other.axis and self.is_of_last_dim == other.is_of_last_dim
+        return is_alike and self.placement == other.placement
+
+    def placed(self, dims: int) -> Placement:
+        """Return how a value of so many dims lies."""
+        if not self.is_of_last_dim:
+            return self.placement
+        return replace(self.placement, dim=max(dims - 1, 0))
 
 
 def believed_groups(

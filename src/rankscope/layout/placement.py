@@ -199,7 +199,7 @@ class LayoutSource(str, enum.Enum):
 
     DTENSOR = "dtensor"
     MARKED = "marked"
-    """By what a framework wrote on a parameter; the tensor itself is plain."""
+    """By what a framework says of a parameter or an activation; the tensor itself is plain."""
     DECLARED = "declared"
     INFERRED = "inferred"
     UNKNOWN = "unknown"

@@ -113,7 +113,7 @@ _FIELDS: Final[Mapping[str, Mapping[str, Check]]] = {
     },
     "mark": {
         "module": _number, "name": _text, "axis": _text, "placement": _text,
-        "members?": _or_none(_distinct_ranks),
+        "members?": _or_none(_distinct_ranks), "activation?": _flag,
     },
     "slot": {"name": _text},
     "meta": {

@@ -14,7 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import rankscope
+from rankscope.diagnosis.check import check
 from rankscope.diagnosis.comparison.diff import diff
+from rankscope.layout.placement import LayoutSource
+from rankscope.record.phases import Phase
+from rankscope.tree.reader import open_trace
 from tests.diagnosis.traced import traced
 from tests.distributed.pool import RankPool
 
@@ -183,3 +187,140 @@ def test_a_rollout_of_llama_is_the_forward_of_its_training_step(
     report = diff(ref, out)
     assert report.verdict.value == "clean" and report.findings == ()
     assert report.compared >= 0.8 * report.recorded > 80
+
+
+# ---- the plan of transformers --------------------------------------------------------------------
+
+
+class Around(nn.Module):
+    """Holds a model as one of its parts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.policy = model
+
+    def forward(self, **given: Tensor) -> Any:
+        return self.policy(**given)
+
+
+def wrapped(model: nn.Module, how: str) -> nn.Module:
+    if how == "part":
+        return Around(model)
+    if how == "ddp":  # of one replica: the parameters of a model on a mesh are given to it by hand
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(model)
+        own = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+        return nn.parallel.DistributedDataParallel(model, process_group=own[dist.get_rank()])
+    return model
+
+
+def planned(weights: str, how: str, forgetful: str, out: str) -> None:
+    """Trace the forward of a llama alone, as transformers shards it, `how` it is wrapped. Its
+    row-parallel layers whose names end so forget their all-reduce."""
+    warnings.simplefilter("ignore")
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.tensor_parallel import RowwiseParallel
+
+    size = dist.get_world_size()
+    tp = {"tp_size": 2, "fsdp_size": size // 2} if how == "fsdp" else {"tp_size": size}
+    given = {"distributed_config": DistributedConfig(**tp)} if how != "alone" else {}
+    model = made("llama", Path(weights), attn_implementation="eager", **given).eval()
+    lost = [m for name, m in model.named_modules() if forgetful and name.endswith(forgetful)]
+    reduced = RowwiseParallel.transform_output_post_forward
+
+    def unreduced(self: Any, module: nn.Module, output: Any, mesh: Any) -> Any:
+        if not any(module is each for each in lost):
+            return reduced(self, module, output, mesh)
+        return output.to_local() if hasattr(output, "to_local") else output
+
+    RowwiseParallel.transform_output_post_forward = unreduced
+    try:
+        model = wrapped(model, how)
+        with (
+            rankscope.trace(out=out, steps="all", phases="forward"),
+            torch.set_grad_enabled(how != "inference"),
+        ):
+            model(**batch("llama", 0))
+    finally:
+        RowwiseParallel.transform_output_post_forward = reduced
+
+
+def marked(out: Path) -> dict[str, str]:
+    """{layer:slot: placement} of what the plan says, of the second layer and of what has none."""
+    found = {}
+    for node in (node for step in open_trace(out).steps for node in step.passing()):
+        for view in node.slots:
+            if view.source is LayoutSource.MARKED and ".0." not in node.path:
+                assert (node.phase, view.mesh_name) == (Phase.FORWARD, "marked:tp=2")
+                name = ".".join(node.path.split(".")[-2:])
+                found[f"{name}:{view.slot}"] = view.placements["tp"]
+    return {name: str(placement) for name, placement in found.items()}
+
+
+COLWISE_LAYERS = [f"self_attn.{x}_proj" for x in "qkv"] + ["mlp.gate_proj", "mlp.up_proj"]
+PLANNED = {
+    **{f"{name}:input.0": "Replicate()" for name in COLWISE_LAYERS},
+    **{f"{name}:output": "Shard(2)" for name in COLWISE_LAYERS},
+    **{f"{name}:input.0": "Shard(2)" for name in ("self_attn.o_proj", "mlp.down_proj")},
+    **{f"{name}:output": "Replicate()" for name in ("self_attn.o_proj", "mlp.down_proj")},
+    **{
+        f"{name}:{slot}": "Replicate()"
+        for name in ("lm_head", "model.embed_tokens")
+        for slot in ("input.0", "output")
+    },
+}
+
+
+@pytest.mark.parametrize("how", ["inference", "gradients", "part", "ddp", "fsdp"])
+def test_a_plan_says_how_activations_lie_however_the_model_is_wrapped(
+    ranks: RankPool, alone: dict[str, tuple[Path, Path]], tmp_path: Path, how: str
+) -> None:
+    """Without parameters in the trace nothing else says or proves it."""
+    weights, _ = alone["llama"]
+    world = 4 if how == "fsdp" else 2
+    out = traced(ranks, planned, str(weights), how, "", folder=tmp_path / "t", world=world)
+    found = {name.removeprefix("policy."): said for name, said in marked(out).items()}
+    assert found == PLANNED
+    report = check(out)
+    assert report.verdict.value == "clean" and report.findings == ()
+
+
+def test_with_its_plan_more_of_a_model_is_judged_and_compared(
+    ranks: RankPool, alone: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    weights, _ = alone["llama"]
+    one = traced(ranks, planned, str(weights), "alone", "", folder=tmp_path / "one", world=1)
+    two = traced(ranks, planned, str(weights), "gradients", "", folder=tmp_path / "two", world=2)
+    report = check(two)
+    assert (report.judged, report.recorded) == (47, 86)  # without the plan 21
+    compared = diff(one, two)
+    assert compared.verdict.value == "clean"
+    assert (compared.compared, compared.recorded) == (80, 86)  # without the plan 66
+
+
+@pytest.mark.parametrize("how", ["inference", "gradients"])
+@pytest.mark.parametrize(
+    ("forgetful", "named"),
+    [
+        ("1.self_attn.o_proj", "model.layers.1.self_attn.o_proj"),
+        ("0.mlp.down_proj", "model.layers.0.mlp.down_proj"),
+        # no layer does it right
+        ("_proj", "model.layers.0.self_attn.o_proj"),
+    ],
+)
+def test_a_forgotten_all_reduce_behind_a_row_parallel_layer_is_named(
+    ranks: RankPool,
+    alone: dict[str, tuple[Path, Path]],
+    tmp_path: Path,
+    forgetful: str,
+    named: str,
+    how: str,
+) -> None:
+    weights, _ = alone["llama"]
+    out = traced(ranks, planned, str(weights), how, forgetful, folder=tmp_path / "t", world=2)
+    (origin,) = check(out).origins
+    assert (origin.kind.value, origin.path, origin.slot, origin.ranks) == (
+        *("replica-mismatch", named, "output", (0, 1)),
+    )
+    assert origin.evidence["layout"] == "marked"

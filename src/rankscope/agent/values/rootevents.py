@@ -21,9 +21,10 @@ from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.values.onaccelerator import HeldValue
 from rankscope.agent.values.valuereader import ValueReader
-from rankscope.capture.describe import ParameterMarks
+from rankscope.capture.describe import ParameterMarks, activation_marks
 from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.dtensor import is_dtensor
+from rankscope.layout.marks import Mark
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
@@ -91,17 +92,22 @@ class RootEvents:
             self._record(root, _Event(Phase.SETUP))
 
     def _write_marks(self, root: Root) -> None:
-        """Write down what a framework says on parameters of how they lie."""
+        """Write down what a framework says of how parameters and activations lie."""
         with invisible():
             marks = ParameterMarks(self.table.with_wrappers(root))
-            found = [
-                (info, name, mark)
+            found: list[tuple[ModuleInfo, str, Mark, dict[str, bool]]] = [
+                (info, name, mark, {})
                 for info, module, name, parameter in self._all_parameters(root)
                 if (mark := marks.of(module, parameter)) is not None
             ]
-        for info, name, mark in found:
+            found += [
+                (info, slot, mark, {"activation": True})
+                for info, module in self.table.of_root(root)
+                for slot, mark in activation_marks(module)
+            ]
+        for info, name, mark, kind in found:
             number = self._definitions.of(info)
-            self.recorder.define("mark", module=number, name=name, **mark.as_fields())
+            self.recorder.define("mark", module=number, name=name, **mark.as_fields(), **kind)
 
     def _expect_to_keep(self, root: Root) -> None:
         """Tell what keeping the parameters of a root is going to take."""
