@@ -14,7 +14,7 @@ import pytest
 from rankscope.assembly import markedlayouts
 from rankscope.assembly.interning import mark_of
 from rankscope.errors import LayoutError
-from rankscope.layout.marks import Mark
+from rankscope.layout.marks import LayoutMark
 from rankscope.layout.placement import LayoutSource, Placement, PlacementKind
 from rankscope.record.finding import Report
 from rankscope.record.phases import Phase
@@ -217,7 +217,7 @@ def test_pieces_that_began_equal_at_one_place_of_several_groups_are_replicas(tmp
 @pytest.mark.parametrize("members", [None, (3, 1)])
 def test_a_mark_reads_back_as_it_was_written(members):
     strided = Placement(kind=PlacementKind.STRIDED_SHARD, dim=0, split_factor=2)
-    mark = Mark(axis="tp", placement=strided, members=members)
+    mark = LayoutMark(axis="tp", placement=strided, members=members)
     assert mark_of(mark.as_fields()) == mark and mark.is_cut
 
 

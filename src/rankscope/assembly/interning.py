@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rankscope.assembly.rankstreams import RankStream
 from rankscope.assembly.rootnames import RootDefinition, StreamRoots, join_path, name_roots
 from rankscope.errors import LayoutError
-from rankscope.layout.marks import LAST_DIM, Mark
+from rankscope.layout.marks import LAST_DIM, LayoutMark
 from rankscope.layout.placement import Layout, LayoutSource, Mesh, PieceKind, parse_placement
 from rankscope.layout.plan import Piece
 from rankscope.record.collective import Collective
@@ -226,7 +226,7 @@ def mesh_of(definition: Mapping[str, Any]) -> Mesh:
     )
 
 
-def mark_of(definition: Mapping[str, Any]) -> Mark:
+def mark_of(definition: Mapping[str, Any]) -> LayoutMark:
     """Return the mark a definition describes.
 
     Raises:
@@ -239,7 +239,7 @@ def mark_of(definition: Mapping[str, Any]) -> Mark:
     if placement.pieces is PieceKind.UNKNOWN:
         raise LayoutError(f"a mark says {placement}, which is no placement")
     members = definition.get("members")
-    return Mark(
+    return LayoutMark(
         axis=str(definition["axis"]),
         placement=placement,
         is_of_last_dim=is_of_last_dim,

@@ -23,7 +23,7 @@ from rankscope.assembly.rankstreams import RankStream
 from rankscope.assembly.tables import Tables
 from rankscope.errors import LayoutError
 from rankscope.layout.declared import declared_pieces
-from rankscope.layout.marks import AXIS_GROUPS, Mark, Members, believed_groups
+from rankscope.layout.marks import AXIS_GROUPS, LayoutMark, Members, believed_groups
 from rankscope.layout.placement import LayoutSource, Mesh
 from rankscope.record.phases import Phase
 
@@ -33,7 +33,7 @@ _ISSUERS: Final = (Phase.FORWARD.word, Phase.RECOMPUTE.word)
 _OPS: Final = ("all_reduce", "all_gather", "reduce_scatter")
 """Of collectives inside a layer that is cut, by the word they begin with."""
 
-_Marks = Mapping[tuple[str, str], Mapping[int, Mark]]
+_Marks = Mapping[tuple[str, str], Mapping[int, LayoutMark]]
 """{(path, slot): {stream: mark}}"""
 
 
@@ -91,7 +91,7 @@ def mark_layouts(
 
 
 def _marks(vocabulary: Vocabulary, streams: Sequence[RankStream]) -> _Marks:
-    found: dict[tuple[str, str], dict[int, Mark]] = {}
+    found: dict[tuple[str, str], dict[int, LayoutMark]] = {}
     for number, stream in enumerate(streams):
         lookup = vocabulary.module_lookup[number]
         for definition in stream.defined("mark").values():
@@ -108,11 +108,11 @@ def _marks(vocabulary: Vocabulary, streams: Sequence[RankStream]) -> _Marks:
 
 
 def _lines(
-    marks: Mapping[int, Mark],
+    marks: Mapping[int, LayoutMark],
     held: Mapping[int, int],
     groups: _AxisGroups,
     streams: Sequence[RankStream],
-) -> Iterator[tuple[Mark, Members, dict[int, int]]]:
+) -> Iterator[tuple[LayoutMark, Members, dict[int, int]]]:
     """Yield each group of ranks along the axis of a value's marks, where all of the group say the
     same: what they say, and {rank: what is held of it}."""
     numbers = {streams[number].stream.rank: number for number in held}
@@ -130,7 +130,7 @@ def _lines(
 
 def _placed(
     vocabulary: Vocabulary,
-    mark: Mark,
+    mark: LayoutMark,
     members: Members,
     held: tuple[tuple[int, int], ...],
     without: tuple[int, ...],

@@ -42,7 +42,7 @@ from rankscope.capture.torch_internals.dtensor import (
 from rankscope.capture.torch_internals.loaded import loaded_class
 from rankscope.capture.torch_internals.parallel import sharded_originals
 from rankscope.errors import LayoutError
-from rankscope.layout.marks import FSDP1_AXIS, Mark
+from rankscope.layout.marks import FSDP1_AXIS, LayoutMark
 from rankscope.layout.placement import (
     Layout,
     LayoutSource,
@@ -428,20 +428,20 @@ class ParameterMarks:
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        self._flat: dict[int, Mark] = {}
+        self._flat: dict[int, LayoutMark] = {}
         """By identity of the parameter."""
         for parameter, group in sharded_originals(modules):
             members = group_ranks(group)
             if members is not None:
-                mark = Mark(axis=FSDP1_AXIS, placement=_RUN, members=members)
+                mark = LayoutMark(axis=FSDP1_AXIS, placement=_RUN, members=members)
                 self._flat[id(parameter)] = mark
 
-    def of(self, module: torch.nn.Module, parameter: torch.Tensor) -> Mark | None:
+    def of(self, module: torch.nn.Module, parameter: torch.Tensor) -> LayoutMark | None:
         """Return what stands on a parameter of this module, None where nothing does."""
         return self._flat.get(id(parameter)) or _megatron(module, parameter)
 
 
-def _megatron(module: torch.nn.Module, parameter: torch.Tensor) -> Mark | None:
+def _megatron(module: torch.nn.Module, parameter: torch.Tensor) -> LayoutMark | None:
     own: dict[str, Any] = getattr(parameter, "__dict__", {})
     is_cut = own.get("tensor_model_parallel")
     is_expert = own.get("allreduce") is False
@@ -457,7 +457,7 @@ def _megatron(module: torch.nn.Module, parameter: torch.Tensor) -> Mark | None:
     group = module.__dict__.get("tp_group")
     if torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup):
         members = group_ranks(group)
-    return Mark(axis="etp" if is_expert else "tp", placement=placement, members=members)
+    return LayoutMark(axis="etp" if is_expert else "tp", placement=placement, members=members)
 
 
 def _cut(dim: object, stride: object, dims: int) -> Placement | None:
@@ -481,7 +481,7 @@ The other classes leave it to the module how values lie."""
 _MOST_DIMS: Final = 64
 
 
-def activation_marks(module: torch.nn.Module) -> Iterator[tuple[str, Mark]]:
+def activation_marks(module: torch.nn.Module) -> Iterator[tuple[str, LayoutMark]]:
     """Yield what transformers' `tp_plan` says of the first input of a module and of its output,
     each with the name of its slot.
 
@@ -511,12 +511,14 @@ def activation_marks(module: torch.nn.Module) -> Iterator[tuple[str, Mark]]:
     for slot, attribute in slots.items():
         said: Any = style.__dict__.get(attribute)
         if not attribute or placement_class(said) == "Replicate":
-            yield slot, Mark(axis=axis, placement=_WHOLE, members=members)
+            yield slot, LayoutMark(axis=axis, placement=_WHOLE, members=members)
         elif placement_class(said) == "Shard":
             is_last = said.dim == -1
             placement = _cut(0 if is_last else said.dim, 1, _MOST_DIMS)
             if placement is not None:
                 yield (
                     slot,
-                    Mark(axis=axis, placement=placement, is_of_last_dim=is_last, members=members),
+                    LayoutMark(
+                        axis=axis, placement=placement, is_of_last_dim=is_last, members=members
+                    ),
                 )

@@ -36,7 +36,7 @@ LAST_DIM: Final = "Shard(-1)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
+class LayoutMark:
     """What a framework says of one parameter or activation of one rank."""
 
     axis: str
@@ -58,7 +58,7 @@ class Mark:
         placement = LAST_DIM if self.is_of_last_dim else str(self.placement)
         return {"axis": self.axis, "placement": placement, "members": members}
 
-    def says_as(self, other: Mark) -> bool:
+    def says_as(self, other: LayoutMark) -> bool:
         """True where another mark says the same, whatever ranks they name."""
         is_alike = self.axis == other.axis and self.is_of_last_dim == other.is_of_last_dim
         return is_alike and self.placement == other.placement

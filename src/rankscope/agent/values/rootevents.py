@@ -24,7 +24,7 @@ from rankscope.agent.values.valuereader import ValueReader
 from rankscope.capture.describe import ParameterMarks, activation_marks
 from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.dtensor import is_dtensor
-from rankscope.layout.marks import Mark
+from rankscope.layout.marks import LayoutMark
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
@@ -95,7 +95,7 @@ class RootEvents:
         """Write down what a framework says of how parameters and activations lie."""
         with invisible():
             marks = ParameterMarks(self.table.with_wrappers(root))
-            found: list[tuple[ModuleInfo, str, Mark, dict[str, bool]]] = [
+            found: list[tuple[ModuleInfo, str, LayoutMark, dict[str, bool]]] = [
                 (info, name, mark, {})
                 for info, module, name, parameter in self._all_parameters(root)
                 if (mark := marks.of(module, parameter)) is not None
