@@ -104,7 +104,8 @@ def _arm() -> None:
         arm(tell=tell)
     except Exception as error:  # noqa: BLE001  # torch was imported to train, which goes on untraced
         text = f"{type(error).__name__}: {error}"
-        tell("refused", text)
+        with contextlib.suppress(Exception):
+            tell("refused", text)
         if os.environ.get(_SAID_VARIABLE) == text:
             return  # the process that started this one has said it
         os.environ[_SAID_VARIABLE] = text

@@ -510,15 +510,11 @@ def activation_marks(module: torch.nn.Module) -> Iterator[tuple[str, LayoutMark]
     axis = str((mesh.mesh_dim_names or ("tp",))[0])
     for slot, attribute in slots.items():
         said: Any = style.__dict__.get(attribute)
-        if not attribute or placement_class(said) == "Replicate":
-            yield slot, LayoutMark(axis=axis, placement=_WHOLE, members=members)
-        elif placement_class(said) == "Shard":
-            is_last = said.dim == -1
-            placement = _cut(0 if is_last else said.dim, 1, _MOST_DIMS)
-            if placement is not None:
-                yield (
-                    slot,
-                    LayoutMark(
-                        axis=axis, placement=placement, is_of_last_dim=is_last, members=members
-                    ),
-                )
+        kind = placement_class(said) if attribute else "Replicate"
+        is_last = kind == "Shard" and said.dim == -1
+        cut = _cut(0 if is_last else said.dim, 1, _MOST_DIMS) if kind == "Shard" else None
+        placement = _WHOLE if kind == "Replicate" else cut
+        if placement is not None:
+            yield slot, LayoutMark(
+                axis=axis, placement=placement, is_of_last_dim=is_last, members=members
+            )
