@@ -515,6 +515,7 @@ def activation_marks(module: torch.nn.Module) -> Iterator[tuple[str, LayoutMark]
         cut = _cut(0 if is_last else said.dim, 1, _MOST_DIMS) if kind == "Shard" else None
         placement = _WHOLE if kind == "Replicate" else cut
         if placement is not None:
-            yield slot, LayoutMark(
-                axis=axis, placement=placement, is_of_last_dim=is_last, members=members
+            yield (
+                slot,
+                LayoutMark(axis=axis, placement=placement, is_of_last_dim=is_last, members=members),
             )
