@@ -109,7 +109,8 @@ def test_the_debugger_and_the_global_files_agree_on_every_value_of_a_sharded_mod
     ranks: RankPool, tmp_path: Path
 ) -> None:
     """A rank alone proves which values are shards; beside the other ranks' records, which are whole
-    too, and of some the plan says it. Whatever is said of a value, the global file holds the tensor that it says."""
+    too, and of some the plan says it. Whatever is said of a value, the global file holds the tensor
+    that it says."""
     made("llama")[0].save_pretrained(tmp_path / "saved")
     ranks.run(job.seen_both_ways, str(tmp_path / "saved"), str(tmp_path), world_size=2)
     said = []
