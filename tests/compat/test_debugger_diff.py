@@ -411,6 +411,7 @@ def test_a_trace_and_files_of_a_debugger_are_refused_with_how_to_make_them_alike
         assert f"rankscope export {tmp_path / 'trace'} --out FOLDER --format hf makes" in text
     (tmp_path / "empty").mkdir()
     assert "empty holds no *_FULL_TENSORS.json" in refused(folders[0], tmp_path / "empty")
+    assert f"{tmp_path / 'nowhere'}: no such folder" in refused(folders[0], tmp_path / "nowhere")
     assert "is empty: nothing has been traced" in refused(tmp_path / "empty", tmp_path / "empty")
 
 
