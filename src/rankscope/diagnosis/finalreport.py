@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, Final
 
 from rankscope.diagnosis.causeorder import CauseOrder, FaultPlace, Join, sort_causes
 from rankscope.diagnosis.context import Candidate, CheckContext
@@ -25,6 +25,10 @@ from rankscope.tree.views import Trace
 _MOST_EVENTS = 2_000
 """Events that are put in order; what comes later by clock than that many counts as a victim."""
 FORMAT = "rankscope.report/1"
+_UNEQUAL_INPUT: Final = (
+    "These ranks were given different values: look at what comes before this module. Of the first "
+    "module of a model that is the data; of others code between modules, hooks, and weights."
+)
 
 
 def made_report(
@@ -155,6 +159,8 @@ def _finding(
     names = dict.fromkeys(v.place for v in sorted(victims, key=_first_ns))
     kind = candidate.kind
     usual = candidate.phase.facts.unequal if kind is Kind.REPLICA else kind.advice
+    if kind is Kind.REPLICA and candidate.slot.startswith("input"):
+        usual = _UNEQUAL_INPUT
     told = {
         "is_origin": is_origin,
         "victims": sum(v.weight for v in victims) + candidate.weight - 1,
