@@ -109,8 +109,7 @@ def test_the_debugger_and_the_global_files_agree_on_every_value_of_a_sharded_mod
     ranks: RankPool, tmp_path: Path
 ) -> None:
     """A rank alone proves which values are shards; beside the other ranks' records, which are whole
-    too, and of some the plan says it. Whatever is said of a value, the global file holds the tensor
-    that it says."""
+    too. Whatever is said of a value, the global file holds the tensor that it says."""
     made("llama")[0].save_pretrained(tmp_path / "saved")
     ranks.run(job.seen_both_ways, str(tmp_path / "saved"), str(tmp_path), world_size=2)
     said = []
@@ -132,19 +131,22 @@ def test_the_debugger_and_the_global_files_agree_on_every_value_of_a_sharded_mod
         ((placement,),) = {tuple(value["placements"].values()) for value in held}
         dim = int(placement[6:-1]) if placement.startswith("Shard") else None
         assert {value["global_shape"] for value in held} == {wanted["shape"]}
-        # what the plan marks is known without a proof
-        assert all(value.get("layout", "inferred: ").startswith("inferred: ") for value in held)
+        assert all(value["layout"].startswith(("inferred: ", "marked")) for value in held)
         assert found.equal(parts[0] if dim is None else torch.cat(parts, dim))
         assert dim is not None or parts[0].equal(parts[1])
         for value, beside in zip(own, held):
-            is_proven, is_said = "layout" in beside, value["layout"] != "unknown"
-            facts = ("placements", "global_shape", *(("mesh", "layout") if is_proven else ()))
+            facts = ["placements", "global_shape"]
+            if beside["layout"] != "marked":
+                facts += ["mesh", "layout"]
+            is_said = value["layout"] != "unknown"
             assert [value.get(f) for f in facts] == [beside[f] for f in facts] or not is_said
-            counted[placement, is_said, is_proven] += 1
+            counted[placement, beside["layout"] == "marked", is_said] += 1
     assert counted == {
-        ("Shard(2)", True, True): 2 * 4, ("Shard(2)", True, False): 2 * 14,
-        ("Replicate()", False, True): 2 * 34, ("Replicate()", False, False): 2 * 18,
-    }  # fmt: skip
+        ("Shard(2)", True, True): 2 * 14,
+        ("Shard(2)", False, True): 2 * 4,
+        ("Replicate()", True, False): 2 * 18,
+        ("Replicate()", False, False): 2 * 34,
+    }
 
 
 def test_parameters_on_a_mesh_are_enough_for_values_to_be_unknown(

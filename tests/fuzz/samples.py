@@ -33,6 +33,7 @@ DEFINITIONS: tuple[dict[str, Any], ...] = (
         "axis": "tp",
         "placement": "Shard(0)",
         "members": [0, 1],
+        "activation": True,
     },
     {"kind": "raised", "error": "ValueError: no", "causes": ["KeyError"], "where": "train.py:3"},
     {"kind": "not_kept", "reason": "budget", "text": "3 tensors were not kept"},

@@ -30,6 +30,7 @@ from rankscope.compat.debugger.text import (
 )
 from rankscope.errors import LayoutError, SelectionError, TraceError
 from rankscope.layout.layoutfile import LayoutFile
+from rankscope.layout.placement import LayoutSource
 from rankscope.tensors.globalvalues import whole_value
 from rankscope.tensors.kept import why_not_kept
 from rankscope.tensors.proofs import digests, how_it_lies
@@ -148,10 +149,12 @@ class LocalValues:
         return self._measured[known]
 
     def _labels(self, value: Value, view: SlotView, shape: tuple[int, ...]) -> dict[str, Any]:
-        """Return how a tensor lies: as its DTensor says, else as far as that is proven; of a mesh
-        of several axes along all of them or not at all."""
+        """Return how a tensor lies: as its DTensor or its mark says, else as far as that is proven;
+        of a mesh of several axes along all of them or not at all."""
         whole, name = view.global_shape, view.mesh_name
         placements, proven = view.placements, dict[str, str]()
+        if view.source is LayoutSource.MARKED:
+            proven = {"layout": view.source.value}
         if not placements:
             mesh = self._on_mesh.layout(self._rank).mesh if self._on_mesh else None
             said = how_it_lies(value, mesh, self._tells) if mesh else {}
