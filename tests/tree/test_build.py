@@ -169,7 +169,7 @@ def test_ranks_that_disagree_in_dtype_are_kept_apart_and_say_so(spools, out):
     trace = finish(out, *ranks)
     found = [(e["ranks"], e["dtype"], e["disagree"]) for e in slot(nodes(trace)[0], "output")]
     assert found == [("0,2", "float32", ["dtype"]), ("1", "bfloat16", ["dtype"])]
-    assert not open_trace(out).value("", "output").is_uniform
+    assert len(open_trace(out).value("", "output").views) > 1
 
 
 def test_ranks_that_disagree_in_placement_are_kept_apart(spools, out):

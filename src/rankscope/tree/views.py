@@ -172,11 +172,6 @@ class Value:
         return sum(view.distinct for view in self.views)
 
     @property
-    def is_uniform(self) -> bool:
-        """True where all ranks agree on dtype, global shape and layout."""
-        return len(self.views) == 1
-
-    @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks that have a value here."""
         return tuple(sorted({rank for view in self.views for rank in view.ranks}))
