@@ -1,10 +1,9 @@
 """Layouts that frameworks marked: the tree gives them to parameters, gradients and activations.
 
-A rank records the marks of its parameters and modules (`capture/describe.py`). A mark says how a
-value lies along an axis, often not between which ranks: here, where the groups of all ranks and
-what they held at setup are known, `layout/marks.py` says which ranks these are. Where that is not
-certain, or where local shapes contradict a mark, the value stays as it was recorded: its layout is
-unknown.
+A rank records the marks of its parameters and modules (`capture/frameworkmarks.py`). A mark says
+how a value lies along an axis, often not between which ranks: here, where the groups of all ranks
+and what they held at setup are known, `layout/marks.py` says which ranks these are. Where that is
+not certain, or where local shapes contradict a mark, the value's layout stays unknown.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ def _lines(
             continue
         seen.add(members)
         own = [numbers[rank] for rank in members if rank in numbers]
-        if own and all(marks[other].says_as(mark) for other in own):
+        if own and len({replace(marks[other], members=None) for other in own}) == 1:
             yield mark, members, {streams[other].stream.rank: held[other] for other in own}
 
 

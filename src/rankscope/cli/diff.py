@@ -157,7 +157,7 @@ def _opened(paths: Sequence[Path], *, takes_printed: bool) -> list[Trace]:
     if not all(is_files):
         files, other = paths[is_files.index(True)], paths[is_files.index(False)]
         if not other.exists():
-            raise FolderError(f"{other}: no such folder", "give two that a module debugger wrote")
+            opened(other)  # which says so
         raise FolderError(
             f"{files} was written by a module debugger, and {other} holds no *_FULL_TENSORS.json",
             f"give two of one kind: {typed('export', other, out='FOLDER')} --format hf makes files "

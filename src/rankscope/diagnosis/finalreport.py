@@ -25,9 +25,9 @@ from rankscope.tree.views import Trace
 _MOST_EVENTS = 2_000
 """Events that are put in order; what comes later by clock than that many counts as a victim."""
 FORMAT = "rankscope.report/1"
-_UNEQUAL_INPUT: Final = (
-    "These ranks were given different values: look at what comes before this module. Of the first "
-    "module of a model that is the data; of others code between modules, hooks, and weights."
+_HANDED_UNEQUAL: Final = (
+    "These ranks were handed different values: look at what made them: the data, the loss, code "
+    "between modules, hooks, and weights."
 )
 
 
@@ -158,9 +158,10 @@ def _finding(
         evidence["incarnation"] = candidate.incarnation
     names = dict.fromkeys(v.place for v in sorted(victims, key=_first_ns))
     kind = candidate.kind
-    usual = candidate.phase.facts.unequal if kind is Kind.REPLICA else kind.advice
-    if kind is Kind.REPLICA and candidate.slot.startswith("input"):
-        usual = _UNEQUAL_INPUT
+    usual = kind.advice
+    if kind is Kind.REPLICA:
+        facts = candidate.phase.facts
+        usual = _HANDED_UNEQUAL if candidate.slot.startswith(facts.handed) else facts.unequal
     told = {
         "is_origin": is_origin,
         "victims": sum(v.weight for v in victims) + candidate.weight - 1,

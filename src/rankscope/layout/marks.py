@@ -10,7 +10,7 @@ the same). Where nothing or more than one answer is left, the axis is not known.
 transformers' `tp_plan` says of what goes into a module and comes out how it lies, and names the
 ranks.
 
-Plain data goes in and comes out; the marks are read in `capture/describe.py`.
+Plain data goes in and comes out; the marks are read in `capture/frameworkmarks.py`.
 """
 
 from __future__ import annotations
@@ -57,11 +57,6 @@ class LayoutMark:
         members = None if self.members is None else list(self.members)
         placement = LAST_DIM if self.is_of_last_dim else str(self.placement)
         return {"axis": self.axis, "placement": placement, "members": members}
-
-    def says_as(self, other: LayoutMark) -> bool:
-        """True where another mark says the same, whatever ranks they name."""
-        is_alike = self.axis == other.axis and self.is_of_last_dim == other.is_of_last_dim
-        return is_alike and self.placement == other.placement
 
     def placed(self, dims: int) -> Placement:
         """Return how a value of so many dims lies."""

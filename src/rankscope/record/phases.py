@@ -25,6 +25,8 @@ class PhaseFacts:
     """Kinds of slots that are meant in this phase where no phase is named; forward has the rest."""
     results: tuple[str, ...] = ()
     """Slots that come out of its calls."""
+    handed: tuple[str, ...] = ()
+    """Slots that go into its calls, begun so."""
     unequal: str
     """What to look at where ranks that should hold the same first differ in this phase."""
 
@@ -78,12 +80,14 @@ _FACTS: Final = {
         has_micro_batches=True,
         is_activation=True,
         results=("output",),
+        handed=("input",),
     ),
     Phase.RECOMPUTE: PhaseFacts(
         unequal="Look for random numbers that should be the same on these ranks.",
         has_micro_batches=True,
         is_activation=True,
         results=("output",),
+        handed=("input",),
     ),
     Phase.BACKWARD: PhaseFacts(
         unequal="The gradients that came in agree: look for a reduction that is missing in the "
@@ -92,6 +96,7 @@ _FACTS: Final = {
         is_activation=True,
         slots=("grad_input", "grad_output"),
         results=("grad_input",),
+        handed=("grad_output",),
     ),
     Phase.GRADS: PhaseFacts(
         unequal="Something changed these gradients on some ranks only: clipping, scaling, a hook, "

@@ -185,13 +185,7 @@ def _to_finish(out: Path) -> GrowingTree:
         time.sleep(_LOOK_S)
 
 
-def recover(
-    folders: Sequence[Path],
-    out: Path,
-    *,
-    wanted_tree: str | None = None,
-    progress: Progress | None = None,
-) -> Document:
+def recover(folders: Sequence[Path], out: Path, *, progress: Progress | None = None) -> Document:
     """Build the trace of all streams found in trace and spool folders, into the new folder `out`.
 
     Raises:
@@ -232,7 +226,7 @@ def recover(
         began_ns=tree.began_ns,
         end=job_end(folders),
     )
-    write_trace(document, out, tree=tree, wanted=wanted_tree, progress=progress)
+    write_trace(document, out, tree=tree, progress=progress)
     tree.forget_index()
     return document
 

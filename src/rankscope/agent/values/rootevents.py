@@ -21,10 +21,9 @@ from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.values.onaccelerator import HeldValue
 from rankscope.agent.values.valuereader import ValueReader
-from rankscope.capture.describe import ParameterMarks, activation_marks
+from rankscope.capture.frameworkmarks import ParameterMarks, activation_marks
 from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.dtensor import is_dtensor
-from rankscope.layout.marks import LayoutMark
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
@@ -95,19 +94,18 @@ class RootEvents:
         """Write down what a framework says of how parameters and activations lie."""
         with invisible():
             marks = ParameterMarks(self.table.with_wrappers(root))
-            found: list[tuple[ModuleInfo, str, LayoutMark, dict[str, bool]]] = [
-                (info, name, mark, {})
+            found: list[tuple[ModuleInfo, dict[str, object]]] = [
+                (info, {"name": name, **mark.as_fields()})
                 for info, module, name, parameter in self._all_parameters(root)
                 if (mark := marks.of(module, parameter)) is not None
             ]
             found += [
-                (info, slot, mark, {"activation": True})
+                (info, {"name": slot, "activation": True, **mark.as_fields()})
                 for info, module in self.table.of_root(root)
                 for slot, mark in activation_marks(module)
             ]
-        for info, name, mark, kind in found:
-            number = self._definitions.of(info)
-            self.recorder.define("mark", module=number, name=name, **mark.as_fields(), **kind)
+        for info, fields in found:
+            self.recorder.define("mark", module=self._definitions.of(info), **fields)
 
     def _expect_to_keep(self, root: Root) -> None:
         """Tell what keeping the parameters of a root is going to take."""

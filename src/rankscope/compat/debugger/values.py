@@ -152,9 +152,8 @@ class LocalValues:
         """Return how a tensor lies: as its DTensor or its mark says, else as far as that is proven;
         of a mesh of several axes along all of them or not at all."""
         whole, name = view.global_shape, view.mesh_name
-        placements, proven = view.placements, dict[str, str]()
-        if view.source is LayoutSource.MARKED:
-            proven = {"layout": view.source.value}
+        placements, is_marked = view.placements, view.source is LayoutSource.MARKED
+        proven = {"layout": view.source.value} if is_marked else {}
         if not placements:
             mesh = self._on_mesh.layout(self._rank).mesh if self._on_mesh else None
             said = how_it_lies(value, mesh, self._tells) if mesh else {}
