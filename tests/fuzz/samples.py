@@ -18,7 +18,7 @@ from rankscope.run.filenames import REPLICA_FOLDER
 from rankscope.run.stallrecords import Stall, keep_stall
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import DEFINITION_LENGTH, FIRST, PAYLOAD_BYTES, RecordKind
-from rankscope.tree.build import recover
+from rankscope.tree.build import build, recover
 from rankscope.tree.goldenfile import write_golden
 from rankscope.tree.reader import open_trace
 from tests.stepwise.growing import grown
@@ -79,7 +79,9 @@ def tree(name: str) -> Path:
 def compact_tree(name: str) -> Path:
     """The same without tree.json."""
     out = scratch() / f"compact-{name}"
-    recover([job(name)], out, wanted_tree="never")
+    out.mkdir()
+    unpacked(name, out)
+    build(out, wanted_tree="never")
     return out
 
 
