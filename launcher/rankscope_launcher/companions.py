@@ -1,6 +1,6 @@
-"""The launcher's child processes: a relay, maybe a collector; one that is killed is started again.
+"""The launcher's child process, the companion of its host: one that is killed is started again.
 
-Both keep no state but the files they work on, so one that was killed goes on where it was. That
+It keeps no state but the files it works on, so one that was killed goes on where it was. That
 happens a few times, then the launcher leaves it be and says at the end what to do.
 """
 
@@ -9,12 +9,10 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rankscope.gather.log import ExitOutcome
-from rankscope.run.companions import companion_environment
+from rankscope.run.companions import ExitOutcome, companion_environment
 from rankscope.run.ownership import open_own_log
 
 __all__ = ["Companion", "CompanionWatch"]
@@ -63,6 +61,14 @@ class Companion:
         code = self.outcome()
         return code is None or (code not in _FINAL and self._starts_left > 0)
 
+    def wait(self, seconds: float) -> bool:
+        """Wait until it has ended; False where it has not."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
     def stop(self) -> None:
         """Ask it to end."""
         self._starts_left = 0
@@ -85,36 +91,23 @@ class Companion:
 
 
 class CompanionWatch:
-    """Looks after companions while the launcher's main thread is inside torchrun."""
+    """Looks after a companion while the launcher's main thread is inside torchrun."""
 
-    def __init__(
-        self, companions: Sequence[Companion], looks: Sequence[Callable[[], object]]
-    ) -> None:
-        self._companions = companions
+    def __init__(self, companion: Companion, looks: Sequence[Callable[[], object]]) -> None:
+        self._companion = companion
         self._looks = looks
         """Called every time: what else is to be seen while the job runs."""
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rankscope-companions", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rankscope-companion", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End; from then on whoever asked tends them."""
+        """End; from then on whoever asked tends it."""
         self._is_over.set()
         self._thread.join()
 
     def _run(self) -> None:
         while not self._is_over.wait(_LOOK_S):
-            for companion in self._companions:
-                companion.tend()
+            self._companion.tend()
             for look in self._looks:
                 look()
-
-
-def wait_for_end(companions: Sequence[Companion], seconds: float) -> bool:
-    """Wait until all have ended; False where one has not."""
-    deadline = time.monotonic() + seconds
-    while any(companion.outcome() is None for companion in companions):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True

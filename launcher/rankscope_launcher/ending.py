@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.errors import RankscopeError
-from rankscope.gather.log import ExitOutcome
 from rankscope.record.notes import NoteKind
 from rankscope.record.stepselection import StepSelection
+from rankscope.run.companions import ExitOutcome
 from rankscope.run.eventboard import held_anything
 from rankscope.run.filenames import CELLS_SUFFIX, COLLECTOR_LOG_NAME, REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.folders import streams
@@ -46,23 +46,19 @@ class HostPart:
     collection: Collection
     steps: StepSelection
     """The setting."""
-    relay: Companion | None = None
-    collector: Companion | None = None
-    """None where another host of the run has it."""
+    companion: Companion | None = None
+    gathers: bool = False
+    """It gathers the run; False where another host of it does, or a collector."""
     was_held: bool = False
     """Ranks of this host held steps back."""
-
-    def companions(self) -> list[Companion]:
-        """Return those that were started."""
-        return [each for each in (self.relay, self.collector) if each is not None]
 
     def has_tree(self) -> bool:
         """True once the tree is in this host's trace folder."""
         return not self.collection.is_elsewhere and (self.out / TRACE_NAME).exists()
 
     def has_no_room(self) -> bool:
-        """True where the relay writes the trace folder, and gave up because that takes nothing."""
-        return self.relay is not None and self.relay.outcome() == ExitOutcome.NO_ROOM
+        """True where the companion gave up because the trace folder takes nothing."""
+        return self.companion is not None and self.companion.outcome() == ExitOutcome.NO_ROOM
 
     def has_records(self) -> bool:
         """True where any rank opened a spool, as far as this host sees."""
@@ -82,11 +78,11 @@ class HostPart:
             return (
                 f"no tree in {self.out}: {_NO_ROOM}; build it from the records: {self._recover()}"
             )
-        if self.collector is None and self.was_held:
+        if not self.gathers and self.was_held:
             return f"where anything happened, the collector builds a trace in {self.out}"
-        if self.collector is None:
+        if not self.gathers or self.companion is None:
             return f"the records of this host are in {self.out}; its collector builds the tree"
-        code = self.collector.outcome()
+        code = self.companion.outcome()
         if code is None:
             return (
                 f"the trace follows in {self.out}; read it then: {typed('show', folder)} "
@@ -98,8 +94,6 @@ class HostPart:
             quiet = QUIET.format(touched=touched, watched=watched)
             return quiet if self.was_held else untraced
         why = f"the collector ended with code {code}, see {self.out / COLLECTOR_LOG_NAME}"
-        if code == ExitOutcome.NO_ROOM:
-            why = _NO_ROOM
         return f"no tree in {self.out}: {why}; build it from the records: {self._recover()}"
 
     def _of_tree(self, folder: str) -> str:
@@ -113,7 +107,7 @@ class HostPart:
 
     def _of_records_sent(self) -> str:
         address = self.collection.address
-        code = self.relay.outcome() if self.relay is not None else None
+        code = None if self.companion is None else self.companion.outcome()
         if code == ExitOutcome.DONE:
             where = ", where anything happened" if self.was_held else ""
             return f"records went to the collector at {address}, which writes the tree{where}"

@@ -1,7 +1,7 @@
 """The trace of one job on one host, from the launcher: made before the job, awaited after it.
 
 job = TracedJob.prepare(settings, shape)    # folders, disk, run.json: every refusal is here
-job.start()                                 # relay and collector
+job.start()                                 # the companion of this host
 try:
     ...                                     # the job, however it ends
 finally:
@@ -25,7 +25,6 @@ from types import FrameType
 from rankscope.capture.device.hostgpus import compilers_of_host
 from rankscope.capture.kernel import prepare as prepare_kernel
 from rankscope.errors import RankscopeError, SettingError
-from rankscope.gather.log import ExitOutcome
 from rankscope.run.companions import (
     companion_command,
     dataset_trouble,
@@ -36,8 +35,8 @@ from rankscope.run.eventboard import held_anything
 from rankscope.run.filenames import (
     COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
+    COMPANION_LOG_NAME,
     LAUNCHER_LOCK_NAME,
-    RELAY_LOG_NAME,
     REPLICA_FOLDER,
     TRACE_NAME,
 )
@@ -56,7 +55,7 @@ from rankscope.run.prepare import Collection, PreparedRun, RunRequest, prepare_r
 from rankscope.run.progressline import progress
 from rankscope.run.verdictline import verdict_line
 from rankscope.settings import SET, SETTINGS, Settings
-from rankscope_launcher.companions import Companion, CompanionWatch, wait_for_end
+from rankscope_launcher.companions import Companion, CompanionWatch
 from rankscope_launcher.ending import HostPart, failure_line, shown
 from rankscope_launcher.progress import StallNotices, say
 from rankscope_launcher.untraced import Reached, reached_by_processes, why_nothing
@@ -65,7 +64,7 @@ __all__ = ["JobShape", "TracedJob"]
 
 _POLL_S = 0.05
 _COMPANION_END_S = 5.0
-"""How long the relay and the collector may take to leave once the tree is there."""
+"""How long the companion may take to leave once the tree is there."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """End the waiting for the tree; the job has ended by then."""
 
@@ -79,7 +78,7 @@ class JobShape:
     hosts: int
     local_ranks: int
     is_head: bool
-    """This host holds the collector."""
+    """The companion of this host gathers the run, where no collector was named."""
 
     def __post_init__(self) -> None:
         if self.hosts < 1 or self.local_ranks < 1:
@@ -132,7 +131,8 @@ class TracedJob:
                 f"{shape.hosts} hosts: expected one trace folder that all of them see; "
                 "give every host the same --rs-out, on a shared disk"
             )
-        if not settings.traced_of(shape.world_size):
+        traced_ranks = settings.traced_of(shape.world_size)
+        if not traced_ranks:
             raise SettingError(
                 f"--rs-ranks selects none of the {shape.world_size} ranks of this job"
             )
@@ -148,6 +148,7 @@ class TracedJob:
             local_ranks=shape.local_ranks,
             out=settings.out,
             settings=settings,
+            collects=traced_ranks if shape.is_head and not collection.is_elsewhere else 0,
         )
         return cls(settings, shape, prepare_run(request))
 
@@ -175,24 +176,21 @@ class TracedJob:
     # ------------------------------------------------------------------ life
 
     def start(self) -> None:
-        """Say where the trace goes; start the relay, and on the head host the collector, unless one
-        was named by address.
-        """
+        """Say where the trace goes, and start the companion of this host."""
         say(self._announcement)
         part = self._part
         folder = part.run_folder
-        command = companion_command("relay", folder)
-        part.relay = Companion(command, folder / RELAY_LOG_NAME, folder)
-        if self._must_collect():
+        part.gathers = self._must_gather()
+        if part.gathers:
             self._has_dataset = self._settings.parquet and not self._says_trouble(dataset_trouble())
             port = self._settings.metrics
             if port is not None:  # that it cannot be had is no reason not to train
                 self._says_trouble(metrics_trouble(port))
-            command = companion_command("collector", folder)
-            part.collector = Companion(command, part.out / COLLECTOR_LOG_NAME, folder)
+        log = part.out / COLLECTOR_LOG_NAME if part.gathers else folder / COMPANION_LOG_NAME
+        part.companion = Companion(companion_command(folder), log, folder)
         stalls = StallNotices(folder, shown(part.out))
         findings = FindingNotices(part.out, shown(part.out), say)
-        self._watch = CompanionWatch(part.companions(), (stalls.look, findings.look))
+        self._watch = CompanionWatch(part.companion, (stalls.look, findings.look))
 
     @staticmethod
     def _says_trouble(trouble: str) -> bool:
@@ -201,45 +199,39 @@ class TracedJob:
         return bool(trouble)
 
     def finish(self, error: BaseException | None = None) -> str:
-        """Tell the companions that the job is over, wait for the tree as long as settings allow;
+        """Tell the companion that the job is over, wait for the tree as long as settings allow;
         return the line that says where it is, "" the second time.
 
         Args:
             error: what left torchrun; None where the job did not fail.
         """
         part = self._part
-        if self._is_over or part.relay is None:
+        companion = part.companion
+        if self._is_over or companion is None:
             return ""
         self._is_over = True
         if self._watch is not None:
             self._watch.stop()
         with _signals_noted() as is_hurried:
             self._life.release()
-            if part.run_folder.is_dir():  # else everything in it was shipped, the relay has left
+            if part.run_folder.is_dir():  # else all in it was sent, the companion has left
                 if not part.collection.is_elsewhere:
                     note_job_end(part.out, error)
                 mark_job_over(part.run_folder)
             self._reached = reached_by_processes(part.run_folder)
             untraced = why_nothing(self._reached, error)
             if self._nothing_came():
-                self._stop()
+                self._stop(companion)
                 return untraced
-            outcome = None if part.collector is None else part.collector.outcome()
-            if part.collection.is_shared and outcome == ExitOutcome.REFUSED:
-                part.collector = None  # two hosts of the run on one machine: the other one's does
             part.was_held = held_anything(part.run_folder)
-            self._wait(is_hurried)
-            has_no_room = part.has_no_room()
-            if has_no_room and part.collector is not None and self._shape.hosts == 1:
-                part.collector.stop()  # it watches the folder for this relay's word, for an hour
-                wait_for_end([part.collector], _COMPANION_END_S)
+            self._wait(companion, is_hurried)
             line = part.last_line(untraced)
             if part.was_held and not (part.out / TRACE_NAME).exists():
                 remove_empty(self._made)
-            if part.has_tree() or not (part.relay.is_at_work() or has_no_room):
-                self._tidy()
+            if part.has_tree() or not (companion.is_at_work() or part.has_no_room()):
+                self._tidy(companion)
             log = part.out / COLLECTOR_LOG_NAME
-            has_finished = part.has_tree() and part.collector is not None
+            has_finished = part.has_tree() and part.gathers
             if has_finished and self._has_dataset and log.exists():
                 say(f"the dataset is not whole: see {shown(log)}")
             if has_finished:
@@ -251,28 +243,26 @@ class TracedJob:
                     )
             return line
 
-    def _must_collect(self) -> bool:
+    def _must_gather(self) -> bool:
         collection, lock = self._part.collection, self._part.out / COLLECTOR_LOCK_NAME
         if not self._shape.is_head or collection.is_elsewhere:
             return False
-        # held: a collector that was started by hand finishes the run
+        # held: a collector that was started by hand finishes the run, or another host does
         return not collection.is_shared or not is_held(lock)
 
-    def _wait(self, is_hurried: Callable[[], bool]) -> None:
+    def _wait(self, companion: Companion, is_hurried: Callable[[], bool]) -> None:
         """Wait for the tree, or for the records to have left where it is built elsewhere; a dataset
-        is whole when the collector has left.
+        is whole when the companion has left.
         """
         part = self._part
-        waiting_for = part.collector or part.relay
         deadline = time.monotonic() + self._settings.finish_seconds
         with progress() as show:
-            while waiting_for is not None and waiting_for.is_at_work():
-                if time.monotonic() >= deadline or is_hurried() or part.has_no_room():
+            while companion.is_at_work():
+                if time.monotonic() >= deadline or is_hurried():
                     return
-                if part.collector is not None and part.has_tree() and not self._has_dataset:
+                if part.gathers and part.has_tree() and not self._has_dataset:
                     return
-                for companion in part.companions():
-                    companion.tend()
+                companion.tend()
                 show("finishing the trace", None)
                 time.sleep(_POLL_S)
 
@@ -281,21 +271,20 @@ class TracedJob:
         part = self._part
         return self._shape.hosts == 1 and part.run_folder.is_dir() and not part.has_records()
 
-    def _stop(self) -> None:
+    def _stop(self, companion: Companion) -> None:
         out = self._part.out
-        for companion in self._part.companions():
-            companion.stop()
-        self._tidy()
-        if self._must_collect():
+        companion.stop()
+        self._tidy(companion)
+        if self._part.gathers:
             shutil.rmtree(out / REPLICA_FOLDER, ignore_errors=True)
             for name in (COLLECTOR_LOCK_NAME, COLLECTOR_LOG_NAME):
                 (out / name).unlink(missing_ok=True)
             remove_empty(self._made)
 
-    def _tidy(self) -> None:
+    def _tidy(self, companion: Companion) -> None:
         """Remove this host's run folder once nobody writes there and every record has gone."""
         folder = self._part.run_folder
-        if not wait_for_end(self._part.companions(), _COMPANION_END_S):
+        if not companion.wait(_COMPANION_END_S):
             return
         if folder.is_dir() and not (streams(folder) or held_anything(folder)):
             shutil.rmtree(folder, ignore_errors=True)

@@ -166,7 +166,7 @@ def test_records_that_no_collector_takes_fill_the_spool_and_are_counted_there(
     assert wait_until(lambda: ended(job) >= 2), job.err
     watch = JobWatch(job.out)
     watch.look()
-    collector = job.companion("collector")
+    collector = job.companion()
     kill(collector, signal.SIGSTOP)
     try:
         stopped_at = ended(job)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,7 +15,6 @@ from rankscope.run.address import is_tcp
 from rankscope.run.companions import (
     companion_command,
     companion_environment,
-    ipc_address,
 )
 from rankscope.run.folders import (
     RunHeader,
@@ -66,20 +67,25 @@ if "closes" in sys.argv:
 """
 
 
-def collector_command(
-    run_folder: Path, out: Path, address: str, world_size: int, **settings: object
-) -> list[str]:
-    """Write the `run.json` of a collector of its own; return the command that starts it."""
-    run_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+def short_ipc(folder: Path) -> str:
+    """Return an address of this folder's own; the path of a socket may have 107 bytes."""
+    name = hashlib.blake2b(bytes(folder), digest_size=8).hexdigest()
+    return f"ipc://{tempfile.gettempdir()}/rankscope-{name}.sock"
+
+
+def collector_command(out: Path, address: str, world_size: int, **settings: object) -> list[str]:
+    """Write the `run.json` of a collector that somebody starts by hand; return its command."""
+    out.mkdir(mode=0o700, parents=True, exist_ok=True)
     header = RunHeader(
         run_id="test",
         out=out,
         collector=address,
         world_size=world_size,
         settings={name.replace("_", "-"): _text(value) for name, value in settings.items()},
+        collects=world_size,
     )
-    write_run_header(run_folder, header)
-    return companion_command("collector", run_folder)
+    write_run_header(out, header)
+    return companion_command(out)
 
 
 def _text(value: object) -> str:
@@ -103,7 +109,7 @@ class Host:
         self.out = out
         self.folder = host_run_folder(spool_base(base), run_key(run_id))
         self.world_size = world_size
-        self.address = address or ipc_address(self.folder)
+        self.address = address or short_ipc(self.folder)
         self.keys = key_file() if is_tcp(self.address) else None
         self.processes: list[subprocess.Popen[str]] = []
         half = {} if self.keys is None else {"keys": str(relays_file(self.keys))}
@@ -118,21 +124,25 @@ class Host:
         write_run_header(self.folder, header)
 
     def relay(self, *, fresh: bool = False) -> subprocess.Popen[str]:
-        return self._start(companion_command("relay", self.folder), "relay", fresh=fresh)
+        return self.start(companion_command(self.folder), "relay", fresh=fresh)
 
     def collector(
         self, *, fresh: bool = False, address: str = "", **settings: object
     ) -> subprocess.Popen[str]:
         """Start one; a fresh process occupies what it would outside of the tests."""
+        command = self.collecting(address=address, **settings)
+        return self.start(command, "collector", fresh=fresh)
+
+    def collecting(self, *, address: str = "", **settings: object) -> list[str]:
+        """Return the command of a collector, after what it reads is written."""
         settings = {
             "keep_spool": True,
             "drain_seconds": 60.0,  # ranks start at their own pace; who wants it short says so
             "keys": None if address else self.keys,
             **settings,
         }
-        folder = self.folder.parent / "collector"
-        place = self.out, address or self.address, self.world_size
-        return self._start(collector_command(folder, *place, **settings), "collector", fresh=fresh)
+        where = address or self.address
+        return collector_command(self.out, where, self.world_size, **settings)
 
     def is_listened_to(self) -> bool:
         """True once a collector listens at its `ipc://` address."""
@@ -178,7 +188,8 @@ class Host:
             if process.stdout:
                 process.stdout.close()
 
-    def _start(self, command: list[str], name: str, *, fresh: bool) -> subprocess.Popen[str]:
+    def start(self, command: list[str], name: str, *, fresh: bool = False) -> subprocess.Popen[str]:
+        """Start a companion, whose log has this name."""
         start = subprocess.Popen if fresh else forked.Popen
         with (self.folder.parent / f"{name}.log").open("a") as log:
             process = start(command, env=environment(), stderr=log, text=True)

@@ -192,7 +192,7 @@ def test_done_is_said_only_where_all_records_are_on_disk(tmp_path, capfd, how):
             replica.rename(tmp_path / "gone")
             replica.symlink_to(tmp_path / "gone")
         if how == "before":  # the kernel tells a disk's error once, to whoever asked first
-            intake._unsynced.add(STREAM)
+            intake._sync._lost.add(STREAM)
         if how == "unlisted":
             replica.parent.rename(tmp_path / "gone")
             replica.parent.touch()

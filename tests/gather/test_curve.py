@@ -17,11 +17,11 @@ from rankscope.errors import KeysError
 from rankscope.gather.collector import Intake
 from rankscope.gather.curve import Admission, Handshake, handshake_trouble, new_keys
 from rankscope.gather.links import SocketLink
-from rankscope.gather.log import ExitOutcome
 from rankscope.gather.protocol import PROTOCOL_VERSION, Hello, encode
 from rankscope.gather.shipping import Shipment
 from rankscope.gather.waitingrule import HostState, JobState
 from rankscope.record.streams import EndReason, StreamId
+from rankscope.run.companions import ExitOutcome
 from rankscope.run.folders import RunHeader, mark_job_over, stream_folder
 from rankscope.run.keyfile import CurveKeys, read_keys, relays_file, write_keys
 from rankscope.spool.writer import SpoolWriter

@@ -17,11 +17,10 @@ import pytest
 
 from rankscope.assembly.sources import find_streams
 from rankscope.gather.finish import CollectorOptions, collect
-from rankscope.gather.log import ExitOutcome
 from rankscope.gather.protocol import Ended, OpenStream
 from rankscope.gather.shipping import Shipment
 from rankscope.record.streams import EndReason, StreamId
-from rankscope.run.companions import companion_command
+from rankscope.run.companions import ExitOutcome, companion_command
 from rankscope.run.folders import SHARED, mark_job_over, stream_folder
 from rankscope.settings import settings_from
 from rankscope.spool.recordformat import RecordKind
@@ -94,13 +93,13 @@ def test_a_collector_that_comes_when_the_tree_is_there_leaves_no_trace_of_itself
     relay.kill()
 
 
-def test_a_collector_that_comes_when_even_the_run_folder_is_gone_does_not_make_it_anew(hosts):
+def test_a_companion_that_comes_when_the_run_folder_is_gone_does_not_make_it_anew(hosts):
     host = hosts(world_size=1)
     host.out.mkdir()
     (host.out / "trace.json").write_text("{}")
     shutil.rmtree(host.folder)
-    command = companion_command("collector", host.folder)
-    assert forked.run(command, env=environment()).returncode == 0
+    command = companion_command(host.folder)
+    assert forked.run(command, env=environment()).returncode == ExitOutcome.REFUSED
     assert not host.folder.exists()
     assert {path.name for path in host.out.iterdir()} == {"trace.json"}
 
@@ -403,7 +402,7 @@ def test_a_second_collector_on_a_folder_and_a_second_relay_are_refused(hosts):
     host.relay()
     assert wait_until(lambda: "relaying run" in host.log("relay"))
     assert host.relay().wait(120) == 2
-    assert "another relay is at work there" in host.log("relay")
+    assert "another companion is at work there" in host.log("relay")
 
 
 @pytest.fixture
@@ -429,8 +428,10 @@ def test_a_collector_that_cannot_start_because_the_disk_is_full_says_so_by_its_e
 ):
     host = hosts()
     host.out.mkdir()
-    room_for(host.out, files)
-    assert host.collector().wait(120) == ExitOutcome.NO_ROOM
+    room_for(host.out, 100)
+    command = host.collecting()
+    room_for(host.out, 1 + files)  # with what says how it is to gather
+    assert host.start(command, "collector").wait(120) == ExitOutcome.NO_ROOM
     assert "cannot be made: No space left on device" in host.log("collector")
     room_for(host.out, 100)
     (host.out / "spool").mkdir(exist_ok=True)

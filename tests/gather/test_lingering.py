@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from rankscope.gather.log import ExitOutcome
+from rankscope.run.companions import ExitOutcome
 from rankscope.run.filenames import JOB_OVER_NAME
 from rankscope.run.folders import segment_indexes, stream_folder, streams
 from rankscope.run.processes import process_name

@@ -12,9 +12,9 @@ from rankscope.gather.links import SocketLink
 from rankscope.gather.shipping import Shipment
 from rankscope.gather.waitingrule import JobState
 from rankscope.record.streams import EndReason, StreamId
-from rankscope.run.companions import ipc_address
 from rankscope.run.folders import RunHeader, stream_folder
 from rankscope.spool.writer import SpoolWriter
+from tests.gather.jobs import short_ipc
 from tests.spool.streams import rank_definition
 from tests.waiting import wait_until
 
@@ -35,7 +35,7 @@ def test_a_relay_introduces_itself_to_a_collector_that_comes_later_and_tells_wha
     run_folder: Path, tmp_path: Path
 ) -> None:
     """No time passes for the relay here, so nothing is said a second time because it is due."""
-    address = ipc_address(run_folder)
+    address = short_ipc(run_folder)
     header = RunHeader(run_id="test", out=tmp_path / "out", collector=address, world_size=1)
     link = SocketLink(header, "here")
     shipments = {LIVES[0]: Shipment(run_folder, LIVES[0])}

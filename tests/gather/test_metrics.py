@@ -87,7 +87,7 @@ def test_a_job_that_runs_is_counted_also_behind_a_killed_collector(
     assert set(own) == {f"0100007F:{int(port):04X}"}, "the loopback alone"
 
     before = number(port, "records_total")
-    kill(job.companion("collector"), signal.SIGKILL)
+    kill(job.companion(), signal.SIGKILL)
     assert wait_until(lambda: number(port, "records_total") >= before), job.logs
     (job.meeting / "leave").touch()
     assert job.wait() == 0, job.logs

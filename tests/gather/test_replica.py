@@ -242,7 +242,7 @@ def test_a_replica_whose_disk_fails_goes_on_once_it_is_back(tmp_path, disk, how)
     out = disk.place / "out"
     replicas = ReplicaFiles(out)
     assert replicas.append(STREAM, 0, whole[:half]) == half
-    replicas.sync(STREAM)
+    replicas.to_sync(STREAM).put_on_disk()
     getattr(disk, how)()
     assert replicas.append(STREAM, half, whole[half:]) == half
     with pytest.raises(SpoolError):

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from rankscope.gather.links import SharedLink
+from rankscope.gather.links import FolderLink
 from rankscope.gather.shipping import Shipment
 from rankscope.gather.stallmonitor import StallMonitor, activity_of
 from rankscope.gather.waitingrule import JobState
@@ -200,7 +200,7 @@ def test_nothing_is_noted_where_it_is_switched_off_or_while_one_rank_moves(
         stream: Shipment(host.folder, stream)
         for stream in (StreamId(rank=0, incarnation=0), StreamId(rank=1, incarnation=0))
     }
-    link = SharedLink(header, "0a")
+    link = FolderLink(header, "0a")
     now = time.monotonic()
 
     def look() -> None:

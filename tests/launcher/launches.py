@@ -109,8 +109,8 @@ class Launch:
         try:
             return self.process.wait(300)
         except subprocess.TimeoutExpired:
-            lives = {name: self.companion(name) for name in ("relay", "collector")}
-            raise AssertionError(f"ranks {self.ranks()}, {lives} live\n{self.logs}") from None
+            lives = f"ranks {self.ranks()} and companion {self.companion()} live"
+            raise AssertionError(f"{lives}\n{self.logs}") from None
 
     @property
     def stdout(self) -> str:
@@ -131,13 +131,12 @@ class Launch:
         found = [self.folder / "stderr", *self.out.glob("*.log"), *self.spool.rglob("*.log")]
         return "\n".join(f"{path}:\n{path.read_text()}" for path in found)
 
-    def companion(self, name: str) -> int:
-        """Process number of the `relay` or `collector`; 0 where none lives."""
+    def companion(self) -> int:
+        """Process number of the companion; 0 where none lives."""
         mark = str(self.spool).encode()
         for pid in pids():
             words = command_line(pid)
-            is_one = b"rankscope.gather" in words and name.encode() in words
-            if is_one and any(word.startswith(mark) for word in words):
+            if b"rankscope.gather" in words and any(word.startswith(mark) for word in words):
                 return pid
         return 0
 
@@ -159,7 +158,7 @@ class Launch:
 
     def stop(self) -> None:
         """End whatever of it still lives."""
-        for pid in [*self.ranks(), self.companion("relay"), self.companion("collector")]:
+        for pid in [*self.ranks(), self.companion()]:
             kill(pid)
         if self.process.poll() is None:
             self.process.kill()

@@ -336,13 +336,12 @@ def test_a_touch_asks_for_the_steps_before_it(launch: Start, tmp_path: Path):
     assert nothing_lost(job.out)
 
 
-@pytest.mark.parametrize("name", ["relay", "collector"])
-def test_a_killed_companion_goes_on_with_the_black_box(launch: Start, name: str):
+def test_a_killed_companion_goes_on_with_the_black_box(launch: Start):
     job = launch(["wait@20", "kill@30"])
     assert wait_until(lambda: (job.meeting / "waiting.0").exists()), job.err
-    first = job.companion(name)
+    first = job.companion()
     kill(first, signal.SIGKILL)
-    assert wait_until(lambda: job.companion(name) not in (0, first)), job.logs
+    assert wait_until(lambda: job.companion() not in (0, first)), job.logs
     job.go()
     job.wait()
     found = steps_of(job.out)
@@ -363,7 +362,7 @@ def test_a_copy_that_cannot_be_made_is_named_and_its_records_stay(launch: Start)
     assert wait_until(lambda: (job.out / "trace.json").exists()), job.logs
     assert {step for step, ranks in steps_of(job.out).items() if 0 in ranks} == {*range(16, 21)}
     assert rankscope("verify", job.out).returncode == 1
-    assert wait_until(lambda: not job.companion("relay")), job.logs
+    assert wait_until(lambda: not job.companion()), job.logs
     (run_folder / "rank00001.0/draft").unlink()
     done = rankscope("recover", run_folder, job.out, "--out", job.folder / "whole")
     assert done.returncode == 0, done.stderr
@@ -461,11 +460,10 @@ def test_what_is_held_is_recovered_where_nobody_is_left_to_send_it(launch: Start
     job = launch(["none", "wait@20"])
     assert wait_until(lambda: (job.meeting / "waiting.1").exists()), job.err
     (run_folder,) = job.spool.glob("*/*")
-    ranks, relay, collector = job.ranks(), job.companion("relay"), job.companion("collector")
-    for pid in (job.process.pid, relay, collector, *ranks):
+    for pid in (job.process.pid, job.companion(), *job.ranks()):
         kill(pid, signal.SIGKILL)
     job.process.wait(60)
-    assert wait_until(lambda: not job.ranks() and not job.companion("relay"))
+    assert wait_until(lambda: not job.ranks() and not job.companion())
     done = rankscope("recover", run_folder, "--out", tmp_path / "recovered")
     assert done.returncode == 0, done.stderr
     found = steps_of(tmp_path / "recovered")

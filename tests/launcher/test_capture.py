@@ -222,11 +222,10 @@ def test_a_rank_that_was_late_says_which_steps_it_missed(launch: Start):
         assert all(rank in ranks["first"] or (step, rank) in noted for rank in (0, 1)), found
 
 
-@pytest.mark.parametrize("name", ["relay", "collector"])
-def test_an_order_outlives_a_killed_companion(launch: Start, name: str):
+def test_an_order_outlives_a_killed_companion(launch: Start):
     job = launch(["", ""])
     assert is_at(job, 3) and wait_until(lambda: has_records(job))
-    first = job.companion(name)
+    first = job.companion()
     kill(first, signal.SIGKILL)
     ordered = capture(job)
     assert ordered.returncode == 0, (ordered.stdout, ordered.stderr, job.logs)
@@ -252,15 +251,15 @@ NO_ORDERS = (
 )
 
 
-def test_what_is_no_order_ends_no_relay_and_no_rank(launch: Start):
+def test_what_is_no_order_ends_no_companion_and_no_rank(launch: Start):
     job = launch(["", ""])
     assert is_at(job, 3) and wait_until(lambda: has_records(job))
     refused = capture(job, "--steps", 10**30)
     assert refused.returncode == 2 and "expected 1 to 100000" in refused.stderr, refused.stderr
-    (log,) = job.spool.rglob("relay.log")
-    relay, ranks = job.companion("relay"), job.ranks()
+    (run_folder,), log = job.spool.glob("*/*"), job.out / "collector.log"
+    companion, ranks = job.companion(), job.ranks()
     for number, text in enumerate(NO_ORDERS):
-        for folder in (log.parent, job.out / "spool"):
+        for folder in (run_folder, job.out / "spool"):
             (folder / "order.new").write_text(text)
             (folder / "order.new").replace(folder / ORDER_NAME)
         assert wait_until(lambda n=number: log.read_text().count("is no order") == n + 1), (
@@ -271,7 +270,7 @@ def test_what_is_no_order_ends_no_relay_and_no_rank(launch: Start):
     os.mkfifo(job.out / "spool" / "pipe")
     (job.out / "spool" / "pipe").replace(job.out / "spool" / ORDER_NAME)
     assert wait_until(lambda: log.read_text().count("is no order") > len(NO_ORDERS))
-    assert (job.companion("relay"), job.ranks()) == (relay, ranks), job.logs
+    assert (job.companion(), job.ranks()) == (companion, ranks), job.logs
     ordered = capture(job)
     assert ordered.returncode == 0, (ordered.stdout, ordered.stderr, job.logs)
     (job.meeting / "go").touch()
@@ -354,10 +353,10 @@ def test_a_folder_that_no_job_writes_is_refused(tmp_path: Path, launch: Start):
         assert refused.returncode == 2 and words in refused.stderr, refused.stderr
     job = launch([""])
     assert is_at(job, 3) and wait_until(lambda: has_records(job))
-    relay, collector = job.companion("relay"), job.companion("collector")
-    for pid in (job.process.pid, relay, collector, *job.ranks()):
+    companion = job.companion()
+    for pid in (job.process.pid, companion, *job.ranks()):
         kill(pid)
     job.process.wait(60)
-    assert wait_until(lambda: not any(map(os.path.exists, (f"/proc/{relay}/exe",))))
+    assert wait_until(lambda: not any(map(os.path.exists, (f"/proc/{companion}/exe",))))
     gone = rankscope("capture", job.out)
     assert gone.returncode == 2 and "the job is gone" in gone.stderr, gone.stderr

@@ -224,15 +224,15 @@ def test_a_signal_to_the_launcher_ends_the_ranks_and_leaves_the_tree(
     assert is_empty(job.spool)
 
 
-def test_a_relay_that_was_held_up_before_any_rank_traced_is_waited_for(launch: Start):
+def test_a_companion_that_was_held_up_before_any_rank_traced_is_waited_for(launch: Start):
     """As on a machine that is short of memory: it says hello, then nothing for seconds."""
     job = launch("job", ["import", "exit"])  # the first keeps the job going
     log = job.out / "collector.log"
-    assert wait_until(lambda: log.exists() and "brings run" in log.read_text()), job.err
-    relay = job.companion("relay")
-    kill(relay, signal.SIGSTOP)
+    assert wait_until(lambda: log.exists() and "writing run" in log.read_text()), job.err
+    companion = job.companion()
+    kill(companion, signal.SIGSTOP)
     time.sleep(7)
-    kill(relay, signal.SIGCONT)
+    kill(companion, signal.SIGCONT)
     assert wait_until(lambda: any((job.out / "spool").glob("*.cells"))), job.logs
     assert wait_until(lambda: len(job.ranks()) == 1), job.logs  # the other has left by itself
     job.process.send_signal(signal.SIGTERM)
@@ -247,8 +247,8 @@ def test_ctrl_c_ends_the_job_and_a_second_one_the_waiting_for_its_tree(launch: S
     job = launch("job", ["wait"])
     job.trained()
     wait_until_it_watches(job.process.pid)
-    collector = job.companion("collector")
-    kill(collector, signal.SIGSTOP)  # a tree that takes long
+    companion = job.companion()
+    kill(companion, signal.SIGSTOP)  # a tree that takes long
     os.killpg(job.process.pid, signal.SIGINT)
     assert wait_until(lambda: [*job.spool.glob("*/*/job-over")])
     assert job.process.poll() is None
@@ -256,7 +256,7 @@ def test_ctrl_c_ends_the_job_and_a_second_one_the_waiting_for_its_tree(launch: S
     assert job.wait() == 1
     assert f"the trace follows in {job.out}; read it then: rankscope show trace" in job.last_line
     assert "was not finished" not in job.err
-    kill(collector, signal.SIGCONT)
+    kill(companion, signal.SIGCONT)
     assert wait_until(lambda: (job.out / "trace.json").exists())
     report = verified(job.out)
     assert set(ends(report)) == {0}
@@ -269,11 +269,11 @@ def test_killed_companions_are_started_again_beside_another_run_of_the_same_host
     job = launch("job", ["wait", "wait"], "--rs-steps", "all")
     other = launch("other", ["wait"], "--rs-finish-seconds", 0)
     job.trained()
-    for name in ("relay", "collector", "relay"):
-        before = job.companion(name)
+    for _ in range(3):
+        before = job.companion()
         assert before
         kill(before)
-        assert wait_until(lambda name=name, before=before: job.companion(name) not in {0, before})
+        assert wait_until(lambda before=before: job.companion() not in {0, before})
     job.go()
     assert job.wait() == 0
     assert job.last_line == f"rankscope: trace in {job.out}; read it: rankscope show trace"
@@ -293,26 +293,24 @@ def test_killed_companions_are_started_again_beside_another_run_of_the_same_host
 
 
 def test_a_killed_launcher_leaves_a_tree_or_what_recover_makes_one_of(launch: Start):
-    """Its ranks live on. With the collector killed as well nobody builds the tree: the relay leaves
-    by itself, the records stay, and what they were recovered from is removed. With the relay killed
-    as well the tree lacks what came later, and `verify` names the command that adds it."""
-    job, alone, cut = (launch(name, ["pause"]) for name in ("job", "alone", "cut"))
-    for each in (job, alone, cut):
+    """Its ranks live on. With the companion killed as well nobody builds the tree: the records
+    stay, and what they were recovered from is removed."""
+    job, alone = (launch(name, ["pause"]) for name in ("job", "alone"))
+    for each in (job, alone):
         each.trained()
-    for each in (alone, cut):  # killed once records have come: before that there is no trace yet
-        assert wait_until(lambda each=each: any((each.out / "spool").glob("*.cells")))
-    for each in (job, alone, cut):
+    # killed once records have come: before that there is no trace yet
+    assert wait_until(lambda: any((alone.out / "spool").glob("*.cells")))
+    for each in (job, alone):
         kill(each.process.pid)
         each.process.wait()
-    kill(alone.companion("collector"))
-    kill(cut.companion("relay"))
-    assert len(job.ranks()) == len(alone.ranks()) == len(cut.ranks()) == 1
+    kill(alone.companion())
+    assert len(job.ranks()) == len(alone.ranks()) == 1
     for each in (job, alone):
         each.go()
     assert wait_until(lambda: (job.out / "trace.json").exists())
     assert verified(job.out)["verdict"] == "clean"
     assert wait_until(lambda: is_empty(job.spool))
-    assert wait_until(lambda: not alone.companion("relay"))
+    assert wait_until(lambda: not alone.ranks())
     assert not (alone.out / "trace.json").exists()
     (run_folder,) = alone.spool.glob("*/*")
     said = rankscope("verify", alone.out).stdout
@@ -323,14 +321,6 @@ def test_a_killed_launcher_leaves_a_tree_or_what_recover_makes_one_of(launch: St
     assert f"removed {run_folder}" in made.stdout
     assert verified(alone.folder / "made")["verdict"] == "clean"
     assert is_empty(alone.spool)
-    assert wait_until(lambda: (cut.out / "trace.json").exists())
-    cut.go()
-    assert wait_until(lambda: not cut.ranks())
-    named = rankscope("verify", cut.out)
-    assert named.returncode == 1
-    (line,) = [one for one in named.stdout.splitlines() if "rankscope recover" in one]
-    assert verified(run_named_command(line, cut.folder))["verdict"] == "clean"
-    assert is_empty(cut.spool)
 
 
 def test_a_job_that_is_over_while_its_collector_is_down_names_what_finishes_it(launch: Start):
@@ -339,10 +329,10 @@ def test_a_job_that_is_over_while_its_collector_is_down_names_what_finishes_it(l
     job = launch("job", ["exit"], "--rs-collector", address, *keys, "--rs-finish-seconds", 1)
     assert job.wait() == 0
     assert f"the collector at {address} has not finished the trace" in job.last_line
-    relay = job.companion("relay")  # a collector may yet be started there, for a second more
-    if relay:
-        kill(relay)
-    assert wait_until(lambda: not job.companion("relay"))
+    companion = job.companion()  # a collector may yet be started there, for a second more
+    if companion:
+        kill(companion)
+    assert wait_until(lambda: not job.companion())
     made = run_named_command(job.last_line, job.folder)
     assert verified(made)["verdict"] == "clean"
     assert is_empty(job.spool)
@@ -354,11 +344,11 @@ def test_a_rank_killed_at_any_moment_of_a_job_loses_nothing_it_committed(launch:
     chosen = random.Random(seed)
     job = launch("job", ["wait", "wait"], "--rs-steps", "all")
     job.trained()
-    victims = ["rank", "relay", "collector"]
+    victims = ["rank", "companion", "companion"]
     chosen.shuffle(victims)
     for victim in victims:
         time.sleep(chosen.uniform(0.0, 0.4))
-        kill(chosen.choice(job.ranks()) if victim == "rank" else job.companion(victim))
+        kill(chosen.choice(job.ranks()) if victim == "rank" else job.companion())
         if victim == "rank":
             break
     assert job.wait() == 1

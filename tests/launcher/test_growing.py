@@ -104,7 +104,7 @@ def test_kills_cost_no_step_and_readers_see_whole_steps(launch: Start):
     reader.start()
     try:
         assert wait_until(lambda: parts(job) >= 2, 60.0), job.logs
-        for victim in (job.beside(), job.companion("collector"), job.companion("relay")):
+        for victim in (job.beside(), job.companion()):
             before = parts(job)
             kill(victim)
             assert wait_until(lambda n=before: parts(job) > n, 60.0), job.logs
@@ -130,7 +130,7 @@ def test_a_job_that_is_killed_as_a_whole_has_its_steps_at_once(launch: Start, tm
     job = launch(["a", "b"], "--rs-steps", "all", "--rs-live-check", 0)
     job.trained()
     assert wait_until(lambda: parts(job) >= 2, 60.0), job.logs
-    victims = [job.process.pid, job.beside(), job.companion("collector"), job.companion("relay")]
+    victims = [job.process.pid, job.beside(), job.companion()]
     for pid in (*job.ranks(), *filter(None, victims)):
         os.kill(pid, signal.SIGKILL)
     job.process.wait(60)

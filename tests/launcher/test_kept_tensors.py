@@ -177,15 +177,14 @@ def test_a_budget_beyond_the_disk_costs_the_trace_and_not_the_training(tmp_path)
 
 
 def test_recover_carries_the_tensors_along(tmp_path):
-    """A tree that was never built: collector and relay are gone with the launcher."""
+    """A tree that was never built: the companion is gone with the launcher."""
     job = Launch(
         tmp_path / "job", ["wait", "wait"], "--rs-tensors", "**:output", "--rs-steps", "all"
     )
     try:
         job.trained()
         kill(job.process.pid)
-        for name in ("collector", "relay"):
-            kill(job.companion(name))
+        kill(job.companion())
         for pid in job.ranks():
             kill(pid)
         assert wait_until(lambda: not job.ranks())

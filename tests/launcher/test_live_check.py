@@ -67,7 +67,7 @@ def test_a_drift_is_on_stderr_while_the_job_runs(launch: Start, tmp_path: Path):
     job.trained()
     assert wait_until(lambda: job.beside(), 60.0), job.logs
     kill(job.beside())  # it is started again
-    kill(job.companion("collector"))  # and so is what starts it
+    kill(job.companion())  # and so is what starts it
     time.sleep(1.0)
     assert told(job.out) == []
     (job.meeting / "drift").touch()

@@ -192,7 +192,7 @@ def test_ranks_that_start_together_start_one_relay_and_one_collector(tmp_path: P
     try:
         assert wait_until(lambda: [*trace.glob("spool/*.cells")])
         assert wait_until(lambda: len(companions(trace, spool)) <= 2)  # any other has said why not
-        logs = [*spool.glob("*/*/relay.log"), trace / "collector.log"]
+        logs = [*spool.glob("*/*/companion.log"), trace / "collector.log"]
         said = "".join(log.read_text() for log in logs)
         assert "brings run" in said
         assert "is at work there" not in said

@@ -129,7 +129,7 @@ def measure(relays: int, megabytes: int, *, is_syncing: bool) -> float:
     total = max(1, megabytes * 1_000_000 // FRAME_BYTES)
     address = f"ipc://{base}/c.sock"
     options = {"live_check": False, "keep_spool": True}
-    command = collector_command(base / "run", base / "out", address, relays + 1, **options)
+    command = collector_command(base / "out", address, relays + 1, **options)
     collector = subprocess.Popen(command, env=companion_environment(), stderr=subprocess.DEVNULL)
     while not (base / "c.sock").exists():
         time.sleep(0.05)

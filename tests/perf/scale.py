@@ -181,7 +181,7 @@ def job(
             ending.callback(made.kill)
             return made
 
-        collector = start(collector_command(base / "collector", out, address, ranks, **options))
+        collector = start(collector_command(out, address, ranks, **options))
         hosts = []
         for host in range(-(-ranks // ranks_a_host)):
             hosts.append(host_run_folder(spool_base(base / f"h{host}"), run_key("scale")))

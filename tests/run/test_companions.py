@@ -9,10 +9,8 @@ import pytest
 
 from rankscope.errors import SpoolError
 from rankscope.run.companions import (
-    LONGEST_IPC_PATH,
     companion_command,
     companion_environment,
-    ipc_address,
     start_daemon,
     start_extras,
 )
@@ -21,8 +19,8 @@ from tests.waiting import wait_until
 
 
 def test_a_command_names_the_module_and_the_run_folder_alone():
-    command = companion_command("relay", Path("/run"))
-    words = ["-m", "rankscope.gather", "relay", "--run-folder", "/run"]
+    command = companion_command(Path("/run"))
+    words = ["-m", "rankscope.gather", "--run-folder", "/run"]
     assert command == [sys.executable, *words]
 
 
@@ -44,14 +42,6 @@ def test_a_companion_never_sees_what_would_make_it_trace():
 def test_entries_of_the_module_path_stay_where_they_are_for_a_companion_that_works_elsewhere():
     kept = companion_environment({"PYTHONPATH": f"src{os.pathsep}{os.pathsep}/p"})
     assert kept["PYTHONPATH"].split(os.pathsep)[:2] == [os.path.abspath("src"), "/p"]
-
-
-def test_an_ipc_address_always_fits(tmp_path):
-    assert ipc_address(tmp_path) == f"ipc://{tmp_path}/collector.sock"
-    deep = tmp_path / ("x" * 120)
-    address = ipc_address(deep)
-    assert len(os.fsencode(address.removeprefix("ipc://"))) <= LONGEST_IPC_PATH
-    assert address == ipc_address(deep) != ipc_address(tmp_path / ("y" * 120))
 
 
 def test_a_daemon_outlives_its_starter_and_holds_none_of_its_descriptors(tmp_path):

@@ -86,7 +86,7 @@ def test_streams_are_folders_named_from_integers_that_hold_a_segment(tmp_path):
     for rank, incarnation in ((0, 0), (12, 1), (123456, 0)):
         write_some(stream_folder(tmp_path, StreamId(rank=rank, incarnation=incarnation)), 1)
     (tmp_path / "rank00007.0").mkdir()
-    (tmp_path / "relay.log").write_text("")
+    (tmp_path / "companion.log").write_text("")
     found = [stream.name for stream in streams(tmp_path)]
     assert found == ["rank00000.0", "rank00012.1", "rank123456.0"]
     for name in (
@@ -101,12 +101,12 @@ def test_streams_are_folders_named_from_integers_that_hold_a_segment(tmp_path):
 
 
 def test_a_folder_lock_is_held_by_one_at_a_time(tmp_path):
-    lock = FolderLock(tmp_path / "relay.lock", "relay")
+    lock = FolderLock(tmp_path / "companion.lock", "relay")
     with pytest.raises(FolderBusyError, match="another relay is at work there"):
-        FolderLock(tmp_path / "relay.lock", "relay")
+        FolderLock(tmp_path / "companion.lock", "relay")
     lock.release()
     lock.release()
-    FolderLock(tmp_path / "relay.lock", "relay").release()
+    FolderLock(tmp_path / "companion.lock", "relay").release()
 
 
 def test_a_removed_lock_file_never_lets_two_in(tmp_path):

@@ -13,8 +13,8 @@ import torch
 
 import rankscope
 from rankscope.errors import FolderError, SpoolError
-from rankscope.run.companions import ipc_address, start_daemon
-from rankscope.run.folders import spool_base
+from rankscope.run.companions import start_daemon
+from rankscope.run.folders import host_run_folder, spool_base
 from rankscope.run.outfolder import prepare_out
 from rankscope.run.ownership import open_own_log, own_subfolder
 from rankscope.run.replacing import write_by_rename
@@ -166,4 +166,4 @@ def _plant_and_ask(planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             pytest.skip("only root can give a folder to a stranger")
         os.chown(base, STRANGER, STRANGER)
     with pytest.raises(SpoolError, match="belongs to another user, is a link or is open to others"):
-        ipc_address(tmp_path / ("x" * 120))
+        host_run_folder(base, "run")

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from rankscope.errors import FolderError, SpoolError
-from rankscope.run.companions import ipc_address
 from rankscope.run.filenames import RUN_NAME, TENSOR_FOLDER
 from rankscope.run.folders import SHARED, read_run_header
 from rankscope.run.outfolder import prepare_out
@@ -104,12 +103,10 @@ def test_run_json_says_where_the_records_are_collected(request_here: RunRequest,
     asked = Collection(address)
     made = prepare_run(replace(request_here, collection=asked))
     header = read_run_header(made.run_folder)
-    own = ipc_address(made.run_folder)
-    assert header.collector == (address or own)
+    assert header.collector == address
     assert (header.run_id, header.out) == ("one", made.out)
     assert header.settings == request_here.settings.as_text()
-    assert Collection.of_run(made.run_folder, header) == made.collection == asked
-    assert asked.listens_on(made.run_folder) == {"": [own], SHARED: []}.get(address, [address])
+    assert Collection.of_run(header) == made.collection == asked
     where = address if asked.is_elsewhere else str(made.out)
     assert asked.announcement(made.out).endswith(where)
     assert made.out.exists() != asked.is_elsewhere  # there the collector has its own

@@ -189,10 +189,9 @@ class Job:
         number = int(name[-1]) if name != "collector" else 0
         host, role = self._hosts[number], name.rstrip("0123456789")
         if role == "relay":
-            command = companion_command("relay", host.folder)
+            command = companion_command(host.folder)
         else:
             command = collector_command(
-                self.folder / "collector",
                 self.out,
                 self._bind or host.address,
                 self.shape.ranks,
@@ -274,21 +273,26 @@ class Job:
                 or self._host_of(pid) == host
             ]
         words = {
-            "relay": b"relay",
-            "collector": b"collector",
+            "relay": b"rankscope.gather",
+            "collector": b"rankscope.gather",
             "stepwise": b"rankscope.stepwise",
         }
+        out = str(self.out).encode()
         program = str(_PROGRAM).encode()
         return [
             pid
             for pid, parts in processes(self.folder)
             if role == "any"
             or (
-                words[role] in parts
+                words[role] in parts and (role == "stepwise" or self._is_role(role, out in parts))
                 if role in words
                 else program in parts and self._is_rank(pid) == (role == "rank")
             )
         ]
+
+    def _is_role(self, role: str, is_by_hand: bool) -> bool:
+        """True for a companion of that role; that of a launched job is both."""
+        return not self._hosts or (role == "collector") == is_by_hand
 
     def _is_rank(self, pid: int) -> bool:
         return bool([*self.accounts.glob(f"calls.*.{pid}")])

@@ -1,6 +1,6 @@
 """The first rank that starts on a host, where no launcher did it before, prepares the run there:
-the hosts agree through the job's store on a run and a trace folder, and the rank starts the relay
-and the collector. The ranks after it find the run folder.
+the hosts agree through the job's store on a run and a trace folder, and the rank starts the host's
+companion. The ranks after it find the run folder.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,12 +36,10 @@ from rankscope.run.companions import (
     start_extras,
 )
 from rankscope.run.filenames import (
-    COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
-    COLLECTOR_STARTED_NAME,
-    RELAY_LOCK_NAME,
-    RELAY_LOG_NAME,
-    RELAY_STARTED_NAME,
+    COMPANION_LOCK_NAME,
+    COMPANION_LOG_NAME,
+    COMPANION_STARTED_NAME,
     RUN_NAME,
     START_LOCK_NAME,
 )
@@ -85,8 +82,8 @@ _begun: Counter[str] = Counter()
 
 
 def find_or_prepare_run(settings: Settings, identity: RankIdentity) -> Path:
-    """Return the run folder of this host; the first rank to ask prepares it, and starts relay and
-    collector.
+    """Return the run folder of this host; the first rank to ask prepares it, and starts the
+    companion.
 
     Raises:
         RankscopeError: the run cannot be prepared here, or another rank does not get on with it.
@@ -102,7 +99,7 @@ def find_or_prepare_run(settings: Settings, identity: RankIdentity) -> Path:
             prepare_kernel(say)
             start_extras(compilers_of_host())  # without them torch operations take the digests
             _prepare(settings, identity, run_folder, store, which)
-        _ensure_companions(settings, run_folder, read_run_header(run_folder))
+        _ensure_companion(settings, run_folder, read_run_header(run_folder))
     finally:
         if (run_folder / RUN_NAME).exists():
             lock.release()
@@ -274,35 +271,33 @@ def _prepare_beside_head(
     )
 
 
-def _ensure_companions(settings: Settings, run_folder: Path, header: RunHeader) -> None:
-    """Start the relay of this host, and the collector if it is this host's, where none is there."""
-    note = run_folder / RELAY_STARTED_NAME
-    if not _is_there(note, run_folder / RELAY_LOCK_NAME):
-        _start(companion_command("relay", run_folder), run_folder / RELAY_LOG_NAME, note)
-    note = run_folder / COLLECTOR_STARTED_NAME
-    if not header.collects or _is_there(note, header.out / COLLECTOR_LOCK_NAME):
+def _ensure_companion(settings: Settings, run_folder: Path, header: RunHeader) -> None:
+    """Start the companion of this host, where none is there."""
+    if _has_companion(run_folder):
+        return
+    if not header.collects:
+        _start(run_folder, run_folder / COMPANION_LOG_NAME)
         return
     if settings.parquet and not header.keeps_apart and (trouble := dataset_trouble()):
         say(trouble)
     if settings.metrics is not None and (trouble := metrics_trouble(settings.metrics)):
         say(trouble)
-    command = companion_command("collector", run_folder)
-    _start(command, header.out / COLLECTOR_LOG_NAME, note)
+    _start(run_folder, header.out / COLLECTOR_LOG_NAME)
 
 
-def _is_there(note: Path, lock: Path) -> bool:
+def _has_companion(run_folder: Path) -> bool:
     """True while the companion lives that a rank started last, or another one holds its lock.
 
     It takes the lock only once Python and its modules are loaded. A second one, started meanwhile,
     may find that lock free again, after the whole run.
     """
     with contextlib.suppress(OSError):
-        if is_process_alive(note.read_text()):
+        if is_process_alive((run_folder / COMPANION_STARTED_NAME).read_text()):
             return True
-    return is_held(lock)
+    return is_held(run_folder / COMPANION_LOCK_NAME)
 
 
-def _start(command: Sequence[str], log: Path, note: Path) -> None:
-    name = start_daemon(command, log, note.parent)
+def _start(run_folder: Path, log: Path) -> None:
+    name = start_daemon(companion_command(run_folder), log, run_folder)
     with contextlib.suppress(SpoolError):  # a full disk: the lock alone tells
-        write_by_rename(note, name)
+        write_by_rename(run_folder / COMPANION_STARTED_NAME, name)

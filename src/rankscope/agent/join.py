@@ -155,7 +155,7 @@ def join_run(settings: Settings) -> Joined | None:
         return None
     run_folder = Path(prepared) if prepared else find_or_prepare_run(settings, identity)
     header = read_run_header(run_folder)
-    collection = Collection.of_run(run_folder, header)
+    collection = Collection.of_run(header)
     spools = own_subfolder(run_folder / HELD_FOLDER) if settings.steps.last else run_folder
     earlier = [one for one in streams(spools) if one.rank == identity.rank]
     if any(is_alive(stream_folder(spools, one)) for one in earlier):
@@ -234,7 +234,7 @@ def _agreement(
     """Return where the traced ranks agree on a step: all of them see it."""
     life = identity.incarnation
     is_alone = settings.traced_of(identity.world_size) == 1
-    is_shared = Collection.of_run(run_folder, header).is_shared
+    is_shared = Collection.of_run(header).is_shared
     seen_by_all = header.out / REPLICA_FOLDER if is_shared else run_folder
     return Agreement(
         is_alone=is_alone,

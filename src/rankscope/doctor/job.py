@@ -24,7 +24,6 @@ from rankscope.errors import KeysError, RankscopeError
 from rankscope.gather.curve import handshake_trouble
 from rankscope.record.streams import MAX_RANKS
 from rankscope.run.address import is_tcp
-from rankscope.run.companions import ipc_address
 from rankscope.run.folders import (
     check_free_space,
     host_run_folder,
@@ -42,7 +41,7 @@ from rankscope.settings import Settings, as_variables, is_enabled, misspelt_vari
 __all__ = ["Question", "clock_from", "examine", "job_conditions"]
 
 _CONNECT_S = 3.0
-_SPOOL_NAMES = ("spool folder", "spool disk", "spool space", "spool files", "socket")
+_SPOOL_NAMES = ("spool folder", "spool disk", "spool space", "spool files")
 _ON_SETTINGS = (*_SPOOL_NAMES, "trace folder", "collector", "leftovers")
 _SAMPLE_BYTES = 1 << 20
 _FILES_AT_ALL = 64
@@ -245,7 +244,6 @@ def spool_conditions(settings: Settings, local_ranks: int) -> Iterator[Condition
         yield _local(base)
         yield _space(folder, settings.spool_bytes, local_ranks)
         yield _allocation(folder)
-        yield _socket(folder)
     finally:
         remove_run_folder(folder)
 
@@ -299,27 +297,6 @@ def _allocation(folder: Path) -> Condition:
     finally:
         path.unlink(missing_ok=True)
     return Condition.ok("spool files", "space can be set aside before it is mapped")
-
-
-def _socket(folder: Path) -> Condition:
-    path = Path(ipc_address(folder).removeprefix("ipc://"))
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind(str(path))
-    except OSError as error:
-        return Condition.failed(
-            "socket",
-            f"{path}: relay and collector cannot meet there: {error.strerror or error}",
-            "give a folder on an ordinary local disk with --spool",
-        )
-    finally:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
-    if path.parent != folder:
-        return Condition.ok(
-            "socket", f"the path of the spools is too long for one: in {path.parent}"
-        )
-    return Condition.ok("socket", f"in the run's folder, {len(os.fsencode(path))} bytes of 107")
 
 
 def descriptors(local_ranks: int, hosts: int) -> Condition:

@@ -67,10 +67,6 @@ class MemoryBound:
         self._thread = threading.Thread(target=self._watch, name="memory bound", daemon=True)
         self._thread.start()
 
-    def grant(self, more_bytes: int) -> None:
-        """This process is about to occupy that much more for work of its own."""
-        self._granted += more_bytes
-
     def _cut(self) -> None:
         """Shut down every connection, each through a descriptor of our own: libzmq closes its own
         whenever it likes.

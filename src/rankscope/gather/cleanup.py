@@ -11,10 +11,10 @@ from rankscope.chunks.chunkheader import chunk_folder, chunk_numbers
 from rankscope.errors import ChunkError, SpoolError
 from rankscope.gather.heldstream import HeldStream
 from rankscope.record.streams import StreamId
-from rankscope.run.companions import ipc_address
 from rankscope.run.filenames import (
-    COLLECTOR_SOCKET_NAME,
-    COLLECTOR_STARTED_NAME,
+    COMPANION_LOCK_NAME,
+    COMPANION_LOG_NAME,
+    COMPANION_STARTED_NAME,
     EVENT_FOLDER,
     HELD_FOLDER,
     JOB_OVER_NAME,
@@ -22,9 +22,6 @@ from rankscope.run.filenames import (
     ORDER_FOLDER,
     ORDER_NAME,
     REACHED_NAME,
-    RELAY_LOCK_NAME,
-    RELAY_LOG_NAME,
-    RELAY_STARTED_NAME,
     RUN_NAME,
     START_LOCK_NAME,
     STEP_TRIGGER_FOLDER,
@@ -44,11 +41,9 @@ _OURS = (
     JOB_OVER_NAME,
     LAUNCHER_LOCK_NAME,
     START_LOCK_NAME,
-    RELAY_LOG_NAME,
-    RELAY_LOCK_NAME,
-    RELAY_STARTED_NAME,
-    COLLECTOR_STARTED_NAME,
-    COLLECTOR_SOCKET_NAME,
+    COMPANION_LOG_NAME,
+    COMPANION_LOCK_NAME,
+    COMPANION_STARTED_NAME,
     ORDER_NAME,
     REACHED_NAME,
 )
@@ -74,7 +69,6 @@ def remove_run(
     remove_stalls(run_folder)
     for name in _OURS:
         (run_folder / name).unlink(missing_ok=True)
-    Path(ipc_address(run_folder).removeprefix("ipc://")).unlink(missing_ok=True)  # maybe elsewhere
     remove_run_folder(run_folder)
     return None
 

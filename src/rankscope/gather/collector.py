@@ -58,9 +58,6 @@ _RECEIVE_QUEUE = 2
 _BATCH = 256
 """Messages taken before anything else is looked at."""
 _FAREWELL_S = 3.0
-_LEAST_TO_BUILD_BYTES = 64 << 20
-_MOST_TO_BUILD_BYTES = 1 << 30
-"""Granted to the building of a tree, before relays are cut off for what they send meanwhile."""
 _ANOTHER_RUN = (
     "this collector gathers another run: give each run a trace folder and a collector of its own"
 )
@@ -111,11 +108,8 @@ class Intake(StreamSource):
         self._world_size = world_size
         self._replicas = ReplicaFiles(out)
         self._chunks = ReceivedChunks(out)
-        self._sync = BackgroundSync()
-        self._syncing: dict[StreamId, tuple[bytes, StreamId]] = {}
-        """Who asked for it, and what that relay calls the stream."""
-        self._unsynced: set[StreamId] = set()
-        """Replicas of which the disk lost something: no segment of theirs is freed any more."""
+        self._sync: BackgroundSync[tuple[bytes, StreamId]] = BackgroundSync()
+        """For a relay, and what it calls the stream."""
         self._ends: dict[StreamId, EndReason | None] = {}
         for stream in replicated(out):
             marker = read_end(replica_path(out, stream))
@@ -188,11 +182,6 @@ class Intake(StreamSource):
         """What the disk said to the last frame, or to the last small file."""
         return self._replicas.trouble or self._trouble
 
-    def building(self) -> None:
-        """The tree is built now, in this process."""
-        held = sum(replicated(self._out).values())
-        self._bound.grant(min(_LEAST_TO_BUILD_BYTES + 4 * held, _MOST_TO_BUILD_BYTES))
-
     def farewell(self, *, is_quiet: bool) -> None:
         """Say Done to every relay until all have left, for a few seconds at most.
 
@@ -202,7 +191,7 @@ class Intake(StreamSource):
         self._sync.close()
         self._tell_synced()
         is_on_disk = self._replicas.sync_all()
-        if self._unsynced or not is_on_disk:  # a disk says only once that it lost something
+        if self._sync.has_lost or not is_on_disk:  # a disk says only once that it lost something
             log("the hosts keep their records: here they may not outlast this process")
             return
         deadline = time.monotonic() + _FAREWELL_S
@@ -307,7 +296,7 @@ class Intake(StreamSource):
             case OpenStream(stream, origin, chunk=0):
                 return self._open(stream, origin)
             case Sync(stream, origin):
-                self._begin_sync(identity, stream, origin)
+                self._sync.begin(self._replicas, self._opened(stream, origin), (identity, stream))
                 return None
             case Ended():
                 return self._end(message)
@@ -390,22 +379,9 @@ class Intake(StreamSource):
             self.progress_at = time.monotonic()
         return StreamOffset(stream, length)
 
-    def _begin_sync(self, identity: bytes, stream: StreamId, origin: int) -> None:
-        """Have a replica put on disk: the relay is told when that is done."""
-        place = self._opened(stream, origin)
-        if place not in self._unsynced and place not in self._syncing:
-            with contextlib.suppress(OSError):  # too many open files: it asks again
-                self._sync.add(self._replicas.to_sync(place))
-                self._syncing[place] = identity, stream
-
     def _tell_synced(self) -> None:
-        for place, length, trouble in self._sync.finished():
-            identity, stream = self._syncing.pop(place)
-            if trouble:
-                self._unsynced.add(place)
-                log(f"{place.name}: cannot be put on disk: {trouble}; its host keeps all of it")
-            else:
-                self._send(identity, Synced(stream, length))
+        for (identity, stream), length in self._sync.finished():
+            self._send(identity, Synced(stream, length))
 
     def _opened(self, stream: StreamId, origin: int) -> StreamId:
         """Return where the records of a stream go that a relay opened, here or before a restart.

@@ -1,4 +1,4 @@
-"""From the first stream to the finished tree: the collector's life."""
+"""From the first stream to the finished tree: how a run is gathered."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 import shutil
 import subprocess
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from rankscope.errors import FolderError
 from rankscope.gather.collector import Intake
-from rankscope.gather.log import ExitOutcome, log
+from rankscope.gather.log import log
 from rankscope.gather.sharedwatch import SharedWatch
 from rankscope.gather.stepwiseprocess import StepwiseProcess
 from rankscope.gather.waitingrule import (
@@ -25,7 +25,13 @@ from rankscope.gather.waitingrule import (
 )
 from rankscope.record.graceseconds import FINISH_SECONDS
 from rankscope.record.streams import EndReason, StreamId
-from rankscope.run.companions import companion_environment, dataset_command
+from rankscope.run.companions import (
+    TREE_TROUBLE,
+    ExitOutcome,
+    companion_environment,
+    dataset_command,
+    tree_command,
+)
 from rankscope.run.filenames import (
     COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
@@ -40,8 +46,11 @@ from rankscope.run.ownership import check_folder_found
 from rankscope.settings import Settings
 from rankscope.spool.replication import replicated
 
-__all__ = ["CollectorOptions", "Observer", "collect"]
+__all__ = ["CollectorOptions", "Observer", "collect", "gathering"]
 
+Ended = TypeVar("Ended")
+Turns = Generator[None, None, Ended]
+"""Work in turns, and how it ended."""
 
 _LOOK_S = 0.05
 _AWAY_S = 1.0
@@ -84,7 +93,25 @@ class Observer:
 def collect(
     options: CollectorOptions, is_stopped: Callable[[], bool], observer: Observer | None = None
 ) -> ExitOutcome:
-    """Gather a run, build its tree, tell the relays; return how it ended.
+    """Gather a run as `gathering` does, to its end; return how it ended."""
+    turns = gathering(options, is_stopped, observer)
+    while True:
+        try:
+            next(turns)
+        except StopIteration as end:
+            outcome: ExitOutcome = end.value
+            return outcome
+
+
+def gathering(
+    options: CollectorOptions,
+    is_stopped: Callable[[], bool],
+    observer: Observer | None = None,
+    *,
+    wait_s: float = _LOOK_S,
+) -> Turns[ExitOutcome]:
+    """Gather a run, build its tree, tell the relays; return how it ended. What works in this
+    process besides has its turn whenever this yields.
 
     When all went well the folder's `collector.log` is removed: there is nothing in it to learn.
 
@@ -92,6 +119,7 @@ def collect(
         options: where, from whom, how long.
         is_stopped: true once somebody asked for an end (SIGTERM): finish with what is there.
         observer: who wants to know how far it is.
+        wait_s: how long a turn may wait for something to come.
 
     Raises:
         FolderError: the trace folder cannot be used, or another collector is at work there.
@@ -120,19 +148,23 @@ def collect(
             watching.listening(())
         outcome, is_quiet = ExitOutcome.DONE, False
         if is_late:
-            _listen(source)
+            if intake is not None:
+                yield from _listen(intake, wait_s)
         else:
             with _metrics(options), _stepwise(options) as stepwise:
-                decision = _gather(options, source, is_stopped, watching, stepwise)
+                decision = yield from _gather(
+                    options, source, is_stopped, watching, stepwise, wait_s
+                )
                 if stepwise is not None:
                     stepwise.close()
-                outcome = _finish(options, source, decision, watching)
+                outcome = yield from _finish(options, source, decision, watching, wait_s)
                 is_quiet = decision is Decision.QUIET
         source.farewell(is_quiet=is_quiet)
         source.close()  # nobody waits for a dataset but who asked for it
         source = None
         has_news = intake is not None and intake.has_refused_keys
-        if _finish_dataset(options) and outcome is ExitOutcome.DONE and not has_news:
+        has_dataset = yield from _finish_dataset(options)
+        if has_dataset and outcome is ExitOutcome.DONE and not has_news:
             (options.out / COLLECTOR_LOG_NAME).unlink(missing_ok=True)
         return outcome
     finally:
@@ -162,8 +194,12 @@ def _stepwise(
 
 
 def _finish(
-    options: CollectorOptions, source: StreamSource, decision: Decision, observer: Observer
-) -> ExitOutcome:
+    options: CollectorOptions,
+    source: StreamSource,
+    decision: Decision,
+    observer: Observer,
+    wait_s: float,
+) -> Turns[ExitOutcome]:
     """Make of what was gathered what the decision says."""
     log(f"{len(source.streams())} streams, {decision.value}")
     if decision is Decision.INCOMPLETE and not any(replicated(options.out).values()):
@@ -183,8 +219,7 @@ def _finish(
         observer.quiet()
         log("nothing happened before which the ranks would have held steps: there is no trace")
         return ExitOutcome.DONE
-    source.building()
-    outcome = _build(options.out, keep_spool=options.settings.keep_spool, observer=observer)
+    outcome = yield from _build(options, source, observer, wait_s)
     return ExitOutcome.NO_ROOM if outcome is ExitOutcome.UNFINISHED and source.trouble else outcome
 
 
@@ -194,11 +229,13 @@ def _gather(
     is_stopped: Callable[[], bool],
     observer: Observer,
     stepwise: StepwiseProcess | None,
-) -> Decision:
+    wait_s: float,
+) -> Turns[Decision]:
     settings = options.settings
     started = looked = time.monotonic()
     while True:
-        source.work(_LOOK_S)
+        yield
+        source.work(wait_s)
         now = time.monotonic()
         if now - looked < _LOOK_S:
             continue
@@ -228,53 +265,85 @@ def _gather(
             return Decision.NOTHING
 
 
-def _listen(source: StreamSource) -> None:
+def _listen(source: StreamSource, wait_s: float) -> Turns[None]:
     """Relays of a collector that was killed after building still wait for its Done."""
     deadline = time.monotonic() + _ORPHANS_S
     while time.monotonic() < deadline:
-        source.work(_LOOK_S)
+        yield
+        source.work(wait_s)
 
 
-def _build(out: Path, *, keep_spool: bool, observer: Observer) -> ExitOutcome:
-    """Build the tree; whatever goes wrong leaves the replicas for `rankscope recover`."""
-    from rankscope.tree import build as assemble
-
-    started = time.monotonic()
+def _build(
+    options: CollectorOptions, source: StreamSource, observer: Observer, wait_s: float
+) -> Turns[ExitOutcome]:
+    """Have the tree built by a process of its own, which may take what memory and time it needs;
+    whatever goes wrong with it leaves the replicas for `rankscope recover`."""
+    out, started = options.out, time.monotonic()
     try:
-        assemble.build(out, keep_spool=keep_spool, progress=observer.building)
-    except FolderError as error:
-        log(f"the tree was not built, and the records are kept: {error}")
-        return ExitOutcome.NO_ROOM
-    except Exception:  # noqa: BLE001  # the job's records must survive any fault of the tree's
-        log(f"the tree was not built; the records are kept in {out}")
-        log(traceback.format_exc())
+        process = subprocess.Popen(
+            tree_command(out, keep_spool=options.settings.keep_spool),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            env=companion_environment(),
+            cwd=out,
+            start_new_session=True,
+        )
+    except OSError as error:
+        log(f"the process that builds the tree cannot be started: {error.strerror}")
         return ExitOutcome.UNFINISHED
-    log(f"built {out / TRACE_NAME} in {time.monotonic() - started:.1f} s")
-    return ExitOutcome.DONE
+    with process:
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        said, code = b"", None
+        while code is None:
+            yield
+            source.work(wait_s)
+            code = process.poll()  # first, so that the last words are read
+            said += process.stdout.read() or b""
+            *lines, said = said.split(b"\n")
+            for line in lines:
+                part, _, what = line.decode(errors="replace").partition(" ")
+                if part == TREE_TROUBLE:
+                    log(what)
+                else:
+                    observer.building(what, float(part))
+    if code == 0:
+        log(f"built {out / TRACE_NAME} in {time.monotonic() - started:.1f} s")
+        return ExitOutcome.DONE
+    if code in (ExitOutcome.NO_ROOM, ExitOutcome.UNFINISHED):  # and said why
+        return ExitOutcome(code)
+    log(f"the process that builds the tree ended with {code}; the records are kept in {out}")
+    return ExitOutcome.UNFINISHED
 
 
-def _finish_dataset(options: CollectorOptions) -> bool:
+def _finish_dataset(options: CollectorOptions) -> Turns[bool]:
     """Have what the dataset lacks written; True where it is whole, or none was asked for, or there
     is no tree to write it from."""
     if not options.settings.parquet or not os.path.exists(options.out / TRACE_NAME):
         return True
     most_s = max(options.settings.finish_seconds, FINISH_SECONDS)
+    deadline = time.monotonic() + most_s
     try:
-        code = subprocess.run(
+        process = subprocess.Popen(
             dataset_command(options.out),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # its errors go into the collector's log
             env=companion_environment(),
             cwd=options.out,
             start_new_session=True,
-            timeout=most_s,
-            check=False,
-        ).returncode
-        trouble = f"its process ended with {code}" if code else ""
-    except subprocess.TimeoutExpired:
-        trouble = f"it took longer than {most_s:g} s"
+        )
     except OSError as error:
         trouble = f"its process cannot be started: {error.strerror}"
+    else:
+        while (code := process.poll()) is None and time.monotonic() < deadline:
+            yield
+            time.sleep(_LOOK_S)
+        if code is None:
+            process.kill()
+            process.wait()
+        trouble = f"it took longer than {most_s:g} s" if code is None else ""
+        if code:
+            trouble = f"its process ended with {code}"
     if trouble:
         whole = f"{typed('export', options.out, out='NEW')} --format parquet"
         log(f"{options.out / PARQUET_FOLDER} is not whole: {trouble}; a whole one: {whole}")

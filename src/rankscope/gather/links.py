@@ -1,4 +1,4 @@
-"""The two ways a relay sends: to a collector that listens, or into a folder both of them see.
+"""The two ways a host sends: to a collector that listens, or into a trace folder that it sees.
 
 Either takes what the shipments of a host want to send, and tells them what has arrived.
 """
@@ -43,6 +43,7 @@ from rankscope.gather.protocol import (
     encode,
 )
 from rankscope.gather.replica import ReplicaFiles
+from rankscope.gather.replicasync import BackgroundSync
 from rankscope.gather.sharedwatch import write_host_state
 from rankscope.gather.shipping import Shipment
 from rankscope.gather.waitingrule import HostState, JobState
@@ -56,7 +57,7 @@ from rankscope.run.locks import is_alive
 from rankscope.run.stallrecords import Stall, keep_stall
 from rankscope.spool.replication import StreamEnd, replica_path, write_end
 
-__all__ = ["Link", "SharedLink", "SocketLink"]
+__all__ = ["FolderLink", "Link", "SocketLink"]
 
 _BEAT_S = 0.25
 _SHARED_BEAT_S = 1.0
@@ -113,6 +114,10 @@ class Link(ABC):
     @abstractmethod
     def wait(self, timeout_s: float) -> None:
         """Wait for an answer, or for time to pass."""
+
+    def is_on_disk(self) -> bool:
+        """True where what was sent outlasts a loss of power; asked once, at the end."""
+        return True  # as the other side has made sure before it said that all is done
 
     @abstractmethod
     def close(self) -> None:
@@ -314,7 +319,7 @@ class SocketLink(Link):
         return True
 
 
-class SharedLink(Link):
+class FolderLink(Link):
     """To a trace folder this host sees: the collector's writing, without a collector between."""
 
     def __init__(self, header: RunHeader, name: str, box: BlackBox | None = None) -> None:
@@ -331,7 +336,8 @@ class SharedLink(Link):
         self._trouble = ""
         self._is_claimed = False
         self._replicas = ReplicaFiles(self._out)
-        log(f"writing run {header.run_id} into the shared folder {self._out}")
+        self._sync: BackgroundSync[Shipment] = BackgroundSync()
+        log(f"writing run {header.run_id} into {self._out}")
 
     @property
     def is_done(self) -> bool:
@@ -358,6 +364,8 @@ class SharedLink(Link):
                 write_host_state(self._out, self._name, self._beat, state)
         self._tell()
         self._hear()
+        for shipment, length in self._sync.finished():
+            shipment.take_synced(length)
         was_busy = False
         for shipment in shipments.values():
             try:
@@ -372,8 +380,15 @@ class SharedLink(Link):
         """Nothing will call: sleep."""
         time.sleep(timeout_s)
 
+    def is_on_disk(self) -> bool:
+        """Wait until what is held, and the tree, outlasts a loss of power; False where it may
+        not."""
+        self._sync.close()
+        return not self._sync.has_lost and self._replicas.sync_all()
+
     def close(self) -> None:
         """Close the replicas."""
+        self._sync.close()
         self._replicas.close()
 
     def _tell(self) -> None:
@@ -432,7 +447,7 @@ class SharedLink(Link):
                         self._note_trouble("", now)  # which it logs itself
                         return False
                 case Sync():
-                    shipment.take_synced(self._replicas.sync(place))
+                    self._sync.begin(self._replicas, place, shipment)
                 case Ended():
                     shipment.take_end_seen()
         except SpoolError as error:  # the disk is full, or failed: asked again

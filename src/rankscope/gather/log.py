@@ -1,8 +1,7 @@
-"""Log lines of relay and collector: stderr, which a daemon has in its log file, or a file."""
+"""Log lines of companions: stderr, which a daemon has in its log file, or a file."""
 
 from __future__ import annotations
 
-import enum
 import os
 import time
 from collections.abc import Iterator
@@ -11,24 +10,7 @@ from pathlib import Path
 
 from rankscope.record.visibletext import visible
 
-__all__ = ["ExitOutcome", "FewLines", "log", "log_into"]
-
-
-class ExitOutcome(enum.IntEnum):
-    """Any other code, a signal's above all: it was killed, and starting it again goes on."""
-
-    DONE = 0
-    """The run is finished."""
-    REFUSED = 2
-    """It could not start: another one is at work there, or a folder or address cannot be used."""
-    UNFINISHED = 3
-    """It gave up, and starting it again would not help: the records are kept."""
-    NO_ROOM = 4
-    """The trace folder could not be written: the records are kept."""
-    REJECTED = 5
-    """The collector gathers another run: the records are kept."""
-    STRANGE = 6
-    """Collector and relay have keys that do not fit: the records are kept."""
+__all__ = ["FewLines", "log", "log_into"]
 
 
 _files: list[Path] = []

@@ -33,7 +33,7 @@ class OrderWatch:
         """Look at nothing yet."""
         self._run_folder, self._out, self._relay = run_folder, header.out, relay
         self._folder = orders_come_to(run_folder, header)
-        self._is_elsewhere = Collection.of_run(run_folder, header).is_elsewhere
+        self._is_elsewhere = Collection.of_run(header).is_elsewhere
         self._file_time = file_time(self._folder / ORDER_NAME)
         self._seen = ABSENT
         self._looked_at = float("-inf")

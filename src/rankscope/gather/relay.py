@@ -1,44 +1,36 @@
-"""The relay: one per host. Finds streams in the run folder, ships them, frees what arrived.
+"""What a companion does for the ranks of its host: it finds their streams in the run folder, sends
+them on, and frees what arrived.
 
-It keeps no state of its own. Over a socket it is one side of the protocol; in a shared trace folder
-it writes replicas and end markers itself, with the collector's own code (`links`).
+It keeps no state of its own. Over a socket it is one side of the protocol; in a trace folder that
+this host sees it writes replicas and end markers itself, with the collector's own code (`links`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rankscope.errors import SpoolError
 from rankscope.gather.blackbox import black_box_of
 from rankscope.gather.cleanup import is_in_tree, remove_run
-from rankscope.gather.links import Link, SharedLink, SocketLink
-from rankscope.gather.log import ExitOutcome, log
+from rankscope.gather.links import FolderLink, SocketLink
+from rankscope.gather.log import log
 from rankscope.gather.orderwatch import OrderWatch
 from rankscope.gather.shipping import Shipment
 from rankscope.gather.stallmonitor import StallMonitor
 from rankscope.gather.waitingrule import JobState
 from rankscope.record.streams import StreamId
-from rankscope.run.filenames import (
-    COLLECTOR_LOCK_NAME,
-    JOB_OVER_NAME,
-    LAUNCHER_LOCK_NAME,
-    RELAY_LOCK_NAME,
-    TRACE_NAME,
-)
-from rankscope.run.folders import FolderLock, RunHeader, is_held, read_run_header, streams
+from rankscope.run.companions import ExitOutcome
+from rankscope.run.filenames import JOB_OVER_NAME, LAUNCHER_LOCK_NAME, TRACE_NAME
+from rankscope.run.folders import RunHeader, is_held, relay_name, streams
 from rankscope.run.locks import is_alive
 from rankscope.run.prepare import Collection
 from rankscope.run.processes import is_process_alive
 from rankscope.settings import settings_of_run
 
-__all__ = ["relay"]
+__all__ = ["Relay"]
 
-_IDLE_S = 0.02
 _DISCOVER_S = 0.1
 _PATIENCE_S = 300.0
 """How long a relay whose ranks have all ended waits for a collector it does not hear."""
@@ -48,105 +40,119 @@ _SILENT_S = 2.0
 _FIRST_STREAM_S = 3600.0
 
 
-def relay(run_folder: Path, is_stopped: Callable[[], bool]) -> ExitOutcome:
-    """Ship the streams of one host until the run is finished; return an `ExitOutcome`.
+class Relay:
+    """The streams of one host on their way, a turn at a time."""
 
-    Args:
-        run_folder: the host's spool folder of one run.
-        is_stopped: true once somebody asked for an end (SIGTERM): as if the job were over.
+    def __init__(
+        self,
+        run_folder: Path,
+        header: RunHeader,
+        is_stopped: Callable[[], bool],
+        *,
+        is_alone: bool,
+    ) -> None:
+        """Send nothing yet.
 
-    Raises:
-        FolderBusyError: another relay is at work there.
-        SpoolError: the folder cannot be used.
-    """
-    if not run_folder.is_dir():
-        raise SpoolError(f"{run_folder}: is no folder; give the host's run folder of a spool")
-    lock = FolderLock(run_folder / RELAY_LOCK_NAME, "relay")
-    try:
-        return _Relay(run_folder, read_run_header(run_folder), is_stopped).run()
-    finally:
-        lock.release()
+        Args:
+            run_folder: the host's spool folder of one run.
+            header: its `run.json`.
+            is_stopped: true once somebody asked for an end (SIGTERM): as if the job were over.
+            is_alone: the run is gathered by another process, which may never come.
 
-
-class _Relay:
-    """The loop, common to both ways of sending."""
-
-    def __init__(self, run_folder: Path, header: RunHeader, is_stopped: Callable[[], bool]) -> None:
+        Raises:
+            RankscopeError: the other side may not or cannot be reached.
+        """
         self._run_folder = run_folder
         self._header = header
         self._settings = settings_of_run(header.settings)
         self._is_stopped = is_stopped
+        self._is_alone = is_alone
         self._shipments: dict[StreamId, Shipment] = {}
         self._discovered_at = float("-inf")
+        self._alive_at = time.monotonic()
         self._job = JobState.UNKNOWN
         self._is_over = False
         """What others were told last of a job that holds steps back."""
         self._tree = header.out / TRACE_NAME
-        self._collection = Collection.of_run(run_folder, header)
+        self._collection = Collection.of_run(header)
         self._name = relay_name(run_folder)
         self._stalls = StallMonitor(run_folder, header, self._name)
         self._box = black_box_of(run_folder, header)
         """Where the ranks hold their last steps back."""
         self._orders = OrderWatch(run_folder, header, self._name)
+        kind = SocketLink if self._collection.is_elsewhere else FolderLink
+        self._link = kind(header, self._name, self._box)
+        self.outcome: ExitOutcome | None = None
+        """How it ended; None while there is more to do."""
 
-    def run(self) -> ExitOutcome:
-        link_kind = SharedLink if self._collection.is_shared else SocketLink
-        link = link_kind(self._header, self._name, self._box)
-        try:
-            outcome = self._ship(link)
-        finally:
-            link.close()
-            if self._box is not None:
-                self._box.close()
-            for shipment in self._shipments.values():
-                shipment.reader.close()
-                if shipment.chunks is not None:
-                    shipment.chunks.close()
-        if self._collection.is_here:  # a killed collector leaves its socket, maybe elsewhere
-            Path(self._header.collector.removeprefix("ipc://")).unlink(missing_ok=True)
-        if outcome is ExitOutcome.DONE:
-            self._clean(is_quiet=link.is_quiet)
+    def turn(self) -> bool:
+        """Do what can be done at once; True where that was anything."""
+        now = time.monotonic()
+        was_busy = self._exchange(now)
+        if not was_busy:
+            self.outcome = self._outcome(now)
+        return was_busy
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for an answer, or for time to pass."""
+        self._link.wait(timeout_s)
+
+    def close(self, outcome: ExitOutcome) -> None:
+        """Leave; of a run that is finished remove what this host had of it, once what it sent
+        outlasts a loss of power."""
+        is_durable = outcome is ExitOutcome.DONE and self._link.is_on_disk()
+        is_quiet = self._link.is_done and self._link.is_quiet
+        self._link.close()
+        if self._box is not None:
+            self._box.close()
+        for shipment in self._shipments.values():
+            shipment.reader.close()
+            if shipment.chunks is not None:
+                shipment.chunks.close()
+        if is_durable:
+            self._clean(is_quiet=is_quiet)
         else:
             log(f"the records of this host stay in {self._run_folder}")
-        return outcome
 
-    def _ship(self, link: Link) -> ExitOutcome:
-        """Ship until told that the run is finished, or until nobody is there to tell."""
-        alive_at = time.monotonic()
-        while not link.is_done:
-            if link.rejection:
-                log(link.rejection)
-                return ExitOutcome.REJECTED
-            now = time.monotonic()
-            self._discover(now)
-            box = self._box
-            self._stalls.look(self._shipments if box is None else box.streams, now)
-            link.stall = self._stalls.latest
-            self._look_for_orders(now)
-            was_busy = box is not None and box.look(now, self._job, link.stall)
-            if link.exchange(self._shipments, now, self._told_job()) or was_busy:
-                continue
-            link.wait(_IDLE_S)
-            if self._has_no_room(link, now):
-                log(f"the job is over, and {self._tree.parent} cannot be written")
-                return ExitOutcome.NO_ROOM
-            if self._sees_tree(now - link.heard_at):
-                break
-            silent_s = now - max(link.heard_at, alive_at)
-            if silent_s > _SILENT_S and self._has_alive():
-                alive_at = now  # as long as a rank lives nobody is waited for in vain
-                continue
-            if link.strangeness and silent_s > _ABANDONED_S and not self._has_work_left():
-                log(f"nothing was sent: {link.strangeness}")
-                return ExitOutcome.STRANGE
-            if self._is_abandoned(silent_s, is_reached=link.is_reached):
-                log(f"no collector for {silent_s:.0f} s")
-                return ExitOutcome.UNFINISHED if self._shipments else ExitOutcome.DONE
-            has_any = self._shipments or (box is not None and box.streams)
-            if not has_any and now - alive_at > _FIRST_STREAM_S:
-                log("no rank ever traced")
-                return ExitOutcome.UNFINISHED
-        return ExitOutcome.DONE
+    def _exchange(self, now: float) -> bool:
+        self._discover(now)
+        box, link = self._box, self._link
+        self._stalls.look(self._shipments if box is None else box.streams, now)
+        link.stall = self._stalls.latest
+        self._look_for_orders(now)
+        was_busy = box is not None and box.look(now, self._job, link.stall)
+        return link.exchange(self._shipments, now, self._told_job()) or was_busy
+
+    def _outcome(self, now: float) -> ExitOutcome | None:
+        """Return how it ends: it was told that the run is finished, or nobody is there to tell."""
+        link = self._link
+        if link.is_done:
+            return ExitOutcome.DONE
+        if link.rejection:
+            log(link.rejection)
+            return ExitOutcome.REJECTED
+        if self._has_no_room(now):
+            log(f"the job is over, and {self._tree.parent} cannot be written")
+            return ExitOutcome.NO_ROOM
+        if not self._is_alone:
+            return None
+        if self._sees_tree(now - link.heard_at):
+            return ExitOutcome.DONE
+        silent_s = now - max(link.heard_at, self._alive_at)
+        if silent_s > _SILENT_S and self._has_alive():
+            self._alive_at = now  # as long as a rank lives nobody is waited for in vain
+            return None
+        if link.strangeness and silent_s > _ABANDONED_S and not self._has_work_left():
+            log(f"nothing was sent: {link.strangeness}")
+            return ExitOutcome.STRANGE
+        if self._is_abandoned(silent_s):
+            log(f"no collector for {silent_s:.0f} s")
+            return ExitOutcome.UNFINISHED if self._shipments else ExitOutcome.DONE
+        has_any = self._shipments or (self._box is not None and self._box.streams)
+        if not has_any and now - self._alive_at > _FIRST_STREAM_S:
+            log("no rank ever traced")
+            return ExitOutcome.UNFINISHED
+        return None
 
     def _look_for_orders(self, now: float) -> None:
         box = self._box
@@ -156,8 +162,9 @@ class _Relay:
             self._orders.look(now, box.streams, box.answer)
             box.order = self._orders.order
 
-    def _has_no_room(self, link: Link, now: float) -> bool:
-        """True where a trace folder that this relay writes takes nothing of a job that is over."""
+    def _has_no_room(self, now: float) -> bool:
+        """True where a trace folder that this host writes takes nothing of a job that is over."""
+        link = self._link
         if link.trouble_at is None or self._job is not JobState.OVER or link.is_done:
             return False
         return now - link.trouble_at >= self._settings.drain_seconds and not self._has_alive()
@@ -166,19 +173,11 @@ class _Relay:
         """The collector may have gone before its Done arrived: on its own host the tree tells."""
         return silent_s > _SILENT_S and os.path.exists(self._tree) and not self._has_alive()
 
-    def _is_abandoned(self, silent_s: float, *, is_reached: bool) -> bool:
-        """True where this silence since the last rank means that no collector will come.
-
-        Args:
-            silent_s: how long nobody answered.
-            is_reached: somebody listens all the same, and may be building the tree.
-        """
+    def _is_abandoned(self, silent_s: float) -> bool:
+        """True where this silence since the last rank means that no collector will come."""
         is_over = self._job is JobState.OVER
-        if is_over and self._collection.is_here:
-            # its launcher is over, or was killed
-            return silent_s > _ABANDONED_S and not is_held(self._header.out / COLLECTOR_LOCK_NAME)
-        if is_over and not is_reached and silent_s > max(self._settings.finish_seconds, _SILENT_S):
-            return True
+        if is_over and not self._link.is_reached:  # who listens may be building the tree
+            return silent_s > min(max(self._settings.finish_seconds, _SILENT_S), _PATIENCE_S)
         return silent_s > _PATIENCE_S
 
     def _has_work_left(self) -> bool:
@@ -253,9 +252,3 @@ class _Relay:
         kept = remove_run(self._run_folder, is_delivered, is_quiet=is_quiet)
         if kept is not None:
             log(f"{kept.name} was not finished: kept in {self._run_folder}")
-
-
-def relay_name(run_folder: Path) -> str:
-    """A fixed name for this host and folder: the same after a restart."""
-    place = f"{socket.gethostname()}:{run_folder.absolute()}"
-    return hashlib.blake2b(place.encode(errors="surrogateescape"), digest_size=8).hexdigest()

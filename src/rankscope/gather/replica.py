@@ -220,21 +220,6 @@ class ReplicaFiles:
         self._named.add(stream)
         return Unsynced(stream, self._lengths[stream], descriptor, path if is_new else None)
 
-    def sync(self, stream: StreamId) -> int:
-        """Wait until what is held of a stream is on disk; return for how many bytes that is so.
-
-        Raises:
-            FolderError: its replica cannot be opened, or the disk has lost what it was given.
-        """
-        unsynced = self.to_sync(stream)
-        try:
-            unsynced.put_on_disk()
-        except OSError as error:
-            raise FolderError(
-                f"{replica_path(self._out, stream)}: cannot be put on disk: {error.strerror}"
-            ) from error
-        return unsynced.length
-
     def sync_all(self) -> bool:
         """Wait until every replica that is left is on disk, and the name of the tree; False where
         one is not, which is logged."""

@@ -9,9 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Generic, TypeVar
 
+from rankscope.gather.log import log
 from rankscope.record.streams import StreamId
 from rankscope.run.replacing import sync_by_name
+
+if TYPE_CHECKING:
+    from rankscope.gather.replica import ReplicaFiles
 
 __all__ = ["BackgroundSync", "Unsynced"]
 
@@ -43,35 +48,62 @@ class Unsynced:
             os.close(self.descriptor)
 
 
-class BackgroundSync:
-    """Puts replicas on disk in a thread of its own: intake does not wait for the disk."""
+Asker = TypeVar("Asker")
+
+
+class BackgroundSync(Generic[Asker]):
+    """Puts replicas on disk in a thread of its own: whoever takes records does not wait for it."""
 
     def __init__(self) -> None:
         self._waiting: SimpleQueue[Unsynced | None] = SimpleQueue()
-        self._finished: SimpleQueue[tuple[StreamId, int, str]] = SimpleQueue()
+        self._finished: SimpleQueue[tuple[Unsynced, str]] = SimpleQueue()
+        self._askers: dict[StreamId, Asker] = {}
+        self._lost: set[StreamId] = set()
+        """Replicas of which the disk lost something: no segment of theirs is freed any more."""
         self._thread = threading.Thread(target=self._work, name="sync", daemon=True)
         self._thread.start()
 
-    def add(self, unsynced: Unsynced) -> None:
-        """Have this put on disk."""
-        self._waiting.put(unsynced)
+    @property
+    def has_lost(self) -> bool:
+        """True once a disk said that it lost something; it says that only once."""
+        return bool(self._lost)
 
-    def finished(self) -> Iterator[tuple[StreamId, int, str]]:
-        """Yield streams, how many bytes of each are on disk, and why none are, mostly empty."""
+    def begin(self, replicas: ReplicaFiles, place: StreamId, asker: Asker) -> None:
+        """Have a replica put on disk, unless that is under way, or is known to be in vain.
+
+        Raises:
+            FolderError: its replica cannot be opened.
+        """
+        if place in self._lost or place in self._askers:
+            return
+        with contextlib.suppress(OSError):  # too many open files: it is asked for again
+            self._waiting.put(replicas.to_sync(place))
+            self._askers[place] = asker
+
+    def finished(self) -> Iterator[tuple[Asker, int]]:
+        """Yield who asked, and how many bytes of the replica are on disk."""
         with contextlib.suppress(Empty):
             while True:
-                yield self._finished.get_nowait()
+                unsynced, trouble = self._finished.get_nowait()
+                asker = self._askers.pop(unsynced.stream)
+                if not trouble:
+                    yield asker, unsynced.length
+                    continue
+                self._lost.add(unsynced.stream)
+                name = unsynced.stream.name
+                log(f"{name}: cannot be put on disk: {trouble}; its host keeps all of it")
 
     def close(self) -> None:
-        """Finish what was begun; nothing may be added any more."""
-        self._waiting.put(None)
-        self._thread.join()
+        """Finish what was begun; nothing may be begun any more."""
+        if self._thread.is_alive():
+            self._waiting.put(None)
+            self._thread.join()
 
     def _work(self) -> None:
         while (unsynced := self._waiting.get()) is not None:
             try:
                 unsynced.put_on_disk()
             except OSError as error:
-                self._finished.put((unsynced.stream, 0, str(error.strerror)))
+                self._finished.put((unsynced, str(error.strerror)))
             else:
-                self._finished.put((unsynced.stream, unsynced.length, ""))
+                self._finished.put((unsynced, ""))

@@ -106,9 +106,6 @@ class SharedWatch(StreamSource):
         with contextlib.suppress(OSError):  # asked again
             agree(self._out / REPLICA_FOLDER, VANISHED_NAME, text)
 
-    def building(self) -> None:
-        """Nothing to do: nobody sends anything here."""
-
     def farewell(self, *, is_quiet: bool) -> None:
         """Nothing to do: relays see the tree appear."""
 

@@ -7,7 +7,6 @@ It comes once records have been there for some seconds, so that a job that is ov
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import time
 from pathlib import Path
@@ -78,7 +77,7 @@ class StepwiseProcess:
         self._started_at = now
         try:
             self._process = subprocess.Popen(
-                [*self._command, "--parent", str(os.getpid())],
+                self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # its errors go into the collector's log
                 env=self._environment,

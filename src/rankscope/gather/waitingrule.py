@@ -102,9 +102,6 @@ class StreamSource(Protocol):
         """Why nothing can be written just now; empty where it can."""
         return ""
 
-    def building(self) -> None:
-        """The tree is built now: what this process occupies is its own."""
-
     def farewell(self, *, is_quiet: bool) -> None:
         """Tell the relays that the run is finished, and whether nothing happened in it."""
 

@@ -6,8 +6,9 @@ import os
 import re
 
 from rankscope.errors import BindError
-from rankscope.run.companions import LONGEST_IPC_PATH
 
+_LONGEST_IPC_PATH = 107
+"""Bytes of a Unix socket's path, its terminating zero left out."""
 _TCP = re.compile(r"tcp://(\[[^\]]+\]|[^:/\s]+):(\d{1,5}|\*)")
 
 
@@ -36,9 +37,9 @@ def check_address(address: str, *, has_keys: bool) -> str:
         path = address.removeprefix("ipc://")
         if not path.startswith("/"):
             raise BindError(f"{address}: write an ipc address with an absolute path")
-        if len(os.fsencode(path)) > LONGEST_IPC_PATH:
+        if len(os.fsencode(path)) > _LONGEST_IPC_PATH:
             raise BindError(
-                f"{address}: a socket path may have {LONGEST_IPC_PATH} bytes, this one has "
+                f"{address}: a socket path may have {_LONGEST_IPC_PATH} bytes, this one has "
                 f"{len(os.fsencode(path))}; choose a shorter folder with --rs-spool"
             )
         return address

@@ -1,12 +1,13 @@
-"""Starting the relay and the collector from a process that must know neither sockets nor threads.
+"""Starting a host's companion from a process that must know neither sockets nor threads, and what a
+companion starts.
 
-As children (the wrapper) by `subprocess` with the commands below; as daemons (an unchanged script
-with the variable alone) by `start_daemon`, which leaves nothing of the caller behind in them.
+As a child (the wrapper) by `subprocess` with the command below; as a daemon (an unchanged script
+with the variable alone) by `start_daemon`, which leaves nothing of the caller behind in it.
 """
 
 from __future__ import annotations
 
-import hashlib
+import enum
 import importlib.util
 import os
 import shlex
@@ -17,26 +18,48 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rankscope.errors import SpoolError
-from rankscope.run.filenames import COLLECTOR_SOCKET_NAME
-from rankscope.run.folders import private_folder, spool_base
 from rankscope.run.ownership import open_own_log
 from rankscope.run.processes import process_name
 
-LONGEST_IPC_PATH = 107
-"""Bytes of a Unix socket's path, its terminating zero left out."""
 GROWS_FROM_BYTES = 64 << 20
 """Of records. A job with fewer gets its tree at the end, in one piece."""
+TREE_TROUBLE = "!"
+"""What stands in place of PART before each line that says why there is no tree."""
 _START_S = 10.0
 
 
-def companion_command(companion: str, run_folder: Path) -> list[str]:
-    """The command of a host's `relay`, or of its `collector`: all else stands in `run.json`."""
-    return [sys.executable, "-m", "rankscope.gather", companion, "--run-folder", str(run_folder)]
+class ExitOutcome(enum.IntEnum):
+    """Any other code, a signal's above all: it was killed, and starting it again goes on."""
+
+    DONE = 0
+    """The run is finished."""
+    REFUSED = 2
+    """It could not start: another one is at work there, or a folder or address cannot be used."""
+    UNFINISHED = 3
+    """It gave up, and starting it again would not help: the records are kept."""
+    NO_ROOM = 4
+    """The trace folder could not be written: the records are kept."""
+    REJECTED = 5
+    """The collector gathers another run: the records are kept."""
+    STRANGE = 6
+    """Collector and relay have keys that do not fit: the records are kept."""
+
+
+def companion_command(run_folder: Path) -> list[str]:
+    """The command of a host's companion: all else stands in `run.json`."""
+    return [sys.executable, "-m", "rankscope.gather", "--run-folder", str(run_folder)]
 
 
 def stepwise_command(out: Path, traced_ranks: int) -> list[str]:
-    """The command that goes with a running job step by step; its variables are settings."""
+    """The command that goes with a running job step by step, as long as this process lives; its
+    variables are settings."""
     return [*_stepwise(out), "--traced-ranks", str(traced_ranks)]
+
+
+def tree_command(out: Path, *, keep_spool: bool) -> list[str]:
+    """The command that builds the tree, as long as this process lives; it writes lines of `PART
+    WHAT` while it does."""
+    return [*_stepwise(out), "--build-tree", *(["--keep-spool"] if keep_spool else [])]
 
 
 def dataset_command(out: Path) -> list[str]:
@@ -62,22 +85,6 @@ def metrics_trouble(port: int) -> str:
         except OSError as error:
             return f"no metrics: port {port} cannot be used: {error.strerror}"
     return ""
-
-
-def ipc_address(run_folder: Path) -> str:
-    """An `ipc://` address beside the spools, or a short one where that path is too long.
-
-    Raises:
-        SpoolError: the folder of the short one is another user's, or open to others.
-    """
-    path = run_folder / COLLECTOR_SOCKET_NAME
-    if len(os.fsencode(path)) > LONGEST_IPC_PATH:
-        key = hashlib.blake2b(os.fsencode(run_folder.absolute()), digest_size=10).hexdigest()
-        base = spool_base(None)
-        if len(os.fsencode(base)) + len(key) + 6 > LONGEST_IPC_PATH:
-            base = spool_base(Path("/tmp"))
-        path = private_folder(base, base) / f"{key}.sock"
-    return f"ipc://{path}"
 
 
 def companion_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -159,4 +166,5 @@ def start_extras(daemons: Iterable[tuple[Sequence[str], Path]]) -> list[str]:
 
 
 def _stepwise(out: Path) -> list[str]:
-    return [sys.executable, "-m", "rankscope.stepwise", "--out", str(out)]
+    parent = str(os.getpid())
+    return [sys.executable, "-m", "rankscope.stepwise", "--out", str(out), "--parent", parent]

@@ -145,7 +145,7 @@ class EventBoard:
 
 def event_folder(run_folder: Path, header: RunHeader, incarnation: int) -> Path:
     """Return where the ranks and relays of one life tell what happened: all of them see it."""
-    is_shared = Collection.of_run(run_folder, header).is_shared
+    is_shared = Collection.of_run(header).is_shared
     seen_by_all = header.out / REPLICA_FOLDER if is_shared else run_folder
     return seen_by_all / f"{EVENT_FOLDER}.{incarnation}"
 

@@ -3,10 +3,10 @@
 <spool base>/rankscope-<uid>/<run key>/        0700
     run.json        what the relay has to know, written by rename
     rank00003.0/    one folder per stream: `lock` and its segments
-    relay.lock, relay.log, job-over
+    companion.lock, companion.log, job-over
     launcher.lock   held by the launcher that prepared the run, for as long as it lives
     start.lock      held by one starting rank after the other where no launcher prepared it
-    relay.started, collector.started   the processes that such a rank started last
+    companion.started                  the process that such a rank started last
     step-trigger.0/ where ranks agree on the step that `at:FILE` asks for
 """
 
@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
@@ -47,7 +48,7 @@ class RunHeader:
     run_id: str
     out: Path
     collector: str
-    """Address, or `SHARED`."""
+    """Address, `SHARED`, or "" in a job of one host (`run.prepare.Collection`)."""
     world_size: int
     settings: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0
@@ -56,7 +57,7 @@ class RunHeader:
     """The process that started the ranks of this host, and may start them again
     (`run.processes`); "" where a launcher of ours says when the job is over."""
     collects: int = 0
-    """Ranks the collector of this host waits for; 0 where it is not the ranks that start one."""
+    """Ranks of the run that is gathered on this host; 0 where it is gathered elsewhere."""
     keeps_apart: bool = False
     """True where `out` is this host's own, because it does not see the head's."""
 
@@ -126,6 +127,12 @@ def remove_run_folder(run_folder: Path) -> None:
     with contextlib.suppress(OSError):  # somebody else left something there
         run_folder.rmdir()
         run_folder.parent.rmdir()
+
+
+def relay_name(run_folder: Path) -> str:
+    """A fixed name for this host and folder: the same after a restart."""
+    place = f"{socket.gethostname()}:{run_folder.absolute()}"
+    return hashlib.blake2b(place.encode(errors="surrogateescape"), digest_size=8).hexdigest()
 
 
 def find_runs(bases: Iterable[Path], run_id: str) -> list[Path]:

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from rankscope.errors import SpoolError
 from rankscope.run.filenames import (
+    COMPANION_LOCK_NAME,
     HELD_FOLDER,
     LAUNCHER_LOCK_NAME,
-    RELAY_LOCK_NAME,
     RUN_NAME,
     START_LOCK_NAME,
     STREAM_LOCK_NAME,
@@ -123,7 +123,7 @@ def is_abandoned(run_folder: Path) -> bool:
     found = [stream_folder(place, stream) for place in places for stream in streams(place)]
     if not found and not (run_folder / RUN_NAME).is_file():
         return False
-    locks = (LAUNCHER_LOCK_NAME, RELAY_LOCK_NAME, START_LOCK_NAME)
+    locks = (LAUNCHER_LOCK_NAME, COMPANION_LOCK_NAME, START_LOCK_NAME)
     return not any(is_held(run_folder / name) for name in locks) and not any(
         is_alive(folder) for folder in found
     )

@@ -142,7 +142,7 @@ def order_in(folder: Path) -> Order | None:
 def orders_come_to(run_folder: Path, header: RunHeader) -> Path:
     """Return the folder that orders of a run come to: in the trace folder where ranks see it, so
     that whoever ordered sees what became of it."""
-    is_elsewhere = Collection.of_run(run_folder, header).is_elsewhere
+    is_elsewhere = Collection.of_run(header).is_elsewhere
     return run_folder if is_elsewhere else header.out / REPLICA_FOLDER
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from rankscope.errors import KeysError, SpoolError
 from rankscope.run.address import check_address, is_tcp
-from rankscope.run.companions import ipc_address
 from rankscope.run.diskspace import free_bytes
 from rankscope.run.filenames import REPLICA_FOLDER
 from rankscope.run.folders import (
@@ -44,9 +43,8 @@ class Collection:
     """Where the records of a run are collected: one of three ways."""
 
     address: str
-    """"" for a collector on this host that listens in the run folder; `SHARED` where every relay
-    writes into the trace folder by itself; else where a collector listens that somebody started,
-    with a trace folder of its own."""
+    """"" for a job of this host alone; `SHARED` where every host writes into the trace folder by
+    itself; else where a collector listens that somebody started, with a trace folder of its own."""
 
     @classmethod
     def asked(cls, setting: str, *, is_one_host: bool = True) -> Collection:
@@ -54,14 +52,13 @@ class Collection:
         return cls(setting or ("" if is_one_host else SHARED))
 
     @classmethod
-    def of_run(cls, run_folder: Path, header: RunHeader) -> Collection:
+    def of_run(cls, header: RunHeader) -> Collection:
         """Return what `run.json` says."""
-        is_local = header.collector == ipc_address(run_folder)
-        return cls("" if is_local else header.collector)
+        return cls(header.collector)
 
     def check(self, keys: Path | None) -> CurveKeys | None:
-        """See that relays may send there, before anything is made; return the keys they use, None
-        without.
+        """See that records may be sent there, before anything is made; return the keys for that,
+        None without.
 
         Raises:
             BindError: the address may not be used.
@@ -79,26 +76,18 @@ class Collection:
 
     @property
     def is_here(self) -> bool:
-        """True where a collector of this host alone listens in the run folder."""
+        """True where this host alone writes into the trace folder."""
         return not self.address
 
     @property
     def is_shared(self) -> bool:
-        """True where every relay writes into the trace folder by itself."""
+        """True where every host writes into the trace folder by itself."""
         return self.address == SHARED
 
     @property
     def is_elsewhere(self) -> bool:
         """True where the trace folder is the collector's affair, maybe on another host."""
         return not (self.is_here or self.is_shared)
-
-    def in_run(self, run_folder: Path) -> str:
-        """Return the address as `run.json` names it."""
-        return self.address or ipc_address(run_folder)
-
-    def listens_on(self, run_folder: Path) -> list[str]:
-        """Return the addresses on which a collector listens that is started for the run."""
-        return [] if self.is_shared else [self.in_run(run_folder)]
 
     def announcement(self, out: Path, asked: Path | None = None) -> str:
         """Return what is said of a run before it begins; `asked`: the folder that was asked for."""
@@ -212,7 +201,7 @@ def prepare_run(
             header = RunHeader(
                 run_id=request.run_id,
                 out=out,
-                collector=collection.in_run(run_folder),
+                collector=collection.address,
                 world_size=request.world_size,
                 settings=settings.as_text(),
                 max_restarts=request.max_restarts,

@@ -253,8 +253,8 @@ class SpoolWriter:
             del self._holder[0]
             raise SpoolError(
                 f"{self.folder}: the spool is full and {len(self._backlog.definitions)} "
-                f"definitions wait for room; raise --rs-spool-bytes, or see relay.log beside it "
-                f"for why nothing is sent"
+                f"definitions wait for room; raise --rs-spool-bytes, or see in the log of the "
+                f"companion why nothing is sent"
             )
         self._start_dropping()
         return True

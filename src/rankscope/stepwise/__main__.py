@@ -1,23 +1,30 @@
-"""`python -m rankscope.stepwise`: goes with a running job step by step; the collector starts it."""
+"""`python -m rankscope.stepwise`: goes with a running job step by step, or makes what is to be made
+of a job that is over. Whoever gathers the run starts it, and goes on without it where it is killed.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import os
+import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from rankscope.errors import RankscopeError
+from rankscope.errors import FolderError, RankscopeError
+from rankscope.run.companions import TREE_TROUBLE, ExitOutcome
 from rankscope.run.filenames import PARQUET_FOLDER, TRACE_NAME
 from rankscope.run.processes import watch_signals
 from rankscope.settings import SETTINGS, settings_from
 from rankscope.stepwise.findingsfile import FindingsFile
 from rankscope.stepwise.stepjudge import LiveCheck
 from rankscope.stepwise.stepkeeper import KeepSizes, StepKeeper
+from rankscope.tree.build import build
 from rankscope.tree.finishedtrace import trace_files
 from rankscope.tree.growingtree import grown_steps
 from rankscope.tree.views import Trace
@@ -25,6 +32,7 @@ from rankscope.tree.views import Trace
 __all__ = ["main"]
 
 _NICE: Final = 10
+_PR_SET_PDEATHSIG: Final = 1
 _LOOK_S: Final = 0.25
 _REST: Final = 3
 """It rests so many times as long as it worked: several steps together cost less than one by one."""
@@ -32,11 +40,37 @@ _MOST_REST_S: Final = 2.0
 Look = Callable[[Callable[[], bool]], bool]
 
 
-def _go_along(
-    looks: Sequence[Look], keeper: StepKeeper, parent: int, is_stopped: Callable[[], bool]
-) -> None:
-    """Look until stopped, or deserted by whoever started this."""
-    while not is_stopped() and parent in (0, os.getppid()):
+def _end_with(parent: int) -> None:
+    """Have this process killed with the one that started it, which another one may replace: two of
+    a kind would write the same files."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("rankscope: what started this process is gone")
+
+
+def _build_tree(out: Path, *, keep_spool: bool) -> int:
+    """Build the tree, and say how far it is; return the exit code."""
+
+    def say(what: str, part: float | str) -> None:
+        sys.stdout.write(f"{part} {what}\n")
+        sys.stdout.flush()
+
+    try:
+        build(out, keep_spool=keep_spool, progress=say)
+    except FolderError as error:
+        say(f"the tree was not built, and the records are kept: {error}", TREE_TROUBLE)
+        return ExitOutcome.NO_ROOM
+    except Exception:  # noqa: BLE001  # the job's records must survive any fault of the tree's
+        for line in traceback.format_exc().splitlines():
+            say(line, TREE_TROUBLE)
+        say(f"the tree was not built; the records are kept in {out}", TREE_TROUBLE)
+        return ExitOutcome.UNFINISHED
+    return 0
+
+
+def _go_along(looks: Sequence[Look], keeper: StepKeeper, is_stopped: Callable[[], bool]) -> None:
+    """Look until stopped."""
+    while not is_stopped():
         began = time.monotonic()
         busy = [look(is_stopped) for look in looks]
         took = time.monotonic() - began
@@ -72,13 +106,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rankscope.stepwise", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="trace folder")
     parser.add_argument("--traced-ranks", type=int, help="how many are traced")
-    parser.add_argument("--parent", type=int, default=0, help="process without which to end")
+    parser.add_argument("--parent", type=int, help="process that started it, and ends it")
+    parser.add_argument("--build-tree", action="store_true", help="build the tree")
+    parser.add_argument("--keep-spool", action="store_true", help="and keep the records")
     parser.add_argument(
         "--finish-dataset", action="store_true", help="write what it lacks of a finished trace"
     )
     options = parser.parse_args(arguments)
     with contextlib.suppress(OSError):
         os.nice(_NICE)
+    if options.parent is not None:
+        _end_with(options.parent)
+    if options.build_tree:
+        return _build_tree(options.out, keep_spool=options.keep_spool)
     if options.finish_dataset:
         _finish_dataset(options.out)
         return 0
@@ -105,7 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not settings.keep_spool:
         looks.append(keeper.look)
     if not (out / TRACE_NAME).exists():
-        _go_along(looks, keeper, options.parent, is_stopped)
+        _go_along(looks, keeper, is_stopped)
     if judge is not None:
         judge.close()
     keeper.close()

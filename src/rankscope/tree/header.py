@@ -283,8 +283,8 @@ def _lacking(stream: RankStream, event: _AskedSteps) -> list[tuple[str, str]]:
     if state["is_done"] and event in _asked_of(stream):
         let_go = _both(_without(asked, copied), gone)
         return [
-            *_named(let_go, "the rank no longer held them when they were copied; "
-                    "--rs-spool-bytes says how many it holds, relay.log whether they waited"),
+            *_named(let_go, "the rank no longer held them when they were copied; --rs-spool-bytes "
+                    "says how many it holds, its companion's log whether they waited"),
             *_named(_both(asked, torn), "its spool was full, and it dropped records of them"),
         ]  # fmt: skip
     whole = _without(copied, torn if state["is_done"] else [*torn, (state["step"], state["step"])])

@@ -10,7 +10,14 @@ from typing import Any
 
 from rankscope.errors import SpoolError
 from rankscope.run.filenames import COLLECTOR_LOCK_NAME, HOST_STATE_PREFIX, REPLICA_FOLDER
-from rankscope.run.folders import find_runs, is_held, spool_base, stream_folder, streams
+from rankscope.run.folders import (
+    find_runs,
+    is_held,
+    relay_name,
+    spool_base,
+    stream_folder,
+    streams,
+)
 from rankscope.run.locks import is_abandoned, is_alive
 from rankscope.spool.origin import origin_text
 from rankscope.spool.replication import read_end, replica_path, replicated
@@ -28,10 +35,12 @@ def is_at_work(folder: Path, run: Mapping[str, Any]) -> bool:
     """
     if is_held(folder / COLLECTOR_LOCK_NAME):
         return True
-    if any(not is_abandoned(one) for one in find_runs(spool_bases(run), str(run["id"]))):
+    of_host = find_runs(spool_bases(run), str(run["id"]))
+    if any(not is_abandoned(one) for one in of_host):
         return True
+    own = {f"{HOST_STATE_PREFIX}{relay_name(one)}.json" for one in of_host}
     states = (folder / REPLICA_FOLDER).glob(f"{HOST_STATE_PREFIX}*.json")
-    written = [path.stat().st_mtime for path in states]
+    written = [path.stat().st_mtime for path in states if path.name not in own]
     return time.time() - max(written, default=0.0) < _SILENT_S
 
 
