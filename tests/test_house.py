@@ -107,7 +107,7 @@ WITHOUT_TORCH = [
     "rankscope.spool.writer",
     "rankscope.gather.collector",
     "rankscope.gather.relay",
-    "rankscope.live.jobwatch",
+    "rankscope.stepwise.rankstatuses",
     "rankscope.cli.top",
     "rankscope.doctor.job",
     "rankscope.tree.build",

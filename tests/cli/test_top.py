@@ -26,11 +26,11 @@ import pytest
 from rankscope.cli.terminal import Paint
 from rankscope.cli.toptext import screen_lines
 from rankscope.diagnosis.check import check
-from rankscope.live.jobwatch import JobWatch
 from rankscope.page.rankplaces import places_in
 from rankscope.record.ranklists import parse_ranks, ranks_named, ranks_text
 from rankscope.record.timetext import utc_text
 from rankscope.run.filenames import REPLICA_FOLDER
+from rankscope.run.jobstatus import read_status
 from rankscope.tree.reader import open_trace
 from tests.cli.topjobs import starting
 from tests.launcher.launches import BIN, Launch, kill, rankscope
@@ -99,16 +99,13 @@ def test_a_slow_rank_is_named_with_how_often_and_the_others_wait_for_it(launch: 
     assert found["grad_norm"]["min"] == pytest.approx(found["grad_norm"]["max"], rel=1e-6)
 
     def is_waiting() -> bool:
-        watch.look()
         return any(
             s.waits_for == (2,) and s.place.op == "all_reduce" and s.place.members == (0, 1, 2)
-            for s in watch.ranks()
+            for s in read_status(job.out).ranks
             if s.rank != 2
         )
 
-    watch = JobWatch(job.out)
     assert wait_until(is_waiting, 60)
-    watch.close()
     step = ended(job)
     assert wait_until(lambda: ended(job) >= step + 12)  # for longer than a hang needs
     assert check(read).findings == (), "what was read a while ago does not stand still"
@@ -138,10 +135,7 @@ def test_where_a_rank_is_missing_top_check_and_the_page_say_the_same(launch: Sta
         assert group["age_s"][0] > 3
     assert [f["kind"] for f in found["check"]["findings"]] == ["hang"]
     places, _ = places_in(open_trace(job.out))
-    watch = JobWatch(job.out)
-    watch.look()
-    assert {status.rank: status.place for status in watch.ranks()} == places
-    watch.close()
+    assert {status.rank: status.place for status in read_status(job.out).ranks} == places
     screen = rankscope("top", job.out, "--once", "--ranks", "0,2").stdout
     assert "waits in all_reduce of ranks 0-3 for rank 1" in screen and "hang" in screen
     (finding,) = found["check"]["findings"]
@@ -164,8 +158,7 @@ def test_records_that_no_collector_takes_fill_the_spool_and_are_counted_there(
 ) -> None:
     job = launch(["ok", "ok"], "--rs-spool-bytes", "1M")
     assert wait_until(lambda: ended(job) >= 2), job.err
-    watch = JobWatch(job.out)
-    watch.look()
+    assert wait_until(lambda: read_status(job.out).ranks)
     collector = job.companion()
     kill(collector, signal.SIGSTOP)
     try:
@@ -176,15 +169,15 @@ def test_records_that_no_collector_takes_fill_the_spool_and_are_counted_there(
         assert found["check"] == {"verdict": None, "age_s": None, "trouble": "off", "findings": []}
 
         def is_full() -> bool:
-            watch.look()
-            fills = [status.spool_fill or 0.0 for status in watch.ranks()]
+            fills = [status.spool_fill or 0.0 for status in read_status(job.out).ranks]
             return max(fills) > 0.8
 
         assert wait_until(is_full)
 
         def unsent() -> list[int | None]:
-            watch.look()
-            return [status.unsent_bytes for status in watch.ranks()]
+            asked_ns = time.time_ns()
+            assert wait_until(lambda: read_status(job.out).written_ns > asked_ns)
+            return [status.unsent_bytes for status in read_status(job.out).ranks]
 
         def is_dropping() -> bool:
             """It trains on, and writes nothing."""
@@ -197,11 +190,9 @@ def test_records_that_no_collector_takes_fill_the_spool_and_are_counted_there(
         kill(collector, signal.SIGCONT)
 
     def has_lost() -> bool:
-        watch.look()
-        return sum(status.lost_records for status in watch.ranks()) > 0
+        return sum(status.lost_records for status in read_status(job.out).ranks) > 0
 
     assert wait_until(has_lost, 120)
-    watch.close()
     (job.meeting / "leave").touch()
     assert job.wait() == 0, job.logs
 

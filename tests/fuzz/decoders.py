@@ -21,7 +21,7 @@ from typing import Any
 
 import msgpack
 
-from rankscope.assembly.rankstreams import StreamBytes, read_stream
+from rankscope.assembly.rankstreams import StreamBytes, definitions_in, read_stream
 from rankscope.assembly.sources import find_streams
 from rankscope.chunks.chunkheader import parse_header
 from rankscope.cli.app import main
@@ -32,7 +32,6 @@ from rankscope.gather.protocol import decode, encode
 from rankscope.gather.sharedwatch import read_host_states
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.layout.placement import parse_placement
-from rankscope.live.streamtail import StreamTail
 from rankscope.record.notes import Note
 from rankscope.record.ranklists import parse_ranks
 from rankscope.record.stepselection import StepSelection
@@ -56,6 +55,7 @@ from rankscope.spool.recordcolumns import COLUMNS, ending, records
 from rankscope.spool.recordformat import DEFINITION_LENGTH
 from rankscope.spool.replication import read_end
 from rankscope.spool.settledprefix import SettledPrefix, read_settled, settled_to, write_settled
+from rankscope.stepwise.streamtail import StreamTail
 from rankscope.tree.build import assemble
 from rankscope.tree.finishedtrace import trace_of
 from rankscope.tree.growingtree import GrowingTree
@@ -129,7 +129,8 @@ def _columns(cells: bytes) -> None:
 
 def _stream(cells: bytes) -> None:
     tail = StreamTail(has_values=True)
-    tail.take(records(cells))
+    found = records(cells)
+    tail.take(found, definitions_in(found, {})[0])
     read_stream(StreamBytes(stream=StreamId(rank=0, incarnation=0), data=cells))
 
 

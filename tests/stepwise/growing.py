@@ -8,18 +8,21 @@ from pathlib import Path
 
 from rankscope.run.filenames import REPLICA_FOLDER
 from rankscope.spool.recordformat import CELL_BYTES
+from rankscope.stepwise.running import RunningJob
 from rankscope.stepwise.stepkeeper import KeepSizes, StepKeeper
 from rankscope.tree.views import Trace
 
 Dataset = Callable[[Trace], None]
 
 
-def keeper(work: Path, ranks: int, dataset: Dataset | None = None) -> StepKeeper:
+def keeper(work: Path, ranks: int, dataset: Dataset | None = None) -> tuple[RunningJob, StepKeeper]:
     def fail(line: str) -> None:
         raise AssertionError(line)
 
     sizes = KeepSizes(begin=0, part=0, free=1)
-    return StepKeeper(work, traced_ranks=ranks, say=fail, sizes=sizes, dataset=dataset)
+    job = RunningJob(work, traced_ranks=ranks)
+    job.listeners.append(StepKeeper(job, work, say=fail, sizes=sizes, dataset=dataset))
+    return job, job.listeners[0]
 
 
 def grown(
@@ -37,7 +40,7 @@ def grown(
     spool = work / REPLICA_FOLDER
     spool.mkdir(parents=True)
     replicas = sorted((trace / REPLICA_FOLDER).glob("*.cells"))
-    watch = keeper(work, len(replicas), dataset)
+    job, watch = keeper(work, len(replicas), dataset)
     try:
         for piece in range(1, pieces + 1):
             for number, replica in enumerate(replicas):
@@ -48,9 +51,9 @@ def grown(
                     file.write(whole[file.tell() : max(end, file.tell())])
             if kills:
                 watch.close()
-                watch = keeper(work, len(replicas), dataset)
+                job, watch = keeper(work, len(replicas), dataset)
             for _ in range(50):
-                if not watch.look(lambda: False):
+                if not job.look():
                     break
             yield work
     finally:

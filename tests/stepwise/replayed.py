@@ -16,6 +16,7 @@ from typing import Any
 from rankscope.run.filenames import FINDINGS_NAME, REPLICA_FOLDER
 from rankscope.spool.recordformat import CELL_BYTES
 from rankscope.stepwise.findingsfile import FindingsFile
+from rankscope.stepwise.running import RunningJob
 from rankscope.stepwise.stepjudge import LiveCheck
 
 
@@ -25,6 +26,13 @@ def told(folder: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (folder / FINDINGS_NAME).read_text().splitlines()]
     except FileNotFoundError:
         return []
+
+
+def judged(work: Path, ranks: int) -> RunningJob:
+    """Return a job whose steps are judged as it is looked at."""
+    job = RunningJob(work, traced_ranks=ranks)
+    job.listeners.append(LiveCheck(job, FindingsFile(work)))
+    return job
 
 
 def replayed(trace: Path, work: Path, *, pieces: int = 12) -> list[dict[str, Any]]:
@@ -38,17 +46,17 @@ def replayed(trace: Path, work: Path, *, pieces: int = 12) -> list[dict[str, Any
     spool = work / REPLICA_FOLDER
     spool.mkdir()
     replicas = sorted((trace / REPLICA_FOLDER).glob("*.cells"))
-    check = LiveCheck(FindingsFile(work), traced_ranks=len(replicas))
+    job = judged(work, len(replicas))
     for piece in range(1, pieces + 1):
         for replica in replicas:
             whole = replica.read_bytes()
             end = len(whole) if piece == pieces else len(whole) * piece // pieces
             (spool / replica.name).write_bytes(whole[: end - end % CELL_BYTES])
-        while check.look():
+        while job.look():
             pass
     for marker in (trace / REPLICA_FOLDER).glob("rank*.json"):
         shutil.copy(marker, spool)
-    check.look()
+    job.look()
     return told(work)
 
 

@@ -21,12 +21,11 @@ from rankscope.spool.recordformat import CELL_BYTES, RecordKind, StepEvent
 from rankscope.spool.replication import replica_path
 from rankscope.stepwise.findingcommand import FindingCommand
 from rankscope.stepwise.findingsfile import FindingsFile
-from rankscope.stepwise.finishedsteps import RunningJob
-from rankscope.stepwise.stepjudge import LiveCheck
+from rankscope.stepwise.running import RunningJob
 from rankscope.stepwise.stepsplit import SplitStream, StepKey
 from rankscope.tree.reader import open_trace
 from tests.diagnosis.paper import event, module, numbers, setup
-from tests.stepwise.replayed import replayed, told
+from tests.stepwise.replayed import judged, replayed, told
 from tests.tree.ranks_on_paper import PaperRank
 from tests.waiting import wait_until
 
@@ -101,7 +100,7 @@ def test_one_that_was_killed_and_started_again_tells_nothing_twice(tmp_path: Pat
     for replica in (out / "spool").glob("*.cells"):
         (spool / replica.name).write_bytes(replica.read_bytes())
     for _ in range(2):
-        watch = LiveCheck(FindingsFile(work), traced_ranks=2)
+        watch = judged(work, 2)
         while watch.look():
             pass
         assert len(told(work)) == 1
@@ -109,7 +108,7 @@ def test_one_that_was_killed_and_started_again_tells_nothing_twice(tmp_path: Pat
 
 def test_every_record_belongs_to_one_step_or_to_the_whole_job(tmp_path: Path):
     out = job(tmp_path, evaluates=True)
-    stream = SplitStream(out, StreamId(rank=0, incarnation=0))
+    stream = SplitStream(out, StreamId(rank=0, incarnation=0), {})
     while stream.read(1 << 20):
         pass
     assert stream.late_records == 0
@@ -142,7 +141,7 @@ def test_what_is_held_does_not_grow_with_the_steps(tmp_path: Path, work: Path):
     """Records of a step go two steps later; those of the job stay."""
     out = job(tmp_path)
     (spool := work / "spool").mkdir()
-    watch = LiveCheck(FindingsFile(work), traced_ranks=2)
+    watch = judged(work, 2)
     held = []
     replicas = sorted((out / "spool").glob("*.cells"))
     for part in range(1, 31):
@@ -152,7 +151,7 @@ def test_what_is_held_does_not_grow_with_the_steps(tmp_path: Path, work: Path):
             (spool / replica.name).write_bytes(data[: end - end % CELL_BYTES])
         while watch.look():
             pass
-        held.append(watch._job.held_bytes)
+        held.append(watch.held_bytes)
     of_a_step = sum(r.stat().st_size for r in replicas) / STEPS
     assert max(held) < 5 * of_a_step
 
@@ -166,7 +165,7 @@ def test_a_step_that_some_rank_has_not_ended_is_not_judged(tmp_path: Path, work:
     ends = records(half).columns(RecordKind.STEP)[1]
     assert ends["event"][1] == int(StepEvent.END)
     at = records(half).start[records(half).positions(RecordKind.STEP)[1]] * CELL_BYTES
-    watch = LiveCheck(FindingsFile(work), traced_ranks=2)
+    watch = judged(work, 2)
     (spool / second.name).write_bytes(half[:at])
     for _ in range(4):
         watch.look()
@@ -185,7 +184,7 @@ def test_damage_in_a_replica_is_said_and_the_rest_is_left_alone(tmp_path: Path, 
         if number:
             data[:] = data[: 40 * CELL_BYTES] + bytes(8 << 20)
         (spool / replica.name).write_bytes(data)
-    watch = LiveCheck(FindingsFile(work), traced_ranks=2)
+    watch = judged(work, 2)
     for _ in range(5):
         watch.look()
     (line,) = told(work)

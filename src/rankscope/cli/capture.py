@@ -66,8 +66,6 @@ def command(
     except KeyboardInterrupt:
         remark("the order stands")
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    finally:
-        ordering.close()
 
 
 def _follow(ordering: Ordering, seconds: float, *, has_wishes: bool) -> None:

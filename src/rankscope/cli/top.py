@@ -11,7 +11,8 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -25,12 +26,13 @@ from rankscope.diagnosis.finalreport import report_json
 from rankscope.errors import FolderError, RankscopeError, SettingError, TraceError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.live.jobsummary import SORTS, job_summary
-from rankscope.live.jobwatch import JobWatch, RankStatus
 from rankscope.page.rankplaces import places_in
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.findingnotices import told_in
+from rankscope.run.jobstatus import JobStatus, RankStatus, read_status
 from rankscope.run.stallrecords import stalls_in
 from rankscope.settings import settings_from
+from rankscope.spool.replication import replicated
 from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.reader import open_trace, trace_folder
 from rankscope.tree.unfinished import is_at_work
@@ -43,8 +45,11 @@ _SHARE: Final = 4
 """A look may take a fourth of the time."""
 _KEYS: Final = "q leave  s sort  / ranks"
 _ESCAPE: Final = b"\x1b"
-_BETWEEN_S: Final = 1.0
-"""Between the two looks of one answer, whose difference is what comes in."""
+_WAIT_S: Final = 3.0
+"""One answer waits so long for a status that was written after the question, """
+_FIRST_WAIT_S: Final = 10.0
+"""and so long for the first of a job that has just begun."""
+_POLL_S: Final = 0.05
 _VERDICT_S: Final = 600.0
 _MOST_JUDGED_BYTES: Final = 256 << 20
 """Records that one answer judges. Of more the live check tells."""
@@ -87,23 +92,20 @@ def command(
     source = TopSource(folder, layout=layout, judges=judges)
     source.choose(ranks)
     source.sort = sort
-    try:
-        if once:
-            found = source.one()
-            if as_json:
-                echo(json.dumps(found))
-            else:
-                columns = width()
-                for line in screen_lines(found, Paint(sys.stdout), columns, 0):
-                    echo(line)
-            if found["check"]["verdict"] == "fault":
-                raise typer.Exit(EXIT_FINDING)
-            return
-        if not sys.stdout.isatty():
-            raise SettingError("stdout is no terminal: give --once, and --json for a program")
-        _show_until_left(source)
-    finally:
-        source.close()
+    if once:
+        found = source.one()
+        if as_json:
+            echo(json.dumps(found))
+        else:
+            columns = width()
+            for line in screen_lines(found, Paint(sys.stdout), columns, 0):
+                echo(line)
+        if found["check"]["verdict"] == "fault":
+            raise typer.Exit(EXIT_FINDING)
+        return
+    if not sys.stdout.isatty():
+        raise SettingError("stdout is no terminal: give --once, and --json for a program")
+    _show_until_left(source)
 
 
 def _show_until_left(source: TopSource) -> None:
@@ -198,11 +200,12 @@ class TopSource:
         self._ranks: tuple[int, ...] | None = None
         self._folder, self._judges = folder, judges
         self._layouts = None if layout is None else LayoutFile.load(layout)
-        self._watch = JobWatch(folder)
-        self._ended: tuple[list[RankStatus], dict[str, Any]] | None = None
+        self._status = JobStatus()
+        self._read: dict[str, tuple[JobStatus, dict[str, Any]]] = {}
+        """Of a job on which nobody is at work any more: made of its trace, or of its records."""
         if not self._is_ended():
-            self._watch.look()
-            if not self._watch.ranks() and not is_at_work(folder, self._watch.run):
+            self._status = read_status(folder)
+            if not replicated(folder) and not is_at_work(folder, self._status.run):
                 raise TraceError(
                     f"{folder}: holds neither {TRACE_NAME} nor records in {REPLICA_FOLDER}/, and "
                     "nobody is at work on it; give the trace folder of a running job"
@@ -218,48 +221,45 @@ class TopSource:
 
     def one(self) -> dict[str, Any]:
         """Return what there is to say, the verdict included; takes as long as that takes."""
-        if self._is_ended():
-            return self.now()
-        time.sleep(_BETWEEN_S)
-        return self.now(self._judged() if self._judges else None)
+        began, asked_ns = time.monotonic(), time.time_ns()
+        while not self._is_ended():
+            self._status = read_status(self._folder)
+            most_s = _WAIT_S if self._status.written_ns else _FIRST_WAIT_S
+            is_new = self._status.written_ns > asked_ns
+            if is_new or time.monotonic() - began > most_s or not self._is_at_work():
+                return self.now(self._judged() if self._judges else None)
+            time.sleep(_POLL_S)
+        return self.now()
 
     def now(self, check: dict[str, Any] | None = None) -> dict[str, Any]:
         """Look again; return what there is to say, by default with what the live check told."""
         if self._is_ended():
-            if self._ended is None:
-                self._ended = self._finished()
-            statuses, found = self._ended
-            return self._summary(statuses, state="ended", **found)
-        self._watch.look()
-        run = self._watch.run
-        return self._summary(
-            self._watch.ranks(),
-            state="running" if is_at_work(self._folder, run) else "deserted",
-            run_id=run["id"],
-            world_size=self._watch.world_size,
-            watch=self._watch,
-            check=check or self._told(),
-        )
+            return self._summary("ended", check)
+        self._status = read_status(self._folder)
+        return self._summary("running" if self._is_at_work() else "deserted", check)
 
-    def close(self) -> None:
-        """Close what is open."""
-        self._watch.close()
+    def _is_at_work(self) -> bool:
+        return is_at_work(self._folder, self._status.run)
 
-    def _summary(
-        self, statuses: Sequence[RankStatus], *, check: dict[str, Any], **known: Any
-    ) -> dict[str, Any]:
-        chosen = [s for s in statuses if self._ranks is None or s.rank in self._ranks]
+    def _summary(self, state: str, check: dict[str, Any] | None) -> dict[str, Any]:
+        status = self._status
+        if state != "running":
+            if state not in self._read:
+                self._read[state] = self._places(is_judged=state == "ended")
+            status, found = self._read[state]
+            check = check or (found if state == "ended" else None)
+        chosen = [s for s in status.ranks if self._ranks is None or s.rank in self._ranks]
         now_ns = time.time_ns()
         stalls = [s.sentence(now_ns) for s in stalls_in(self._folder) if not s.over_ns]
         return {
-            **job_summary(self._folder, chosen, sort=self.sort, **known),
-            "stalls": stalls if known["state"] == "running" else [],
-            "check": check,
+            **job_summary(self._folder, status, chosen, state=state, sort=self.sort),
+            "stalls": stalls if state == "running" else [],
+            "check": check or self._told(),
         }
 
     def _judged(self) -> dict[str, Any]:
         """Judge all that has come, once, as `rankscope check` does."""
-        size = self._watch.totals().received_bytes
+        size = sum(replicated(self._folder).values())
         if size > _MOST_JUDGED_BYTES:
             gb = f"{size / 1e9:.1f} GB of records"
             return self._told(f"not judged as a whole: {gb}; rankscope check judges them")
@@ -284,7 +284,7 @@ class TopSource:
         if not self._judges:
             return {**_NO_VERDICT, "trouble": "off"}
         told, age_s = told_in(self._folder)
-        is_off = self._watch.run["settings"].get("live-check") == "0"
+        is_off = self._status.run["settings"].get("live-check") == "0"
         if is_off or age_s is None:
             what = "is off for this job" if is_off else "has judged no step"
             said += (f"the live check {what}; rankscope check judges what has come",)
@@ -297,19 +297,29 @@ class TopSource:
     def _is_ended(self) -> bool:
         return (self._folder / TRACE_NAME).exists()
 
-    def _finished(self) -> tuple[list[RankStatus], dict[str, Any]]:
-        """Return how the ranks of a finished trace ended, and what else is said of it."""
-        trace = open_trace(self._folder)
-        report = check(trace, self._layouts)
-        places, _ = places_in(trace)
+    def _places(self, *, is_judged: bool) -> tuple[JobStatus, dict[str, Any]]:
+        """Return where ranks were last, and how they ended, and a verdict where one is asked for:
+        read once, out of the trace, or of the records as `recover` would join them."""
+        size = sum(replicated(self._folder).values())
+        if not is_judged and size > _MOST_JUDGED_BYTES:
+            return self._status, _NO_VERDICT
+        try:
+            trace = open_trace(self._folder)
+        except RankscopeError:
+            if is_judged:
+                raise
+            return self._status, _NO_VERDICT  # nothing but a status is there
+        answer = _NO_VERDICT
+        if is_judged:
+            report = check(trace, self._layouts)
+            answer = {**answer, **report_json(report), "age_s": 0.0}
         hosts = {int(each["rank"]): str(each["host"]) for each in trace.run["ranks"]}
-        statuses = [
-            RankStatus(rank=rank, host=hosts.get(rank, ""), place=place)
-            for rank, place in sorted(places.items())
-        ]
-        answer = {**_NO_VERDICT, **report_json(report), "age_s": 0.0}
-        return statuses, {
-            "run_id": str(trace.run["id"]),
-            "world_size": int(trace.run["world_size"]),
-            "check": answer,
-        }
+        known = {each.rank: each for each in self._status.ranks}
+        ranks = tuple(
+            replace(known.get(rank, RankStatus(rank=rank, host=hosts.get(rank, ""), place=place)),
+                    place=place)
+            for rank, place in sorted(places_in(trace)[0].items())
+        )  # fmt: skip
+        run = {"id": str(trace.run["id"]), "settings": self._status.run["settings"]}
+        world_size = int(trace.run["world_size"])
+        return replace(self._status, run=run, world_size=world_size, ranks=ranks), answer

@@ -151,12 +151,16 @@ def gathering(
             if intake is not None:
                 yield from _listen(intake, wait_s)
         else:
-            with _metrics(options), _stepwise(options) as stepwise:
+            with (
+                _metrics(options),
+                contextlib.closing(
+                    StepwiseProcess(options.out, options.traced_ranks, options.settings)
+                ) as stepwise,
+            ):
                 decision = yield from _gather(
                     options, source, is_stopped, watching, stepwise, wait_s
                 )
-                if stepwise is not None:
-                    stepwise.close()
+                stepwise.close()
                 outcome = yield from _finish(options, source, decision, watching, wait_s)
                 is_quiet = decision is Decision.QUIET
         source.farewell(is_quiet=is_quiet)
@@ -182,15 +186,6 @@ def _metrics(options: CollectorOptions) -> contextlib.AbstractContextManager[Non
     from rankscope.gather.metrics import served_metrics  # an extra: its package may be missing
 
     return served_metrics(options.out, port, world_size=options.world_size)
-
-
-def _stepwise(
-    options: CollectorOptions,
-) -> contextlib.AbstractContextManager[StepwiseProcess | None]:
-    settings = options.settings
-    if settings.keep_spool and not settings.live_check:
-        return contextlib.nullcontext()
-    return contextlib.closing(StepwiseProcess(options.out, options.traced_ranks, settings))
 
 
 def _finish(
@@ -228,7 +223,7 @@ def _gather(
     source: StreamSource,
     is_stopped: Callable[[], bool],
     observer: Observer,
-    stepwise: StepwiseProcess | None,
+    stepwise: StepwiseProcess,
     wait_s: float,
 ) -> Turns[Decision]:
     settings = options.settings
@@ -244,7 +239,7 @@ def _gather(
         looked = now
         streams, peers = source.streams(), source.peers()
         observer.gathering(streams)
-        if stepwise is not None and streams:
+        if streams:
             stepwise.tend()
         if is_stopped():
             return Decision.INCOMPLETE if streams else Decision.NOTHING

@@ -21,11 +21,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rankscope.assembly.rankstreams import definitions_in
 from rankscope.errors import SpoolError
 from rankscope.gather.heldstream import HeldStream
 from rankscope.gather.log import log
 from rankscope.gather.shipping import Shipment
-from rankscope.live.streamtail import StreamTail
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
@@ -36,6 +36,7 @@ from rankscope.run.stallrecords import Stall, keep_stall, stalls_in
 from rankscope.settings import settings_of_run
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.streamreader import StreamReader
+from rankscope.stepwise.streamtail import StreamTail
 
 __all__ = ["StallMonitor", "activity_of"]
 
@@ -260,7 +261,8 @@ def activity_of(
     tail = StreamTail(is_whole=reader.lowest() == 0)
     for each in filter(None, (definitions, reader)):
         for chunk in each.chunks():
-            tail.take(records(chunk, is_verified=True))
+            found = records(chunk, is_verified=True)
+            tail.take(found, definitions_in(found, {})[0])
     inside, call = "", tail.innermost
     if call is not None:
         what = "a collective" if call.collective else "a call"

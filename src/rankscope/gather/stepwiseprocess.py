@@ -13,13 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from rankscope.gather.log import log
-from rankscope.run.companions import (
-    GROWS_FROM_BYTES,
-    companion_environment,
-    stepwise_command,
-)
+from rankscope.run.companions import companion_environment, stepwise_command
 from rankscope.settings import SETTINGS, Settings
-from rankscope.spool.replication import replicated
 
 __all__ = ["StepwiseProcess"]
 
@@ -42,13 +37,9 @@ class StepwiseProcess:
         told = {s.variable: texts[s.name] for s in SETTINGS if s.field in _TOLD}
         self._environment = {**companion_environment(), **told}
         self._command, self._out = stepwise_command(out, traced_ranks), out
-        has_work_at_once = settings.live_check or settings.parquet
-        self._from_bytes = 0 if has_work_at_once else GROWS_FROM_BYTES
-        """Of records before which there is nothing to do."""
         self._starts_left = _STARTS
         self._process: subprocess.Popen[bytes] | None = None
         self._first_at: float | None = None
-        self._look_at = 0.0
         self._started_at = 0.0
 
     def tend(self) -> None:
@@ -56,13 +47,8 @@ class StepwiseProcess:
         now = time.monotonic()
         if self._first_at is None:
             self._first_at = now
-        if now - self._first_at < _AFTER_S or now < self._look_at:
+        if now - self._first_at < _AFTER_S:
             return
-        if self._from_bytes:
-            self._look_at = now + _AFTER_S
-            if sum(replicated(self._out).values()) < self._from_bytes:
-                return
-            self._from_bytes = 0
         if self._process is not None:
             code = self._process.poll()
             if code is None:

@@ -10,11 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from rankscope.live.jobwatch import JobTotals, JobWatch, RankStatus
-from rankscope.live.streamtail import EndedStep
 from rankscope.record.call import Mode
 from rankscope.record.ranklists import ranks_text
 from rankscope.record.timetext import utc_text
+from rankscope.run.jobstatus import EndedStep, JobStatus, RankStatus
 
 __all__ = ["SORTS", "fullest_spool", "job_summary"]
 
@@ -38,36 +37,33 @@ SORTS: Final[dict[str, Callable[[Group], Any]]] = {
 
 def job_summary(
     folder: Path,
+    status: JobStatus,
     statuses: Sequence[RankStatus],
     *,
     state: str,
     sort: str,
-    run_id: str,
-    world_size: int,
-    watch: JobWatch | None = None,
 ) -> dict[str, Any]:
     """Return what is known of a job; fields as in docs/commands/top.md.
 
     Args:
         folder: the trace folder.
-        statuses: of the ranks to be shown.
+        status: of the job.
+        statuses: of its ranks that are to be shown.
         state: "running", "deserted" or "ended".
         sort: one of `SORTS`.
-        run_id, world_size: of the job.
-        watch: of a job whose records come in; None of a finished trace.
     """
     seen = [status.rank for status in statuses]
     hosts = {status.host for status in statuses if status.host}
     steps = [s.step for s in statuses if s.step is not None and s.mode is Mode.TRAIN]
     taken = [status.step_s for status in statuses if status.step_s is not None]
-    totals = JobTotals() if watch is None else watch.totals()
+    totals, written_ns = status.totals, status.written_ns
     return {
         "format": FORMAT,
         "trace": str(folder),
         "at": utc_text(time.time_ns()),
-        "run": run_id,
+        "run": status.run["id"],
         "state": state,
-        "world_size": world_size,
+        "world_size": status.world_size,
         "ranks": ranks_text(seen),
         "hosts": len(hosts),
         "ranks_by_state": dict(sorted(Counter(s.place.state for s in statuses).items())),
@@ -77,7 +73,9 @@ def job_summary(
         "bytes_per_s": totals.bytes_per_s,
         "received_bytes": totals.received_bytes,
         "lost_records": sum(status.lost_records for status in statuses),
-        "skipped": watch is not None and watch.has_skipped,
+        "skipped": False,  # by no version since there is one reader
+        "unread_bytes": totals.unread_bytes,
+        "status_age_s": max(0.0, (time.time_ns() - written_ns) / 1e9) if written_ns else None,
         "spool": fullest_spool(statuses),
         "groups": sorted(_groups(statuses), key=SORTS[sort]),
         "worst": _worst(statuses),

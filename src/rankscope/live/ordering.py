@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankscope.errors import FolderBusyError, FolderError, SettingError, TraceError
-from rankscope.live.jobwatch import JobWatch, RankStatus
 from rankscope.record.call import Mode
 from rankscope.record.streams import EndReason
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.folders import SHARED, find_runs, streams
+from rankscope.run.jobstatus import RankStatus, read_status
 from rankscope.run.orders import (
     Order,
     TakenOrder,
@@ -24,6 +24,7 @@ from rankscope.run.orders import (
     taken_in,
 )
 from rankscope.run.ownership import own_subfolder
+from rankscope.spool.replication import replicated
 from rankscope.tree.unfinished import is_at_work, spool_bases
 
 __all__ = ["Ordering", "Progress"]
@@ -68,12 +69,11 @@ class Ordering:
         if not folder.is_dir():
             raise FolderError(f"{folder}: no such folder")
         self.folder = folder
-        self._watch = JobWatch(folder, has_values=False)
-        self._watch.look()
-        if not is_at_work(folder, self._watch.run):
+        self._status = read_status(folder)
+        if not is_at_work(folder, self._status.run):
             if (folder / TRACE_NAME).exists():
                 raise TraceError(f"{folder}: the job is over, its trace is finished")
-            if self._watch.ranks():
+            if replicated(folder):
                 raise TraceError(
                     f"{folder}: the job is gone: neither a rank nor a process of rankscope is at "
                     "work on it"
@@ -85,7 +85,7 @@ class Ordering:
         self._order: Order | None = None
         self._elsewhere: list[Path] = []
         if self._is_elsewhere():
-            run = self._watch.run
+            run = self._status.run
             self._elsewhere = find_runs(spool_bases(run), run["id"])
 
     def place(self, *, steps: int, paths: Sequence[str], tensors: Sequence[str] = ()) -> Order:
@@ -99,7 +99,7 @@ class Ordering:
         order = Order(
             number=time.time_ns(), steps=steps, paths=tuple(paths), tensors=tuple(tensors)
         )
-        hosts = {each.host for each in self._watch.ranks() if each.host}
+        hosts = {each.host for each in self._status.ranks if each.host}
         if self._is_elsewhere() and (len(hosts) > 1 or not self._elsewhere):
             where = "on several hosts" if len(hosts) > 1 else "on another host"
             raise SettingError(
@@ -119,9 +119,9 @@ class Ordering:
         """Return what has become of the order by now."""
         order = self._order
         assert order is not None  # placed before
-        is_over = not is_at_work(self.folder, self._watch.run)
-        self._watch.look()
-        statuses = self._watch.ranks()
+        is_over = not is_at_work(self.folder, self._status.run)
+        self._status = read_status(self.folder)
+        statuses = self._status.ranks
         held = self._held(order)
         if held is not None:
             mode, first, last = held
@@ -131,7 +131,7 @@ class Ordering:
             if taken is None or not taken.stands:
                 return Progress(untold=self._untold(order, statuses), is_job_over=is_over)
             mode, first, last, is_held = taken.mode, taken.first, taken.last, False
-            of_life = [each for each in statuses if each.incarnation == taken.life]
+            of_life = tuple(each for each in statuses if each.incarnation == taken.life)
         needed = last - 1 if is_held else last  # a step that is held may still run
         arrived = [s.rank for s in of_life if _has(s, mode, needed)]
         # of one that has ended this host may know before its last records have come
@@ -153,14 +153,10 @@ class Ordering:
             is_job_over=is_over,
         )  # fmt: skip
 
-    def close(self) -> None:
-        """Close what is open; an order stands all the same."""
-        self._watch.close()
-
     # ---- the order --------------------------------------------------------------------------
 
     def _is_elsewhere(self) -> bool:
-        collector = str(self._watch.run["settings"].get("collector", ""))
+        collector = str(self._status.run["settings"].get("collector", ""))
         return collector not in ("", SHARED)
 
     def _places(self) -> list[Path]:
@@ -178,7 +174,7 @@ class Ordering:
         last = next((o for o in map(order_in, self._places()) if o is not None), None)
         if last is None or self._held(last) is not None:
             return
-        lives = [each.incarnation for each in self._watch.ranks()]
+        lives = [each.incarnation for each in self._status.ranks]
         age_s = (time.time_ns() - last.number) / 1e9
         steps = "step" if last.steps == 1 else f"{last.steps} steps"
         for taken in self._taken():

@@ -30,6 +30,7 @@ from rankscope.run.filenames import (
     REPLICA_FOLDER,
     RUN_MARK_PREFIX,
     STALL_FOLDER,
+    STATUS_NAME,
     STEPS_FOLDER,
     TENSOR_FOLDER,
     TRACE_NAME,
@@ -45,6 +46,7 @@ OF_A_COLLECTOR = frozenset(
         TENSOR_FOLDER,
         STALL_FOLDER,
         FINDINGS_NAME,
+        STATUS_NAME,
         STEPS_FOLDER,
         PARQUET_FOLDER,
     }

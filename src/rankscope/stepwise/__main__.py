@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +22,8 @@ from rankscope.run.filenames import PARQUET_FOLDER, TRACE_NAME
 from rankscope.run.processes import watch_signals
 from rankscope.settings import SETTINGS, settings_from
 from rankscope.stepwise.findingsfile import FindingsFile
+from rankscope.stepwise.rankstatuses import StatusWriter
+from rankscope.stepwise.running import RunningJob
 from rankscope.stepwise.stepjudge import LiveCheck
 from rankscope.stepwise.stepkeeper import KeepSizes, StepKeeper
 from rankscope.tree.build import build
@@ -37,7 +39,6 @@ _LOOK_S: Final = 0.25
 _REST: Final = 3
 """It rests so many times as long as it worked: several steps together cost less than one by one."""
 _MOST_REST_S: Final = 2.0
-Look = Callable[[Callable[[], bool]], bool]
 
 
 def _end_with(parent: int) -> None:
@@ -68,14 +69,15 @@ def _build_tree(out: Path, *, keep_spool: bool) -> int:
     return 0
 
 
-def _go_along(looks: Sequence[Look], keeper: StepKeeper, is_stopped: Callable[[], bool]) -> None:
+def _go_along(job: RunningJob, keeper: StepKeeper | None, is_stopped: Callable[[], bool]) -> None:
     """Look until stopped."""
     while not is_stopped():
         began = time.monotonic()
-        busy = [look(is_stopped) for look in looks]
+        is_busy = job.look(is_stopped)
         took = time.monotonic() - began
-        rest = 0.0 if keeper.is_behind else min(_REST * took, _MOST_REST_S)
-        until = began + took + max(0.0 if any(busy) else _LOOK_S, rest)
+        is_behind = keeper is not None and keeper.is_behind
+        rest = 0.0 if is_behind else min(_REST * took, _MOST_REST_S)
+        until = began + took + max(0.0 if is_busy else _LOOK_S, rest)
         while not is_stopped() and time.monotonic() < until:
             time.sleep(min(_LOOK_S, max(0.0, until - time.monotonic())))
 
@@ -128,27 +130,30 @@ def main(arguments: list[str] | None = None) -> int:
     settings = settings_from()
     for setting in SETTINGS:  # the command for findings does not inherit them
         os.environ.pop(setting.variable, None)
-    out, ranks = options.out, options.traced_ranks
+    out = options.out
+    job = RunningJob(out, traced_ranks=options.traced_ranks)
     findings = FindingsFile(out, settings.on_finding)
-    looks: list[Look] = []
     judge: LiveCheck | None = None
+    keeper: StepKeeper | None = None
+    job.listeners.append(StatusWriter(job, out))
     if settings.live_check:
-        judge = LiveCheck(findings, traced_ranks=ranks)
-        looks.append(judge.look)
-    keeper = StepKeeper(
-        out,
-        traced_ranks=ranks,
-        say=findings.say,
-        sizes=KeepSizes(begin=0) if settings.parquet else KeepSizes(),
-        dataset=_into_dataset(out) if settings.parquet else None,
-    )
+        judge = LiveCheck(job, findings)
+        job.listeners.append(judge)
     if not settings.keep_spool:
-        looks.append(keeper.look)
+        keeper = StepKeeper(
+            job,
+            out,
+            say=findings.say,
+            sizes=KeepSizes(begin=0) if settings.parquet else KeepSizes(),
+            dataset=_into_dataset(out) if settings.parquet else None,
+        )
+        job.listeners.append(keeper)
     if not (out / TRACE_NAME).exists():
-        _go_along(looks, keeper, is_stopped)
+        _go_along(job, keeper, is_stopped)
     if judge is not None:
         judge.close()
-    keeper.close()
+    if keeper is not None:
+        keeper.close()
     findings.close()
     return 0
 

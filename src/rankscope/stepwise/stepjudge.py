@@ -11,7 +11,7 @@ from rankscope.errors import RankscopeError
 from rankscope.record.finding import Finding, Kind, Severity
 from rankscope.run.stallrecords import stalls_in
 from rankscope.stepwise.findingsfile import FindingsFile
-from rankscope.stepwise.finishedsteps import RunningJob
+from rankscope.stepwise.running import RunningJob
 from rankscope.stepwise.stepsplit import StepKey
 
 __all__ = ["LiveCheck"]
@@ -32,13 +32,16 @@ _LOOK_BYTES: Final = 24 << 20
 class LiveCheck:
     """One job, judged step by step."""
 
-    def __init__(self, findings: FindingsFile, *, traced_ranks: int) -> None:
+    def __init__(self, job: RunningJob, findings: FindingsFile) -> None:
         """Judge nothing yet; what is found goes to `findings`."""
-        self._out = out = findings.folder
-        self._job = RunningJob(out, traced_ranks=traced_ranks)
+        self._out = findings.folder
+        self._job = job
+        self._life = job.life
         self._findings = findings
         self._judged: list[StepKey] = []
-        """The latest, in order."""
+        """The latest, in order: the next are judged with them."""
+        self._through: dict[int, int] = {}
+        """{mode: the last step that was judged or passed over}."""
         self._stall_ns = 0
         self._stalled_at = 0.0
         """When the latest stall was first seen here."""
@@ -47,29 +50,37 @@ class LiveCheck:
         self._crashes: tuple[list[Finding], Mapping[StepKey, int]] | None = None
         self._crashed_at = 0.0
 
-    def look(self, is_stopped: Callable[[], bool] = lambda: False) -> bool:
-        """Read what is new and judge the steps that are over; True where more waits."""
-        life = self._job.life
-        is_busy = self._job.read(is_stopped) > 0
-        if self._job.life != life:
+    def look(self, is_stopped: Callable[[], bool]) -> None:
+        """Judge the steps that are over by now (of `Listener`)."""
+        if self._job.life != self._life:
             if self._crashes:  # what is started again was not cancelled
                 self._findings.add(*self._crashes)
-            self._judged, self._crashes = [], None
+            self._judged, self._crashes, self._life = [], None, self._job.life
+            self._through.clear()
         self._tell_crashes(is_over=False)
         for rank, trouble in self._job.trouble.items():
             self._findings.say(
                 f"the records of rank {rank} are not judged while the job runs: {trouble}"
             )
-        new = self._newest([key for key in self._job.finished() if key not in self._judged])
+        new = self._newest([key for key in self._job.finished() if not self._is_through(key)])
         if new:
-            every = [*self._judged, *new]
-            self._judge(every)
-            self._job.drop(every[:-_STEPS_BESIDE])
-            self._judged = every[-_STEPS_BESIDE:]
+            self._judge([*self._judged, *new])
+            self._pass(new)
+            self._judged = [*self._judged, *new][-_STEPS_BESIDE:]
         self._judge_a_stall()
         self._make_room()
         self._findings.look()
-        return is_busy
+
+    def needs(self, key: StepKey) -> bool:
+        """True for a held step that is to be judged, or that others are judged with."""
+        return not self._is_through(key) or key in self._judged
+
+    def _is_through(self, key: StepKey) -> bool:
+        return key.step <= self._through.get(key.mode, -1)
+
+    def _pass(self, keys: Iterable[StepKey]) -> None:
+        for key in keys:
+            self._through[key.mode] = max(key.step, self._through.get(key.mode, -1))
 
     def _newest(self, keys: list[StepKey]) -> list[StepKey]:
         """Return the steps to be judged now, so many as are worth one look: where steps come faster
@@ -87,7 +98,7 @@ class LiveCheck:
                 "steps come faster than they can be judged while the job runs: of those that wait "
                 "the newest are; rankscope check judges all"
             )
-            self._job.drop(passed_over)
+            self._pass(passed_over)
         return part[::-1]
 
     def _judge(self, keys: Iterable[StepKey]) -> None:
@@ -109,8 +120,9 @@ class LiveCheck:
         elif not noticed or now - self._stalled_at < 2 * self._stall_age:
             return
         self._stall_age = max(now - self._stalled_at, _STALL_AGAIN_S / 2)
-        unfinished = self._job.held() - {*self._job.finished()}
-        self._judge([*self._judged, *sorted(unfinished)])
+        finished = {*self._job.finished()}
+        unfinished = [key for key in self._job.held() if self.needs(key) and key not in finished]
+        self._judge([*self._judged, *sorted({*unfinished} - {*self._judged})])
 
     def _tell(self, findings: list[Finding], keys: Iterable[StepKey]) -> None:
         ended_ns = {key: self._job.ended_ns(key) for key in keys}
@@ -135,13 +147,15 @@ class LiveCheck:
     def _make_room(self) -> None:
         """Let steps go where more is held than may be: of ranks that are far apart, or a step that
         is too large."""
-        while self._job.held_bytes > _MOST_BYTES:
-            held = sorted(self._job.held())
-            if not held:
+        needed = sorted(key for key in self._job.held() if self.needs(key))
+        size = sum(map(self._job.bytes_of, needed))
+        for key in needed:
+            if size <= _MOST_BYTES:
                 return
             self._findings.say(
-                f"not every step is judged while the job runs: its records, {held[0].step} among "
+                f"not every step is judged while the job runs: its records, {key.step} among "
                 f"them, take more than {_MOST_BYTES >> 20} MB; rankscope check judges the trace"
             )
-            self._job.drop([held[0]])
-            self._judged = [key for key in self._judged if key != held[0]]
+            self._pass([key])
+            self._judged = [each for each in self._judged if each != key]
+            size -= self._job.bytes_of(key)

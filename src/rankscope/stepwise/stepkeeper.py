@@ -10,8 +10,7 @@ from typing import Final
 
 from rankscope.errors import RankscopeError
 from rankscope.run.companions import GROWS_FROM_BYTES
-from rankscope.spool.replication import replicated
-from rankscope.stepwise.finishedsteps import RunningJob
+from rankscope.stepwise.running import RunningJob
 from rankscope.stepwise.stepsplit import StepKey
 from rankscope.tree.finishedtrace import trace_of
 from rankscope.tree.growingtree import GrowingTree
@@ -47,9 +46,9 @@ class StepKeeper:
 
     def __init__(
         self,
+        job: RunningJob,
         out: Path,
         *,
-        traced_ranks: int,
         say: Callable[[str], object],
         sizes: KeepSizes = KeepSizes(),
         dataset: Callable[[Trace], None] | None = None,
@@ -57,8 +56,8 @@ class StepKeeper:
         """Write nothing yet.
 
         Args:
+            job: of which steps are written.
             out: the trace folder.
-            traced_ranks: how many ranks write a stream.
             say: takes a line about what cannot be done.
             sizes: when it is worth what.
             dataset: takes the trace of each part before it is in the tree: what is in the tree was
@@ -66,22 +65,19 @@ class StepKeeper:
         """
         self._out, self._say, self._sizes = out, say, sizes
         self._dataset = dataset
-        self._job = RunningJob(out, traced_ranks=traced_ranks)
+        self._job = job
         self._tree: GrowingTree | None = None
-        self.is_behind = False
-        """So much came since the last look that there should be less time between them."""
         self._written_at = time.monotonic()
         self._took_s = 0.0
-        self._unsettled = 0
         self._is_off = False
         self._retry_at = 0.0
 
-    def look(self, is_stopped: Callable[[], bool]) -> bool:
-        """Read what is new, write what is worth it, free it; True where more waits."""
+    def look(self, is_stopped: Callable[[], bool]) -> None:
+        """Write what is worth it, free it."""
         if self._is_off or time.monotonic() < self._retry_at:
-            return False
+            return
         try:
-            return self._look(is_stopped)
+            self._look(is_stopped)
         except OSError as error:
             self._say(
                 f"steps are not written while the job runs: {error.strerror}; tried again; their "
@@ -94,51 +90,57 @@ class StepKeeper:
                 "kept until its end"
             )
             self.close()
-        return False
+
+    def needs(self, key: StepKey) -> bool:
+        """True for a held step that is to be written."""
+        tree = None if self._is_off else self._tree
+        return tree is not None and StepName(self._job.life, key.mode, key.step) not in tree.written
+
+    @property
+    def is_behind(self) -> bool:
+        """So much came with the last look that there should be less time between them."""
+        is_growing = self._tree is not None and not self._is_off
+        return is_growing and self._job.taken_bytes >= self._sizes.free
 
     def close(self) -> None:
         """Write nothing more."""
-        self._is_off, self.is_behind = True, False
-        self._job.drop(self._job.held())
+        self._is_off = True
         if self._tree is not None:
             self._tree.close()
 
-    def _look(self, is_stopped: Callable[[], bool]) -> bool:
-        tree = self._begun()
-        if tree is None:
-            return False
-        taken = self._job.read(is_stopped)
-        self.is_behind = taken >= self._sizes.free
-        if self._job.keeps_tensors:
+    def _look(self, is_stopped: Callable[[], bool]) -> None:
+        if self._tree is None:
+            self._begin()
+            return
+        tree, job = self._tree, self._job
+        if job.keeps_tensors:
             self.close()  # which records name a tensor is known at the end
-            return False
-        largest = max(map(self._job.bytes_of, self._job.held()), default=0)
+            return
+        largest = max(map(job.bytes_of, job.held()), default=0)
         if largest > _MOST_BYTES:
             self._say(
                 f"steps are not written while the job runs: one takes {largest >> 20} MB of "
                 f"records, more than {_MOST_BYTES >> 20}; their records are kept until its end"
             )
             self.close()
-            return False
-        for part in self._parts(self._due(self._unwritten(tree))):
+            return
+        due = [key for key in job.past() if self.needs(key) and not job.has_tensors(key)]
+        for part in self._parts(self._due(due)):
             if is_stopped():
-                return False
+                return
             self._write(tree, part)
-        again = self._job.kept_bytes + self._job.held_bytes  # written anew each time
-        if self._unsettled >= max(self._sizes.free, 2 * again):
+        job.let_go()
+        again = job.kept_bytes + job.held_bytes  # written anew each time
+        if job.settled_bytes >= max(self._sizes.free, 2 * again):
             tree.sync()
-            self._job.settle()
-            self._unsettled = 0
-        return taken > 0
+            job.settle()
 
-    def _unwritten(self, tree: GrowingTree) -> list[StepKey]:
-        """Return the steps that can be written; let those go that a process before this one
-        wrote."""
-        past, life = self._job.past(), self._job.life
-        written = {k for k in past if StepName(life, k.mode, k.step) in tree.written}
-        self._unsettled += sum(map(self._job.bytes_of, written))
-        self._job.drop(written)
-        return [k for k in past if k not in written and not self._job.has_tensors(k)]
+    def _begin(self) -> None:
+        """Have the tree grow, where the records are worth it."""
+        if sum(self._job.lengths.values()) >= self._sizes.begin:
+            self._tree = GrowingTree.to_write(self._out)
+            if self._tree is not None:
+                self._job.read_again()
 
     def _due(self, keys: list[StepKey]) -> list[StepKey]:
         """Return the steps where they are worth a part, or have waited long, and none elsewhere.
@@ -149,14 +151,6 @@ class StepKeeper:
         # longer where it took long to write the last one
         has_waited = time.monotonic() - self._written_at > _WAIT_S * max(1.0, self._took_s)
         return keys if has_waited or sum(map(self._job.bytes_of, keys)) >= worth else []
-
-    def _begun(self) -> GrowingTree | None:
-        """Return the tree once it grows, None before."""
-        if self._tree is None:
-            if sum(replicated(self._out).values()) < self._sizes.begin:
-                return None
-            self._tree = GrowingTree.to_write(self._out)
-        return self._tree
 
     def _parts(self, keys: Sequence[StepKey]) -> list[list[StepKey]]:
         """Return steps by the parts that they are written in."""
@@ -172,11 +166,9 @@ class StepKeeper:
 
     def _write(self, tree: GrowingTree, keys: Sequence[StepKey]) -> None:
         began = time.monotonic()
-        self._unsettled += sum(map(self._job.bytes_of, keys))
         document = self._job.document(keys, tree.began_ns)
         if self._dataset is not None:
             self._dataset(trace_of(document, self._out, is_live=True))
         tree.add(document)
-        self._job.drop(keys)
         self._written_at = time.monotonic()
         self._took_s = self._written_at - began

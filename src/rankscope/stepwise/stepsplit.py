@@ -1,4 +1,5 @@
-"""The records of one stream by the step they belong to, read as the stream grows.
+"""One stream, read as it grows: its records by the step they belong to, and what its rank is inside
+of.
 
 What holds for the whole job stays: definitions, setup, gaps. The records of a step are held until
 they are dropped, so the memory is that of the steps held, however long the job.
@@ -7,17 +8,19 @@ they are dropped, so the memory is that of the steps held, however long the job.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.assembly.rankstreams import definitions_in
 from rankscope.errors import SpoolError
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.streams import StreamId
+from rankscope.spool.definitions import Decoded
 from rankscope.spool.recordcolumns import Records, records, records_at, step_codes
 from rankscope.spool.recordformat import (
     LONGEST_RECORD,
@@ -33,6 +36,7 @@ from rankscope.spool.settledprefix import (
     settled_to,
     write_settled,
 )
+from rankscope.stepwise.streamtail import StreamTail
 
 __all__ = ["SplitStream", "StepKey"]
 
@@ -55,9 +59,23 @@ class StepKey(NamedTuple):
 class SplitStream:
     """One stream: what was read of its replica."""
 
-    def __init__(self, out: Path, stream: StreamId) -> None:
-        """Read nothing yet; `out` is the trace folder."""
+    def __init__(
+        self, out: Path, stream: StreamId, decoded: Decoded, again: SplitStream | None = None
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            out: the trace folder.
+            stream: which one.
+            decoded: definitions already decoded, as of `read_stream`.
+            again: the same stream as far as it was read, to read it again from the begin on.
+        """
         self.stream = stream
+        self.tail: StreamTail = StreamTail(has_values=True) if again is None else again.tail
+        """What its rank is inside of, and its last steps."""
+        self._tail_from: int = 0 if again is None else again.offset
+        """What lies before was taken by the tail."""
+        self._decoded = decoded
         self.ended: dict[int, int] = {}
         """{mode: the last step that ended}."""
         self.ended_ns: dict[StepKey, int] = {}
@@ -76,8 +94,10 @@ class SplitStream:
         """Some value lies on one: such a value may be written after its step ended."""
         self.late_records = 0
         """Of steps that were dropped."""
-        self.offset = 0
+        self.offset: int = 0
         """Bytes of the stream that were read."""
+        self.settled = 0
+        """Bytes of the stream that were freed: what is left of them is held here."""
         self.is_read_out = False
         """The last look found nothing new."""
         self._path = replica_path(out, stream)
@@ -112,8 +132,10 @@ class SplitStream:
             SpoolError: the replica cannot be read, or is damaged.
         """
         self._begin_where_records_are()
-        taken, size = 0, min(max(most_bytes, _LEAST_BYTES), _PIECE_BYTES)
+        taken, most = 0, min(max(most_bytes, _LEAST_BYTES), _PIECE_BYTES)
         while taken < most_bytes:
+            before = self._tail_from - self.offset
+            size = min(most, before) if before > 0 else most
             try:
                 left = self._path.stat().st_size - self.offset  # before: it grows meanwhile
                 found = records_at(self._path, self.offset, size)
@@ -123,7 +145,7 @@ class SplitStream:
                 if left > LONGEST_RECORD:
                     raise SpoolError(f"{self._path}: damaged from byte {self.offset} on")
                 break
-            self._take(found)
+            self._take(found, is_told=before <= 0)
             self.offset += found.committed_bytes
             taken += found.committed_bytes
         self.is_read_out = not taken
@@ -140,6 +162,13 @@ class SplitStream:
         self.with_tensors.discard(key)
         gone = self._owners == self._numbers.pop(key)
         self._sequences, self._owners = self._sequences[~gone], self._owners[~gone]
+
+    def close(self) -> None:
+        """Let all records go: the rank has another life."""
+        for key in [*self._held]:
+            self.drop(key)
+        self._kept = []
+        self._sequences, self._owners = self._sequences[:0], self._owners[:0]
 
     def cells(self, keys: Collection[StepKey]) -> Cells:
         """Return whole records, [bytes]: what holds for the whole job, and those of some steps."""
@@ -158,23 +187,25 @@ class SplitStream:
         if prefix.hidden_bytes:
             write_settled(self._path, prefix)
             free(self._path, self.offset)
+            self.settled = self.offset
 
     def _begin_where_records_are(self) -> None:
         """Go on behind what was written into the tree and freed, with what is left of it."""
         if settled_to(self._path) <= self.offset:
             return
         prefix = read_settled(self._path)
-        for key in [*self._held]:
-            self.drop(key)
+        self.close()
         self._dropped.clear()
-        self._kept = []
-        self._sequences, self._owners = self._sequences[:0], self._owners[:0]
-        self._take(records(prefix.kept))
+        self._take(records(prefix.kept), is_told=prefix.settled_to > self._tail_from)
         self.offset, self.late_records = prefix.settled_to, prefix.late_records
+        self.settled = self.offset
 
-    def _take(self, found: Records) -> None:
+    def _take(self, found: Records, *, is_told: bool) -> None:
         owners = np.full(len(found), _KEPT, np.int64)
-        self._note_definitions(found)
+        definitions = definitions_in(found, self._decoded)[0]
+        self._note_definitions(definitions.values())
+        if is_told:
+            self.tail.take(found, definitions)
         positions, enters = found.columns(RecordKind.ENTER)
         is_setup = enters["phase"] == int(Phase.SETUP)
         own = self._steps_of(step_codes(enters["mode"], enters["step"]))
@@ -205,8 +236,8 @@ class SplitStream:
                 self._held[keys[owner]].append(cells)
                 self.held[keys[owner]] += cells.size
 
-    def _note_definitions(self, found: Records) -> None:
-        for definition in found.definitions():
+    def _note_definitions(self, definitions: Iterable[Mapping[str, Any]]) -> None:
+        for definition in definitions:
             if definition["kind"] == "rank":
                 wall, monotonic = definition.get("wall_ns"), definition.get("monotonic_ns")
                 settings = definition.get("settings")

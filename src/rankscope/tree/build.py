@@ -20,6 +20,7 @@ from rankscope.errors import FolderError, TraceError, TraceVersionError
 from rankscope.run.filenames import (
     INDEX_NAME,
     REPLICA_FOLDER,
+    STATUS_NAME,
     STEPS_FOLDER,
     TRACE_NAME,
     Progress,
@@ -146,6 +147,7 @@ def build(
     )
     write_trace(document, out, tree=tree, wanted=wanted_tree, progress=progress)
     tree.close()
+    (out / STATUS_NAME).unlink(missing_ok=True)
     has_all = (
         document.took_all
         and not document.completeness["missing"]

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.assembly.rankstreams import definitions_in
 from rankscope.record.call import Mode
 from rankscope.record.notes import Note, NoteKind
 from rankscope.record.phases import Phase
 from rankscope.record.streams import EndReason
 from rankscope.record.value import ValueFlag
-from rankscope.spool.definitions import Decoded
+from rankscope.run.jobstatus import EndedStep
 from rankscope.spool.recordcolumns import Records, Sequences, ValueRows, ending
 from rankscope.spool.recordformat import NO_SEQUENCE, RecordKind, StepEvent
 
-__all__ = ["EndedStep", "EnteredCall", "StreamTail"]
+__all__ = ["EnteredCall", "StreamTail"]
 
 Rows = NDArray[Any]
 _OPTIMIZER: Final = (int(Phase.GRADS), int(Phase.PARAMS))
@@ -62,41 +62,18 @@ class EnteredCall:
         return self.mode, self.step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndedStep:
-    """A train step that ended on one rank."""
-
-    step: int
-    seconds: float
-    waited_s: float
-    """Of these inside collectives that the program waited for where it issued them."""
-    loss: float | None
-    """Last scalar that a root's forward returned; None where none did."""
-    grad_norm: float | None
-    """Of the gradients that this rank holds; None where none was recorded."""
-
-    @property
-    def own_s(self) -> float:
-        """What it took outside those collectives."""
-        return max(0.0, self.seconds - self.waited_s)
-
-
 class StreamTail:
     """What the records say that were taken so far."""
 
-    def __init__(
-        self, *, is_whole: bool = True, has_values: bool = False, decoded: Decoded | None = None
-    ) -> None:
+    def __init__(self, *, is_whole: bool = True, has_values: bool = False) -> None:
         """Know nothing yet.
 
         Args:
             is_whole: the first record to be taken is the stream's first.
             has_values: read losses and gradient norms too.
-            decoded: definitions already decoded, as of `read_stream`.
         """
         self._is_whole = is_whole
         self._has_values = has_values
-        self._decoded: Decoded = {} if decoded is None else decoded
         self.definitions: dict[int, dict[str, Any]] = {}
         self.open: dict[int, EnteredCall] = {}
         """{sequence: call} of those that were not left, in the order in which they began."""
@@ -120,8 +97,8 @@ class StreamTail:
         self._began_ns = 0
         self._train_mark: StepEvent | None = None
         self._train_begun = self._train_call = self._optimizer_step = -1
-        self._train_ended = self._counted_to = -1
-        """The train step that ended last; the same when `resume` was called last."""
+        self._train_ended = -1
+        """The train step that ended last."""
         self._calls: Rows = np.empty(0, _CALL_DTYPE)
         self._waited_ns: dict[int, int] = {}
         self._losses: dict[int, float] = {}
@@ -154,42 +131,17 @@ class StreamTail:
         definition = self.definitions.get(call.collective)
         return definition is not None and not definition.get("async", False)
 
-    def forget(self) -> None:
-        """Begin anew behind records that were passed over."""
-        self.open.clear()
-        self.running = self._train_mark = None
-        self._is_whole = False
-        self._calls = self._calls[:0]
-        for sums in (self._waited_ns, self._losses, self._squares):
-            sums.clear()
-
-    def define(self, found: Records) -> None:
-        """Take nothing but the definitions."""
-        for number, definition in definitions_in(found, self._decoded)[0].items():
+    def define(self, definitions: Mapping[int, dict[str, Any]]) -> None:
+        """Take definitions."""
+        for number, definition in definitions.items():
             if definition["kind"] in _KEPT_KINDS:
                 self.definitions[number] = definition
             elif Note.read("", definition.get("fact")).kind is NoteKind.MISSED_STEP:
                 self._missed_notes.add(number)
 
-    def resume(self, found: Records) -> None:
-        """Begin anew with the records that are kept of all so far, some of which were taken before.
-
-        What the rank is inside of is as they say; nothing is counted twice.
-        """
-        records, lost, missed = self.records, self.lost_records, [*self.missed]
-        self.forget()
-        self.records = self.lost_records = 0
-        self.missed.clear()
-        self._counted_to = self._train_ended
-        self.take(found)
-        self.records = max(records, self.records)
-        self.lost_records = max(lost, self.lost_records)
-        new = [one for one in self.missed if one not in missed]
-        self.missed = deque([*missed, *new], maxlen=_KEPT_STEPS)
-
-    def take(self, found: Records) -> None:
-        """Take the next records of the stream."""
-        self.define(found)
+    def take(self, found: Records, definitions: Mapping[int, dict[str, Any]]) -> None:
+        """Take the next records of the stream, and the definitions among them."""
+        self.define(definitions)
         self.records += len(found) - len(found.positions(RecordKind.FILLER))
         _, enters = found.columns(RecordKind.ENTER)
         _, exits = found.columns(RecordKind.EXIT)
@@ -326,9 +278,9 @@ class StreamTail:
             self.open = {s: call for s, call in self.open.items() if call.step_key != (mode, step)}
 
     def _end_train_step(self, step: int, now_ns: int) -> None:
-        is_new = step > self._counted_to
+        is_new = step > self._train_ended
         self.steps_ended += is_new
-        self._train_ended = step
+        self._train_ended = max(step, self._train_ended)
         if is_new and self.running == (_TRAIN, step):
             squares = self._squares.get(step)
             self.ended.append(

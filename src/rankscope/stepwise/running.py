@@ -1,15 +1,18 @@
-"""Which steps every rank has ended, and the trace of some of them while the job runs."""
+"""The reader of a running job: it reads what is new in each stream once. Those that are handed it
+ask where the ranks are, which steps every rank has ended, and for the trace of some of them.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from rankscope.assembly.rankstreams import StreamBytes
 from rankscope.errors import SpoolError
 from rankscope.record.call import Mode
+from rankscope.record.streams import StreamId
 from rankscope.run.jobend import job_end
 from rankscope.spool.definitions import Decoded
 from rankscope.spool.replication import StreamEnd, read_end, replica_path, replicated
@@ -19,7 +22,7 @@ from rankscope.tree.document import Document
 from rankscope.tree.finishedtrace import trace_of
 from rankscope.tree.views import Trace
 
-__all__ = ["RunningJob"]
+__all__ = ["Listener", "RunningJob"]
 
 _ABSENT_S: Final = 10.0
 """A rank that began no step of a mode takes no part in it, once others ended one so long ago."""
@@ -37,6 +40,16 @@ _AWAY_S: Final = 60.0
 """A rank from which nothing came, or no step of a mode, takes no part after so long."""
 
 
+class Listener(Protocol):
+    """Is told of a job while it runs."""
+
+    def look(self, is_stopped: Callable[[], bool]) -> None:
+        """Something may be new: do what is to be done."""
+
+    def needs(self, key: StepKey) -> bool:
+        """True for a held step whose records are not to be let go yet."""
+
+
 class RunningJob:
     """The streams of the newest life of a job, read as they grow."""
 
@@ -44,6 +57,10 @@ class RunningJob:
         """Read nothing yet."""
         self._out, self._traced_ranks = out, traced_ranks
         self._streams: dict[int, SplitStream] = {}
+        self._replaced: list[SplitStream] = []
+        """Of earlier lives, with nothing held."""
+        self.lengths: dict[StreamId, int] = {}
+        """Bytes of each stream in the trace folder, as of the last look."""
         self.life = 0
         """Incarnation of the job that is read."""
         self._seen_at: dict[StepKey, float] = {}
@@ -54,6 +71,19 @@ class RunningJob:
         """End markers by rank, as of the last look."""
         self.trouble: dict[int, str] = {}
         """{rank: why its stream cannot be read}; it is left alone from then on."""
+        self.taken_bytes = 0
+        """What came with the last look."""
+        self.listeners: list[Listener] = []
+
+    @property
+    def streams(self) -> list[SplitStream]:
+        """What was read, of each rank its last life last."""
+        return [*self._replaced, *self._streams.values()]
+
+    @property
+    def ends(self) -> Mapping[int, StreamEnd]:
+        """End markers of the last life by rank, as of the last look."""
+        return self._ends
 
     @property
     def held_bytes(self) -> int:
@@ -66,9 +96,28 @@ class RunningJob:
         return sum(stream.kept_bytes for stream in self._streams.values())
 
     @property
+    def settled_bytes(self) -> int:
+        """That a `settle` would free, about."""
+        read = sum(stream.offset - stream.settled for stream in self._streams.values())
+        return read - self.held_bytes
+
+    @property
     def keeps_tensors(self) -> bool:
         """Full tensors are kept of every step."""
         return any(stream.keeps_tensors for stream in self._streams.values())
+
+    def look(self, is_stopped: Callable[[], bool] = lambda: False) -> bool:
+        """Read what is new, have all listeners look, let go what none of them needs; True where
+        more may wait."""
+        self.taken_bytes = self.read(is_stopped)
+        for each in self.listeners:
+            each.look(is_stopped)
+        self.let_go()
+        return self.taken_bytes > 0
+
+    def let_go(self) -> None:
+        """Let the records go that no listener needs."""
+        self.drop([k for k in self.held() if not any(one.needs(k) for one in self.listeners)])
 
     def read(self, is_stopped: Callable[[], bool]) -> int:
         """Read what is new in every stream, a part of it where that is much; return the bytes."""
@@ -91,6 +140,13 @@ class RunningJob:
             for key in stream.ended_ns:
                 self._seen_at.setdefault(key, now)
         return taken
+
+    def read_again(self) -> None:
+        """Begin anew with the first record that is there: the steps of some were let go."""
+        for rank, stream in self._streams.items():
+            again = SplitStream(self._out, stream.stream, self._definitions, stream)
+            self._streams[rank] = again
+        self._seen_at.clear()
 
     def finished(self) -> list[StepKey]:
         """Return the held steps that every rank has ended, in the order in which they ended."""
@@ -232,17 +288,20 @@ class RunningJob:
         return assemble(sources, decoded=self._definitions, began_ns=began_ns, end=end)
 
     def _discover(self) -> None:
-        found = replicated(self._out)
+        self.lengths = found = replicated(self._out)
         life = max((stream.incarnation for stream in found), default=0)
         if life > self.life:  # the job began again: what was before is over
             self.life = life
+            for stream in self._streams.values():
+                stream.close()
+            self._replaced += self._streams.values()
             self._streams.clear()
             self._ends.clear()
             self._seen_at.clear()
             self.trouble.clear()
-        for stream in found:
-            if stream.incarnation == life and stream.rank not in self._streams:
-                self._streams[stream.rank] = SplitStream(self._out, stream)
+        for each in found:
+            if each.incarnation == life and each.rank not in self._streams:
+                self._streams[each.rank] = SplitStream(self._out, each, self._definitions)
         self._streams = dict(sorted(self._streams.items()))
         for rank, split in self._streams.items():
             marker = None if rank in self._ends else read_end(replica_path(self._out, split.stream))

@@ -1,0 +1,219 @@
+"""status.json: where each rank of a running job is, whom it waits for, how fast it is, what its
+spool holds. The process beside the job writes it again and again; everybody else reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+
+from rankscope.errors import SpoolError, TraceError
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
+from rankscope.record.ranklists import parse_ranks, ranks_text
+from rankscope.record.rankplace import RankPlace
+from rankscope.run.filenames import STATUS_FORMAT, STATUS_NAME
+from rankscope.run.replacing import read_json_map, write_by_rename
+
+__all__ = ["EndedStep", "JobStatus", "JobTotals", "RankStatus", "read_status", "write_status"]
+
+_TOLD_STEPS: Final = 8
+"""Of the steps that a rank ended last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedStep:
+    """A train step that ended on one rank."""
+
+    step: int
+    seconds: float
+    waited_s: float
+    """Of these inside collectives that the program waited for where it issued them."""
+    loss: float | None
+    """Last scalar that a root's forward returned; None where none did."""
+    grad_norm: float | None
+    """Of the gradients that this rank holds; None where none was recorded."""
+
+    @property
+    def own_s(self) -> float:
+        """What it took outside those collectives."""
+        return max(0.0, self.seconds - self.waited_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStatus:
+    """One rank as far as it was read. Times in seconds; None where a number is not known."""
+
+    rank: int
+    incarnation: int = 0
+    host: str
+    place: RankPlace
+    is_step_over: bool = False
+    """The step it was in last has ended: it is between traced steps."""
+    mode: Mode = Mode.TRAIN
+    step: int | None = None
+    """The last step it was in."""
+    record_ns: int = 0
+    """Wall clock of its last record; 0 where that is not known."""
+    waits_for: tuple[int, ...] = ()
+    """Ranks that did not come to the collective in which it stands."""
+    step_s: float | None = None
+    """What its last train step that ended took."""
+    own_s: float | None = None
+    """Of that outside collectives for which it waited."""
+    beside_all: float | None = None
+    """`own_s` divided by the median of all ranks in the same step."""
+    beside_history: float | None = None
+    """`step_s` divided by the median of its earlier steps."""
+    slow_steps: int = 0
+    """Of its last steps those in which `own_s` was 10 % above the median of all ranks."""
+    compared_steps: int = 0
+    ended: tuple[EndedStep, ...] = ()
+    """The last train steps that ended; in the file eight of them."""
+    missed: tuple[tuple[Mode, int], ...] = ()
+    """The last steps that it was asked for too late."""
+    lost_records: int = 0
+    unsent_bytes: int | None = None
+    """In the spool of the head host, not in the trace folder yet; None of ranks elsewhere."""
+    spool_fill: float | None = None
+    """Part of `--rs-spool-bytes` that these take."""
+
+    @property
+    def age_s(self) -> float | None:
+        """Seconds since its last record, by the wall clocks of its host and of this one."""
+        return max(0.0, (time.time_ns() - self.record_ns) / 1e9) if self.record_ns else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobTotals:
+    """What was read since the job began, or was read anew. Earlier lives of ranks count too."""
+
+    records: int = 0
+    received_bytes: int = 0
+    """In the trace folder."""
+    lost_records: int = 0
+    steps_ended: int = 0
+    """Traced train steps, of the rank that has ended most."""
+    unread_bytes: int = 0
+    """In the trace folder and not read yet."""
+    bytes_per_s: float | None = None
+    """What came in lately; None at first."""
+    records_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStatus:
+    """A running job."""
+
+    run: Mapping[str, Any] = field(default_factory=lambda: {"id": "", "settings": {}})
+    """`id` and `settings` of the job, as the head of a trace has them."""
+    world_size: int = 0
+    """Ranks of the job; 0 while nothing is known."""
+    written_ns: int = 0
+    """Wall clock when this was written; 0 where nobody did."""
+    totals: JobTotals = field(default_factory=JobTotals)
+    ranks: tuple[RankStatus, ...] = ()
+    """Every rank that has written anything, its last life, lowest first."""
+
+
+def write_status(out: Path, status: JobStatus) -> None:
+    """Replace the status of a trace folder.
+
+    Raises:
+        SpoolError: it cannot be written.
+    """
+    text = json.dumps(
+        {
+            "format": STATUS_FORMAT,
+            "run": dict(status.run),
+            "world_size": status.world_size,
+            "written_ns": status.written_ns,
+            "totals": asdict(status.totals),
+            "ranks": [_rank_json(each) for each in status.ranks],
+        }
+    )
+    write_by_rename(out / STATUS_NAME, f"{text}\n")
+
+
+def read_status(out: Path) -> JobStatus:
+    """Return the status of a trace folder; one that says nothing where there is none, or it cannot
+    be read."""
+    with contextlib.suppress(SpoolError, TraceError, KeyError, TypeError, ValueError):
+        found = read_json_map(out / STATUS_NAME)
+        if found["format"] == STATUS_FORMAT:
+            run = {"id": str(found["run"]["id"]), "settings": dict(found["run"]["settings"])}
+            return JobStatus(
+                run=run,
+                world_size=int(found["world_size"]),
+                written_ns=int(found["written_ns"]),
+                totals=JobTotals(**found["totals"]),
+                ranks=tuple(map(_rank_status, found["ranks"])),
+            )
+    return JobStatus()
+
+
+_PLAIN: Final = [each.name for each in fields(RankStatus) if each.type in ("int", "str", "bool")]
+_PLAIN_OR_NONE: Final = [
+    each.name for each in fields(RankStatus) if each.type in ("int | None", "float | None")
+]
+
+
+def _rank_json(status: RankStatus) -> dict[str, Any]:
+    place = status.place
+    return {
+        **{name: getattr(status, name) for name in (*_PLAIN, *_PLAIN_OR_NONE)},
+        "end": place.end,
+        "in": place.step,
+        "phase": None if place.phase is None else place.phase.word,
+        "path": place.path,
+        "collective": place.op,
+        "members": ranks_text(place.members),
+        "waits_for": ranks_text(status.waits_for),
+        "mode": status.mode.word,
+        "ended": [_step_json(each) for each in status.ended[-_TOLD_STEPS:]],
+        "missed": [[mode.word, step] for mode, step in status.missed],
+    }
+
+
+def _rank_status(found: Mapping[str, Any]) -> RankStatus:
+    phase = found["phase"]
+    return RankStatus(
+        **{name: found[name] for name in (*_PLAIN, *_PLAIN_OR_NONE)},
+        place=RankPlace(
+            end=found["end"],
+            step=found["in"],
+            phase=None if phase is None else Phase[phase.upper()],
+            path=found["path"],
+            op=found["collective"],
+            members=_ranks(found["members"]),
+        ),
+        waits_for=_ranks(found["waits_for"]),
+        mode=Mode[found["mode"].upper()],
+        ended=tuple(map(_ended_step, found["ended"])),
+        missed=tuple((Mode[mode.upper()], int(step)) for mode, step in found["missed"]),
+    )
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    return parse_ranks(text) if text else ()
+
+
+def _step_json(step: EndedStep) -> dict[str, Any]:
+    """JSON has no number that is not finite: it is a word there."""
+    return {
+        name: str(number) if isinstance(number, float) and not math.isfinite(number) else number
+        for name, number in asdict(step).items()
+    }
+
+
+def _ended_step(found: Mapping[str, Any]) -> EndedStep:
+    numbers: dict[str, Any] = {
+        name: float(one) if isinstance(one, str) else one for name, one in found.items()
+    }
+    return EndedStep(**numbers)
