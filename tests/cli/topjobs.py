@@ -14,15 +14,18 @@ import torch
 import torch.distributed as dist
 folder, ways = pathlib.Path(sys.argv[1]), sys.argv[2:]
 dist.init_process_group("gloo")
-rank, way = dist.get_rank(), ways[dist.get_rank()]
+rank = dist.get_rank()
+way, *where = ways[rank].split("@")
+missed = [int(number) for number in where] or [3, 0]
 class Layer(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, number):
         super().__init__()
+        self.number = number
         self.linear = torch.nn.Linear(4, 4)
     def forward(self, x):
         if way == "slow":
             time.sleep(0.15)
-        if way == "skips" and step == 3:
+        if way == "skips" and [step, self.number] == missed:
             (folder / "skipped").touch()
             while not (folder / "go").exists():
                 time.sleep(0.01)
@@ -33,7 +36,7 @@ class Layer(torch.nn.Module):
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.ModuleList([Layer(), Layer()])
+        self.layers = torch.nn.ModuleList([Layer(0), Layer(1)])
         self.head = torch.nn.Linear(4, 1)
     def forward(self, x):
         for layer in self.layers:
@@ -56,8 +59,8 @@ for step in range(2000):
     time.sleep(0.05)
 """
 """`SCRIPT FOLDER WAY...`, one way for each rank: trains until `leave` is in FOLDER. A `slow` rank
-takes longer in each layer, one that `skips` does not come to a collective before `go` is there, one
-that `dies` kills itself behind step 3."""
+takes longer in each layer, one that `skips@STEP@LAYER` does not come to a collective before `go` is
+there, one that `dies` kills itself behind step 3."""
 
 
 @contextmanager

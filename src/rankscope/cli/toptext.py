@@ -13,6 +13,7 @@ from rankscope.record.ranklists import ranks_named
 _HEAD = f"{'ranks':<12} {'step':<9} {'age':>6} {'time':>7} {'all':>5} {'own':>5}  last in"
 _MOST_FINDINGS = 3
 _SLOW = 1.1
+_OLD_S = 10.0
 
 
 def screen_lines(
@@ -55,6 +56,9 @@ def _job(found: Mapping[str, Any], paint: Paint) -> Iterator[str]:
     yield f"{name}  {count} of {world} ranks{hosts}: {states}  {time.strftime('%H:%M:%S')}"
     if found["state"] == "deserted":
         yield paint("red", "nobody is at work on this trace: rankscope recover builds its tree")
+    age_s = found["status_age_s"]
+    if found["state"] == "running" and age_s is not None and age_s > _OLD_S:
+        yield paint("yellow", f"this is what was so {_seconds(age_s)} ago: nobody has looked since")
     parts = []
     if found["step"] is not None:
         parts.append(f"train step {found['step']}")
