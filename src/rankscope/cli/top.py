@@ -32,10 +32,9 @@ from rankscope.run.findingnotices import told_in
 from rankscope.run.jobstatus import JobStatus, RankStatus, read_status
 from rankscope.run.stallrecords import stalls_in
 from rankscope.settings import settings_from
-from rankscope.spool.replication import replicated
 from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.reader import open_trace, trace_folder
-from rankscope.tree.unfinished import is_at_work
+from rankscope.tree.unfinished import is_at_work, received_bytes
 
 __all__ = ["command"]
 
@@ -205,7 +204,7 @@ class TopSource:
         """Of a job on which nobody is at work any more: made of its trace, or of its records."""
         if not self._is_ended():
             self._status = read_status(folder)
-            if not replicated(folder) and not is_at_work(folder, self._status.run):
+            if not received_bytes(folder) and not is_at_work(folder, self._status.run):
                 raise TraceError(
                     f"{folder}: holds neither {TRACE_NAME} nor records in {REPLICA_FOLDER}/, and "
                     "nobody is at work on it; give the trace folder of a running job"
@@ -259,7 +258,7 @@ class TopSource:
 
     def _judged(self) -> dict[str, Any]:
         """Judge all that has come, once, as `rankscope check` does."""
-        size = sum(replicated(self._folder).values())
+        size = received_bytes(self._folder)
         if size > _MOST_JUDGED_BYTES:
             gb = f"{size / 1e9:.1f} GB of records"
             return self._told(f"not judged as a whole: {gb}; rankscope check judges them")
@@ -300,7 +299,7 @@ class TopSource:
     def _places(self, *, is_judged: bool) -> tuple[JobStatus, dict[str, Any]]:
         """Return where ranks were last, and how they ended, and a verdict where one is asked for:
         read once, out of the trace, or of the records as `recover` would join them."""
-        size = sum(replicated(self._folder).values())
+        size = received_bytes(self._folder)
         if not is_judged and size > _MOST_JUDGED_BYTES:
             return self._status, _NO_VERDICT
         try:

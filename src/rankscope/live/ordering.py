@@ -24,8 +24,7 @@ from rankscope.run.orders import (
     taken_in,
 )
 from rankscope.run.ownership import own_subfolder
-from rankscope.spool.replication import replicated
-from rankscope.tree.unfinished import is_at_work, spool_bases
+from rankscope.tree.unfinished import is_at_work, received_bytes, spool_bases
 
 __all__ = ["Ordering", "Progress"]
 
@@ -73,7 +72,7 @@ class Ordering:
         if not is_at_work(folder, self._status.run):
             if (folder / TRACE_NAME).exists():
                 raise TraceError(f"{folder}: the job is over, its trace is finished")
-            if replicated(folder):
+            if received_bytes(folder):
                 raise TraceError(
                     f"{folder}: the job is gone: neither a rank nor a process of rankscope is at "
                     "work on it"

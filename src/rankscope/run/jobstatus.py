@@ -18,7 +18,7 @@ from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import parse_ranks, ranks_text
 from rankscope.record.rankplace import RankPlace
-from rankscope.run.filenames import STATUS_FORMAT, STATUS_NAME
+from rankscope.run.filenames import REPLICA_FOLDER, RUN_ID_NAME, STATUS_FORMAT, STATUS_NAME
 from rankscope.run.replacing import read_json_map, write_by_rename
 
 __all__ = ["EndedStep", "JobStatus", "JobTotals", "RankStatus", "read_status", "write_status"]
@@ -142,8 +142,8 @@ def write_status(out: Path, status: JobStatus) -> None:
 
 
 def read_status(out: Path) -> JobStatus:
-    """Return the status of a trace folder; one that says nothing where there is none, or it cannot
-    be read."""
+    """Return the status of a trace folder; one that says at most whose records are there where there
+    is none, or it cannot be read."""
     with contextlib.suppress(SpoolError, TraceError, KeyError, TypeError, ValueError):
         found = read_json_map(out / STATUS_NAME)
         if found["format"] == STATUS_FORMAT:
@@ -155,7 +155,10 @@ def read_status(out: Path) -> JobStatus:
                 totals=JobTotals(**found["totals"]),
                 ranks=tuple(map(_rank_status, found["ranks"])),
             )
-    return JobStatus()
+    run_id = ""
+    with contextlib.suppress(OSError):
+        run_id = (out / REPLICA_FOLDER / RUN_ID_NAME).read_text(errors="replace").strip()
+    return JobStatus(run={"id": run_id, "settings": {}})
 
 
 _PLAIN: Final = [each.name for each in fields(RankStatus) if each.type in ("int", "str", "bool")]

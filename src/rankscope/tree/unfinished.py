@@ -23,7 +23,7 @@ from rankscope.spool.origin import origin_text
 from rankscope.spool.replication import read_end, replica_path, replicated
 from rankscope.spool.streamreader import StreamReader
 
-__all__ = ["begin_in", "is_about_to_end", "is_at_work", "spool_bases"]
+__all__ = ["begin_in", "is_about_to_end", "is_at_work", "received_bytes", "spool_bases"]
 
 _SILENT_S = 30.0
 """Relays of other hosts leave a word in a shared folder every second."""
@@ -61,6 +61,11 @@ def is_about_to_end(folder: Path, run: Mapping[str, Any]) -> bool:
             return False
         of_host.update(found)
     return are_open <= of_host
+
+
+def received_bytes(folder: Path) -> int:
+    """Return how many bytes of records are in a trace folder."""
+    return sum(replicated(folder).values())
 
 
 def spool_bases(run: Mapping[str, Any]) -> list[Path]:
