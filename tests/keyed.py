@@ -6,7 +6,7 @@ import functools
 import tempfile
 from pathlib import Path
 
-from rankscope.gather.curve import new_keys
+from rankscope.companion.curve import new_keys
 from rankscope.run.keyfile import write_keys
 
 _folders: list[tempfile.TemporaryDirectory[str]] = []

@@ -37,13 +37,11 @@ ROOMS = {
     "diagnosis": {"errors", "globs", "layout", "record", "run", "assembly", "tree", "tensors"},
     "page": {"errors", "globs", "layout", "record", "run", "tree", "diagnosis"},
     "export": {"errors", "globs", "layout", "record", "run", "tree"},
-    "live": {"errors", "record", "run", "spool", "assembly", "tree"},
-    "stepwise": {
-        *("errors", "record", "settings", "run", "spool", "assembly", "tree", "diagnosis"),
-        "export",
+    "companion": {
+        *("errors", "record", "settings", "run", "spool", "chunks", "assembly", "tree"),
+        *("diagnosis", "export"),
     },
-    "gather": {"errors", "record", "settings", "run", "spool", "chunks", "tree", "live"},
-    "doctor": {"errors", "record", "settings", "run", "gather", "agent", "capture", "tree"},
+    "doctor": {"errors", "record", "settings", "run", "companion", "agent", "capture", "tree"},
     "block": {
         *("errors", "record", "settings", "run", "spool", "chunks"),
         *("capture", "agent", "assembly", "tree"),
@@ -53,8 +51,8 @@ ROOMS = {
         *("assembly", "tree", "tensors", "export"),
     },
     "cli": {
-        *("errors", "globs", "layout", "record", "settings", "run", "gather", "assembly"),
-        *("tree", "tensors", "diagnosis", "export", "doctor", "page", "live", "compat"),
+        *("errors", "globs", "layout", "record", "settings", "run", "companion", "assembly"),
+        *("tree", "tensors", "diagnosis", "export", "doctor", "page", "compat"),
     },
     "testing": {"errors", "record", "tree", "diagnosis"},
     "replaying": {
@@ -70,14 +68,14 @@ ROOMS = {
 imports from, so no circle can close."""
 FOREIGN = {
     "torch": {"capture", "agent", "block", "compat", "tracing", "replaying"},
-    "zmq": {"gather"},
+    "zmq": {"companion"},
     "typer": {"cli"},
     "triton": {"capture"},
 }
 """Package -> the only rooms that may know it."""
 ONE_FILE = {
     "pyarrow": "export/parquet.py",
-    "prometheus_client": "gather/metrics.py",
+    "prometheus_client": "companion/metrics.py",
     "transformers": "integrations/transformers.py",
     "lightning": "integrations/lightning.py",
     "pytorch_lightning": "integrations/lightning.py",
@@ -105,9 +103,9 @@ WITHOUT_TORCH = [
     "rankscope.cli.show",
     "rankscope.settings",
     "rankscope.spool.writer",
-    "rankscope.gather.collector",
-    "rankscope.gather.relay",
-    "rankscope.stepwise.rankstatuses",
+    "rankscope.companion.collector",
+    "rankscope.companion.relay",
+    "rankscope.companion.running.rankstatuses",
     "rankscope.cli.top",
     "rankscope.doctor.job",
     "rankscope.tree.build",

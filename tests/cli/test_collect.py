@@ -16,7 +16,7 @@ from rankscope.run.keyfile import relays_file
 from rankscope.tree.reader import open_trace
 from tests import forked
 from tests.cli.test_commands import rankscope
-from tests.gather.jobs import Host, environment
+from tests.companion.jobs import Host, environment
 from tests.keyed import key_file
 from tests.ports import free_port
 from tests.waiting import wait_until

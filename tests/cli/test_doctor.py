@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 
 import rankscope
+from rankscope.companion.collector import Intake
+from rankscope.companion.curve import new_keys
 from rankscope.doctor.condition import Condition, Status
 from rankscope.doctor.interpreter import interpreter_conditions
 from rankscope.doctor.job import Question, clock_from, job_conditions
-from rankscope.gather.collector import Intake
-from rankscope.gather.curve import new_keys
 from rankscope.run.keyfile import read_keys, relays_file, write_keys
 from rankscope.run.mounts import mount_of
 from rankscope.tree.reader import open_trace

@@ -25,12 +25,12 @@ from rankscope.record.value import is_form
 from rankscope.tree.build import build
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
+from tests.companion.running.growing import grown
+from tests.companion.running.test_paper_jobs import job
 from tests.distributed import collectives_job
 from tests.distributed.pool import RankPool
 from tests.export.conftest import exported, held_values
 from tests.export.test_perfetto import played, unpacked
-from tests.stepwise.growing import grown
-from tests.stepwise.test_paper_jobs import job
 from tests.tree.jobs import validator
 
 DOCS = Path(__file__).parents[2] / "docs"

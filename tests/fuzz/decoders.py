@@ -25,11 +25,12 @@ from rankscope.assembly.rankstreams import StreamBytes, definitions_in, read_str
 from rankscope.assembly.sources import find_streams
 from rankscope.chunks.chunkheader import parse_header
 from rankscope.cli.app import main
+from rankscope.companion.protocol import decode, encode
+from rankscope.companion.running.streamtail import StreamTail
+from rankscope.companion.sharedwatch import read_host_states
 from rankscope.compat.debugger.filetrace import trace_of_files
 from rankscope.diagnosis.comparison.diff import diff
 from rankscope.errors import RankscopeError
-from rankscope.gather.protocol import decode, encode
-from rankscope.gather.sharedwatch import read_host_states
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.layout.placement import parse_placement
 from rankscope.record.notes import Note
@@ -55,16 +56,15 @@ from rankscope.spool.recordcolumns import COLUMNS, ending, records
 from rankscope.spool.recordformat import DEFINITION_LENGTH
 from rankscope.spool.replication import read_end
 from rankscope.spool.settledprefix import SettledPrefix, read_settled, settled_to, write_settled
-from rankscope.stepwise.streamtail import StreamTail
 from rankscope.tree.build import assemble
 from rankscope.tree.finishedtrace import trace_of
 from rankscope.tree.growingtree import GrowingTree
 from rankscope.tree.reader import open_trace
 from rankscope.tree.treewriter import write_trace
 from rankscope.tree.views import Trace
+from tests.companion.test_protocol import MESSAGES
 from tests.fuzz import samples
 from tests.fuzz.mutations import gentle, nested, raw, sealed
-from tests.gather.test_protocol import MESSAGES
 
 Take = Callable[[Any], object]
 

@@ -21,7 +21,7 @@ from rankscope.spool.recordformat import DEFINITION_LENGTH, FIRST, PAYLOAD_BYTES
 from rankscope.tree.build import build, recover
 from rankscope.tree.goldenfile import write_golden
 from rankscope.tree.reader import open_trace
-from tests.stepwise.growing import grown
+from tests.companion.running.growing import grown
 from tests.tree.record_golden import unpacked
 
 DEFINITIONS: tuple[dict[str, Any], ...] = (

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankscope.chunks.chunkheader import parse_header
+from rankscope.companion.protocol import decode
 from rankscope.errors import ChunkError, LayoutError, RankscopeError, SpoolError, WireError
-from rankscope.gather.protocol import decode
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.spool.definitions import decode_definition
 from rankscope.spool.recordcolumns import COLUMNS, records

@@ -115,7 +115,7 @@ def _cost_of(command: list[str]) -> dict[str, float]:
     while True:
         for pid in (int(path.name) for path in Path("/proc").glob("[0-9]*")):
             with contextlib.suppress(OSError, IndexError):  # it has ended
-                if b"rankscope.gather" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if b"rankscope.companion" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     beside[pid] = _so_far(pid)
         try:
             pid, status, usage = os.wait4(-1, os.WNOHANG)

@@ -136,13 +136,13 @@ class Launch:
         mark = str(self.spool).encode()
         for pid in pids():
             words = command_line(pid)
-            if b"rankscope.gather" in words and any(word.startswith(mark) for word in words):
+            if b"rankscope.companion" in words and any(word.startswith(mark) for word in words):
                 return pid
         return 0
 
     def beside(self) -> int:
         """Process number of what goes with the job step by step; 0 where none lives."""
-        wanted = {b"rankscope.stepwise", str(self.out).encode()}
+        wanted = {b"rankscope.companion.running", str(self.out).encode()}
         return next((pid for pid in pids() if wanted <= set(command_line(pid))), 0)
 
     def ranks(self) -> list[int]:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from rankscope.tree.reader import open_trace
+from tests.companion.running.replayed import told
 from tests.launcher.launches import Start, kill, launching
 from tests.launcher.ways import installed
-from tests.stepwise.replayed import told
 from tests.waiting import wait_until
 
 pytestmark = [

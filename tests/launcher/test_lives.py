@@ -53,7 +53,7 @@ def companions(*folders: Path) -> list[int]:
     return [
         pid
         for pid in pids()
-        if b"rankscope.gather" in (words := command_line(pid))
+        if b"rankscope.companion" in (words := command_line(pid))
         and any(word.startswith(mark) for word in words for mark in marks)
     ]
 

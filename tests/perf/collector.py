@@ -21,7 +21,7 @@ from pathlib import Path
 
 import zmq
 
-from rankscope.gather.protocol import (
+from rankscope.companion.protocol import (
     FRAME_BYTES,
     PROTOCOL_VERSION,
     WINDOW_BYTES,
@@ -41,7 +41,7 @@ from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import DEFAULT_SEGMENT_BYTES, SpoolWriter
-from tests.gather.jobs import collector_command
+from tests.companion.jobs import collector_command
 from tests.spool.streams import enter, value
 
 RECORDS_BAR = 2e6

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rankscope.errors import RankscopeError
-from rankscope.run.companions import stepwise_command
+from rankscope.run.companions import reader_command
 from rankscope.tree.reader import open_trace
 from tests.perf.assemble import rank_cells
 
@@ -58,7 +58,7 @@ LEGEND = {
     "host spool": "spools (disk)",
     "records": "records (disk)",
 }
-ROLES = {"ranks": b"script.py", "relay": b"relay", "collector": b"collector", "beside": b"stepwise"}
+ROLES = {"ranks": b"script.py", "relay": b"relay", "collector": b"collector", "beside": b"reader"}
 
 
 def megabytes_of(folder: Path) -> dict[str, float]:
@@ -125,7 +125,7 @@ def simulate(ranks: int, modules: int, steps: int, period_s: float) -> None:
     with tempfile.TemporaryDirectory() as name:
         out = Path(name)
         (out / "spool").mkdir()
-        command = stepwise_command(out, ranks)
+        command = reader_command(out, ranks)
         beside = subprocess.Popen(command, cwd=out, env={**os.environ, "RANKSCOPE_LIVE_CHECK": "0"})
         made: dict[int, float] = {}
         lags: list[float] = []

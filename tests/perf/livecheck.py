@@ -99,7 +99,7 @@ def memory(steps: int) -> list[tuple[int, float]]:
             for process in Path("/proc").glob("[0-9]*"):
                 try:
                     words = (process / "cmdline").read_bytes()
-                    if b"rankscope.stepwise" in words and name.encode() in words:
+                    if b"rankscope.companion.running" in words and name.encode() in words:
                         pages = int((process / "statm").read_text().split()[1])
                         seen.append((size >> 20, pages * os.sysconf("SC_PAGE_SIZE") / 2**20))
                 except OSError:

@@ -49,7 +49,7 @@ from rankscope.spool.recordformat import (
 )
 from rankscope.spool.writer import SpoolWriter
 from rankscope.tree.reader import open_trace
-from tests.gather.jobs import collector_command
+from tests.companion.jobs import collector_command
 
 WRITERS = 2
 SPOOL_BYTES = 8 << 20

@@ -19,16 +19,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rankscope.companion.running.rankstatuses import StatusWriter
+from rankscope.companion.running.runningjob import RunningJob
 from rankscope.record.ranklists import parse_ranks
 from rankscope.record.streams import StreamId
 from rankscope.run.jobstatus import write_status
 from rankscope.spool.replication import replica_path
-from rankscope.stepwise.rankstatuses import StatusWriter
-from rankscope.stepwise.running import RunningJob
 from tests.cli.topjobs import starting
+from tests.companion.running.test_streams import write_job
 from tests.launcher.launches import Launch, rankscope
 from tests.spool.streams import stream_bytes
-from tests.stepwise.test_streams import write_job
 from tests.waiting import wait_until
 
 _MOST_S = 60.0

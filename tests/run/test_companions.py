@@ -20,7 +20,7 @@ from tests.waiting import wait_until
 
 def test_a_command_names_the_module_and_the_run_folder_alone():
     command = companion_command(Path("/run"))
-    words = ["-m", "rankscope.gather", "--run-folder", "/run"]
+    words = ["-m", "rankscope.companion", "--run-folder", "/run"]
     assert command == [sys.executable, *words]
 
 
@@ -86,7 +86,7 @@ def test_a_daemon_that_cannot_be_started_is_told(tmp_path):
 def test_neither_companion_imports_torch():
     code = """
 import sys
-import rankscope.gather.__main__, rankscope.gather.relay, rankscope.gather.finish
+import rankscope.companion.__main__, rankscope.companion.relay, rankscope.companion.finish
 import rankscope.tree.build
 assert "torch" not in sys.modules
 import rankscope.run.companions, rankscope.run.folders

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rankscope.companion.curve import new_keys
 from rankscope.errors import KeysError
-from rankscope.gather.curve import new_keys
 from rankscope.run.keyfile import read_keys, relays_file, write_keys
 from tests.launcher.launches import rankscope
 

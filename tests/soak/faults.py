@@ -37,7 +37,7 @@ class Kind:
     spool_disk: str = ""
     ends: str = ""
     restarts: int = 0
-    is_stepwise: bool = False
+    has_reader: bool = False
     """About the process beside the job's steps, which comes after three seconds."""
     heals_after_job: bool = False
     hosts: int = 1
@@ -183,7 +183,7 @@ def make_room(what: str) -> Act:
 
 def replace_disk(job: Job, chosen: random.Random) -> None:
     """As an operator does: whoever uses it is ended, it is mounted again, they are started."""
-    roles = ("collector", "relay", "stepwise")
+    roles = ("collector", "relay", "reader")
     job.held_down.update(roles)
     for role in roles:
         _signal(job, role, signal.SIGKILL, chosen)
@@ -233,10 +233,8 @@ KINDS = {
         heals_after_job=True,
         ways=_HOST,
     ),
-    "stepwise killed": Kind(inject=kill("stepwise"), is_stepwise=True),
-    "stepwise stopped": Kind(
-        inject=stop("stepwise"), heal=go_on, lasts_s=(0.5, 30), is_stepwise=True
-    ),
+    "reader killed": Kind(inject=kill("reader"), has_reader=True),
+    "reader stopped": Kind(inject=stop("reader"), heal=go_on, lasts_s=(0.5, 30), has_reader=True),
     "launcher killed": Kind(inject=kill("launcher"), ways=_LAUNCHER, may_need_recover=True),
     "launcher stopped": Kind(inject=stop("launcher"), heal=go_on, lasts_s=(1, 30), ways=_LAUNCHER),
     "launcher terminated": Kind(inject=terminate_launcher, ways=_LAUNCHER),

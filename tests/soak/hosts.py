@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rankscope.run.keyfile import relays_file
 from tests import forked
-from tests.gather.jobs import environment
+from tests.companion.jobs import environment
 from tests.soak.faults import Fault
 from tests.soak.job import Shape, kill_all, processes
 from tests.soak.network import COLLECTOR, Network, address_of

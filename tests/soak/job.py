@@ -25,7 +25,7 @@ from rankscope.run.companions import companion_command
 from rankscope.run.filenames import LAUNCHER_LOCK_NAME, TRACE_NAME
 from rankscope.run.folders import SHARED, FolderLock, mark_job_over
 from tests import forked
-from tests.gather.jobs import Host, collector_command, environment
+from tests.companion.jobs import Host, collector_command, environment
 from tests.ports import free_port
 from tests.soak.disks import Disk
 from tests.soak.network import COLLECTOR, Network, address_of
@@ -273,9 +273,9 @@ class Job:
                 or self._host_of(pid) == host
             ]
         words = {
-            "relay": b"rankscope.gather",
-            "collector": b"rankscope.gather",
-            "stepwise": b"rankscope.stepwise",
+            "relay": b"rankscope.companion",
+            "collector": b"rankscope.companion",
+            "reader": b"rankscope.companion.running",
         }
         out = str(self.out).encode()
         program = str(_PROGRAM).encode()
@@ -284,7 +284,7 @@ class Job:
             for pid, parts in processes(self.folder)
             if role == "any"
             or (
-                words[role] in parts and (role == "stepwise" or self._is_role(role, out in parts))
+                words[role] in parts and (role == "reader" or self._is_role(role, out in parts))
                 if role in words
                 else program in parts and self._is_rank(pid) == (role == "rank")
             )

@@ -18,7 +18,7 @@ __all__ = ["Outcome", "Schedule", "draw", "play"]
 
 _JOB_S = 4.0
 _STEPS_PER_S = 18
-_STEPWISE_JOB_S = 7.0
+_READ_JOB_S = 7.0
 _BEGIN_S = 120.0
 _MOST_JOB_S = 240.0
 _MOST_END_S = 90.0
@@ -107,8 +107,8 @@ def draw(seed: int, *, is_mixed: bool) -> Schedule:
     transports = [
         t for t in KINDS["rank killed"].transports if all(t in k.transports for k in kinds)
     ]
-    is_stepwise = any(kind.is_stepwise for kind in kinds) or chosen.random() < 0.2
-    seconds = _STEPWISE_JOB_S if is_stepwise else _JOB_S
+    has_reader = any(kind.has_reader for kind in kinds) or chosen.random() < 0.2
+    seconds = _READ_JOB_S if has_reader else _JOB_S
     restarts = max(kind.restarts for kind in kinds)
     steps = int(seconds * _STEPS_PER_S)
     ranks = chosen.choice([2, 3]) if way == "direct" else 2
@@ -124,7 +124,7 @@ def draw(seed: int, *, is_mixed: bool) -> Schedule:
         trace_disk=next((kind.trace_disk for kind in kinds if kind.trace_disk), ""),
         spool_disk=next((kind.spool_disk for kind in kinds if kind.spool_disk), ""),
         pause_ms=45,
-        parquet=is_stepwise,
+        parquet=has_reader,
         spool_mebibytes=chosen.choice([2, 8]),
         last=chosen.randint(2, 8) if is_last else 0,
         nans=(nan,) if is_last else (),
@@ -133,8 +133,8 @@ def draw(seed: int, *, is_mixed: bool) -> Schedule:
     )
     faults = []
     for name, kind in zip(picked, kinds):
-        first = 3.5 if kind.is_stepwise else 0.1
-        last = seconds - 0.5 if kind.is_stepwise or "rank" in name else seconds + 1.0
+        first = 3.5 if kind.has_reader else 0.1
+        last = seconds - 0.5 if kind.has_reader or "rank" in name else seconds + 1.0
         faults.append(
             Fault(
                 name=name,
@@ -282,9 +282,7 @@ def _judge(job: Job, schedule: Schedule, outcome: Outcome, last: float) -> None:
     outcome.leave_s = time.monotonic() - left
     if not job.has_left():
         roles = [
-            role
-            for role in ("launcher", "rank", "relay", "collector", "stepwise")
-            if job.pids(role)
+            role for role in ("launcher", "rank", "relay", "collector", "reader") if job.pids(role)
         ]
         outcome.troubles.append(f"still there after {outcome.leave_s:.0f} s: {', '.join(roles)}")
     if schedule.shape.last:

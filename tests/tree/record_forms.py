@@ -18,7 +18,7 @@ from pathlib import Path
 from rankscope.cli.app import main as rankscope_main
 from rankscope.tree.build import recover
 from tests.archives import pack, unpack
-from tests.stepwise.growing import grown
+from tests.companion.running.growing import grown
 from tests.tree import record_golden
 from tests.tree.jobs import grid_job
 

@@ -33,10 +33,10 @@ from rankscope.tree.columns import map_columns
 from rankscope.tree.step import UNFOLDED_FLAGS
 from rankscope.tree.treewriter import TREE_LIMIT_BYTES
 from tests import forked
+from tests.companion.running.growing import grown
+from tests.companion.running.test_paper_jobs import job
 from tests.conftest import REPOSITORY
 from tests.record.test_notes import NOTES
-from tests.stepwise.growing import grown
-from tests.stepwise.test_paper_jobs import job
 from tests.tree.columntable import SCHEMA, schema_text, table_in, tables
 from tests.tree.jobs import grid_job, read_valid, validator
 

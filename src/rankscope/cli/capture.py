@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from rankscope.cli.arguments import TraceArgument
+from rankscope.cli.ordering import Ordering, Progress
 from rankscope.cli.terminal import echo, remark
-from rankscope.live.ordering import Ordering, Progress
 from rankscope.record.ranklists import ranks_named
 from rankscope.run.outfolder import typed
 from rankscope.settings import settings_from

@@ -16,8 +16,8 @@ from typing import Annotated, NamedTuple
 import typer
 
 from rankscope.cli.terminal import echo
+from rankscope.companion.cleanup import is_in_tree, kept_stream, remove_run
 from rankscope.errors import SettingError, SpoolError
-from rankscope.gather.cleanup import is_in_tree, kept_stream, remove_run
 from rankscope.run import filenames as names
 from rankscope.run.folders import is_held, read_run_header, spool_base
 from rankscope.run.locks import is_abandoned

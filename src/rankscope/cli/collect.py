@@ -13,9 +13,9 @@ from typing import Annotated
 import typer
 
 from rankscope.cli.terminal import progress, remark
+from rankscope.companion.finish import CollectorOptions, Observer, collect
+from rankscope.companion.log import log_into
 from rankscope.errors import SettingError
-from rankscope.gather.finish import CollectorOptions, Observer, collect
-from rankscope.gather.log import log_into
 from rankscope.record.graceseconds import DRAIN_SECONDS, FINISH_SECONDS
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.address import check_address, is_tcp

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from rankscope.cli.terminal import echo
+from rankscope.companion.curve import new_keys
 from rankscope.errors import SettingError
-from rankscope.gather.curve import new_keys
 from rankscope.run.keyfile import relays_file, write_keys
 
 

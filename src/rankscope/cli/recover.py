@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from rankscope.cli.terminal import echo, progress
-from rankscope.gather.blackbox import copy_what_is_held
-from rankscope.gather.cleanup import is_in_tree, remove_run
+from rankscope.companion.blackbox import copy_what_is_held
+from rankscope.companion.cleanup import is_in_tree, remove_run
 from rankscope.run.eventboard import held_anything
 from rankscope.run.filenames import TRACE_NAME
 from rankscope.run.locks import is_abandoned

@@ -19,13 +19,13 @@ from typing import Annotated, Any, Final
 import typer
 
 from rankscope.cli.arguments import LayoutOption, TraceArgument
+from rankscope.cli.jobsummary import SORTS, job_summary
 from rankscope.cli.terminal import Paint, echo, shown, width
 from rankscope.cli.toptext import screen_lines
 from rankscope.diagnosis.check import check
 from rankscope.diagnosis.finalreport import report_json
 from rankscope.errors import FolderError, RankscopeError, SettingError, TraceError
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.live.jobsummary import SORTS, job_summary
 from rankscope.page.rankplaces import places_in
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.findingnotices import told_in

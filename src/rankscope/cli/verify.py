@@ -12,7 +12,7 @@ import typer
 
 from rankscope.cli.arguments import TraceArgument
 from rankscope.cli.terminal import Paint, echo, opened
-from rankscope.gather.cleanup import is_in_tree
+from rankscope.companion.cleanup import is_in_tree
 from rankscope.record.ranklists import ranks_named
 from rankscope.run.eventboard import held_anything
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME

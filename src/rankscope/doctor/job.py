@@ -18,10 +18,10 @@ from rankscope.agent.identity import identify, placed
 from rankscope.capture.codefolders import is_off
 from rankscope.capture.kernel import build as build_kernel
 from rankscope.capture.kernel import why_none
+from rankscope.companion.curve import handshake_trouble
 from rankscope.doctor.condition import Condition
 from rankscope.doctor.interpreter import interpreter_conditions
 from rankscope.errors import KeysError, RankscopeError
-from rankscope.gather.curve import handshake_trouble
 from rankscope.record.streams import MAX_RANKS
 from rankscope.run.address import is_tcp
 from rankscope.run.folders import (

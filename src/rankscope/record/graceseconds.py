@@ -1,5 +1,5 @@
 """How long what is missing is waited for, and what stands still is left alone: the defaults of
-settings. The rules are those of `gather/waitingrule.py` and `gather/stallmonitor.py`.
+settings. The rules are those of `companion/waitingrule.py` and `companion/stallmonitor.py`.
 """
 
 from __future__ import annotations

@@ -47,24 +47,24 @@ class ExitOutcome(enum.IntEnum):
 
 def companion_command(run_folder: Path) -> list[str]:
     """The command of a host's companion: all else stands in `run.json`."""
-    return [sys.executable, "-m", "rankscope.gather", "--run-folder", str(run_folder)]
+    return [sys.executable, "-m", "rankscope.companion", "--run-folder", str(run_folder)]
 
 
-def stepwise_command(out: Path, traced_ranks: int) -> list[str]:
+def reader_command(out: Path, traced_ranks: int) -> list[str]:
     """The command that goes with a running job step by step, as long as this process lives; its
     variables are settings."""
-    return [*_stepwise(out), "--traced-ranks", str(traced_ranks)]
+    return [*_reader(out), "--traced-ranks", str(traced_ranks)]
 
 
 def tree_command(out: Path, *, keep_spool: bool) -> list[str]:
     """The command that builds the tree, as long as this process lives; it writes lines of `PART
     WHAT` while it does."""
-    return [*_stepwise(out), "--build-tree", *(["--keep-spool"] if keep_spool else [])]
+    return [*_reader(out), "--build-tree", *(["--keep-spool"] if keep_spool else [])]
 
 
 def dataset_command(out: Path) -> list[str]:
     """The command that writes what the Parquet dataset lacks of a trace that is finished."""
-    return [*_stepwise(out), "--finish-dataset"]
+    return [*_reader(out), "--finish-dataset"]
 
 
 def dataset_trouble() -> str:
@@ -165,6 +165,14 @@ def start_extras(daemons: Iterable[tuple[Sequence[str], Path]]) -> list[str]:
     return complaints
 
 
-def _stepwise(out: Path) -> list[str]:
+def _reader(out: Path) -> list[str]:
     parent = str(os.getpid())
-    return [sys.executable, "-m", "rankscope.stepwise", "--out", str(out), "--parent", parent]
+    return [
+        sys.executable,
+        "-m",
+        "rankscope.companion.running",
+        "--out",
+        str(out),
+        "--parent",
+        parent,
+    ]

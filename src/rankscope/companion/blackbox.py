@@ -1,0 +1,311 @@
+"""The black box of one host: sees what happens to its ranks, and what others saw, and has the last
+steps of all of them copied.
+
+A rank that ended otherwise than in order, a job that stands still, a touch of the watched file and
+an order are seen here; what stands in values is seen by the ranks. All of it goes on one board for
+each life of the job (`run.eventboard`), which says at which step it was: that is all hosts agree
+on. Hosts without a folder that all of them see tell each other by the collector (`hear`).
+
+A box is *quiet* once the ranks of its host have ended in order and nothing was told: then nothing
+is copied. What they held stays until the collector knows that all hosts are quiet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from rankscope.companion.heldstream import HeldStream
+from rankscope.companion.log import log
+from rankscope.companion.waitingrule import JobState
+from rankscope.errors import SpoolError
+from rankscope.record.call import Mode
+from rankscope.record.ranklists import ranks_named
+from rankscope.record.stepselection import StepSelection
+from rankscope.record.streams import EndReason, StreamId
+from rankscope.run.eventboard import (
+    ABSENT,
+    EventBoard,
+    Happening,
+    Window,
+    event_folder,
+    file_time,
+)
+from rankscope.run.filenames import HELD_FOLDER
+from rankscope.run.folders import RunHeader, read_run_header, streams
+from rankscope.run.jobend import job_end
+from rankscope.run.orders import Order
+from rankscope.run.stallrecords import Stall
+from rankscope.settings import settings_of_run
+
+__all__ = ["BlackBox", "black_box_of", "copy_what_is_held"]
+
+_LOOK_S = 0.1
+_SETTLED_S = 3.0
+"""How long all ranks have to be gone where no launcher says that the job is over."""
+_WORDS = {EndReason.LOST: "killed, or gone without a word", EndReason.RAISED: "raised"}
+"""How ranks end before which something happened."""
+
+
+def black_box_of(run_folder: Path, header: RunHeader) -> BlackBox | None:
+    """Return the black box of a host's run; None where its ranks hold nothing back."""
+    selection = settings_of_run(header.settings).steps
+    return BlackBox(run_folder, header, selection) if selection.last else None
+
+
+def copy_what_is_held(run_folder: Path) -> None:
+    """Copy the last steps of ranks whose relay is gone: those before anything that happened, else
+    the last.
+
+    Raises:
+        SpoolError: it is not known what the run was, or the disk takes nothing.
+    """
+    box = black_box_of(run_folder, read_run_header(run_folder))
+    if box is None:
+        return
+    try:
+        while box.look(time.monotonic(), JobState.OVER, None) or box.quiet_ranks:
+            if box.quiet_ranks:
+                box.hear("recovered", "rankscope recover asked for it")
+        if not box.is_settled:
+            raise SpoolError(f"{run_folder}: {box.trouble or 'a rank is still at work'}")
+    finally:
+        box.close()
+
+
+class BlackBox:
+    """All held streams of one host."""
+
+    def __init__(self, run_folder: Path, header: RunHeader, selection: StepSelection) -> None:
+        """Look at nothing yet; the selection says how many steps are asked for, and which file is
+        watched."""
+        self._run_folder = run_folder
+        self._header = header
+        self._steps = selection.last
+        self._file = selection.file
+        self._look_at_file: Callable[[], int] | None = None
+        self.streams: dict[StreamId, HeldStream] = {}
+        self._boards: dict[int, EventBoard] = {}
+        self._judged: set[StreamId] = set()
+        self._logged: dict[int, int] = {}
+        """How many events of each life the log has."""
+        self._looked_at = float("-inf")
+        self._alive_at = time.monotonic()
+        self.order: Order | None = None
+        """The last order of `rankscope capture`."""
+        self.answer = ""
+        """What was done about it: "steps 16-20", as far as this host is asked."""
+        self.trouble = ""
+        """What goes wrong now; empty where all goes well."""
+        self.trouble_at: float | None = None
+        """Monotonic time since when it does."""
+        self.quiet_ranks = 0
+        """Ranks of this host where all of them ended in order and nothing happened; else 0."""
+
+    @property
+    def has_alive(self) -> bool:
+        """True while a rank of this host lives."""
+        return any(held.is_alive for held in self.streams.values())
+
+    @property
+    def is_settled(self) -> bool:
+        """True where every copy is whole, or nothing is to be copied."""
+        return bool(self.quiet_ranks) or all(held.is_done for held in self.streams.values())
+
+    def happened(self) -> list[tuple[int, str]]:
+        """Return what was told on this host so far: the life of the job, and the board's entry."""
+        boards = self._boards.items()
+        return [(life, event.entry) for life, board in boards for event in board.events()]
+
+    def hear(self, kind: str, text: str) -> None:
+        """Tell here what happened elsewhere, at the furthest step of this host's ranks.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self.streams:
+            life = max(stream.incarnation for stream in self.streams)
+            mode, step = _furthest({s: h for s, h in self.streams.items() if s.incarnation == life})
+            event = Happening(kind=kind, mode=mode, step=step, text=text)
+            self._boards[life].tell_once(event)
+            self.quiet_ranks, self._looked_at = 0, float("-inf")
+
+    def hear_entry(self, life: int, entry: str) -> None:
+        """Take over an entry of another host's board.
+
+        Raises:
+            OSError: it cannot be written.
+            ValueError: it is none.
+        """
+        board = self._boards.setdefault(life, self._board(life))
+        event = Happening.read(entry)
+        if event not in board.events():
+            board.tell(event)
+        self.quiet_ranks = 0
+
+    def look(self, now: float, job: JobState, stall: Stall | None) -> bool:
+        """See what happened, and copy what is asked for; True where there is more to copy now.
+
+        Args:
+            now: monotonic seconds.
+            job: what this host knows of its job.
+            stall: the last one that was noticed here.
+        """
+        if now - self._looked_at < _LOOK_S:
+            return False
+        self._looked_at = now
+        has_more, trouble = False, ""
+        try:
+            self._discover()
+            if self.has_alive:
+                self._alive_at = now
+            is_final = not self.has_alive and self._is_over(job, now)
+            self._see_ends()
+            self._see_stall(stall)
+            self._see_touch()
+            self._see_order()
+            if is_final:
+                self._see_untold()
+                self._see_interruption()
+            windows = {life: self._windows(life) for life in self._boards}
+            is_quiet = is_final and not any(windows.values())
+            self.quiet_ranks = len({stream.rank for stream in self.streams}) if is_quiet else 0
+            for stream, held in self.streams.items() if not is_quiet else ():
+                try:
+                    if held.copy(windows[stream.incarnation], is_final=is_final):
+                        has_more = True
+                except (OSError, SpoolError) as error:  # a full disk: tried again
+                    trouble = str(error)
+        except (OSError, SpoolError) as error:
+            trouble = str(error)
+        if trouble and trouble != self.trouble:
+            log(f"black box: {trouble}")
+        if bool(trouble) != bool(self.trouble):
+            self.trouble_at = now if trouble else None
+        self.trouble = trouble
+        if has_more:
+            self._looked_at = float("-inf")
+        return has_more
+
+    def close(self) -> None:
+        """Leave every copy as it is."""
+        for held in self.streams.values():
+            held.close()
+
+    def _is_over(self, job: JobState, now: float) -> bool:
+        if job is JobState.UNKNOWN:
+            return bool(self.streams) and now - self._alive_at > _SETTLED_S
+        return job is JobState.OVER
+
+    def _discover(self) -> None:
+        folder = self._run_folder / HELD_FOLDER
+        for stream in streams(folder) if folder.is_dir() else ():
+            if stream not in self.streams:
+                self.streams[stream] = HeldStream(self._run_folder, stream)
+                self._boards.setdefault(stream.incarnation, self._board(stream.incarnation))
+
+    def _board(self, life: int) -> EventBoard:
+        return EventBoard(event_folder(self._run_folder, self._header, life))
+
+    def _windows(self, life: int) -> list[Window]:
+        """Return which steps of one life are asked for by now."""
+        events = self._boards[life].events()
+        for event in events[self._logged.get(life, 0) :]:
+            log(f"{event.text} at {event.mode.word} step {event.step}")
+        self._logged[life] = len(events)
+        return [event.window(self._steps) for event in events]
+
+    # ---- what happens --------------------------------------------------------------------------
+
+    def _see_ends(self) -> None:
+        """Tell of ranks that ended otherwise than in order: of the first in each life."""
+        ended: dict[int, dict[StreamId, HeldStream]] = {}
+        for stream, held in self.streams.items():
+            if stream not in self._judged and not held.is_done and not held.is_alive:
+                if held.ending() in _WORDS:
+                    ended.setdefault(stream.incarnation, {})[stream] = held
+                else:
+                    self._judged.add(stream)
+        for life, those in ended.items():
+            said = []
+            for how, words in _WORDS.items():
+                ranks = sorted(s.rank for s, held in those.items() if held.ending() is how)
+                said += [f"{ranks_named(ranks)} {words}"] * bool(ranks)
+            mode, step = _furthest(those)
+            event = Happening(kind="ended", mode=mode, step=step, text=", ".join(said))
+            self._boards[life].tell_once(event)
+            self._judged.update(those)
+
+    def _see_untold(self) -> None:
+        """Tell what ranks saw that could not write it on the board."""
+        for stream, held in self.streams.items():
+            for event in held.untold():
+                if event not in self._boards[stream.incarnation].events():
+                    self._boards[stream.incarnation].tell(event)
+
+    def _see_interruption(self) -> None:
+        """Tell that a signal ended the job, where its ranks ended in order all the same."""
+        name = job_end([self._header.out]).signal
+        if name and not any(board.events() for board in self._boards.values()):
+            self.hear("interrupted", f"{name} ended the job")
+
+    def _see_stall(self, stall: Stall | None) -> None:
+        if stall is None or stall.over_ns or not self.streams:
+            return
+        life = max(stream.incarnation for stream in self.streams)
+        alive = {s: held for s, held in self.streams.items() if s.incarnation == life}
+        alive = {stream: held for stream, held in alive.items() if held.is_alive}
+        board = self._boards[life]
+        if not alive or any(event.kind == "stalled" for event in board.events()):
+            return
+        mode, step = _furthest(alive)
+        text = f"{ranks_named(sorted(s.rank for s in alive))} stood still"
+        board.tell_once(Happening(kind="stalled", mode=mode, step=step, text=text))
+
+    def _see_touch(self) -> None:
+        """Tell of a touch of the watched file; what it looked like at first counts as untouched."""
+        if self._file is None or not self.streams:
+            return
+        if self._look_at_file is None:
+            self._look_at_file = file_time(self._file)
+        seen = self._look_at_file()
+        life = max(stream.incarnation for stream in self.streams)
+        board = self._boards[life]
+        if seen in (ABSENT, board.first_time(seen)):
+            return
+        text = f"{self._file} was touched ({seen})"
+        if any(event.text == text for event in board.events()):
+            return
+        alive = {s: held for s, held in self.streams.items() if held.is_alive}
+        if alive:
+            mode, step = _furthest(alive)
+            board.tell(Happening(kind="touched", mode=mode, step=step, text=text))
+
+    def _see_order(self) -> None:
+        """Tell of an order; the board keeps it apart from those before it."""
+        if self.order is None or not self.streams:
+            return
+        text = f"rankscope capture asked for it ({self.order.number})"
+        if all(event.text != text for board in self._boards.values() for event in board.events()):
+            alive = {s: held for s, held in self.streams.items() if held.is_alive}
+            if not alive:
+                return
+            mode, step = _furthest(alive)
+            board = self._boards[max(stream.incarnation for stream in alive)]
+            board.tell(Happening(kind="ordered", mode=mode, step=step, text=text))
+        for board in self._boards.values():
+            for event in board.events():
+                if event.text == text:
+                    first = max(0, event.step - self._steps)
+                    self.answer = f"{event.mode.word} {first} {event.step} {self.order.number}"
+
+
+def _furthest(held: Mapping[StreamId, HeldStream]) -> tuple[Mode, int]:
+    """Return the step that the furthest of these ranks is in."""
+    steps = []
+    for each in held.values():
+        with contextlib.suppress(SpoolError):
+            steps.append(each.last_step())
+    return max(steps, key=lambda step: (-step[0], step[1]), default=(Mode.TRAIN, 0))

@@ -1,0 +1,141 @@
+"""What may be removed of a host's run folder, and when: nothing that is not somewhere else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from rankscope.chunks.chunkheader import chunk_folder, chunk_numbers
+from rankscope.companion.heldstream import HeldStream
+from rankscope.errors import ChunkError, SpoolError
+from rankscope.record.streams import StreamId
+from rankscope.run.filenames import (
+    COMPANION_LOCK_NAME,
+    COMPANION_LOG_NAME,
+    COMPANION_STARTED_NAME,
+    EVENT_FOLDER,
+    HELD_FOLDER,
+    JOB_OVER_NAME,
+    LAUNCHER_LOCK_NAME,
+    ORDER_FOLDER,
+    ORDER_NAME,
+    REACHED_NAME,
+    RUN_NAME,
+    START_LOCK_NAME,
+    STEP_TRIGGER_FOLDER,
+    TENSOR_FOLDER,
+)
+from rankscope.run.folders import remove_run_folder, stream_folder, streams
+from rankscope.run.locks import is_alive
+from rankscope.run.removal import Place, Reach, Removable, may_remove
+from rankscope.run.stallrecords import remove_stalls
+from rankscope.spool.origin import origin_text
+from rankscope.spool.streamreader import StreamReader
+
+__all__ = ["is_in_tree", "kept_stream", "remove_run"]
+
+_OURS = (
+    RUN_NAME,
+    JOB_OVER_NAME,
+    LAUNCHER_LOCK_NAME,
+    START_LOCK_NAME,
+    COMPANION_LOG_NAME,
+    COMPANION_LOCK_NAME,
+    COMPANION_STARTED_NAME,
+    ORDER_NAME,
+    REACHED_NAME,
+)
+"""Files of a run folder that go with it."""
+
+
+def remove_run(
+    run_folder: Path, is_elsewhere: Callable[[StreamId], bool], *, is_quiet: bool = False
+) -> StreamId | None:
+    """Remove a run folder whose streams are all elsewhere; else keep it, and return the first not.
+
+    Args and errors are those of `kept_stream`.
+    """
+    if (kept := kept_stream(run_folder, is_elsewhere, is_quiet=is_quiet)) is not None:
+        return kept
+    for stream in streams(run_folder):
+        shutil.rmtree(stream_folder(run_folder, stream), ignore_errors=True)
+    shutil.rmtree(run_folder / TENSOR_FOLDER, ignore_errors=True)
+    shutil.rmtree(run_folder / HELD_FOLDER, ignore_errors=True)
+    for name in (STEP_TRIGGER_FOLDER, EVENT_FOLDER, ORDER_FOLDER):
+        for folder in run_folder.glob(f"{name}.*"):
+            shutil.rmtree(folder, ignore_errors=True)
+    remove_stalls(run_folder)
+    for name in _OURS:
+        (run_folder / name).unlink(missing_ok=True)
+    remove_run_folder(run_folder)
+    return None
+
+
+def kept_stream(
+    run_folder: Path, is_elsewhere: Callable[[StreamId], bool], *, is_quiet: bool = False
+) -> StreamId | None:
+    """Return the first stream for which a run folder has to stay, None where it may go.
+
+    Args:
+        run_folder: of a host.
+        is_elsewhere: says of a stream whether all of it, and its end, is on disk elsewhere.
+        is_quiet: no host of the job asks for what its ranks held back.
+
+    Raises:
+        SpoolError: the folder cannot be listed.
+    """
+    found = streams(run_folder)
+    held = run_folder / HELD_FOLDER
+    for stream in streams(held) if held.is_dir() else ():
+        place = Place(
+            reach=_reach_of_copy(run_folder, stream),
+            is_asked=not is_quiet,
+            has_writer=is_alive(stream_folder(held, stream)),
+        )
+        if not may_remove(Removable.HELD, place):
+            return stream
+    for stream in found:
+        place = Place(
+            reach=Reach.DURABLE if is_elsewhere(stream) else Reach.BEGUN,
+            has_writer=is_alive(stream_folder(run_folder, stream)),
+        )
+        if not may_remove(Removable.STREAM, place):
+            return stream
+    return None
+
+
+def _reach_of_copy(run_folder: Path, stream: StreamId) -> Reach:
+    """Return how far the copy of a held stream goes."""
+    try:
+        copy = HeldStream(run_folder, stream)
+    except SpoolError:
+        return Reach.BEGUN  # by another process, or it cannot be read
+    copy.close()
+    return Reach.COPIED if copy.is_done else Reach.BEGUN
+
+
+def is_in_tree(run_folder: Path, stream: StreamId, tree: Path) -> bool:
+    """True where a finished `trace.json` has every byte this host's spool of a dead rank holds, and
+    the full tensors beside it are those of the run folder."""
+    if is_alive(stream_folder(run_folder, stream)):
+        return False
+    try:
+        ranks = json.loads(tree.read_bytes())["completeness"]["ranks"]
+        known = {(r["rank"], r["origin"]): r for r in ranks}
+        with StreamReader(stream_folder(run_folder, stream)) as reader:
+            found = known.get((stream.rank, origin_text(reader.origin())))
+            if found is None or int(found["received"]) < reader.committed():
+                return False
+        place = StreamId(rank=stream.rank, incarnation=int(found["incarnation"]))
+        return {*_chunks(run_folder, stream)} <= {*_chunks(tree.parent, place)}
+    except (OSError, ValueError, KeyError, TypeError, SpoolError):
+        return False
+
+
+def _chunks(folder: Path, stream: StreamId) -> list[int]:
+    try:
+        return chunk_numbers(chunk_folder(folder, stream))
+    except ChunkError:
+        return []

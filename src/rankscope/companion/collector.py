@@ -1,0 +1,430 @@
+"""The collector: one per run. Writes what relays send, acknowledges after writing, parses nothing.
+
+Its state is the length of its files, so it may be killed and started again at any moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+
+from rankscope.companion.arrivals import MemoryBound, receive_parts
+from rankscope.companion.chunkstore import ReceivedChunks
+from rankscope.companion.curve import Admission
+from rankscope.companion.log import FewLines, log
+from rankscope.companion.protocol import (
+    LONGEST_MESSAGE,
+    MOST_PARTS,
+    PROTOCOL_VERSION,
+    BeatSeen,
+    Bye,
+    ChunkEnded,
+    Done,
+    Ended,
+    EndedSeen,
+    Frame,
+    Happened,
+    Hello,
+    Message,
+    OpenStream,
+    Refused,
+    Rejected,
+    StreamOffset,
+    Sync,
+    Synced,
+    decode,
+    encode,
+)
+from rankscope.companion.replica import ReplicaFiles
+from rankscope.companion.replicasync import BackgroundSync
+from rankscope.companion.waitingrule import HostState, JobState, PeerState, StreamSource
+from rankscope.errors import BindError, FolderError, SpoolError, WireError
+from rankscope.record.streams import EndReason, StreamId
+from rankscope.run.address import check_address, is_ipv6, is_tcp
+from rankscope.run.keyfile import CurveKeys
+from rankscope.run.stallrecords import Stall, keep_stall
+from rankscope.spool.replication import StreamEnd, read_end, replica_path, replicated, write_end
+
+__all__ = ["Intake"]
+
+_RECEIVE_QUEUE = 2
+"""Messages zmq holds for each relay before it stops reading: bounds memory at any world size."""
+_BATCH = 256
+"""Messages taken before anything else is looked at."""
+_FAREWELL_S = 3.0
+_ANOTHER_RUN = (
+    "this collector gathers another run: give each run a trace folder and a collector of its own"
+)
+"""All that a stranger is told: whoever knows the id of a run is taken for a relay of it."""
+_LEAST_PEERS = 64
+_PEERS_A_RANK = 4
+"""Relays that may be known: one a host, and some for hosts that were replaced."""
+_GONE_S = 60.0
+"""A relay that was silent for so long makes room for another."""
+_MOST_BROKEN = 10
+_MOST_COMPLAINTS = 100
+"""Lines in the log about messages that break the protocol, and about others that are refused."""
+_MOST_EVENTS = 4096
+"""Of all lives of a job; a relay tells at most 256 of each."""
+_MOST_REJECTED = 100
+"""Relays of other runs that are remembered, so that each is logged once."""
+
+
+@dataclass(slots=True)
+class _Peer:
+    heard_at: float = field(default_factory=time.monotonic)
+    state: HostState = field(default_factory=lambda: HostState(alive=0, job=JobState.UNKNOWN))
+    stall: Stall | None = None
+    is_admitted: bool = False
+    """Its run is the one gathered here. Until the disk takes the name of that run nobody knows:
+    then a relay is heard, and nothing it brings is taken."""
+    has_left: bool = False
+    events: set[tuple[int, str]] = field(default_factory=set)
+    """What its host knows of what happened before black boxes."""
+
+
+class Intake(StreamSource):
+    """Streams that arrive over sockets."""
+
+    def __init__(
+        self, out: Path, bind: Sequence[str], *, world_size: int, keys: CurveKeys | None = None
+    ) -> None:
+        """Bind, and pick up the replicas that are there; the keys are those of TCP addresses.
+
+        Raises:
+            BindError: an address may not or cannot be bound.
+            KeysError: the keys are none.
+            FolderError: the trace folder cannot be written.
+        """
+        for address in bind:
+            check_address(address, has_keys=keys is not None)
+        self._out = out
+        self._world_size = world_size
+        self._replicas = ReplicaFiles(out)
+        self._chunks = ReceivedChunks(out)
+        self._sync: BackgroundSync[tuple[bytes, StreamId]] = BackgroundSync()
+        """For a relay, and what it calls the stream."""
+        self._ends: dict[StreamId, EndReason | None] = {}
+        for stream in replicated(out):
+            marker = read_end(replica_path(out, stream))
+            self._ends[stream] = marker.end if marker else None
+        self._peers: dict[bytes, _Peer] = {}
+        self._broken = FewLines(_MOST_BROKEN)
+        self._complaints = FewLines(_MOST_COMPLAINTS)
+        self._rejected: set[bytes] = set()
+        self._events: set[tuple[int, str]] = set()
+        """All that relays told of what happened: the life of the job, and an entry of a board."""
+        self._vanished = ""
+        """What quiet hosts are told of one that is gone."""
+        self._trouble = ""
+        self.progress_at = time.monotonic()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, LONGEST_MESSAGE)
+        self._socket.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
+        # No zmq heartbeats: libzmq aborts when one falls due on a peer that left while unread.
+        self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self._admission: Admission | None = None
+        self.addresses = [self._bind(address) for address in bind if not is_tcp(address)]
+        if keys is not None:  # for what is bound from here on
+            self._admission = Admission(self._socket, keys)
+        self.addresses += [self._bind(address) for address in bind if is_tcp(address)]
+        self._bound = MemoryBound(self.addresses, lambda: len(self._peers))
+
+    def work(self, timeout_s: float) -> None:
+        """Take in at most a batch of messages; wait for the first at most `timeout_s`."""
+        self._tell_synced()
+        if self._admission is not None:
+            self._admission.look()
+        if not self._socket.poll(int(timeout_s * 1000)):
+            return
+        for _ in range(_BATCH):
+            try:
+                identity, *parts = receive_parts(self._socket, 1 + MOST_PARTS)
+            except zmq.Again:
+                return
+            self._take(identity, parts)
+
+    def streams(self) -> dict[StreamId, EndReason | None]:
+        """Every stream a relay opened or a replica exists of, and how it ended."""
+        return self._ends
+
+    def peers(self) -> list[PeerState]:
+        """Every relay that said Hello."""
+        now = time.monotonic()
+        return [peer.state.heard(now - peer.heard_at) for peer in self._peers.values()]
+
+    def ask_for_last(self, text: str) -> None:
+        """Have quiet hosts send what their ranks held back."""
+        self._vanished = text
+
+    @property
+    def has_refused_keys(self) -> bool:
+        """True once a connection was turned away, which the log says."""
+        return self._admission is not None and self._admission.refused > 0
+
+    def excuse(self, seconds: float) -> None:
+        """Move every clock on by the time the collector was away."""
+        self.progress_at += seconds
+        for peer in self._peers.values():
+            peer.heard_at += seconds
+
+    @property
+    def trouble(self) -> str:
+        """What the disk said to the last frame, or to the last small file."""
+        return self._replicas.trouble or self._trouble
+
+    def farewell(self, *, is_quiet: bool) -> None:
+        """Say Done to every relay until all have left, for a few seconds at most.
+
+        Told so a relay removes its spools: what it sent has to outlast a loss of power by then.
+        Where the disk refuses, nothing is said.
+        """
+        self._sync.close()
+        self._tell_synced()
+        is_on_disk = self._replicas.sync_all()
+        if self._sync.has_lost or not is_on_disk:  # a disk says only once that it lost something
+            log("the hosts keep their records: here they may not outlast this process")
+            return
+        deadline = time.monotonic() + _FAREWELL_S
+        while time.monotonic() < deadline:
+            waiting = [identity for identity, peer in self._peers.items() if not peer.has_left]
+            if not waiting:
+                return
+            for identity in waiting:
+                self._send(identity, Done(is_quiet))
+            self.work(0.1)
+
+    def close(self) -> None:
+        """Close the sockets and files."""
+        self._bound.close()
+        self._sync.close()
+        self._replicas.close()
+        self._chunks.close()
+        if self._admission is not None:
+            self._admission.close()
+        self._socket.close()
+        self._context.term()
+        for address in self.addresses:
+            if address.startswith("ipc://"):
+                Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+
+    def _bind(self, address: str) -> str:
+        try:
+            if address.startswith("ipc://"):
+                Path(address.removeprefix("ipc://")).parent.mkdir(
+                    mode=0o700, parents=True, exist_ok=True
+                )
+            self._socket.setsockopt(zmq.IPV6, is_ipv6(address))
+            self._socket.bind(address)
+        except (zmq.ZMQError, OSError) as error:
+            raise BindError(f"{address}: cannot be listened on: {error}") from error
+        return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    def _take(self, identity: bytes, parts: list[bytes]) -> None:
+        """Handle one message; one that breaks the protocol is counted and changes nothing."""
+        try:
+            message = decode(parts)
+            answer = self._answer(identity, message)
+        except WireError as error:
+            self._broken.log(f"refused a message: {error}")
+            return
+        except SpoolError as error:  # the disk may come back: it asks again
+            self._note_trouble(str(error))
+            answer = None
+        if identity in self._peers:
+            self._peers[identity].heard_at = time.monotonic()
+        if answer is not None:
+            self._send(identity, answer)
+
+    def _answer(self, identity: bytes, message: Message) -> Message | None:
+        if isinstance(message, Hello):
+            return self._greet(identity, message)
+        peer = self._peers.get(identity)
+        if peer is None:
+            return None  # of another run, or this collector has just been started: it says Hello
+        if not peer.is_admitted and not isinstance(message, (HostState, Bye)):
+            return None  # it asks again
+        match message:
+            case OpenStream() | Frame() | Sync() | Ended() | ChunkEnded():
+                try:
+                    return self._answer_of_stream(identity, message)
+                except FolderError as error:
+                    self._complaints.log(str(error))
+                    chunk = 0 if isinstance(message, (Sync, Ended)) else message.chunk
+                    return Refused(message.stream, str(error), chunk)
+            case HostState():
+                if message != peer.state:
+                    peer.state, self.progress_at = message, time.monotonic()
+                for event in self._events - peer.events:
+                    self._send(identity, Happened(*event))
+                return BeatSeen(self._vanished)
+            case Happened(life, entry):
+                if len(self._events) < _MOST_EVENTS:
+                    self._events.add((life, entry))
+                peer.events |= {(life, entry)} & self._events
+                return None
+            case Stall():
+                self._note_stall(identity, message)
+                return None
+            case Bye():
+                peer.has_left = True
+                return None
+        raise WireError(f"{type(message).__name__} is nothing a relay says")
+
+    def _answer_of_stream(
+        self, identity: bytes, message: OpenStream | Frame | Sync | Ended | ChunkEnded
+    ) -> Message | None:
+        """Do what is asked of a stream or its chunks.
+
+        Raises:
+            WireError: nobody opened it, or it cannot be so.
+            FolderError: nothing of it can be taken.
+            SpoolError: nothing can be taken, now.
+        """
+        match message:
+            case Frame(chunk=0):
+                return self._append(message)
+            case OpenStream(stream, origin, chunk=0):
+                return self._open(stream, origin)
+            case Sync(stream, origin):
+                self._sync.begin(self._replicas, self._opened(stream, origin), (identity, stream))
+                return None
+            case Ended():
+                return self._end(message)
+        place = self._opened(message.stream, message.origin)
+        answer, has_grown = self._chunks.answer(message, place)
+        if has_grown:
+            self.progress_at = time.monotonic()
+        return answer
+
+    def _greet(self, identity: bytes, hello: Hello) -> Message | None:
+        """Take a relay in, unless it brings records of another run than the one gathered here.
+
+        The log here says which run that is; the answer does not. A relay that comes while the disk
+        is full is heard all the same: who else would say that its job is over?
+        """
+        peer = self._peers.get(identity)
+        if peer is not None and peer.is_admitted:
+            return None
+        name = f"relay {identity.decode(errors='replace')} on {hello.host or 'unknown host'}"
+        if peer is None and not self._has_room_for_a_peer():
+            self._complaints.log(
+                f"{name} is not heard: {len(self._peers)} relays are known already"
+            )
+            return None
+        if hello.version != PROTOCOL_VERSION:
+            reason = (
+                f"{name} speaks protocol {hello.version}, not {PROTOCOL_VERSION}: "
+                f"use one version of rankscope everywhere"
+            )
+            return self._reject(identity, name, reason, reason)
+        try:
+            self._replicas.claim(hello.run_id)
+        except FolderError as error:
+            self._peers.pop(identity, None)
+            return self._reject(identity, name, str(error), _ANOTHER_RUN)
+        except SpoolError as error:
+            self._note_trouble(str(error))
+            if peer is None:
+                self._peers[identity] = _Peer()
+            return None
+        log(f"{name} brings run {hello.run_id}")
+        self._trouble = ""
+        self.progress_at = time.monotonic()
+        self._peers[identity] = _Peer(is_admitted=True)
+        return None
+
+    def _has_room_for_a_peer(self) -> bool:
+        """True where another relay may be known; one that fell silent is forgotten for it."""
+        if len(self._peers) < max(_LEAST_PEERS, _PEERS_A_RANK * self._world_size):
+            return True
+        oldest = min(self._peers, key=lambda one: self._peers[one].heard_at)
+        if time.monotonic() - self._peers[oldest].heard_at < _GONE_S:
+            return False
+        del self._peers[oldest]
+        return True
+
+    def _reject(self, identity: bytes, name: str, noted: str, told: str) -> Rejected:
+        """Turn a relay away; each is logged once."""
+        if identity not in self._rejected and len(self._rejected) < _MOST_REJECTED:
+            self._rejected.add(identity)
+            log(f"{name} was turned away: {noted}")
+        return Rejected(told)
+
+    def _open(self, stream: StreamId, origin: int) -> Message | None:
+        if stream.rank >= self._world_size:
+            return Refused(stream, f"rank {stream.rank} in a world of {self._world_size}")
+        place = self._replicas.place(stream, origin)
+        length = self._replicas.length(place)
+        self._trouble = ""
+        if place not in self._ends:
+            self._ends[place] = None
+            self.progress_at = time.monotonic()
+        return StreamOffset(stream, length)
+
+    def _append(self, frame: Frame) -> Message:
+        stream, offset = frame.stream, frame.offset
+        place = self._opened(stream, frame.origin)
+        length = self._replicas.append(place, offset, frame.body)
+        if length == offset + len(frame.body):
+            self.progress_at = time.monotonic()
+        return StreamOffset(stream, length)
+
+    def _tell_synced(self) -> None:
+        for (identity, stream), length in self._sync.finished():
+            self._send(identity, Synced(stream, length))
+
+    def _opened(self, stream: StreamId, origin: int) -> StreamId:
+        """Return where the records of a stream go that a relay opened, here or before a restart.
+
+        Raises:
+            WireError: nobody opened it.
+            FolderError: its replica cannot be read.
+        """
+        place = self._replicas.placed(stream, origin)
+        if place not in self._ends:
+            raise WireError(f"a word about {stream.name}, which nobody opened")
+        return place
+
+    def _end(self, ended: Ended) -> Message:
+        stream, committed, reason = ended.stream, ended.committed, ended.reason
+        place = self._opened(stream, ended.origin)
+        length = self._replicas.length(place)
+        if committed < length or reason is EndReason.RUNNING:
+            raise WireError(f"{stream.name} ended {reason.value} at {committed}, {length} are here")
+        end = StreamEnd(committed=committed, end=reason)
+        if write_end(replica_path(self._out, place), end):
+            self._trouble = ""
+            self._ends[place] = reason
+            self.progress_at = time.monotonic()
+            log(f"{place.name} ended ({reason.value}), {length} of {committed} bytes")
+        return EndedSeen(stream)
+
+    def _note_stall(self, identity: bytes, message: Stall) -> None:
+        peer = self._peers[identity]
+        if message == peer.stall:
+            return
+        name = hashlib.blake2b(identity, digest_size=8).hexdigest()
+        with contextlib.suppress(SpoolError):  # a full disk: the relay tells it again
+            keep_stall(self._out, name, message)
+            peer.stall = message
+
+    def _note_trouble(self, text: str) -> None:
+        """Log it once: the relays ask again and again."""
+        if text != self._trouble:
+            log(text)
+        self._trouble = text
+
+    def _send(self, identity: bytes, message: Message) -> None:
+        """Send without waiting: what a relay misses it asks for again."""
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send_multipart([identity, *encode(message)], zmq.DONTWAIT)

@@ -1,0 +1,343 @@
+"""From the first stream to the finished tree: how a run is gathered."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from rankscope.companion.collector import Intake
+from rankscope.companion.log import log
+from rankscope.companion.readerprocess import ReaderProcess
+from rankscope.companion.sharedwatch import SharedWatch
+from rankscope.companion.waitingrule import (
+    Decision,
+    JobState,
+    StreamSource,
+    decide,
+)
+from rankscope.errors import FolderError
+from rankscope.record.graceseconds import FINISH_SECONDS
+from rankscope.record.streams import EndReason, StreamId
+from rankscope.run.companions import (
+    TREE_TROUBLE,
+    ExitOutcome,
+    companion_environment,
+    dataset_command,
+    tree_command,
+)
+from rankscope.run.filenames import (
+    COLLECTOR_LOCK_NAME,
+    COLLECTOR_LOG_NAME,
+    PARQUET_FOLDER,
+    REPLICA_FOLDER,
+    TRACE_NAME,
+)
+from rankscope.run.folders import FolderLock
+from rankscope.run.keyfile import read_keys
+from rankscope.run.outfolder import typed
+from rankscope.run.ownership import check_folder_found
+from rankscope.settings import Settings
+from rankscope.spool.replication import replicated
+
+__all__ = ["CollectorOptions", "Observer", "collect", "gathering"]
+
+Ended = TypeVar("Ended")
+Turns = Generator[None, None, Ended]
+"""Work in turns, and how it ended."""
+
+_LOOK_S = 0.05
+_AWAY_S = 1.0
+_ORPHANS_S = 2.0
+_FIRST_RELAY_S = 3600.0
+_VANISHED = "a host is gone without a word: its ranks never said how they ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectorOptions:
+    """Which run a collector gathers, and how."""
+
+    out: Path
+    bind: Sequence[str]
+    """No address: the trace folder is shared."""
+    world_size: int
+    traced_ranks: int
+    settings: Settings
+    """As the ranks have them; `keys` names the collector's own file."""
+    first_relay_s: float = _FIRST_RELAY_S
+    """How long to wait for the first relay: importing torch on a large cluster takes its time."""
+
+
+class Observer:
+    """Is told how far a collector has come; this one, the daemons', has nobody to pass it on to."""
+
+    def listening(self, addresses: Sequence[str]) -> None:
+        """The collector is ready; no address: it watches a shared folder."""
+
+    def gathering(self, streams: Mapping[StreamId, EndReason | None]) -> None:
+        """These streams are known by now, and how those ended that have."""
+
+    def quiet(self) -> None:
+        """Every rank held its steps back, and nothing ever happened: there is no tree."""
+
+    def building(self, what: str, part: float) -> None:
+        """The tree is being built."""
+
+
+def collect(
+    options: CollectorOptions, is_stopped: Callable[[], bool], observer: Observer | None = None
+) -> ExitOutcome:
+    """Gather a run as `gathering` does, to its end; return how it ended."""
+    turns = gathering(options, is_stopped, observer)
+    while True:
+        try:
+            next(turns)
+        except StopIteration as end:
+            outcome: ExitOutcome = end.value
+            return outcome
+
+
+def gathering(
+    options: CollectorOptions,
+    is_stopped: Callable[[], bool],
+    observer: Observer | None = None,
+    *,
+    wait_s: float = _LOOK_S,
+) -> Turns[ExitOutcome]:
+    """Gather a run, build its tree, tell the relays; return how it ended. What works in this
+    process besides has its turn whenever this yields.
+
+    When all went well the folder's `collector.log` is removed: there is nothing in it to learn.
+
+    Args:
+        options: where, from whom, how long.
+        is_stopped: true once somebody asked for an end (SIGTERM): finish with what is there.
+        observer: who wants to know how far it is.
+        wait_s: how long a turn may wait for something to come.
+
+    Raises:
+        FolderError: the trace folder cannot be used, or another collector is at work there.
+        BindError: an address may not or cannot be listened on.
+    """
+    try:
+        options.out.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_folder_found(options.out, "--out")
+    except OSError as error:
+        raise FolderError(f"{options.out}: cannot be made: {error.strerror}") from error
+    settings = options.settings
+    lock = FolderLock(options.out / COLLECTOR_LOCK_NAME, "collector")
+    is_late = (options.out / TRACE_NAME).exists()
+    source: StreamSource | None = None
+    intake: Intake | None = None
+    try:
+        watching = observer or Observer()
+        if options.bind:
+            keys = None if settings.keys is None else read_keys(settings.keys, is_collector=True)
+            source = intake = Intake(
+                options.out, options.bind, world_size=options.world_size, keys=keys
+            )
+            watching.listening(intake.addresses)
+        else:
+            source = SharedWatch(options.out)
+            watching.listening(())
+        outcome, is_quiet = ExitOutcome.DONE, False
+        if is_late:
+            if intake is not None:
+                yield from _listen(intake, wait_s)
+        else:
+            with (
+                _metrics(options),
+                contextlib.closing(
+                    ReaderProcess(options.out, options.traced_ranks, options.settings)
+                ) as reader,
+            ):
+                decision = yield from _gather(options, source, is_stopped, watching, reader, wait_s)
+                reader.close()
+                outcome = yield from _finish(options, source, decision, watching, wait_s)
+                is_quiet = decision is Decision.QUIET
+        source.farewell(is_quiet=is_quiet)
+        source.close()  # nobody waits for a dataset but who asked for it
+        source = None
+        has_news = intake is not None and intake.has_refused_keys
+        has_dataset = yield from _finish_dataset(options)
+        if has_dataset and outcome is ExitOutcome.DONE and not has_news:
+            (options.out / COLLECTOR_LOG_NAME).unlink(missing_ok=True)
+        return outcome
+    finally:
+        if source is not None:
+            source.close()
+        if is_late and not replicated(options.out):  # what it made to listen
+            shutil.rmtree(options.out / REPLICA_FOLDER, ignore_errors=True)
+        lock.remove()
+
+
+def _metrics(options: CollectorOptions) -> contextlib.AbstractContextManager[None]:
+    port = options.settings.metrics
+    if port is None:
+        return contextlib.nullcontext()
+    from rankscope.companion.metrics import served_metrics  # an extra: its package may be missing
+
+    return served_metrics(options.out, port, world_size=options.world_size)
+
+
+def _finish(
+    options: CollectorOptions,
+    source: StreamSource,
+    decision: Decision,
+    observer: Observer,
+    wait_s: float,
+) -> Turns[ExitOutcome]:
+    """Make of what was gathered what the decision says."""
+    log(f"{len(source.streams())} streams, {decision.value}")
+    if decision is Decision.INCOMPLETE and not any(replicated(options.out).values()):
+        log("no rank sent a record: there is nothing to build a tree from")
+        decision = Decision.NOTHING
+    has_lost = any(
+        (peer.held and not peer.quiet) or (peer.alive and peer.job is not JobState.OVER)
+        for peer in source.peers()
+    )
+    if decision is Decision.NOTHING and has_lost:
+        log("a host with ranks is gone, or could not send what they recorded: no record came")
+        return ExitOutcome.NO_ROOM if source.trouble else ExitOutcome.UNFINISHED
+    if decision is Decision.NOTHING:  # or nothing could be taken
+        return ExitOutcome.NO_ROOM if source.trouble else ExitOutcome.DONE
+    if decision is Decision.QUIET:
+        shutil.rmtree(options.out / REPLICA_FOLDER, ignore_errors=True)  # holds no record
+        observer.quiet()
+        log("nothing happened before which the ranks would have held steps: there is no trace")
+        return ExitOutcome.DONE
+    outcome = yield from _build(options, source, observer, wait_s)
+    return ExitOutcome.NO_ROOM if outcome is ExitOutcome.UNFINISHED and source.trouble else outcome
+
+
+def _gather(
+    options: CollectorOptions,
+    source: StreamSource,
+    is_stopped: Callable[[], bool],
+    observer: Observer,
+    reader: ReaderProcess,
+    wait_s: float,
+) -> Turns[Decision]:
+    settings = options.settings
+    started = looked = time.monotonic()
+    while True:
+        yield
+        source.work(wait_s)
+        now = time.monotonic()
+        if now - looked < _LOOK_S:
+            continue
+        if now - looked > _AWAY_S:
+            source.excuse(now - looked)
+        looked = now
+        streams, peers = source.streams(), source.peers()
+        observer.gathering(streams)
+        if streams:
+            reader.tend()
+        if is_stopped():
+            return Decision.INCOMPLETE if streams else Decision.NOTHING
+        decision = decide(
+            streams,
+            peers,
+            expected_ranks=options.traced_ranks,
+            idle_s=now - source.progress_at,
+            drain_s=settings.drain_seconds,
+            finish_s=0.0 if source.trouble else settings.finish_seconds,  # nothing more is taken
+        )
+        if decision is Decision.VANISHED:
+            source.ask_for_last(_VANISHED)
+        elif decision is not Decision.WAIT:
+            return decision
+        if not peers and not streams and now - started > options.first_relay_s:
+            log("no relay ever came")
+            return Decision.NOTHING
+
+
+def _listen(source: StreamSource, wait_s: float) -> Turns[None]:
+    """Relays of a collector that was killed after building still wait for its Done."""
+    deadline = time.monotonic() + _ORPHANS_S
+    while time.monotonic() < deadline:
+        yield
+        source.work(wait_s)
+
+
+def _build(
+    options: CollectorOptions, source: StreamSource, observer: Observer, wait_s: float
+) -> Turns[ExitOutcome]:
+    """Have the tree built by a process of its own, which may take what memory and time it needs;
+    whatever goes wrong with it leaves the replicas for `rankscope recover`."""
+    out, started = options.out, time.monotonic()
+    try:
+        process = subprocess.Popen(
+            tree_command(out, keep_spool=options.settings.keep_spool),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            env=companion_environment(),
+            cwd=out,
+            start_new_session=True,
+        )
+    except OSError as error:
+        log(f"the process that builds the tree cannot be started: {error.strerror}")
+        return ExitOutcome.UNFINISHED
+    with process:
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        said, code = b"", None
+        while code is None:
+            yield
+            source.work(wait_s)
+            code = process.poll()  # first, so that the last words are read
+            said += process.stdout.read() or b""
+            *lines, said = said.split(b"\n")
+            for line in lines:
+                part, _, what = line.decode(errors="replace").partition(" ")
+                if part == TREE_TROUBLE:
+                    log(what)
+                else:
+                    observer.building(what, float(part))
+    if code == 0:
+        log(f"built {out / TRACE_NAME} in {time.monotonic() - started:.1f} s")
+        return ExitOutcome.DONE
+    if code in (ExitOutcome.NO_ROOM, ExitOutcome.UNFINISHED):  # and said why
+        return ExitOutcome(code)
+    log(f"the process that builds the tree ended with {code}; the records are kept in {out}")
+    return ExitOutcome.UNFINISHED
+
+
+def _finish_dataset(options: CollectorOptions) -> Turns[bool]:
+    """Have what the dataset lacks written; True where it is whole, or none was asked for, or there
+    is no tree to write it from."""
+    if not options.settings.parquet or not os.path.exists(options.out / TRACE_NAME):
+        return True
+    most_s = max(options.settings.finish_seconds, FINISH_SECONDS)
+    deadline = time.monotonic() + most_s
+    try:
+        process = subprocess.Popen(
+            dataset_command(options.out),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # its errors go into the collector's log
+            env=companion_environment(),
+            cwd=options.out,
+            start_new_session=True,
+        )
+    except OSError as error:
+        trouble = f"its process cannot be started: {error.strerror}"
+    else:
+        while (code := process.poll()) is None and time.monotonic() < deadline:
+            yield
+            time.sleep(_LOOK_S)
+        if code is None:
+            process.kill()
+            process.wait()
+        trouble = f"it took longer than {most_s:g} s" if code is None else ""
+        if code:
+            trouble = f"its process ended with {code}"
+    if trouble:
+        whole = f"{typed('export', options.out, out='NEW')} --format parquet"
+        log(f"{options.out / PARQUET_FOLDER} is not whole: {trouble}; a whole one: {whole}")
+    return not trouble

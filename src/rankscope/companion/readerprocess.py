@@ -1,0 +1,87 @@
+"""The process that goes with a running job step by step: started, started again, ended by the
+collector.
+
+It comes once records have been there for some seconds, so that a job that is over quickly has none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import time
+from pathlib import Path
+from typing import Final
+
+from rankscope.companion.log import log
+from rankscope.run.companions import companion_environment, reader_command
+from rankscope.settings import SETTINGS, Settings
+
+__all__ = ["ReaderProcess"]
+
+_TOLD: Final = ("keep_spool", "live_check", "on_finding", "parquet")
+_AFTER_S: Final = 3.0
+_STARTS: Final = 3
+_LONG_S: Final = 600.0
+"""One that lived so long may be started as often again."""
+_END_S: Final = 0.5
+"""Whatever a kill leaves unwritten is made from the records when the tree is built."""
+
+
+class ReaderProcess:
+    """The process of one collector; nothing of a run depends on it."""
+
+    def __init__(self, out: Path, traced_ranks: int, settings: Settings) -> None:
+        """Start nothing yet. Settings are handed over as variables: these are for this user's eyes,
+        command lines for everybody's."""
+        texts = settings.as_text()
+        told = {s.variable: texts[s.name] for s in SETTINGS if s.field in _TOLD}
+        self._environment = {**companion_environment(), **told}
+        self._command, self._out = reader_command(out, traced_ranks), out
+        self._starts_left = _STARTS
+        self._process: subprocess.Popen[bytes] | None = None
+        self._first_at: float | None = None
+        self._started_at = 0.0
+
+    def tend(self) -> None:
+        """Start it, or start it again where it was killed; called while records come."""
+        now = time.monotonic()
+        if self._first_at is None:
+            self._first_at = now
+        if now - self._first_at < _AFTER_S:
+            return
+        if self._process is not None:
+            code = self._process.poll()
+            if code is None:
+                return
+            log(f"the process beside the job's steps ended with {code}")
+            self._process = None
+            if now - self._started_at > _LONG_S:
+                self._starts_left = _STARTS
+        if not self._starts_left:
+            return
+        self._starts_left -= 1
+        self._started_at = now
+        try:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # its errors go into the collector's log
+                env=self._environment,
+                cwd=self._out,
+                start_new_session=True,
+            )
+        except OSError as error:
+            log(f"the process beside the job's steps cannot be started: {error.strerror}")
+
+    def close(self) -> None:
+        """End it: the job is over, and the tree is about to be built."""
+        self._starts_left = 0
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
+            return
+        process.kill()
+        process.wait()

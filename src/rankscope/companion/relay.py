@@ -1,0 +1,254 @@
+"""What a companion does for the ranks of its host: it finds their streams in the run folder, sends
+them on, and frees what arrived.
+
+It keeps no state of its own. Over a socket it is one side of the protocol; in a trace folder that
+this host sees it writes replicas and end markers itself, with the collector's own code (`links`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rankscope.companion.blackbox import black_box_of
+from rankscope.companion.cleanup import is_in_tree, remove_run
+from rankscope.companion.links import FolderLink, SocketLink
+from rankscope.companion.log import log
+from rankscope.companion.orderwatch import OrderWatch
+from rankscope.companion.shipping import Shipment
+from rankscope.companion.stallmonitor import StallMonitor
+from rankscope.companion.waitingrule import JobState
+from rankscope.record.streams import StreamId
+from rankscope.run.companions import ExitOutcome
+from rankscope.run.filenames import JOB_OVER_NAME, LAUNCHER_LOCK_NAME, TRACE_NAME
+from rankscope.run.folders import RunHeader, is_held, relay_name, streams
+from rankscope.run.locks import is_alive
+from rankscope.run.prepare import Collection
+from rankscope.run.processes import is_process_alive
+from rankscope.settings import settings_of_run
+
+__all__ = ["Relay"]
+
+_DISCOVER_S = 0.1
+_PATIENCE_S = 300.0
+"""How long a relay whose ranks have all ended waits for a collector it does not hear."""
+_ABANDONED_S = 10.0
+"""The same where nobody is left who would start that collector again."""
+_SILENT_S = 2.0
+_FIRST_STREAM_S = 3600.0
+
+
+class Relay:
+    """The streams of one host on their way, a turn at a time."""
+
+    def __init__(
+        self,
+        run_folder: Path,
+        header: RunHeader,
+        is_stopped: Callable[[], bool],
+        *,
+        is_alone: bool,
+    ) -> None:
+        """Send nothing yet.
+
+        Args:
+            run_folder: the host's spool folder of one run.
+            header: its `run.json`.
+            is_stopped: true once somebody asked for an end (SIGTERM): as if the job were over.
+            is_alone: the run is gathered by another process, which may never come.
+
+        Raises:
+            RankscopeError: the other side may not or cannot be reached.
+        """
+        self._run_folder = run_folder
+        self._header = header
+        self._settings = settings_of_run(header.settings)
+        self._is_stopped = is_stopped
+        self._is_alone = is_alone
+        self._shipments: dict[StreamId, Shipment] = {}
+        self._discovered_at = float("-inf")
+        self._alive_at = time.monotonic()
+        self._job = JobState.UNKNOWN
+        self._is_over = False
+        """What others were told last of a job that holds steps back."""
+        self._tree = header.out / TRACE_NAME
+        self._collection = Collection.of_run(header)
+        self._name = relay_name(run_folder)
+        self._stalls = StallMonitor(run_folder, header, self._name)
+        self._box = black_box_of(run_folder, header)
+        """Where the ranks hold their last steps back."""
+        self._orders = OrderWatch(run_folder, header, self._name)
+        kind = SocketLink if self._collection.is_elsewhere else FolderLink
+        self._link = kind(header, self._name, self._box)
+        self.outcome: ExitOutcome | None = None
+        """How it ended; None while there is more to do."""
+
+    def turn(self) -> bool:
+        """Do what can be done at once; True where that was anything."""
+        now = time.monotonic()
+        was_busy = self._exchange(now)
+        if not was_busy:
+            self.outcome = self._outcome(now)
+        return was_busy
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for an answer, or for time to pass."""
+        self._link.wait(timeout_s)
+
+    def close(self, outcome: ExitOutcome) -> None:
+        """Leave; of a run that is finished remove what this host had of it, once what it sent
+        outlasts a loss of power."""
+        is_durable = outcome is ExitOutcome.DONE and self._link.is_on_disk()
+        is_quiet = self._link.is_done and self._link.is_quiet
+        self._link.close()
+        if self._box is not None:
+            self._box.close()
+        for shipment in self._shipments.values():
+            shipment.reader.close()
+            if shipment.chunks is not None:
+                shipment.chunks.close()
+        if is_durable:
+            self._clean(is_quiet=is_quiet)
+        else:
+            log(f"the records of this host stay in {self._run_folder}")
+
+    def _exchange(self, now: float) -> bool:
+        self._discover(now)
+        box, link = self._box, self._link
+        self._stalls.look(self._shipments if box is None else box.streams, now)
+        link.stall = self._stalls.latest
+        self._look_for_orders(now)
+        was_busy = box is not None and box.look(now, self._job, link.stall)
+        return link.exchange(self._shipments, now, self._told_job()) or was_busy
+
+    def _outcome(self, now: float) -> ExitOutcome | None:
+        """Return how it ends: it was told that the run is finished, or nobody is there to tell."""
+        link = self._link
+        if link.is_done:
+            return ExitOutcome.DONE
+        if link.rejection:
+            log(link.rejection)
+            return ExitOutcome.REJECTED
+        if self._has_no_room(now):
+            log(f"the job is over, and {self._tree.parent} cannot be written")
+            return ExitOutcome.NO_ROOM
+        if not self._is_alone:
+            return None
+        if self._sees_tree(now - link.heard_at):
+            return ExitOutcome.DONE
+        silent_s = now - max(link.heard_at, self._alive_at)
+        if silent_s > _SILENT_S and self._has_alive():
+            self._alive_at = now  # as long as a rank lives nobody is waited for in vain
+            return None
+        if link.strangeness and silent_s > _ABANDONED_S and not self._has_work_left():
+            log(f"nothing was sent: {link.strangeness}")
+            return ExitOutcome.STRANGE
+        if self._is_abandoned(silent_s):
+            log(f"no collector for {silent_s:.0f} s")
+            return ExitOutcome.UNFINISHED if self._shipments else ExitOutcome.DONE
+        has_any = self._shipments or (self._box is not None and self._box.streams)
+        if not has_any and now - self._alive_at > _FIRST_STREAM_S:
+            log("no rank ever traced")
+            return ExitOutcome.UNFINISHED
+        return None
+
+    def _look_for_orders(self, now: float) -> None:
+        box = self._box
+        if box is None:
+            self._orders.look(now, self._shipments)
+        else:
+            self._orders.look(now, box.streams, box.answer)
+            box.order = self._orders.order
+
+    def _has_no_room(self, now: float) -> bool:
+        """True where a trace folder that this host writes takes nothing of a job that is over."""
+        link = self._link
+        if link.trouble_at is None or self._job is not JobState.OVER or link.is_done:
+            return False
+        return now - link.trouble_at >= self._settings.drain_seconds and not self._has_alive()
+
+    def _sees_tree(self, silent_s: float) -> bool:
+        """The collector may have gone before its Done arrived: on its own host the tree tells."""
+        return silent_s > _SILENT_S and os.path.exists(self._tree) and not self._has_alive()
+
+    def _is_abandoned(self, silent_s: float) -> bool:
+        """True where this silence since the last rank means that no collector will come."""
+        is_over = self._job is JobState.OVER
+        if is_over and not self._link.is_reached:  # who listens may be building the tree
+            return silent_s > min(max(self._settings.finish_seconds, _SILENT_S), _PATIENCE_S)
+        return silent_s > _PATIENCE_S
+
+    def _has_work_left(self) -> bool:
+        """True while ranks run, or may come."""
+        return self._has_alive() or self._job is JobState.LAUNCHED
+
+    def _told_job(self) -> JobState:
+        """What others are told of the job: it is not over while a black box has more to say."""
+        if self._box is None or self._job is not JobState.OVER:
+            return self._job
+        since = self._box.trouble_at
+        if since is not None and time.monotonic() - since > self._settings.finish_seconds:
+            return JobState.OVER  # the trace is built without, and the run folder stays
+        if self._box.quiet_ranks:
+            return JobState.OVER
+        shipments = [self._shipments.get(stream) for stream in self._box.streams]
+        is_told = all(one is not None and (one.is_open or one.is_done) for one in shipments)
+        # a stream that a full disk refuses is opened again and again: said once, it stays said
+        self._is_over = self._box.is_settled and (self._is_over or is_told)
+        return JobState.OVER if self._is_over else JobState.LAUNCHED
+
+    def _has_alive(self) -> bool:
+        if self._box is not None and self._box.has_alive:
+            return True
+        return any(is_alive(shipment.folder) for shipment in self._shipments.values())
+
+    def _discover(self, now: float) -> None:
+        if now - self._discovered_at < _DISCOVER_S:
+            return
+        self._discovered_at = now
+        self._job = self._job_state()
+        for stream in streams(self._run_folder):
+            if stream not in self._shipments:
+                self._shipments[stream] = Shipment(
+                    self._run_folder, stream, has_own_chunks=self._collection.is_elsewhere
+                )
+
+    def _job_state(self) -> JobState:
+        """A launcher of ours holds a lock while it lives, any other is a process that lives; ranks
+        that outlive a killed one say the rest."""
+        if self._is_stopped() or (self._run_folder / JOB_OVER_NAME).exists():
+            return JobState.OVER
+        lock = self._run_folder / LAUNCHER_LOCK_NAME
+        if not lock.exists():
+            if self._may_restart():
+                return JobState.LAUNCHED
+            agent = self._header.agent
+            has_agent = not agent or is_process_alive(agent)
+            return JobState.UNKNOWN if has_agent or self._has_alive() else JobState.OVER
+        if is_held(lock):
+            return JobState.LAUNCHED
+        return JobState.UNKNOWN if self._has_alive() else JobState.OVER
+
+    def _may_restart(self) -> bool:
+        """True while an agent of somebody else's lives that has restarts left for these ranks."""
+        agent = self._header.agent
+        if not agent or not is_process_alive(agent):
+            return False
+        known = [*self._shipments, *(() if self._box is None else self._box.streams)]
+        return max((stream.incarnation for stream in known), default=0) < self._header.max_restarts
+
+    def _clean(self, *, is_quiet: bool) -> None:
+        """Remove what was shipped; a stream that is not all over there stays for `recover`."""
+
+        def is_delivered(stream: StreamId) -> bool:
+            shipment = self._shipments.get(stream)
+            return (shipment is not None and shipment.is_delivered()) or is_in_tree(
+                self._run_folder, stream, self._tree
+            )
+
+        is_quiet = is_quiet and self._box is not None and self._box.quiet_ranks > 0
+        kept = remove_run(self._run_folder, is_delivered, is_quiet=is_quiet)
+        if kept is not None:
+            log(f"{kept.name} was not finished: kept in {self._run_folder}")

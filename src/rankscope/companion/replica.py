@@ -1,0 +1,390 @@
+"""The replicas of a trace folder (`spool.replication`), open for appending.
+
+The length of a replica is the collector's whole state: it is opened by cutting it to its valid
+prefix (a kill may have torn the last write; what is settled of it counts as valid, `settledprefix`)
+and grows only at exactly its own end. Paths are built
+from integers only and never followed through links. One folder holds replicas of one run only, and
+a replica records of one process only: another one of the same rank and life has the next life.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import socket
+import stat
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rankscope.chunks.safetensors import write_all
+from rankscope.companion.log import log
+from rankscope.companion.replicasync import Unsynced
+from rankscope.errors import FolderError, SpoolError
+from rankscope.record.streams import MAX_INCARNATIONS, StreamId
+from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER, RUN_ID_NAME
+from rankscope.run.filepieces import bytes_on_disk
+from rankscope.run.ownership import own_subfolder
+from rankscope.run.replacing import sync_by_name
+from rankscope.spool.origin import UNKNOWN, origin_of, origin_text
+from rankscope.spool.recordformat import CELL_BYTES
+from rankscope.spool.replication import replica_path, replicated
+from rankscope.spool.validprefix import valid_prefix
+
+__all__ = ["ReplicaFiles"]
+
+DEFAULT_QUOTA_BYTES = 64 << 30
+"""Of the disk, for all lives of a rank together."""
+MOST_LIVES = 256
+"""Streams of one rank, whatever their numbers: more restarts are a fault, or somebody's attack."""
+_OPEN_FILES = 256
+_SHARE_OF_LIMIT = 4
+"""Replicas may use this part (1/4) of the process's file descriptors."""
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_PASSING = (errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOSPC, errno.EDQUOT)
+"""What a disk says that is full, failed, went read-only or was remounted: it may come back."""
+
+
+def _origin_path(out: Path, stream: StreamId) -> Path:
+    return out / REPLICA_FOLDER / f"{stream.name}.origin"
+
+
+class ReplicaFiles:
+    """The replicas of one trace folder, with a bounded number of files open at a time."""
+
+    def __init__(self, out: Path, *, quota_bytes: int = DEFAULT_QUOTA_BYTES) -> None:
+        """Make `<out>/spool` (0700).
+
+        Raises:
+            FolderError: it cannot be made.
+        """
+        self._out = out
+        self._quota_bytes = quota_bytes
+        self._lengths: dict[StreamId, int] = {}
+        self._open: OrderedDict[StreamId, int] = OrderedDict()
+        self._places: dict[tuple[StreamId, int], StreamId] = {}
+        self._named: set[StreamId] = set()
+        """Whose files have their names on disk."""
+        self._counts: dict[int, int] = {}
+        """Lives of a rank that are here."""
+        self._held: dict[int, int] = {}
+        """Bytes of a rank on disk, or more where some were freed since they were counted."""
+        self._run_id = ""
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if limit == resource.RLIM_INFINITY:
+            limit = _OPEN_FILES * _SHARE_OF_LIMIT
+        self._most_open = max(1, min(_OPEN_FILES, limit // _SHARE_OF_LIMIT))
+        self.trouble = ""
+        """Why the last write failed (a full disk, mostly); empty once one succeeds again."""
+        try:
+            out.mkdir(mode=0o700, parents=True, exist_ok=True)
+            own_subfolder(out / REPLICA_FOLDER)
+        except OSError as error:
+            raise FolderError(f"{out}: cannot be made: {error.strerror}; see --rs-out") from error
+
+    def claim(self, run_id: str) -> None:
+        """Say whose records these are; the first to say so decides, also after a restart.
+
+        Raises:
+            FolderError: they are another run's.
+            SpoolError: it cannot be written, now.
+        """
+        if run_id == self._run_id:
+            return
+        held = _first_word(self._out / REPLICA_FOLDER / RUN_ID_NAME, run_id)
+        if held != run_id:
+            raise FolderError(
+                f"{self._out} gathers run {held}, and takes nothing of run {run_id}: "
+                f"give each run a trace folder and a collector of its own"
+            )
+        self._run_id = run_id
+
+    def place(self, stream: StreamId, origin: int) -> StreamId:
+        """Return the life whose replica takes these records: their own, or the next free one.
+
+        Args:
+            stream: as the host that has them calls it.
+            origin: which process wrote them (`spool.origin`).
+
+        Raises:
+            FolderError: every life is taken, or a replica cannot be read.
+            SpoolError: one cannot be read, or the place not be noted, now.
+        """
+        place = self.placed(stream, origin)
+        while place is None:
+            free = next(one for one in self._lives(stream) if self._holder(one) is None)
+            if self._count(stream.rank) >= MOST_LIVES:
+                raise FolderError(
+                    f"{stream.name}: {MOST_LIVES} lives of this rank are here, no more are taken"
+                )
+            _first_word(_origin_path(self._out, free), origin_text(origin))
+            self._counts[stream.rank] += 1
+            place = self.placed(stream, origin)  # another host may have been quicker
+            if place not in (None, stream):
+                log(
+                    f"another process wrote {stream.name} before: the records of this one are "
+                    f"kept as {place.name}"
+                )
+        return place
+
+    def placed(self, stream: StreamId, origin: int) -> StreamId | None:
+        """Return where these records were placed, now or before a restart; None where nowhere.
+
+        Raises:
+            FolderError: every life is taken, or a replica cannot be read.
+            SpoolError: it cannot be read, now.
+        """
+        place = self._places.get((stream, origin))
+        if place is not None:
+            return place
+        for life in self._lives(stream):
+            holder = self._holder(life)
+            if holder is None:
+                return None
+            if holder == origin_text(origin):
+                self._places[stream, origin] = life
+                return life
+        return None
+
+    def _lives(self, stream: StreamId) -> Iterator[StreamId]:
+        """Yield a stream and its later lives.
+
+        Raises:
+            FolderError: when there are no more.
+        """
+        for life in range(stream.incarnation, MAX_INCARNATIONS):
+            yield StreamId(rank=stream.rank, incarnation=life)
+        raise FolderError(f"{stream.name}: every life of this rank is taken")
+
+    def _holder(self, stream: StreamId) -> str | None:
+        """Return whose records the replica of a stream takes, None where it takes anybody's."""
+        with contextlib.suppress(OSError):
+            return _origin_path(self._out, stream).read_text(errors="replace")
+        origin = _origin_in(replica_path(self._out, stream))
+        return origin_text(origin) if origin else None
+
+    def length(self, stream: StreamId) -> int:
+        """Bytes held of a stream; opens its replica the first time.
+
+        Raises:
+            FolderError: the replica cannot be opened.
+            SpoolError: the same, now.
+        """
+        if stream not in self._lengths:
+            self._descriptor(stream)
+        return self._lengths[stream]
+
+    def append(self, stream: StreamId, offset: int, body: bytes) -> int:
+        """Write `body` if `offset` is the replica's end; return the length afterwards either way.
+
+        Raises:
+            FolderError: the quota is used up; a disk that refuses is logged and tried again.
+            SpoolError: the replica cannot be opened, now.
+        """
+        length = self.length(stream)
+        if offset != length:
+            return length
+        descriptor = self._descriptor(stream)
+        if not self._has_room(stream.rank, len(body)):
+            raise FolderError(
+                f"{stream.name}: would exceed {self._quota_bytes} bytes, the quota of one rank"
+            )
+        try:
+            write_all(descriptor, body, length)
+        except OSError as error:
+            self._take_back(stream, descriptor, length)
+            if not self.trouble:
+                path = replica_path(self._out, stream)
+                self.trouble = f"{path}: cannot be written: {error.strerror}"
+                log(f"{self.trouble}; tried again until it can")
+            return length
+        if self.trouble:
+            log("the disk takes records again")
+            self.trouble = ""
+        self._held[stream.rank] += len(body)
+        self._lengths[stream] = length + len(body)
+        return self._lengths[stream]
+
+    def to_sync(self, stream: StreamId) -> Unsynced:
+        """Return what is to be put on disk for what is held of a stream to outlast a crash.
+
+        Raises:
+            FolderError: its replica cannot be opened.
+        """
+        descriptor = os.dup(self._descriptor(stream))
+        path = replica_path(self._out, stream)
+        is_new = stream not in self._named
+        self._named.add(stream)
+        return Unsynced(stream, self._lengths[stream], descriptor, path if is_new else None)
+
+    def sync_all(self) -> bool:
+        """Wait until every replica that is left is on disk, and the name of the tree; False where
+        one is not, which is logged."""
+        is_on_disk = True
+        folder = self._out / REPLICA_FOLDER
+        try:
+            replicas = [replica_path(self._out, stream) for stream in replicated(self._out)]
+        except OSError as error:
+            log(f"{folder}: cannot be listed: {error.strerror}")
+            return False
+        for path in (*replicas, folder, self._out):
+            try:
+                sync_by_name(path)
+            except FileNotFoundError:
+                pass  # the tree holds what it held
+            except OSError as error:
+                log(f"{path}: cannot be put on disk: {error.strerror}")
+                is_on_disk = False
+        return is_on_disk
+
+    def _take_back(self, stream: StreamId, descriptor: int, length: int) -> None:
+        """Undo half a write; where even that fails, the file is opened anew for the next one.
+
+        A file system that failed, or went read-only, is of no use to whoever has files of it open;
+        what it holds once it is back may be less.
+        """
+        try:
+            os.ftruncate(descriptor, length)
+        except OSError:
+            os.close(self._open.pop(stream))
+            del self._lengths[stream]
+
+    def close(self) -> None:
+        """Close every file."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def _count(self, rank: int) -> int:
+        """How many lives of a rank are here."""
+        if rank not in self._counts:
+            names = _files_of(self._out, rank)
+            self._counts[rank] = len({name.rpartition(".")[0] for name in names})
+        return self._counts[rank]
+
+    def _has_room(self, rank: int, more_bytes: int) -> bool:
+        """True where the replicas of a rank may occupy more of the disk. Their settled begin may
+        have been freed since they were counted, so that is done again before anything is refused.
+        """
+        if rank not in self._held or self._held[rank] + more_bytes > self._quota_bytes:
+            folder, held = self._out / REPLICA_FOLDER, 0
+            for name in _files_of(self._out, rank):
+                if not name.endswith(CELLS_SUFFIX):
+                    continue
+                with contextlib.suppress(OSError):
+                    held += bytes_on_disk((folder / name).lstat())
+            self._held[rank] = held
+        return self._held[rank] + more_bytes <= self._quota_bytes
+
+    def _descriptor(self, stream: StreamId) -> int:
+        descriptor = self._open.get(stream)
+        if descriptor is not None:
+            self._open.move_to_end(stream)
+            return descriptor
+        path = replica_path(self._out, stream)
+        try:
+            descriptor = self._with_room(lambda: os.open(path, _FLAGS, 0o600))
+        except OSError as error:
+            raise _trouble(f"{path}: cannot be opened: {error.strerror}", error) from error
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(descriptor)
+            raise FolderError(f"{path}: is no ordinary file; remove it")
+        if stream not in self._lengths:
+            try:
+                whole = self._with_room(lambda: valid_prefix(path))
+            except SpoolError as error:
+                os.close(descriptor)
+                raise _trouble(str(error), error.__cause__) from error
+            if whole != status.st_size:
+                try:
+                    os.ftruncate(descriptor, whole)
+                except OSError as error:
+                    os.close(descriptor)
+                    raise _trouble(f"{path}: cannot be cut: {error.strerror}", error) from error
+                log(
+                    f"{path}: cut from {status.st_size} to {whole} valid bytes"
+                    if whole < status.st_size
+                    else f"{path}: {status.st_size} bytes survived a crash of the host; it goes on "
+                    f"behind the {whole} that were settled"
+                )
+            self._lengths[stream] = whole
+        self._open[stream] = descriptor
+        while len(self._open) > self._most_open:
+            os.close(self._open.popitem(last=False)[1])
+        return descriptor
+
+    def _with_room(self, ask: Callable[[], int]) -> int:
+        """Return what needs one more descriptor; where they are short, files are closed for it."""
+        while True:
+            try:
+                return ask()
+            except (OSError, SpoolError) as error:
+                cause = error if isinstance(error, OSError) else error.__cause__
+                is_short = isinstance(cause, OSError) and cause.errno in _NO_DESCRIPTORS
+                if not is_short or not self._open:
+                    raise
+                os.close(self._open.popitem(last=False)[1])
+
+
+def _files_of(out: Path, rank: int) -> list[str]:
+    """Names of the files that belong to replicas of a rank."""
+    stem = StreamId(rank=rank, incarnation=0).name.rpartition(".")[0]
+    try:
+        names = os.listdir(out / REPLICA_FOLDER)
+    except OSError:
+        return []
+    return [name for name in names if name.startswith(f"{stem}.")]
+
+
+def _first_word(path: Path, word: str) -> str:
+    """Write a small file unless there is one; return what stands in it: the first word decides.
+
+    Raises:
+        SpoolError: it cannot be written, now.
+    """
+    draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.new")
+    try:
+        with draft.open("w") as file:
+            file.write(word)
+            file.flush()
+            os.fsync(file.fileno())  # else a crash of the host may leave its name alone
+        try:
+            os.link(draft, path)  # one of several hosts wins, and its file is whole
+        except FileExistsError:
+            if not path.stat().st_size:  # as of a host that crashed
+                os.replace(draft, path)
+        except OSError:  # a disk without hard links
+            if not path.exists():
+                os.replace(draft, path)
+        return path.read_text(errors="replace")
+    except OSError as error:
+        raise SpoolError(f"{path}: cannot be written: {error.strerror}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
+def _origin_in(replica: Path) -> int:
+    """Return whose records a replica begins with; UNKNOWN where there are none.
+
+    Raises:
+        FolderError: it cannot be read.
+        SpoolError: the same, now.
+    """
+    try:
+        with replica.open("rb") as file:
+            begin = file.read(CELL_BYTES)
+            return origin_of(begin + file.read(int.from_bytes(begin[6:8], "little") * CELL_BYTES))
+    except FileNotFoundError:
+        return UNKNOWN
+    except OSError as error:
+        raise _trouble(f"{replica}: cannot be read: {error.strerror}", error) from error
+
+
+def _trouble(text: str, cause: BaseException | None) -> FolderError | SpoolError:
+    """Return the error to raise: one that passes where the disk may come back."""
+    is_passing = isinstance(cause, OSError) and cause.errno in _PASSING
+    return SpoolError(text) if is_passing else FolderError(text)

@@ -1,0 +1,164 @@
+"""`python -m rankscope.companion.running`: reads a running job, or makes what is to be made of a job
+that is over. The companion of the head host starts it, and goes on without it where it is killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from rankscope.companion.running.findingsfile import FindingsFile
+from rankscope.companion.running.rankstatuses import StatusWriter
+from rankscope.companion.running.runningjob import RunningJob
+from rankscope.companion.running.stepjudge import LiveCheck
+from rankscope.companion.running.stepkeeper import KeepSizes, StepKeeper
+from rankscope.errors import FolderError, RankscopeError
+from rankscope.run.companions import TREE_TROUBLE, ExitOutcome
+from rankscope.run.filenames import PARQUET_FOLDER, TRACE_NAME
+from rankscope.run.processes import watch_signals
+from rankscope.settings import SETTINGS, settings_from
+from rankscope.tree.build import build
+from rankscope.tree.finishedtrace import trace_files
+from rankscope.tree.growingtree import grown_steps
+from rankscope.tree.views import Trace
+
+__all__ = ["main"]
+
+_NICE: Final = 10
+_PR_SET_PDEATHSIG: Final = 1
+_LOOK_S: Final = 0.25
+_REST: Final = 3
+"""It rests so many times as long as it worked: several steps together cost less than one by one."""
+_MOST_REST_S: Final = 2.0
+
+
+def _end_with(parent: int) -> None:
+    """Have this process killed with the one that started it, which another one may replace: two of
+    a kind would write the same files."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("rankscope: what started this process is gone")
+
+
+def _build_tree(out: Path, *, keep_spool: bool) -> int:
+    """Build the tree, and say how far it is; return the exit code."""
+
+    def say(what: str, part: float | str) -> None:
+        sys.stdout.write(f"{part} {what}\n")
+        sys.stdout.flush()
+
+    try:
+        build(out, keep_spool=keep_spool, progress=say)
+    except FolderError as error:
+        say(f"the tree was not built, and the records are kept: {error}", TREE_TROUBLE)
+        return ExitOutcome.NO_ROOM
+    except Exception:  # noqa: BLE001  # the job's records must survive any fault of the tree's
+        for line in traceback.format_exc().splitlines():
+            say(line, TREE_TROUBLE)
+        say(f"the tree was not built; the records are kept in {out}", TREE_TROUBLE)
+        return ExitOutcome.UNFINISHED
+    return 0
+
+
+def _go_along(job: RunningJob, keeper: StepKeeper | None, is_stopped: Callable[[], bool]) -> None:
+    """Look until stopped."""
+    while not is_stopped():
+        began = time.monotonic()
+        is_busy = job.look(is_stopped)
+        took = time.monotonic() - began
+        is_behind = keeper is not None and keeper.is_behind
+        rest = 0.0 if is_behind else min(_REST * took, _MOST_REST_S)
+        until = began + took + max(0.0 if is_busy else _LOOK_S, rest)
+        while not is_stopped() and time.monotonic() < until:
+            time.sleep(min(_LOOK_S, max(0.0, until - time.monotonic())))
+
+
+def _into_dataset(out: Path) -> Callable[[Trace], None]:
+    from rankscope.export.parquet import write_steps  # an extra: its package may be missing
+
+    return lambda trace: write_steps(trace, out / PARQUET_FOLDER)
+
+
+def _finish_dataset(out: Path) -> None:
+    """Make the dataset of a finished trace whole; where that cannot be, say so and exit."""
+    from rankscope.export.parquet import write_rest  # as above
+
+    try:
+        grown = grown_steps(out)
+        write_rest(
+            Trace(trace_files(out), out),
+            out / PARQUET_FOLDER,
+            lambda step: not step.is_setup and step.head.name in grown,
+        )
+    except (RankscopeError, OSError) as error:
+        sys.exit(f"rankscope: {error}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Go along until told to stop; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rankscope.companion.running", description=__doc__
+    )
+    parser.add_argument("--out", type=Path, required=True, help="trace folder")
+    parser.add_argument("--traced-ranks", type=int, help="how many are traced")
+    parser.add_argument("--parent", type=int, help="process that started it, and ends it")
+    parser.add_argument("--build-tree", action="store_true", help="build the tree")
+    parser.add_argument("--keep-spool", action="store_true", help="and keep the records")
+    parser.add_argument(
+        "--finish-dataset", action="store_true", help="write what it lacks of a finished trace"
+    )
+    options = parser.parse_args(arguments)
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    if options.parent is not None:
+        _end_with(options.parent)
+    if options.build_tree:
+        return _build_tree(options.out, keep_spool=options.keep_spool)
+    if options.finish_dataset:
+        _finish_dataset(options.out)
+        return 0
+    if options.traced_ranks is None:
+        parser.error("--traced-ranks is missing")
+    is_stopped = watch_signals()
+    settings = settings_from()
+    for setting in SETTINGS:  # the command for findings does not inherit them
+        os.environ.pop(setting.variable, None)
+    out = options.out
+    job = RunningJob(out, traced_ranks=options.traced_ranks)
+    findings = FindingsFile(out, settings.on_finding)
+    judge: LiveCheck | None = None
+    keeper: StepKeeper | None = None
+    job.listeners.append(StatusWriter(job, out))
+    if settings.live_check:
+        judge = LiveCheck(job, findings)
+        job.listeners.append(judge)
+    if not settings.keep_spool:
+        keeper = StepKeeper(
+            job,
+            out,
+            say=findings.say,
+            sizes=KeepSizes(begin=0) if settings.parquet else KeepSizes(),
+            dataset=_into_dataset(out) if settings.parquet else None,
+        )
+        job.listeners.append(keeper)
+    if not (out / TRACE_NAME).exists():
+        _go_along(job, keeper, is_stopped)
+    if judge is not None:
+        judge.close()
+    if keeper is not None:
+        keeper.close()
+    findings.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

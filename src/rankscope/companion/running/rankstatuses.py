@@ -1,0 +1,338 @@
+"""Where each rank of a running job is, whom it waits for, how fast it is, what its spool holds.
+
+It is made of what was read of the job, and written into `status.json` again and again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from rankscope.assembly.interning import roots_of
+from rankscope.assembly.rootnames import join_path, name_roots
+from rankscope.companion.running.runningjob import RunningJob
+from rankscope.companion.running.splitstream import SplitStream, StepKey
+from rankscope.companion.running.streamtail import EnteredCall, StreamTail
+from rankscope.errors import SpoolError
+from rankscope.record.call import Mode
+from rankscope.record.collective import MESSAGES
+from rankscope.record.phases import Phase
+from rankscope.record.rankplace import RankPlace, step_label
+from rankscope.record.streams import EndReason, StreamId
+from rankscope.run.folders import find_runs, stream_folder, streams
+from rankscope.run.jobstatus import JobStatus, JobTotals, RankStatus, write_status
+from rankscope.run.locks import is_alive
+from rankscope.spool.replication import read_end, replica_path
+from rankscope.spool.streamreader import StreamReader
+from rankscope.tree.unfinished import spool_bases
+
+__all__ = ["StatusWriter"]
+
+_EVERY_S: Final = 1.0
+_SHARE: Final = 4
+"""Writing it may take a fourth of the time."""
+_RATE_S: Final = 5.0
+_FIND_S: Final = 5.0
+_QUIET_S: Final = 3.0
+"""A rank that has written nothing for that long stands in its asynchronous collective too."""
+_SLOW: Final = 1.1
+_NOWHERE: Final = (-1, -1)
+
+
+class StatusWriter:
+    """Writes the status of one job (a `Listener`)."""
+
+    def __init__(self, job: RunningJob, out: Path) -> None:
+        """Write nothing yet; `out` is the trace folder."""
+        self._job, self._out = job, out
+        self._spools: dict[StreamId, StreamReader] = {}
+        """Of this host."""
+        self._written_to: dict[StreamId, int] = {}
+        """How far each of them was known to be written."""
+        self._run_folders: list[Path] = []
+        self._found_at = float("-inf")
+        self._due_at = float("-inf")
+        self._rates: deque[tuple[float, int]] = deque()
+        self._root_count = -1
+        self._roots: dict[int, dict[int, str]] = {}
+        self._streams: dict[int, SplitStream] = {}
+        """Of each rank its last life."""
+
+    def look(self, is_stopped: Callable[[], bool]) -> None:
+        """Write the status where that is due."""
+        began = time.monotonic()
+        if began < self._due_at:
+            return
+        with contextlib.suppress(SpoolError):  # a full disk: tried again
+            write_status(self._out, self.status())
+        now = time.monotonic()
+        self._due_at = began + max(_EVERY_S, _SHARE * (now - began))
+
+    def needs(self, key: StepKey) -> bool:
+        """Return False: what it knows is kept apart."""
+        return False
+
+    def status(self) -> JobStatus:
+        """Return the status of the job as far as it was read."""
+        self._streams = dict(sorted((each.stream.rank, each) for each in self._job.streams))
+        known = (each.tail.identity for each in self._streams.values())
+        identity = next((each for each in known if each), {})
+        settings = identity.get("settings")
+        run = {
+            "id": str(identity.get("run_id", "")),
+            "settings": settings if isinstance(settings, dict) else {},
+        }
+        self._find_spools(run)
+        return JobStatus(
+            run=run,
+            world_size=int(identity.get("world_size", 0)),
+            written_ns=time.time_ns(),
+            totals=self._totals(),
+            ranks=self._ranks(),
+        )
+
+    def _totals(self) -> JobTotals:
+        every = self._job.streams
+        steps: dict[int, int] = {}
+        for each in every:
+            rank = each.stream.rank
+            steps[rank] = steps.get(rank, 0) + each.tail.steps_ended
+        lengths = self._job.lengths
+        now, received = time.monotonic(), sum(lengths.values())
+        records = sum(each.tail.records for each in every)
+        self._rates.append((now, received))
+        while len(self._rates) > 2 and now - self._rates[1][0] >= _RATE_S:
+            self._rates.popleft()
+        rate = None
+        if len(self._rates) > 1:
+            (began, before), (ended, after) = self._rates[0], self._rates[-1]
+            rate = (after - before) / max(ended - began, 1e-3)
+        read = sum(each.offset for each in every)
+        return JobTotals(
+            records=records,
+            received_bytes=received,
+            lost_records=sum(each.tail.lost_records for each in every),
+            steps_ended=max(steps.values(), default=0),
+            unread_bytes=sum(
+                max(0, lengths.get(each.stream, 0) - each.offset) for each in self._streams.values()
+            ),
+            bytes_per_s=rate,
+            records_per_s=None if rate is None else rate * records / max(read, 1),
+        )
+
+    def _ranks(self) -> tuple[RankStatus, ...]:
+        self._name_roots()
+        places = {rank: self._status(rank) for rank in self._streams}
+        waits = self._waits(places)
+        medians = _medians(places.values())
+        return tuple(
+            _compared(replace(status, waits_for=waits.get(rank, ())), medians)
+            for rank, status in places.items()
+        )
+
+    def _find_spools(self, run: Mapping[str, Any]) -> None:
+        """Open the spools of this host."""
+        now = time.monotonic()
+        if run["id"] and not self._run_folders and now - self._found_at >= _FIND_S:
+            self._found_at = now
+            self._run_folders = find_runs(spool_bases(run), run["id"])
+        for run_folder in self._run_folders:
+            with contextlib.suppress(SpoolError):  # it went with its run
+                for stream in streams(run_folder):
+                    if stream not in self._spools:
+                        folder = stream_folder(run_folder, stream)
+                        self._spools[stream] = StreamReader(folder)
+
+    def _name_roots(self) -> None:
+        tails = [(rank, each.tail.definitions) for rank, each in self._streams.items()]
+        count = sum(len(definitions) for _, definitions in tails)
+        if count != self._root_count:
+            self._root_count = count
+            names = name_roots([roots_of(definitions) for _, definitions in tails])
+            self._roots = {rank: own for (rank, _), own in zip(tails, names)}
+
+    # ---- one rank ---------------------------------------------------------------------------
+
+    def _status(self, rank: int) -> RankStatus:
+        split = self._streams[rank]
+        tail, stream = split.tail, split.stream
+        identity = tail.identity
+        host = str(identity.get("host", ""))
+        end = self._end(split)
+        record_ns = _wall_ns(tail)
+        age_s = (time.time_ns() - record_ns) / 1e9 if record_ns else 0.0
+        call = tail.innermost or tail.latest
+        standing = _standing(tail, age_s) if end != EndReason.EXIT.value else None
+        last = tail.ended[-1] if tail.ended else None
+        earlier = [each.seconds for each in list(tail.ended)[:-1]]
+        in_step = tail.running or (None if call is None else call.step_key)
+        limit = _whole_number(identity.get("settings"), "spool-bytes")
+        written = self._written(stream)
+        received = self._job.lengths.get(stream, 0)
+        unsent = None if written is None else max(0, written - received)
+        return RankStatus(
+            rank=rank,
+            incarnation=stream.incarnation,
+            host=host,
+            place=self._place(rank, end, call, standing),
+            is_step_over=tail.running is None and in_step is not None,
+            mode=Mode.TRAIN if in_step is None else Mode(in_step[0]),
+            step=None if in_step is None else in_step[1],
+            record_ns=record_ns,
+            step_s=None if last is None else last.seconds,
+            own_s=None if last is None else last.own_s,
+            beside_history=last.seconds / max(median(earlier), 1e-9) if last and earlier else None,
+            ended=tuple(tail.ended),
+            missed=tuple(tail.missed),
+            lost_records=tail.lost_records,
+            unsent_bytes=unsent,
+            spool_fill=unsent / limit if unsent is not None and limit else None,
+        )
+
+    def _place(
+        self, rank: int, end: str, call: EnteredCall | None, standing: EnteredCall | None
+    ) -> RankPlace:
+        if call is None:
+            return RankPlace(end=end)
+        split = self._streams[rank]
+        definitions = split.tail.definitions
+        module = definitions.get(call.module, {})
+        root = self._roots.get(rank, {}).get(int(module.get("root", 0)), "")
+        kind = {} if standing is None else definitions.get(standing.collective, {})
+        phase = Phase(call.phase) if call.phase in Phase._value2member_map_ else None
+        return RankPlace(
+            end=end,
+            step=step_label(
+                Mode(call.mode),
+                call.step,
+                split.stream.incarnation,
+                is_setup=phase is Phase.SETUP,
+            ),
+            phase=phase,
+            path=join_path(root, str(module.get("path", ""))) if module else "?",
+            op="" if standing is None else str(kind.get("op", "collective")),
+            members=tuple(map(int, kind.get("members", ()))),
+        )
+
+    def _end(self, split: SplitStream) -> str:
+        """Return how the stream ended, as an `EndReason`'s value."""
+        if split.tail.end is not None:
+            return split.tail.end.value
+        marker = read_end(replica_path(self._out, split.stream))
+        if marker is not None:
+            return marker.end.value
+        spool = self._spools.get(split.stream)
+        if spool is None or not spool.folder.is_dir() or is_alive(spool.folder):
+            return EndReason.RUNNING.value
+        with contextlib.suppress(SpoolError):
+            reason = spool.end_reason(self._written(split.stream) or 0)
+            return (reason or EndReason.LOST).value
+        return EndReason.LOST.value
+
+    def _written(self, stream: StreamId) -> int | None:
+        """Return how many bytes the rank has written; None where its spool is elsewhere."""
+        least = self._job.lengths.get(stream, 0)
+        spool = self._spools.get(stream)
+        if spool is None:
+            return None
+        with contextlib.suppress(SpoolError):  # what was read by the last look is not read again
+            known = max(spool.lowest(), least, self._written_to.get(stream, 0))
+            self._written_to[stream] = least = spool.committed(known)
+        spool.close()
+        return least
+
+    # ---- who waits for whom -----------------------------------------------------------------
+
+    def _waits(self, statuses: Mapping[int, RankStatus]) -> dict[int, tuple[int, ...]]:
+        """Return {rank: who did not come to the collective in which it stands}."""
+        found: dict[int, tuple[int, ...]] = {}
+        came = {rank: _came_to(each.tail) for rank, each in self._streams.items()}
+        for rank, status in statuses.items():
+            tail = self._streams[rank].tail
+            call = _standing(tail, status.age_s or 0.0) if status.place.op else None
+            if call is None:
+                continue
+            kind = tail.definitions.get(call.collective, {})
+            if kind.get("op") in MESSAGES:
+                peer = kind.get("peer")
+                found[rank] = (peer,) if isinstance(peer, int) and peer >= 0 else ()
+                continue
+            channel, here = _channel(kind, call), (call.step, call.number)
+            found[rank] = tuple(
+                member
+                for member in sorted(status.place.members)
+                if member in came and came[member].get(channel, _NOWHERE) < here
+            )
+        return found
+
+
+Channel = tuple[str, tuple[int, ...], int]
+"""A group, its members, a mode."""
+
+
+def _channel(kind: Mapping[str, Any], call: EnteredCall) -> Channel:
+    members = tuple(sorted(map(int, kind.get("members", ()))))
+    return str(kind.get("group", "")), members, call.mode
+
+
+def _came_to(tail: StreamTail) -> dict[Channel, tuple[int, int]]:
+    """Return of each channel the step of its furthest collective, and which it was in the step."""
+    found: dict[Channel, tuple[int, int]] = {}
+    for number, call in tail.issued.items():
+        kind = tail.definitions.get(number, {})
+        if kind and kind.get("op") not in MESSAGES:
+            channel = _channel(kind, call)
+            found[channel] = max(found.get(channel, _NOWHERE), (call.step, call.number))
+    return found
+
+
+def _standing(tail: StreamTail, age_s: float) -> EnteredCall | None:
+    """Return the collective in which a rank stands whose last record is so old."""
+    issued = [call for call in tail.open.values() if call.collective]
+    waited = [call for call in issued if tail.is_synchronous(call)]
+    return next(iter(waited or (issued if age_s >= _QUIET_S else [])), None)
+
+
+def _wall_ns(tail: StreamTail) -> int:
+    """Return the wall clock of the last record; 0 where that is not known."""
+    identity = tail.identity
+    if not (tail.written_ns and identity.get("wall_ns")):
+        return 0
+    return tail.written_ns + int(identity["wall_ns"]) - int(identity.get("monotonic_ns", 0))
+
+
+def _whole_number(settings: object, name: str) -> int | None:
+    text = settings.get(name) if isinstance(settings, dict) else None
+    return int(text) if isinstance(text, str) and text.isdecimal() and len(text) < 20 else None
+
+
+# ---- ranks beside each other -----------------------------------------------------------------
+
+
+def _medians(statuses: Any) -> dict[int, float]:
+    """Return {step: median over ranks of what it took them outside collectives}, of steps that two
+    ranks or more have ended."""
+    taken: dict[int, list[float]] = {}
+    for status in statuses:
+        for each in status.ended:
+            taken.setdefault(each.step, []).append(each.own_s)
+    return {step: median(each) for step, each in taken.items() if len(each) > 1}
+
+
+def _compared(status: RankStatus, medians: Mapping[int, float]) -> RankStatus:
+    both = [(each.own_s, medians[each.step]) for each in status.ended if each.step in medians]
+    if not both:
+        return status
+    last = status.ended[-1]
+    return replace(
+        status,
+        beside_all=last.own_s / max(medians[last.step], 1e-9) if last.step in medians else None,
+        slow_steps=sum(own > _SLOW * middle for own, middle in both),
+        compared_steps=len(both),
+    )

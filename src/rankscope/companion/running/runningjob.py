@@ -1,0 +1,309 @@
+"""The reader of a running job: it reads what is new in each stream once. Those that are handed it
+ask where the ranks are, which steps every rank has ended, and for the trace of some of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Final, Protocol
+
+from rankscope.assembly.rankstreams import StreamBytes
+from rankscope.companion.running.splitstream import SplitStream, StepKey
+from rankscope.errors import SpoolError
+from rankscope.record.call import Mode
+from rankscope.record.streams import StreamId
+from rankscope.run.jobend import job_end
+from rankscope.spool.definitions import Decoded
+from rankscope.spool.replication import StreamEnd, read_end, replica_path, replicated
+from rankscope.tree.build import assemble
+from rankscope.tree.document import Document
+from rankscope.tree.finishedtrace import trace_of
+from rankscope.tree.views import Trace
+
+__all__ = ["Listener", "RunningJob"]
+
+_ABSENT_S: Final = 10.0
+"""A rank that began no step of a mode takes no part in it, once others ended one so long ago."""
+_DEVICE_S: Final = 2.0
+"""An accelerator's values may come so long after their step ended."""
+_LOOK_BYTES: Final = 64 << 20
+"""Read of all streams at a time."""
+_MOST_HELD: Final = 256 << 20
+"""Bytes of records above which ranks that are ahead wait for those that are behind."""
+_MOST_LAGGING: Final = 64 << 20
+"""Bytes of steps outside training that wait for a rank that counts fewer of them than others."""
+_STEPS_PAST: Final = 2
+"""So many steps after one a rank writes no record of it any more."""
+_AWAY_S: Final = 60.0
+"""A rank from which nothing came, or no step of a mode, takes no part after so long."""
+
+
+class Listener(Protocol):
+    """Is told of a job while it runs."""
+
+    def look(self, is_stopped: Callable[[], bool]) -> None:
+        """Something may be new: do what is to be done."""
+
+    def needs(self, key: StepKey) -> bool:
+        """True for a held step whose records are not to be let go yet."""
+
+
+class RunningJob:
+    """The streams of the newest life of a job, read as they grow."""
+
+    def __init__(self, out: Path, *, traced_ranks: int) -> None:
+        """Read nothing yet."""
+        self._out, self._traced_ranks = out, traced_ranks
+        self._streams: dict[int, SplitStream] = {}
+        self._replaced: list[SplitStream] = []
+        """Of earlier lives, with nothing held."""
+        self.lengths: dict[StreamId, int] = {}
+        """Bytes of each stream in the trace folder, as of the last look."""
+        self.life = 0
+        """Incarnation of the job that is read."""
+        self._seen_at: dict[StepKey, float] = {}
+        """When a step was first seen to have ended on some rank."""
+        self._read_s = 0.0
+        self._definitions: Decoded = {}
+        self._ends: dict[int, StreamEnd] = {}
+        """End markers by rank, as of the last look."""
+        self.trouble: dict[int, str] = {}
+        """{rank: why its stream cannot be read}; it is left alone from then on."""
+        self.taken_bytes = 0
+        """What came with the last look."""
+        self.listeners: list[Listener] = []
+
+    @property
+    def streams(self) -> list[SplitStream]:
+        """What was read, of each rank its last life last."""
+        return [*self._replaced, *self._streams.values()]
+
+    @property
+    def ends(self) -> Mapping[int, StreamEnd]:
+        """End markers of the last life by rank, as of the last look."""
+        return self._ends
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the records of steps that are held."""
+        return sum(stream.held_bytes for stream in self._streams.values())
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of the records that hold for the whole job."""
+        return sum(stream.kept_bytes for stream in self._streams.values())
+
+    @property
+    def settled_bytes(self) -> int:
+        """That a `settle` would free, about."""
+        read = sum(stream.offset - stream.settled for stream in self._streams.values())
+        return read - self.held_bytes
+
+    @property
+    def keeps_tensors(self) -> bool:
+        """Full tensors are kept of every step."""
+        return any(stream.keeps_tensors for stream in self._streams.values())
+
+    def look(self, is_stopped: Callable[[], bool] = lambda: False) -> bool:
+        """Read what is new, have all listeners look, let go what none of them needs; True where
+        more may wait."""
+        self.taken_bytes = self.read(is_stopped)
+        for each in self.listeners:
+            each.look(is_stopped)
+        self.let_go()
+        return self.taken_bytes > 0
+
+    def let_go(self) -> None:
+        """Let the records go that no listener needs."""
+        self.drop([k for k in self.held() if not any(one.needs(k) for one in self.listeners)])
+
+    def read(self, is_stopped: Callable[[], bool]) -> int:
+        """Read what is new in every stream, a part of it where that is much; return the bytes."""
+        self._read_s = time.time()
+        self._discover()
+        share = _LOOK_BYTES // max(1, len(self._streams))
+        behind = self._behind() if self.held_bytes > _MOST_HELD else None
+        taken = 0
+        for rank, stream in self._streams.items():
+            if is_stopped():
+                break
+            if rank in self.trouble or (behind is not None and rank not in behind):
+                continue
+            try:
+                taken += stream.read(share)
+            except SpoolError as error:
+                self.trouble[rank] = str(error)
+        now = time.monotonic()
+        for stream in self._streams.values():
+            for key in stream.ended_ns:
+                self._seen_at.setdefault(key, now)
+        return taken
+
+    def read_again(self) -> None:
+        """Begin anew with the first record that is there: the steps of some were let go."""
+        for rank, stream in self._streams.items():
+            again = SplitStream(self._out, stream.stream, self._definitions, stream)
+            self._streams[rank] = again
+        self._seen_at.clear()
+
+    def finished(self) -> list[StepKey]:
+        """Return the held steps that every rank has ended, in the order in which they ended."""
+        now = time.monotonic()
+        waiting = max(
+            (_DEVICE_S for stream in self._streams.values() if stream.has_accelerator), default=0.0
+        )
+        found = []
+        for key, seen_at in self._seen_at.items():
+            is_late = now - seen_at >= _ABSENT_S
+            if now - seen_at < waiting:
+                continue
+            if len(self._streams) < self._traced_ranks and not is_late:
+                continue
+            if all(
+                stream.is_over
+                or rank in self._ends
+                or stream.ended.get(key.mode, -1) >= key.step
+                or (key.mode not in stream.begun and is_late)
+                for rank, stream in self._streams.items()
+            ):
+                found.append(key)
+        return sorted(found, key=self._when)
+
+    def past(self) -> list[StepKey]:
+        """Return the held steps to which no rank will add a record, in the order in which they
+        ended: every rank is some steps further, or has ended.
+        """
+        now = time.monotonic()
+        found, lagging = [], []
+        for key, seen_at in self._seen_at.items():
+            is_away = now - seen_at >= _AWAY_S
+            if len(self._streams) < self._traced_ranks and not is_away:
+                continue
+            left = [
+                stream
+                for rank, stream in self._streams.items()
+                if not self._is_past(rank, stream, key)
+                and not (is_away and key.mode not in stream.begun)
+            ]
+            if not left:
+                found.append(key)
+            elif all(self._has_trained_on(stream, key) for stream in left):
+                lagging.append(key)
+        room = _MOST_LAGGING
+        for key in sorted(lagging, key=self._when, reverse=True):
+            room -= self.bytes_of(key)
+            if room < 0:
+                found.append(key)
+        return sorted(found, key=self._when)
+
+    def _is_past(self, rank: int, stream: SplitStream, key: StepKey) -> bool:
+        if stream.is_over or rank in self._ends:
+            return stream.is_read_out
+        ended = stream.ended.get(key.mode, -1)
+        if ended >= key.step + _STEPS_PAST:
+            return True
+        # one that never evaluates takes no part; one that does may count fewer steps than others
+        is_behind = key.mode in stream.begun and ended < key.step
+        return not is_behind and self._has_trained_on(stream, key)
+
+    def _has_trained_on(self, stream: SplitStream, key: StepKey) -> bool:
+        """True for a step outside training, behind which a rank trained on without it."""
+        trained = max(each.trained_by_then.get(key, -1) for each in self._streams.values())
+        is_side = key.mode != int(Mode.TRAIN)
+        return is_side and stream.ended.get(int(Mode.TRAIN), -1) >= trained + _STEPS_PAST
+
+    def _when(self, key: StepKey) -> tuple[int, StepKey]:
+        return self.ended_ns(key), key
+
+    def ended_ns(self, key: StepKey) -> int:
+        """Return the wall clock in ns at which the last rank ended a held step, 0 where none is
+        known to have."""
+        known = (stream.ended_ns.get(key, 0) for stream in self._streams.values())
+        return max(known, default=0)
+
+    def bytes_of(self, key: StepKey) -> int:
+        """Return the bytes of the records of a held step."""
+        return sum(stream.held.get(key, 0) for stream in self._streams.values())
+
+    def held(self) -> set[StepKey]:
+        """Return the steps of which records are held."""
+        return {key for stream in self._streams.values() for key in stream.held}
+
+    def _behind(self) -> set[int]:
+        """Return the ranks that the oldest step of each mode waits for, all where none waits."""
+        found: set[int] = set()
+        seen: set[int] = set()
+        for key in sorted(self._seen_at, key=self._when):
+            if key.mode not in seen:
+                late = {r for r, each in self._streams.items() if not self._is_past(r, each, key)}
+                seen |= {key.mode} if late else set()
+                found |= late
+        return found or {*self._streams}
+
+    def has_tensors(self, key: StepKey) -> bool:
+        """True where full tensors of a step were asked for: which of them came is known at the
+        end."""
+        return any(key in stream.with_tensors for stream in self._streams.values())
+
+    def settle(self) -> None:
+        """Free what was read but is not held, on disk: it stands in the tree.
+
+        Raises:
+            SpoolError, OSError: it cannot be.
+        """
+        for stream in self._streams.values():
+            stream.settle()
+
+    def drop(self, keys: Iterable[StepKey]) -> None:
+        """Let the records of steps go."""
+        for key in keys:
+            self._seen_at.pop(key, None)
+            for stream in self._streams.values():
+                stream.drop(key)
+
+    def trace(self, keys: Iterable[StepKey]) -> Trace:
+        """Return the trace of setup and some steps.
+
+        Raises:
+            TraceError: there is not one record.
+            TraceVersionError: a rank wrote a newer record format.
+        """
+        return trace_of(self.document(keys), self._out, is_live=True, read_s=self._read_s)
+
+    def document(self, keys: Iterable[StepKey], began_ns: int | None = None) -> Document:
+        """Return setup and some steps as a document; `began_ns` and errors as of `assemble`."""
+        wanted = set(keys)
+        sources = (
+            StreamBytes(
+                stream=stream.stream,
+                data=stream.cells(wanted),
+                is_verified=True,
+                end=self._ends[rank].end if rank in self._ends else None,
+            )
+            for rank, stream in self._streams.items()
+        )
+        end = job_end([self._out])
+        return assemble(sources, decoded=self._definitions, began_ns=began_ns, end=end)
+
+    def _discover(self) -> None:
+        self.lengths = found = replicated(self._out)
+        life = max((stream.incarnation for stream in found), default=0)
+        if life > self.life:  # the job began again: what was before is over
+            self.life = life
+            for stream in self._streams.values():
+                stream.close()
+            self._replaced += self._streams.values()
+            self._streams.clear()
+            self._ends.clear()
+            self._seen_at.clear()
+            self.trouble.clear()
+        for each in found:
+            if each.incarnation == life and each.rank not in self._streams:
+                self._streams[each.rank] = SplitStream(self._out, each, self._definitions)
+        self._streams = dict(sorted(self._streams.items()))
+        for rank, split in self._streams.items():
+            marker = None if rank in self._ends else read_end(replica_path(self._out, split.stream))
+            if marker is not None:
+                self._ends[rank] = marker

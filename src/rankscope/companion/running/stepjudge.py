@@ -1,0 +1,161 @@
+"""Which steps of a running job are judged, and when; what is found is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+from rankscope.companion.running.findingsfile import FindingsFile
+from rankscope.companion.running.runningjob import RunningJob
+from rankscope.companion.running.splitstream import StepKey
+from rankscope.diagnosis.check import check
+from rankscope.errors import RankscopeError
+from rankscope.record.finding import Finding, Kind, Severity
+from rankscope.run.stallrecords import stalls_in
+
+__all__ = ["LiveCheck"]
+
+_STEPS_BESIDE: Final = 2
+"""Steps before the new ones that are judged with them: some rules look back."""
+_MOST_BYTES: Final = 192 << 20
+"""Of records held at a time."""
+_CANCELLED_S: Final = 40.0
+"""So long after the first crash it is told, also if nobody has said how the job ended: torchrun
+gives ranks that it ends 30 s."""
+_STALL_AGAIN_S: Final = 1.0
+"""A stall is judged again so long after it was judged first."""
+_LOOK_BYTES: Final = 24 << 20
+"""Of records judged at a time, where that is more than one step."""
+
+
+class LiveCheck:
+    """One job, judged step by step."""
+
+    def __init__(self, job: RunningJob, findings: FindingsFile) -> None:
+        """Judge nothing yet; what is found goes to `findings`."""
+        self._out = findings.folder
+        self._job = job
+        self._life = job.life
+        self._findings = findings
+        self._judged: list[StepKey] = []
+        """The latest, in order: the next are judged with them."""
+        self._through: dict[int, int] = {}
+        """{mode: the last step that was judged or passed over}."""
+        self._stall_ns = 0
+        self._stalled_at = 0.0
+        """When the latest stall was first seen here."""
+        self._stall_age = 0.0
+        """How old it was when it was judged last."""
+        self._crashes: tuple[list[Finding], Mapping[StepKey, int]] | None = None
+        self._crashed_at = 0.0
+
+    def look(self, is_stopped: Callable[[], bool]) -> None:
+        """Judge the steps that are over by now (of `Listener`)."""
+        if self._job.life != self._life:
+            if self._crashes:  # what is started again was not cancelled
+                self._findings.add(*self._crashes)
+            self._judged, self._crashes, self._life = [], None, self._job.life
+            self._through.clear()
+        self._tell_crashes(is_over=False)
+        for rank, trouble in self._job.trouble.items():
+            self._findings.say(
+                f"the records of rank {rank} are not judged while the job runs: {trouble}"
+            )
+        new = self._newest([key for key in self._job.finished() if not self._is_through(key)])
+        if new:
+            self._judge([*self._judged, *new])
+            self._pass(new)
+            self._judged = [*self._judged, *new][-_STEPS_BESIDE:]
+        self._judge_a_stall()
+        self._make_room()
+        self._findings.look()
+
+    def needs(self, key: StepKey) -> bool:
+        """True for a held step that is to be judged, or that others are judged with."""
+        return not self._is_through(key) or key in self._judged
+
+    def _is_through(self, key: StepKey) -> bool:
+        return key.step <= self._through.get(key.mode, -1)
+
+    def _pass(self, keys: Iterable[StepKey]) -> None:
+        for key in keys:
+            self._through[key.mode] = max(key.step, self._through.get(key.mode, -1))
+
+    def _newest(self, keys: list[StepKey]) -> list[StepKey]:
+        """Return the steps to be judged now, so many as are worth one look: where steps come faster
+        than they can be judged, older ones are let go."""
+        part: list[StepKey] = []
+        size = 0
+        for key in reversed(keys):
+            size += self._job.bytes_of(key)
+            if part and size > _LOOK_BYTES:
+                break
+            part.append(key)
+        passed_over = keys[: len(keys) - len(part)]
+        if passed_over:
+            self._findings.say(
+                "steps come faster than they can be judged while the job runs: of those that wait "
+                "the newest are; rankscope check judges all"
+            )
+            self._pass(passed_over)
+        return part[::-1]
+
+    def _judge(self, keys: Iterable[StepKey]) -> None:
+        keys = list(keys)
+        try:
+            report = check(self._job.trace(keys))
+        except RankscopeError as error:
+            self._findings.say(f"steps cannot be judged while the job runs: {error}")
+            return
+        self._tell([f for f in report.origins if f.severity is Severity.FAULT], keys)
+
+    def _judge_a_stall(self) -> None:
+        """Judge what is there once a host notices that none of its ranks moves, and again whenever
+        that is twice as long ago: ranks are called hanging only after a patience of their own."""
+        noticed = [s.noticed_ns for s in stalls_in(self._out) if not s.over_ns]
+        latest, now = max(noticed, default=0), time.monotonic()
+        if latest > self._stall_ns:
+            self._stall_ns, self._stalled_at = latest, now
+        elif not noticed or now - self._stalled_at < 2 * self._stall_age:
+            return
+        self._stall_age = max(now - self._stalled_at, _STALL_AGAIN_S / 2)
+        finished = {*self._job.finished()}
+        unfinished = [key for key in self._job.held() if self.needs(key) and key not in finished]
+        self._judge([*self._judged, *sorted({*unfinished} - {*self._judged})])
+
+    def _tell(self, findings: list[Finding], keys: Iterable[StepKey]) -> None:
+        ended_ns = {key: self._job.ended_ns(key) for key in keys}
+        crashes = [finding for finding in findings if finding.kind is Kind.CRASH]
+        if crashes:
+            self._crashed_at = self._crashed_at or time.monotonic()
+            self._crashes = crashes, ended_ns
+        self._findings.add([finding for finding in findings if finding not in crashes], ended_ns)
+
+    def _tell_crashes(self, *, is_over: bool) -> None:
+        """Tell of crashes once it is known that nobody cancelled the job: ranks that a signal ends
+        look like ranks that crash until the last of them has ended, and the launcher said why."""
+        if self._crashes and (is_over or time.monotonic() - self._crashed_at > _CANCELLED_S):
+            if self._judged and self._job.trace(self._judged).run.get("ended") is None:
+                self._findings.add(*self._crashes)
+            self._crashes, self._crashed_at = None, 0.0
+
+    def close(self) -> None:
+        """The job is over, and its launcher has said how it ended."""
+        self._tell_crashes(is_over=True)
+
+    def _make_room(self) -> None:
+        """Let steps go where more is held than may be: of ranks that are far apart, or a step that
+        is too large."""
+        needed = sorted(key for key in self._job.held() if self.needs(key))
+        size = sum(map(self._job.bytes_of, needed))
+        for key in needed:
+            if size <= _MOST_BYTES:
+                return
+            self._findings.say(
+                f"not every step is judged while the job runs: its records, {key.step} among "
+                f"them, take more than {_MOST_BYTES >> 20} MB; rankscope check judges the trace"
+            )
+            self._pass([key])
+            self._judged = [each for each in self._judged if each != key]
+            size -= self._job.bytes_of(key)

@@ -1,0 +1,298 @@
+"""One stream on its way: what was sent, what was acknowledged, when to go back. No sockets.
+
+A shipment asks for the offset the other side holds, sends whole records from there with a bounded
+amount in flight, and asks again after a time without progress. The acknowledged offset is all it
+ever believes, and that only where it fits what was sent or what lies here, so a lost or damaged
+message, a restarted collector or a restarted relay costs time only. A segment is freed once the
+other side says that its records are on disk over there.
+"""
+
+from __future__ import annotations
+
+import errno
+import zlib
+from pathlib import Path
+
+from rankscope.companion.chunkshipping import GO_BACK_S, ChunkShipment
+from rankscope.companion.log import log
+from rankscope.companion.protocol import (
+    FRAME_BYTES,
+    Ended,
+    EndedSeen,
+    Frame,
+    Message,
+    OpenStream,
+    Refused,
+    StreamOffset,
+    Sync,
+    Synced,
+)
+from rankscope.errors import SpoolError
+from rankscope.record.streams import EndReason, StreamId
+from rankscope.run.folders import stream_folder
+from rankscope.run.locks import is_alive
+from rankscope.run.removal import Place, Reach, Removable, may_remove
+from rankscope.spool.origin import UNKNOWN
+from rankscope.spool.streamreader import StreamReader
+
+__all__ = ["GO_BACK_S", "Shipment"]
+
+_MOST_DISBELIEVED = 3
+"""How often a dead rank's shipment is told of an offset that cannot be before it gives way."""
+
+
+class Shipment:
+    """The sending side of one stream."""
+
+    def __init__(self, run_folder: Path, stream: StreamId, *, has_own_chunks: bool = False) -> None:
+        """Begin at nothing; the other side says what it holds. Where full tensors lie in the run
+        folder too, they are sent before the end is told."""
+        self.stream = stream
+        self.chunks = ChunkShipment(run_folder, stream) if has_own_chunks else None
+        self.folder = stream_folder(run_folder, stream)
+        self.reader = StreamReader(self.folder)
+        self.acked = 0
+        self.sent = 0
+        self._most_sent = 0
+        """No acknowledgement goes beyond it."""
+        self._synced = 0
+        """On disk over there."""
+        self._lowest = 0
+        """What lies before was freed."""
+        self._sync_asked_at = float("-inf")
+        self._disbelieved = 0
+        self.is_open = False
+        """The other side said which offset it holds."""
+        self.is_done = False
+        """Nothing more will be sent: its end is known to the other side, or it was refused."""
+        self.is_refused = False
+        self._is_delivered = False
+        self.is_alive = True
+        self.origin = UNKNOWN
+        """Whose records these are: asked before the first is sent."""
+        self._is_broken = False
+        self._is_over = False
+        """Its rank has ended, and every record was acknowledged."""
+        self._end: Ended | None = None
+        self._asked_at = float("-inf")
+        self._progress_at = float("-inf")
+
+    @property
+    def in_flight(self) -> int:
+        """Bytes sent and not acknowledged."""
+        return self.sent - self.acked
+
+    @property
+    def definitions(self) -> StreamReader | None:
+        """None: they stand among the other records."""
+        return None
+
+    def has_sent(self, end: int) -> bool:
+        """True where every record up to `end` is over there. A stream of which that is not so may
+        be full, and nothing is written for that reason."""
+        return self.acked == end
+
+    def is_delivered(self) -> bool:
+        """True where every byte of it and its end are over there: it may be removed here.
+
+        Looks once more: a rank that was called lost may have been alive all the same.
+        """
+        if not self._is_delivered or self._end is None:
+            return False
+        if self._end.reason is EndReason.LOST and is_alive(self.folder):
+            return False
+        try:
+            return self.reader.committed(self.acked) == self.acked
+        except SpoolError:
+            return False
+        finally:
+            self.reader.close()
+
+    def next_message(self, now: float, window_bytes: int) -> Message | None:
+        """Return what to send now, None for nothing; `window_bytes` may be added in flight."""
+        if self.is_done:
+            return None
+        if not self.is_open and not self._knows_origin():
+            return None
+        if not self.is_open or (self.in_flight and now - self._progress_at > GO_BACK_S):
+            self.is_open = False
+            return self._ask(now, OpenStream(self.stream, self.origin))
+        if self._end is not None:
+            return self._ask(now, self._end)
+        if self._has_to_free() and now - self._sync_asked_at > GO_BACK_S:
+            self._sync_asked_at = now
+            return Sync(self.stream, self.origin)
+        try:
+            message = self._next_frame(now, window_bytes)
+        except SpoolError as error:
+            if not _is_short_of_files(error):
+                self._give_up(error)
+            return None
+        if message is not None or self.chunks is None:
+            return message
+        self.chunks.origin = self.origin
+        return self.chunks.next_message(now, is_over=self._is_over)
+
+    def take(self, answer: StreamOffset | Synced | EndedSeen | Refused, now: float) -> None:
+        """What the other side says of this stream, or of its chunks."""
+        if isinstance(answer, Synced):
+            self.take_synced(answer.offset)
+        elif answer.chunk:
+            if self.chunks is not None:
+                self.chunks.take_answer(answer, now)
+        elif isinstance(answer, StreamOffset):
+            self.take_offset(answer.offset, now)
+        elif isinstance(answer, EndedSeen):
+            self.take_end_seen()
+        else:
+            self.take_refusal(answer.reason)
+
+    def take_offset(self, offset: int, now: float) -> None:
+        """The other side holds `offset` bytes; an offset that cannot be is not believed."""
+        if not self.is_open:
+            if not self._can_be(offset):
+                return
+            self.is_open = True
+            self.acked = self.sent = offset
+            self._most_sent = max(self._most_sent, offset)
+            self._lowest = self.reader.lowest()
+            self._asked_at = float("-inf")
+        elif offset > self._most_sent:
+            self.is_open = False  # out of step: asked anew
+            return
+        elif offset > self.acked:
+            self.acked = offset
+            self.sent = max(self.sent, offset)
+        else:
+            return
+        self._progress_at = now
+
+    def take_synced(self, offset: int) -> None:
+        """The first `offset` bytes are on disk over there: their segments may be freed here."""
+        self._synced = max(self._synced, min(offset, self.acked))
+        self._sync_asked_at = float("-inf")
+        self._free()
+
+    def take_back(self, frame: Frame) -> None:
+        """This frame could not be sent just now."""
+        if not frame.chunk:
+            self.sent = frame.offset
+        elif self.chunks is not None:
+            self.chunks.take_back(frame)
+
+    def take_end_seen(self) -> None:
+        """The end marker is on disk over there."""
+        self.is_done = self._end is not None
+        has_chunks = self.chunks is None or self.chunks.is_delivered
+        self._is_delivered = self.is_done and not self._is_broken and has_chunks
+        if self.is_done:
+            self.reader.close()
+
+    def take_refusal(self, reason: str) -> None:
+        """The other side wants no more of it."""
+        log(f"{self.stream.name} was refused: {reason}")
+        self.is_done = self.is_refused = True
+        self.reader.close()
+
+    def _can_be(self, offset: int) -> bool:
+        """True where the other side may hold this much: a record that lies here ends there.
+
+        Of a dead rank whose host lost what it had not written (a crash) more is there than here.
+        """
+        try:
+            if self.reader.ends_record(offset):
+                self._disbelieved = 0
+                return True
+            committed = self.reader.committed()
+        except SpoolError as error:
+            return not _is_short_of_files(error)  # the next read says what is wrong
+        self._disbelieved += 1
+        if self._disbelieved == 1:
+            log(f"{self.stream.name}: {offset} bytes are said to be there, {committed} lie here")
+        if self._disbelieved >= _MOST_DISBELIEVED and not is_alive(self.folder):
+            self._is_broken, self.is_open, self.is_alive = True, True, False
+            end = max(offset, committed)
+            self._end = Ended(self.stream, self.origin, end, EndReason.LOST)
+            self._asked_at = float("-inf")
+        return False
+
+    def _has_to_free(self) -> bool:
+        """True where a segment could be freed if its records were on disk over there."""
+        size = self.reader.segment_bytes
+        if not size or self.acked // size <= self._lowest // size:
+            return False
+        if self._synced // size > self._lowest // size:
+            self._free()  # nothing followed the segment when that was said
+            return False
+        return True
+
+    def _free(self) -> None:
+        """Free the segments that are wholly on disk over there."""
+        size = self.reader.segment_bytes
+        first_end = (self._lowest // size + 1) * size if size else 0
+        reach = Reach.DURABLE if first_end <= self._synced else Reach.ACKNOWLEDGED
+        place = Place(reach=reach, has_writer=self.is_alive)
+        if size and may_remove(Removable.SEGMENT, place) and self.reader.free_below(self._synced):
+            self._lowest = self.reader.lowest()
+
+    def _knows_origin(self) -> bool:
+        """True once it is known who wrote this stream, or that nobody ever will."""
+        if self.origin != UNKNOWN or not self.is_alive:
+            return True
+        was_alive = is_alive(self.folder)  # asked first: what is gone by then writes no more
+        try:
+            self.origin = self.reader.origin()
+        except SpoolError as error:
+            if not _is_short_of_files(error):
+                self.take_refusal(str(error))
+            return False
+        self.is_alive = was_alive
+        return self.origin != UNKNOWN or not was_alive
+
+    def _ask(self, now: float, question: OpenStream | Ended) -> Message | None:
+        if now - self._asked_at < GO_BACK_S:
+            return None
+        self._asked_at = now
+        return question
+
+    def _next_frame(self, now: float, window_bytes: int) -> Message | None:
+        if window_bytes < FRAME_BYTES:
+            return None
+        was_alive = not self.in_flight and is_alive(self.folder)
+        body = self.reader.read_from(self.sent, FRAME_BYTES)
+        if body:
+            if not self.in_flight:
+                self._progress_at = now
+            frame = Frame(self.stream, self.origin, self.sent, zlib.crc32(body), body)
+            self.sent += len(body)
+            self._most_sent = max(self._most_sent, self.sent)
+            return frame
+        if self.in_flight:
+            return None
+        self.is_alive = was_alive
+        # Liveness was asked before the read: a rank that is gone by then cannot have written since.
+        reason = self.reader.end_reason(self.acked) or (None if was_alive else EndReason.LOST)
+        if reason is None:
+            return None
+        self.is_alive, self._is_over = False, True
+        if self.chunks is not None and not self.chunks.is_done:
+            return None
+        self._end = Ended(self.stream, self.origin, self.acked, reason)
+        self._asked_at = float("-inf")
+        return self._ask(now, self._end)
+
+    def _give_up(self, error: SpoolError) -> None:
+        """The other side lacks what was freed here: tell the end, so that the gap is seen."""
+        if not self._is_broken:
+            log(f"{self.stream.name}: {error}")
+        self._is_broken = True
+        self.is_alive = is_alive(self.folder)
+        if not self.is_alive:
+            committed = max(self.acked, self.reader.committed())
+            self._end = Ended(self.stream, self.origin, committed, EndReason.LOST)
+
+
+def _is_short_of_files(error: SpoolError) -> bool:
+    """True where the file is fine and this process has too many open: try again."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE)

@@ -1,0 +1,272 @@
+"""Whether the job stands still on this host, and what its ranks are inside of: answered here alone.
+
+A rank moves when its spool grows and when it ends: the relay sees that, because it sees all spools.
+A rank is quiet for many reasons: its traced steps are over and it trains on untraced, it evaluates,
+it saves. Only three things say that a record was to come: a module call that was not left, a
+collective that the program waits for and that has not ended, and a train step whose optimizer has
+not stepped. The last stands in for what no record shows, such as DDP's own reduction in backward.
+
+Where no rank has moved for the time that was set, and one at least is inside such a thing
+(`activity_of`), that is a stall: it is written down (`rankscope.run.stallrecords`), and so is its
+end. Nothing is done to any process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rankscope.assembly.rankstreams import definitions_in
+from rankscope.companion.heldstream import HeldStream
+from rankscope.companion.log import log
+from rankscope.companion.running.streamtail import StreamTail
+from rankscope.companion.shipping import Shipment
+from rankscope.errors import SpoolError
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
+from rankscope.record.ranklists import ranks_named
+from rankscope.record.streams import StreamId
+from rankscope.run.folders import RunHeader
+from rankscope.run.locks import is_alive
+from rankscope.run.stallrecords import Stall, keep_stall, stalls_in
+from rankscope.settings import settings_of_run
+from rankscope.spool.recordcolumns import records
+from rankscope.spool.streamreader import StreamReader
+
+__all__ = ["StallMonitor", "activity_of"]
+
+_LOOK_S = 1.0
+_AWAY_S = 5.0
+"""A relay that was itself away for longer than that has seen nothing meanwhile."""
+_CLOSE_NS = 1_000_000_000
+_LAST_WORDS_S = 5.0
+"""A rank that writes again goes on if it lives so long after that: one that Ctrl-C ends writes that
+it raised, and is gone a moment later."""
+_MOST_PLACES = 4
+
+
+Watchable = Shipment | HeldStream
+"""A stream as it is sent, or held back."""
+
+
+class _WatchedStream:
+    """One stream: how far it has grown, and when."""
+
+    def __init__(self, shipment: Watchable, now: float) -> None:
+        self._shipment = shipment
+        self._reader = StreamReader(shipment.folder)
+        self._end = 0
+        self.is_alive = True
+        self.grew_at = self.ended_at = now
+        """`ended_at` of a rank that lives is when it was found."""
+        self._activities: dict[int, RankActivity] = {}
+
+    def look(self, now: float) -> None:
+        """See whether it has grown or ended."""
+        was_alive, self.is_alive = self.is_alive, self.is_alive and is_alive(self._shipment.folder)
+        if was_alive and not self.is_alive:
+            self.ended_at = now
+        if not was_alive:
+            return
+        try:
+            begin = max(self._end, self._shipment.sent, self._reader.lowest())
+            end = self._reader.committed(begin)  # what was sent has been looked at before
+        except SpoolError:
+            self.grew_at = now  # not known: nobody is said to stand
+            return
+        finally:
+            self._reader.close()
+        if end > self._end:
+            self._end, self.grew_at = end, now
+
+    @property
+    def has_all_sent(self) -> bool:
+        """True where every record is over there. One that has not may have a full spool, and write
+        nothing for that reason."""
+        return self._shipment.has_sent(self._end)
+
+    def activity(self, *, counts_steps: bool) -> RankActivity:
+        """Return what it is inside of, read once for each end of its records."""
+        if self._end not in self._activities:
+            try:
+                found = activity_of(
+                    self._reader, self._shipment.definitions, counts_steps=counts_steps
+                )
+                self._activities = {self._end: found}
+            except SpoolError:
+                return RankActivity(written_ns=0, inside="")
+            finally:
+                self._reader.close()
+        return self._activities[self._end]
+
+
+class StallMonitor:
+    """Watches the streams of one host."""
+
+    def __init__(self, run_folder: Path, header: RunHeader, relay: str) -> None:
+        """Watch nothing yet; take up the stall that an earlier relay of this host noticed.
+
+        Args:
+            run_folder: keeps what was noticed for the launcher, and for the next relay.
+            header: of the run.
+            relay: name of the relay.
+        """
+        self._run_folder = run_folder
+        self._relay = relay
+        settings = settings_of_run(header.settings)
+        self._limit_s = settings.stall_seconds
+        # A program of one rank may well stop before its optimizer, for its user to look at
+        # gradients; and without records of gradients or parameters none says that it has stepped.
+        says_steps = not {Phase.GRADS.word, Phase.PARAMS.word}.isdisjoint(settings.phases)
+        self._counts_steps = header.world_size > 1 and says_steps
+        self._streams: dict[StreamId, _WatchedStream] = {}
+        self._looked_at = float("-inf")
+        self._noticed_at = time.monotonic()
+        self._moved_at = 0.0
+        """When a rank was first seen to write again, 0 while none was."""
+        self.latest: Stall | None = next(iter(stalls_in(run_folder)[-1:]), None)
+        """The last one noticed; its `over_ns` is 0 while it lasts."""
+        self._is_taken_up = self._stands
+
+    @property
+    def _stands(self) -> bool:
+        return self.latest is not None and not self.latest.over_ns
+
+    def look(self, shipments: Mapping[StreamId, Watchable], now: float) -> None:
+        """See who moves; cheap, and does nothing most of the time."""
+        if not self._limit_s:
+            return
+        is_due = now - self._looked_at >= min(_LOOK_S, self._limit_s / 4)
+        if not is_due and not self._is_about_to_end(shipments):
+            return
+        away_s, self._looked_at = now - self._looked_at, now
+        for stream, shipment in shipments.items():
+            if stream not in self._streams:
+                self._streams[stream] = _WatchedStream(shipment, now)
+        if not self._streams:
+            return
+        if _AWAY_S < away_s < float("inf"):
+            for watched in self._streams.values():
+                watched.grew_at += away_s
+        for watched in self._streams.values():
+            watched.look(now)
+        if self._stands:
+            self._look_for_its_end()
+        else:
+            self._look_for_one(now)
+
+    def _is_about_to_end(self, shipments: Mapping[StreamId, Watchable]) -> bool:
+        """True where the last rank has just gone: soon nobody asks this relay any more."""
+        return self._stands and not any(shipment.is_alive for shipment in shipments.values())
+
+    def _look_for_one(self, now: float) -> None:
+        moved_at = max(max(w.grew_at, w.ended_at) for w in self._streams.values())
+        if now - moved_at < self._limit_s:
+            return
+        places: dict[str, list[int]] = {}
+        for stream, watched in self._streams.items():
+            if watched.is_alive and watched.has_all_sent:
+                inside = watched.activity(counts_steps=self._counts_steps).inside
+                if inside:
+                    places.setdefault(inside, []).append(stream.rank)
+        if not places:
+            return
+        listed = [f"{ranks_named(ranks)} in {inside}" for inside, ranks in places.items()]
+        self._noticed_at, self._moved_at = now, 0.0
+        self._is_taken_up = False
+        self._note(
+            Stall(
+                host=socket.gethostname(),
+                since_ns=self._wall_ns(self._last_ns()),
+                noticed_ns=time.time_ns(),
+                where=", ".join(
+                    [*listed[:_MOST_PLACES], *(["..."] * (len(listed) > _MOST_PLACES))]
+                ),
+            )
+        )
+
+    def _look_for_its_end(self) -> None:
+        assert self.latest is not None  # it stands
+        grown = [w for w in self._streams.values() if w.grew_at > self._noticed_at]
+        has_grown = any(watched.is_alive for watched in grown)
+        if has_grown and not self._is_taken_up:
+            self._moved_at = self._moved_at or self._looked_at
+            if self._looked_at - self._moved_at < _LAST_WORDS_S:
+                return
+        has_ended = any(
+            w.ended_at > self._noticed_at for w in self._streams.values() if not w.is_alive
+        )
+        if self._is_taken_up:  # it may have gone on while no relay was there
+            is_later = self._wall_ns(self._last_ns()) > self.latest.since_ns + _CLOSE_NS
+            has_ended = not any(watched.is_alive for watched in self._streams.values())
+            has_grown, self._is_taken_up = is_later, False
+            self._noticed_at = time.monotonic()
+        if has_grown or has_ended:
+            self._note(
+                dataclasses.replace(self.latest, over_ns=time.time_ns(), is_by_end=not has_grown)
+            )
+
+    def _last_ns(self) -> int:
+        """Return the monotonic time of the last move of any rank."""
+        written = [
+            watched.activity(counts_steps=self._counts_steps).written_ns
+            if watched.is_alive
+            else int(watched.ended_at * 1e9)
+            for watched in self._streams.values()
+        ]
+        return max(written)
+
+    @staticmethod
+    def _wall_ns(monotonic_ns: int) -> int:
+        return max(0, time.time_ns() - (time.monotonic_ns() - monotonic_ns))
+
+    def _note(self, stall: Stall) -> None:
+        self.latest = stall
+        log(stall.sentence(time.time_ns()))
+        with contextlib.suppress(SpoolError):  # a full disk: the log has it
+            keep_stall(self._run_folder, self._relay, stall)
+
+
+# ---- what a quiet rank is inside of ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankActivity:
+    """What a rank was inside of when it wrote its last record."""
+
+    written_ns: int
+    """Monotonic time of that record on its host; 0 where there is none with a time."""
+    inside: str
+    """What it is inside of: `a collective of train step 2`; "" for nothing that is known."""
+
+
+def activity_of(
+    reader: StreamReader, definitions: StreamReader | None = None, *, counts_steps: bool
+) -> RankActivity:
+    """Read what a rank is inside of.
+
+    Args:
+        reader: of its stream.
+        definitions: of the stream in which more definitions stand.
+        counts_steps: a train step before its optimizer counts.
+
+    Raises:
+        SpoolError: the stream cannot be read.
+    """
+    tail = StreamTail(is_whole=reader.lowest() == 0)
+    for each in filter(None, (definitions, reader)):
+        for chunk in each.chunks():
+            found = records(chunk, is_verified=True)
+            tail.take(found, definitions_in(found, {})[0])
+    inside, call = "", tail.innermost
+    if call is not None:
+        what = "a collective" if call.collective else "a call"
+        inside = f"{what} of {Mode(call.mode).word} step {call.step}"
+    elif counts_steps and tail.step_before_optimizer is not None:
+        inside = f"train step {tail.step_before_optimizer}, before its optimizer"
+    return RankActivity(written_ns=tail.written_ns, inside=inside)

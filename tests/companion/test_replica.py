@@ -1,0 +1,255 @@
+"""Replicas grow at exactly their own end, and never through a link."""
+
+import os
+import random
+import resource
+import shutil
+
+import pytest
+
+from rankscope.assembly.sources import find_streams
+from rankscope.companion.replica import ReplicaFiles
+from rankscope.errors import FolderError, SpoolError
+from rankscope.record.streams import StreamId
+from rankscope.spool.replication import replica_path, replicated
+from rankscope.spool.settledprefix import free, write_settled
+from tests.soak.disks import Disk
+from tests.spool.streams import settle, settled, write_some
+from tests.spool.test_reader import record_ends
+
+STREAM = StreamId(rank=3, incarnation=0)
+
+
+def test_only_a_frame_at_the_end_is_written(tmp_path):
+    replicas = ReplicaFiles(tmp_path / "out")
+    assert replicas.length(STREAM) == 0
+    assert replicas.append(STREAM, 0, b"a" * 128) == 128
+    assert replicas.append(STREAM, 0, b"b" * 128) == 128
+    assert replicas.append(STREAM, 64, b"b" * 128) == 128
+    assert replicas.append(STREAM, 1 << 40, b"b" * 64) == 128
+    assert replicas.append(STREAM, 128, b"c" * 64) == 192
+    replicas.close()
+    path = replica_path(tmp_path / "out", STREAM)
+    assert path.name == "rank00003.0.cells"
+    assert path.read_bytes() == b"a" * 128 + b"c" * 64
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_replica_torn_at_any_byte_is_cut_to_its_valid_prefix_and_grows_on(tmp_path, capfd):
+    whole = write_some(tmp_path / "s", 3)
+    ends = record_ends(whole)
+    path = replica_path(tmp_path / "out", STREAM)
+    path.parent.mkdir(parents=True)
+    for cut in range(len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        replicas = ReplicaFiles(tmp_path / "out")
+        length = replicas.length(STREAM)
+        assert length == max(end for end in ends if end <= cut) == path.stat().st_size
+        assert bool(capfd.readouterr().err) == (length != cut)
+        assert replicas.append(STREAM, length, whole[length:]) == len(whole)
+        replicas.close()
+        assert path.read_bytes() == whole
+
+
+def test_a_bit_flipped_in_a_replica_cuts_it_there_and_it_grows_on(tmp_path):
+    whole = write_some(tmp_path / "s", 6)
+    ends = record_ends(whole)
+    path = replica_path(tmp_path / "out", STREAM)
+    path.parent.mkdir(parents=True)
+    chosen = random.Random(6)
+    for _ in range(1000):
+        at = chosen.randrange(len(whole))
+        damaged = bytearray(whole)
+        damaged[at] ^= 1 << chosen.randrange(8)
+        path.write_bytes(damaged)
+        replicas = ReplicaFiles(tmp_path / "out")
+        length = replicas.length(STREAM)
+        assert length == max(end for end in ends if end <= at)
+        assert replicas.append(STREAM, length, whole[length:]) == len(whole)
+        replicas.close()
+        assert path.read_bytes() == whole
+
+
+def test_a_settled_replica_is_opened_behind_its_hole_and_grows_on(tmp_path, capfd):
+    whole = write_some(tmp_path / "s", 300)
+    ends = record_ends(whole)
+    path = replica_path(tmp_path / "out", STREAM)
+    path.parent.mkdir(parents=True)
+    for end, cut in (
+        *((ends[1], len(whole)), (ends[200], len(whole)), (ends[500], ends[600])),
+        *((ends[700], ends[701] - at) for at in range(1, 64)),
+        *((ends[800], ends[800]), (ends[800], 4096)),  # the last: a crash of the host took the rest
+    ):
+        path.with_suffix(".settled").unlink(missing_ok=True)
+        path.write_bytes(whole[:cut])
+        settle(path, settled(whole, end))
+        os.truncate(path, cut)
+        replicas = ReplicaFiles(tmp_path / "out")
+        length = replicas.length(STREAM)
+        assert length == max(end, *(one for one in ends if one <= cut)) == path.stat().st_size
+        assert bool(capfd.readouterr().err) == (length != cut)
+        assert replicas.append(STREAM, length, whole[length:]) == len(whole)
+        replicas.close()
+        assert path.read_bytes()[end:] == whole[end:]
+        (found,) = find_streams([tmp_path / "out"])
+        assert len(found.data) + found.hidden_bytes == len(whole)
+
+
+def test_a_replica_whose_settled_begin_is_damaged_is_not_cut(tmp_path):
+    whole = write_some(tmp_path / "s", 300)
+    path = replica_path(tmp_path / "out", STREAM)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(whole)
+    settle(path, settled(whole, record_ends(whole)[500]))
+    path.with_suffix(".settled").write_bytes(b"x")
+    for _ in range(3):
+        with pytest.raises(FolderError, match=r"rank00003.0.settled: is damaged"):
+            ReplicaFiles(tmp_path / "out").length(STREAM)
+    assert path.stat().st_size == len(whole)
+
+
+def test_the_quota_of_a_stream_is_what_its_replica_takes_of_the_disk(tmp_path):
+    whole = write_some(tmp_path / "s", 1000)
+    end = record_ends(whole)[-20]
+    replicas = ReplicaFiles(tmp_path / "out", quota_bytes=len(whole) + 64)
+    replicas.append(STREAM, 0, whole)
+    with pytest.raises(FolderError, match="quota"):
+        replicas.append(STREAM, len(whole), whole)
+    path = replica_path(tmp_path / "out", STREAM)
+    write_settled(path, settled(whole, end))
+    if not free(path, end):
+        pytest.skip("the file system of the temporary folder makes no holes in files")
+    assert replicas.append(STREAM, len(whole), whole[: end // 2]) == len(whole) + end // 2
+    with pytest.raises(FolderError, match="quota"):
+        replicas.append(STREAM, len(whole) + end // 2, whole)
+    replicas.close()
+
+
+def test_a_folder_holds_records_of_the_run_that_claimed_it_first_also_after_a_restart(tmp_path):
+    first = ReplicaFiles(tmp_path / "out")
+    first.claim("one")
+    first.claim("one")
+    first.close()
+    again = ReplicaFiles(tmp_path / "out")
+    with pytest.raises(FolderError, match="gathers run one, and takes nothing of run two"):
+        again.claim("two")
+    again.claim("one")
+    names = [path.name for path in (tmp_path / "out/spool").iterdir()]
+    assert names == ["run-id"]
+
+
+def test_a_disk_that_refuses_is_reported_once_and_what_it_refused_is_taken_later(tmp_path, capfd):
+    replicas = ReplicaFiles(tmp_path / "out")
+    replicas.append(STREAM, 0, bytes(1024))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048 + 17, hard))
+    try:
+        for _ in range(5):
+            assert replicas.append(STREAM, 1024, bytes(4096)) == 1024
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "File too large" in replicas.trouble
+    assert capfd.readouterr().err.count("cannot be written") == 1
+    assert replica_path(tmp_path / "out", STREAM).stat().st_size == 1024
+    assert replicas.append(STREAM, 1024, bytes(4096)) == 5120
+    assert replicas.trouble == ""
+    replicas.close()
+
+
+def test_with_few_descriptors_left_others_are_closed_for_a_stream(tmp_path):
+    """Otherwise a stream that found none would have been refused for good."""
+    replicas = ReplicaFiles(tmp_path / "out")
+    ranks = [StreamId(rank=rank, incarnation=0) for rank in range(64)]
+    for rank in ranks[:32]:
+        replicas.append(rank, 0, bytes(64))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
+    try:
+        for rank in ranks:
+            assert replicas.append(rank, replicas.length(rank), bytes(64)) in (64, 128)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    replicas.close()
+    assert len(replicated(tmp_path / "out")) == 64
+
+
+def test_a_link_or_a_pipe_in_a_replicas_place_is_not_followed(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    path = replica_path(tmp_path / "out", STREAM)
+    path.parent.mkdir(parents=True)
+    path.symlink_to(victim)
+    with pytest.raises(FolderError, match="cannot be opened"):
+        ReplicaFiles(tmp_path / "out").length(STREAM)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(FolderError, match="no ordinary file"):
+        ReplicaFiles(tmp_path / "out").length(STREAM)
+    assert victim.read_text() == "precious"
+
+
+def test_a_stream_beyond_its_quota_is_refused(tmp_path):
+    replicas = ReplicaFiles(tmp_path / "out", quota_bytes=256)
+    replicas.append(STREAM, 0, bytes(192))
+    with pytest.raises(FolderError, match="quota"):
+        replicas.append(STREAM, 192, bytes(128))
+    assert replicas.append(STREAM, 192, bytes(64)) == 256
+    replicas.close()
+
+
+def test_more_streams_than_open_files_all_grow(tmp_path):
+    replicas = ReplicaFiles(tmp_path / "out")
+    ranks = [StreamId(rank=rank, incarnation=0) for rank in range(600)]
+    for turn in range(3):
+        for rank in ranks:
+            assert replicas.append(rank, turn * 64, bytes([turn]) * 64) == turn * 64 + 64
+    replicas.close()
+    assert replicated(tmp_path / "out") == dict.fromkeys(ranks, 192)
+
+
+def test_a_name_of_which_a_crash_of_the_host_left_nothing_is_written_again(tmp_path):
+    """A file system may keep a file's name and lose its bytes."""
+    first = ReplicaFiles(tmp_path / "out")
+    first.claim("run-1")
+    first.close()
+    (tmp_path / "out/spool/run-id").write_text("")
+    again = ReplicaFiles(tmp_path / "out")
+    again.claim("run-1")
+    again.close()
+    assert (tmp_path / "out/spool/run-id").read_text() == "run-1"
+    with pytest.raises(FolderError, match="gathers run run-1"):
+        ReplicaFiles(tmp_path / "out").claim("run-2")
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A file system that fails when told to; skipped where none may be mounted."""
+    if os.getuid() or not shutil.which("mkfs.ext4"):
+        pytest.skip("only root may mount a disk, and mkfs.ext4 makes it")
+    try:
+        disk = Disk(tmp_path / "disk", "ext4", 16)
+    except OSError as error:
+        pytest.skip(f"no disk can be mounted here: {error}")
+    yield disk
+    disk.remove()
+
+
+@pytest.mark.parametrize("how", ["fail", "forbid_writing"])
+def test_a_replica_whose_disk_fails_goes_on_once_it_is_back(tmp_path, disk, how):
+    whole = write_some(tmp_path / "s", 40)
+    half = record_ends(whole)[30]
+    out = disk.place / "out"
+    replicas = ReplicaFiles(out)
+    assert replicas.append(STREAM, 0, whole[:half]) == half
+    replicas.to_sync(STREAM).put_on_disk()
+    getattr(disk, how)()
+    assert replicas.append(STREAM, half, whole[half:]) == half
+    with pytest.raises(SpoolError):
+        replicas.length(STREAM)
+    assert replicas.trouble
+    disk.replace()
+    assert replicas.length(STREAM) == half
+    assert replicas.append(STREAM, half, whole[half:]) == len(whole)
+    replicas.close()
+    assert replica_path(out, STREAM).read_bytes() == whole
