@@ -261,7 +261,7 @@ class Job:
         return furthest
 
     def pids(self, role: str, host: int | None = None) -> list[int]:
-        """Return the living processes of a role: `rank`, `relay`, `collector`, `stepwise`,
+        """Return the living processes of a role: `rank`, `relay`, `collector`, `reader`,
         `launcher`; of ranks and relays those of one host, where it is given."""
         if host is not None:
             mark = str(self._bases[host]).encode()

@@ -13,9 +13,9 @@ from typing import Any, Final
 from rankscope.record.call import Mode
 from rankscope.record.ranklists import ranks_text
 from rankscope.record.timetext import utc_text
-from rankscope.run.jobstatus import EndedStep, JobStatus, RankStatus
+from rankscope.run.jobstatus import EndedStep, JobStatus, RankStatus, fullest_spool
 
-__all__ = ["SORTS", "fullest_spool", "job_summary"]
+__all__ = ["SORTS", "job_summary"]
 
 FORMAT: Final = "rankscope.top/1"
 _MOST_WORST: Final = 10
@@ -81,19 +81,6 @@ def job_summary(
         "worst": _worst(statuses),
         "loss": _spread(statuses, lambda step: step.loss),
         "grad_norm": _spread(statuses, lambda step: step.grad_norm),
-    }
-
-
-def fullest_spool(statuses: Sequence[RankStatus]) -> dict[str, Any] | None:
-    """Return how full the fullest spool of this host is; None where none is here."""
-    full = [status for status in statuses if status.spool_fill is not None]
-    if not full:
-        return None
-    fullest = max(full, key=lambda status: status.spool_fill or 0.0)
-    return {
-        "fill": fullest.spool_fill,
-        "rank": fullest.rank,
-        "unsent_bytes": sum(status.unsent_bytes or 0 for status in full),
     }
 
 

@@ -296,7 +296,8 @@ class Intake(StreamSource):
             case OpenStream(stream, origin, chunk=0):
                 return self._open(stream, origin)
             case Sync(stream, origin):
-                self._sync.begin(self._replicas, self._opened(stream, origin), (identity, stream))
+                place = self._opened(stream, origin)
+                self._sync.begin(place, (identity, stream), self._replicas.to_sync)
                 return None
             case Ended():
                 return self._end(message)

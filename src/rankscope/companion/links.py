@@ -447,7 +447,7 @@ class FolderLink(Link):
                         self._note_trouble("", now)  # which it logs itself
                         return False
                 case Sync():
-                    self._sync.begin(self._replicas, place, shipment)
+                    self._sync.begin(place, shipment, self._replicas.to_sync)
                 case Ended():
                     shipment.take_end_seen()
         except SpoolError as error:  # the disk is full, or failed: asked again

@@ -15,13 +15,12 @@ from typing import Any, Final
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from rankscope.cli.jobsummary import fullest_spool
 from rankscope.companion.log import log
 from rankscope.record.call import Mode
 from rankscope.record.finding import Kind
 from rankscope.record.rankplace import STATES
 from rankscope.run.findingnotices import told_in
-from rankscope.run.jobstatus import RankStatus, read_status
+from rankscope.run.jobstatus import RankStatus, fullest_spool, read_status
 from rankscope.run.stallrecords import stalls_in
 
 __all__ = ["served_metrics"]

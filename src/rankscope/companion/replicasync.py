@@ -5,18 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from rankscope.companion.log import log
 from rankscope.record.streams import StreamId
 from rankscope.run.replacing import sync_by_name
-
-if TYPE_CHECKING:
-    from rankscope.companion.replica import ReplicaFiles
 
 __all__ = ["BackgroundSync", "Unsynced"]
 
@@ -68,8 +65,9 @@ class BackgroundSync(Generic[Asker]):
         """True once a disk said that it lost something; it says that only once."""
         return bool(self._lost)
 
-    def begin(self, replicas: ReplicaFiles, place: StreamId, asker: Asker) -> None:
-        """Have a replica put on disk, unless that is under way, or is known to be in vain.
+    def begin(self, place: StreamId, asker: Asker, to_sync: Callable[[StreamId], Unsynced]) -> None:
+        """Have a replica put on disk, which is opened by `to_sync`, unless that is under way, or is
+        known to be in vain.
 
         Raises:
             FolderError: its replica cannot be opened.
@@ -77,7 +75,7 @@ class BackgroundSync(Generic[Asker]):
         if place in self._lost or place in self._askers:
             return
         with contextlib.suppress(OSError):  # too many open files: it is asked for again
-            self._waiting.put(replicas.to_sync(place))
+            self._waiting.put(to_sync(place))
             self._askers[place] = asker
 
     def finished(self) -> Iterator[tuple[Asker, int]]:

@@ -166,13 +166,5 @@ def start_extras(daemons: Iterable[tuple[Sequence[str], Path]]) -> list[str]:
 
 
 def _reader(out: Path) -> list[str]:
-    parent = str(os.getpid())
-    return [
-        sys.executable,
-        "-m",
-        "rankscope.companion.running",
-        "--out",
-        str(out),
-        "--parent",
-        parent,
-    ]
+    module, parent = "rankscope.companion.running", str(os.getpid())
+    return [sys.executable, "-m", module, "--out", str(out), "--parent", parent]

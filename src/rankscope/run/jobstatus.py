@@ -8,7 +8,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +21,15 @@ from rankscope.record.rankplace import RankPlace
 from rankscope.run.filenames import REPLICA_FOLDER, RUN_ID_NAME, STATUS_FORMAT, STATUS_NAME
 from rankscope.run.replacing import read_json_map, write_by_rename
 
-__all__ = ["EndedStep", "JobStatus", "JobTotals", "RankStatus", "read_status", "write_status"]
+__all__ = [
+    "EndedStep",
+    "JobStatus",
+    "JobTotals",
+    "RankStatus",
+    "fullest_spool",
+    "read_status",
+    "write_status",
+]
 
 _TOLD_STEPS: Final = 8
 """Of the steps that a rank ended last."""
@@ -122,6 +130,19 @@ class JobStatus:
     """Every rank that has written anything, its last life, lowest first."""
 
 
+def fullest_spool(statuses: Sequence[RankStatus]) -> dict[str, Any] | None:
+    """Return how full the fullest spool of this host is; None where none is here."""
+    full = [status for status in statuses if status.spool_fill is not None]
+    if not full:
+        return None
+    fullest = max(full, key=lambda status: status.spool_fill or 0.0)
+    return {
+        "fill": fullest.spool_fill,
+        "rank": fullest.rank,
+        "unsent_bytes": sum(status.unsent_bytes or 0 for status in full),
+    }
+
+
 def write_status(out: Path, status: JobStatus) -> None:
     """Replace the status of a trace folder.
 
@@ -142,8 +163,8 @@ def write_status(out: Path, status: JobStatus) -> None:
 
 
 def read_status(out: Path) -> JobStatus:
-    """Return the status of a trace folder; one that says at most whose records are there where there
-    is none, or it cannot be read."""
+    """Return the status of a trace folder; where none is there, or it cannot be read, one that says
+    at most whose records there are."""
     with contextlib.suppress(SpoolError, TraceError, KeyError, TypeError, ValueError):
         found = read_json_map(out / STATUS_NAME)
         if found["format"] == STATUS_FORMAT:

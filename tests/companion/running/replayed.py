@@ -1,7 +1,7 @@
 """A running job, played from the records of one that is over: replicas grow piece by piece, and the
 live check looks after each.
 
-python -m tests.companion.running.replayed FOLDER ...    # traces with their records: --rs-keep-spool
+python -m tests.companion.running.replayed FOLDER ...    # traces with records: --rs-keep-spool
 """
 
 from __future__ import annotations
