@@ -1,4 +1,4 @@
-"""`python -m rankscope.companion.running`: reads a running job, or makes what is to be made of a job
+"""`python -m rankscope.companion.running`: reads a running job, or makes what is to be made of one
 that is over. The companion of the head host starts it, and goes on without it where it is killed.
 """
 
