@@ -15,6 +15,7 @@ import pytest
 
 from rankscope.tree.reader import open_trace
 from tests import forked
+from tests.waiting import wait_until
 
 JOB = Path(__file__).with_name("long_run.py")
 SPOOL_KIB = 4 << 10

@@ -19,6 +19,7 @@ from pathlib import Path
 from rankscope.companion.finish import CollectorOptions, Turns, gathering
 from rankscope.companion.log import log
 from rankscope.companion.relay import Relay
+from rankscope.companion.waitingrule import HostState
 from rankscope.errors import FolderBusyError, RankscopeError, SpoolError
 from rankscope.run.companions import ExitOutcome, dataset_trouble, metrics_trouble
 from rankscope.run.filenames import COMPANION_LOCK_NAME, RUN_NAME
@@ -102,7 +103,10 @@ class _Companion:
         """Begin to gather; False where another host of a shared folder does."""
         listens = collection.is_elsewhere
         turns = gathering(
-            _options(header, collection), self._is_stopped, wait_s=_LOOK_S if listens else 0.0
+            _options(header, collection),
+            self._is_stopped,
+            wait_s=_LOOK_S if listens else 0.0,
+            own_host=None if collection.is_shared or self._is_by_hand else self._own_host,
         )
         try:
             next(turns)
@@ -115,6 +119,9 @@ class _Companion:
             return True
         self._turns = turns
         return True
+
+    def _own_host(self) -> HostState | None:
+        return None if self._relay is None else self._relay.state
 
     def _work(self) -> ExitOutcome:
         while True:

@@ -18,6 +18,7 @@ from rankscope.companion.readerprocess import ReaderProcess
 from rankscope.companion.sharedwatch import SharedWatch
 from rankscope.companion.waitingrule import (
     Decision,
+    HostState,
     JobState,
     StreamSource,
     decide,
@@ -109,6 +110,7 @@ def gathering(
     observer: Observer | None = None,
     *,
     wait_s: float = _LOOK_S,
+    own_host: Callable[[], HostState | None] | None = None,
 ) -> Turns[ExitOutcome]:
     """Gather a run, build its tree, tell the relays; return how it ended. What works in this
     process besides has its turn whenever this yields.
@@ -120,6 +122,7 @@ def gathering(
         is_stopped: true once somebody asked for an end (SIGTERM): finish with what is there.
         observer: who wants to know how far it is.
         wait_s: how long a turn may wait for something to come.
+        own_host: as of `SharedWatch`.
 
     Raises:
         FolderError: the trace folder cannot be used, or another collector is at work there.
@@ -144,7 +147,7 @@ def gathering(
             )
             watching.listening(intake.addresses)
         else:
-            source = SharedWatch(options.out)
+            source = SharedWatch(options.out, own_host)
             watching.listening(())
         outcome, is_quiet = ExitOutcome.DONE, False
         if is_late:

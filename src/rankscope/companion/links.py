@@ -90,6 +90,8 @@ class Link(ABC):
         """Why nothing of this run is taken; empty as long as it is."""
         self.stall: Stall | None = None
         """The last one noticed on this host, to be told."""
+        self.state: HostState | None = None
+        """What was told of this host last."""
         self.is_quiet = False
         """Nothing happened on any host: what ranks held back is not asked for. Known at the end."""
         self.trouble_at: float | None = None
@@ -202,7 +204,8 @@ class SocketLink(Link):
         held = self._held(shipments)
         has_news = job is not self._job or self.stall != self._sent or held != self._told_held
         if now - self._beat_at > _BEAT_S or has_news:
-            if not self._greet(self._state(shipments, job)):
+            self.state = self._state(shipments, job)
+            if not self._greet(self.state):
                 return was_busy
             self._job, self._told_held, self._sent = job, held, self.stall
             self._beat_at = now
@@ -322,14 +325,17 @@ class SocketLink(Link):
 class FolderLink(Link):
     """To a trace folder this host sees: the collector's writing, without a collector between."""
 
-    def __init__(self, header: RunHeader, name: str, box: BlackBox | None = None) -> None:
-        """Open the folder.
+    def __init__(
+        self, header: RunHeader, name: str, box: BlackBox | None = None, *, is_shared: bool = True
+    ) -> None:
+        """Open the folder; where other hosts see it, what is told of this one stands in it too.
 
         Raises:
             FolderError: it cannot be made.
         """
         super().__init__(header, name, box)
         self._out = header.out
+        self._is_shared = is_shared
         self._beat = os.getpid() << 20
         self.heard_at = time.monotonic()
         self.is_reached = True
@@ -354,14 +360,13 @@ class FolderLink(Link):
         """Append what is committed; True where anything was."""
         if not self._is_claimed and not self._claim(now):
             return False
-        is_due = now - self._beat_at > _SHARED_BEAT_S or job is not self._job
-        if is_due and os.path.exists(self._out / REPLICA_FOLDER):
-            self._job = job
+        if now - self._beat_at > _SHARED_BEAT_S or job is not self._job:
+            self._job, self._beat_at = job, now
             self._beat += 1
-            self._beat_at = now
-            state = self._state(shipments, job)
-            with contextlib.suppress(SpoolError):  # the folder goes once the tree is there
-                write_host_state(self._out, self._name, self._beat, state)
+            self.state = self._state(shipments, job)
+            if self._is_shared and os.path.exists(self._out / REPLICA_FOLDER):
+                with contextlib.suppress(SpoolError):  # the folder goes once the tree is there
+                    write_host_state(self._out, self._name, self._beat, self.state)
         self._tell()
         self._hear()
         for shipment, length in self._sync.finished():

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from rankscope.companion.blackbox import black_box_of
 from rankscope.companion.cleanup import is_in_tree, remove_run
-from rankscope.companion.links import FolderLink, SocketLink
+from rankscope.companion.links import FolderLink, Link, SocketLink
 from rankscope.companion.log import log
 from rankscope.companion.orderwatch import OrderWatch
 from rankscope.companion.shipping import Shipment
 from rankscope.companion.stallmonitor import StallMonitor
-from rankscope.companion.waitingrule import JobState
+from rankscope.companion.waitingrule import HostState, JobState
 from rankscope.record.streams import StreamId
 from rankscope.run.companions import ExitOutcome
 from rankscope.run.filenames import JOB_OVER_NAME, LAUNCHER_LOCK_NAME, TRACE_NAME
@@ -80,10 +80,19 @@ class Relay:
         self._box = black_box_of(run_folder, header)
         """Where the ranks hold their last steps back."""
         self._orders = OrderWatch(run_folder, header, self._name)
-        kind = SocketLink if self._collection.is_elsewhere else FolderLink
-        self._link = kind(header, self._name, self._box)
+        self._link: Link
+        if self._collection.is_elsewhere:
+            self._link = SocketLink(header, self._name, self._box)
+        else:
+            is_shared = self._collection.is_shared
+            self._link = FolderLink(header, self._name, self._box, is_shared=is_shared)
         self.outcome: ExitOutcome | None = None
         """How it ended; None while there is more to do."""
+
+    @property
+    def state(self) -> HostState | None:
+        """What was told of this host last."""
+        return self._link.state
 
     def turn(self) -> bool:
         """Do what can be done at once; True where that was anything."""

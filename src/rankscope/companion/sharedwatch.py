@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -53,12 +54,18 @@ def read_host_states(out: Path) -> dict[str, tuple[int, HostState]]:
 
 
 class SharedWatch(StreamSource):
-    """Streams that relays write into a shared trace folder by themselves; they say in their own
-    logs what goes wrong, and see the tree appear."""
+    """Streams that relays write into a trace folder by themselves; they say in their own logs what
+    goes wrong, and see the tree appear."""
 
-    def __init__(self, out: Path) -> None:
-        """Watch `out`."""
-        self._out = out
+    def __init__(self, out: Path, own_host: Callable[[], HostState | None] | None = None) -> None:
+        """Watch.
+
+        Args:
+            out: the trace folder.
+            own_host: says what the relay in this process tells of its host, where no other host
+                writes into the folder.
+        """
+        self._out, self._own_host = out, own_host
         self._seen: dict[StreamId, tuple[int, EndReason | None]] = {}
         self._beats: dict[str, tuple[int, float]] = {}
         self._said: list[HostState] = []
@@ -77,7 +84,11 @@ class SharedWatch(StreamSource):
         if found != self._seen:
             self._seen, self.progress_at = found, now
         self._peers = []
-        states = read_host_states(self._out)
+        own = None if self._own_host is None else self._own_host()
+        if self._own_host is None:
+            states = read_host_states(self._out)
+        else:  # of a process that hears itself
+            states = {} if own is None else {"": (time.monotonic_ns(), own)}
         said = [states[name][1] for name in sorted(states)]
         if said != self._said:
             self._said, self.progress_at = said, now
