@@ -10,6 +10,7 @@ import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,18 @@ def told(folder: Path) -> list[dict[str, Any]]:
         return []
 
 
-def judged(work: Path, ranks: int) -> RunningJob:
-    """Return a job whose steps are judged as it is looked at."""
-    job = RunningJob(work, traced_ranks=ranks)
-    job.listeners.append(LiveCheck(job, FindingsFile(work)))
-    return job
+class JudgedJob(RunningJob):
+    """A job whose steps are judged when it is looked at."""
+
+    def __init__(self, work: Path, ranks: int) -> None:
+        super().__init__(work, traced_ranks=ranks)
+        self.judge = LiveCheck(self, FindingsFile(work))
+        self.listeners.append(self.judge)
+
+    def look(self, is_stopped: Callable[[], bool] = lambda: False) -> bool:
+        is_busy = super().look(is_stopped)
+        self.judge.wait()
+        return is_busy
 
 
 def replayed(trace: Path, work: Path, *, pieces: int = 12) -> list[dict[str, Any]]:
@@ -46,7 +54,7 @@ def replayed(trace: Path, work: Path, *, pieces: int = 12) -> list[dict[str, Any
     spool = work / REPLICA_FOLDER
     spool.mkdir()
     replicas = sorted((trace / REPLICA_FOLDER).glob("*.cells"))
-    job = judged(work, len(replicas))
+    job = JudgedJob(work, len(replicas))
     for piece in range(1, pieces + 1):
         for replica in replicas:
             whole = replica.read_bytes()

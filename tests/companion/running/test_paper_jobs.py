@@ -24,7 +24,7 @@ from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import CELL_BYTES, RecordKind, StepEvent
 from rankscope.spool.replication import replica_path
 from rankscope.tree.reader import open_trace
-from tests.companion.running.replayed import judged, replayed, told
+from tests.companion.running.replayed import JudgedJob, replayed, told
 from tests.diagnosis.paper import event, module, numbers, setup
 from tests.tree.ranks_on_paper import PaperRank
 from tests.waiting import wait_until
@@ -100,7 +100,7 @@ def test_one_that_was_killed_and_started_again_tells_nothing_twice(tmp_path: Pat
     for replica in (out / "spool").glob("*.cells"):
         (spool / replica.name).write_bytes(replica.read_bytes())
     for _ in range(2):
-        watch = judged(work, 2)
+        watch = JudgedJob(work, 2)
         while watch.look():
             pass
         assert len(told(work)) == 1
@@ -127,7 +127,7 @@ def test_the_trace_of_some_steps_is_that_part_of_the_whole(tmp_path: Path):
     while running.read(lambda: False):
         pass
     assert running.finished() == [StepKey(0, step) for step in range(STEPS)]
-    part = running.trace([StepKey(0, 3), StepKey(0, 4)])
+    part = running.trace([StepKey(0, 3), StepKey(0, 4)])()
     whole = open_trace(out)
     assert [step.step for step in part.steps] == [3, 4]
     wanted = [node for step in whole.steps[3:5] for node in step.walk()]
@@ -141,7 +141,7 @@ def test_what_is_held_does_not_grow_with_the_steps(tmp_path: Path, work: Path):
     """Records of a step go two steps later; those of the job stay."""
     out = job(tmp_path)
     (spool := work / "spool").mkdir()
-    watch = judged(work, 2)
+    watch = JudgedJob(work, 2)
     held = []
     replicas = sorted((out / "spool").glob("*.cells"))
     for part in range(1, 31):
@@ -165,7 +165,7 @@ def test_a_step_that_some_rank_has_not_ended_is_not_judged(tmp_path: Path, work:
     ends = records(half).columns(RecordKind.STEP)[1]
     assert ends["event"][1] == int(StepEvent.END)
     at = records(half).start[records(half).positions(RecordKind.STEP)[1]] * CELL_BYTES
-    watch = judged(work, 2)
+    watch = JudgedJob(work, 2)
     (spool / second.name).write_bytes(half[:at])
     for _ in range(4):
         watch.look()
@@ -184,7 +184,7 @@ def test_damage_in_a_replica_is_said_and_the_rest_is_left_alone(tmp_path: Path, 
         if number:
             data[:] = data[: 40 * CELL_BYTES] + bytes(8 << 20)
         (spool / replica.name).write_bytes(data)
-    watch = judged(work, 2)
+    watch = JudgedJob(work, 2)
     for _ in range(5):
         watch.look()
     (line,) = told(work)

@@ -263,19 +263,30 @@ class RunningJob:
             for stream in self._streams.values():
                 stream.drop(key)
 
-    def trace(self, keys: Iterable[StepKey]) -> Trace:
-        """Return the trace of setup and some steps.
+    def trace(self, keys: Iterable[StepKey]) -> Callable[[], Trace]:
+        """Return what makes the trace of setup and some steps, as they are now: in another thread,
+        if that is wished, while more is read.
 
-        Raises:
+        It raises:
             TraceError: there is not one record.
             TraceVersionError: a rank wrote a newer record format.
         """
-        return trace_of(self.document(keys), self._out, is_live=True, read_s=self._read_s)
+        sources, read_s = self._sources(keys), self._read_s
+
+        def made() -> Trace:
+            document = assemble(sources, decoded=self._definitions, end=job_end([self._out]))
+            return trace_of(document, self._out, is_live=True, read_s=read_s)
+
+        return made
 
     def document(self, keys: Iterable[StepKey], began_ns: int | None = None) -> Document:
         """Return setup and some steps as a document; `began_ns` and errors as of `assemble`."""
+        end = job_end([self._out])
+        return assemble(self._sources(keys), decoded=self._definitions, began_ns=began_ns, end=end)
+
+    def _sources(self, keys: Iterable[StepKey]) -> list[StreamBytes]:
         wanted = set(keys)
-        sources = (
+        return [
             StreamBytes(
                 stream=stream.stream,
                 data=stream.cells(wanted),
@@ -283,9 +294,7 @@ class RunningJob:
                 end=self._ends[rank].end if rank in self._ends else None,
             )
             for rank, stream in self._streams.items()
-        )
-        end = job_end([self._out])
-        return assemble(sources, decoded=self._definitions, began_ns=began_ns, end=end)
+        ]
 
     def _discover(self) -> None:
         self.lengths = found = replicated(self._out)

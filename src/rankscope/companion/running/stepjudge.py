@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
@@ -13,6 +14,7 @@ from rankscope.diagnosis.check import check
 from rankscope.errors import RankscopeError
 from rankscope.record.finding import Finding, Kind, Severity
 from rankscope.run.stallrecords import stalls_in
+from rankscope.tree.views import Trace
 
 __all__ = ["LiveCheck"]
 
@@ -23,6 +25,8 @@ _MOST_BYTES: Final = 192 << 20
 _CANCELLED_S: Final = 40.0
 """So long after the first crash it is told, also if nobody has said how the job ended: torchrun
 gives ranks that it ends 30 s."""
+_LAST_S: Final = 0.3
+"""So long what is judged at the end is waited for: `check` judges it again."""
 _STALL_AGAIN_S: Final = 1.0
 """A stall is judged again so long after it was judged first."""
 _LOOK_BYTES: Final = 24 << 20
@@ -42,6 +46,7 @@ class LiveCheck:
         """The latest, in order: the next are judged with them."""
         self._through: dict[int, int] = {}
         """{mode: the last step that was judged or passed over}."""
+        self._running: _Judgement | None = None
         self._stall_ns = 0
         self._stalled_at = 0.0
         """When the latest stall was first seen here."""
@@ -51,7 +56,8 @@ class LiveCheck:
         self._crashed_at = 0.0
 
     def look(self, is_stopped: Callable[[], bool]) -> None:
-        """Judge the steps that are over by now (of `Listener`)."""
+        """Have the steps judged that are over by now, in a thread: that may take long, and the job
+        is read on meanwhile (of `Listener`)."""
         if self._job.life != self._life:
             if self._crashes:  # what is started again was not cancelled
                 self._findings.add(*self._crashes)
@@ -62,14 +68,35 @@ class LiveCheck:
             self._findings.say(
                 f"the records of rank {rank} are not judged while the job runs: {trouble}"
             )
+        if self._is_free():
+            self._judge_next()
+        self._make_room()
+        self._findings.look()
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until what is judged now has been told, at most so long."""
+        if self._running is not None:
+            self._running.thread.join(seconds)
+            self._is_free()
+
+    def _is_free(self) -> bool:
+        """True where nothing is judged just now; what was is told."""
+        running = self._running
+        if running is not None and not running.thread.is_alive():
+            self._running = None
+            if running.trouble:
+                self._findings.say(running.trouble)
+            self._tell(running.faults, running.ended_ns)
+        return self._running is None
+
+    def _judge_next(self) -> None:
         new = self._newest([key for key in self._job.finished() if not self._is_through(key)])
         if new:
             self._judge([*self._judged, *new])
             self._pass(new)
             self._judged = [*self._judged, *new][-_STEPS_BESIDE:]
-        self._judge_a_stall()
-        self._make_room()
-        self._findings.look()
+        else:
+            self._judge_a_stall()
 
     def needs(self, key: StepKey) -> bool:
         """True for a held step that is to be judged, or that others are judged with."""
@@ -103,12 +130,8 @@ class LiveCheck:
 
     def _judge(self, keys: Iterable[StepKey]) -> None:
         keys = list(keys)
-        try:
-            report = check(self._job.trace(keys))
-        except RankscopeError as error:
-            self._findings.say(f"steps cannot be judged while the job runs: {error}")
-            return
-        self._tell([f for f in report.origins if f.severity is Severity.FAULT], keys)
+        ended_ns = {key: self._job.ended_ns(key) for key in keys}
+        self._running = _Judgement(self._job.trace(keys), ended_ns)
 
     def _judge_a_stall(self) -> None:
         """Judge what is there once a host notices that none of its ranks moves, and again whenever
@@ -124,8 +147,7 @@ class LiveCheck:
         unfinished = [key for key in self._job.held() if self.needs(key) and key not in finished]
         self._judge([*self._judged, *sorted({*unfinished} - {*self._judged})])
 
-    def _tell(self, findings: list[Finding], keys: Iterable[StepKey]) -> None:
-        ended_ns = {key: self._job.ended_ns(key) for key in keys}
+    def _tell(self, findings: list[Finding], ended_ns: Mapping[StepKey, int]) -> None:
         crashes = [finding for finding in findings if finding.kind is Kind.CRASH]
         if crashes:
             self._crashed_at = self._crashed_at or time.monotonic()
@@ -136,12 +158,13 @@ class LiveCheck:
         """Tell of crashes once it is known that nobody cancelled the job: ranks that a signal ends
         look like ranks that crash until the last of them has ended, and the launcher said why."""
         if self._crashes and (is_over or time.monotonic() - self._crashed_at > _CANCELLED_S):
-            if self._judged and self._job.trace(self._judged).run.get("ended") is None:
+            if self._judged and self._job.trace(self._judged)().run.get("ended") is None:
                 self._findings.add(*self._crashes)
             self._crashes, self._crashed_at = None, 0.0
 
     def close(self) -> None:
         """The job is over, and its launcher has said how it ended."""
+        self.wait(_LAST_S)
         self._tell_crashes(is_over=True)
 
     def _make_room(self) -> None:
@@ -159,3 +182,24 @@ class LiveCheck:
             self._pass([key])
             self._judged = [each for each in self._judged if each != key]
             size -= self._job.bytes_of(key)
+
+
+class _Judgement:
+    """Some steps on their way through `check`, in a thread of their own."""
+
+    def __init__(self, trace: Callable[[], Trace], ended_ns: Mapping[StepKey, int]) -> None:
+        self._trace = trace
+        self.ended_ns = ended_ns
+        self.faults: list[Finding] = []
+        self.trouble = ""
+        self.thread = threading.Thread(target=self._check, name="judge", daemon=True)
+        self.thread.start()
+
+    def _check(self) -> None:
+        try:
+            origins = check(self._trace()).origins
+        except (RankscopeError, MemoryError) as error:
+            why = str(error) or type(error).__name__
+            self.trouble = f"steps cannot be judged while the job runs: {why}"
+        else:
+            self.faults = [each for each in origins if each.severity is Severity.FAULT]
