@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.soak.job import Job
 from tests.waiting import wait_until
 
-__all__ = ["CAUSES", "KINDS", "Fault", "Kind", "kind_of", "nothing"]
+__all__ = ["CAUSES", "KINDS", "Fault", "Kind", "kind_of", "nothing", "starve"]
 
 Act = Callable[[Job, random.Random], object]
+_BUILDER_S = 20.0
 
 
 def nothing(job: Job, chosen: random.Random) -> None:
@@ -83,6 +86,33 @@ def go_on(job: Job, chosen: random.Random) -> None:
     for pid in job.pids("any"):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGCONT)
+
+
+def starve(pid: int, chosen: random.Random) -> None:
+    """What a process asks for beyond some MiB more than it has is refused from now on."""
+    with contextlib.suppress(OSError, ValueError):  # it has ended
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + (chosen.randint(0, 16) << 20)
+        _, hard = resource.prlimit(pid, resource.RLIMIT_AS)
+        resource.prlimit(pid, resource.RLIMIT_AS, (most, hard))
+
+
+def run_out_of_memory(role: str) -> Act:
+    return lambda job, chosen: [starve(pid, chosen) for pid in job.pids(role)]
+
+
+def of_builder(act: Act, *, then: Act | None = None) -> Act:
+    """Have the process that builds the tree meet with something as soon as it is there."""
+
+    def caught(job: Job, chosen: random.Random) -> None:
+        if wait_until(lambda: job.pids("builder") or job.has_tree(), _BUILDER_S):
+            time.sleep(chosen.uniform(0, 0.3))
+            act(job, chosen)
+            if then is not None:
+                time.sleep(chosen.uniform(0.5, 5))
+                then(job, chosen)
+
+    return caught
 
 
 def terminate_launcher(job: Job, chosen: random.Random) -> None:
@@ -235,6 +265,14 @@ KINDS = {
     ),
     "reader killed": Kind(inject=kill("reader"), has_reader=True),
     "reader stopped": Kind(inject=stop("reader"), heal=go_on, lasts_s=(0.5, 30), has_reader=True),
+    "reader out of memory": Kind(inject=run_out_of_memory("reader"), has_reader=True),
+    "builder killed": Kind(
+        heal=of_builder(kill("builder")), heals_after_job=True, may_need_recover=True
+    ),
+    "builder stopped": Kind(heal=of_builder(stop("builder"), then=go_on), heals_after_job=True),
+    "builder out of memory": Kind(
+        heal=of_builder(run_out_of_memory("builder")), heals_after_job=True, may_need_recover=True
+    ),
     "launcher killed": Kind(inject=kill("launcher"), ways=_LAUNCHER, may_need_recover=True),
     "launcher stopped": Kind(inject=stop("launcher"), heal=go_on, lasts_s=(1, 30), ways=_LAUNCHER),
     "launcher terminated": Kind(inject=terminate_launcher, ways=_LAUNCHER),

@@ -262,7 +262,8 @@ class Job:
 
     def pids(self, role: str, host: int | None = None) -> list[int]:
         """Return the living processes of a role: `rank`, `relay`, `collector`, `reader`,
-        `launcher`; of ranks and relays those of one host, where it is given."""
+        `builder` of the tree, `launcher`; of ranks and relays those of one host, where it is
+        given."""
         if host is not None:
             mark = str(self._bases[host]).encode()
             known = dict(processes(self.folder))
@@ -275,7 +276,8 @@ class Job:
         words = {
             "relay": b"rankscope.companion",
             "collector": b"rankscope.companion",
-            "reader": b"rankscope.companion.running",
+            "reader": b"--traced-ranks",
+            "builder": b"--build-tree",
         }
         out = str(self.out).encode()
         program = str(_PROGRAM).encode()
@@ -284,7 +286,8 @@ class Job:
             for pid, parts in processes(self.folder)
             if role == "any"
             or (
-                words[role] in parts and (role == "reader" or self._is_role(role, out in parts))
+                words[role] in parts
+                and (role in ("reader", "builder") or self._is_role(role, out in parts))
                 if role in words
                 else program in parts and self._is_rank(pid) == (role == "rank")
             )
