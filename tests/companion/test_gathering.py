@@ -10,19 +10,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from rankscope.assembly.sources import find_streams
-from rankscope.companion.finish import CollectorOptions, collect
 from rankscope.companion.protocol import Ended, OpenStream
 from rankscope.companion.shipping import Shipment
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.companions import ExitOutcome, companion_command
 from rankscope.run.folders import SHARED, mark_job_over, stream_folder
-from rankscope.settings import settings_from
 from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.replication import read_end, replica_path
 from rankscope.spool.validprefix import valid_prefix
@@ -305,20 +302,12 @@ def test_ranks_that_never_came_are_waited_for_no_longer_than_the_drain_time(host
 
 def test_when_relays_vanish_for_good_the_tree_is_built_from_what_arrived(hosts):
     host = hosts()
-    options = CollectorOptions(
-        out=host.out,
-        bind=[host.address],
-        world_size=2,
-        traced_ranks=2,
-        settings=settings_from({"keep_spool": True, "drain_seconds": 1, "finish_seconds": 60}, {}),
-    )
-    with ThreadPoolExecutor(1) as pool:
-        collector, relay = pool.submit(collect, options, lambda: False), host.relay()
-        rank = host.rank(0, hangs=True)
-        assert rank.stdout.readline() == "written\n"
-        assert has_arrived(host, 0)
-        relay.kill()
-        assert collector.result(120) is ExitOutcome.DONE
+    collector, relay = host.collector(drain_seconds=1.0), host.relay()
+    rank = host.rank(0, hangs=True)
+    assert rank.stdout.readline() == "written\n"
+    assert has_arrived(host, 0)
+    relay.kill()
+    assert collector.wait(120) == 0
     assert (host.out / "trace.json").exists()
 
 

@@ -13,7 +13,8 @@ from typing import Annotated
 import typer
 
 from rankscope.cli.terminal import progress, remark
-from rankscope.companion.finish import CollectorOptions, Observer, collect
+from rankscope.companion.finish import Observer
+from rankscope.companion.hostcompanion import HostCompanion
 from rankscope.companion.log import log_into
 from rankscope.errors import SettingError
 from rankscope.record.graceseconds import DRAIN_SECONDS, FINISH_SECONDS
@@ -22,6 +23,7 @@ from rankscope.run.address import check_address, is_tcp
 from rankscope.run.companions import dataset_trouble, metrics_trouble
 from rankscope.run.filenames import COLLECTOR_LOG_NAME, TRACE_NAME
 from rankscope.run.findingnotices import FindingNotices
+from rankscope.run.folders import SHARED, RunHeader, write_run_header
 from rankscope.run.keyfile import read_keys
 from rankscope.run.outfolder import announced, default_out, prepare_out, typed
 from rankscope.settings import settings_from
@@ -115,20 +117,22 @@ def command(
         raise SettingError(f"--parquet: {trouble}")
     asked = out.expanduser().absolute() if out else default_out()
     folder = prepare_out(asked, "--out", is_shared=True)
-    options = CollectorOptions(
+    header = RunHeader(
+        run_id="collect",  # the first host that comes says the run
         out=folder,
-        bind=(bind,) if bind else (),
+        collector=bind or SHARED,
         world_size=world_size,
-        traced_ranks=settings.traced_of(world_size),
-        settings=settings,
-        first_relay_s=float("inf"),
+        settings=settings.as_text(),
+        collects=settings.traced_of(world_size),
     )
-    raise typer.Exit(_collect(options))
+    write_run_header(folder, header)
+    raise typer.Exit(_collect(header, has_dataset=parquet))
 
 
-def _collect(options: CollectorOptions) -> int:
+def _collect(header: RunHeader, *, has_dataset: bool) -> int:
+    out, traced_ranks = header.out, header.collects
     happened_nothing: list[bool] = []
-    notices = FindingNotices(options.out, str(options.out), remark)
+    notices = FindingNotices(out, str(out), remark)
     with progress() as show:
 
         class Terminal(Observer):
@@ -139,26 +143,26 @@ def _collect(options: CollectorOptions) -> int:
                 happened_nothing.append(True)
 
             def listening(self, addresses: Sequence[str]) -> None:
-                where = ", ".join(addresses) or f"hosts that write into {options.out}"
-                ranks = f"{options.traced_ranks} rank{'s' * (options.traced_ranks > 1)}"
-                remark(f"waiting for {ranks} at {where}; trace in {options.out}")
+                where = ", ".join(addresses) or f"hosts that write into {out}"
+                ranks = f"{traced_ranks} rank{'s' * (traced_ranks > 1)}"
+                remark(f"waiting for {ranks} at {where}; trace in {out}")
 
             def gathering(self, streams: Mapping[StreamId, EndReason | None]) -> None:
                 here = {stream.rank for stream in streams}
                 ended = sum(end is not None for end in streams.values())
-                what = f"{len(here)} of {options.traced_ranks} ranks are here, ended:"
-                show(what, ended / max(len(streams), options.traced_ranks))
+                what = f"{len(here)} of {traced_ranks} ranks are here, ended:"
+                show(what, ended / max(len(streams), traced_ranks))
                 notices.look()
 
             def building(self, what: str, part: float) -> None:
                 show(what, part)
 
-        with _stop_signals() as is_stopped, log_into(options.out / COLLECTOR_LOG_NAME):
-            code = collect(options, is_stopped, Terminal())
-    log_path = options.out / COLLECTOR_LOG_NAME
-    if options.settings.parquet and (options.out / TRACE_NAME).exists() and log_path.exists():
+        with _stop_signals() as is_stopped, log_into(out / COLLECTOR_LOG_NAME):
+            code = HostCompanion(out, is_stopped, Terminal()).run()
+    log_path = out / COLLECTOR_LOG_NAME
+    if has_dataset and (out / TRACE_NAME).exists() and log_path.exists():
         remark(f"the dataset is not whole: see {log_path}")
-    return _verdict(options.out, code, is_quiet=bool(happened_nothing))
+    return _verdict(out, code, is_quiet=bool(happened_nothing))
 
 
 def _verdict(out: Path, outcome: int, *, is_quiet: bool) -> int:

@@ -1,9 +1,4 @@
-"""`python -m rankscope.companion`: the companion of a host, started with its run folder alone.
-
-It sends on what the ranks of its host record. On the head host it gathers the run too, and has the
-tree built. A collector that was started by hand has the trace folder for its run folder, and no
-ranks of its own.
-"""
+"""`python -m rankscope.companion`: the companion of a host, started with its run folder alone."""
 
 from __future__ import annotations
 
@@ -11,29 +6,17 @@ import argparse
 import errno
 import resource
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-from rankscope.companion.finish import CollectorOptions, Turns, gathering
+from rankscope.companion.hostcompanion import HostCompanion
 from rankscope.companion.log import log
-from rankscope.companion.relay import Relay
-from rankscope.companion.waitingrule import HostState
-from rankscope.errors import FolderBusyError, RankscopeError, SpoolError
-from rankscope.run.companions import ExitOutcome, dataset_trouble, metrics_trouble
-from rankscope.run.filenames import COMPANION_LOCK_NAME, RUN_NAME
-from rankscope.run.folders import FolderLock, RunHeader, read_run_header
-from rankscope.run.prepare import Collection
+from rankscope.errors import RankscopeError
+from rankscope.run.companions import ExitOutcome
 from rankscope.run.processes import watch_signals
-from rankscope.settings import settings_of_run
 
 __all__ = ["main"]
 
 _FILES_WANTED = 65536
-_IDLE_S = 0.02
-_LOOK_S = 0.05
-"""How often a run is looked at that is gathered here."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,133 +27,12 @@ def main(arguments: list[str] | None = None) -> int:
     _raise_file_limit()
     is_stopped = watch_signals()
     try:
-        return _Companion(run_folder, is_stopped).run()
+        return HostCompanion(run_folder, is_stopped).run()
     except RankscopeError as error:
         log(str(error))
         cause = error.__cause__
         is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
         return ExitOutcome.NO_ROOM if is_full else ExitOutcome.REFUSED
-
-
-class _Companion:
-    """What a host does for its own ranks, and where it is the head for the run, by turns."""
-
-    def __init__(self, run_folder: Path, is_stopped: Callable[[], bool]) -> None:
-        """Take the run folder.
-
-        Raises:
-            FolderBusyError: another one is at work there.
-            SpoolError: it cannot be used.
-        """
-        if not run_folder.is_dir():
-            raise SpoolError(f"{run_folder}: is no folder; give the run folder of a host")
-        self._folder, self._is_stopped = run_folder, is_stopped
-        self._header = read_run_header(run_folder)
-        self._is_by_hand = run_folder == self._header.out
-        self._lock: FolderLock | None = None  # a collector has its own
-        if not self._is_by_hand:
-            self._lock = FolderLock(run_folder / COMPANION_LOCK_NAME, "companion")
-        self._relay: Relay | None = None
-        self._turns: Turns[ExitOutcome] | None = None
-        """Of a run that is gathered here."""
-        self._gathered: ExitOutcome | None = None
-        self._looked_at = float("-inf")
-
-    def run(self) -> ExitOutcome:
-        """Work until the run is finished, or this host can do no more for it.
-
-        Raises:
-            RankscopeError: it cannot begin.
-        """
-        try:
-            header = self._header
-            collection = Collection.of_run(header)
-            if header.collects and not self._begin_gathering(header, collection):
-                log(f"{header.out} is gathered by another process")
-            if not self._is_by_hand:
-                is_alone = self._turns is None
-                self._relay = Relay(self._folder, header, self._is_stopped, is_alone=is_alone)
-            return self._work()
-        finally:
-            if self._turns is not None:
-                self._turns.close()
-            if self._lock is not None:
-                self._lock.release()
-            else:
-                (self._folder / RUN_NAME).unlink(missing_ok=True)
-
-    def _begin_gathering(self, header: RunHeader, collection: Collection) -> bool:
-        """Begin to gather; False where another host of a shared folder does."""
-        listens = collection.is_elsewhere
-        turns = gathering(
-            _options(header, collection),
-            self._is_stopped,
-            wait_s=_LOOK_S if listens else 0.0,
-            own_host=None if collection.is_shared or self._is_by_hand else self._own_host,
-        )
-        try:
-            next(turns)
-        except FolderBusyError:
-            if collection.is_shared:
-                return False
-            raise
-        except StopIteration as end:
-            self._gathered = end.value
-            return True
-        self._turns = turns
-        return True
-
-    def _own_host(self) -> HostState | None:
-        return None if self._relay is None else self._relay.state
-
-    def _work(self) -> ExitOutcome:
-        while True:
-            self._gather()
-            relay = self._relay
-            if relay is None:  # the turns of a collector wait by themselves
-                if self._gathered is not None:
-                    return self._gathered
-                continue
-            was_busy = relay.outcome is None and relay.turn()
-            outcome = relay.outcome
-            if outcome in (None, ExitOutcome.DONE):
-                outcome = None if self._turns is not None else self._gathered or outcome
-            if outcome is not None:
-                relay.close(outcome)
-                return outcome
-            if not was_busy:
-                relay.wait(_IDLE_S)
-
-    def _gather(self) -> None:
-        """Let the gathering have its turn."""
-        now = time.monotonic()
-        if self._turns is None or (self._relay is not None and now - self._looked_at < _LOOK_S):
-            return
-        self._looked_at = now
-        try:
-            next(self._turns)
-        except StopIteration as end:
-            self._turns, self._gathered = None, end.value
-
-
-def _options(header: RunHeader, collection: Collection) -> CollectorOptions:
-    """Return how the run is gathered; what of it cannot be had was said when it began."""
-    settings = settings_of_run(header.settings)
-    port = settings.metrics
-    settings = replace(
-        settings,
-        keep_spool=settings.keep_spool or header.keeps_apart,
-        metrics=None if port is None or metrics_trouble(port) else port,
-        # of hosts that keep their records apart the merged trace has a dataset
-        parquet=settings.parquet and not header.keeps_apart and not dataset_trouble(),
-    )
-    return CollectorOptions(
-        out=header.out,
-        bind=(header.collector,) if collection.is_elsewhere else (),
-        world_size=header.world_size,
-        traced_ranks=header.collects,
-        settings=settings,
-    )
 
 
 def _raise_file_limit() -> None:

@@ -47,7 +47,7 @@ from rankscope.run.ownership import check_folder_found
 from rankscope.settings import Settings
 from rankscope.spool.replication import replicated
 
-__all__ = ["CollectorOptions", "Observer", "collect", "gathering"]
+__all__ = ["FIRST_RELAY_S", "CollectorOptions", "Observer", "Turns", "gathering"]
 
 Ended = TypeVar("Ended")
 Turns = Generator[None, None, Ended]
@@ -56,7 +56,7 @@ Turns = Generator[None, None, Ended]
 _LOOK_S = 0.05
 _AWAY_S = 1.0
 _ORPHANS_S = 2.0
-_FIRST_RELAY_S = 3600.0
+FIRST_RELAY_S = 3600.0
 _VANISHED = "a host is gone without a word: its ranks never said how they ended"
 
 
@@ -71,7 +71,7 @@ class CollectorOptions:
     traced_ranks: int
     settings: Settings
     """As the ranks have them; `keys` names the collector's own file."""
-    first_relay_s: float = _FIRST_RELAY_S
+    first_relay_s: float = FIRST_RELAY_S
     """How long to wait for the first relay: importing torch on a large cluster takes its time."""
 
 
@@ -89,19 +89,6 @@ class Observer:
 
     def building(self, what: str, part: float) -> None:
         """The tree is being built."""
-
-
-def collect(
-    options: CollectorOptions, is_stopped: Callable[[], bool], observer: Observer | None = None
-) -> ExitOutcome:
-    """Gather a run as `gathering` does, to its end; return how it ended."""
-    turns = gathering(options, is_stopped, observer)
-    while True:
-        try:
-            next(turns)
-        except StopIteration as end:
-            outcome: ExitOutcome = end.value
-            return outcome
 
 
 def gathering(

@@ -29,6 +29,7 @@ from rankscope.run.filenames import (
     PARQUET_FOLDER,
     REPLICA_FOLDER,
     RUN_MARK_PREFIX,
+    RUN_NAME,
     STALL_FOLDER,
     STATUS_NAME,
     STEPS_FOLDER,
@@ -49,6 +50,7 @@ OF_A_COLLECTOR = frozenset(
         STATUS_NAME,
         STEPS_FOLDER,
         PARQUET_FOLDER,
+        RUN_NAME,
     }
 )
 """What is in a trace folder as long as its tree is not."""
