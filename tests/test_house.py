@@ -331,6 +331,28 @@ def test_one_function_opens_step_files_and_one_writes_them() -> None:
     assert not calling("safe_open") | calling("load_file") | calling("save_file")
 
 
+def test_one_reader_follows_the_records_of_a_running_job() -> None:
+    """Others read its status, what it found, and finished steps; the assembly reads once."""
+    decoding = {
+        path.relative_to(SOURCE).as_posix()
+        for path in MODULES
+        if room(path) not in {"spool", "assembly"}
+        and {"records", "records_at"}
+        & {
+            alias.name
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom) and node.module == "rankscope.spool.recordcolumns"
+            for alias in node.names
+        }
+    }
+    assert decoding == {
+        "companion/running/splitstream.py",  # as they grow
+        "companion/running/streamtail.py",  # of a host that stands still, once
+        "companion/heldstream.py",  # which of those that a black box holds it keeps
+    }
+    assert calling("RunningJob") == {"companion/running/__main__.py:main"}
+
+
 def test_rules_and_exports_read_a_tree_through_its_typed_views() -> None:
     for path in MODULES:
         if room(path) in {"diagnosis", "tensors", "export"}:

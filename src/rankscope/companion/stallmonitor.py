@@ -18,16 +18,13 @@ import dataclasses
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from rankscope.assembly.rankstreams import definitions_in
 from rankscope.companion.heldstream import HeldStream
 from rankscope.companion.log import log
-from rankscope.companion.running.streamtail import StreamTail
+from rankscope.companion.running.streamtail import RankActivity, activity_of
 from rankscope.companion.shipping import Shipment
 from rankscope.errors import SpoolError
-from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.streams import StreamId
@@ -35,10 +32,9 @@ from rankscope.run.folders import RunHeader
 from rankscope.run.locks import is_alive
 from rankscope.run.stallrecords import Stall, keep_stall, stalls_in
 from rankscope.settings import settings_of_run
-from rankscope.spool.recordcolumns import records
 from rankscope.spool.streamreader import StreamReader
 
-__all__ = ["StallMonitor", "activity_of"]
+__all__ = ["StallMonitor"]
 
 _LOOK_S = 1.0
 _AWAY_S = 5.0
@@ -230,43 +226,3 @@ class StallMonitor:
         log(stall.sentence(time.time_ns()))
         with contextlib.suppress(SpoolError):  # a full disk: the log has it
             keep_stall(self._run_folder, self._relay, stall)
-
-
-# ---- what a quiet rank is inside of ------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankActivity:
-    """What a rank was inside of when it wrote its last record."""
-
-    written_ns: int
-    """Monotonic time of that record on its host; 0 where there is none with a time."""
-    inside: str
-    """What it is inside of: `a collective of train step 2`; "" for nothing that is known."""
-
-
-def activity_of(
-    reader: StreamReader, definitions: StreamReader | None = None, *, counts_steps: bool
-) -> RankActivity:
-    """Read what a rank is inside of.
-
-    Args:
-        reader: of its stream.
-        definitions: of the stream in which more definitions stand.
-        counts_steps: a train step before its optimizer counts.
-
-    Raises:
-        SpoolError: the stream cannot be read.
-    """
-    tail = StreamTail(is_whole=reader.lowest() == 0)
-    for each in filter(None, (definitions, reader)):
-        for chunk in each.chunks():
-            found = records(chunk, is_verified=True)
-            tail.take(found, definitions_in(found, {})[0])
-    inside, call = "", tail.innermost
-    if call is not None:
-        what = "a collective" if call.collective else "a call"
-        inside = f"{what} of {Mode(call.mode).word} step {call.step}"
-    elif counts_steps and tail.step_before_optimizer is not None:
-        inside = f"train step {tail.step_before_optimizer}, before its optimizer"
-    return RankActivity(written_ns=tail.written_ns, inside=inside)

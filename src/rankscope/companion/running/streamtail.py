@@ -15,16 +15,18 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.assembly.rankstreams import definitions_in
 from rankscope.record.call import Mode
 from rankscope.record.notes import Note, NoteKind
 from rankscope.record.phases import Phase
 from rankscope.record.streams import EndReason
 from rankscope.record.value import ValueFlag
 from rankscope.run.jobstatus import EndedStep
-from rankscope.spool.recordcolumns import Records, Sequences, ValueRows, ending
+from rankscope.spool.recordcolumns import Records, Sequences, ValueRows, ending, records
 from rankscope.spool.recordformat import NO_SEQUENCE, RecordKind, StepEvent
+from rankscope.spool.streamreader import StreamReader
 
-__all__ = ["EnteredCall", "StreamTail"]
+__all__ = ["EnteredCall", "RankActivity", "StreamTail", "activity_of"]
 
 Rows = NDArray[Any]
 _OPTIMIZER: Final = (int(Phase.GRADS), int(Phase.PARAMS))
@@ -309,3 +311,43 @@ def _entered(row: Any) -> EnteredCall:
         collective=int(row["collective"]) if row["phase"] == int(Phase.COLLECTIVE) else 0,
         number=int(row["number"]) if row["phase"] == int(Phase.COLLECTIVE) else 0,
     )
+
+
+# ---- what a quiet rank is inside of ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankActivity:
+    """What a rank was inside of when it wrote its last record."""
+
+    written_ns: int
+    """Monotonic time of that record on its host; 0 where there is none with a time."""
+    inside: str
+    """What it is inside of: `a collective of train step 2`; "" for nothing that is known."""
+
+
+def activity_of(
+    reader: StreamReader, definitions: StreamReader | None = None, *, counts_steps: bool
+) -> RankActivity:
+    """Read what a rank is inside of.
+
+    Args:
+        reader: of its stream.
+        definitions: of the stream in which more definitions stand.
+        counts_steps: a train step before its optimizer counts.
+
+    Raises:
+        SpoolError: the stream cannot be read.
+    """
+    tail = StreamTail(is_whole=reader.lowest() == 0)
+    for each in filter(None, (definitions, reader)):
+        for chunk in each.chunks():
+            found = records(chunk, is_verified=True)
+            tail.take(found, definitions_in(found, {})[0])
+    inside, call = "", tail.innermost
+    if call is not None:
+        what = "a collective" if call.collective else "a call"
+        inside = f"{what} of {Mode(call.mode).word} step {call.step}"
+    elif counts_steps and tail.step_before_optimizer is not None:
+        inside = f"train step {tail.step_before_optimizer}, before its optimizer"
+    return RankActivity(written_ns=tail.written_ns, inside=inside)
