@@ -19,6 +19,8 @@ from pathlib import Path
 SMALL, STEPS, LAYERS = 64, 60, 12
 WRONG_STEP = 30
 PR_SET_CHILD_SUBREAPER = 36
+BESIDE = (b"rankscope.companion", b"rankscope.gather", b"rankscope.stepwise")
+"""Modules of the processes beside a job, in this version and in those before."""
 COMMAND = [sys.executable, "-m", "rankscope"]
 JOB = f"""
 import time, torch, torch.distributed as dist
@@ -89,7 +91,7 @@ def job() -> dict[str, float]:
         recovered = _cost_of([*COMMAND, "recover", str(out), "--out", str(folder / "again")])
         shown = _cost_of([*COMMAND, "show", str(out), "--path", "3", "--rank", "1"])
     return {
-        "CPU seconds of relay and collector for 10 MB of records": used["beside_s"] / records * 1e7,
+        "CPU seconds beside the job for 10 MB of records": used["beside_s"] / records * 1e7,
         "MB of the largest process beside the job": used["beside_mb"],
         "seconds from the end of a step to its finding": _apart(found),
         "CPU seconds to make the tree of 10 MB of records": recovered["cpu_s"] / records * 1e7,
@@ -107,15 +109,15 @@ def _apart(found: dict[str, str]) -> float:
 
 
 def _cost_of(command: list[str]) -> dict[str, float]:
-    """Run a command, and wait for all that it leaves behind; what relays and collectors used is as
-    seen last, at most 50 ms before each ended."""
+    """Run a command, and wait for all that it leaves behind; what processes beside the job used is
+    as seen last, at most 50 ms before each ended."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     beside: dict[int, tuple[float, float]] = {}
     used = {"cpu_s": 0.0, "mb": 0.0}
     while True:
         for pid in (int(path.name) for path in Path("/proc").glob("[0-9]*")):
             with contextlib.suppress(OSError, IndexError):  # it has ended
-                if b"rankscope.companion" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if any(m in Path(f"/proc/{pid}/cmdline").read_bytes() for m in BESIDE):
                     beside[pid] = _so_far(pid)
         try:
             pid, status, usage = os.wait4(-1, os.WNOHANG)

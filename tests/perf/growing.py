@@ -3,10 +3,10 @@
     python -m tests.perf.growing [--steps 10000] [--ranks 2] [--svg FILE]
     python -m tests.perf.growing --simulate 256 2000 [--period 10]
 
-A small job traces every step. Each second the memory of its ranks, of relay, collector and the
-process beside its steps is read, and what spool and trace folder take on disk. Then the time from
+A small job traces every step. Each second the memory of its ranks, of the companion and
+of its reader is read, and what spool and trace folder take on disk. Then the time from
 the end of the last rank to the finished trace, and whether readers saw whole steps meanwhile.
-With --simulate, what the process beside the steps takes for many ranks: records are made here.
+With --simulate, what the reader takes for many ranks: records are made here.
 """
 
 from __future__ import annotations
@@ -52,13 +52,16 @@ if rank == 0:
 """
 LEGEND = {
     "ranks": "a rank (memory)",
-    "relay": "relay (memory)",
-    "collector": "collector (memory)",
-    "beside": "process beside (memory)",
+    "companion": "companion (memory)",
+    "reader": "its reader (memory)",
     "host spool": "spools (disk)",
     "records": "records (disk)",
 }
-ROLES = {"ranks": b"script.py", "relay": b"relay", "collector": b"collector", "beside": b"reader"}
+ROLES = {
+    "ranks": b"script.py",
+    "reader": b"rankscope.companion.running\0",
+    "companion": b"rankscope.companion\0",
+}
 
 
 def megabytes_of(folder: Path) -> dict[str, float]:
@@ -92,7 +95,7 @@ def on_disk(folder: Path) -> float:
 
 def plot(rows: Sequence[Mapping[str, float]], file: Path) -> None:
     """Draw what was read each second over the steps, as an SVG."""
-    names = ["ranks", "relay", "collector", "beside", "host spool", "records"]
+    names = ["ranks", "companion", "reader", "host spool", "records"]
     colors = ["#4477aa", "#66ccee", "#228833", "#ee6677", "#aa3377", "#ccbb44"]
     last = -(-max(row["step"] for row in rows) // 100) * 100
     most = max(row[name] for row in rows for name in names)
@@ -119,7 +122,7 @@ def plot(rows: Sequence[Mapping[str, float]], file: Path) -> None:
 
 
 def simulate(ranks: int, modules: int, steps: int, period_s: float) -> None:
-    """Print memory and lag of the process beside the steps of so many ranks, each of which writes
+    """Print memory and lag of the reader of so many ranks, each of which writes
     one value a module. There are no ranks: their records are made here.
     """
     with tempfile.TemporaryDirectory() as name:
@@ -150,7 +153,7 @@ def simulate(ranks: int, modules: int, steps: int, period_s: float) -> None:
                 made[step] = time.monotonic()
                 step += 1
             time.sleep(0.2)
-            most = max(most, megabytes_of(out)["beside"])
+            most = max(most, megabytes_of(out)["reader"])
             try:
                 lines = (out / "steps/index.jsonl").read_text().splitlines()
             except FileNotFoundError:

@@ -187,7 +187,7 @@ def job(
             hosts.append(host_run_folder(spool_base(base / f"h{host}"), run_key("scale")))
             header = RunHeader(run_id="scale", out=out, collector=address, world_size=ranks)
             write_run_header(hosts[-1], header)
-        yield collector, [start(companion_command("relay", host)) for host in hosts], hosts
+        yield collector, [start(companion_command(host)) for host in hosts], hosts
 
 
 def measure(ranks: int, modules: int, steps: int, *, has_digests: bool, ranks_a_host: int) -> Row:
