@@ -11,6 +11,7 @@ from torch import nn
 import rankscope
 from rankscope.errors import SettingError
 from rankscope.record.stepselection import StepSelection
+from rankscope.record.triggers import Trigger
 from rankscope.settings import SETTINGS, parse_size, settings_from, settings_of_run
 
 
@@ -56,12 +57,15 @@ def test_a_selection_knows_when_no_later_step_can_come() -> None:
 
 def test_a_black_box_records_every_step_and_has_a_file_and_a_factor_of_its_own(tmp_path: Path):
     box = StepSelection.parse(f"last:3,at:{tmp_path}/now,spike:2.5")
-    assert (box.last, box.file, box.spike) == (3, tmp_path / "now", 2.5)
+    assert (box.last, box.file, box.given[Trigger.SPIKE]) == (3, tmp_path / "now", (2.5,))
     assert 0 in box and 10**6 in box and not box.is_over(10**6)
-    assert StepSelection.parse("last:3").spike == 10
-    assert StepSelection.parse("last:3,spike:0").spike == 0
+    plain, calm = StepSelection.parse("last:3"), StepSelection.parse("last:3,spike:0")
+    assert plain.given == {Trigger.SPIKE: (10.0,), Trigger.WATCHED: ()}
+    assert plain.waits_for(Trigger.SPIKE) and not calm.waits_for(Trigger.SPIKE)
+    assert not plain.waits_for(Trigger.TOUCHED) and box.waits_for(Trigger.TOUCHED)
     watching = StepSelection.parse("last:3,watch:loss:output,spike:4, watch::*,watch:loss:output")
-    assert (watching.watch, watching.spike) == (("loss:output", ":*"), 4)
+    assert watching.given[Trigger.WATCHED] == ("loss:output", ":*")
+    assert watching.given[Trigger.SPIKE] == (4,)
     assert StepSelection.parse(watching.text) == watching
     assert StepSelection.parse(box.text) == box
     for wrong, words in (
@@ -71,8 +75,8 @@ def test_a_black_box_records_every_step_and_has_a_file_and_a_factor_of_its_own(t
         ("last:3,all", "write last:N without them"),
         ("spike:3", "which only last:N waits for"),
         ("last:3,spike:1", "a factor above 1"),
-        ("watch:loss:output", "which only last:N does"),
-        ("all,watch:loss", "which only last:N does"),
+        ("watch:loss:output", "which only last:N waits for"),
+        ("all,watch:loss", "which only last:N waits for"),
         ("last:3,watch:", "wants a value"),
         ("last:3,watch:loss:", "wants a value"),
         ("last:3,watch:loss:output,head:output", "like watch:head:output"),

@@ -12,6 +12,7 @@ from typing import Any
 from rankscope.errors import RankscopeError
 from rankscope.record.notes import NoteKind
 from rankscope.record.stepselection import StepSelection
+from rankscope.record.triggers import Trigger
 from rankscope.run.companions import ExitOutcome
 from rankscope.run.eventboard import held_anything
 from rankscope.run.filenames import CELLS_SUFFIX, COLLECTOR_LOG_NAME, REPLICA_FOLDER, TRACE_NAME
@@ -30,11 +31,6 @@ _NO_STEP = (NoteKind.NO_STEP_REACHED, NoteKind.NO_STEP_BEGUN)
 _LONGEST_ERROR = 300
 """Characters of an exception's text that the line repeats."""
 _NO_ROOM = "its disk is full, or cannot be written; make room first"
-
-QUIET = (
-    "nothing happened, so there is no trace: no rank crashed, was killed or stood still, all "
-    "values were finite, no gradient norm{watched} leapt{touched}"
-)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,12 +85,15 @@ class HostPart:
                 f"(not waited for any longer; should it not come: {self._recover()})"
             )
         if code == ExitOutcome.DONE and not self.has_records():
-            touched = "" if self.steps.file is None else f", {self.steps.file} was not touched"
-            watched = " and no watched value" if self.steps.watch else ""
-            quiet = QUIET.format(touched=touched, watched=watched)
-            return quiet if self.was_held else untraced
+            return self._of_nothing() if self.was_held else untraced
         why = f"the collector ended with code {code}, see {self.out / COLLECTOR_LOG_NAME}"
         return f"no tree in {self.out}: {why}; build it from the records: {self._recover()}"
+
+    def _of_nothing(self) -> str:
+        facts = [trigger.value for trigger in Trigger if self.steps.waits_for(trigger)]
+        looked = ", ".join(each.otherwise for each in facts if each.otherwise)
+        looked = looked.format(file=self.steps.file)
+        return f"nothing happened, so there is no trace: {looked}"
 
     def _of_tree(self, folder: str) -> str:
         try:

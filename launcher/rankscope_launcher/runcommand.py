@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rankscope.errors import FolderError, RankscopeError, SettingError, SpoolError
+from rankscope.record.triggers import Trigger
 from rankscope.settings import SETTINGS, did_you_mean, misspelt_variables, settings_from
 from rankscope_launcher.job import JobShape, TracedJob, new_run_id, train_untraced
 from rankscope_launcher.progress import say
@@ -54,10 +55,9 @@ def main(arguments: Sequence[str]) -> None:
         if missing := _missing(parsed, arguments):
             _refuse(SettingError(missing), code=1)  # as torchrun ends, only sooner
         settings, shape = settings_from(line.settings), _shape(parsed)
-        if settings.layout is not None:
-            line.settings["layout"] = settings.layout.name  # a script may go to another folder
-            if 1 == shape.hosts < shape.world_size:  # elsewhere ranks may come and go
-                settings.layout.mesh(shape.world_size)
+        # on several hosts ranks may come and go
+        if settings.layout is not None and 1 == shape.hosts < shape.world_size:
+            settings.layout.mesh(shape.world_size)
         job = TracedJob.prepare(settings, shape)
         job.start()
         os.environ.update(job.environment(line.settings))
@@ -204,6 +204,8 @@ def _print_help(torchrun: argparse.ArgumentParser) -> None:
             group.add_argument(option, nargs="?", metavar=setting.metavar, help=help_text)
         else:
             group.add_argument(option, metavar=setting.metavar, help=help_text)
+    happenings = "; ".join(trigger.value.meaning for trigger in Trigger)
+    ours.add_argument_group(f"what {PREFIX}steps last:N waits for", happenings)
     if sys.stdout is not None:
         sys.stdout.write(ours.format_help() + "\n" + torchrun.format_help())
 

@@ -18,7 +18,7 @@ from rankscope.errors import LayoutError, SettingError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.graceseconds import DRAIN_SECONDS, FINISH_SECONDS, STALL_SECONDS
 from rankscope.record.phases import Phase
-from rankscope.record.stepselection import StepSelection, number_ranges
+from rankscope.record.stepselection import LAST_HELP, StepSelection, number_ranges
 from rankscope.record.streams import MINIMUM_LIMIT_BYTES
 
 __all__ = [
@@ -213,8 +213,8 @@ class Settings:
         default="0-2",
         metavar="STEPS",
         help="steps to trace: 0-2,10 or every:100 or all, or at:FILE for one soon after each touch "
-        "of that file; several with commas; or last:N for those before something happens, alone or "
-        "with at:FILE, spike:K, watch:PATH:SLOT",
+        "of that file; several with commas; or last:N for those before something happens, "
+        + LAST_HELP,
     )
     ranks: tuple[int, ...] | None = _setting(
         parse=_parse_ranks,

@@ -108,7 +108,7 @@ def test_it_is_told_which_value_leapt_at_which_step_and_beside_what(
         rank.train(step, 2.0)
     rank.train(12, 50.0)
     (event,) = rank.told()
-    assert (event.kind, event.mode, event.step) == ("watched", Mode.TRAIN, 12)
+    assert (event.trigger.word, event.mode, event.step) == ("watched", Mode.TRAIN, 12)
     assert event.text == (
         "rank 0: the root mean square of loss:output is 50 in step 12, "
         "25 times its running median 2"

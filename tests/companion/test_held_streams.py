@@ -24,6 +24,7 @@ from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.stepselection import StepSelection
 from rankscope.record.streams import EndReason, StreamId
+from rankscope.record.triggers import Trigger
 from rankscope.record.value import ValueFlag, ValueMeta
 from rankscope.run.eventboard import EventBoard, Happening, Window, event_folder
 from rankscope.run.filenames import HELD_FOLDER
@@ -54,9 +55,14 @@ def meta_of(size: int) -> ValueMeta:
 
 
 def asked_for(
-    first: int, last: int, step: int, text: str, mode: Mode = Mode.TRAIN, kind: str = "watched"
+    first: int,
+    last: int,
+    step: int,
+    text: str,
+    mode: Mode = Mode.TRAIN,
+    trigger: Trigger = Trigger.WATCHED,
 ) -> Window:
-    return Window(kind=kind, mode=mode, step=step, text=text, first=first, last=last)
+    return Window(trigger=trigger, mode=mode, step=step, text=text, first=first, last=last)
 
 
 class Rank:
@@ -244,8 +250,8 @@ def test_eval_steps_before_training_are_copied_beside_train_steps(run_folder: Pa
     last = 599 if lets_go else 9
     held = HeldStream(run_folder, STREAM)
     windows = [
-        asked_for(0, 2, 2, "eval", mode=Mode.EVAL, kind="nonfinite"),
-        asked_for(last - 2, last, last, "train", kind="nonfinite"),
+        asked_for(0, 2, 2, "eval", mode=Mode.EVAL, trigger=Trigger.NONFINITE),
+        asked_for(last - 2, last, last, "train", trigger=Trigger.NONFINITE),
     ]
     while held.copy(windows, is_final=True):
         pass
@@ -290,7 +296,9 @@ def test_a_rank_keeps_what_is_asked_for_until_the_copy_has_it(run_folder: Path):
     for step in range(20):
         rank.step(step, calls=20)
     board = EventBoard(event_folder(run_folder, rank.header, 0))
-    board.tell(Happening(kind="nonfinite", mode=Mode.TRAIN, step=19, text="rank 0: not finite"))
+    board.tell(
+        Happening(trigger=Trigger.NONFINITE, mode=Mode.TRAIN, step=19, text="rank 0: not finite")
+    )
     for step in range(20, 600):
         rank.step(step, calls=20)
     assert rank.writer.is_dropping
@@ -317,7 +325,7 @@ def test_what_could_not_be_told_is_copied_all_the_same(run_folder: Path):
     folder.touch()
     for step in range(20):
         rank.step(step, calls=20)
-    rank.box.tell("nonfinite", Mode.TRAIN, 19, "output is not finite")
+    rank.box.tell(Trigger.NONFINITE, Mode.TRAIN, 19, slot="output")
     for step in range(20, 600):
         rank.step(step, calls=20)
     rank.writer.close()
@@ -368,7 +376,11 @@ def test_copies_of_two_lives_in_which_the_same_happened_are_told_apart(run_folde
             rank.step(step, calls=2)
         rank.writer.close()
         board = EventBoard(event_folder(run_folder, rank.header, life))
-        board.tell(Happening(kind="nonfinite", mode=Mode.TRAIN, step=19, text="rank 0: not finite"))
+        board.tell(
+            Happening(
+                trigger=Trigger.NONFINITE, mode=Mode.TRAIN, step=19, text="rank 0: not finite"
+            )
+        )
         box = black_box_of(run_folder, rank.header)
         assert box is not None
         box.look(0.0, JobState.OVER, None)
@@ -385,7 +397,9 @@ def test_a_copy_whose_end_finds_no_room_is_whole_once_there_is(run_folder: Path,
     for step in range(20):
         rank.step(step, calls=3)
     board = EventBoard(event_folder(run_folder, rank.header, 0))
-    board.tell(Happening(kind="nonfinite", mode=Mode.TRAIN, step=19, text="rank 0: not finite"))
+    board.tell(
+        Happening(trigger=Trigger.NONFINITE, mode=Mode.TRAIN, step=19, text="rank 0: not finite")
+    )
     box = black_box_of(run_folder, rank.header)
     assert box is not None
     if first != "nothing":
@@ -416,7 +430,9 @@ def test_a_copy_that_fails_keeps_no_other_from_being_made(run_folder: Path):
             rank.step(step, calls=2)
         rank.writer.close()
     board = EventBoard(event_folder(run_folder, ranks[0].header, 0))
-    board.tell(Happening(kind="nonfinite", mode=Mode.TRAIN, step=19, text="rank 0: not finite"))
+    board.tell(
+        Happening(trigger=Trigger.NONFINITE, mode=Mode.TRAIN, step=19, text="rank 0: not finite")
+    )
     folder = stream_folder(run_folder, ranks[0].stream)
     folder.mkdir()
     (folder / "draft").touch()
@@ -436,10 +452,10 @@ def test_what_one_rank_tells_is_copied_of_all_ranks(run_folder: Path):
             rank.step(step, calls=2)
     board = EventBoard(event_folder(run_folder, ranks[0].header, 0))
     told = Happening(
-        kind="nonfinite", mode=Mode.TRAIN, step=20, text="rank 1: output is not finite"
+        trigger=Trigger.NONFINITE, mode=Mode.TRAIN, step=20, text="rank 1: output is not finite"
     )
-    assert board.tell_once(told)
-    assert not board.tell_once(Happening(kind="nonfinite", mode=Mode.TRAIN, step=21, text="again"))
+    assert board.tell(told)
+    assert board.was_told(told.trigger, told.text) and not board.was_told(told.trigger, "again")
     box = black_box_of(run_folder, ranks[0].header)
     assert box is not None
     for rank in ranks:
@@ -486,7 +502,7 @@ def test_entries_on_the_board_are_agreed_upon_by_whoever_comes_first(tmp_path: P
     boards = [EventBoard(tmp_path / "events.0") for _ in range(2)]
     assert [board.first_time(time) for board, time in zip(boards, (5, 7))] == [5, 5]
     events = [
-        Happening(kind="touched", mode=Mode.EVAL, step=number, text=f"a b {number}")
+        Happening(trigger=Trigger.TOUCHED, mode=Mode.EVAL, step=number, text=f"a b {number}")
         for number in range(4)
     ]
     for number, event in enumerate(events):
@@ -515,7 +531,7 @@ def test_only_what_no_right_program_has_is_told(run_folder: Path):
         rank.recorder.value(1, slot, described, reading(**numbers), phase, 0, flags)
         rank.recorder.step(StepEvent.END, Mode.TRAIN, step)
         step += 1
-        return [event.kind for event in board.events()[before:]]
+        return [event.trigger.word for event in board.events()[before:]]
 
     assert not train("output", Phase.FORWARD, neginf=3), "a mask"
     assert not train("collective.0", Phase.COLLECTIVE, nan=1), "padding"

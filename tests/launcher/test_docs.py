@@ -1,4 +1,4 @@
-"""The page of `rankscope run` names every setting, with the default it has."""
+"""The pages name every setting, with the default it has, and every trigger of the black box."""
 
 from __future__ import annotations
 
@@ -7,14 +7,26 @@ from pathlib import Path
 
 import pytest
 
+from rankscope.record.triggers import Trigger
 from rankscope.settings import SETTINGS, Setting
 
-PAGE = Path(__file__).parents[2] / "docs/commands/run.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "commands/run.md"
+HAPPENINGS = DOCS / "how-it-works/black-box.md"
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_every_setting_stands_in_the_page_with_its_default(setting: Setting):
     rows = re.findall(rf"^\| `--rs-{setting.name}[ `].*$", PAGE.read_text(), re.MULTILINE)
     (row,) = rows
-    if setting.default and setting.name not in {"phases", "keep-spool"}:
+    if setting.default:
         assert f"| `{setting.default}` |" in row
+
+
+@pytest.mark.parametrize("trigger", Trigger)
+def test_every_trigger_stands_in_the_pages_with_what_it_means(trigger: Trigger):
+    rows = re.findall(rf"^\* `{trigger.word}`: .*$", PAGE.read_text(), re.MULTILINE)
+    (row,) = rows
+    words = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", row).replace("`", "")
+    assert trigger.value.meaning.replace("`", "") in words
+    assert re.findall(rf"^\| .*`{trigger.word}`.* \|", HAPPENINGS.read_text(), re.MULTILINE)

@@ -27,6 +27,7 @@ from rankscope.globs import glob_matches, slot_matches, split_place
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.stepselection import StepSelection
+from rankscope.record.triggers import Trigger
 from rankscope.record.value import ValueFlag
 from rankscope.run.eventboard import EventBoard, Happening
 from rankscope.spool.recordformat import StepEvent
@@ -119,7 +120,8 @@ class BlackBoxWatch:
         self._spoiled_at: int | None = None
         """Last step with a value that is not finite."""
         self._squares = 0.0
-        self._norms = RunningMedian(selection.spike) if selection.spike else None
+        factor = selection.given[Trigger.SPIKE][-1]
+        self._norms = RunningMedian(factor) if factor else None
         recorder.on_step.append(self._step_marked)
         recorder.on_value.append(self._look)
 
@@ -148,25 +150,27 @@ class BlackBoxWatch:
         """Tell of a value that is not finite, unless one of the steps that are held had one."""
         last, self._spoiled_at = self._spoiled_at, self._step
         if last is None or self._step - last > self._steps:
-            self.tell("nonfinite", self.mode, self._step, f"{slot} is not finite")
+            self.tell(Trigger.NONFINITE, self.mode, self._step, slot=slot)
 
     def _judge_norm(self, step: int) -> None:
         norm, self._squares = math.sqrt(self._squares), 0.0
         if self._norms is None or not 0.0 < norm < math.inf:
             return
         if norm > self._norms.limit:
-            times = f"{norm / self._norms.median:.3g} times its running median"
-            self.tell("spike", Mode.TRAIN, step, f"gradient norm {norm:.4g}, {times}")
+            times = norm / self._norms.median
+            self.tell(Trigger.SPIKE, Mode.TRAIN, step, norm=norm, times=times)
         self._norms.add(norm)
 
-    def tell(self, kind: str, mode: Mode, step: int, text: str) -> None:
-        """Tell what happened, unless a step that is held with it had its like."""
-        event = Happening(kind=kind, mode=mode, step=step, text=f"rank {self._rank}: {text}")
+    def tell(self, trigger: Trigger, mode: Mode, step: int, **fields: object) -> None:
+        """Tell what happened, unless a step that is held with it had its like; `fields`: those of
+        the trigger's sentence, besides `rank` and `step`."""
+        text = trigger.text(rank=self._rank, step=step, **fields)
+        event = Happening(trigger=trigger, mode=mode, step=step, text=text)
         try:
-            known = [
-                each for each in self._board.events() if (each.kind, each.mode) == (kind, mode)
-            ]
-            if not any(each.step >= step - self._steps for each in known):
+            if not any(
+                (each.trigger, each.mode) == (trigger, mode) and each.step >= step - self._steps
+                for each in self._board.events()
+            ):
                 self._board.tell(event)
         except OSError:  # a full disk: whoever copies the ring tells the others
             if self._ring.hold(event.window(self._steps)):
@@ -222,7 +226,8 @@ class LeapWatch:
         another rank does.
         """
         self._box = box
-        self._globs, self._spike = selection.watch, selection.spike
+        self._globs: tuple[str, ...] = selection.given[Trigger.WATCHED]
+        self._factor: float = selection.given[Trigger.SPIKE][-1]
         self._board = board
         self._say = say
         self._modules: dict[int, _WatchedModule] = {}
@@ -292,10 +297,9 @@ class LeapWatch:
             if not watched.leaps(step, magnitude):
                 return
             median = watched.history.median
-        what = watched.name if reading.count == 1 else f"the root mean square of {watched.name}"
-        times = f"{magnitude / median:.3g} times its running median {median:.4g}"
-        text = f"{what} is {magnitude:.4g} in step {step}, {times}"
-        self._box.tell("watched", mode, step, text)
+        value = watched.name if reading.count == 1 else f"the root mean square of {watched.name}"
+        numbers = {"magnitude": magnitude, "times": magnitude / median, "median": median}
+        self._box.tell(Trigger.WATCHED, mode, step, value=value, **numbers)
 
     def _begin_to_watch(self, module: _WatchedModule, slot: str) -> _WatchedValue | None:
         """Return where the magnitudes of a slot go; None where no glob takes it."""
@@ -304,4 +308,4 @@ class LeapWatch:
             self._seen.add(number)
             with contextlib.suppress(OSError):
                 self._board.tell_taken(number)
-        return _WatchedValue(f"{module.path}:{slot}", self._spike) if taking else None
+        return _WatchedValue(f"{module.path}:{slot}", self._factor) if taking else None

@@ -30,6 +30,7 @@ from rankscope.errors import LayoutError, SpoolError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.secretwords import without_secrets
 from rankscope.record.streams import MAX_INCARNATIONS, EndReason, RankIdentity, StreamId
+from rankscope.record.triggers import Trigger
 from rankscope.run.eventboard import EventBoard, event_folder
 from rankscope.run.filenames import (
     HELD_FOLDER,
@@ -207,7 +208,7 @@ def _open_spool(
     )
     recorder = Recorder(ring, ring.kept)
     box = BlackBoxWatch(recorder, ring, settings.steps, board, identity.rank)
-    if settings.steps.watch:
+    if settings.steps.waits_for(Trigger.WATCHED):
         LeapWatch(recorder, box, settings.steps, board, say if speaks else None)
     return ring, recorder
 

@@ -25,6 +25,7 @@ from rankscope.record.call import Mode
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.stepselection import StepSelection
 from rankscope.record.streams import EndReason, StreamId
+from rankscope.record.triggers import Trigger
 from rankscope.run.eventboard import (
     ABSENT,
     EventBoard,
@@ -68,7 +69,7 @@ def copy_what_is_held(run_folder: Path) -> None:
     try:
         while box.look(time.monotonic(), JobState.OVER, None) or box.quiet_ranks:
             if box.quiet_ranks:
-                box.hear("recovered", "rankscope recover asked for it")
+                box.hear("recovered")
         if not box.is_settled:
             raise SpoolError(f"{run_folder}: {box.trouble or 'a rank is still at work'}")
     finally:
@@ -119,17 +120,14 @@ class BlackBox:
         boards = self._boards.items()
         return [(life, event.entry) for life, board in boards for event in board.events()]
 
-    def hear(self, kind: str, text: str) -> None:
+    def hear(self, word: str, text: str = "") -> None:
         """Tell here what happened elsewhere, at the furthest step of this host's ranks.
 
         Raises:
             OSError: it cannot be written.
         """
         if self.streams:
-            life = max(stream.incarnation for stream in self.streams)
-            mode, step = _furthest({s: h for s, h in self.streams.items() if s.incarnation == life})
-            event = Happening(kind=kind, mode=mode, step=step, text=text)
-            self._boards[life].tell_once(event)
+            self._tell(Trigger[word.upper()], self._of_last_life(), text=text)
             self.quiet_ranks, self._looked_at = 0, float("-inf")
 
     def hear_entry(self, life: int, entry: str) -> None:
@@ -217,7 +215,25 @@ class BlackBox:
         self._logged[life] = len(events)
         return [event.window(self._steps) for event in events]
 
+    def _of_last_life(self, *, alive: bool = False) -> dict[StreamId, HeldStream]:
+        """Return the streams of the last life of the job; `alive`: of ranks that live."""
+        life = max((stream.incarnation for stream in self.streams), default=0)
+        own = {stream: held for stream, held in self.streams.items() if stream.incarnation == life}
+        return {stream: held for stream, held in own.items() if held.is_alive or not alive}
+
     # ---- what happens --------------------------------------------------------------------------
+
+    def _tell(
+        self, trigger: Trigger, ranks: Mapping[StreamId, HeldStream], /, **fields: object
+    ) -> None:
+        """Tell, unless it was told, what happened to ranks of one life; at their furthest step."""
+        if not ranks:
+            return
+        board = self._boards[next(iter(ranks)).incarnation]
+        text = trigger.text(**fields)
+        if not board.was_told(trigger, text):
+            mode, step = _furthest(ranks)
+            board.tell(Happening(trigger=trigger, mode=mode, step=step, text=text))
 
     def _see_ends(self) -> None:
         """Tell of ranks that ended otherwise than in order: of the first in each life."""
@@ -228,14 +244,12 @@ class BlackBox:
                     ended.setdefault(stream.incarnation, {})[stream] = held
                 else:
                     self._judged.add(stream)
-        for life, those in ended.items():
+        for those in ended.values():
             said = []
             for how, words in _WORDS.items():
                 ranks = sorted(s.rank for s, held in those.items() if held.ending() is how)
                 said += [f"{ranks_named(ranks)} {words}"] * bool(ranks)
-            mode, step = _furthest(those)
-            event = Happening(kind="ended", mode=mode, step=step, text=", ".join(said))
-            self._boards[life].tell_once(event)
+            self._tell(Trigger.ENDED, those, ranks=", ".join(said))
             self._judged.update(those)
 
     def _see_untold(self) -> None:
@@ -249,20 +263,13 @@ class BlackBox:
         """Tell that a signal ended the job, where its ranks ended in order all the same."""
         name = job_end([self._header.out]).signal
         if name and not any(board.events() for board in self._boards.values()):
-            self.hear("interrupted", f"{name} ended the job")
+            self._tell(Trigger.INTERRUPTED, self._of_last_life(), signal=name)
 
     def _see_stall(self, stall: Stall | None) -> None:
-        if stall is None or stall.over_ns or not self.streams:
-            return
-        life = max(stream.incarnation for stream in self.streams)
-        alive = {s: held for s, held in self.streams.items() if s.incarnation == life}
-        alive = {stream: held for stream, held in alive.items() if held.is_alive}
-        board = self._boards[life]
-        if not alive or any(event.kind == "stalled" for event in board.events()):
-            return
-        mode, step = _furthest(alive)
-        text = f"{ranks_named(sorted(s.rank for s in alive))} stood still"
-        board.tell_once(Happening(kind="stalled", mode=mode, step=step, text=text))
+        if stall is not None and not stall.over_ns:
+            alive = self._of_last_life(alive=True)
+            ranks = ranks_named(sorted(stream.rank for stream in alive))
+            self._tell(Trigger.STALLED, alive, ranks=ranks)
 
     def _see_touch(self) -> None:
         """Tell of a touch of the watched file; what it looked like at first counts as untouched."""
@@ -271,30 +278,18 @@ class BlackBox:
         if self._look_at_file is None:
             self._look_at_file = file_time(self._file)
         seen = self._look_at_file()
-        life = max(stream.incarnation for stream in self.streams)
-        board = self._boards[life]
-        if seen in (ABSENT, board.first_time(seen)):
-            return
-        text = f"{self._file} was touched ({seen})"
-        if any(event.text == text for event in board.events()):
-            return
-        alive = {s: held for s, held in self.streams.items() if held.is_alive}
-        if alive:
-            mode, step = _furthest(alive)
-            board.tell(Happening(kind="touched", mode=mode, step=step, text=text))
+        board = self._boards[max(stream.incarnation for stream in self.streams)]
+        if seen not in (ABSENT, board.first_time(seen)):
+            alive = self._of_last_life(alive=True)
+            self._tell(Trigger.TOUCHED, alive, file=self._file, time=seen)
 
     def _see_order(self) -> None:
         """Tell of an order; the board keeps it apart from those before it."""
         if self.order is None or not self.streams:
             return
-        text = f"rankscope capture asked for it ({self.order.number})"
-        if all(event.text != text for board in self._boards.values() for event in board.events()):
-            alive = {s: held for s, held in self.streams.items() if held.is_alive}
-            if not alive:
-                return
-            mode, step = _furthest(alive)
-            board = self._boards[max(stream.incarnation for stream in alive)]
-            board.tell(Happening(kind="ordered", mode=mode, step=step, text=text))
+        text = Trigger.ORDERED.text(number=self.order.number)
+        if not any(board.was_told(Trigger.ORDERED, text) for board in self._boards.values()):
+            self._tell(Trigger.ORDERED, self._of_last_life(alive=True), number=self.order.number)
         for board in self._boards.values():
             for event in board.events():
                 if event.text == text:

@@ -253,7 +253,7 @@ class HeldStream:
         asked = b""
         for window in windows[state.windows :]:
             first, last = window.asked
-            fields = {"event": window.kind, "mode": window.mode.word, "text": window.text}
+            fields = {"event": window.trigger.word, "mode": window.mode.word, "text": window.text}
             asked += _defined(after, "asked", **fields, first=first, last=last)
         after.windows = len(windows)
         self._add(asked, after)

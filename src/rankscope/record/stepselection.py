@@ -5,21 +5,26 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rankscope.errors import SettingError
 from rankscope.record.streams import LEAST_BLACK_BOX_BYTES
+from rankscope.record.triggers import TRIGGER_WORDS, Trigger
 
-__all__ = ["StepSelection", "number_ranges"]
+__all__ = ["LAST_HELP", "StepSelection", "number_ranges"]
 
-DEFAULT_SPIKE = 10.0
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _MOST_DIGITS = 9
 """Records number steps with 32 bits."""
+_OPTIONS = ", ".join(["at:FILE", *(trigger.value.option for trigger in TRIGGER_WORDS.values())])
+LAST_HELP = f"alone or with {_OPTIONS}"
+"""What may stand beside `last:N`."""
 _HOW = (
     "write 0-2,10 or every:100 or all or at:FILE, or several of them with commas; "
-    "or last:N, alone or with at:FILE, spike:K and watch:PATH:SLOT"
+    f"or last:N, {LAST_HELP}"
 )
 
 
@@ -37,11 +42,8 @@ class StepSelection:
     """Each touch of it asks for one step; with `last`, for those before it."""
     last: int = 0
     """Every step is recorded, and so many are held until something happens; 0 for none."""
-    spike: float = DEFAULT_SPIKE
-    """With `last`: a gradient norm, or a watched value, so many times its running median has
-    happened; 0 for none."""
-    watch: tuple[str, ...] = ()
-    """With `last`: globs `path:slot` of the values that are watched."""
+    given: Mapping[Trigger, tuple[Any, ...]] = field(default_factory=dict, hash=False)
+    """With `last`: what the option of each trigger that has one says, as often as it is given."""
 
     def __contains__(self, step: int) -> bool:
         return (
@@ -55,6 +57,12 @@ class StepSelection:
         return not (self.periods or self.file or self.last) and all(
             last <= step for _, last in self.ranges
         )
+
+    def waits_for(self, trigger: Trigger) -> bool:
+        """True where a trigger may happen: its option is given, if it has one, and not 0."""
+        if trigger is Trigger.TOUCHED:
+            return self.file is not None
+        return not trigger.value.option or any(self.given[trigger])
 
     def check(self, *, keeps_tensors: bool, keeps_numbers: bool, spool_bytes: int) -> None:
         """Refuse what cannot be held back, or not be watched.
@@ -77,16 +85,17 @@ class StepSelection:
                 f"steps: to hold last:{self.last} back a rank needs --rs-spool-bytes "
                 f"{LEAST_BLACK_BOX_BYTES >> 20}M or more"
             )
-        if self.watch and not keeps_numbers:
+        watched = self.given.get(Trigger.WATCHED)
+        if watched and not keeps_numbers:
             raise SettingError(
-                f"steps: watch:{self.watch[0]} looks at numbers, and --rs-digest none keeps none: "
+                f"steps: watch:{watched[0]} looks at numbers, and --rs-digest none keeps none: "
                 "leave one of them away"
             )
 
     @classmethod
     def parse(cls, text: str, *, is_known: bool = False) -> StepSelection:
         """Read `0-2,10`, `every:100`, `all`, `at:FILE`, or several of them separated by commas; or
-        `last:N`, alone or with `at:FILE`, `spike:K` and `watch:PATH:SLOT`.
+        `last:N`, alone or with `at:FILE` and options of triggers.
 
         Args:
             text: what is to be read.
@@ -98,8 +107,8 @@ class StepSelection:
         ranges: list[tuple[int, int]] = []
         periods: list[int] = []
         file: Path | None = None
-        last, spike = 0, None
-        watch: list[str] = []
+        last = 0
+        given: dict[Trigger, list[Any]] = {}
         parts = [part.strip() for part in text.split(",")]
         for number, part in enumerate(parts):
             word, colon, rest = part.partition(":")
@@ -109,16 +118,15 @@ class StepSelection:
                 periods.append(_count("every", rest, "every:100"))
             elif colon and word == "last":
                 last = _count("last", rest, "last:20")
-            elif colon and word == "spike":
-                spike = _times(rest)
-            elif colon and word == "watch":
-                watch.append(_watched(rest))
+            elif colon and word in TRIGGER_WORDS:
+                trigger = TRIGGER_WORDS[word]
+                given.setdefault(trigger, []).append(trigger.value.parse(rest))
             elif colon and word == "at":
                 if file is not None:
                     raise SettingError(f"{text!r} names two files: leave an at: away")
                 file = Path(rest) if is_known else _file(rest)
                 parts[number] = f"at:{file}"
-            elif watch and not _RANGE.fullmatch(part):
+            elif Trigger.WATCHED in given and not _RANGE.fullmatch(part):
                 raise SettingError(
                     f"{part!r} is not a step: each value has a watch: of its own, like watch:{part}"
                 )
@@ -128,15 +136,17 @@ class StepSelection:
             raise SettingError(
                 f"{text!r} holds steps back and sends others: write last:N without them"
             )
-        if spike is not None and not last:
-            raise SettingError(f"{text!r} names a spike, which only last:N waits for")
-        if watch and not last:
-            raise SettingError(f"{text!r} watches a value, which only last:N does")
-        if watch and spike == 0:
+        if given and not last:
+            option = next(iter(given)).value.option
+            raise SettingError(f"{text!r} has {option}, which only last:N waits for")
+        options: dict[Trigger, tuple[Any, ...]] = {}
+        for trigger in TRIGGER_WORDS.values() if last else ():
+            facts = trigger.value
+            default = [facts.parse(facts.default)] if facts.default else []
+            options[trigger] = tuple(dict.fromkeys(given.get(trigger, default)))
+        if last and options[Trigger.WATCHED] and not options[Trigger.SPIKE][-1]:
             raise SettingError(f"{text!r} watches a value and never looks: leave spike:0 away")
-        spike = DEFAULT_SPIKE if spike is None else spike
-        watched = tuple(dict.fromkeys(watch))
-        return cls(",".join(parts), tuple(ranges), tuple(periods), file, last, spike, watched)
+        return cls(",".join(parts), tuple(ranges), tuple(periods), file, last, options)
 
 
 def number_ranges(name: str, text: str) -> tuple[tuple[int, int], ...]:
@@ -166,20 +176,6 @@ def _count(word: str, count: str, example: str) -> int:
     if not re.fullmatch("[0-9]+", count) or len(count) > _MOST_DIGITS or not int(count):
         raise SettingError(f"'{word}:{count}' wants a positive number of steps, like {example}")
     return int(count)
-
-
-def _times(factor: str) -> float:
-    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", factor) or 0 < float(factor) <= 1:
-        raise SettingError(
-            f"'spike:{factor}' wants a factor above 1, like spike:10, or 0 for no look at gradients"
-        )
-    return float(factor)
-
-
-def _watched(glob: str) -> str:
-    if not glob or glob.endswith(":"):
-        raise SettingError(f"'watch:{glob}' wants a value, path:slot, like watch:lm_head:output")
-    return glob
 
 
 def _file(name: str) -> Path:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from rankscope.record.call import Mode
+from rankscope.record.triggers import Trigger
 from rankscope.run.filenames import EVENT_FOLDER, HELD_FOLDER, REPLICA_FOLDER
 from rankscope.run.folders import RunHeader, streams
 from rankscope.run.mounts import mount_of
@@ -32,8 +33,6 @@ _OF_ENDS = 16
 _MOST_CHARACTERS = 500
 MOST_AHEAD: Final = 4
 """Steps that ranks of one job may be apart where something happens; held beyond those asked for."""
-_SUDDEN = ("ended", "stalled", "vanished", "interrupted")
-"""Kinds of events that one rank's step stands for, while others may be a little ahead."""
 _COPIED_NAME: Final = "copied"
 
 
@@ -41,9 +40,7 @@ _COPIED_NAME: Final = "copied"
 class Happening:
     """Something that happened: the steps before it become a trace."""
 
-    kind: str
-    """"ended", "stalled", "vanished", "interrupted", "nonfinite", "spike", "watched", "touched",
-    "ordered" or "recovered"."""
+    trigger: Trigger
     mode: Mode
     step: int
     """The step that ran where it happened."""
@@ -52,18 +49,20 @@ class Happening:
     @classmethod
     def read(cls, entry: str) -> Happening:
         """Return the event that an entry of the board says."""
-        kind, mode, step, words = entry.split(" ", 3)
-        return cls(kind=kind, mode=Mode[mode.upper()], step=int(step), text=words)
+        word, mode, step, text = entry.split(" ", 3)
+        return cls(
+            trigger=Trigger[word.upper()], mode=Mode[mode.upper()], step=int(step), text=text
+        )
 
     @property
     def entry(self) -> str:
         """The event as an entry of the board."""
-        words = self.text[:_MOST_CHARACTERS]
-        return f"{self.kind} {self.mode.word} {self.step} {words}"
+        text = self.text[:_MOST_CHARACTERS]
+        return f"{self.trigger.word} {self.mode.word} {self.step} {text}"
 
     def window(self, steps: int) -> Window:
         """Return what it asks for of a job that holds its last `steps` back."""
-        ahead = MOST_AHEAD if self.kind in _SUDDEN else 0
+        ahead = MOST_AHEAD if self.trigger.value.is_sudden else 0
         return Window(**asdict(self), first=self.step - steps, last=self.step + ahead)
 
 
@@ -102,19 +101,16 @@ class EventBoard:
         Raises:
             OSError: it cannot be written.
         """
-        most = _MOST_EVENTS if event.kind in _SUDDEN else _MOST_EVENTS - _OF_ENDS
+        most = _MOST_EVENTS - (0 if event.trigger.value.is_sudden else _OF_ENDS)
         for number in range(len(self.events()) + 1, most):
             if self._agree(str(number), event.entry) == event.entry:
                 return True
         return False
 
-    def tell_once(self, event: Happening) -> bool:
-        """The same, unless one of its kind was told; True where this call told it.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        return all(one.kind != event.kind for one in self.events()) and self.tell(event)
+    def was_told(self, trigger: Trigger, text: str) -> bool:
+        """True where this was told, or another of a trigger that is told once."""
+        texts = [one.text for one in self.events() if one.trigger is trigger]
+        return bool(texts) if trigger.value.is_once else text[:_MOST_CHARACTERS] in texts
 
     def first_time(self, time: int) -> int:
         """Return the time that a watched file had before any touch counted: as whoever asked first
