@@ -54,7 +54,7 @@ from rankscope.run.outfolder import remove_empty
 from rankscope.run.prepare import Collection, PreparedRun, RunRequest, prepare_run
 from rankscope.run.progressline import progress
 from rankscope.run.verdictline import verdict_line
-from rankscope.settings import SET, SETTINGS, Settings
+from rankscope.settings import SETTINGS, Settings
 from rankscope_launcher.companions import Companion, CompanionWatch
 from rankscope_launcher.ending import HostPart, failure_line, shown
 from rankscope_launcher.progress import StallNotices, say
@@ -153,18 +153,10 @@ class TracedJob:
         return cls(settings, shape, prepare_run(request))
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables the ranks need; `given`: settings of the command line, as text."""
-        variables = {
-            s.variable: SET if s.is_secret and given[s.field] else given[s.field]
-            for s in SETTINGS
-            if s.field in given
-        }
-        if self._settings.spool is not None:
-            variables["RANKSCOPE_SPOOL"] = str(self._settings.spool)
-        if self._settings.keys is not None:
-            variables["RANKSCOPE_KEYS"] = str(self._settings.keys)
-        if self._settings.steps.file is not None:  # its path made whole here, not in the script
-            variables["RANKSCOPE_STEPS"] = self._settings.steps.text
+        """Return the variables the ranks need; `given`: settings of the command line."""
+        texts = self._settings.as_recorded()  # with whole paths: a script may go to another folder
+        is_given = given.keys() | {s.field for s in SETTINGS if s.variable in os.environ}
+        variables = {s.variable: texts[s.name] for s in SETTINGS if s.field in is_given}
         if not self._part.collection.is_elsewhere:
             variables["RANKSCOPE_OUT"] = str(self._part.out)
         return {

@@ -18,6 +18,7 @@ from rankscope.errors import LayoutError, SettingError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.graceseconds import DRAIN_SECONDS, FINISH_SECONDS, STALL_SECONDS
 from rankscope.record.phases import Phase
+from rankscope.record.ranklists import ranks_text
 from rankscope.record.stepselection import LAST_HELP, StepSelection, number_ranges
 from rankscope.record.streams import MINIMUM_LIMIT_BYTES
 
@@ -406,7 +407,8 @@ def _as_text(value: object) -> str:
     if isinstance(value, LayoutFile):
         return value.name
     if isinstance(value, tuple):
-        return ",".join(map(str, value))
+        is_ranks = value and isinstance(value[0], int)
+        return ranks_text(value) if is_ranks else ",".join(value)
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
