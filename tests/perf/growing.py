@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rankscope.errors import RankscopeError
-from rankscope.run.companions import reader_command
+from rankscope.run.companions import READER_SETTINGS, reader_command
 from rankscope.tree.reader import open_trace
 from tests.perf.assemble import rank_cells
 
@@ -129,7 +129,8 @@ def simulate(ranks: int, modules: int, steps: int, period_s: float) -> None:
         out = Path(name)
         (out / "spool").mkdir()
         command = reader_command(out, ranks)
-        beside = subprocess.Popen(command, cwd=out, env={**os.environ, "RANKSCOPE_LIVE_CHECK": "0"})
+        told = json.dumps({"live-check": "0"})
+        beside = subprocess.Popen(command, cwd=out, env={**os.environ, READER_SETTINGS: told})
         made: dict[int, float] = {}
         lags: list[float] = []
         size = most = 0.0

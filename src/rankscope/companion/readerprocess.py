@@ -7,18 +7,18 @@ It comes once records have been there for some seconds, so that a job that is ov
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
 import time
 from pathlib import Path
 from typing import Final
 
 from rankscope.companion.log import log
-from rankscope.run.companions import companion_environment, reader_command
-from rankscope.settings import SETTINGS, Settings
+from rankscope.run.companions import READER_SETTINGS, companion_environment, reader_command
+from rankscope.settings import Settings
 
 __all__ = ["ReaderProcess"]
 
-_TOLD: Final = ("keep_spool", "live_check", "on_finding", "parquet")
 _AFTER_S: Final = 3.0
 _STARTS: Final = 3
 _LONG_S: Final = 600.0
@@ -31,11 +31,9 @@ class ReaderProcess:
     """The process of one collector; nothing of a run depends on it."""
 
     def __init__(self, out: Path, traced_ranks: int, settings: Settings) -> None:
-        """Start nothing yet. Settings are handed over as variables: these are for this user's eyes,
-        command lines for everybody's."""
-        texts = settings.as_text()
-        told = {s.variable: texts[s.name] for s in SETTINGS if s.field in _TOLD}
-        self._environment = {**companion_environment(), **told}
+        """Start nothing yet."""
+        texts = json.dumps(settings.as_text())
+        self._environment = {**companion_environment(), READER_SETTINGS: texts}
         self._command, self._out = reader_command(out, traced_ranks), out
         self._starts_left = _STARTS
         self._process: subprocess.Popen[bytes] | None = None

@@ -50,9 +50,13 @@ def companion_command(run_folder: Path) -> list[str]:
     return [sys.executable, "-m", "rankscope.companion", "--run-folder", str(run_folder)]
 
 
+READER_SETTINGS = "RANKSCOPE_READER_SETTINGS"
+"""The variable of that command which has the settings as JSON, as `run.json` says them. A variable
+is for this user's eyes, a command line for everybody's."""
+
+
 def reader_command(out: Path, traced_ranks: int) -> list[str]:
-    """The command that goes with a running job step by step, as long as this process lives; its
-    variables are settings."""
+    """The command that goes with a running job step by step, as long as this process lives."""
     return [*_reader(out), "--traced-ranks", str(traced_ranks)]
 
 

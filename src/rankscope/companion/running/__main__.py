@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -22,10 +23,10 @@ from rankscope.companion.running.runningjob import RunningJob
 from rankscope.companion.running.stepjudge import LiveCheck
 from rankscope.companion.running.stepkeeper import KeepSizes, StepKeeper
 from rankscope.errors import FolderError, RankscopeError
-from rankscope.run.companions import TREE_TROUBLE, ExitOutcome
+from rankscope.run.companions import READER_SETTINGS, TREE_TROUBLE, ExitOutcome
 from rankscope.run.filenames import PARQUET_FOLDER, TRACE_NAME
 from rankscope.run.processes import watch_signals
-from rankscope.settings import SETTINGS, settings_from
+from rankscope.settings import settings_of_run
 from rankscope.tree.build import build
 from rankscope.tree.finishedtrace import trace_files
 from rankscope.tree.growingtree import grown_steps
@@ -129,9 +130,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.traced_ranks is None:
         parser.error("--traced-ranks is missing")
     is_stopped = watch_signals()
-    settings = settings_from()
-    for setting in SETTINGS:  # the command for findings does not inherit them
-        os.environ.pop(setting.variable, None)
+    # the command for findings does not inherit them
+    settings = settings_of_run(json.loads(os.environ.pop(READER_SETTINGS, "{}")))
     out = options.out
     job = RunningJob(out, traced_ranks=options.traced_ranks)
     findings = FindingsFile(out, settings.on_finding)
