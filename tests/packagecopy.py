@@ -28,7 +28,7 @@ def answer_of(folder: Path, program: str, *arguments: Path) -> dict[str, Any]:
     "package" what it imported."""
     script = folder / "program.py"
     script.write_text(program)
-    path = f"{folder / 'src'}{os.pathsep}{REPOSITORY}"
+    path = os.pathsep.join(map(str, (folder / "src", REPOSITORY / "launcher", REPOSITORY)))
     done = forked.run(
         [sys.executable, str(script), *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
