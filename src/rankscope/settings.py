@@ -23,7 +23,6 @@ from rankscope.record.stepselection import LAST_HELP, StepSelection, number_rang
 from rankscope.record.streams import MINIMUM_LIMIT_BYTES
 
 __all__ = [
-    "SET",
     "SETTINGS",
     "Setting",
     "Settings",
@@ -39,8 +38,6 @@ __all__ = [
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?$", re.IGNORECASE)
 _MOST_RANKS = 1 << 20
 _MOST_ROUNDINGS = 16
-SET = "set"
-"""Stands for the text of a secret setting."""
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -391,9 +388,9 @@ class Settings:
         return {s.name: _as_text(getattr(self, s.field)) or s.default for s in SETTINGS}
 
     def as_recorded(self) -> dict[str, str]:
-        """Return the same for a trace, which others may read: of a secret, that it is set."""
+        """Return the same for a trace, which others may read: a secret is "set"."""
         texts = self.as_text()
-        return texts | {s.name: SET for s in SETTINGS if s.is_secret and texts[s.name]}
+        return texts | {s.name: "set" for s in SETTINGS if s.is_secret and texts[s.name]}
 
 
 SETTINGS = tuple(Setting(name=f.name.replace("_", "-"), **f.metadata) for f in fields(Settings))
@@ -435,10 +432,10 @@ def settings_from(
             text = "1" if text else "0"
         if isinstance(text, (tuple, list, range)):
             text = ",".join(map(str, text))
+        empty = "" if setting.parse is str else None
         try:
-            values[setting.field] = (
-                setting.parse(str(text)) if str(text) or setting.default else _empty(setting)
-            )
+            is_given = str(text) or setting.default
+            values[setting.field] = setting.parse(str(text)) if is_given else empty
         except (SettingError, LayoutError) as error:
             raise SettingError(f"{source}: {error}") from None
     if given:
@@ -465,10 +462,6 @@ def settings_of_run(texts: Mapping[str, str]) -> Settings:
     steps = rest.pop("steps", "")
     settings = settings_from(rest, {})
     return replace(settings, steps=StepSelection.parse(steps, is_known=True)) if steps else settings
-
-
-def _empty(setting: Setting) -> object:
-    return "" if setting.parse is str else None
 
 
 def is_enabled(environ: Mapping[str, str] = os.environ) -> bool:

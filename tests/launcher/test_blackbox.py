@@ -410,7 +410,7 @@ def test_what_cannot_be_held_back_is_refused(launch: Start):
         (("--rs-steps", "last:4,0-2"), "holds steps back and sends others"),
         (("--rs-steps", "last:0"), "positive number of steps"),
         (("--rs-steps", "spike:5"), "which only last:N waits for"),
-        (("--rs-steps", "0-2,watch:0:output"), "which only last:N does"),
+        (("--rs-steps", "0-2,watch:0:output"), "which only last:N waits for"),
         (("--rs-steps", "last:4,watch:"), "wants a value, path:slot, like watch:lm_head:output"),
         (("--rs-steps", "last:4,watch:0:output,1:output"), "like watch:1:output"),
         (("--rs-steps", "last:4,watch:0:output,spike:0"), "leave spike:0 away"),

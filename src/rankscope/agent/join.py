@@ -31,11 +31,10 @@ from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.secretwords import without_secrets
 from rankscope.record.streams import MAX_INCARNATIONS, EndReason, RankIdentity, StreamId
 from rankscope.record.triggers import Trigger
-from rankscope.run.eventboard import EventBoard, event_folder
+from rankscope.run.eventboard import EventBoard, event_folder, seen_by_all
 from rankscope.run.filenames import (
     HELD_FOLDER,
     ORDER_NAME,
-    REPLICA_FOLDER,
     STEP_TRIGGER_FOLDER,
     TRACE_NAME,
 )
@@ -235,12 +234,11 @@ def _agreement(
     """Return where the traced ranks agree on a step: all of them see it."""
     life = identity.incarnation
     is_alone = settings.traced_of(identity.world_size) == 1
-    is_shared = Collection.of_run(header).is_shared
-    seen_by_all = header.out / REPLICA_FOLDER if is_shared else run_folder
+    folder = seen_by_all(run_folder, header)
     return Agreement(
         is_alone=is_alone,
         is_distant=identity.local_world_size < identity.world_size,
-        for_touches=None if is_alone else seen_by_all / f"{STEP_TRIGGER_FOLDER}.{life}",
+        for_touches=None if is_alone else folder / f"{STEP_TRIGGER_FOLDER}.{life}",
         for_orders=agreement_folder(run_folder, header, life),
         order_file=run_folder / ORDER_NAME,
     )

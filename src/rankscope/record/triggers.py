@@ -41,11 +41,9 @@ class TriggerFacts:
     """Sentence of the note at its step, fields in braces."""
     otherwise: str = ""
     """Of a job in which it did not happen."""
-    is_sudden: bool = False
-    """One rank's step stands for it, while others may be a little ahead. Room is kept for such
-    events where there are many others."""
-    is_once: bool = False
-    """A life of the job has one of it at most, whatever the words."""
+    is_end: bool = False
+    """It ends or stops a life of the job, which has one of it at most; there is room for it where
+    there are many others. One rank's step stands for it: others may be a little ahead."""
     option: str = ""
     """As `--rs-steps last:N` takes it: `spike:K`."""
     parse: Callable[[str], Any] = str
@@ -61,27 +59,23 @@ class Trigger(enum.Enum):
         meaning="a rank raises, is killed, or leaves without a word",
         words="{ranks}",
         otherwise="no rank crashed or was killed",
-        is_sudden=True,
-        is_once=True,
+        is_end=True,
     )
     STALLED = TriggerFacts(
         meaning="no rank of a host moves for --rs-stall-seconds",
         words="{ranks} stood still",
         otherwise="none stood still",
-        is_sudden=True,
-        is_once=True,
+        is_end=True,
     )
     VANISHED = TriggerFacts(
         meaning="a host is gone without a word",
         words="{text}",
-        is_sudden=True,
-        is_once=True,
+        is_end=True,
     )
     INTERRUPTED = TriggerFacts(
         meaning="a signal ends the job",
         words="{signal} ended the job",
-        is_sudden=True,
-        is_once=True,
+        is_end=True,
     )
     NONFINITE = TriggerFacts(
         meaning="a value of a forward, a parameter, or a gradient before its optimizer is NaN or "
@@ -118,7 +112,7 @@ class Trigger(enum.Enum):
     RECOVERED = TriggerFacts(
         meaning="`rankscope recover` finds no event of a job whose companion is gone",
         words="rankscope recover asked for it",
-        is_once=True,
+        is_end=True,
     )
 
     @property

@@ -62,7 +62,7 @@ class Happening:
 
     def window(self, steps: int) -> Window:
         """Return what it asks for of a job that holds its last `steps` back."""
-        ahead = MOST_AHEAD if self.trigger.value.is_sudden else 0
+        ahead = MOST_AHEAD if self.trigger.value.is_end else 0
         return Window(**asdict(self), first=self.step - steps, last=self.step + ahead)
 
 
@@ -101,16 +101,16 @@ class EventBoard:
         Raises:
             OSError: it cannot be written.
         """
-        most = _MOST_EVENTS - (0 if event.trigger.value.is_sudden else _OF_ENDS)
+        most = _MOST_EVENTS - (0 if event.trigger.value.is_end else _OF_ENDS)
         for number in range(len(self.events()) + 1, most):
             if self._agree(str(number), event.entry) == event.entry:
                 return True
         return False
 
     def was_told(self, trigger: Trigger, text: str) -> bool:
-        """True where this was told, or another of a trigger that is told once."""
+        """True where this was told, or for an end any of its trigger."""
         texts = [one.text for one in self.events() if one.trigger is trigger]
-        return bool(texts) if trigger.value.is_once else text[:_MOST_CHARACTERS] in texts
+        return bool(texts) if trigger.value.is_end else text[:_MOST_CHARACTERS] in texts
 
     def first_time(self, time: int) -> int:
         """Return the time that a watched file had before any touch counted: as whoever asked first
@@ -141,9 +141,12 @@ class EventBoard:
 
 def event_folder(run_folder: Path, header: RunHeader, incarnation: int) -> Path:
     """Return where the ranks and relays of one life tell what happened: all of them see it."""
-    is_shared = Collection.of_run(header).is_shared
-    seen_by_all = header.out / REPLICA_FOLDER if is_shared else run_folder
-    return seen_by_all / f"{EVENT_FOLDER}.{incarnation}"
+    return seen_by_all(run_folder, header) / f"{EVENT_FOLDER}.{incarnation}"
+
+
+def seen_by_all(run_folder: Path, header: RunHeader) -> Path:
+    """Return the folder that all hosts of a run see, or else this host."""
+    return header.out / REPLICA_FOLDER if Collection.of_run(header).is_shared else run_folder
 
 
 def mark_copied(held: Path, windows: int, offset: int) -> None:
