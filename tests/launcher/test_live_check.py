@@ -91,8 +91,8 @@ def test_it_can_be_switched_off(launch: Start):
     job = launch(["a", "b"], "--rs-steps", "every:4", "--rs-live-check", "0")
     (job.meeting / "drift").touch()
     job.trained()
-    time.sleep(5.0)  # it would have come after three
-    assert not job.beside()
+    assert wait_until(job.beside)  # it says where the ranks are all the same
+    time.sleep(3.0)
     (job.meeting / "leave").touch()
     assert job.wait() == 0
     *while_it_ran, verdict = job.err.splitlines()
