@@ -159,14 +159,14 @@ def write_status(out: Path, status: JobStatus) -> None:
             "ranks": [_rank_json(each) for each in status.ranks],
         }
     )
-    write_by_rename(out / STATUS_NAME, f"{text}\n")
+    write_by_rename(out / REPLICA_FOLDER / STATUS_NAME, f"{text}\n")
 
 
 def read_status(out: Path) -> JobStatus:
     """Return the status of a trace folder; where none is there, or it cannot be read, one that says
     at most whose records there are."""
     with contextlib.suppress(SpoolError, TraceError, KeyError, TypeError, ValueError):
-        found = read_json_map(out / STATUS_NAME)
+        found = read_json_map(out / REPLICA_FOLDER / STATUS_NAME)
         if found["format"] == STATUS_FORMAT:
             run = {"id": str(found["run"]["id"]), "settings": dict(found["run"]["settings"])}
             return JobStatus(

@@ -31,7 +31,6 @@ from rankscope.run.filenames import (
     RUN_MARK_PREFIX,
     RUN_NAME,
     STALL_FOLDER,
-    STATUS_NAME,
     STEPS_FOLDER,
     TENSOR_FOLDER,
     TRACE_NAME,
@@ -47,8 +46,7 @@ OF_A_COLLECTOR = frozenset(
         TENSOR_FOLDER,
         STALL_FOLDER,
         FINDINGS_NAME,
-        STATUS_NAME,
-        STEPS_FOLDER,
+            STEPS_FOLDER,
         PARQUET_FOLDER,
         RUN_NAME,
     }

@@ -147,7 +147,7 @@ def build(
     )
     write_trace(document, out, tree=tree, wanted=wanted_tree, progress=progress)
     tree.close()
-    (out / STATUS_NAME).unlink(missing_ok=True)
+    (out / REPLICA_FOLDER / STATUS_NAME).unlink(missing_ok=True)
     has_all = (
         document.took_all
         and not document.completeness["missing"]
