@@ -267,11 +267,17 @@ KINDS = {
     "reader stopped": Kind(inject=stop("reader"), heal=go_on, lasts_s=(0.5, 30), has_reader=True),
     "reader out of memory": Kind(inject=run_out_of_memory("reader"), has_reader=True),
     "builder killed": Kind(
-        heal=of_builder(kill("builder")), heals_after_job=True, may_need_recover=True
+        heal=of_builder(kill("builder")),
+        heals_after_job=True,
+        transports=("own",),  # other hosts wait 5 minutes for a collector that gave up
+        may_need_recover=True,
     ),
     "builder stopped": Kind(heal=of_builder(stop("builder"), then=go_on), heals_after_job=True),
     "builder out of memory": Kind(
-        heal=of_builder(run_out_of_memory("builder")), heals_after_job=True, may_need_recover=True
+        heal=of_builder(run_out_of_memory("builder")),
+        heals_after_job=True,
+        transports=("own",),
+        may_need_recover=True,
     ),
     "launcher killed": Kind(inject=kill("launcher"), ways=_LAUNCHER, may_need_recover=True),
     "launcher stopped": Kind(inject=stop("launcher"), heal=go_on, lasts_s=(1, 30), ways=_LAUNCHER),
