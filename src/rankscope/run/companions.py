@@ -115,6 +115,7 @@ def companion_environment(environ: Mapping[str, str] = os.environ) -> dict[str, 
         "PYTHONSAFEPATH": "1",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "1",  # a thread would have megabytes of its own
     }
 
 
