@@ -45,7 +45,7 @@ class Watching:
         self.board = EventBoard(board)
         self.said: list[str] = []
         self.writer = RingWriter(folder, limit_bytes=4 << 20, steps=5, board=self.board)
-        self.recorder = Recorder(self.writer, self.writer.kept)
+        self.recorder = Recorder(self.writer)
         selection = StepSelection.parse(f"last:5,{watch}")
         box = BlackBoxWatch(self.recorder, self.writer, selection, self.board, rank)
         self.watch = LeapWatch(self.recorder, box, selection, self.board, self.said.append)
@@ -83,6 +83,8 @@ class Watching:
         self.train(step, magnitude, mode=Mode.EVAL)
 
     def told(self) -> list[Happening]:
+        """What is told of all that was recorded so far, as the end of a step would tell it."""
+        self.recorder.hand_on()
         return self.board.events()
 
 

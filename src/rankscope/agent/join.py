@@ -205,7 +205,7 @@ def _open_spool(
     ring = RingWriter(
         folder, limit_bytes=settings.spool_bytes, steps=settings.steps.last, board=board
     )
-    recorder = Recorder(ring, ring.kept)
+    recorder = Recorder(ring)
     box = BlackBoxWatch(recorder, ring, settings.steps, board, identity.rank)
     if settings.steps.watch:
         LeapWatch(recorder, box, settings.steps, board, say if speaks else None)
