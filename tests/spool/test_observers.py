@@ -40,7 +40,7 @@ def test_a_full_segment_is_handed_on_before_it_is_unmapped(tmp_path: Path) -> No
     for number in range(2000):
         assert writer.write(RecordKind.VALUE, value(number))
     full = len(segment_indexes(tmp_path / "s")) - 1
-    assert full > 1 and len(batches) == full
+    assert full > 1 and full <= len(batches) <= 2 * full
     writer.close()
     assert [number for batch in batches for number in batch] == [*range(2000)]
 
