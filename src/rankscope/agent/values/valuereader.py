@@ -12,7 +12,7 @@ import torch
 from rankscope.agent.collectives.busymemory import InFlight, memory_of
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.values.onaccelerator import DeviceValues, HeldValue, ValuePlace
-from rankscope.agent.values.tensorstore import TensorStore, size_of
+from rankscope.agent.values.tensorstore import TensorStore
 from rankscope.capture.describe import Described, Describer
 from rankscope.capture.digest import Digester
 from rankscope.capture.dtypestorage import storage_of, stored_words
@@ -348,13 +348,6 @@ class ValueReader:
     def keeps(self) -> bool:
         """True where full tensors are kept."""
         return self._tensor_store is not None
-
-    def expect_to_keep(self, items: Iterable[tuple[str, str, torch.Tensor]]) -> None:
-        """Say so where this rank's parts of these (path, slot, tensor) cannot all be kept."""
-        if self._tensor_store is None:
-            return
-        wants, describe = self._tensor_store.wants, self._describer.describe
-        self._tensor_store.expect(sum(size_of(describe(t)[1]) for p, s, t in items if wants(p, s)))
 
     def end_step(self) -> None:
         """Forget every tensor seen: memory of what was digested ends with the step."""

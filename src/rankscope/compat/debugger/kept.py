@@ -79,7 +79,7 @@ class DebuggerStore(Store):
             folder: takes the file.
             keeps_bytes: keep bytes, else what is printed.
         """
-        super().__init__(record, limit_bytes)
+        super().__init__(record)
         self._keeps_bytes = keeps_bytes
         self._asked = 0
         """Tensors that were to be stored."""
