@@ -34,9 +34,9 @@ from rankscope.spool.recordcolumns import Records, Structured, ValueRows
 from rankscope.spool.recordformat import RecordKind, StepEvent
 from rankscope.spool.ringwriter import RingWriter
 
-__all__ = ["BlackBoxWatch", "LeapWatch", "RunningMedian"]
+__all__ = ["BlackBoxWatch", "RunningMedian"]
 
-_WATCHED = (Phase.FORWARD, Phase.PARAMS)
+_WATCHED: Final = np.isin(np.arange(256), (Phase.FORWARD, Phase.PARAMS))
 """Phases in which NaN and +inf are told, besides gradients before the optimizer. Not backward: a
 GradScaler may be about to skip what comes of it. Not collectives: they pad with anything."""
 _OF_SCALER = int(ValueFlag.SKIPPED | ValueFlag.SCALED)
@@ -49,7 +49,7 @@ _RISING: Final = 2.0
 """Times the median beyond which a step may be one of those over which a run diverges."""
 _LEAST: Final = 0.01
 """Part of the highest median so far below which a magnitude is near zero."""
-_CALLS_WATCHED = (Phase.FORWARD, Phase.GRADS, Phase.PARAMS)
+_CALLS_WATCHED: Final = np.isin(np.arange(256), (Phase.FORWARD, Phase.GRADS, Phase.PARAMS))
 """Phases whose calls are watched; gradients of backward come under the calls of forward. Setup is
 of no step, and recomputed and accumulated values are of calls that are watched anyway."""
 _LATE: Final = 8
@@ -108,7 +108,18 @@ class BlackBoxWatch:
         selection: StepSelection,
         board: EventBoard,
         rank: int,
+        say: Callable[[str], None] | None = None,
     ) -> None:
+        """Watch for what the selection asks for.
+
+        Args:
+            recorder: of this rank; its records are looked at in batches.
+            ring: holds the steps.
+            selection: the setting `steps`.
+            board: where everybody is told.
+            rank: of this process.
+            say: tells the user which globs of `watch:` took nothing; None where another rank does.
+        """
         self._recorder = recorder
         self._ring = ring
         self._steps = selection.last
@@ -121,13 +132,20 @@ class BlackBoxWatch:
         """Last step with a value that is not finite."""
         self._squares = 0.0
         self._norms = RunningMedian(selection.spike) if selection.spike else None
+        self._leaps = _LeapWatch(self, recorder, selection, board, say) if selection.watch else None
         recorder.observe(self._look)
 
     def _look(self, batch: Records) -> None:
         """Look at the values, then at the mark of a step: a batch ends with one, or has none."""
-        self._judge_values(batch.values()[1])
-        for event, mode, step in step_marks(batch):
-            self._step_marked(event, mode, step)
+        kinds = RecordKind.VALUE, RecordKind.ENTER, RecordKind.STEP
+        of_values, of_calls, of_marks = map(batch.positions, kinds)
+        values = batch.values_at(of_values)
+        self._judge_values(values)
+        if self._leaps is not None:
+            self._leaps.look(batch.rows_at(of_calls, RecordKind.ENTER), values)
+        marks = batch.rows_at(of_marks, RecordKind.STEP)
+        for event, mode, step in _rows(marks, "event", "mode", "step"):
+            self._step_marked(StepEvent(event), Mode(mode), step)
 
     def _step_marked(self, event: StepEvent, mode: Mode, step: int) -> None:
         if event is StepEvent.BEGIN:
@@ -135,19 +153,23 @@ class BlackBoxWatch:
             if mode is Mode.TRAIN or not self._has_trained:
                 self.mode, self._step = mode, step
                 self._squares = 0.0  # of a step whose end found no room
+            if self._leaps is not None and mode is self.mode:
+                self._leaps.step_begins(mode, step)
         if event is StepEvent.END and mode is Mode.TRAIN:
             self._judge_norm(step)
 
     def _judge_values(self, values: ValueRows) -> None:
-        slots = values["slot"]
-        gradients = [n for name, n in self._recorder.slots.items() if name.startswith("grad:")]
-        is_taken = (values["phase"] == Phase.GRADS) & (values["flags"] & _OF_SCALER == 0)
-        is_taken &= np.isin(slots, gradients)
-        self._squares += float(np.square(values["l2"][is_taken]).sum())
-        is_bad = (values["nan"] > 0) | (values["posinf"] > 0)
-        bad = np.flatnonzero(is_bad & (is_taken | np.isin(values["phase"], _WATCHED)))
+        phases, slots = values["phase"], values["slot"]
+        is_watched = _WATCHED[phases]
+        rows = np.flatnonzero((phases == Phase.GRADS) & (values["flags"] & _OF_SCALER == 0))
+        if len(rows):
+            gradients = [n for name, n in self._recorder.slots.items() if name.startswith("grad:")]
+            rows = rows[np.isin(slots[rows], gradients)]
+            self._squares += float(np.square(values["l2"][rows]).sum())
+            is_watched[rows] = True
+        bad = np.flatnonzero(is_watched & ((values["nan"] > 0) | (values["posinf"] > 0)))
         if len(bad):
-            self._spoil(slot_names(self._recorder)[int(slots[bad[0]])])
+            self._spoil(_slot_names(self._recorder)[int(slots[bad[0]])])
 
     def _spoil(self, slot: str) -> None:
         """Tell of a value that is not finite, unless one of the steps that are held had one."""
@@ -178,14 +200,7 @@ class BlackBoxWatch:
                 self._recorder.define("untold", entry=event.entry)
 
 
-def step_marks(batch: Records) -> list[tuple[StepEvent, Mode, int]]:
-    """Return what marks steps in a batch of records: event, mode and number."""
-    _, marks = batch.columns(RecordKind.STEP)
-    rows = _rows(marks, "event", "mode", "step")
-    return [(StepEvent(event), Mode(mode), step) for event, mode, step in rows]
-
-
-def slot_names(recorder: Recorder) -> dict[int, str]:
+def _slot_names(recorder: Recorder) -> dict[int, str]:
     """Return the names of slots by number."""
     return {number: name for name, number in recorder.slots.items()}
 
@@ -229,58 +244,51 @@ class _WatchedModule:
     """By slot; None for one that no glob takes."""
 
 
-class LeapWatch:
+class _LeapWatch:
     """Tells when a value that the user named leaps."""
 
     def __init__(
         self,
-        recorder: Recorder,
         box: BlackBoxWatch,
+        recorder: Recorder,
         selection: StepSelection,
         board: EventBoard,
-        say: Callable[[str], None] | None = None,
+        say: Callable[[str], None] | None,
     ) -> None:
-        """Watch what the selection names; `say` tells the user which globs took nothing, None where
-        another rank does.
-        """
         self._box = box
         self._globs, self._spike = selection.watch, selection.spike
         self._board = board
         self._say = say
         self._recorder = recorder
-        self._modules: dict[int, _WatchedModule | None] = {}
-        """By number; None for one of which no glob speaks."""
+        self._known: set[int] = set()
+        """Numbers of the modules that were called."""
+        self._modules: dict[int, _WatchedModule] = {}
+        """Those of whose path a glob speaks, by number."""
         self._calls: dict[int, tuple[_WatchedModule, Mode, int]] = {}
         """Calls of watched modules, in the order in which they began, with their steps."""
         self._seen: set[int] = set()
         """Globs that took something here."""
         self._begun = 0
-        recorder.observe(self._look)
 
-    def _look(self, batch: Records) -> None:
-        """Look at the calls, the values and the mark of a step, in this order: values come after
-        their call."""
-        _, calls = batch.columns(RecordKind.ENTER)
-        is_watched = np.isin(calls["phase"], _CALLS_WATCHED) & (calls["mode"] == self._box.mode)
+    def look(self, calls: Structured, values: ValueRows) -> None:
+        """Look at the calls of a batch, then at its values: they come after their call."""
+        called = {*calls["module"].tolist()}
+        for number in called - self._known:
+            path = self._recorder.modules.get(number, "")
+            places = map(split_place, self._globs)
+            slots = tuple((i, s) for i, (p, s) in enumerate(places) if glob_matches(p, path))
+            if slots:
+                self._modules[number] = _WatchedModule(path, slots)
+        self._known |= called
+        is_watched = _CALLS_WATCHED[calls["phase"]] & (calls["mode"] == self._box.mode)
+        is_watched &= np.isin(calls["module"], [*self._modules])
         for sequence, number, step in _rows(calls[is_watched], "sequence", "module", "step"):
-            if number not in self._modules:
-                self._modules[number] = self._watched_module(number)
-            module = self._modules[number]
-            if module is not None:
-                self._calls[sequence] = module, self._box.mode, step
-        self._compare(batch.values()[1])
-        for event, mode, step in step_marks(batch):
-            self._step_marked(event, mode, step)
+            self._calls[sequence] = self._modules[number], self._box.mode, step
+        if self._calls:
+            self._compare(values)
 
-    def _watched_module(self, number: int) -> _WatchedModule | None:
-        path = self._recorder.modules.get(number, "")
-        places = map(split_place, self._globs)
-        slots = tuple((i, s) for i, (p, s) in enumerate(places) if glob_matches(p, path))
-        return _WatchedModule(path, slots) if slots else None
-
-    def _step_marked(self, event: StepEvent, mode: Mode, step: int) -> None:
-        if event is not StepEvent.BEGIN or mode is not self._box.mode:
-            return
+    def step_begins(self, mode: Mode, step: int) -> None:
+        """Forget calls of which no accelerator can be that late."""
         for sequence, (_, its_mode, its_step) in list(self._calls.items()):
             if its_mode is mode and its_step >= step - _LATE:
                 break
@@ -305,7 +313,7 @@ class LeapWatch:
         finite = values["count"] - values["neginf"]
         is_told &= (finite > 0) & (values["l2"] < math.inf)
         magnitudes = values["l2"] / np.sqrt(np.maximum(finite, 1))
-        names = slot_names(self._recorder) if len(values) else {}
+        names = _slot_names(self._recorder) if len(values) else {}
         for sequence, slot, count, is_compared, magnitude in zip(
             values["sequence"].tolist(), values["slot"].tolist(), values["count"].tolist(),
             is_told.tolist(), magnitudes.tolist(),

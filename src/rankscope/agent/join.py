@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import rankscope
-from rankscope.agent.blackboxwatch import BlackBoxWatch, LeapWatch
+from rankscope.agent.blackboxwatch import BlackBoxWatch
 from rankscope.agent.firstrank import ELASTIC_RUN, find_or_prepare_run
 from rankscope.agent.guard import say
 from rankscope.agent.identity import identify, restarts_left
@@ -206,9 +206,7 @@ def _open_spool(
         folder, limit_bytes=settings.spool_bytes, steps=settings.steps.last, board=board
     )
     recorder = Recorder(ring)
-    box = BlackBoxWatch(recorder, ring, settings.steps, board, identity.rank)
-    if settings.steps.watch:
-        LeapWatch(recorder, box, settings.steps, board, say if speaks else None)
+    BlackBoxWatch(recorder, ring, settings.steps, board, identity.rank, say if speaks else None)
     return ring, recorder
 
 
