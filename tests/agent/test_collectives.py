@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import rankscope
-from rankscope.agent.collectives.interception import CollectiveWatch
+from rankscope.agent.collectives.stepcollectives import CollectiveWatch
 from rankscope.agent.guard import Guard
 from rankscope.agent.hooks.callstack import NodeMap, OpenCall, Scope
 from rankscope.agent.hooks.modules import ModuleTable

@@ -7,7 +7,6 @@ from __future__ import annotations
 import gc
 import struct
 import sys
-import threading
 from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +21,6 @@ from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.steps.compiled import HiddenSteps
 from rankscope.agent.values import gradients
-from rankscope.agent.values.valuereader import ValueReader
-from rankscope.settings import settings_from
 from rankscope.spool.recordformat import VALUE_HEAD
 from tests.agent.models import Block, Net, paths, trace
 from tests.unharmed import traced_unharmed
@@ -365,13 +362,3 @@ def test_more_backwards_of_one_graph_than_a_record_can_number_are_said_and_switc
     assert found.completeness["ranks"][0]["end"] == "closed"
     assert "backward ran 3 times" in str([n.errors for n in found.find("*")])
     assert found.value("", "grad_output", phase="backward").per_rank[0] is not None
-
-
-def test_digesters_go_with_their_threads() -> None:
-    reader = ValueReader(None, None, settings_from({}))  # type: ignore[arg-type]
-    for _ in range(5):
-        thread = threading.Thread(target=reader._new_digester)
-        thread.start()
-        thread.join()
-    gc.collect()
-    assert not reader._digesters

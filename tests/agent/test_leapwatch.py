@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.agent.blackboxwatch import BlackBoxWatch, LeapWatch
+from rankscope.agent.blackboxwatch import BlackBoxWatch
 from rankscope.agent.recorder import Recorder
 from rankscope.capture.describe import Described
 from rankscope.capture.reading import ValueNumbers
@@ -45,10 +45,11 @@ class Watching:
         self.board = EventBoard(board)
         self.said: list[str] = []
         self.writer = RingWriter(folder, limit_bytes=4 << 20, steps=5, board=self.board)
-        self.recorder = Recorder(self.writer, self.writer.kept)
+        self.recorder = Recorder(self.writer)
         selection = StepSelection.parse(f"last:5,{watch}")
-        box = BlackBoxWatch(self.recorder, self.writer, selection, self.board, rank)
-        self.watch = LeapWatch(self.recorder, box, selection, self.board, self.said.append)
+        self.box = BlackBoxWatch(
+            self.recorder, self.writer, selection, self.board, rank, self.said.append
+        )
         self.root = self.recorder.define("root", **{"class": "Model"})
         self.modules = {
             path: self.recorder.define("module", root=self.root, path=path)
@@ -83,6 +84,8 @@ class Watching:
         self.train(step, magnitude, mode=Mode.EVAL)
 
     def told(self) -> list[Happening]:
+        """What is told of all that was recorded so far, as the end of a step would tell it."""
+        self.recorder.hand_on()
         return self.board.events()
 
 
@@ -177,7 +180,8 @@ def test_a_value_that_an_accelerator_hands_out_later_is_of_the_step_of_its_call(
             rank.value(calls[step - 2], 1e3 if step - 2 == 20 else 1.0)
     assert [event.step for event in rank.told()] == [20]
     assert "in step 20" in rank.told()[0].text
-    assert len(rank.watch._calls) < 12, "calls of long ago are forgotten"
+    assert rank.box._leaps is not None
+    assert len(rank.box._leaps._calls) < 12, "calls of long ago are forgotten"
 
 
 def test_what_is_not_finite_or_a_scalers_is_no_leap(watching: Callable[..., Watching]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import threading
 import weakref
 
 import numpy as np
@@ -358,3 +359,24 @@ def test_a_dtype_without_a_digest_is_refused_by_name() -> None:
         Digester().read(
             torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.qint8), None, samples=False
         )
+
+
+def test_one_digester_serves_several_threads_at_once() -> None:
+    torch.manual_seed(2)
+    values = [torch.randn(shape) for shape in ((3,), (40, 50), (5, 513), (200, 300)) * 3]
+    alone = [Digester().read(value, None, samples=True) for value in values]
+    digester, wrong = Digester(), list[int]()
+
+    def read(first: int) -> None:
+        for number in [*range(first, len(values)), *range(first)] * 5:
+            found, wanted = digester.read(values[number], None, samples=True), alone[number]
+            is_same = found.hash == wanted.hash and found.sketch == wanted.sketch
+            if not is_same or not np.array_equal(found.samples, wanted.samples):  # type: ignore[arg-type]  # all have samples
+                wrong.append(number)
+
+    threads = [threading.Thread(target=read, args=(3 * n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []

@@ -76,7 +76,7 @@ class Rank:
         self.folder = stream_folder(run_folder / HELD_FOLDER, self.stream)
         board = EventBoard(event_folder(run_folder, self.header, life))
         self.writer = RingWriter(self.folder, limit_bytes=limit, steps=steps, board=board)
-        self.recorder = Recorder(self.writer, self.writer.kept)
+        self.recorder = Recorder(self.writer)
         selection = StepSelection.parse(f"last:{steps}")
         self.box = BlackBoxWatch(self.recorder, self.writer, selection, board, rank)
         self.recorder.define("rank", rank=rank, world_size=1, wall_ns=1 + life, monotonic_ns=1)

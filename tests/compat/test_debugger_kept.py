@@ -67,8 +67,9 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
 
 
 @pytest.fixture
-def byte_rank(tmp_path: Path) -> Iterator[Rank]:
+def byte_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     """Keeps bytes."""
+    monkeypatch.setattr(kept, "_LOOK_EVERY", 1)
     made = Rank(tmp_path, keeps_bytes=True)
     yield made
     made.keeper.close()
@@ -135,8 +136,7 @@ def test_what_is_written_meanwhile_is_never_taken_for_what_was_hashed(
 def test_the_place_of_what_is_let_go_is_used_again(byte_rank: Rank) -> None:
     tensor, other = torch.arange(2000.0), torch.ones(7)
     assert [byte_rank.keep(each) for each in (tensor, other)] == [1, 2]
-    for reference in (1, 1, 77):
-        byte_rank.store.release(reference)
+    byte_rank.store.unneeded = [(), (1, 1, 77)].pop
     assert byte_rank.keep(tensor + 1) == 3 and byte_rank.keep(tensor) == 4
     assert byte_rank.held() == {2: plain(other), 3: plain(tensor + 1), 4: plain(tensor)}
     assert [entry.begin for _, entry in byte_rank.recorded] == [0, 8000, 0, 8064]
@@ -148,7 +148,7 @@ def test_what_shares_its_bytes_with_a_later_reference_stays(byte_rank: Rank) -> 
     byte_rank.keeper.collect(wait=True)
     assert first != second
     assert {entry.reference for _, entry in byte_rank.recorded} == {first}
-    byte_rank.store.release(first)
+    byte_rank.store.unneeded = lambda: [first]
     other = byte_rank.keep(torch.ones(1))
     assert byte_rank.held() == {first: plain(tensor), other: plain(torch.ones(1))}
 
@@ -262,9 +262,13 @@ def test_nothing_that_watches_operations_sees_the_look(rank: Rank) -> None:
     assert a.grad_fn is None and a._version == 0
 
 
-def test_what_is_let_go_is_looked_at_again(rank: Rank, looks: list[tuple[int, ...]]) -> None:
+def test_what_is_let_go_is_looked_at_again(
+    rank: Rank, looks: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "_LOOK_EVERY", 1)
     a = torch.ones(2)
-    rank.store.release(rank.keep(a))
+    let_go = [rank.keep(a)]
+    rank.store.unneeded = lambda: let_go
     assert rank.keep(a) == 2 and len(looks) == 2
     assert [*rank.held()] == [2]
 

@@ -19,7 +19,8 @@ import pytest
 import torch
 from torch import nn
 
-from rankscope.compat.debugger.kept import DebuggerStore
+from rankscope.compat.debugger import kept
+from rankscope.compat.debugger.layers import LayerWatch
 from tests.compat.debugger_files import ours, tree, values, walk
 
 NUMBERED = re.compile(r"(.*)\.(\d+)")
@@ -81,14 +82,16 @@ def both(
 
 @pytest.fixture
 def released(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """References that were let go; watched, not changed."""
-    seen, release = list[int](), DebuggerStore.release
+    """References that were let go: watched, and asked for with every tensor that is kept."""
+    seen, unneeded = list[int](), LayerWatch.unneeded
 
-    def watched(store: DebuggerStore, reference: int) -> None:
-        seen.append(reference)
-        release(store, reference)
+    def watched(layers: LayerWatch) -> list[int]:
+        found = unneeded(layers)
+        seen.extend(found)
+        return found
 
-    monkeypatch.setattr(DebuggerStore, "release", watched)
+    monkeypatch.setattr(LayerWatch, "unneeded", watched)
+    monkeypatch.setattr(kept, "_LOOK_EVERY", 1)
     return seen
 
 

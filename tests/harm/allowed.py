@@ -29,7 +29,7 @@ ENTRIES = {
     "rankscope.agent.steps.optimizersearch": {"OptimizerSearch._around.making"},
     "rankscope.agent.steps.scalers": {"ScalerWatch._around.step"},
     "rankscope.agent.steps.schedules": {"ScheduleWatch._around.step"},
-    "rankscope.agent.collectives.interception": {
+    "rankscope.agent.collectives.stepcollectives": {
         *("CollectiveWatch._issuing.issue", "CollectiveWatch._waiting.wait"),
         *("CollectiveWatch._is_recorded", "CollectiveWatch._deriving.derive"),
     },

@@ -9,7 +9,6 @@ import pytest
 
 from rankscope.record.sketchfactors import (
     RADIX,
-    ArrayCache,
     block_factors,
     factors,
     product_factors,
@@ -104,15 +103,9 @@ def test_cached_factors_cannot_be_written_to() -> None:
         factors(0, ((0, 4),))[0, 0] = 5.0
 
 
-def test_the_cache_forgets_the_least_recently_used_array_first() -> None:
-    cache = ArrayCache(4000)
-    for name in "abcd":
-        cache.put(name, np.zeros(125))
-    assert cache.get("a") is not None
-    cache.put("e", np.zeros(125))
-    assert cache.get("b") is None
-    assert cache.get("a") is not None
-    assert cache.held_bytes == 4000
-    cache.put("huge", np.zeros(1000))
-    assert cache.get("huge") is None
-    assert cache.held_bytes == 4000
+def test_factors_of_a_short_dim_are_kept_and_those_of_a_long_one_are_the_same() -> None:
+    assert factors(0, ((3, 8),)) is factors(0, ((3, 8),))
+    long = factors(0, ((0, 5000),))
+    assert factors(0, ((0, 5000),)) is not long and np.array_equal(
+        long[:, 3:8], factors(0, ((3, 8),))
+    )

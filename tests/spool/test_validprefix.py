@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rankscope.spool.recordformat import FIRST, RecordKind
-from rankscope.spool.validprefix import CHECK_BLOCK, BlockCheck, cell_crcs, committed_cells
+from rankscope.spool.validprefix import CHECK_BLOCK, BlockCheck, cell_crcs, committed_heads
 
 
 def sound_cells(count, seed=0):
@@ -65,6 +65,6 @@ def test_a_cell_of_zeros_is_damaged():
 @pytest.mark.parametrize("at", [0, 1, CHECK_BLOCK - 1, CHECK_BLOCK, 2 * CHECK_BLOCK + 5])
 def test_committed_ends_at_the_first_damaged_cell_of_several_blocks(at):
     cells = sound_cells(2 * CHECK_BLOCK + 6)
-    assert committed_cells(cells) == len(cells)
+    assert len(committed_heads(cells)) == len(cells)
     cells[at:, 30] ^= 0x80  # and everything behind it, in the same place
-    assert committed_cells(cells) == at
+    assert len(committed_heads(cells)) == at

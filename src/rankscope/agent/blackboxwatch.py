@@ -1,7 +1,8 @@
 """What a rank that holds its last steps back sees happen.
 
-Each record takes no more than a look at the numbers that are written anyway: a value that is
-not finite, and a gradient norm far beyond those of the steps before, are told on the board.
+It is handed the records of a step in batches, and looks at the numbers that were written anyway: a
+value that is not finite, and a gradient norm far beyond those of the steps before, are told on the
+board.
 
 So is a value that the user named and that leaps. What is compared is its root mean square, over the
 finite elements, which does not depend on the size of a batch; of a scalar that is its magnitude.
@@ -14,15 +15,15 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import dropwhile
 from typing import Final
 
+import numpy as np
+
 from rankscope.agent.recorder import Recorder
-from rankscope.capture.reading import ValueNumbers
 from rankscope.globs import glob_matches, slot_matches, split_place
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
@@ -30,12 +31,13 @@ from rankscope.record.stepselection import StepSelection
 from rankscope.record.triggers import Trigger
 from rankscope.record.value import ValueFlag
 from rankscope.run.eventboard import EventBoard, Happening
-from rankscope.spool.recordformat import StepEvent
+from rankscope.spool.recordcolumns import Records, Structured, ValueRows
+from rankscope.spool.recordformat import RecordKind, StepEvent
 from rankscope.spool.ringwriter import RingWriter
 
-__all__ = ["BlackBoxWatch", "LeapWatch", "RunningMedian"]
+__all__ = ["BlackBoxWatch", "RunningMedian"]
 
-_WATCHED = (Phase.FORWARD, Phase.PARAMS)
+_WATCHED: Final = np.isin(np.arange(256), (Phase.FORWARD, Phase.PARAMS))
 """Phases in which NaN and +inf are told, besides gradients before the optimizer. Not backward: a
 GradScaler may be about to skip what comes of it. Not collectives: they pad with anything."""
 _OF_SCALER = int(ValueFlag.SKIPPED | ValueFlag.SCALED)
@@ -48,12 +50,11 @@ _RISING: Final = 2.0
 """Times the median beyond which a step may be one of those over which a run diverges."""
 _LEAST: Final = 0.01
 """Part of the highest median so far below which a magnitude is near zero."""
-_CALLS_WATCHED = (Phase.FORWARD, Phase.GRADS, Phase.PARAMS)
+_CALLS_WATCHED: Final = np.isin(np.arange(256), (Phase.FORWARD, Phase.GRADS, Phase.PARAMS))
 """Phases whose calls are watched; gradients of backward come under the calls of forward. Setup is
 of no step, and recomputed and accumulated values are of calls that are watched anyway."""
 _LATE: Final = 8
 """Steps that an accelerator may be behind with the digests of a call."""
-_MOST_MODULES: Final = 1 << 14
 _UNTIL_TOLD: Final = 16
 """Steps after which it is said which globs took nothing."""
 
@@ -99,7 +100,7 @@ class RunningMedian:
 
 
 class BlackBoxWatch:
-    """Tells the ring of steps, and everybody of what happened."""
+    """Tells everybody of what happened."""
 
     def __init__(
         self,
@@ -108,7 +109,18 @@ class BlackBoxWatch:
         selection: StepSelection,
         board: EventBoard,
         rank: int,
+        say: Callable[[str], None] | None = None,
     ) -> None:
+        """Watch for what the selection asks for.
+
+        Args:
+            recorder: of this rank; its records are looked at in batches.
+            ring: holds the steps.
+            selection: the setting `steps`.
+            board: where everybody is told.
+            rank: of this process.
+            say: tells the user which globs of `watch:` took nothing; None where another rank does.
+        """
         self._recorder = recorder
         self._ring = ring
         self._steps = selection.last
@@ -122,29 +134,46 @@ class BlackBoxWatch:
         self._squares = 0.0
         factor = selection.given[Trigger.SPIKE][-1]
         self._norms = RunningMedian(factor) if factor else None
-        recorder.on_step.append(self._step_marked)
-        recorder.on_value.append(self._look)
+        self._leaps: _LeapWatch | None = None
+        if selection.waits_for(Trigger.WATCHED):
+            self._leaps = _LeapWatch(self, recorder, selection, board, say)
+        recorder.observe(self._look)
+
+    def _look(self, batch: Records) -> None:
+        """Look at the values, then at the mark of a step: a batch ends with one, or has none."""
+        kinds = RecordKind.VALUE, RecordKind.ENTER, RecordKind.STEP
+        of_values, of_calls, of_marks = map(batch.positions, kinds)
+        values = batch.values_at(of_values)
+        self._judge_values(values)
+        if self._leaps is not None:
+            self._leaps.look(batch.rows_at(of_calls, RecordKind.ENTER), values)
+        marks = batch.rows_at(of_marks, RecordKind.STEP)
+        for event, mode, step in _rows(marks, "event", "mode", "step"):
+            self._step_marked(StepEvent(event), Mode(mode), step)
 
     def _step_marked(self, event: StepEvent, mode: Mode, step: int) -> None:
         if event is StepEvent.BEGIN:
-            if self._ring.begin_step(mode, step):
-                self._recorder.define_anew()
             self._has_trained = self._has_trained or mode is Mode.TRAIN
             if mode is Mode.TRAIN or not self._has_trained:
                 self.mode, self._step = mode, step
+                self._squares = 0.0  # of a step whose end found no room
+            if self._leaps is not None and mode is self.mode:
+                self._leaps.step_begins(mode, step)
         if event is StepEvent.END and mode is Mode.TRAIN:
             self._judge_norm(step)
 
-    def _look(
-        self, sequence: int, slot: str, reading: ValueNumbers, phase: Phase, flags: int
-    ) -> None:
-        is_bad = reading.nan or reading.posinf
-        if phase is Phase.GRADS and not flags & _OF_SCALER and slot.startswith("grad:"):
-            self._squares += reading.l2 * reading.l2
-            if is_bad:
-                self._spoil(slot)
-        elif is_bad and phase in _WATCHED:
-            self._spoil(slot)
+    def _judge_values(self, values: ValueRows) -> None:
+        phases, slots = values["phase"], values["slot"]
+        is_watched = _WATCHED[phases]
+        rows = np.flatnonzero((phases == Phase.GRADS) & (values["flags"] & _OF_SCALER == 0))
+        if len(rows):
+            gradients = [n for name, n in self._recorder.slots.items() if name.startswith("grad:")]
+            rows = rows[np.isin(slots[rows], gradients)]
+            self._squares += float(np.square(values["l2"][rows]).sum())
+            is_watched[rows] = True
+        bad = np.flatnonzero(is_watched & ((values["nan"] > 0) | (values["posinf"] > 0)))
+        if len(bad):
+            self._spoil(_slot_names(self._recorder)[int(slots[bad[0]])])
 
     def _spoil(self, slot: str) -> None:
         """Tell of a value that is not finite, unless one of the steps that are held had one."""
@@ -175,6 +204,16 @@ class BlackBoxWatch:
         except OSError:  # a full disk: whoever copies the ring tells the others
             if self._ring.hold(event.window(self._steps)):
                 self._recorder.define("untold", entry=event.entry)
+
+
+def _slot_names(recorder: Recorder) -> dict[int, str]:
+    """Return the names of slots by number."""
+    return {number: name for name, number in recorder.slots.items()}
+
+
+def _rows(table: Structured, *names: str) -> Iterator[tuple[int, ...]]:
+    """Return some columns of records by row, as plain numbers."""
+    return zip(*(table[name].tolist() for name in names))
 
 
 class _WatchedValue:
@@ -211,57 +250,52 @@ class _WatchedModule:
     """By slot; None for one that no glob takes."""
 
 
-class LeapWatch:
+class _LeapWatch:
     """Tells when a value that the user named leaps."""
 
     def __init__(
         self,
-        recorder: Recorder,
         box: BlackBoxWatch,
+        recorder: Recorder,
         selection: StepSelection,
         board: EventBoard,
-        say: Callable[[str], None] | None = None,
+        say: Callable[[str], None] | None,
     ) -> None:
-        """Watch what the selection names; `say` tells the user which globs took nothing, None where
-        another rank does.
-        """
         self._box = box
         self._globs: tuple[str, ...] = selection.given[Trigger.WATCHED]
         self._factor: float = selection.given[Trigger.SPIKE][-1]
         self._board = board
         self._say = say
+        self._recorder = recorder
+        self._known: set[int] = set()
+        """Numbers of the modules that were called."""
         self._modules: dict[int, _WatchedModule] = {}
+        """Those of whose path a glob speaks, by number."""
         self._calls: dict[int, tuple[_WatchedModule, Mode, int]] = {}
         """Calls of watched modules, in the order in which they began, with their steps."""
-        self._watching = threading.Lock()
-        """Autograd's threads bring gradients."""
         self._seen: set[int] = set()
         """Globs that took something here."""
         self._begun = 0
-        recorder.on_module.append(self._module_defined)
-        recorder.on_call.append(self._call_began)
-        recorder.on_value.append(self._look)
-        recorder.on_step.append(self._step_marked)
 
-    def _module_defined(self, number: int, path: str) -> None:
-        places = map(split_place, self._globs)
-        slots = tuple((i, s) for i, (p, s) in enumerate(places) if glob_matches(p, path))
-        if slots:
-            self._modules[number] = _WatchedModule(path, slots)
-        if len(self._modules) > _MOST_MODULES:  # of a program that makes models all the time
-            del self._modules[next(iter(self._modules))]
+    def look(self, calls: Structured, values: ValueRows) -> None:
+        """Look at the calls of a batch, then at its values: they come after their call."""
+        called = {*calls["module"].tolist()}
+        for number in called - self._known:
+            path = self._recorder.modules.get(number, "")
+            places = map(split_place, self._globs)
+            slots = tuple((i, s) for i, (p, s) in enumerate(places) if glob_matches(p, path))
+            if slots:
+                self._modules[number] = _WatchedModule(path, slots)
+        self._known |= called
+        is_watched = _CALLS_WATCHED[calls["phase"]] & (calls["mode"] == self._box.mode)
+        is_watched &= np.isin(calls["module"], [*self._modules])
+        for sequence, number, step in _rows(calls[is_watched], "sequence", "module", "step"):
+            self._calls[sequence] = self._modules[number], self._box.mode, step
+        if self._calls:
+            self._compare(values)
 
-    def _call_began(
-        self, sequence: int, module: int, _root: int, _parent: int | None, mode: Mode, step: int,
-        phase: Phase,
-    ) -> None:  # fmt: skip
-        watched = self._modules.get(module)
-        if watched is not None and mode is self._box.mode and phase in _CALLS_WATCHED:
-            self._calls[sequence] = watched, mode, step
-
-    def _step_marked(self, event: StepEvent, mode: Mode, step: int) -> None:
-        if event is not StepEvent.BEGIN or mode is not self._box.mode:
-            return
+    def step_begins(self, mode: Mode, step: int) -> None:
+        """Forget calls of which no accelerator can be that late."""
         for sequence, (_, its_mode, its_step) in list(self._calls.items()):
             if its_mode is mode and its_step >= step - _LATE:
                 break
@@ -276,28 +310,38 @@ class LeapWatch:
                         "prints them, such as lm_head:output"
                     )
 
-    def _look(
-        self, sequence: int, slot: str, reading: ValueNumbers, _phase: Phase, flags: int
-    ) -> None:
-        call = self._calls.get(sequence)
-        if call is None:
-            return
-        module, mode, step = call
+    def _compare(self, values: ValueRows) -> None:
+        """Hold the values of watched calls to those of the steps before."""
+        calls = np.fromiter(self._calls, np.uint64, len(self._calls))
+        values = values.chosen(values.has_digest & np.isin(values["sequence"], calls))
+        # what is not finite is told as such, or is a GradScaler's business
+        is_told = (values["nan"] == 0) & (values["posinf"] == 0)
+        is_told &= values["flags"] & _OF_SCALER == 0
+        finite = values["count"] - values["neginf"]
+        is_told &= (finite > 0) & (values["l2"] < math.inf)
+        magnitudes = values["l2"] / np.sqrt(np.maximum(finite, 1))
+        names = _slot_names(self._recorder) if len(values) else {}
+        for sequence, slot, count, is_compared, magnitude in zip(
+            values["sequence"].tolist(), values["slot"].tolist(), values["count"].tolist(),
+            is_told.tolist(), magnitudes.tolist(),
+        ):  # fmt: skip
+            module, mode, step = self._calls[sequence]
+            watched = self._watched_value(module, mode, names[slot])
+            if watched is not None and is_compared and watched.leaps(step, magnitude):
+                self._tell_leap(watched, mode, step, magnitude, is_scalar=count == 1)
+
+    def _watched_value(self, module: _WatchedModule, mode: Mode, slot: str) -> _WatchedValue | None:
         try:
-            watched = module.values[mode, slot]
+            return module.values[mode, slot]
         except KeyError:
             watched = module.values[mode, slot] = self._begin_to_watch(module, slot)
-        if watched is None or reading.nan or reading.posinf or flags & _OF_SCALER:
-            return  # what is not finite is told as such, or is a GradScaler's business
-        finite = reading.count - reading.neginf
-        if not finite or not reading.l2 < math.inf:
-            return
-        magnitude = reading.l2 / math.sqrt(finite)
-        with self._watching:
-            if not watched.leaps(step, magnitude):
-                return
-            median = watched.history.median
-        value = watched.name if reading.count == 1 else f"the root mean square of {watched.name}"
+            return watched
+
+    def _tell_leap(
+        self, watched: _WatchedValue, mode: Mode, step: int, magnitude: float, *, is_scalar: bool
+    ) -> None:
+        median = watched.history.median
+        value = watched.name if is_scalar else f"the root mean square of {watched.name}"
         numbers = {"magnitude": magnitude, "times": magnitude / median, "median": median}
         self._box.tell(Trigger.WATCHED, mode, step, value=value, **numbers)
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import rankscope
-from rankscope.agent.blackboxwatch import BlackBoxWatch, LeapWatch
+from rankscope.agent.blackboxwatch import BlackBoxWatch
 from rankscope.agent.firstrank import ELASTIC_RUN, find_or_prepare_run
 from rankscope.agent.guard import say
 from rankscope.agent.identity import identify, restarts_left
@@ -30,7 +30,6 @@ from rankscope.errors import LayoutError, SpoolError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.secretwords import without_secrets
 from rankscope.record.streams import MAX_INCARNATIONS, EndReason, RankIdentity, StreamId
-from rankscope.record.triggers import Trigger
 from rankscope.run.eventboard import EventBoard, event_folder, seen_by_all
 from rankscope.run.filenames import (
     HELD_FOLDER,
@@ -205,10 +204,8 @@ def _open_spool(
     ring = RingWriter(
         folder, limit_bytes=settings.spool_bytes, steps=settings.steps.last, board=board
     )
-    recorder = Recorder(ring, ring.kept)
-    box = BlackBoxWatch(recorder, ring, settings.steps, board, identity.rank)
-    if settings.steps.waits_for(Trigger.WATCHED):
-        LeapWatch(recorder, box, settings.steps, board, say if speaks else None)
+    recorder = Recorder(ring)
+    BlackBoxWatch(recorder, ring, settings.steps, board, identity.rank, say if speaks else None)
     return ring, recorder
 
 

@@ -23,6 +23,7 @@ from rankscope.record.notes import Note
 from rankscope.record.phases import Phase
 from rankscope.record.streams import ProcessGroup
 from rankscope.record.value import ValueFlag
+from rankscope.spool.recordcolumns import Records
 from rankscope.spool.recordformat import (
     ENTER,
     ERROR,
@@ -37,6 +38,7 @@ from rankscope.spool.recordformat import (
     RecordKind,
     StepEvent,
 )
+from rankscope.spool.ringwriter import RingWriter
 from rankscope.spool.writer import SpoolWriter
 
 __all__ = ["Recorder"]
@@ -58,28 +60,23 @@ _GROWING = ("meta", "collective")
 class Recorder:
     """One rank's pen: numbers definitions and calls, packs records, hands them to the spool."""
 
-    def __init__(self, writer: SpoolWriter, kept: SpoolWriter | None = None) -> None:
-        """Write to `writer`; where that lets go of its begin, `kept` takes what has to stay."""
+    def __init__(self, writer: SpoolWriter) -> None:
+        """Write to `writer`; what has to stay of a ring goes into what that never lets go."""
         self.batch_dim = 0
         """Dimension that counts the samples of a value."""
-        self.on_module: list[Callable[[int, str], None]] = []
-        """Told of each module: number and path."""
-        self.on_call: list[Callable[[int, int, int, int | None, Mode, int, Phase], None]] = []
-        """Told of each call that has begun: sequence, module, root, parent, mode, step, phase."""
-        self.on_value: list[Callable[[int, str, ValueNumbers, Phase, int], None]] = []
-        """Told of each value with numbers: sequence, slot, numbers, phase, flags."""
-        self.on_kept: list[Callable[[int, int], None]] = []
-        """Told of each value whose bytes were kept, before it is written: sequence, reference."""
-        self.on_step: list[Callable[[StepEvent, Mode, int], None]] = []
-        """Told where a traced step begins or ends."""
-        self._writer, self._kept = writer, kept or writer
-        self._keeps_all = kept is None
+        self.slots: dict[str, int] = {}
+        """Name of a slot -> number of its definition."""
+        self.modules: dict[int, str] = {}
+        """Number of the definition of a module -> its path."""
+        self._writer = writer
+        self._ring = writer if isinstance(writer, RingWriter) else None
+        self._kept = writer if self._ring is None else self._ring.kept
+        self._keeps_all = self._ring is None
         """Nothing that is written now is let go."""
         self._write = writer.write
         self._sequence = itertools.count()
         self._numbers = itertools.count(1)
         self._defining = threading.RLock()
-        self._slots: dict[str, int] = {}
         self._texts: dict[str, int] = {}
         self._meshes: dict[Mesh, int] = {}
         self._groups: dict[ProcessGroup, int] = {}
@@ -100,13 +97,16 @@ class Recorder:
             )
             writer.define(packed)
         if kind == "module":
-            for tell in self.on_module:
-                tell(number, str(fields["path"]))
+            self.modules[number] = str(fields["path"])
         return number
 
-    def define_anew(self) -> None:
-        """Forget the definitions that grow with the steps: the writer may let go of them."""
-        self._metas, self._collectives = {}, {}
+    def observe(self, observer: Callable[[Records], None]) -> None:
+        """Have an observer handed what is recorded of steps, in batches (`SpoolWriter.hand_on`)."""
+        self._writer.observers.append(observer)
+
+    def hand_on(self) -> bool:
+        """Hand the observers what was recorded since they last looked, as `SpoolWriter.hand_on`."""
+        return self._writer.hand_on()
 
     @contextlib.contextmanager
     def never_let_go(self) -> Iterator[None]:
@@ -126,7 +126,7 @@ class Recorder:
 
     def slot(self, name: str) -> int:
         """Return the number of a slot name, defining it on first sight."""
-        return self._slots.get(name) or self._intern(self._slots, name, "slot", {"name": name})
+        return self.slots.get(name) or self._intern(self.slots, name, "slot", {"name": name})
 
     def text(self, said: Note | str) -> int:
         """Return the number of a text (an error, a reason), with the fact of a note, defining it on
@@ -226,8 +226,6 @@ class Recorder:
                 number,
             ),
         )
-        for tell in self.on_call:
-            tell(sequence, module, root, parent, mode, step, phase)
         return sequence
 
     def _thread(self, ident: int) -> int:
@@ -262,10 +260,7 @@ class Recorder:
             with self.never_let_go():
                 self.value(sequence, slot, described, reading, phase, ordinal, flags, reference)
             return
-        if reference:
-            for tell in self.on_kept:
-                tell(sequence, reference)
-        slot_number = self._slots.get(slot) or self.slot(slot)
+        slot_number = self.slots.get(slot) or self.slot(slot)
         meta = self._metas.get(described) or self.meta(described)
         now = time.monotonic_ns()
         if reading is None:
@@ -298,8 +293,6 @@ class Recorder:
                 sequence, slot_number, ordinal, phase, rows, size, batch_dim, 0, 0, 0
             )
             self._write(_SAMPLES, head + samples.tobytes())
-        for look in self.on_value:
-            look(sequence, slot, reading, phase, flags)
 
     def tensor(self, reference: int, entry: ChunkEntry, described: Described) -> bool:
         """Record that the bytes of a tensor are whole in a chunk; False where there is no room."""
@@ -318,11 +311,16 @@ class Recorder:
         self.define("not_kept", reason=reason, text=text)
 
     def step(self, event: StepEvent, mode: Mode, step: int, note: Note | None = None) -> None:
-        """Record that a traced step began or ended."""
+        """Record that a traced step began or ended, and hand the observers what is of it."""
         number = 0 if note is None else self.text(note)
         self._write(RecordKind.STEP, STEP.pack(time.monotonic_ns(), step, mode, event, number))
-        for tell in self.on_step:
-            tell(event, mode, step)
+        if (
+            self._ring is not None
+            and event is StepEvent.BEGIN
+            and self._ring.begin_step(mode, step)
+        ):
+            self._metas, self._collectives = {}, {}  # the ring may let go of these definitions
+        self._writer.hand_on()
 
     def error(self, sequence: int | None, said: Note | str) -> None:
         """Record that rankscope itself failed while it watched a call."""

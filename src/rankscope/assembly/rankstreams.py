@@ -350,28 +350,23 @@ def definitions_in(
         decoded: as of `read_stream`.
     """
     positions = found.positions(RecordKind.DEFINITION)
-    raw = found.cells_of(positions).tobytes()
+    raw = found.cells_of(positions)[:, recordformat.HEADER_BYTES :].tobytes()
     definitions: dict[int, dict[str, Any]] = {}
     refused: Counter[str] = Counter()
-    ends = np.cumsum(found.size[positions]) * recordformat.CELL_BYTES
-    for packed in [raw[begin:end] for begin, end in itertools.pairwise([0, *ends.tolist()])]:
-        definition = decoded.get(packed)
+    ends = np.cumsum(found.size[positions]) * recordformat.PAYLOAD_BYTES
+    for payload in [raw[begin:end] for begin, end in itertools.pairwise([0, *ends.tolist()])]:
+        definition = decoded.get(payload)
         if definition is None:
             try:
-                definition = decode_definition(_payload(packed))
+                definition = decode_definition(payload)
             except SpoolError as error:
                 definition = str(error)
-            decoded[packed] = definition
+            decoded[payload] = definition
         if isinstance(definition, str):
             refused[definition] += 1
         else:
             definitions[definition["id"]] = definition
     return definitions, refused
-
-
-def _payload(packed: bytes) -> bytes:
-    step, head = recordformat.CELL_BYTES, recordformat.HEADER_BYTES
-    return b"".join(packed[at + head : at + step] for at in range(0, len(packed), step))
 
 
 def _samples(found: Records) -> tuple[SampleSketches, Counter[str]]:

@@ -49,7 +49,8 @@ class _RememberedTensor(NamedTuple):
 
 
 class Digester:
-    """Reads digests of CPU tensors, and remembers them until the step ends.
+    """Reads digests of CPU tensors, and remembers them until the step ends. One serves any number
+    of threads: autograd has its own.
 
     Call `read` with torch's function modes out of the way (`rankscope.capture.invisible`).
     """

@@ -31,8 +31,7 @@ _KINDS: Final = {
 
 _NUMBERS: Final = struct.Struct("=6d8d2q")
 _RESULT_BYTES: Final = _NUMBERS.size + MAX_SAMPLES * SKETCH_SIZE * (8 + 4)
-_ROWS_OFFSET: Final = _NUMBERS.size
-_ROWS32_OFFSET: Final = _ROWS_OFFSET + MAX_SAMPLES * SKETCH_SIZE * 8
+_ROWS32_OFFSET: Final = _NUMBERS.size + MAX_SAMPLES * SKETCH_SIZE * 8
 
 
 class _KernelPlan(ctypes.Structure):
@@ -48,9 +47,8 @@ class _KernelPlan(ctypes.Structure):
 class Workspace:
     """Where one thread's results are written."""
 
-    __slots__ = ("_rows", "_rows32", "address", "memory")
+    __slots__ = ("_rows32", "address", "memory")
 
-    _rows: Doubles
     _rows32: npt.NDArray[np.float32]
 
     def __init__(self) -> None:
@@ -58,12 +56,7 @@ class Workspace:
         self.address = ctypes.addressof(self.memory)
         shape = (MAX_SAMPLES, SKETCH_SIZE)
         memory: Any = self.memory  # the stubs do not know that ctypes memory is a buffer
-        self._rows = np.ndarray(shape, np.float64, memory, _ROWS_OFFSET)
         self._rows32 = np.ndarray(shape, np.float32, memory, _ROWS32_OFFSET)
-
-    def rows(self, samples: int) -> Doubles:
-        """Return the sketches of the single samples, [samples, 8]."""
-        return np.array(self._rows[:samples])
 
     def rows32(self, samples: int) -> npt.NDArray[np.float32]:
         """Return the sketches of the single samples, [samples, 8]."""
@@ -179,7 +172,7 @@ def gives_numpys_numbers(kernel: Kernel) -> bool:
             or zero != int(np.count_nonzero(values == 0))
             or has_minus_zero != bool(np.any(np.signbit(values) & (values == 0)))
             or not np.allclose(got[2:], moments, rtol=1e-6, atol=0)
-            or not np.allclose(workspace.rows(samples), per_sample, rtol=0, atol=1e-5 * norm)
+            or not np.allclose(workspace.rows32(samples), per_sample, rtol=0, atol=1e-5 * norm)
             or not np.allclose(sketch, (per_sample * batch).sum(0), rtol=0, atol=1e-4 * norm)
         ):
             return False

@@ -7,6 +7,7 @@ infinities, magnitudes whose squares leave the range of the type. `measure_caref
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Final, NamedTuple
 
@@ -22,12 +23,12 @@ Floats = npt.NDArray[np.floating]
 
 _LARGE: Final = {4: 1e15, 8: 1e150}
 _SMALL: Final = {4: 1e-12, 8: 1e-150}
-_ONES: Final[dict[tuple[int, int], Floats]] = {}
 _CANCELLATION: Final = 0.25
 """Below this share of the sum of squares, squared deviations are summed around the mean."""
 _minimum = np.minimum.reduce
 _maximum = np.maximum.reduce
 _add = np.add.reduce
+_ones: Final = functools.lru_cache(maxsize=256)(np.ones)
 
 
 class ValueBlock(NamedTuple):
@@ -154,15 +155,6 @@ def _scale(reach: float) -> float:
 
 def _squares(values: npt.NDArray[np.float64]) -> float:
     return float(_add(np.square(values)))
-
-
-def _ones(width: int, dtype: np.dtype[np.floating]) -> Floats:
-    found = _ONES.get((width, dtype.itemsize))
-    if found is None:
-        if len(_ONES) > 256:
-            _ONES.clear()
-        found = _ONES[width, dtype.itemsize] = np.ones(width, dtype=dtype)
-    return found
 
 
 def combined(one: ValueBlock, other: ValueBlock) -> ValueBlock:

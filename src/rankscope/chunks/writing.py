@@ -104,7 +104,7 @@ class ChunkWriter:
             raise ValueError(f"a header of {header_bytes} bytes: expected 4096 or more, in eights")
         self._folder = chunk_folder(trace, stream)
         self._stream = stream
-        self.limit_bytes = limit_bytes
+        self._limit_bytes = limit_bytes
         self._chunk_bytes = chunk_bytes
         self._chunk_tensors = chunk_tensors
         self._header_bytes = header_bytes
@@ -177,9 +177,9 @@ class ChunkWriter:
         if CHUNK_TEXT_BYTES + len(text) + 1 + CHECKSUM_DIGITS > self._header_bytes:
             raise ValueError(f"a tensor of {len(shape)} dims: its shape does not fit in a header")
         more = nbytes + (self._data_start if needs_new else 0)
-        if self.spent_bytes + more > self.limit_bytes:
+        if self.spent_bytes + more > self._limit_bytes:
             raise ChunkFullError(
-                f"{self._folder}: {nbytes} bytes more are beyond the {self.limit_bytes} that "
+                f"{self._folder}: {nbytes} bytes more are beyond the {self._limit_bytes} that "
                 f"this rank may use; raise --rs-tensor-budget, or keep fewer with --rs-tensors"
             )
         try:
@@ -238,7 +238,7 @@ class ChunkWriter:
         start = self._reserved_end
         if end <= start:
             return
-        ahead = min(_AHEAD_BYTES, self.limit_bytes - self._spent_bytes - end)
+        ahead = min(_AHEAD_BYTES, self._limit_bytes - self._spent_bytes - end)
         if not reserve(number, start, end + max(ahead, 0) - start):
             ahead = sys.maxsize
         self._reserved_end = end + max(ahead, 0)

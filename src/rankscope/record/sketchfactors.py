@@ -22,10 +22,9 @@ version. Changing anything here changes the meaning of recorded traces.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from typing import Any, Final
+import functools
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +32,7 @@ import numpy.typing as npt
 from rankscope.layout.placement import Ranges
 from rankscope.record.value import SKETCH_SIZE
 
-__all__ = ["RADIX", "ArrayCache", "block_factors", "factors", "product_factors"]
+__all__ = ["RADIX", "block_factors", "factors", "product_factors"]
 
 RADIX: Final = 512
 """Indices per block: below it a factor is one variable, above it the product of two."""
@@ -43,45 +42,8 @@ _FIRST: Final = np.uint64(0xEB9EEDC79EE128D1)
 _SECOND: Final = np.uint64(0xD9670F5DAA1A8F4F)
 _SEED: Final = np.uint64(0xC6CE91D9F29196ED)
 _SIGNS: Final = SKETCH_SIZE // 2
-_CACHE_BYTES: Final = 32 << 20
-
-
-class ArrayCache:
-    """Least-recently-used store of arrays, bounded by their bytes; safe between threads."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._held_bytes = 0
-        self._entries: OrderedDict[Hashable, npt.NDArray[Any]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of all arrays now kept."""
-        return self._held_bytes
-
-    def get(self, key: Hashable) -> npt.NDArray[Any] | None:
-        """Return the array kept under `key`, or None."""
-        with self._lock:
-            found = self._entries.get(key)
-            if found is not None:
-                self._entries.move_to_end(key)
-            return found
-
-    def put(self, key: Hashable, array: npt.NDArray[Any]) -> None:
-        """Keep `array` read-only; one larger than a quarter of the limit is not kept at all."""
-        array.flags.writeable = False
-        if array.nbytes * 4 > self._limit_bytes:
-            return
-        with self._lock:
-            replaced = self._entries.pop(key, None)
-            self._held_bytes += array.nbytes - (replaced.nbytes if replaced is not None else 0)
-            self._entries[key] = array
-            while self._held_bytes > self._limit_bytes:
-                self._held_bytes -= self._entries.popitem(last=False)[1].nbytes
-
-
-_CACHE = ArrayCache(_CACHE_BYTES)
+_MOST_KEPT: Final = 1 << 12
+"""Indices up to which factors are kept: 128 KiB of them, 32 MiB of all that are."""
 
 
 def factors(dim: int, ranges: Ranges) -> npt.NDArray[np.float32]:
@@ -94,12 +56,8 @@ def factors(dim: int, ranges: Ranges) -> npt.NDArray[np.float32]:
     Returns:
         [8, n] float32, read-only, n the total length of the ranges.
     """
-    key = ("dim", dim, ranges)
-    found = _CACHE.get(key)
-    if found is None:
-        found = _compute(dim, ranges)
-        _CACHE.put(key, found)
-    return found
+    is_short = sum(stop - start for start, stop in ranges) <= _MOST_KEPT
+    return _kept(dim, ranges) if is_short else _compute(dim, ranges)
 
 
 def block_factors(dim: int, first: int, count: int) -> npt.NDArray[np.float32]:
@@ -140,7 +98,11 @@ def _compute(dim: int, ranges: Ranges) -> npt.NDArray[np.float32]:
         high = _draw(dim, 1, block)
         high[:, block == 0] = 1.0
         values *= high
+    values.flags.writeable = False
     return values
+
+
+_kept = functools.lru_cache(maxsize=256)(_compute)
 
 
 def _draw(dim: int, level: int, counter: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:

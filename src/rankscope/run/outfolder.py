@@ -46,7 +46,7 @@ OF_A_COLLECTOR = frozenset(
         TENSOR_FOLDER,
         STALL_FOLDER,
         FINDINGS_NAME,
-            STEPS_FOLDER,
+        STEPS_FOLDER,
         PARQUET_FOLDER,
         RUN_NAME,
     }

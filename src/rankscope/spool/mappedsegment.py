@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from rankscope.errors import SpoolError
 from rankscope.run.diskspace import free_bytes
@@ -23,7 +24,7 @@ from rankscope.spool.recordformat import CELL_BYTES, FIRST, RecordKind
 class Segment:
     """A mapped segment and how far it is filled. The writer alone moves `at`."""
 
-    __slots__ = ("_identity", "at", "data_end", "end", "index", "map", "path")
+    __slots__ = ("_identity", "at", "data_end", "end", "index", "map", "path", "seen")
 
     def __init__(self, folder: Path, index: int, size_bytes: int) -> None:
         """Make, preallocate and map segment `index`.
@@ -35,6 +36,8 @@ class Segment:
         self.path = segment_path(folder, index)
         self.at = 0
         """Bytes committed."""
+        self.seen = 0
+        """Bytes that the observers were handed."""
         self.end = size_bytes
         self.data_end = 0
         """Data records may be written up to here; 0 sends every write the slow way."""
@@ -56,18 +59,23 @@ class Segment:
 
     def count_records(self) -> int:
         """Records committed here, fillers left out."""
-        cells = np.frombuffer(self.map, np.uint8)[: self.at].reshape(-1, CELL_BYTES)
+        cells = self.cells(0)
         firsts = (cells[:, 5] & FIRST).astype(bool) & (cells[:, 4] != RecordKind.FILLER)
         return int(np.count_nonzero(firsts))
+
+    def cells(self, begin: int) -> npt.NDArray[np.uint8]:
+        """Return a view of the cells committed from a byte on, [N, 64]."""
+        return np.frombuffer(self.map, np.uint8)[begin : self.at].reshape(-1, CELL_BYTES)
 
     def exists(self) -> bool:
         """True until somebody frees or moves the file."""
         return self.path.exists()
 
     def unmap(self) -> None:
-        """Let the mapping go; the file stays."""
+        """Let the mapping go, once no view of it is left; the file stays."""
         if leave_mapping(self.map, self._identity):
-            self.map.close()
+            with contextlib.suppress(BufferError):
+                self.map.close()
 
 
 def _fill_as_touched(mapped: mmap.mmap) -> None:

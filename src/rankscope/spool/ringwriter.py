@@ -140,6 +140,7 @@ class RingWriter(SpoolWriter):
 
     def close(self, reason: EndReason = EndReason.EXIT) -> None:
         """Write END in both; the ring's comes last, and says that all is there."""
+        self.hand_on()  # an observer may have something to write in `kept`
         self.kept.close(reason)
         super().close(reason)
 

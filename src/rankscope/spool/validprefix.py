@@ -56,13 +56,9 @@ _FIRST_BIT = np.uint32(FIRST << 8)
 _LEFT_SHIFT = 16
 
 
-def committed_cells(cells: Cells) -> int:
-    """How many of these cells, [N, 64] from a record boundary on, are whole valid records."""
-    return len(committed_heads(cells))
-
-
 def committed_heads(cells: Cells) -> Heads:
-    """Return the second word of each cell that `committed_cells` counts: kind, flags, left."""
+    """Return the second word (kind, flags, left) of the whole valid records with which these cells
+    begin, [N, 64] from a record boundary on."""
     check = BlockCheck()
     heads = np.empty(len(cells), np.uint32)
     end, before = 0, np.uint32(0)
@@ -101,7 +97,7 @@ def valid_runs(cells: Cells) -> Iterator[tuple[int, int]]:
     at = 0
     while at < len(cells):
         window = cells[at : at + _WINDOW + MAX_RECORD_CELLS]
-        count = committed_cells(window)
+        count = len(committed_heads(window))
         if count:
             yield at, at + count
             at += count
@@ -146,32 +142,19 @@ def valid_prefix(source: Path | bytes | Cells) -> int:
         SpoolError: the file cannot be read.
     """
     if not isinstance(source, Path):
-        return committed_cells(as_cells(source)) * CELL_BYTES
+        return len(committed_heads(as_cells(source))) * CELL_BYTES
     try:
         with source.open("rb") as file:
             lock_for_reading(file.fileno())
-            return valid_prefix_of(file.fileno(), settled_to(source))
+            offset = settled_to(source)
+            while True:  # in pieces: a replica may be larger than memory
+                chunk = os.pread(file.fileno(), _CHUNK + MAX_RECORD_CELLS * CELL_BYTES, offset)
+                whole = valid_prefix(chunk)
+                offset += whole
+                if whole == 0 or len(chunk) < _CHUNK:
+                    return offset
     except OSError as error:
         raise SpoolError(f"{source}: cannot be read: {error.strerror}") from error
-
-
-def valid_prefix_of(descriptor: int, start: int = 0) -> int:
-    """The same for an open file, in pieces: a replica may be larger than memory.
-
-    Args:
-        descriptor: of the file.
-        start: a record begins there, and what lies before it counts as valid unseen.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    offset = start
-    while True:
-        chunk = os.pread(descriptor, _CHUNK + MAX_RECORD_CELLS * CELL_BYTES, offset)
-        whole = valid_prefix(chunk)
-        offset += whole
-        if whole == 0 or len(chunk) < _CHUNK:
-            return offset
 
 
 def cell_crcs(cells: npt.NDArray[np.uint8]) -> Words:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 import weakref
 from _thread import get_ident
@@ -38,6 +39,7 @@ from rankscope.spool.packing import (
     put_four,
     whole_record,
 )
+from rankscope.spool.recordcolumns import Records, records
 from rankscope.spool.recordformat import (
     CELL_BYTES,
     DEFINITION_LENGTH,
@@ -104,6 +106,12 @@ class SpoolWriter:
         """Records of each segment left behind: by its number, so that nothing is counted twice."""
         self._kept: list[Segment] = []
         self._segment: Segment | Closed = CLOSED
+        self.observers: list[Callable[[Records], None]] = []
+        """Each is handed the records in batches, by `hand_on`, which says when."""
+        self._full: list[Segment] = []
+        """Segments left behind whose records the observers have not been handed yet."""
+        self._handing = threading.Lock()
+        """Never waited for: whoever finds it taken has nothing to do."""
         self._lock = _claim(folder)
         try:
             first = first_segment(folder, self.segment_bytes)
@@ -166,6 +174,10 @@ class SpoolWriter:
                 written = True
             else:
                 written = self._write_slowly(kind, payload)
+                if self._full:
+                    del holder[0]
+                    self.hand_on()
+                    return written
             del holder[0]
             return written
         finally:
@@ -177,10 +189,44 @@ class SpoolWriter:
         """Commit one definition, already packed as msgpack."""
         return self.write(RecordKind.DEFINITION, DEFINITION_LENGTH.pack(len(packed)) + packed)
 
+    def hand_on(self) -> bool:
+        """Hand the observers what was committed since they were last handed something.
+
+        That is done when a segment is full, where a step begins or ends, and at the end, outside of
+        every write: an observer may write records. What it is handed is a view of the mapped cells,
+        which it must not keep.
+
+        Returns:
+            False where another thread is doing that, or an observer has asked for it.
+        """
+        if not self.observers:
+            return True
+        if not self._handing.acquire(blocking=False):
+            return False
+        try:
+            while self._full:
+                self._show(self._full[0])
+                self._full.pop(0).unmap()
+            if isinstance(self._segment, Segment):
+                self._show(self._segment)
+        finally:
+            self._handing.release()
+        return True
+
+    def _show(self, segment: Segment) -> None:
+        begin = segment.seen
+        cells = segment.cells(begin)
+        segment.seen = begin + cells.size  # now: nobody is handed again what an observer raised at
+        if len(cells):
+            batch = records(cells, is_verified=True)
+            for observer in self.observers:
+                observer(batch)
+
     def close(self, reason: EndReason = EndReason.EXIT) -> None:
         """Write END with one of `END_REASONS`, give up lock and mapping. Does nothing twice, in a
         child, or inside a write.
         """
+        self.hand_on()
         token, holder = (get_ident(),), self._holder
         try:
             if holder.setdefault(0, token) is not token and not self._writing.wait(token):
@@ -344,7 +390,10 @@ class SpoolWriter:
         self._segment = new
         if not self.is_dropping:
             self._refresh_data_end()
-        old.unmap()
+        if self.observers:
+            self._full.append(old)
+        else:
+            old.unmap()
         self._hand_over()
         return True
 
@@ -366,6 +415,7 @@ class SpoolWriter:
         """A forked child has no part in its parent's stream."""
         self._segment = CLOSED
         self._is_half_done = False
+        self._full.clear()
         self._holder.clear()
 
 

@@ -6,6 +6,7 @@ untraced and end in a RecursionError traced. That must not happen: such a model 
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import sysconfig
@@ -20,8 +21,6 @@ import rankscope
 from rankscope.capture.torch_internals.parallel import shape_inference
 
 _INSIDE = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (torch, rankscope))
-_known_files: dict[str, bool] = {}
-"""By file name: a program has few of them."""
 _MOST_FRAMES = 64
 
 
@@ -66,12 +65,10 @@ def program_lines() -> int:
     return hash(tuple(lines))
 
 
+@functools.cache
 def _is_inside(name: str) -> bool:
     """True for a file of torch or rankscope, and for code without a file."""
-    found = _known_files.get(name)
-    if found is None:
-        found = _known_files[name] = name.startswith((*_INSIDE, "<"))
-    return found
+    return name.startswith((*_INSIDE, "<"))
 
 
 def has_left(error: BaseException, module: torch.nn.Module) -> bool:

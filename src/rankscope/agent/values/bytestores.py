@@ -47,16 +47,10 @@ class TensorBytes(NamedTuple):
 class Store(ABC):
     """Stores tensors. For one thread at a time; the caller sees to that."""
 
-    def __init__(self, record: RecordTensor, limit_bytes: int) -> None:
-        """Prepare to store.
-
-        Args:
-            record: commits what was stored.
-            limit_bytes: what all tensors may take on disk.
-        """
+    def __init__(self, record: RecordTensor) -> None:
+        """Prepare to store; `record` commits what was stored."""
         self.refusal = ""
         """Why the last tensor was not stored."""
-        self.limit_bytes = limit_bytes
         self._record = record
         self._is_finished = False
 
@@ -85,7 +79,7 @@ class LocalChunkStore(Store):
 
     def __init__(self, writer: ChunkWriter, record: RecordTensor) -> None:
         """Prepare to store in what `writer` makes; nothing is made before the first tensor."""
-        super().__init__(record, writer.limit_bytes)
+        super().__init__(record)
         self._writer = writer
         self._stored: dict[tuple[int, str, tuple[int, ...]], ChunkEntry] = {}
 

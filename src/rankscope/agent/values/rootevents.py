@@ -67,17 +67,6 @@ class RootEvents:
             if info.is_selected or not info.path:
                 yield info, module
 
-    def _all_parameters(
-        self, root: Root
-    ) -> Iterator[tuple[ModuleInfo, torch.nn.Module, str, torch.Tensor]]:
-        """Yield every parameter of a root with its module and its name there, whatever the setting
-        `paths` takes. The caller holds `invisible()`.
-        """
-        for info, module in self.table.of_root(root):
-            for name, parameter in own_parameters(module).items():
-                if parameter is not None:
-                    yield info, module, name, parameter
-
     def setup(self, root: Root) -> None:
         """Record modules, parameters and buffers before the first forward of a root.
 
@@ -86,7 +75,6 @@ class RootEvents:
         """
         self._definitions.write_root(root)
         self._write_marks(root)
-        self._expect_to_keep(root)
         if self.wants(Phase.SETUP) or (self.values.keeps and _is_placed(root)):
             self._record(root, _Event(Phase.SETUP))
 
@@ -96,7 +84,9 @@ class RootEvents:
             marks = ParameterMarks(self.table.with_wrappers(root))
             found: list[tuple[ModuleInfo, dict[str, object]]] = [
                 (info, {"name": name, **mark.as_fields()})
-                for info, module, name, parameter in self._all_parameters(root)
+                for info, module in self.table.of_root(root)
+                for name, parameter in own_parameters(module).items()
+                if parameter is not None
                 if (mark := marks.of(module, parameter)) is not None
             ]
             found += [
@@ -106,16 +96,6 @@ class RootEvents:
             ]
         for info, fields in found:
             self.recorder.define("mark", module=self._definitions.of(info), **fields)
-
-    def _expect_to_keep(self, root: Root) -> None:
-        """Tell what keeping the parameters of a root is going to take."""
-        if not (self.values.keeps and (self.wants(Phase.SETUP) or self.wants(Phase.PARAMS))):
-            return
-        with invisible():
-            self.values.expect_to_keep(
-                (info.path, f"param:{name}", parameter)
-                for info, _, name, parameter in self._all_parameters(root)
-            )
 
     def gradients(
         self,

@@ -29,7 +29,7 @@ from rankscope.run.diskspace import free_bytes
 from rankscope.settings import Settings
 from rankscope.spool.writelock import WriteLock
 
-__all__ = ["TensorStore", "free_disk_share", "make_tensor_store", "size_of"]
+__all__ = ["TensorStore", "free_disk_share", "make_tensor_store"]
 
 _MOST_NAMES: Final = 1 << 16
 _MOST_REASONS: Final = 50
@@ -73,7 +73,6 @@ class TensorStore:
         self._memory_bytes = memory_bytes
         self._tell = tell
         self._note = note or (lambda _reason, _text: None)
-        self._said: set[str] = set()
         self._storing = WriteLock()
         self._holder = self._storing.holder
         self._next_reference = 1
@@ -168,23 +167,6 @@ class TensorStore:
             for reason, (count, size) in self._missed.items()
         ]
 
-    def expect(self, nbytes: int) -> None:
-        """Say once where what is going to be kept can never fit.
-
-        Args:
-            nbytes: parameters that are to be kept, all together.
-        """
-        limit = self._store.limit_bytes
-        if nbytes > limit:
-            text = (
-                f"the parameters to keep take {nbytes / 1e6:.1f} MB, the disk budget is "
-                f"{limit / 1e6:.1f} MB: raise --rs-tensor-budget, or keep fewer with --rs-tensors"
-            )
-            if text not in self._said:
-                self._said.add(text)
-                self._tell(text)
-                self._note(text, text)
-
     def unmatched_globs(self) -> list[str]:
         """Return the globs that took nothing so far: most likely they are misspelt."""
         return [*self._unmatched]
@@ -235,7 +217,7 @@ class TensorStore:
         reference = self._next_reference
         self._next_reference += 1
         stride = () if tensor.is_contiguous() else tuple(tensor.stride())
-        self._staged[device, ticket] = reference, described, stride, size_of(tensor)
+        self._staged[device, ticket] = reference, described, stride, _size_of(tensor)
         return reference
 
     def _collect(self, *, wait: bool) -> None:
@@ -259,7 +241,7 @@ class TensorStore:
     # ------------------------------------------------------------------ not kept
 
     def _miss(self, reason: str, tensor: torch.Tensor) -> int:
-        self._count(reason, size_of(tensor))
+        self._count(reason, _size_of(tensor))
         return 0
 
     def _count(self, reason: str, size: int) -> None:
@@ -275,7 +257,7 @@ class TensorStore:
         missed[1] += size
 
 
-def size_of(tensor: torch.Tensor) -> int:
+def _size_of(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor, 0 for one that does not tell."""
     try:
         return int(tensor.numel()) * tensor.element_size()

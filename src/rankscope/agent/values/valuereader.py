@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
@@ -12,7 +10,7 @@ import torch
 from rankscope.agent.collectives.busymemory import InFlight, memory_of
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.values.onaccelerator import DeviceValues, HeldValue, ValuePlace
-from rankscope.agent.values.tensorstore import TensorStore, size_of
+from rankscope.agent.values.tensorstore import TensorStore
 from rankscope.capture.describe import Described, Describer
 from rankscope.capture.digest import Digester
 from rankscope.capture.dtypestorage import storage_of, stored_words
@@ -38,12 +36,6 @@ _MOST_PENDING = 256
 """Values in flight held at a time; further ones stay pending."""
 
 
-class _PerThread(threading.local):
-    """Digesters remember tensors, and autograd runs on threads of its own: one for each thread."""
-
-    digester: Digester | None = None
-
-
 class ValueReader:
     """Reads values for one session: what to take, how to digest it, where to write it."""
 
@@ -63,12 +55,9 @@ class ValueReader:
         self._keeps_always = self.tensor_store is not None
         self._digests = settings.digest == "full"
         self._describer = describer
-        self._batch_dim = settings.batch_dim
         self._globs = None if settings.slots == ("*",) else settings.slots
         self._wanted: dict[str, bool] = {}
-        self._local = _PerThread()
-        self._digesters: list[weakref.ref[Digester]] = []
-        """Of the threads that live: each leaves the list with its thread."""
+        self._digester = Digester(settings.batch_dim)
         self._on_devices = DeviceValues(settings.batch_dim)
         self.in_flight = InFlight()
         """What collectives of this session are still writing."""
@@ -203,8 +192,8 @@ class ValueReader:
     def _digest_on_host(
         self, local: torch.Tensor, described: Described, *, samples: bool
     ) -> ValueNumbers:
-        digester = self._local.digester or self._new_digester()
-        return digester.read(local, described.ranges, samples=samples and described.allows_samples)
+        samples = samples and described.allows_samples
+        return self._digester.read(local, described.ranges, samples=samples)
 
     def _is_read_on_device(
         self, local: torch.Tensor, place: ValuePlace | HeldValue, *, samples: bool
@@ -280,12 +269,6 @@ class ValueReader:
             described = self._describer.describe_text(form)
             self._recorder.value(sequence, slot, described, None, phase, 0, _PYTHON)
 
-    def _new_digester(self) -> Digester:
-        digester = Digester(batch_dim=self._batch_dim)
-        self._local.digester = digester
-        self._digesters.append(weakref.ref(digester, self._digesters.remove))
-        return digester
-
     def describe(
         self, tensor: torch.Tensor, sequence: int, slot: str, phase: Phase, flags: int = 0
     ) -> None:
@@ -349,21 +332,11 @@ class ValueReader:
         """True where full tensors are kept."""
         return self._tensor_store is not None
 
-    def expect_to_keep(self, items: Iterable[tuple[str, str, torch.Tensor]]) -> None:
-        """Say so where this rank's parts of these (path, slot, tensor) cannot all be kept."""
-        if self._tensor_store is None:
-            return
-        wants, describe = self._tensor_store.wants, self._describer.describe
-        self._tensor_store.expect(sum(size_of(describe(t)[1]) for p, s, t in items if wants(p, s)))
-
     def end_step(self) -> None:
         """Forget every tensor seen: memory of what was digested ends with the step."""
         self.read_pending()
         self._pending.clear()
-        for reference in tuple(self._digesters):
-            digester = reference()
-            if digester is not None:
-                digester.end_step()
+        self._digester.end_step()
         self._on_devices.flush()
         self.collect()
 

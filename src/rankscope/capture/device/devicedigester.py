@@ -6,8 +6,7 @@ caller's stream: by a fused kernel where one lies compiled (`fusedforms`), else 
 `collect` gives the readings whose event has passed. Nothing here calls `.item()`, indexes by a mask
 or synchronizes; only `collect(wait=True)`, at the end of the trace, waits.
 
-Statistics and sketch mean what `capture.digest` means; the hash is `mix64`, and `HASH_ALGORITHM` is
-what a trace says about a value read here.
+Statistics and sketch mean what `capture.digest` means; the hash is `mix64`.
 
 A kernel is not believed on a machine where it never ran: the first value of each is read by torch
 operations as well, and where the two disagree its readings are thrown away.

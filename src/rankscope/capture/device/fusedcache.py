@@ -14,7 +14,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -119,8 +119,8 @@ def find_image(architecture: str, variant: ReadVariant | CombineVariant) -> Comp
     if is_off():
         return None
     for held in _saved(_file_name(architecture, variant)):
-        with contextlib.suppress(KeyError, TypeError):
-            return CompiledImage(held["name"], held["image"], held["threads"], held["shared"])
+        with contextlib.suppress(TypeError):
+            return CompiledImage(**held)
     return None
 
 
@@ -128,9 +128,7 @@ def save_image(
     architecture: str, variant: ReadVariant | CombineVariant, image: CompiledImage
 ) -> Path | None:
     """File a compiled kernel; None where there is no folder that is ours alone."""
-    held = {"name": image.name, "image": image.image, "threads": image.threads,
-            "shared": image.shared}  # fmt: skip
-    return _save(_file_name(architecture, variant), held)
+    return _save(_file_name(architecture, variant), asdict(image))
 
 
 def save_failure(architecture: str, sentence: str) -> None:

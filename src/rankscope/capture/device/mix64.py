@@ -19,7 +19,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-HASH_ALGORITHM: Final = "mix64"
 BASE: Final = 0x9E6D4F0B8A3C7525
 FIRST: Final = 0x05FE0D58184DD27D
 SECOND: Final = 0xFEAE2DAA5057C593

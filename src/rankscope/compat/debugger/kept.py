@@ -13,8 +13,7 @@ import os
 import tempfile
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -43,6 +42,8 @@ from rankscope.run.ownfile import OwnFile, above_standard_streams, leave_mapping
 
 _LINE: Final = 64
 """Places begin at multiples of it: torch and the kernel read tensors where they lie."""
+_LOOK_EVERY: Final = 16
+"""Tensors after which it is asked which of those that are kept are needed no more."""
 _AHEAD_BYTES: Final = 8 << 20
 """Reserved on disk beyond what is written."""
 _NO_RESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -78,8 +79,10 @@ class DebuggerStore(Store):
             folder: takes the file.
             keeps_bytes: keep bytes, else what is printed.
         """
-        super().__init__(record, limit_bytes)
+        super().__init__(record)
         self._keeps_bytes = keeps_bytes
+        self._asked = 0
+        """Tensors that were to be stored."""
         self._arena = Arena()
         self._scratch = _Scratch(folder, limit_bytes)
         self._kept: dict[int, tuple[KeptTensor, ChunkEntry, object]] = {}
@@ -88,18 +91,15 @@ class DebuggerStore(Store):
         """By checksum, dtype, shape and, of glimpses, strides (of bytes None): torch's sums depend
         on the order in memory, in their last digits."""
         self._count = 0
-        self._released: deque[int] = deque()
+        self.unneeded: Callable[[], Iterable[int]] = tuple
+        """Returns the references of tensors that no file will show; asked while no other thread
+        uses the store."""
         self._pinned: set[int] = set()
         """What was found to be equal to something kept only after it was recorded as another."""
 
     def keep_bytes(self) -> None:
         """From now on keep bytes. Glimpses that were kept stay."""
         self._keeps_bytes = True
-
-    def release(self, reference: int) -> None:
-        """Let go of a tensor that no file will show, as soon as the next one is kept: then no
-        other thread uses the store."""
-        self._released.append(reference)
 
     def find(self, _rank: int, _incarnation: int, reference: int) -> KeptTensor | None:
         """Return a tensor, None for one that was not kept."""
@@ -113,8 +113,10 @@ class DebuggerStore(Store):
 
     def store(self, reference: int, described: Described, given: TensorBytes) -> ChunkEntry | None:
         """As `Store.store`. What others write into a live tensor meanwhile is kept, or is not."""
-        while self._released:
-            self._let_go(self._released.popleft())
+        self._asked += 1
+        if not self._asked % _LOOK_EVERY:
+            for unneeded in self.unneeded():
+                self._let_go(unneeded)
         keeps_bytes = self._keeps_bytes  # once: another thread may be opening a block
         meta, live, stride = described.meta, given.live, given.stride
         if live is not None and given.whole is None:

@@ -11,9 +11,8 @@ in them count as made outside; here, what a call of another root makes is no lay
 from __future__ import annotations
 
 import re
-import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -21,9 +20,9 @@ import numpy as np
 
 from rankscope.agent.recorder import Recorder
 from rankscope.assembly.rankstreams import RankStream
-from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
-from rankscope.spool.recordformat import StepEvent
+from rankscope.spool.recordcolumns import Records
+from rankscope.spool.recordformat import NO_SEQUENCE, RecordKind, StepEvent
 
 _NUMBERED: Final = re.compile(r"(.*)\.(\d+)")
 _LOOSE: Final = ".@"
@@ -51,39 +50,47 @@ class _Call:
 
 
 class LayerWatch:
-    """Has let go of what layers between others kept.
+    """Says what layers between others kept, and nothing else did.
 
     Only while one thread calls modules: what another has just found to be equal to something kept
     must not be let go before its value is written down.
     """
 
-    def __init__(self, recorder: Recorder, release: Callable[[int], None]) -> None:
-        """Tell `release` the references that only such layers have."""
-        self._release: Callable[[int], None] | None = release
+    def __init__(self, recorder: Recorder) -> None:
+        """Look at what is recorded, in batches."""
+        self._recorder = recorder
+        self._lets_go = True
         self._threads: set[int] = set()
         """Those that have called modules."""
-        self._paths: dict[int, str] = {}
-        """Of modules, by the number of their definition."""
-        self._drops = threading.RLock()
         self._calls: dict[int, _Call] = {}
         """Of this step, by sequence."""
         self._uses = Counter[int]()
         """Values by reference."""
+        self._passed: list[_Call] = []
+        """Layers between others, not let go of yet."""
         self._dropped: list[int] = []
         """Calls of layers that were let go."""
-        recorder.on_module.append(self._paths.__setitem__)
-        recorder.on_call.append(self._call_began)
-        recorder.on_kept.append(self._value_kept)
-        recorder.on_step.append(self._step_marked)
+        recorder.observe(self._look)
 
     def let_go_no_more(self) -> None:
         """Keep from now on what any layer keeps."""
-        with self._drops:
-            self._release = None
+        self._lets_go = False
+
+    def unneeded(self) -> list[int]:
+        """Return the references that only layers between others have, each once.
+
+        Asked by the store while no other thread uses it: a thread that has found something equal to
+        what is kept has begun a call before, so that call is among those looked at here.
+        """
+        if not self._recorder.hand_on() or not self._lets_go or len(self._threads) > 1:
+            return []
+        passed, self._passed = self._passed, []
+        return [reference for call in passed for reference in self._drop(call)]
 
     def without_dropped(self, stream: RankStream) -> RankStream:
         """Return the records without the calls of layers that were let go, and their values: of a
         deep model most of the work would go into them."""
+        self.unneeded()
         dropped = np.array(self._dropped, np.uint64)
         if not len(dropped):
             return stream
@@ -95,30 +102,30 @@ class LayerWatch:
             values=stream.values.chosen(left),
         )
 
-    def _call_began(
-        self, sequence: int, module: int, root: int, parent: int | None, _mode: Mode, _step: int,
-        phase: Phase,
-    ) -> None:  # fmt: skip
-        with self._drops:
-            self._threads.add(threading.get_ident())
-            if self._release is not None and phase is Phase.FORWARD:
-                path = f".{self._paths.get(module, '')}"
-                around = None if parent is None else self._calls.get(parent)
-                if around is not None:
-                    self._place(sequence, around, root, path)
-                elif parent is None:
-                    self._calls[sequence] = _Call(sequence, path, None, root)
-
-    def _value_kept(self, sequence: int, reference: int) -> None:
-        if self._release is not None:
-            self._uses[reference] += 1  # before it is written: an interrupt may cost room alone
+    def _look(self, batch: Records) -> None:
+        """Look at the calls, then at what was kept in them, then at the mark of a step."""
+        if not self._lets_go:
+            return
+        _, calls = batch.columns(RecordKind.ENTER)
+        self._threads.update(calls["thread"].tolist())
+        calls = calls[calls["phase"] == Phase.FORWARD]
+        columns = (calls[name].tolist() for name in ("sequence", "module", "root", "parent"))
+        for sequence, module, root, parent in zip(*columns):
+            path = f".{self._recorder.modules.get(module, '')}"
+            around = self._calls.get(parent)
+            if around is not None:
+                self._place(sequence, around, root, path)
+            elif parent == NO_SEQUENCE:
+                self._calls[sequence] = _Call(sequence, path, None, root)
+        _, values = batch.values()
+        values = values.chosen(values["reference"] > 0)
+        for sequence, reference in zip(values["sequence"].tolist(), values["reference"].tolist()):
+            self._uses[reference] += 1
             if (call := self._calls.get(sequence)) is not None:
                 call.references.append(reference)
-
-    def _step_marked(self, event: StepEvent, _mode: Mode, _step: int) -> None:
-        if event is StepEvent.END:
-            with self._drops:
-                self._calls.clear()
+        _, marks = batch.columns(RecordKind.STEP)
+        if (marks["event"] == StepEvent.END).any():
+            self._calls.clear()
 
     def _place(self, sequence: int, around: _Call, root: int, path: str) -> None:
         """Note a call inside another, which may become a layer by that."""
@@ -133,19 +140,17 @@ class LayerWatch:
             around.is_layer = True
             layers = around.parent.layers.setdefault(found[1], [])
             if len(layers) > 1:
-                self._drop(layers.pop())
+                self._passed.append(layers.pop())
             layers.append(around)
 
-    def _drop(self, call: _Call) -> None:
-        """Let go of a layer and all in it, unless another thread may be keeping the same."""
-        if self._release is None or len(self._threads) > 1:
-            return
+    def _drop(self, call: _Call) -> Iterator[int]:
+        """Let go of a layer and all in it; yield the references that nothing else has."""
         self._dropped.append(call.sequence)
         for reference in call.references:
             self._uses[reference] -= 1
             if not self._uses[reference]:
                 del self._uses[reference]
-                self._release(reference)
+                yield reference
         for inner in call.inside:
-            self._drop(inner)
+            yield from self._drop(inner)
         call.inside, call.references = [], []

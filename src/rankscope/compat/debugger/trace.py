@@ -214,7 +214,8 @@ class _SharedTrace:
             recorder.tensor, limit_bytes, self.folder, keeps_bytes=not files.as_text
         )
         if files.prunes:
-            self.layers = LayerWatch(recorder, self.store.release)
+            self.layers = LayerWatch(recorder)
+            self.store.unneeded = self.layers.unneeded
         return self.store
 
     def _is_output_wanted(self, module: nn.Module, is_root: bool) -> bool:
