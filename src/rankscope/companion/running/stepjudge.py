@@ -16,7 +16,7 @@ from rankscope.record.finding import Finding, Kind, Severity
 from rankscope.run.stallrecords import stalls_in
 from rankscope.tree.views import Trace
 
-__all__ = ["LiveCheck"]
+__all__ = ["MOST_REST_S", "REST", "LiveCheck"]
 
 _STEPS_BESIDE: Final = 2
 """Steps before the new ones that are judged with them: some rules look back."""
@@ -29,6 +29,9 @@ _LAST_S: Final = 0.3
 """So long what is judged at the end is waited for: `check` judges it again."""
 _STALL_AGAIN_S: Final = 1.0
 """A stall is judged again so long after it was judged first."""
+REST: Final = 3
+"""It rests so many times as long as it worked: several steps together cost less than one by one."""
+MOST_REST_S: Final = 2.0
 _LOOK_BYTES: Final = 24 << 20
 """Of records judged at a time, where that is more than one step."""
 
@@ -47,6 +50,7 @@ class LiveCheck:
         self._through: dict[int, int] = {}
         """{mode: the last step that was judged or passed over}."""
         self._running: _Judgement | None = None
+        self._rests_until = 0.0
         self._stall_ns = 0
         self._stalled_at = 0.0
         """When the latest stall was first seen here."""
@@ -68,22 +72,24 @@ class LiveCheck:
             self._findings.say(
                 f"the records of rank {rank} are not judged while the job runs: {trouble}"
             )
-        if self._is_free():
+        if self._is_free() and time.monotonic() >= self._rests_until:
             self._judge_next()
         self._make_room()
         self._findings.look()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until what is judged now has been told, at most so long."""
+        """Wait until what is judged now has been told, at most so long; no rest follows."""
         if self._running is not None:
             self._running.thread.join(seconds)
             self._is_free()
+        self._rests_until = 0.0
 
     def _is_free(self) -> bool:
         """True where nothing is judged just now; what was is told."""
         running = self._running
         if running is not None and not running.thread.is_alive():
             self._running = None
+            self._rests_until = running.ended_at + min(REST * running.took_s, MOST_REST_S)
             if running.trouble:
                 self._findings.say(running.trouble)
             self._tell(running.faults, running.ended_ns)
@@ -192,10 +198,12 @@ class _Judgement:
         self.ended_ns = ended_ns
         self.faults: list[Finding] = []
         self.trouble = ""
+        self.took_s = self.ended_at = 0.0
         self.thread = threading.Thread(target=self._check, name="judge", daemon=True)
         self.thread.start()
 
     def _check(self) -> None:
+        began = time.monotonic()
         try:
             origins = check(self._trace()).origins
         except (RankscopeError, MemoryError) as error:
@@ -203,3 +211,5 @@ class _Judgement:
             self.trouble = f"steps cannot be judged while the job runs: {why}"
         else:
             self.faults = [each for each in origins if each.severity is Severity.FAULT]
+        self.ended_at = time.monotonic()
+        self.took_s = self.ended_at - began
