@@ -93,9 +93,9 @@ class Companion:
 class CompanionWatch:
     """Looks after a companion while the launcher's main thread is inside torchrun."""
 
-    def __init__(self, companion: Companion, looks: Sequence[Callable[[], object]]) -> None:
+    def __init__(self, companion: Companion, look: Callable[[], object]) -> None:
         self._companion = companion
-        self._looks = looks
+        self._look = look
         """Called every time: what else is to be seen while the job runs."""
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rankscope-companion", daemon=True)
@@ -109,5 +109,4 @@ class CompanionWatch:
     def _run(self) -> None:
         while not self._is_over.wait(_LOOK_S):
             self._companion.tend()
-            for look in self._looks:
-                look()
+            self._look()

@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -40,7 +40,7 @@ from rankscope.run.filenames import (
     REPLICA_FOLDER,
     TRACE_NAME,
 )
-from rankscope.run.findingnotices import FindingNotices
+from rankscope.run.findingnotices import JobNotices
 from rankscope.run.folders import (
     FolderLock,
     is_held,
@@ -52,12 +52,11 @@ from rankscope.run.folders import (
 from rankscope.run.jobend import note_job_end
 from rankscope.run.outfolder import remove_empty
 from rankscope.run.prepare import Collection, PreparedRun, RunRequest, prepare_run
-from rankscope.run.progressline import progress
+from rankscope.run.progressline import progress, say
 from rankscope.run.verdictline import verdict_line
-from rankscope.settings import SET, SETTINGS, Settings
+from rankscope.settings import Settings
 from rankscope_launcher.companions import Companion, CompanionWatch
 from rankscope_launcher.ending import HostPart, failure_line, shown
-from rankscope_launcher.progress import StallNotices, say
 from rankscope_launcher.untraced import Reached, reached_by_processes, why_nothing
 
 __all__ = ["JobShape", "TracedJob"]
@@ -146,32 +145,15 @@ class TracedJob:
             collection=collection,
             world_size=shape.world_size,
             local_ranks=shape.local_ranks,
-            out=settings.out,
             settings=settings,
             collects=traced_ranks if shape.is_head and not collection.is_elsewhere else 0,
         )
         return cls(settings, shape, prepare_run(request))
 
-    def environment(self, given: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables the ranks need; `given`: settings of the command line, as text."""
-        variables = {
-            s.variable: SET if s.is_secret and given[s.field] else given[s.field]
-            for s in SETTINGS
-            if s.field in given
-        }
-        if self._settings.spool is not None:
-            variables["RANKSCOPE_SPOOL"] = str(self._settings.spool)
-        if self._settings.keys is not None:
-            variables["RANKSCOPE_KEYS"] = str(self._settings.keys)
-        if self._settings.steps.file is not None:  # its path made whole here, not in the script
-            variables["RANKSCOPE_STEPS"] = self._settings.steps.text
-        if not self._part.collection.is_elsewhere:
-            variables["RANKSCOPE_OUT"] = str(self._part.out)
-        return {
-            **variables,
-            "RANKSCOPE": "1",
-            "RANKSCOPE_RUN_FOLDER": str(self._part.run_folder),
-        }
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that ranks need: `run.json` says the settings."""
+        return {"RANKSCOPE": "1", "RANKSCOPE_RUN_FOLDER": str(self._part.run_folder)}
 
     # ------------------------------------------------------------------ life
 
@@ -188,9 +170,8 @@ class TracedJob:
                 self._says_trouble(metrics_trouble(port))
         log = part.out / COLLECTOR_LOG_NAME if part.gathers else folder / COMPANION_LOG_NAME
         part.companion = Companion(companion_command(folder), log, folder)
-        stalls = StallNotices(folder, shown(part.out))
-        findings = FindingNotices(part.out, shown(part.out), say)
-        self._watch = CompanionWatch(part.companion, (stalls.look, findings.look))
+        notices = JobNotices(part.out, shown(part.out), say, folder)
+        self._watch = CompanionWatch(part.companion, notices.look)
 
     @staticmethod
     def _says_trouble(trouble: str) -> bool:

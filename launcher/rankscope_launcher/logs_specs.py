@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest
 
 from rankscope.agent.guard import attempt
+from rankscope.run.progressline import say
 from rankscope.settings import as_variables, is_enabled, misspelt_variables, settings_from
 from rankscope_launcher.job import JobShape, TracedJob, new_run_id, train_untraced
-from rankscope_launcher.progress import say
 
 __all__ = ["RankscopeLogsSpecs"]
 
@@ -43,7 +43,7 @@ def _start(worker: Mapping[str, str]) -> None:
         say(misspelt)
     job = TracedJob.prepare(settings_from(), _shape(worker))
     job.start()
-    os.environ.update(job.environment({}))
+    os.environ.update(job.environment)
     # torchrun raises when a rank fails; its traceback is printed before this runs
     atexit.register(lambda: job.close(error=getattr(sys, "last_value", None)))
 

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rankscope.errors import FolderError, RankscopeError, SettingError, SpoolError
+from rankscope.run.progressline import say
 from rankscope.settings import SETTINGS, did_you_mean, misspelt_variables, settings_from
 from rankscope_launcher.job import JobShape, TracedJob, new_run_id, train_untraced
-from rankscope_launcher.progress import say
 
 __all__ = ["main"]
 
@@ -54,13 +54,12 @@ def main(arguments: Sequence[str]) -> None:
         if missing := _missing(parsed, arguments):
             _refuse(SettingError(missing), code=1)  # as torchrun ends, only sooner
         settings, shape = settings_from(line.settings), _shape(parsed)
-        if settings.layout is not None:
-            line.settings["layout"] = settings.layout.name  # a script may go to another folder
-            if 1 == shape.hosts < shape.world_size:  # elsewhere ranks may come and go
-                settings.layout.mesh(shape.world_size)
+        # elsewhere ranks may come and go
+        if settings.layout is not None and 1 == shape.hosts < shape.world_size:
+            settings.layout.mesh(shape.world_size)
         job = TracedJob.prepare(settings, shape)
         job.start()
-        os.environ.update(job.environment(line.settings))
+        os.environ.update(job.environment)
     except (FolderError, SpoolError, OSError) as error:  # of a disk: no reason not to train
         train_untraced(error)
     except (RankscopeError, AssertionError, ValueError) as error:

@@ -21,7 +21,7 @@ from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.address import check_address, is_tcp
 from rankscope.run.companions import dataset_trouble, metrics_trouble
 from rankscope.run.filenames import COLLECTOR_LOG_NAME, TRACE_NAME
-from rankscope.run.findingnotices import FindingNotices
+from rankscope.run.findingnotices import JobNotices
 from rankscope.run.keyfile import read_keys
 from rankscope.run.outfolder import announced, default_out, prepare_out, typed
 from rankscope.settings import settings_from
@@ -128,7 +128,7 @@ def command(
 
 def _collect(options: CollectorOptions) -> int:
     happened_nothing: list[bool] = []
-    notices = FindingNotices(options.out, str(options.out), remark)
+    notices = JobNotices(options.out, str(options.out), remark)
     with progress() as show:
 
         class Terminal(Observer):

@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rankscope.errors import KeysError, SpoolError
@@ -106,9 +106,8 @@ class RunRequest:
     collection: Collection
     world_size: int
     local_ranks: int
-    out: Path | None
-    """The trace folder as it was asked for, `%j` in it; None for one of a new name."""
     settings: Settings
+    """Its `out` may have `%j` in it, or be None for a folder of a new name."""
     max_restarts: int = 0
     agent: str = ""
     collects: int = 0
@@ -179,7 +178,7 @@ def prepare_run(
         traced_ranks = settings.traced_of(request.world_size)
         local_ranks = min(request.local_ranks, traced_ranks)
         check_free_space(base, settings.spool_bytes * local_ranks)
-        asked = out = named_out(request.out or default_out(), request.run_id)
+        asked = out = named_out(settings.out or default_out(), request.run_id)
         is_of_all = collection.is_shared and not request.keeps_apart
         if settings.tensors and settings.tensor_budget is not None:
             place = base if collection.is_elsewhere else out
@@ -193,6 +192,7 @@ def prepare_run(
             maker = request.agent or process_name(os.getpid()) if request.has_relay else ""
             out, made = take_out(asked, request.run_id, maker=maker, is_shared=is_of_all)
             undo.callback(_remove_made, made)
+            settings = replace(settings, out=out)
         announcement = collection.announcement(out, None if out == asked else asked)
         if settings.steps.last:
             announcement += ", once something happens"

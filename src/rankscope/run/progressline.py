@@ -1,4 +1,4 @@
-"""How far a piece of work is, on one line of a terminal."""
+"""What is said on stderr outside the ranks: lines, and how far a piece of work is."""
 
 from __future__ import annotations
 
@@ -12,6 +12,19 @@ _FIRST_S = 1.0
 _EVERY_S = 0.2
 
 
+def say(line: str) -> None:
+    """Say one line; where stderr is closed or gone the line is dropped."""
+    _write(f"rankscope: {line}\n")
+
+
+def _write(text: str) -> None:
+    # None: closed before the process began; errors: of a terminal that was closed
+    with contextlib.suppress(OSError, ValueError):
+        if sys.stderr is not None:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str, float | None], None]]:
     """Give a function that shows progress on stderr, where that is a terminal, from the first
@@ -19,24 +32,21 @@ def progress() -> Iterator[Callable[[str, float | None], None]]:
     """
     begin = shown = time.monotonic()
     width = 0
+    is_shown = False
+    with contextlib.suppress(OSError, ValueError):
+        is_shown = sys.stderr is not None and sys.stderr.isatty()
 
-    def write(text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # of a terminal that was closed
-            if sys.stderr is not None and sys.stderr.isatty():
-                sys.stderr.write(text)
-                sys.stderr.flush()
-
-    def say(what: str, part: float | None) -> None:
+    def show(what: str, part: float | None) -> None:
         nonlocal shown, width
         now = time.monotonic()
-        if now - begin >= _FIRST_S and now - shown >= _EVERY_S:
+        if is_shown and now - begin >= _FIRST_S and now - shown >= _EVERY_S:
             done = "" if part is None else f" {part:4.0%}"
             line = f"rankscope: {what}{done} ({now - begin:.0f} s)"
-            write("\r" + line.ljust(width))
+            _write("\r" + line.ljust(width))
             shown, width = now, len(line)
 
     try:
-        yield say
+        yield show
     finally:
         if width:
-            write("\r" + " " * width + "\r")
+            _write("\r" + " " * width + "\r")
