@@ -16,7 +16,7 @@ from rankscope.run.companions import ExitOutcome
 from rankscope.run.eventboard import held_anything
 from rankscope.run.filenames import CELLS_SUFFIX, COLLECTOR_LOG_NAME, REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.folders import streams
-from rankscope.run.jobend import first_failures, signal_of
+from rankscope.run.jobend import first_failures, has_failed, signal_of
 from rankscope.run.outfolder import announced, typed
 from rankscope.run.prepare import Collection
 from rankscope.tree.crashes import Crash, crashes
@@ -147,7 +147,7 @@ def failure_line(error: BaseException | None, out: Path, noted: Sequence[Reached
         out: the trace folder.
         noted: how far processes of ranks came.
     """
-    if error is None or (isinstance(error, SystemExit) and not error.code):
+    if error is None or not has_failed(error):
         return ""
     failures: dict[int, Any] = getattr(error, "failures", {})  # of torch's ChildFailedError
     if not failures and (name := signal_of(error)):

@@ -38,9 +38,6 @@ from rankscope.spool.writer import SpoolWriter
 from tests.spool.streams import enter, rank_definition, samples, step, value
 folder, rank, count, pause, limit = Path(sys.argv[1]), *map(int, sys.argv[2:6])
 writer = SpoolWriter(folder, limit_bytes=limit)
-if "closes" in sys.argv:  # what follows has the numbers of what rankscope had open
-    os.closerange(3, 4096)
-    own = [open(os.devnull, "w") for _ in range(8)]
 confirmed = os.open(f"{folder.parent.parent}/{folder.name}.confirmed", os.O_RDWR | os.O_CREAT)
 writer.define(rank_definition(rank, pid=os.getpid()))
 number = 0
@@ -59,11 +56,6 @@ if "hang" in sys.argv:
     print("written", flush=True)
     time.sleep(600)
 writer.close(EndReason.EXIT)
-if "closes" in sys.argv:
-    os.fstat(confirmed)
-    for file in own:
-        file.write("mine")
-        file.close()
 """
 
 
@@ -157,13 +149,12 @@ class Host:
         incarnation: int = 0,
         limit_bytes: int = 64 << 20,
         hangs: bool = False,
-        closes: bool = False,
     ) -> subprocess.Popen[str]:
         folder = stream_folder(self.folder, StreamId(rank=rank, incarnation=incarnation))
         numbers = [str(number) for number in (rank, batches, pause_ms, limit_bytes)]
         command = [sys.executable, "-c", RANK, str(folder), *numbers]
         process = forked.Popen(
-            [*command, *(["hang"] if hangs else []), *(["closes"] if closes else [])],
+            [*command, *(["hang"] if hangs else [])],
             env=environment(),
             stdout=subprocess.PIPE if hangs else None,
             text=True,

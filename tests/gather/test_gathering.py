@@ -504,19 +504,6 @@ def test_a_node_that_was_replaced_has_a_life_of_its_own_beside_the_dead_ones(hos
     assert not dead.folder.exists()
 
 
-def test_a_rank_that_closed_every_descriptor_is_alive_and_its_own_files_stay_open(hosts):
-    """As a program that makes a daemon of itself does: the lock goes with its descriptor."""
-    host = hosts(world_size=1)
-    collector, relay = host.collector(drain_seconds=0.0), host.relay()
-    rank = host.rank(0, batches=20, pause_ms=100, limit_bytes=1 << 20, closes=True)
-    assert rank.wait(120) == 0
-    assert (collector.wait(120), relay.wait(120)) == (0, 0)
-    (state,) = json.loads((host.out / "trace.json").read_text())["completeness"]["ranks"]
-    assert (state["end"], state["committed"]) == ("exit", state["received"])
-    assert read_end(replica_path(host.out, stream(0))).end is EndReason.EXIT
-    assert not host.folder.exists()
-
-
 def test_a_spool_that_grew_behind_its_end_is_not_removed(tmp_path):
     """Whoever called the rank lost may have been wrong: what nobody else has must stay."""
     writer = SpoolWriter(stream_folder(tmp_path, stream(0)), limit_bytes=1 << 20)

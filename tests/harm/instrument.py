@@ -218,7 +218,7 @@ def _is_super(node: ast.Call) -> bool:
 
 def _is_io(function: ast.expr) -> bool:
     if isinstance(function, ast.Name):
-        return function.id in {"open", "map_file"}
+        return function.id == "open"
     if not isinstance(function, ast.Attribute):
         return False
     owner = function.value

@@ -243,9 +243,7 @@ def _life(identity: RankIdentity, earlier: Sequence[StreamId]) -> int:
     if ELASTIC_RUN in os.environ and identity.world_size > identity.local_world_size:
         store = find_agents_store()
         if store is not None:
-            agreed = agree_on_life(store, at_least=free, started_at=started_at())
-            if agreed is not None:
-                return agreed
+            return agree_on_life(store, at_least=free, started_at=started_at())
     return max(identity.incarnation, free)
 
 

@@ -23,7 +23,7 @@ from rankscope.run.companions import dataset_trouble, metrics_trouble
 from rankscope.run.filenames import COLLECTOR_LOG_NAME, TRACE_NAME
 from rankscope.run.findingnotices import JobNotices
 from rankscope.run.keyfile import read_keys
-from rankscope.run.outfolder import announced, default_out, prepare_out, typed
+from rankscope.run.outfolder import announced, default_out, free_out, prepare_out, typed
 from rankscope.settings import settings_from
 from rankscope.tree.reader import open_trace
 
@@ -113,7 +113,7 @@ def command(
     trouble = dataset_trouble() if parquet else ""
     if trouble:
         raise SettingError(f"--parquet: {trouble}")
-    asked = out.expanduser().absolute() if out else default_out()
+    asked = out.expanduser().absolute() if out else free_out(default_out())
     folder = prepare_out(asked, "--out", is_shared=True)
     options = CollectorOptions(
         out=folder,

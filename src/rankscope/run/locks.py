@@ -3,13 +3,11 @@
 The kernel drops such a lock however the process ends, and a forked child does not inherit it.
 Asking whether a stream is alive never takes the lock (`F_GETLK`), and never opens the file in the
 process that holds it: closing any descriptor of a file drops all its POSIX locks in that process.
-The program may do just that (`os.closerange`), so the file also names the process, and whoever is
-named there and lives is alive.
+A program that closes every descriptor of its own process (`os.closerange`) counts as dead.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -28,7 +26,6 @@ from rankscope.run.filenames import (
 )
 from rankscope.run.folders import is_held, stream_folder, streams
 from rankscope.run.ownfile import OwnFile, above_standard_streams
-from rankscope.run.processes import is_process_alive, process_name
 
 _RETRY_S = 0.2
 _FLOCK = struct.Struct("@hhqqi")
@@ -41,7 +38,7 @@ _held: dict[tuple[int, int], int] = {}
 class StreamLock:
     """The life of one stream, held from construction to `release` or the end of the process."""
 
-    __slots__ = ("_file", "_path", "_pid")
+    __slots__ = ("_file", "_pid")
 
     def __init__(self, folder: Path) -> None:
         """Take the lock of `folder`.
@@ -49,7 +46,7 @@ class StreamLock:
         Raises:
             SpoolError: another writer holds it, in this process or another; or it cannot be made.
         """
-        self._path = path = folder / STREAM_LOCK_NAME
+        path = folder / STREAM_LOCK_NAME
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self._pid = os.getpid()
         if _is_held_here(path):
@@ -75,17 +72,12 @@ class StreamLock:
             time.sleep(0.01)
         self._file: OwnFile | None = OwnFile(descriptor)
         _held[self._file.identity] = self._pid
-        with contextlib.suppress(OSError):  # a full disk: the lock alone tells
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, process_name(self._pid).encode(), 0)
 
     def release(self) -> None:
         """Give the lock up. Does nothing in a forked child, nor the second time."""
         file, self._file = self._file, None
         if file is not None and self._pid == os.getpid():
             _held.pop(file.identity, None)
-            with contextlib.suppress(OSError):
-                os.truncate(self._path, 0)
             file.close()
 
 
@@ -104,14 +96,11 @@ def is_alive(folder: Path) -> bool:
     try:
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0).ljust(32, b"\0")
         answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, asked)
-        name = os.pread(descriptor, 64, 0).decode(errors="replace")
     except OSError:
         return False
     finally:
         os.close(descriptor)
-    if _FLOCK.unpack(answer[: _FLOCK.size])[0] != fcntl.F_UNLCK:
-        return True
-    return is_process_alive(name) and name != process_name(os.getpid())  # itself, before an exec
+    return bool(_FLOCK.unpack(answer[: _FLOCK.size])[0] != fcntl.F_UNLCK)
 
 
 def is_abandoned(run_folder: Path) -> bool:

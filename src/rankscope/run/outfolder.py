@@ -55,7 +55,7 @@ OF_A_COLLECTOR = frozenset(
 
 
 def default_out() -> Path:
-    """Return `rankscope-<time>` here, a name nothing has yet.
+    """Return `rankscope-<time>` here.
 
     Raises:
         FolderError: there is no "here" any more.
@@ -66,12 +66,7 @@ def default_out() -> Path:
         raise FolderError(
             f"the working folder is gone ({error.strerror}): name the trace folder with --rs-out"
         ) from error
-    stem = time.strftime("rankscope-%Y%m%d-%H%M%S")
-    path, number = folder / stem, 1
-    while path.exists():
-        number += 1
-        path = folder / f"{stem}.{number}"
-    return path
+    return folder / time.strftime("rankscope-%Y%m%d-%H%M%S")
 
 
 _JOB_ID_VARIABLES = (

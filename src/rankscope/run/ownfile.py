@@ -5,17 +5,11 @@ numbers: nothing is written, and nothing closed, before it is asked whether that
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
-import mmap
 import os
-import sys
 
-__all__ = ["OwnFile", "above_standard_streams", "leave_mapping", "map_file"]
-
-Identity = tuple[int, int]
-"""Device and inode."""
+__all__ = ["OwnFile", "above_standard_streams"]
 
 
 class OwnFile:
@@ -58,52 +52,7 @@ def above_standard_streams(descriptor: int) -> int:
     return moved
 
 
-def map_file(descriptor: int, nbytes: int, **how: int) -> mmap.mmap:
-    """Map a file; `how` are the flags and protection of `mmap.mmap`.
-
-    Raises:
-        OSError: it cannot be mapped.
-    """
-    if sys.version_info >= (3, 13):
-        return mmap.mmap(descriptor, nbytes, trackfd=False, **how)
-    else:
-        # it keeps a duplicate: not as 0 to 2, where a program that closed its stdout would write
-        low = []
-        try:
-            while (number := os.dup(descriptor)) < 3:
-                low.append(number)
-            os.close(number)
-            return mmap.mmap(descriptor, nbytes, **how)
-        finally:
-            for number in low:
-                os.close(number)
-
-
-def leave_mapping(mapped: mmap.mmap, identity: Identity, *, but: int = -1) -> bool:
-    """Say before a mapping is let go whether it may be: before Python 3.13 it closes a duplicate of
-    its descriptor, and that number may by now be a file of the program's. Then it stays for good.
-
-    Args:
-        mapped: the mapping.
-        identity: of its file.
-        but: a descriptor of that file that is not the duplicate.
-    """
-    if sys.version_info < (3, 13) and not _is_open(identity, but):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapped))
-        return False
-    return True
-
-
-def _is_open(identity: Identity, but: int) -> bool:
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if int(name) != but and _identity(int(name)) == identity:
-                return True
-        except OSError:
-            continue
-    return False
-
-
-def _identity(number: int) -> Identity:
+def _identity(number: int) -> tuple[int, int]:
+    """Return device and inode."""
     found = os.fstat(number)
     return found.st_dev, found.st_ino

@@ -14,9 +14,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rankscope.errors import KeysError, SpoolError
+from rankscope.errors import KeysError
 from rankscope.run.address import check_address, is_tcp
-from rankscope.run.diskspace import free_bytes
 from rankscope.run.filenames import REPLICA_FOLDER
 from rankscope.run.folders import (
     SHARED,
@@ -146,17 +145,6 @@ def _remove_made(made: Sequence[Path]) -> None:
     remove_empty(made)
 
 
-def _check_budget(folder: Path, budget_bytes: int, ranks: int) -> None:
-    """Refuse a disk without room for the full tensors that as many ranks may keep."""
-    free = free_bytes(folder)
-    if free < budget_bytes * ranks:
-        raise SpoolError(
-            f"{folder}: {ranks} ranks may keep {budget_bytes >> 20} MiB of full tensors each, "
-            f"{free >> 20} MiB are free; give less with --rs-tensor-budget, or another disk with "
-            f"--rs-out"
-        )
-
-
 def prepare_run(
     request: RunRequest, announce: Callable[[Path, str], object] = lambda out, line: None
 ) -> PreparedRun:
@@ -183,7 +171,13 @@ def prepare_run(
         if settings.tensors and settings.tensor_budget is not None:
             place = base if collection.is_elsewhere else out
             ranks = traced_ranks if is_of_all else local_ranks
-            _check_budget(place, settings.tensor_budget, ranks)
+            each = f"{settings.tensor_budget >> 20} MiB of full tensors each"
+            check_free_space(
+                place,
+                settings.tensor_budget * ranks,
+                f"{ranks} ranks may keep {each}",
+                "give less with --rs-tensor-budget, or another disk with --rs-out",
+            )
         made_for_spools = missing_folders(base / request.key)
         undo.callback(remove_empty, made_for_spools)
         run_folder = host_run_folder(base, request.key)

@@ -1,8 +1,9 @@
-"""What is said on stderr outside the ranks: lines, and how far a piece of work is."""
+"""What is said on stderr, which may be closed or full: lines, and how far a piece of work is."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,11 +19,27 @@ def say(line: str) -> None:
 
 
 def _write(text: str) -> None:
-    # None: closed before the process began; errors: of a terminal that was closed
     with contextlib.suppress(OSError, ValueError):
-        if sys.stderr is not None:
-            sys.stderr.write(text)
-            sys.stderr.flush()
+        write_to_stderr(text)
+
+
+def write_to_stderr(text: str) -> None:
+    """Write past Python's buffer where stderr is the process's own: what a full disk refuses would
+    stay in it, and the program would end with code 120 when that is flushed once more.
+
+    Raises:
+        OSError, ValueError: it is full, or closed; whatever an object raises that a program has put
+            in its place.
+    """
+    stream = sys.stderr
+    if stream is None:  # closed before the process began
+        return
+    is_own = stream is sys.__stderr__
+    if not is_own:
+        stream.write(text)
+    stream.flush()
+    if is_own:
+        os.write(stream.fileno(), text.encode(errors="backslashreplace"))
 
 
 @contextlib.contextmanager

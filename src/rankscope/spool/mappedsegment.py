@@ -16,14 +16,13 @@ import numpy as np
 from rankscope.errors import SpoolError
 from rankscope.run.diskspace import free_bytes
 from rankscope.run.folders import segment_indexes, segment_path
-from rankscope.run.ownfile import OwnFile, leave_mapping, map_file
 from rankscope.spool.recordformat import CELL_BYTES, FIRST, RecordKind
 
 
 class Segment:
     """A mapped segment and how far it is filled. The writer alone moves `at`."""
 
-    __slots__ = ("_identity", "at", "data_end", "end", "index", "map", "path")
+    __slots__ = ("at", "data_end", "end", "index", "map", "path")
 
     def __init__(self, folder: Path, index: int, size_bytes: int) -> None:
         """Make, preallocate and map segment `index`.
@@ -44,8 +43,7 @@ class Segment:
         descriptor = os.open(draft, flags, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, size_bytes)
-            self._identity = OwnFile(descriptor).identity
-            self.map = map_file(descriptor, size_bytes)
+            self.map = mmap.mmap(descriptor, size_bytes)
             _fill_as_touched(self.map)
             os.rename(draft, self.path)
         except OSError:
@@ -66,8 +64,7 @@ class Segment:
 
     def unmap(self) -> None:
         """Let the mapping go; the file stays."""
-        if leave_mapping(self.map, self._identity):
-            self.map.close()
+        self.map.close()
 
 
 def _fill_as_touched(mapped: mmap.mmap) -> None:

@@ -39,7 +39,7 @@ from rankscope.chunks.writing import ChunkEntry
 from rankscope.compat.debugger.text import Arena, Glimpse, glimpse_of
 from rankscope.record.dtypes import STORED_TYPES
 from rankscope.run.diskspace import reserve
-from rankscope.run.ownfile import OwnFile, above_standard_streams, leave_mapping, map_file
+from rankscope.run.ownfile import OwnFile, above_standard_streams
 
 _LINE: Final = 64
 """Places begin at multiples of it: torch and the kernel read tensors where they lie."""
@@ -246,11 +246,7 @@ class _Scratch:
             self._let_go()
 
     def _opened(self) -> OwnFile:
-        """Make the file and map it, once; disk is taken as it is filled.
-
-        The mapping is also what keeps the file the only one of its number and inode where the
-        program closes all descriptors: `OwnFile.check` tells files apart by that.
-        """
+        """Make the file and map it, once; disk is taken as it is filled."""
         if self._file is None:
             with tempfile.TemporaryFile(dir=self._folder, buffering=0) as made:
                 file = OwnFile(above_standard_streams(os.dup(made.fileno())))
@@ -258,18 +254,13 @@ class _Scratch:
             flags, access = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
             try:
                 os.ftruncate(file.number, self._limit_bytes)
-                mapped: Any = map_file(file.number, self._limit_bytes, flags=flags, prot=access)
+                mapped = mmap.mmap(file.number, self._limit_bytes, flags=flags, prot=access)
             except OSError:
                 file.close()
                 raise
             self._file, self._memory = file, np.frombuffer(mapped, np.uint8)
-            self._let_go = weakref.finalize(self, _let_go, file, mapped)
+            self._let_go = weakref.finalize(self, file.close)
         return self._file
-
-
-def _let_go(file: OwnFile, mapped: mmap.mmap) -> None:
-    leave_mapping(mapped, file.identity, but=file.number)
-    file.close()
 
 
 def tensor_of(data: ByteArray, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
