@@ -11,13 +11,12 @@ from typing import Any
 
 from rankscope.errors import RankscopeError
 from rankscope.record.notes import NoteKind
-from rankscope.record.stepselection import StepSelection
 from rankscope.run.companions import ExitOutcome
 from rankscope.run.eventboard import held_anything
 from rankscope.run.filenames import CELLS_SUFFIX, COLLECTOR_LOG_NAME, REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.folders import streams
 from rankscope.run.jobend import first_failures, has_failed, signal_of
-from rankscope.run.outfolder import announced, typed
+from rankscope.run.outfolder import QUIET, announced, recovering, typed
 from rankscope.run.prepare import Collection
 from rankscope.tree.crashes import Crash, crashes
 from rankscope.tree.reader import open_trace
@@ -31,11 +30,6 @@ _LONGEST_ERROR = 300
 """Characters of an exception's text that the line repeats."""
 _NO_ROOM = "its disk is full, or cannot be written; make room first"
 
-QUIET = (
-    "nothing happened, so there is no trace: no rank crashed, was killed or stood still, all "
-    "values were finite, no gradient norm{watched} leapt{touched}"
-)
-
 
 @dataclass(slots=True, kw_only=True)
 class HostPart:
@@ -44,8 +38,6 @@ class HostPart:
     out: Path
     run_folder: Path
     collection: Collection
-    steps: StepSelection
-    """The setting."""
     companion: Companion | None = None
     gathers: bool = False
     """It gathers the run; False where another host of it does, or a collector."""
@@ -89,10 +81,7 @@ class HostPart:
                 f"(not waited for any longer; should it not come: {self._recover()})"
             )
         if code == ExitOutcome.DONE and not self.has_records():
-            touched = "" if self.steps.file is None else f", {self.steps.file} was not touched"
-            watched = " and no watched value" if self.steps.watch else ""
-            quiet = QUIET.format(touched=touched, watched=watched)
-            return quiet if self.was_held else untraced
+            return QUIET if self.was_held else untraced
         why = f"the collector ended with code {code}, see {self.out / COLLECTOR_LOG_NAME}"
         return f"no tree in {self.out}: {why}; build it from the records: {self._recover()}"
 
@@ -131,7 +120,7 @@ class HostPart:
         places = [shown(self.run_folder)] if self.run_folder.is_dir() else []
         if (self.out / REPLICA_FOLDER).is_dir():
             places.append(shown(self.out))
-        return typed("recover", *places, out=f"{shown(self.out)}-recovered")
+        return recovering(*places, out=shown(self.out))
 
 
 def failure_line(error: BaseException | None, out: Path, noted: Sequence[Reached] = ()) -> str:

@@ -102,7 +102,6 @@ class TracedJob:
             out=prepared.out,
             run_folder=prepared.run_folder,
             collection=prepared.collection,
-            steps=settings.steps,
         )
         self._announcement = prepared.announcement
         self._verdict = ""

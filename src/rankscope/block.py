@@ -29,7 +29,7 @@ from rankscope.capture.kernel import prepare as prepare_kernel
 from rankscope.errors import RankscopeError, SettingError, SpoolError
 from rankscope.record.streams import EndReason
 from rankscope.run.folders import run_key, stream_folder
-from rankscope.run.outfolder import typed
+from rankscope.run.outfolder import recovering
 from rankscope.run.prepare import Collection, RunRequest, prepare_run
 from rankscope.run.progressline import progress
 from rankscope.settings import Settings, as_keywords
@@ -267,7 +267,7 @@ class RankBlock:
     def _say_unfinished(self, error: Exception) -> None:
         say(
             f"the tree could not be built ({type(error).__name__}: {error}); the records are kept: "
-            + typed("recover", self._run_folder, self.out, out=f"{self.out}-recovered")
+            + recovering(self._run_folder, self.out, out=self.out)
         )
 
     def _take_rest(self) -> None:

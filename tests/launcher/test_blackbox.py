@@ -287,7 +287,7 @@ def test_right_programs_in_which_all_values_are_watched_write_nothing(tmp_path: 
             "last:4,watch:**,watch:lo:output,watch:@Difference:output,watch:extra:output",
         )
         assert job.wait() == 0, job.logs
-    assert "no gradient norm and no watched value leapt" in job.last_line, told(job.out)
+    assert "no gradient norm or watched value leapt" in job.last_line, told(job.out)
     assert not job.out.exists()
     assert job.err.count("took nothing") == 1, job.err
     assert "watch:lo:output took nothing in 16 steps" in job.err

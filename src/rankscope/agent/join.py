@@ -34,17 +34,13 @@ from rankscope.run.eventboard import EventBoard, event_folder
 from rankscope.run.filenames import (
     HELD_FOLDER,
     ORDER_NAME,
-    REPLICA_FOLDER,
     STEP_TRIGGER_FOLDER,
     TRACE_NAME,
 )
 from rankscope.run.folders import RunHeader, read_run_header, stream_folder, streams
 from rankscope.run.locks import is_alive
 from rankscope.run.orders import agreement_folder
-from rankscope.run.outfolder import (
-    announced,
-    typed,
-)
+from rankscope.run.outfolder import QUIET, announced, recovering, typed
 from rankscope.run.ownership import own_subfolder
 from rankscope.run.prepare import Collection
 from rankscope.run.processes import started_at
@@ -111,13 +107,13 @@ class Joined(Opened):
         deadline = time.monotonic() + self.finish_seconds
         while not (self.out / TRACE_NAME).exists():
             if self.holds_back and self._has_run_gone():
-                say("nothing happened, so there is no trace")
+                say(QUIET)
                 return False
             if time.monotonic() > deadline:
                 places = (self.writer.folder.parent, self.out)
                 say(
                     f"no tree in {self.out} after {self.finish_seconds:g} s; build it from the "
-                    f"records: {typed('recover', *places, out=f'{self.out}-recovered')}"
+                    f"records: {recovering(*places, out=self.out)}"
                 )
                 return False
             time.sleep(_POLL_S)
@@ -253,12 +249,11 @@ def _agreement(
     """Return where the traced ranks agree on a step: all of them see it."""
     life = identity.incarnation
     is_alone = settings.traced_of(identity.world_size) == 1
-    is_shared = Collection.of_run(header).is_shared
-    seen_by_all = header.out / REPLICA_FOLDER if is_shared else run_folder
+    touches = event_folder(run_folder, header, life).with_name(f"{STEP_TRIGGER_FOLDER}.{life}")
     return Agreement(
         is_alone=is_alone,
         is_distant=identity.local_world_size < identity.world_size,
-        for_touches=None if is_alone else seen_by_all / f"{STEP_TRIGGER_FOLDER}.{life}",
+        for_touches=None if is_alone else touches,
         for_orders=agreement_folder(run_folder, header, life),
         order_file=run_folder / ORDER_NAME,
     )

@@ -23,7 +23,14 @@ from rankscope.run.companions import dataset_trouble, metrics_trouble
 from rankscope.run.filenames import COLLECTOR_LOG_NAME, TRACE_NAME
 from rankscope.run.findingnotices import JobNotices
 from rankscope.run.keyfile import read_keys
-from rankscope.run.outfolder import announced, default_out, free_out, prepare_out, typed
+from rankscope.run.outfolder import (
+    QUIET,
+    announced,
+    default_out,
+    free_out,
+    prepare_out,
+    recovering,
+)
 from rankscope.settings import settings_from
 from rankscope.tree.reader import open_trace
 
@@ -165,11 +172,11 @@ def _verdict(out: Path, outcome: int, *, is_quiet: bool) -> int:
     if outcome:
         remark(
             f"no tree in {out}, see {out / COLLECTOR_LOG_NAME}; build it from the records: "
-            + typed("recover", out, out=f"{out}-recovered")
+            + recovering(out, out=out)
         )
         return EXIT_INCOMPLETE
     if is_quiet:
-        remark("nothing happened, so there is no trace")
+        remark(QUIET)
         return 0
     if not (out / TRACE_NAME).exists():
         remark(f"nothing was traced: no rank sent a record to {out}")

@@ -298,6 +298,18 @@ def typed(command: str, *places: str | Path, out: str | Path | None = None) -> s
     return shlex.join(map(str, words))
 
 
+def recovering(*places: str | Path, out: str | Path) -> str:
+    """Return the command that builds a trace, beside `out`, of the records in these folders."""
+    return typed("recover", *places, out=f"{out}-recovered")
+
+
+QUIET = (
+    "nothing happened, so there is no trace: no rank crashed, was killed or stood still, all "
+    "values were finite, no gradient norm or watched value leapt"
+)
+"""What is said of a job that held its steps back to its end."""
+
+
 def announced(
     out: Path, shown: str | None = None, *, is_complete: bool = True, remark: str = ""
 ) -> str:

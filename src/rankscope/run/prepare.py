@@ -128,14 +128,13 @@ class PreparedRun:
     announcement: str
     made: Sequence[Path]
     """The trace folder and those of its parents that were made now, the innermost first."""
-    made_for_spools: Sequence[Path]
-    """The same of the run folder."""
+    undo: ExitStack
+    """Removes the folders that were made and are empty."""
 
     def remove(self) -> None:
         """Remove the run folder with all in it, and what else was made and is empty."""
         shutil.rmtree(self.run_folder, ignore_errors=True)
-        remove_empty(folder for folder in self.made_for_spools if folder != self.run_folder)
-        _remove_made(self.made)
+        self.undo.close()
 
 
 def _remove_made(made: Sequence[Path]) -> None:
@@ -178,8 +177,7 @@ def prepare_run(
                 f"{ranks} ranks may keep {each}",
                 "give less with --rs-tensor-budget, or another disk with --rs-out",
             )
-        made_for_spools = missing_folders(base / request.key)
-        undo.callback(remove_empty, made_for_spools)
+        undo.callback(remove_empty, missing_folders(base / request.key))
         run_folder = host_run_folder(base, request.key)
         made: Sequence[Path] = ()
         if not (collection.is_elsewhere or request.is_joined):
@@ -204,12 +202,11 @@ def prepare_run(
                 keeps_apart=request.keeps_apart,
             )
             write_run_header(run_folder, header)
-        undo.pop_all()
         return PreparedRun(
             out=out,
             run_folder=run_folder,
             collection=collection,
             announcement=announcement,
             made=made,
-            made_for_spools=made_for_spools,
+            undo=undo.pop_all(),
         )
