@@ -38,8 +38,8 @@ class HostPart:
     out: Path
     run_folder: Path
     collection: Collection
-    companion: Companion | None = None
-    gathers: bool = False
+    companion: Companion
+    gathers: bool
     """It gathers the run; False where another host of it does, or a collector."""
     was_held: bool = False
     """Ranks of this host held steps back."""
@@ -50,7 +50,7 @@ class HostPart:
 
     def has_no_room(self) -> bool:
         """True where the companion gave up because the trace folder takes nothing."""
-        return self.companion is not None and self.companion.outcome() == ExitOutcome.NO_ROOM
+        return self.companion.outcome() == ExitOutcome.NO_ROOM
 
     def has_records(self) -> bool:
         """True where any rank opened a spool, as far as this host sees."""
@@ -72,7 +72,7 @@ class HostPart:
             )
         if not self.gathers and self.was_held:
             return f"where anything happened, the collector builds a trace in {self.out}"
-        if not self.gathers or self.companion is None:
+        if not self.gathers:
             return f"the records of this host are in {self.out}; its collector builds the tree"
         code = self.companion.outcome()
         if code is None:
@@ -96,7 +96,7 @@ class HostPart:
 
     def _of_records_sent(self) -> str:
         address = self.collection.address
-        code = None if self.companion is None else self.companion.outcome()
+        code = self.companion.outcome()
         if code == ExitOutcome.DONE:
             where = ", where anything happened" if self.was_held else ""
             return f"records went to the collector at {address}, which writes the tree{where}"

@@ -8,7 +8,6 @@ world size and this host's place in the job known.
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 from collections.abc import Mapping
 
@@ -41,9 +40,7 @@ def _start(worker: Mapping[str, str]) -> None:
     misspelt = misspelt_variables()
     if misspelt and not is_enabled():  # else this process said it when it imported torch
         say(misspelt)
-    job = TracedJob.prepare(settings_from(), _shape(worker))
-    job.start()
-    os.environ.update(job.environment)
+    job = TracedJob(settings_from(), _shape(worker))
     # torchrun raises when a rank fails; its traceback is printed before this runs
     atexit.register(lambda: job.close(error=getattr(sys, "last_value", None)))
 

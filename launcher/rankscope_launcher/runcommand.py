@@ -57,9 +57,7 @@ def main(arguments: Sequence[str]) -> None:
         # elsewhere ranks may come and go
         if settings.layout is not None and 1 == shape.hosts < shape.world_size:
             settings.layout.mesh(shape.world_size)
-        job = TracedJob.prepare(settings, shape)
-        job.start()
-        os.environ.update(job.environment)
+        job = TracedJob(settings, shape)
     except (FolderError, SpoolError, OSError) as error:  # of a disk: no reason not to train
         train_untraced(error)
     except (RankscopeError, AssertionError, ValueError) as error:
