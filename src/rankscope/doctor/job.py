@@ -61,10 +61,10 @@ class Question:
     """How the ranks' interpreter is called."""
 
 
-def examine(question: Question, environ: Mapping[str, str] = os.environ) -> Iterator[Condition]:
+def examine(question: Question) -> Iterator[Condition]:
     """Yield every condition as soon as it is known."""
-    yield from interpreter_conditions(question.python, environ)
-    yield from job_conditions(question, environ)
+    yield from interpreter_conditions(question.python)
+    yield from job_conditions(question)
 
 
 def job_conditions(

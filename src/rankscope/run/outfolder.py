@@ -17,7 +17,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from rankscope.errors import FolderError
@@ -88,11 +88,11 @@ _CLAIM_PREFIX = ".claim-"
 _TRIES = 1000
 
 
-def named_out(out: Path, run_id: str, environ: Mapping[str, str] = os.environ) -> Path:
+def named_out(out: Path, run_id: str) -> Path:
     """Return a trace folder's name with `%j` in it replaced by the scheduler's job id, else by
     `run_id`.
     """
-    job = next((environ[name] for name in _JOB_ID_VARIABLES if environ.get(name)), run_id)
+    job = next((os.environ[n] for n in _JOB_ID_VARIABLES if os.environ.get(n)), run_id)
     return Path(str(out).replace("%j", re.sub(r"[^\w.\[\]-]", "_", job)))
 
 

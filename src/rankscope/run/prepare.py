@@ -74,11 +74,6 @@ class Collection:
         return found
 
     @property
-    def is_here(self) -> bool:
-        """True where this host alone writes into the trace folder."""
-        return not self.address
-
-    @property
     def is_shared(self) -> bool:
         """True where every host writes into the trace folder by itself."""
         return self.address == SHARED
@@ -86,7 +81,7 @@ class Collection:
     @property
     def is_elsewhere(self) -> bool:
         """True where the trace folder is the collector's affair, maybe on another host."""
-        return not (self.is_here or self.is_shared)
+        return self.address not in ("", SHARED)
 
     def announcement(self, out: Path, asked: Path | None = None) -> str:
         """Return what is said of a run before it begins; `asked`: the folder that was asked for."""
