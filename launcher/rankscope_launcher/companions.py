@@ -15,7 +15,7 @@ from pathlib import Path
 from rankscope.run.companions import ExitOutcome, companion_environment
 from rankscope.run.ownership import open_own_log
 
-__all__ = ["Companion", "CompanionWatch"]
+__all__ = ["Companion"]
 
 _STARTS_AGAIN = 5
 _LOOK_S = 0.5
@@ -23,15 +23,21 @@ _FINAL = tuple(ExitOutcome)
 
 
 class Companion:
-    """One child process, in a session of its own: Ctrl-C in the terminal ends the job alone."""
+    """One child process, in a session of its own: Ctrl-C in the terminal ends the job alone.
 
-    def __init__(self, command: Sequence[str], log: Path, folder: Path) -> None:
+    A thread looks after it while the launcher's main thread is inside torchrun.
+    """
+
+    def __init__(
+        self, command: Sequence[str], log: Path, folder: Path, look: Callable[[], object]
+    ) -> None:
         """Start it.
 
         Args:
             command: what to run.
             log: takes its output.
             folder: where it works; `-m` puts it on the module path, so only this user writes there.
+            look: called again and again: what else is to be seen while the job runs.
 
         Raises:
             OSError: it cannot be started.
@@ -41,6 +47,22 @@ class Companion:
         self._folder = folder
         self._starts_left = _STARTS_AGAIN
         self._process = self._start()
+        self._look = look
+        self._is_job_over = threading.Event()
+        self._thread = threading.Thread(
+            target=self._look_after, name="rankscope-companion", daemon=True
+        )
+        self._thread.start()
+
+    def leave_to_caller(self) -> None:
+        """End the thread; from then on whoever asked tends it."""
+        self._is_job_over.set()
+        self._thread.join()
+
+    def _look_after(self) -> None:
+        while not self._is_job_over.wait(_LOOK_S):
+            self.tend()
+            self._look()
 
     def outcome(self) -> int | None:
         """Return its exit code, None while it runs."""
@@ -88,26 +110,3 @@ class Companion:
             )
         finally:
             os.close(descriptor)
-
-
-class CompanionWatch:
-    """Looks after a companion while the launcher's main thread is inside torchrun."""
-
-    def __init__(self, companion: Companion, looks: Sequence[Callable[[], object]]) -> None:
-        self._companion = companion
-        self._looks = looks
-        """Called every time: what else is to be seen while the job runs."""
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rankscope-companion", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End; from then on whoever asked tends it."""
-        self._is_over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._is_over.wait(_LOOK_S):
-            self._companion.tend()
-            for look in self._looks:
-                look()

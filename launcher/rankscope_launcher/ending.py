@@ -11,14 +11,13 @@ from typing import Any
 
 from rankscope.errors import RankscopeError
 from rankscope.record.notes import NoteKind
-from rankscope.record.stepselection import StepSelection
 from rankscope.record.triggers import Trigger
 from rankscope.run.companions import ExitOutcome
 from rankscope.run.eventboard import held_anything
 from rankscope.run.filenames import CELLS_SUFFIX, COLLECTOR_LOG_NAME, REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.folders import streams
-from rankscope.run.jobend import first_failures, signal_of
-from rankscope.run.outfolder import announced, typed
+from rankscope.run.jobend import first_failures, has_failed, signal_of
+from rankscope.run.outfolder import QUIET, announced, recovering, typed
 from rankscope.run.prepare import Collection
 from rankscope.tree.crashes import Crash, crashes
 from rankscope.tree.reader import open_trace
@@ -42,8 +41,8 @@ class HostPart:
     collection: Collection
     steps: StepSelection
     """The setting."""
-    companion: Companion | None = None
-    gathers: bool = False
+    companion: Companion
+    gathers: bool
     """It gathers the run; False where another host of it does, or a collector."""
     was_held: bool = False
     """Ranks of this host held steps back."""
@@ -54,7 +53,7 @@ class HostPart:
 
     def has_no_room(self) -> bool:
         """True where the companion gave up because the trace folder takes nothing."""
-        return self.companion is not None and self.companion.outcome() == ExitOutcome.NO_ROOM
+        return self.companion.outcome() == ExitOutcome.NO_ROOM
 
     def has_records(self) -> bool:
         """True where any rank opened a spool, as far as this host sees."""
@@ -76,7 +75,7 @@ class HostPart:
             )
         if not self.gathers and self.was_held:
             return f"where anything happened, the collector builds a trace in {self.out}"
-        if not self.gathers or self.companion is None:
+        if not self.gathers:
             return f"the records of this host are in {self.out}; its collector builds the tree"
         code = self.companion.outcome()
         if code is None:
@@ -93,7 +92,7 @@ class HostPart:
         facts = [trigger.value for trigger in Trigger if self.steps.waits_for(trigger)]
         looked = ", ".join(each.otherwise for each in facts if each.otherwise)
         looked = looked.format(file=self.steps.file)
-        return f"nothing happened, so there is no trace: {looked}"
+        return f"{QUIET}: {looked}"
 
     def _of_tree(self, folder: str) -> str:
         try:
@@ -106,7 +105,7 @@ class HostPart:
 
     def _of_records_sent(self) -> str:
         address = self.collection.address
-        code = None if self.companion is None else self.companion.outcome()
+        code = self.companion.outcome()
         if code == ExitOutcome.DONE:
             where = ", where anything happened" if self.was_held else ""
             return f"records went to the collector at {address}, which writes the tree{where}"
@@ -130,7 +129,7 @@ class HostPart:
         places = [shown(self.run_folder)] if self.run_folder.is_dir() else []
         if (self.out / REPLICA_FOLDER).is_dir():
             places.append(shown(self.out))
-        return typed("recover", *places, out=f"{shown(self.out)}-recovered")
+        return recovering(*places, out=shown(self.out))
 
 
 def failure_line(error: BaseException | None, out: Path, noted: Sequence[Reached] = ()) -> str:
@@ -146,7 +145,7 @@ def failure_line(error: BaseException | None, out: Path, noted: Sequence[Reached
         out: the trace folder.
         noted: how far processes of ranks came.
     """
-    if error is None or (isinstance(error, SystemExit) and not error.code):
+    if error is None or not has_failed(error):
         return ""
     failures: dict[int, Any] = getattr(error, "failures", {})  # of torch's ChildFailedError
     if not failures and (name := signal_of(error)):

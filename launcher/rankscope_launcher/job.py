@@ -1,11 +1,10 @@
 """The trace of one job on one host, from the launcher: made before the job, awaited after it.
 
-job = TracedJob.prepare(settings, shape)    # folders, disk, run.json: every refusal is here
-job.start()                                 # the companion of this host
+job = TracedJob(settings, shape)    # folders, disk, run.json, the companion: every refusal is here
 try:
-    ...                                     # the job, however it ends
+    ...                             # the job, however it ends
 finally:
-    job.close()                             # marker, wait for the tree, the last line
+    job.close()                     # marker, wait for the tree, the last line
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -40,7 +39,7 @@ from rankscope.run.filenames import (
     REPLICA_FOLDER,
     TRACE_NAME,
 )
-from rankscope.run.findingnotices import FindingNotices
+from rankscope.run.findingnotices import JobNotices
 from rankscope.run.folders import (
     FolderLock,
     is_held,
@@ -52,12 +51,11 @@ from rankscope.run.folders import (
 from rankscope.run.jobend import note_job_end
 from rankscope.run.outfolder import remove_empty
 from rankscope.run.prepare import Collection, PreparedRun, RunRequest, prepare_run
-from rankscope.run.progressline import progress
+from rankscope.run.progressline import progress, say
 from rankscope.run.verdictline import verdict_line
-from rankscope.settings import SETTINGS, Settings
-from rankscope_launcher.companions import Companion, CompanionWatch
+from rankscope.settings import Settings
+from rankscope_launcher.companions import Companion
 from rankscope_launcher.ending import HostPart, failure_line, shown
-from rankscope_launcher.progress import StallNotices, say
 from rankscope_launcher.untraced import Reached, reached_by_processes, why_nothing
 
 __all__ = ["JobShape", "TracedJob"]
@@ -95,27 +93,9 @@ class JobShape:
 class TracedJob:
     """Folders and companion processes of one traced job on this host."""
 
-    def __init__(self, settings: Settings, shape: JobShape, prepared: PreparedRun) -> None:
-        self._life = FolderLock(prepared.run_folder / LAUNCHER_LOCK_NAME, "launcher")
-        self._settings = settings
-        self._shape = shape
-        self._part = HostPart(
-            out=prepared.out,
-            run_folder=prepared.run_folder,
-            collection=prepared.collection,
-            steps=settings.steps,
-        )
-        self._announcement = prepared.announcement
-        self._verdict = ""
-        self._made = prepared.made
-        self._watch: CompanionWatch | None = None
-        self._is_over = False
-        self._has_dataset = False
-        self._reached: list[Reached] = []
-
-    @classmethod
-    def prepare(cls, settings: Settings, shape: JobShape) -> TracedJob:
-        """Make the trace folder and this host's run folder; nothing is started yet.
+    def __init__(self, settings: Settings, shape: JobShape) -> None:
+        """Make the trace folder and this host's run folder, say where the trace goes, start the
+        companion, and set the variables by which ranks know of it.
 
         Raises:
             SettingError: several hosts, but no folder or collector they have in common.
@@ -123,72 +103,40 @@ class TracedJob:
             KeysError: the keys cannot be used.
             FolderError: the trace folder cannot be used.
             SpoolError: the spool folder cannot be used, or a disk has no room.
+            OSError: the companion cannot be started.
         """
-        collection = Collection.asked(settings.collector, is_one_host=shape.hosts == 1)
-        collection.check(settings.keys)
-        if collection.is_shared and shape.hosts > 1 and settings.out is None:
-            raise SettingError(
-                f"{shape.hosts} hosts: expected one trace folder that all of them see; "
-                "give every host the same --rs-out, on a shared disk"
-            )
-        traced_ranks = settings.traced_of(shape.world_size)
-        if not traced_ranks:
-            raise SettingError(
-                f"--rs-ranks selects none of the {shape.world_size} ranks of this job"
-            )
-        prepare_kernel(say)  # before any rank runs: they only load it
-        for complaint in start_extras(compilers_of_host()):
-            say(f"{complaint}: torch operations take the digests on GPUs, which is slower")
-        launch = f"{shape.run_id}/{os.uname().nodename}/{os.getpid()}/{time.time_ns()}"
-        request = RunRequest(
-            run_id=shape.run_id,
-            key=run_key(launch),
-            collection=collection,
-            world_size=shape.world_size,
-            local_ranks=shape.local_ranks,
-            out=settings.out,
-            settings=settings,
-            collects=traced_ranks if shape.is_head and not collection.is_elsewhere else 0,
+        prepared = _prepared(settings, shape)
+        out, folder = prepared.out, prepared.run_folder
+        self._life = FolderLock(folder / LAUNCHER_LOCK_NAME, "launcher")
+        self._settings = settings
+        self._shape = shape
+        self._verdict = ""
+        self._made = prepared.made
+        self._is_over = self._has_dataset = False
+        self._reached: list[Reached] = []
+        say(prepared.announcement)
+        gathers = _must_gather(shape, prepared)
+        if gathers:
+            lacking = dataset_trouble() if settings.parquet else ""
+            self._has_dataset = settings.parquet and not lacking
+            port = settings.metrics  # that it cannot be had is no reason not to train
+            for trouble in (lacking, "" if port is None else metrics_trouble(port)):
+                if trouble:
+                    say(trouble)
+        self._part = HostPart(
+            out=out,
+            run_folder=folder,
+            collection=prepared.collection,
+            steps=settings.steps,
+            gathers=gathers,
+            companion=Companion(
+                companion_command(folder),
+                out / COLLECTOR_LOG_NAME if gathers else folder / COMPANION_LOG_NAME,
+                folder,
+                JobNotices(out, shown(out), say, folder).look,
+            ),
         )
-        return cls(settings, shape, prepare_run(request))
-
-    def environment(self, given: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables the ranks need; `given`: settings of the command line."""
-        texts = self._settings.as_recorded()  # with whole paths: a script may go to another folder
-        is_given = given.keys() | {s.field for s in SETTINGS if s.variable in os.environ}
-        variables = {s.variable: texts[s.name] for s in SETTINGS if s.field in is_given}
-        if not self._part.collection.is_elsewhere:
-            variables["RANKSCOPE_OUT"] = str(self._part.out)
-        return {
-            **variables,
-            "RANKSCOPE": "1",
-            "RANKSCOPE_RUN_FOLDER": str(self._part.run_folder),
-        }
-
-    # ------------------------------------------------------------------ life
-
-    def start(self) -> None:
-        """Say where the trace goes, and start the companion of this host."""
-        say(self._announcement)
-        part = self._part
-        folder = part.run_folder
-        part.gathers = self._must_gather()
-        if part.gathers:
-            self._has_dataset = self._settings.parquet and not self._says_trouble(dataset_trouble())
-            port = self._settings.metrics
-            if port is not None:  # that it cannot be had is no reason not to train
-                self._says_trouble(metrics_trouble(port))
-        log = part.out / COLLECTOR_LOG_NAME if part.gathers else folder / COMPANION_LOG_NAME
-        part.companion = Companion(companion_command(folder), log, folder)
-        stalls = StallNotices(folder, shown(part.out))
-        findings = FindingNotices(part.out, shown(part.out), say)
-        self._watch = CompanionWatch(part.companion, (stalls.look, findings.look))
-
-    @staticmethod
-    def _says_trouble(trouble: str) -> bool:
-        if trouble:
-            say(trouble)
-        return bool(trouble)
+        os.environ.update(RANKSCOPE="1", RANKSCOPE_RUN_FOLDER=str(folder))
 
     def finish(self, error: BaseException | None = None) -> str:
         """Tell the companion that the job is over, wait for the tree as long as settings allow;
@@ -197,13 +145,11 @@ class TracedJob:
         Args:
             error: what left torchrun; None where the job did not fail.
         """
-        part = self._part
-        companion = part.companion
-        if self._is_over or companion is None:
+        part, companion = self._part, self._part.companion
+        if self._is_over:
             return ""
         self._is_over = True
-        if self._watch is not None:
-            self._watch.stop()
+        companion.leave_to_caller()
         with _signals_noted() as is_hurried:
             self._life.release()
             if part.run_folder.is_dir():  # else all in it was sent, the companion has left
@@ -234,13 +180,6 @@ class TracedJob:
                         part.out, shown(part.out), most_s, is_hurried, tick
                     )
             return line
-
-    def _must_gather(self) -> bool:
-        collection, lock = self._part.collection, self._part.out / COLLECTOR_LOCK_NAME
-        if not self._shape.is_head or collection.is_elsewhere:
-            return False
-        # held: a collector that was started by hand finishes the run, or another host does
-        return not collection.is_shared or not is_held(lock)
 
     def _wait(self, companion: Companion, is_hurried: Callable[[], bool]) -> None:
         """Wait for the tree, or for the records to have left where it is built elsewhere; a dataset
@@ -302,6 +241,42 @@ class TracedJob:
             attempt(lambda: lines.insert(0, failure_line(error, self._part.out, self._reached)))
             for each in filter(None, lines):
                 speak(each)
+
+
+def _prepared(settings: Settings, shape: JobShape) -> PreparedRun:
+    """Prepare the run on this host; errors are those of a `TracedJob`."""
+    collection = Collection.asked(settings.collector, is_one_host=shape.hosts == 1)
+    collection.check(settings.keys)
+    if collection.is_shared and shape.hosts > 1 and settings.out is None:
+        raise SettingError(
+            f"{shape.hosts} hosts: expected one trace folder that all of them see; "
+            "give every host the same --rs-out, on a shared disk"
+        )
+    traced_ranks = settings.traced_of(shape.world_size)
+    if not traced_ranks:
+        raise SettingError(f"--rs-ranks selects none of the {shape.world_size} ranks of this job")
+    prepare_kernel(say)  # before any rank runs: they only load it
+    for complaint in start_extras(compilers_of_host()):
+        say(f"{complaint}: torch operations take the digests on GPUs, which is slower")
+    launch = f"{shape.run_id}/{os.uname().nodename}/{os.getpid()}/{time.time_ns()}"
+    return prepare_run(
+        RunRequest(
+            run_id=shape.run_id,
+            key=run_key(launch),
+            collection=collection,
+            world_size=shape.world_size,
+            local_ranks=shape.local_ranks,
+            settings=settings,
+            collects=traced_ranks if shape.is_head and not collection.is_elsewhere else 0,
+        )
+    )
+
+
+def _must_gather(shape: JobShape, prepared: PreparedRun) -> bool:
+    if not shape.is_head or prepared.collection.is_elsewhere:
+        return False
+    # held: a collector that was started by hand finishes the run, or another host does
+    return not (prepared.collection.is_shared and is_held(prepared.out / COLLECTOR_LOCK_NAME))
 
 
 def train_untraced(error: Exception, worded: Callable[[str], str] = str) -> None:

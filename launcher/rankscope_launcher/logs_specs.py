@@ -8,16 +8,15 @@ world size and this host's place in the job known.
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 from collections.abc import Mapping
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest
 
 from rankscope.agent.guard import attempt
+from rankscope.run.progressline import say
 from rankscope.settings import as_variables, is_enabled, misspelt_variables, settings_from
 from rankscope_launcher.job import JobShape, TracedJob, new_run_id, train_untraced
-from rankscope_launcher.progress import say
 
 __all__ = ["RankscopeLogsSpecs"]
 
@@ -41,9 +40,7 @@ def _start(worker: Mapping[str, str]) -> None:
     misspelt = misspelt_variables()
     if misspelt and not is_enabled():  # else this process said it when it imported torch
         say(misspelt)
-    job = TracedJob.prepare(settings_from(), _shape(worker))
-    job.start()
-    os.environ.update(job.environment({}))
+    job = TracedJob(settings_from(), _shape(worker))
     # torchrun raises when a rank fails; its traceback is printed before this runs
     atexit.register(lambda: job.close(error=getattr(sys, "last_value", None)))
 

@@ -26,9 +26,9 @@ from typing import Any, NoReturn
 
 from rankscope.errors import FolderError, RankscopeError, SettingError, SpoolError
 from rankscope.record.triggers import Trigger
+from rankscope.run.progressline import say
 from rankscope.settings import SETTINGS, did_you_mean, misspelt_variables, settings_from
 from rankscope_launcher.job import JobShape, TracedJob, new_run_id, train_untraced
-from rankscope_launcher.progress import say
 
 __all__ = ["main"]
 
@@ -55,12 +55,10 @@ def main(arguments: Sequence[str]) -> None:
         if missing := _missing(parsed, arguments):
             _refuse(SettingError(missing), code=1)  # as torchrun ends, only sooner
         settings, shape = settings_from(line.settings), _shape(parsed)
-        # on several hosts ranks may come and go
+        # elsewhere ranks may come and go
         if settings.layout is not None and 1 == shape.hosts < shape.world_size:
             settings.layout.mesh(shape.world_size)
-        job = TracedJob.prepare(settings, shape)
-        job.start()
-        os.environ.update(job.environment(line.settings))
+        job = TracedJob(settings, shape)
     except (FolderError, SpoolError, OSError) as error:  # of a disk: no reason not to train
         train_untraced(error)
     except (RankscopeError, AssertionError, ValueError) as error:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from rankscope.record.ranklists import ranks_named
 from rankscope.run.filenames import REACHED_NAME
-from rankscope.run.jobend import signal_of
+from rankscope.run.jobend import has_failed, signal_of
 
 __all__ = ["Reached", "reached_by_processes", "why_nothing"]
 
@@ -71,7 +71,7 @@ def why_nothing(noted: Sequence[Reached], error: BaseException | None) -> str:
 
 
 def _before(error: BaseException | None) -> str:
-    if error is None or (isinstance(error, SystemExit) and not error.code):
+    if not has_failed(error):
         return ""
     name = signal_of(error)
     return f" before {name} ended the job" if name else " before the job failed"

@@ -19,7 +19,7 @@ from torch import nn
 from rankscope.agent.activation import arm, close, current_session, hold
 from rankscope.agent.guard import attempt, say, text_of
 from rankscope.agent.hooks.callvalues import CallOptions
-from rankscope.agent.join import define_rank, who_am_i
+from rankscope.agent.join import define_rank, settings_here, who_am_i
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.session import Opened, Session
 from rankscope.agent.values.bytestores import Store
@@ -29,10 +29,10 @@ from rankscope.capture.kernel import prepare as prepare_kernel
 from rankscope.errors import RankscopeError, SettingError, SpoolError
 from rankscope.record.streams import EndReason
 from rankscope.run.folders import run_key, stream_folder
-from rankscope.run.outfolder import typed
+from rankscope.run.outfolder import recovering
 from rankscope.run.prepare import Collection, RunRequest, prepare_run
 from rankscope.run.progressline import progress
-from rankscope.settings import Settings, as_keywords, settings_from
+from rankscope.settings import Settings, as_keywords
 from rankscope.spool.replication import StreamEnd, replica_path, write_end
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
@@ -100,7 +100,7 @@ def _guarded(begin: Callable[[], _MadeT]) -> tuple[_MadeT | None, str]:
 
 
 def _settings(given: Mapping[str, object]) -> Settings:
-    settings = settings_from({k: v for k, v in given.items() if v is not None})
+    settings = settings_here({k: v for k, v in given.items() if v is not None})
     if settings.steps.last:
         raise SettingError("steps: last:N is for a whole job; a block has an end of its own")
     return settings
@@ -149,7 +149,6 @@ class RankBlock:
                 collection=Collection(""),
                 world_size=1,
                 local_ranks=1,
-                out=settings.out,
                 settings=settings,
                 has_relay=False,
             )
@@ -268,7 +267,7 @@ class RankBlock:
     def _say_unfinished(self, error: Exception) -> None:
         say(
             f"the tree could not be built ({type(error).__name__}: {error}); the records are kept: "
-            + typed("recover", self._run_folder, self.out, out=f"{self.out}-recovered")
+            + recovering(self._run_folder, self.out, out=self.out)
         )
 
     def _take_rest(self) -> None:

@@ -239,14 +239,10 @@ def prepare_run_folder(folder: Path, way: Way) -> dict[str, str]:
     from rankscope.run.prepare import Collection, RunRequest, prepare_run
     from rankscope.settings import settings_from
 
-    own = {"spool": folder / "spool", "spool_bytes": 1 << 24}
+    own = {"out": folder / "trace", "spool": folder / "spool", "spool_bytes": 1 << 24}
     request = RunRequest(
         run_id=folder.name, key="key", collection=Collection(""), world_size=way.world,
-        local_ranks=way.world, out=folder / "trace", settings=settings_from(own, way.settings),
+        local_ranks=way.world, settings=settings_from(own, way.settings),
     )  # fmt: skip
     prepared = prepare_run(request)
-    return {
-        "RANKSCOPE_RUN_FOLDER": str(prepared.run_folder),
-        "RANKSCOPE_OUT": str(prepared.out),
-        "RANKSCOPE_SPOOL_BYTES": str(1 << 24),
-    }
+    return {"RANKSCOPE_RUN_FOLDER": str(prepared.run_folder)}

@@ -22,13 +22,13 @@ ELSEWHERE = "ipc:///run/collector.sock"
 @pytest.fixture
 def request_here(tmp_path: Path) -> RunRequest:
     asked = {"steps": "all", "spool_bytes": "1M", "tensors": "**", "spool": tmp_path / "spool"}
+    asked["out"] = tmp_path / "deep" / "trace"
     return RunRequest(
         run_id="one",
         key="a1",
         collection=Collection(""),
         world_size=8,
         local_ranks=2,
-        out=tmp_path / "deep" / "trace",
         settings=settings_from(asked, {}),
     )
 
@@ -88,7 +88,8 @@ def test_beside_a_full_trace_folder_a_run_takes_a_sibling_and_says_so(
     (out / "mine").touch()
     for number, address in ((2, ""), (3, SHARED)):
         run_id = f"run{number}"
-        asked = replace(request_here, run_id=run_id, out=out, collection=Collection(address))
+        asked = replace(request_here, run_id=run_id, collection=Collection(address))
+        asked = with_settings(asked, out=out)
         made = prepare_run(asked)
         assert made.out == tmp_path / f"trace-{number}"
         assert made.announcement == f"{out} is not empty: tracing into {made.out}"

@@ -15,19 +15,19 @@ from torch.utils.data import get_worker_info
 from rankscope.agent.ending import forget_exits, note_exits, what_ends_the_program
 from rankscope.agent.guard import attempt, say, text_of
 from rankscope.agent.identity import placed
-from rankscope.agent.join import RUN_FOLDER_VARIABLE, Joined, join_run, who_am_i
+from rankscope.agent.join import (
+    RUN_FOLDER_VARIABLE,
+    Joined,
+    join_run,
+    settings_here,
+    who_am_i,
+)
 from rankscope.agent.session import Opened, Session
 from rankscope.agent.steps.compiled import HIDDEN
 from rankscope.capture.torch_internals.compiling import dynamo_has_compiled
 from rankscope.errors import FolderError, RankscopeError, SettingError
 from rankscope.record.streams import EndReason
-from rankscope.settings import (
-    Settings,
-    as_keywords,
-    as_variables,
-    misspelt_variables,
-    settings_from,
-)
+from rankscope.settings import Settings, as_keywords, as_variables, misspelt_variables
 
 __all__ = ["arm", "attach", "close", "current_session", "folder_taken", "hold"]
 
@@ -78,7 +78,8 @@ def arm(
     on untraced.
 
     Args:
-        given: settings by keyword; the rest comes from `RANKSCOPE_*` variables and defaults.
+        given: settings by keyword; the rest comes from the run that a launcher has prepared, or
+            from `RANKSCOPE_*` variables, and defaults.
         tell: takes how far this process comes that opens no spool (`rankscope_launcher.untraced`).
 
     Returns:
@@ -94,7 +95,7 @@ def arm(
     if misspelt and not os.environ.get(RUN_FOLDER_VARIABLE):  # else the launcher has said it
         _say_once_a_host(misspelt)
     try:
-        settings = settings_from(given)
+        settings = settings_here(given)
     except RankscopeError as error:
         _say_why_not(error, given)
         return None

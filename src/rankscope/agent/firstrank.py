@@ -209,7 +209,6 @@ def _prepare(
         collection=collection,
         world_size=identity.world_size,
         local_ranks=identity.local_world_size,
-        out=settings.out,
         settings=settings,
         max_restarts=identity.incarnation + restarts_left(),
         agent=_starter(identity),
@@ -248,25 +247,32 @@ def _prepare_beside_head(
             "is RANKSCOPE set on every host?"
         )
     out = Path(head.out)
-    request = replace(request, run_id=head.run_id, out=out, collects=0, is_joined=True)
+    request = replace(
+        request,
+        run_id=head.run_id,
+        settings=replace(settings, out=out),
+        collects=0,
+        is_joined=True,
+    )
     if request.collection.is_elsewhere or is_visible(out, head.run_id):
         prepare_run(request)
         return
     first = identity.rank - identity.local_rank
     here = range(first, first + identity.local_world_size)
+    own_out = out.with_name(f"{out.name}-{identity.host}-{request.key[:8]}")
     request = replace(
         request,
         collection=Collection(SHARED),
-        out=out.with_name(f"{out.name}-{identity.host}-{request.key[:8]}"),
+        settings=replace(settings, out=own_out),
         is_joined=False,
         keeps_apart=True,
         collects=len(here) if settings.ranks is None else len({*here} & {*settings.ranks}),
     )
     prepare_run(
         request,
-        lambda own, line: say(
+        lambda taken, line: say(
             f"the trace folder of {head.host} is not visible here: the records of this host go to "
-            f"{own}; merge them afterwards: {typed('recover', head.out, own, out='MERGED')}"
+            f"{taken}; merge them afterwards: {typed('recover', head.out, taken, out='MERGED')}"
         ),
     )
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import re
 import signal
-import sys
 from collections.abc import Callable
 from traceback import walk_tb
 from typing import Any
 
 from rankscope.capture.torch_internals.compiling import is_compiling
 from rankscope.record.secretwords import without_known_secrets
+from rankscope.run.progressline import write_to_stderr
 
 __all__ = [
     "MAX_FAILURES",
@@ -34,24 +33,8 @@ _END_CHARACTERS = 200
 
 
 def say(text: str) -> None:
-    """Write one line of rankscope's own to stderr; stdout belongs to the job.
-
-    Past Python's buffer where stderr is the process's own: what a full disk refuses would stay in
-    it, and the program would end with code 120 when that is flushed once more.
-    """
-    stream = sys.stderr
-    if stream is None:  # print would take it for stdout
-        return
-    attempt(_write, stream, f"rankscope: {text}\n")  # a closed stderr must not hurt the job
-
-
-def _write(stream: Any, line: str) -> None:
-    is_own = stream is sys.__stderr__
-    if not is_own:
-        stream.write(line)
-    stream.flush()
-    if is_own:
-        os.write(stream.fileno(), line.encode(errors="backslashreplace"))
+    """Write one line of rankscope's own to stderr; stdout belongs to the job. Never raises."""
+    attempt(write_to_stderr, f"rankscope: {text}\n")
 
 
 class GuardedHook:

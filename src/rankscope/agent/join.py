@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -40,23 +40,27 @@ from rankscope.run.filenames import (
 from rankscope.run.folders import RunHeader, read_run_header, stream_folder, streams
 from rankscope.run.locks import is_alive
 from rankscope.run.orders import agreement_folder
-from rankscope.run.outfolder import (
-    announced,
-    typed,
-)
+from rankscope.run.outfolder import QUIET, announced, recovering, typed
 from rankscope.run.ownership import own_subfolder
 from rankscope.run.prepare import Collection
 from rankscope.run.processes import started_at
 from rankscope.run.verdictline import verdict_line
-from rankscope.settings import Settings
+from rankscope.settings import SETTINGS, Settings, settings_from
 from rankscope.spool.recordformat import FORMAT_VERSION
 from rankscope.spool.ringwriter import RingWriter
 from rankscope.spool.writer import SpoolWriter
 
-__all__ = ["RUN_FOLDER_VARIABLE", "Joined", "define_rank", "join_run", "who_am_i"]
+__all__ = [
+    "RUN_FOLDER_VARIABLE",
+    "Joined",
+    "define_rank",
+    "join_run",
+    "settings_here",
+    "who_am_i",
+]
 
 RUN_FOLDER_VARIABLE = "RANKSCOPE_RUN_FOLDER"
-"""Set by a launcher that has prepared the run folder and started relay and collector itself."""
+"""Set by a launcher that has prepared the run folder and started the companion itself."""
 _POLL_S = 0.05
 _LAYOUT_PIECE = 8192
 """Characters of a layout file in one record."""
@@ -103,13 +107,13 @@ class Joined(Opened):
         deadline = time.monotonic() + self.finish_seconds
         while not (self.out / TRACE_NAME).exists():
             if self.holds_back and self._has_run_gone():
-                say("nothing happened, so there is no trace")
+                say(QUIET)
                 return False
             if time.monotonic() > deadline:
                 places = (self.writer.folder.parent, self.out)
                 say(
                     f"no tree in {self.out} after {self.finish_seconds:g} s; build it from the "
-                    f"records: {typed('recover', *places, out=f'{self.out}-recovered')}"
+                    f"records: {recovering(*places, out=self.out)}"
                 )
                 return False
             time.sleep(_POLL_S)
@@ -132,6 +136,20 @@ def who_am_i() -> RankIdentity:
     if dist.is_available() and dist.is_initialized():
         group = (dist.get_rank(), dist.get_world_size())
     return identify(group)
+
+
+def settings_here(given: Mapping[str, object] | None) -> Settings:
+    """Return the settings of this process: keywords first, then what `run.json` says where a
+    launcher has prepared the run, else `RANKSCOPE_*` variables; then defaults.
+
+    Raises:
+        RankscopeError: a setting, or `run.json`, cannot be read.
+    """
+    prepared = os.environ.get(RUN_FOLDER_VARIABLE)
+    if not prepared:
+        return settings_from(given)
+    texts = read_run_header(Path(prepared)).settings
+    return settings_from(given, {s.variable: texts[s.name] for s in SETTINGS if s.name in texts})
 
 
 def join_run(settings: Settings) -> Joined | None:
@@ -219,9 +237,7 @@ def _life(identity: RankIdentity, earlier: Sequence[StreamId]) -> int:
     if ELASTIC_RUN in os.environ and identity.world_size > identity.local_world_size:
         store = find_agents_store()
         if store is not None:
-            agreed = agree_on_life(store, at_least=free, started_at=started_at())
-            if agreed is not None:
-                return agreed
+            return agree_on_life(store, at_least=free, started_at=started_at())
     return max(identity.incarnation, free)
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # lazy
 
 from rankscope.capture.torch_internals.distributed import default_store
+from rankscope.errors import SpoolError
 
 __all__ = [
     "Rendezvous",
@@ -65,18 +66,23 @@ def find_agents_store() -> Store | None:
 def agree(store: Store, key: str, value: str) -> str:
     """Return what the first process of the job to ask said under this key: everybody gets the same.
 
-    A store that cannot compare leaves each process with its own word.
+    Raises:
+        SpoolError: the store does not answer.
     """
+    return _compared(store, key, "", value) or value
+
+
+def _compared(store: Store, key: str, expected: str, proposed: str) -> str:
+    """Return what stands under a key once `proposed` has taken the place of `expected`."""
     try:
-        found = PrefixStore(_PREFIX, store).compare_set(key, "", value)
-    except RuntimeError:
-        return value
-    return bytes(found).decode() or value
+        found = PrefixStore(_PREFIX, store).compare_set(key, expected, proposed)
+    except RuntimeError as error:
+        raise SpoolError(f"the job's store does not answer, or cannot compare: {error}") from error
+    return bytes(found).decode()
 
 
-def agree_on_life(store: Store, *, at_least: int, started_at: float) -> int | None:
-    """Return the number of the life that all ranks of this round of the job have; None where the
-    store cannot compare.
+def agree_on_life(store: Store, *, at_least: int, started_at: float) -> int:
+    """Return the number of the life that all ranks of this round of the job have.
 
     Agents count restarts each for itself, and none tells its ranks which round this is. But all
     ranks of a round are started before the first of them calls a module, and those of the next one
@@ -86,14 +92,13 @@ def agree_on_life(store: Store, *, at_least: int, started_at: float) -> int | No
         store: outlives the ranks.
         at_least: the first life that this host has no records of yet, of this rank.
         started_at: when this process was started, by the host's clock.
+
+    Raises:
+        SpoolError: the store does not answer.
     """
-    shared = PrefixStore(_PREFIX, store)
     expected, proposed = "", f"{at_least} {time.time()!r}"
     while True:
-        try:
-            held = bytes(shared.compare_set(_LIFE, expected, proposed)).decode()
-        except RuntimeError:
-            return None
+        held = _compared(store, _LIFE, expected, proposed)
         life, _, began_at = held.partition(" ")
         if int(life) >= at_least and float(began_at) >= started_at:
             return int(life)

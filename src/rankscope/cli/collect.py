@@ -22,10 +22,17 @@ from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.address import check_address, is_tcp
 from rankscope.run.companions import dataset_trouble, metrics_trouble
 from rankscope.run.filenames import COLLECTOR_LOG_NAME, TRACE_NAME
-from rankscope.run.findingnotices import FindingNotices
+from rankscope.run.findingnotices import JobNotices
 from rankscope.run.folders import SHARED, RunHeader, write_run_header
 from rankscope.run.keyfile import read_keys
-from rankscope.run.outfolder import announced, default_out, prepare_out, typed
+from rankscope.run.outfolder import (
+    QUIET,
+    announced,
+    default_out,
+    free_out,
+    prepare_out,
+    recovering,
+)
 from rankscope.settings import settings_from
 from rankscope.tree.reader import open_trace
 
@@ -115,7 +122,7 @@ def command(
     trouble = dataset_trouble() if parquet else ""
     if trouble:
         raise SettingError(f"--parquet: {trouble}")
-    asked = out.expanduser().absolute() if out else default_out()
+    asked = out.expanduser().absolute() if out else free_out(default_out())
     folder = prepare_out(asked, "--out", is_shared=True)
     header = RunHeader(
         run_id="collect",  # the first host that comes says the run
@@ -132,7 +139,7 @@ def command(
 def _collect(header: RunHeader, *, has_dataset: bool) -> int:
     out, traced_ranks = header.out, header.collects
     happened_nothing: list[bool] = []
-    notices = FindingNotices(out, str(out), remark)
+    notices = JobNotices(out, str(out), remark)
     with progress() as show:
 
         class Terminal(Observer):
@@ -169,11 +176,11 @@ def _verdict(out: Path, outcome: int, *, is_quiet: bool) -> int:
     if outcome:
         remark(
             f"no tree in {out}, see {out / COLLECTOR_LOG_NAME}; build it from the records: "
-            + typed("recover", out, out=f"{out}-recovered")
+            + recovering(out, out=out)
         )
         return EXIT_INCOMPLETE
     if is_quiet:
-        remark("nothing happened, so there is no trace")
+        remark(QUIET)
         return 0
     if not (out / TRACE_NAME).exists():
         remark(f"nothing was traced: no rank sent a record to {out}")

@@ -1,16 +1,14 @@
 """The job as it is asked for (ranks, settings, trace folder, collector), and all it needs of this
-host: the disk of the spools, sockets, descriptors, clocks, kernel, what dead runs left."""
+host: the disk of the spools, the collector, the kernel."""
 
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,27 +28,24 @@ from rankscope.run.folders import (
     remove_run_folder,
     run_key,
     spool_base,
-    streams,
 )
-from rankscope.run.locks import is_abandoned
 from rankscope.run.mounts import mount_of
-from rankscope.run.outfolder import default_out, free_out, named_out, prepare_out, typed
+from rankscope.run.outfolder import (
+    default_out,
+    free_out,
+    missing_folders,
+    named_out,
+    prepare_out,
+    remove_empty,
+)
 from rankscope.run.prepare import Collection
 from rankscope.settings import Settings, as_variables, is_enabled, misspelt_variables, settings_from
 
-__all__ = ["Question", "clock_from", "examine", "job_conditions"]
+__all__ = ["Question", "examine", "job_conditions"]
 
 _CONNECT_S = 3.0
-_SPOOL_NAMES = ("spool folder", "spool disk", "spool space", "spool files")
-_ON_SETTINGS = (*_SPOOL_NAMES, "trace folder", "collector", "leftovers")
-_SAMPLE_BYTES = 1 << 20
-_FILES_AT_ALL = 64
-_FILES_PER_RANK = 2
-_EARLIEST = 1_700_000_000.0
-"""A wall clock before November 2023 has not been set."""
-_CLOCK_S = 0.05
-_CLOCK_TOLERANCE_S = 0.02
-_MANY = 3
+_SPOOL_NAMES = ("spool folder", "spool disk", "spool space")
+_ON_SETTINGS = (*_SPOOL_NAMES, "trace folder", "collector")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +61,10 @@ class Question:
     """How the ranks' interpreter is called."""
 
 
-def examine(question: Question, environ: Mapping[str, str] = os.environ) -> Iterator[Condition]:
+def examine(question: Question) -> Iterator[Condition]:
     """Yield every condition as soon as it is known."""
-    yield from interpreter_conditions(question.python, environ)
-    yield from job_conditions(question, environ)
+    yield from interpreter_conditions(question.python)
+    yield from job_conditions(question)
 
 
 def job_conditions(
@@ -92,9 +87,6 @@ def job_conditions(
         yield from spool_conditions(settings, min(local_ranks, traced_ranks))
         yield _trace_folder(settings, question.hosts)
         yield _collector(settings)
-        yield leftovers(settings)
-    yield descriptors(local_ranks, question.hosts)
-    yield clock(question.hosts)
     yield kernel()
 
 
@@ -168,7 +160,7 @@ def _trace_folder(settings: Settings, hosts: int) -> Condition:
         )
     asked = named_out(settings.out or default_out(), "RUN")
     out = free_out(asked, is_shared=hosts > 1)
-    made = [path for path in (out, *out.parents) if not os.path.lexists(path)]
+    made = missing_folders(out)
     try:
         prepare_out(out, "--out")
         (out / "sample").touch()
@@ -176,9 +168,7 @@ def _trace_folder(settings: Settings, hosts: int) -> Condition:
     except (RankscopeError, OSError) as error:
         return Condition.failed("trace folder", str(error), "give another with --out")
     finally:
-        for path in made:
-            if path.is_dir():
-                path.rmdir()
+        remove_empty(made)
     mount = mount_of(out)
     text = f"{out}{f' ({mount.kind})' if mount else ''}"
     text += f", because {asked} is not empty" if out != asked else ""
@@ -243,7 +233,6 @@ def spool_conditions(settings: Settings, local_ranks: int) -> Iterator[Condition
         yield Condition.ok("spool folder", str(base))
         yield _local(base)
         yield _space(folder, settings.spool_bytes, local_ranks)
-        yield _allocation(folder)
     finally:
         remove_run_folder(folder)
 
@@ -279,61 +268,6 @@ def _space(folder: Path, spool_bytes: int, ranks: int) -> Condition:
     )
 
 
-def _allocation(folder: Path) -> Condition:
-    path = folder / "sample"
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        descriptor = os.open(path, flags, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, _SAMPLE_BYTES)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        return Condition.failed(
-            "spool files",
-            f"space cannot be set aside in {folder}: {error.strerror}",
-            "give another disk with --spool; quotas count too",
-        )
-    finally:
-        path.unlink(missing_ok=True)
-    return Condition.ok("spool files", "space can be set aside before it is mapped")
-
-
-def descriptors(local_ranks: int, hosts: int) -> Condition:
-    """Say whether relay and collector may open what they need; they raise the soft limit alone."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    needed = _FILES_AT_ALL + _FILES_PER_RANK * max(local_ranks, hosts)
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        return Condition.failed(
-            "descriptors",
-            f"a process may open {hard} files, relay or collector of this job need {needed}",
-            f"ulimit -Hn {needed} or more, or LimitNOFILE of the service that starts the job",
-        )
-    limit = "any number" if hard == resource.RLIM_INFINITY else str(hard)
-    return Condition.ok("descriptors", f"{limit} allowed, {needed} needed")
-
-
-def clock(hosts: int) -> Condition:
-    """Say whether wall and monotonic clock run, and at one pace."""
-    wall, steady = time.time(), time.monotonic()
-    time.sleep(_CLOCK_S)
-    return clock_from(wall, time.time() - wall, time.monotonic() - steady, hosts)
-
-
-def clock_from(wall: float, wall_s: float, steady_s: float, hosts: int) -> Condition:
-    """Judge a wall clock and how far it and the monotonic clock came meanwhile."""
-    remedy = "set the clock (chronyd, ntpd, systemd-timesyncd): times in the trace would be wrong"
-    if wall < _EARLIEST:
-        return Condition.failed(
-            "clock", f"it is {time.strftime('%Y-%m-%d', time.gmtime(wall))}", remedy
-        )
-    if steady_s <= 0 or abs(wall_s - steady_s) > _CLOCK_TOLERANCE_S + steady_s / 10:
-        text = f"in {steady_s:.3f} s of the monotonic clock the wall clock moved {wall_s:.3f} s"
-        return Condition.failed("clock", text, remedy)
-    others = "; whether other hosts agree cannot be seen from here" if hosts > 1 else ""
-    return Condition.ok("clock", f"wall and monotonic clock agree{others}")
-
-
 def kernel() -> Condition:
     """Say what takes the digests on CPU; compiles the kernel where that has not been done yet."""
     path = build_kernel()
@@ -346,30 +280,3 @@ def kernel() -> Condition:
         if is_off()
         else "install gcc or clang, set CC, or name an executable cache by XDG_CACHE_HOME",
     )
-
-
-def leftovers(settings: Settings) -> Condition:
-    """Say which run folders nobody works in any more: their records were never put in a trace."""
-    found = []
-    for base in sorted({spool_base(settings.spool), spool_base(None)}):
-        with suppress(OSError):
-            folders = sorted(folder for folder in base.iterdir() if folder.is_dir())
-            found += [folder for folder in folders if _is_left(folder)]
-    if not found:
-        return Condition.ok("leftovers", "no records of dead runs on this host's disk")
-    size = sum(path.stat().st_blocks for run in found for path in run.rglob("*") if path.is_file())
-    named = " ".join(map(str, found[:_MANY])) + (" ..." if len(found) > _MANY else "")
-    runs = "1 dead run" if len(found) == 1 else f"{len(found)} dead runs"
-    return Condition.note(
-        "leftovers",
-        f"records of {runs}, {size * 512 >> 20} MiB: {named}",
-        f"{typed('recover', found[0], out='NEW')}, which removes the folder as well",
-    )
-
-
-def _is_left(folder: Path) -> bool:
-    """True for a run that holds records, and in which nobody is at work."""
-    try:
-        return bool(streams(folder)) and is_abandoned(folder)
-    except (RankscopeError, OSError):
-        return False

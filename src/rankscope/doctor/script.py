@@ -80,42 +80,38 @@ class _ScriptRun:
         return f"{', '.join(said)} and the random numbers"
 
 
-def script_conditions(
-    question: ScriptQuestion, environ: Mapping[str, str] = os.environ
-) -> Iterator[Condition]:
+def script_conditions(question: ScriptQuestion) -> Iterator[Condition]:
     """Yield each answer as soon as it is known: does the script run, is it the same twice, and is
     it the same traced.
 
     Raises:
         SettingError: a setting that cannot be used, or no such script.
     """
-    settings_from(question.settings, environ)
+    settings_from(question.settings)
     if not Path(question.script).is_file():
         raise SettingError(f"--script {question.script}: no such file")
     with tempfile.TemporaryDirectory(prefix="rankscope-doctor-") as name:
-        yield from _conditions(question, environ, Path(name))
+        yield from _conditions(question, Path(name))
 
 
-def _conditions(
-    question: ScriptQuestion, environ: Mapping[str, str], folder: Path
-) -> Iterator[Condition]:
-    first = _run(question, environ, folder / "1")
+def _conditions(question: ScriptQuestion, folder: Path) -> Iterator[Condition]:
+    first = _run(question, folder / "1")
     if first.trouble:
         yield Condition.failed("script", first.trouble, _of_options(question, first.trouble))
         yield from (Condition.skipped(name, "script") for name in _NAMES[1:])
         return
     yield _script(question, first)
-    second = _run(question, environ, folder / "2")
+    second = _run(question, folder / "2")
     difference = _difference(first, second)
     if difference:
         yield _not_repeatable(difference)
         yield Condition.skipped("traced", "repeatable")
         return
     out = folder / "trace"
-    traced = _run(question, environ, folder / "3", out)
+    traced = _run(question, folder / "3", out)
     difference = _difference(first, traced)
     if difference:  # before rankscope is blamed: was the script only lucky twice?
-        chance = _difference(first, _run(question, environ, folder / "4"))
+        chance = _difference(first, _run(question, folder / "4"))
         if chance:
             yield _not_repeatable(chance)
             yield Condition.skipped("traced", "repeatable")
@@ -173,12 +169,14 @@ def _of_options(question: ScriptQuestion, trouble: str) -> str:
 # ---- one run -------------------------------------------------------------------------------------
 
 
-def _run(
-    question: ScriptQuestion, environ: Mapping[str, str], folder: Path, out: Path | None = None
-) -> _ScriptRun:
+def _run(question: ScriptQuestion, folder: Path, out: Path | None = None) -> _ScriptRun:
     """Run the script once, traced into `out` where that is given."""
     folder.mkdir()
-    kept = {n: v for n, v in environ.items() if out is not None or not n.startswith("RANKSCOPE")}
+    kept = {
+        name: text
+        for name, text in os.environ.items()
+        if out is not None or not name.startswith("RANKSCOPE")
+    }
     if question.seed is not None:
         kept.setdefault("PYTHONHASHSEED", "0")
     if out is not None:

@@ -21,7 +21,6 @@ import runpy
 import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -159,7 +158,7 @@ def _leave() -> NoReturn:
     os._exit(0)
 
 
-def main(arguments: list[str], environ: Mapping[str, str] = os.environ) -> None:
+def main(arguments: list[str]) -> None:
     """Run the script; leaves as the script does, or with code 0 where it was stopped."""
     folder, steps, seed, script = Path(arguments[0]), int(arguments[1]), arguments[2], arguments[3]
     if seed:

@@ -1,4 +1,5 @@
-"""What the live check wrote into findings.jsonl: as it is, or as lines for people, each once.
+"""What the live check wrote into findings.jsonl: as it is; and what is told of a running job, its
+findings and that it stands still, as lines for people, each once.
 
 No numpy here: the launcher reads it too, in a thread beside torchrun.
 """
@@ -16,6 +17,7 @@ from typing import Any
 from rankscope.record.visibletext import visible
 from rankscope.run.filenames import FINDINGS_NAME
 from rankscope.run.outfolder import typed
+from rankscope.run.stallrecords import Stall, stalls_in
 
 
 def told_in(folder: Path) -> tuple[list[dict[str, Any]], float | None]:
@@ -42,22 +44,33 @@ def _age_s(moment: str) -> float:
     return max(0.0, age.total_seconds())
 
 
-class FindingNotices:
-    """Follows findings.jsonl of one trace folder."""
+class JobNotices:
+    """Follows findings.jsonl of one trace folder, and the stalls that a companion notes."""
 
-    def __init__(self, out: Path, shown: str, say: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        out: Path,
+        shown: str,
+        say: Callable[[str], object],
+        run_folder: Path | None = None,
+    ) -> None:
         """Say nothing yet.
 
         Args:
             out: the trace folder.
             shown: that folder as it may be typed here.
             say: takes each line.
+            run_folder: where the companion of this host notes stalls; None: they are not said.
         """
-        self._out, self._shown, self._say = out, shown, say
+        self._out, self._shown, self._say, self._run_folder = out, shown, say, run_folder
         self._size = self._said = 0
+        self._said_stalls: set[tuple[int, bool]] = set()
 
     def look(self) -> None:
         """Say what is new."""
+        if self._run_folder is not None:
+            for stall in stalls_in(self._run_folder):
+                self._say_stall(stall)
         with contextlib.suppress(OSError):
             size = (self._out / FINDINGS_NAME).stat().st_size
             if size == self._size:
@@ -68,6 +81,15 @@ class FindingNotices:
             with contextlib.suppress(KeyError, TypeError, ValueError):
                 self._say(visible(self._sentence(found)))
         self._said = len(told)
+
+    def _say_stall(self, stall: Stall) -> None:
+        """Say that a job stands still, or goes on. Its end is no news here: the last line is about
+        that."""
+        key = stall.noticed_ns, bool(stall.over_ns)
+        if key not in self._said_stalls and not stall.is_by_end:
+            asked = "" if stall.over_ns else f"; ask why: {typed('check', self._shown)}"
+            self._say(f"{stall.sentence(time.time_ns())}{asked}")
+        self._said_stalls.add(key)
 
     def _sentence(self, found: Mapping[str, Any]) -> str:
         if "notice" in found:

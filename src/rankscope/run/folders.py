@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Final
 
 from rankscope.errors import FolderBusyError, SpoolError
 from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS, StreamId
@@ -62,11 +63,21 @@ class RunHeader:
     """True where `out` is this host's own, because it does not see the head's."""
 
     def __post_init__(self) -> None:
-        if not self.run_id or self.world_size < 1 or self.world_size >= MAX_RANKS:
+        counts = self.world_size - 1, self.max_restarts, self.collects
+        if not self.run_id or not all(0 <= count < MAX_RANKS - 1 for count in counts):
             raise SpoolError(
                 f"run {self.run_id!r} with a world of {self.world_size}: expected a name and a "
                 f"world size from 1 to {MAX_RANKS - 1}"
             )
+
+
+_KINDS: Final[Mapping[str, type]] = {
+    **dict.fromkeys(("run_id", "out", "collector", "agent"), str),
+    **dict.fromkeys(("world_size", "max_restarts", "collects"), int),
+    "settings": dict,
+    "keeps_apart": bool,
+}
+"""Of the fields of `RunHeader` in the file."""
 
 
 def spool_base(chosen: Path | None) -> Path:
@@ -80,7 +91,8 @@ def run_key(run_id: str) -> str:
 
 
 def host_run_folder(base: Path, key: str) -> Path:
-    """Make `<base>/<key>` (0700 each, base and key as the two functions above return them).
+    """Make `<base>/<key>` (0700 each, base and key as the two functions above return them), or take
+    what is there.
 
     Raises:
         SpoolError: it cannot be made, belongs to somebody else, or is open to others.
@@ -88,38 +100,24 @@ def host_run_folder(base: Path, key: str) -> Path:
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", key):
         raise SpoolError(f"run key {key!r} is no file name; use run_key(run_id)")
     for folder in (base, base / key):
-        private_folder(folder, base)
+        try:
+            for _ in range(_TRIES):
+                base.mkdir(mode=0o700, parents=True, exist_ok=True)
+                with contextlib.suppress(FileNotFoundError):  # it went with the last run in it
+                    folder.mkdir(mode=0o700, exist_ok=True)
+                    break
+            status = folder.lstat()
+        except OSError as error:
+            raise SpoolError(
+                f"{folder}: cannot be made: {error.strerror}", "choose another with --rs-spool"
+            ) from error
+        if status.st_uid != os.getuid() or status.st_mode & 0o077 or folder.is_symlink():
+            raise SpoolError(
+                f"{folder}: belongs to another user, is a link or is open to others "
+                f"(mode {status.st_mode & 0o777:o})",
+                "remove it, or choose another with --rs-spool",
+            )
     return base / key
-
-
-def private_folder(folder: Path, base: Path) -> Path:
-    """Make a folder of this user alone (0700), or take the one that is there; return it.
-
-    Args:
-        folder: the folder.
-        base: itself, or what it lies in, which may vanish meanwhile.
-
-    Raises:
-        SpoolError: it cannot be made, belongs to somebody else, or is open to others.
-    """
-    try:
-        for _ in range(_TRIES):
-            base.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # it went with the last run in it
-                folder.mkdir(mode=0o700, exist_ok=True)
-                break
-        status = folder.lstat()
-    except OSError as error:
-        raise SpoolError(
-            f"{folder}: cannot be made: {error.strerror}", "choose another with --rs-spool"
-        ) from error
-    if status.st_uid != os.getuid() or status.st_mode & 0o077 or folder.is_symlink():
-        raise SpoolError(
-            f"{folder}: belongs to another user, is a link or is open to others "
-            f"(mode {status.st_mode & 0o777:o})",
-            "remove it, or choose another with --rs-spool",
-        )
-    return folder
 
 
 def remove_run_folder(run_folder: Path) -> None:
@@ -220,26 +218,15 @@ def read_run_header(run_folder: Path) -> RunHeader:
     fields = read_json_map(path)
     if fields.get("format") != RUN_FORMAT:
         raise SpoolError(f"{path}: format {fields.get('format')!r}, expected {RUN_FORMAT!r}")
-    kinds = {"run_id": str, "out": str, "collector": str, "world_size": int, "settings": dict}
-    for name, kind in kinds.items():
-        if not isinstance(fields.get(name), kind) or isinstance(fields[name], bool):
-            raise SpoolError(f"{path}: {name} is {fields.get(name)!r}, expected {kind.__name__}")
-    counts = {}
-    for name in ("max_restarts", "collects"):
-        counts[name] = fields.get(name, 0)
-        if not isinstance(counts[name], int) or not 0 <= counts[name] < MAX_RANKS:
-            raise SpoolError(f"{path}: {name} is {counts[name]!r}, expected a count")
-    settings = {str(name): str(value) for name, value in fields["settings"].items()}
-    return RunHeader(
-        run_id=fields["run_id"],
-        out=Path(fields["out"]),
-        collector=fields["collector"],
-        world_size=fields["world_size"],
-        settings=settings,
-        keeps_apart=fields.get("keeps_apart") is True,
-        agent=str(fields.get("agent", "")),
-        **counts,
-    )
+    found = {name: fields[name] for name in _KINDS if name in fields}
+    for name, value in found.items():
+        if type(value) is not _KINDS[name]:
+            raise SpoolError(f"{path}: {name} is {value!r}, expected {_KINDS[name].__name__}")
+    found["settings"] = {str(name): str(text) for name, text in fields.get("settings", {}).items()}
+    try:
+        return RunHeader(**{**found, "out": Path(found["out"])})
+    except (KeyError, TypeError) as error:
+        raise SpoolError(f"{path}: lacks what a run needs: {error}") from error
 
 
 def mark_job_over(run_folder: Path) -> None:
@@ -251,18 +238,17 @@ def mark_job_over(run_folder: Path) -> None:
     write_by_rename(run_folder / JOB_OVER_NAME, "")
 
 
-def check_free_space(folder: Path, needed_bytes: int) -> None:
-    """Refuse a disk without room for `needed_bytes`.
+def check_free_space(folder: Path, needed_bytes: int, need: str = "", remedy: str = "") -> None:
+    """Refuse a disk without room; `need` and `remedy` are the words for it, by default of spools.
 
     Raises:
         SpoolError: names the folder, what is needed and what is free.
     """
     free = free_bytes(folder)
     if free < needed_bytes:
-        raise SpoolError(
-            f"{folder}: needs {needed_bytes >> 20} MiB for the spools, {free >> 20} MiB are free",
-            "choose another disk with --rs-spool or less with --rs-spool-bytes",
-        )
+        need = need or f"needs {needed_bytes >> 20} MiB for the spools"
+        remedy = remedy or "choose another disk with --rs-spool or less with --rs-spool-bytes"
+        raise SpoolError(f"{folder}: {need}, {free >> 20} MiB are free", remedy)
 
 
 class FolderLock:

@@ -53,11 +53,14 @@ def signal_of(error: BaseException | None) -> str:
     return "SIGINT" if isinstance(error, KeyboardInterrupt) else getattr(number, "name", "")
 
 
+def has_failed(error: BaseException | None) -> bool:
+    """True for what leaves torchrun where a job fails; an exit with code 0 is none."""
+    return error is not None and not (isinstance(error, SystemExit) and not error.code)
+
+
 def note_job_end(out: Path, error: BaseException | None) -> None:
     """Note what a launcher saw; `error` left it, None where the job returned."""
-    how = signal_of(error) or "failed"
-    if error is None or (isinstance(error, SystemExit) and not error.code):
-        how = "returned"
+    how = signal_of(error) or ("failed" if has_failed(error) else "returned")
     killed = [
         f"{rank}={failure.signal_name()}"
         for rank, failure in sorted(first_failures(error).items())

@@ -17,7 +17,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from rankscope.errors import FolderError
@@ -55,7 +55,7 @@ OF_A_COLLECTOR = frozenset(
 
 
 def default_out() -> Path:
-    """Return `rankscope-<time>` here, a name nothing has yet.
+    """Return `rankscope-<time>` here.
 
     Raises:
         FolderError: there is no "here" any more.
@@ -66,12 +66,7 @@ def default_out() -> Path:
         raise FolderError(
             f"the working folder is gone ({error.strerror}): name the trace folder with --rs-out"
         ) from error
-    stem = time.strftime("rankscope-%Y%m%d-%H%M%S")
-    path, number = folder / stem, 1
-    while path.exists():
-        number += 1
-        path = folder / f"{stem}.{number}"
-    return path
+    return folder / time.strftime("rankscope-%Y%m%d-%H%M%S")
 
 
 _JOB_ID_VARIABLES = (
@@ -93,11 +88,11 @@ _CLAIM_PREFIX = ".claim-"
 _TRIES = 1000
 
 
-def named_out(out: Path, run_id: str, environ: Mapping[str, str] = os.environ) -> Path:
+def named_out(out: Path, run_id: str) -> Path:
     """Return a trace folder's name with `%j` in it replaced by the scheduler's job id, else by
     `run_id`.
     """
-    job = next((environ[name] for name in _JOB_ID_VARIABLES if environ.get(name)), run_id)
+    job = next((os.environ[n] for n in _JOB_ID_VARIABLES if os.environ.get(n)), run_id)
     return Path(str(out).replace("%j", re.sub(r"[^\w.\[\]-]", "_", job)))
 
 
@@ -301,6 +296,15 @@ def typed(command: str, *places: str | Path, out: str | Path | None = None) -> s
     """
     words = ["rankscope", command, *places, *(["--out", out] if out is not None else [])]
     return shlex.join(map(str, words))
+
+
+def recovering(*places: str | Path, out: str | Path) -> str:
+    """Return the command that builds a trace, beside `out`, of the records in these folders."""
+    return typed("recover", *places, out=f"{out}-recovered")
+
+
+QUIET = "nothing happened, so there is no trace"
+"""What is said of a job that held its steps back to its end."""
 
 
 def announced(

@@ -11,12 +11,11 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rankscope.errors import KeysError, SpoolError
+from rankscope.errors import KeysError
 from rankscope.run.address import check_address, is_tcp
-from rankscope.run.diskspace import free_bytes
 from rankscope.run.filenames import REPLICA_FOLDER
 from rankscope.run.folders import (
     SHARED,
@@ -75,11 +74,6 @@ class Collection:
         return found
 
     @property
-    def is_here(self) -> bool:
-        """True where this host alone writes into the trace folder."""
-        return not self.address
-
-    @property
     def is_shared(self) -> bool:
         """True where every host writes into the trace folder by itself."""
         return self.address == SHARED
@@ -87,7 +81,7 @@ class Collection:
     @property
     def is_elsewhere(self) -> bool:
         """True where the trace folder is the collector's affair, maybe on another host."""
-        return not (self.is_here or self.is_shared)
+        return self.address not in ("", SHARED)
 
     def announcement(self, out: Path, asked: Path | None = None) -> str:
         """Return what is said of a run before it begins; `asked`: the folder that was asked for."""
@@ -106,9 +100,8 @@ class RunRequest:
     collection: Collection
     world_size: int
     local_ranks: int
-    out: Path | None
-    """The trace folder as it was asked for, `%j` in it; None for one of a new name."""
     settings: Settings
+    """Its `out` may have `%j` in it, or be None for a folder of a new name."""
     max_restarts: int = 0
     agent: str = ""
     collects: int = 0
@@ -130,14 +123,13 @@ class PreparedRun:
     announcement: str
     made: Sequence[Path]
     """The trace folder and those of its parents that were made now, the innermost first."""
-    made_for_spools: Sequence[Path]
-    """The same of the run folder."""
+    undo: ExitStack
+    """Removes the folders that were made and are empty."""
 
     def remove(self) -> None:
         """Remove the run folder with all in it, and what else was made and is empty."""
         shutil.rmtree(self.run_folder, ignore_errors=True)
-        remove_empty(folder for folder in self.made_for_spools if folder != self.run_folder)
-        _remove_made(self.made)
+        self.undo.close()
 
 
 def _remove_made(made: Sequence[Path]) -> None:
@@ -145,17 +137,6 @@ def _remove_made(made: Sequence[Path]) -> None:
     if made and made[0].name == REPLICA_FOLDER:
         shutil.rmtree(made[0], ignore_errors=True)
     remove_empty(made)
-
-
-def _check_budget(folder: Path, budget_bytes: int, ranks: int) -> None:
-    """Refuse a disk without room for the full tensors that as many ranks may keep."""
-    free = free_bytes(folder)
-    if free < budget_bytes * ranks:
-        raise SpoolError(
-            f"{folder}: {ranks} ranks may keep {budget_bytes >> 20} MiB of full tensors each, "
-            f"{free >> 20} MiB are free; give less with --rs-tensor-budget, or another disk with "
-            f"--rs-out"
-        )
 
 
 def prepare_run(
@@ -179,20 +160,26 @@ def prepare_run(
         traced_ranks = settings.traced_of(request.world_size)
         local_ranks = min(request.local_ranks, traced_ranks)
         check_free_space(base, settings.spool_bytes * local_ranks)
-        asked = out = named_out(request.out or default_out(), request.run_id)
+        asked = out = named_out(settings.out or default_out(), request.run_id)
         is_of_all = collection.is_shared and not request.keeps_apart
         if settings.tensors and settings.tensor_budget is not None:
             place = base if collection.is_elsewhere else out
             ranks = traced_ranks if is_of_all else local_ranks
-            _check_budget(place, settings.tensor_budget, ranks)
-        made_for_spools = missing_folders(base / request.key)
-        undo.callback(remove_empty, made_for_spools)
+            each = f"{settings.tensor_budget >> 20} MiB of full tensors each"
+            check_free_space(
+                place,
+                settings.tensor_budget * ranks,
+                f"{ranks} ranks may keep {each}",
+                "give less with --rs-tensor-budget, or another disk with --rs-out",
+            )
+        undo.callback(remove_empty, missing_folders(base / request.key))
         run_folder = host_run_folder(base, request.key)
         made: Sequence[Path] = ()
         if not (collection.is_elsewhere or request.is_joined):
             maker = request.agent or process_name(os.getpid()) if request.has_relay else ""
             out, made = take_out(asked, request.run_id, maker=maker, is_shared=is_of_all)
             undo.callback(_remove_made, made)
+            settings = replace(settings, out=out)
         announcement = collection.announcement(out, None if out == asked else asked)
         if settings.steps.last:
             announcement += ", once something happens"
@@ -210,12 +197,11 @@ def prepare_run(
                 keeps_apart=request.keeps_apart,
             )
             write_run_header(run_folder, header)
-        undo.pop_all()
         return PreparedRun(
             out=out,
             run_folder=run_folder,
             collection=collection,
             announcement=announcement,
             made=made,
-            made_for_spools=made_for_spools,
+            undo=undo.pop_all(),
         )

@@ -1,8 +1,9 @@
-"""How far a piece of work is, on one line of a terminal."""
+"""What is said on stderr, which may be closed or full: lines, and how far a piece of work is."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,35 @@ _FIRST_S = 1.0
 _EVERY_S = 0.2
 
 
+def say(line: str) -> None:
+    """Say one line; where stderr is closed or gone the line is dropped."""
+    _write(f"rankscope: {line}\n")
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        write_to_stderr(text)
+
+
+def write_to_stderr(text: str) -> None:
+    """Write past Python's buffer where stderr is the process's own: what a full disk refuses would
+    stay in it, and the program would end with code 120 when that is flushed once more.
+
+    Raises:
+        OSError, ValueError: it is full, or closed; whatever an object raises that a program has put
+            in its place.
+    """
+    stream = sys.stderr
+    if stream is None:  # closed before the process began
+        return
+    is_own = stream is sys.__stderr__
+    if not is_own:
+        stream.write(text)
+    stream.flush()
+    if is_own:
+        os.write(stream.fileno(), text.encode(errors="backslashreplace"))
+
+
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str, float | None], None]]:
     """Give a function that shows progress on stderr, where that is a terminal, from the first
@@ -19,24 +49,21 @@ def progress() -> Iterator[Callable[[str, float | None], None]]:
     """
     begin = shown = time.monotonic()
     width = 0
+    is_shown = False
+    with contextlib.suppress(OSError, ValueError):
+        is_shown = sys.stderr is not None and sys.stderr.isatty()
 
-    def write(text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # of a terminal that was closed
-            if sys.stderr is not None and sys.stderr.isatty():
-                sys.stderr.write(text)
-                sys.stderr.flush()
-
-    def say(what: str, part: float | None) -> None:
+    def show(what: str, part: float | None) -> None:
         nonlocal shown, width
         now = time.monotonic()
-        if now - begin >= _FIRST_S and now - shown >= _EVERY_S:
+        if is_shown and now - begin >= _FIRST_S and now - shown >= _EVERY_S:
             done = "" if part is None else f" {part:4.0%}"
             line = f"rankscope: {what}{done} ({now - begin:.0f} s)"
-            write("\r" + line.ljust(width))
+            _write("\r" + line.ljust(width))
             shown, width = now, len(line)
 
     try:
-        yield say
+        yield show
     finally:
         if width:
-            write("\r" + " " * width + "\r")
+            _write("\r" + " " * width + "\r")
