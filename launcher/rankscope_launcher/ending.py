@@ -11,6 +11,7 @@ from typing import Any
 
 from rankscope.errors import RankscopeError
 from rankscope.record.notes import NoteKind
+from rankscope.record.stepselection import StepSelection
 from rankscope.record.triggers import Trigger
 from rankscope.run.companions import ExitOutcome
 from rankscope.run.eventboard import held_anything

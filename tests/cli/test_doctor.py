@@ -296,7 +296,7 @@ def test_json_holds_every_condition_and_the_verdict(tmp_path: Path) -> None:
     report = json.loads(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (report["format"], report["command"]) == ("rankscope.report/1", "doctor")
-    assert report["verdict"] == "clean" and len(report["conditions"]) == 14
+    assert report["verdict"] == "clean" and len(report["conditions"]) == 15
     page = (Path(__file__).parents[2] / "docs/commands/doctor.md").read_text()
     for condition in report["conditions"]:
         assert set(condition) == {"name", "status", "found", "remedy"}
