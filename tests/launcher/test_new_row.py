@@ -38,7 +38,7 @@ ROWS = {
 """File -> the line before which its row comes, and the row."""
 SEES = (
     "agent/blackboxwatch.py",
-    "        if event is StepEvent.BEGIN:\n            if self._ring.begin_step",
+    "        if event is StepEvent.BEGIN:\n            self._has_trained",
     """
         if event is StepEvent.BEGIN and step in self._selection.given[Trigger.DEEP]:
             self.tell(Trigger.DEEP, mode, step, metres=step)
