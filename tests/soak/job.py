@@ -138,7 +138,13 @@ class Job:
                 address=address,
                 world_size=shape.ranks,
                 run_id=f"soak-{seed}",
-                settings=settings,
+                settings={
+                    **settings,
+                    "out": str(self.out),
+                    "spool": str(base),
+                    "steps": shape.steps_setting,
+                    "spool-bytes": str(shape.spool_mebibytes << 20),
+                },
             )
             self._hosts.append(host)
             self._locks.append(FolderLock(host.folder / LAUNCHER_LOCK_NAME, "launcher"))
@@ -160,10 +166,6 @@ class Job:
         variables = {
             "RANKSCOPE": "1",
             "RANKSCOPE_RUN_FOLDER": str(host.folder),
-            "RANKSCOPE_OUT": str(self.out),
-            "RANKSCOPE_SPOOL": str(self._bases[number]),
-            "RANKSCOPE_STEPS": self.shape.steps_setting,
-            "RANKSCOPE_SPOOL_BYTES": f"{self.shape.spool_mebibytes << 20}",
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self.shape.ranks),
