@@ -217,13 +217,15 @@ def test_a_stop_before_any_record_came_says_so(collect: Start, tmp_path: Path):
     assert "no tree" not in err and "recover" not in err
 
 
-def test_a_second_collector_on_one_folder_is_refused(collect: Start, address: str, tmp_path: Path):
-    collect("--bind", address, "--keys", key_file())
-    code, out, err = rankscope(
-        "collect", "--out", tmp_path / "trace", "--world-size", 2, "--bind", "tcp://127.0.0.1:*",
-        "--keys", key_file(),
-    )  # fmt: skip
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_second_collector_on_one_folder_is_refused(
+    collect: Start, address: str, tmp_path: Path, is_shared: bool
+):
+    collect(*([] if is_shared else ["--bind", address, "--keys", key_file()]))
+    again = [] if is_shared else ["--bind", "tcp://127.0.0.1:*", "--keys", key_file()]
+    code, out, err = rankscope("collect", "--out", tmp_path / "trace", "--world-size", 2, *again)
     assert (code, out) == (2, "")
+    assert (tmp_path / "trace/run.json").exists()
     assert "another collector is at work there" in err
     assert len(err.splitlines()) == 1
 

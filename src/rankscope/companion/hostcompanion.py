@@ -61,6 +61,8 @@ class HostCompanion:
         self._lock: FolderLock | None = None  # a collector has its own
         if not self._is_by_hand:
             self._lock = FolderLock(run_folder / COMPANION_LOCK_NAME, "companion")
+        self._is_busy = False
+        """Another process gathers the run."""
         self._relay: Relay | None = None
         self._turns: Turns[ExitOutcome] | None = None
         """Of a run that is gathered here."""
@@ -87,7 +89,7 @@ class HostCompanion:
                 self._turns.close()
             if self._lock is not None:
                 self._lock.release()
-            else:
+            elif not self._is_busy:
                 (self._folder / RUN_NAME).unlink(missing_ok=True)
 
     def _begin_gathering(self, header: RunHeader, collection: Collection) -> bool:
@@ -103,9 +105,10 @@ class HostCompanion:
         try:
             next(turns)
         except FolderBusyError:
-            if collection.is_shared:
-                return False
-            raise
+            self._is_busy = True
+            if self._is_by_hand or not collection.is_shared:
+                raise
+            return False
         except StopIteration as end:
             self._gathered = end.value
             return True
