@@ -21,7 +21,6 @@ from rankscope.diagnosis.comparison.diff import diff
 from rankscope.diagnosis.finalreport import report_json
 from rankscope.diagnosis.verdictwords import infected_line, where_line
 from rankscope.errors import FolderError, SettingError
-from rankscope.layout.layoutfile import LayoutFile
 from rankscope.page.diffpage import diff_page
 from rankscope.page.pagefile import write_file
 from rankscope.record.finding import Report, Verdict
@@ -88,7 +87,6 @@ def command(
 ) -> None:
     """Say where TEST first differs from REF: module, ranks, how much; exit 1 where it does."""
     required = part_of(require_coverage)
-    layouts = None if layout is None else LayoutFile.load(layout)
     if is_exact and noise is not None:
         raise SettingError("--exact compares hashes, --noise is about distances: give one of both")
     if len(tests) > 1 and not is_matrix:
@@ -108,10 +106,10 @@ def command(
         paths = PathMap(rules or ()) if map_file is None else PathMap.load(map_file, rules or ())
         with progress() as say:
             if is_exact:
-                exact = diff_bitwise(reference, test, paths=paths, layouts=layouts, progress=say)
+                exact = diff_bitwise(reference, test, paths=paths, layouts=layout, progress=say)
                 return exact.report, _bitwise_lines(exact, paint), _bitwise_json(exact)
             compare = functools.partial(
-                diff, reference, test, paths=paths, layouts=layouts, noise=again, tensors=tensors,
+                diff, reference, test, paths=paths, layouts=layout, noise=again, tensors=tensors,
                 progress=say,
             )  # fmt: skip
             if html is None:

@@ -117,7 +117,7 @@ def tree_lines(trace: Trace, view: View, paint: Paint) -> Iterator[str]:
 
 def group_name(trace: Trace, group: Step) -> str:
     """Return how a step or a setup is called, with its life where ranks had several."""
-    name = "setup" if group.is_setup else f"{group.mode.word} step {group.step}"
+    name = group.head.words
     lives = len({rank["incarnation"] for rank in trace.run["ranks"]})
     return f"{name} (life {group.incarnation} of the ranks)" if lives > 1 else name
 

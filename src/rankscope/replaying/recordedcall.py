@@ -73,8 +73,7 @@ class RecordedCall:
         """Which call this is."""
         node = self.node
         again = f", call {node.ordinal}" if node.ordinal else ""
-        step = f"{node.head.mode.word} step {node.head.step}"
-        return f"forward of {step}, micro-batch {node.micro_batch}{again}"
+        return f"forward of {node.head.words}, micro-batch {node.micro_batch}{again}"
 
     def slots(self, kind: str) -> list[str]:
         """Return the names of the slots of one kind that hold tensors."""
@@ -117,7 +116,7 @@ class RecordedCall:
             text = str(error).replace("--rank ", "rank=").replace("--layout FILE", "layouts=")
             raise LayoutError(text) from None
         self.used.update(whole.ranks)
-        self.notes += [f"{slot}: {text}" for text in (*map(str, whole.mismatches), *whole.notes)]
+        self.notes += [f"{slot}: {text}" for text in whole.remarks]
         return whole.tensor
 
     def note(self, slot: str) -> str | None:

@@ -60,7 +60,7 @@ def write(
     progress: Progress,
     *,
     is_global: bool = False,
-    layout: Path | None = None,
+    layout: LayoutFile | None = None,
     all_layers: bool = False,
     all_outputs: bool = False,
     safetensors: bool = False,
@@ -77,8 +77,7 @@ def write(
         progress("writing forwards", done / len(ranks))
         values: GlobalValues | LocalValues
         if rank is None:
-            declared = None if layout is None else LayoutFile.load(layout)
-            values = GlobalValues(trace, declared, as_text=files.as_text)
+            values = GlobalValues(trace, layout, as_text=files.as_text)
             label = ""
         else:
             values = LocalValues(trace, rank, as_text=files.as_text)
@@ -182,7 +181,7 @@ class _Writer:
             node["outputs"] = self._data(call, call.output, "_outputs") if is_shown else None
         if is_root and not node.get("outputs"):
             node.pop("outputs", None)
-        if call.returned is not None and self._values.differ(call.views, "returned", "output"):
+        if call.returned is not None and self._values.is_changed(call.views):
             node["returned"] = self._data(call, call.returned, "_returned")
         if call.children:
             node["children"] = [self._node(child) for child in call.children]

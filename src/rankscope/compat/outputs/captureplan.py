@@ -67,7 +67,7 @@ def _declared(model: nn.Module, keys: tuple[str, ...]) -> tuple[Watch, ...]:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _covers(watch: Watch, cls: type, path: str) -> bool:
+def _covers(watch: Watch, cls: Any, path: str) -> bool:
     """As `Watch.covers`, which takes longer than the walk through a model."""
     return watch.covers(cls, path)
 
