@@ -18,6 +18,7 @@ from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.tensors.globalvalues import local_tensor, whole_value
 from rankscope.tree.selection import named
+from rankscope.tree.slotview import SlotView, by_slot
 from rankscope.tree.views import Trace, Value
 
 __all__ = ["RecordedCall", "ReplayInputs"]
@@ -77,18 +78,17 @@ class RecordedCall:
 
     def slots(self, kind: str) -> list[str]:
         """Return the names of the slots of one kind that hold tensors."""
-        return [
-            slot
-            for slot in dict.fromkeys(view.slot for view in self.node.slots)
-            if slot.partition(".")[0] == kind and self.value(slot).dtype != "python"
-        ]
+        own = self._of(kind).items()
+        return [slot for slot, views in own if views[0].dtype != "python"]
 
     def others(self, kind: str) -> dict[str, str]:
         """Return {slot: text} of the slots of one kind that hold no tensors."""
-        slots = dict.fromkeys(view.slot for view in self.node.slots)
-        texts = {each: self.note(each) for each in slots if each.partition(".")[0] == kind}
         tensors = self.slots(kind)
-        return {slot: text or "None" for slot, text in texts.items() if slot not in tensors}
+        return {slot: self.note(slot) or "None" for slot in self._of(kind) if slot not in tensors}
+
+    def _of(self, kind: str) -> dict[str, list[SlotView]]:
+        slots = by_slot(self.node.slots)
+        return {slot: own for slot, own in slots.items() if slot.partition(".")[0] == kind}
 
     def value(self, slot: str) -> Value:
         """Return the value of a slot that the call has."""

@@ -49,8 +49,9 @@ def _look(model: nn.Module, keys: tuple[str, ...]) -> list[tuple[nn.Module, tupl
     def walk(module: nn.Module, path: str, watches: tuple[Watch, ...]) -> None:
         if hasattr(type(module), DECLARATION):
             watches = _declared(module, keys)
+        cls: Any = type(module)
         for watch in watches:
-            if _covers(watch, type(module), path):
+            if _covers(watch, cls, path):
                 first = _first_parameter(module) if watch.takes_first_input else None
                 found.setdefault(module, {})[watch.key, watch.index, first] = None
         for name, child in module._modules.items():
