@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rankscope.chunks.safetensors import write_tensor
-from rankscope.compat.debugger.calltree import ForwardCall, call_of, forwards, prune_layers
+from rankscope.compat.debugger.calltree import CallReader, ForwardCall, forwards, prune_layers
 from rankscope.errors import FolderError, SelectionError
 from rankscope.export.formats import ExportPlace
 from rankscope.export.subset import Selection
@@ -113,7 +113,7 @@ def write_rank(
     is_root = is_root or (lambda node: not node.path)
     for number, root in enumerate(forwards(steps, rank, is_root)):
         mark = f"{files.label}_{number}" if number else files.label
-        call = call_of(root, rank, mark)
+        call = CallReader(root, rank, mark).call(root)
         if files.prunes:
             prune_layers(call)
         written += _Writer(folder, values, files).write(call, f"{root.class_name}_debug_tree{mark}")
