@@ -74,8 +74,8 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """Click's, which newer versions of typer carry inside and older ones import."""
 
 
-class _Command(TyperCommand):
-    """Says which option may have been meant by one that it does not have."""
+class _SaysWhichOption:
+    """Says which option may have been meant by one that a command does not have."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read a command line.
@@ -83,29 +83,35 @@ class _Command(TyperCommand):
         Raises:
             SettingError: an option that there is not.
         """
-        has_script = any("--script" in parameter.opts for parameter in self.get_params(ctx))
-        if has_script and "--script" in args[:-1]:  # what follows the script is its own
-            after = args.index("--script") + 2
-            args = [*args[:after], "--", *args[after:]]
         try:
-            return super().parse_args(ctx, args)
+            parsed: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]  # a mixin
         except _UsageError as error:
-            raise _unknown_option(error, self.get_params(ctx), ctx.command_path) from None
+            if type(error).__name__ != "NoSuchOption":  # click's or typer's own, as above
+                raise
+            name = str(getattr(error, "option_name", ""))
+            parameters = ctx.command.get_params(ctx)
+            known = [each for one in parameters for each in one.opts if each.startswith("-")]
+            raise SettingError(
+                f"no option {name} of {ctx.command_path}; {did_you_mean(name, known)}"
+                f"`{ctx.command_path} --help` lists all of them"
+            ) from None
+        return parsed
 
 
-class _Commands(TyperGroup):
-    """Imports a command's module only when that command is asked for."""
+class _Command(_SaysWhichOption, TyperCommand):
+    """One command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read what stands before the command.
+        """Read a command line; what follows `--script FILE` is the script's own."""
+        has_script = any("--script" in parameter.opts for parameter in self.get_params(ctx))
+        if has_script and "--script" in args[:-1]:
+            after = args.index("--script") + 2
+            args = [*args[:after], "--", *args[after:]]
+        return super().parse_args(ctx, args)
 
-        Raises:
-            SettingError: an option that there is not.
-        """
-        try:
-            return super().parse_args(ctx, args)
-        except _UsageError as error:
-            raise _unknown_option(error, self.get_params(ctx), ctx.command_path) from None
+
+class _Commands(_SaysWhichOption, TyperGroup):
+    """Imports a command's module only when that command is asked for."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command that a command line names.
@@ -197,18 +203,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if leaving.code == EXIT_TROUBLE:  # typer has said what it could not understand
             _report_trouble(words, "the command line cannot be understood: see stderr")
         raise
-
-
-def _unknown_option(error: Exception, parameters: Sequence[Any], command: str) -> Exception:
-    """Return the error that says which option may have been meant; other errors as they are."""
-    if type(error).__name__ != "NoSuchOption":  # click's or typer's own, as above
-        return error
-    name = str(getattr(error, "option_name", ""))
-    known = [each for one in parameters for each in one.opts if each.startswith("-")]
-    return SettingError(
-        f"no option {name} of {command}; {did_you_mean(name, known)}"
-        f"`{command} --help` lists all of them"
-    )
 
 
 def _report_trouble(words: Sequence[str], line: str) -> None:

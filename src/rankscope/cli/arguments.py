@@ -8,16 +8,25 @@ from typing import Annotated
 
 import typer
 
+from rankscope.layout.layoutfile import LayoutFile
+
 EXIT_COVERAGE = 3
 """Exit code where less was judged than `--require-coverage` asks for."""
+
+
+def read_layout(name: str) -> LayoutFile:
+    """Return the layout file that an option names."""
+    return LayoutFile.load(Path(name))
+
 
 TraceArgument = Annotated[
     Path | None,
     typer.Argument(help="Trace folder; default this one, or the newest rankscope-* here."),
 ]
 LayoutOption = Annotated[
-    Path | None,
+    LayoutFile | None,
     typer.Option(
+        parser=read_layout,
         metavar="FILE",
         envvar="RANKSCOPE_LAYOUT",
         help="Declared layouts, for tensors that no DTensor describes.",

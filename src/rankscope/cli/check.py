@@ -20,7 +20,6 @@ from rankscope.cli.terminal import Paint, echo, echo_fitted, opened, progress, r
 from rankscope.diagnosis.check import check
 from rankscope.diagnosis.finalreport import report_json
 from rankscope.diagnosis.verdictwords import layout_named
-from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.finding import Verdict
 
 __all__ = ["command"]
@@ -37,11 +36,10 @@ def command(
 ) -> None:
     """Say which module, on which rank, went wrong first; exit 1 where something did."""
     required = part_of(require_coverage)
-    layouts = None if layout is None else LayoutFile.load(layout)
     found = opened(trace)
-    given = layout_named(found.run, layouts)
+    given = layout_named(found.run, layout)
     with progress() as say:
-        report = check(found, layouts, progress=say)
+        report = check(found, layout, progress=say)
     if as_json:
         echo(json.dumps(report_json(report)))
     else:

@@ -26,11 +26,7 @@ def report_lines(
 ) -> Iterator[str]:
     """Yield the lines of a report; `layout` is the layout file that it rests on, "" for none."""
     yield painted_verdict(report, paint, layout, is_live=trace.is_live)
-    for first in report.origins[:1]:
-        yield f"  first: {paint('bold', first.message)}"
-        yield f"  where: {where_line(first)}"
-        yield f"  infected: {infected_line(first)}"
-        yield f"  look at: {first.advice}"
+    yield from first_lines(report, paint)
     yield paint("dim", f"{trace.path}  {extent(trace.run)}, {trace.state}")
     yield from listed_findings(report, is_all=is_all, paint=paint)
     if is_all:
@@ -38,6 +34,15 @@ def report_lines(
     if report.skipped or report.notes:
         yield ""
     yield from left_out_lines(report, "not compared between ranks")
+
+
+def first_lines(report: Report, paint: Paint) -> Iterator[str]:
+    """Yield what the first origin is, where, what follows from it, and what to look at."""
+    for first in report.origins[:1]:
+        yield f"  first: {paint('bold', first.message)}"
+        yield f"  where: {where_line(first)}"
+        yield f"  infected: {infected_line(first)}"
+        yield f"  look at: {first.advice}"
 
 
 def coverage_line(report: Report, required: float, layout: str = "") -> str:

@@ -12,16 +12,21 @@ from typing import Annotated, Any
 import typer
 
 from rankscope.cli.arguments import EXIT_COVERAGE, CoverageOption, LayoutOption, part_of
-from rankscope.cli.checktext import STYLES, left_out_lines, listed_findings, painted_verdict
+from rankscope.cli.checktext import (
+    STYLES,
+    first_lines,
+    left_out_lines,
+    listed_findings,
+    painted_verdict,
+)
 from rankscope.cli.terminal import Paint, echo, echo_fitted, opened, progress, remark
 from rankscope.compat.debugger.treefiles import trees_in
 from rankscope.diagnosis.comparison.alignment import PathMap
 from rankscope.diagnosis.comparison.bitwise import BitwiseReport, diff_bitwise
 from rankscope.diagnosis.comparison.diff import diff
 from rankscope.diagnosis.finalreport import report_json
-from rankscope.diagnosis.verdictwords import infected_line, where_line
+from rankscope.diagnosis.verdictwords import where_line
 from rankscope.errors import FolderError, SettingError
-from rankscope.layout.layoutfile import LayoutFile
 from rankscope.page.diffpage import diff_page
 from rankscope.page.pagefile import write_file
 from rankscope.record.finding import Report, Verdict
@@ -88,7 +93,6 @@ def command(
 ) -> None:
     """Say where TEST first differs from REF: module, ranks, how much; exit 1 where it does."""
     required = part_of(require_coverage)
-    layouts = None if layout is None else LayoutFile.load(layout)
     if is_exact and noise is not None:
         raise SettingError("--exact compares hashes, --noise is about distances: give one of both")
     if len(tests) > 1 and not is_matrix:
@@ -108,10 +112,10 @@ def command(
         paths = PathMap(rules or ()) if map_file is None else PathMap.load(map_file, rules or ())
         with progress() as say:
             if is_exact:
-                exact = diff_bitwise(reference, test, paths=paths, layouts=layouts, progress=say)
+                exact = diff_bitwise(reference, test, paths=paths, layouts=layout, progress=say)
                 return exact.report, _bitwise_lines(exact, paint), _bitwise_json(exact)
             compare = functools.partial(
-                diff, reference, test, paths=paths, layouts=layouts, noise=again, tensors=tensors,
+                diff, reference, test, paths=paths, layouts=layout, noise=again, tensors=tensors,
                 progress=say,
             )  # fmt: skip
             if html is None:
@@ -183,11 +187,7 @@ def _difference_lines(
         yield f"  before any number: {paint('bold', '; '.join(other))}"
     elif same:
         yield f"  before any number: {'; '.join(same)}"
-    for first in report.origins[:1]:
-        yield f"  first: {paint('bold', first.message)}"
-        yield f"  where: {where_line(first)}"
-        yield f"  look at: {first.advice}"
-        yield f"  infected: {infected_line(first)}"
+    yield from first_lines(report, paint)
     yield paint("dim", f"REF   {ref.path}  {extent(ref.run)}, {ref.state}")
     yield paint("dim", f"TEST  {test.path}  {extent(test.run)}, {test.state}")
     yield from listed_findings(report, is_all=is_all, paint=paint)

@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
-from rankscope.cli.arguments import TraceArgument
+from rankscope.cli.arguments import TraceArgument, read_layout
 from rankscope.cli.terminal import echo, opened, progress, remark, say_unread
 from rankscope.errors import SettingError
 from rankscope.export.formats import export, format_named
 from rankscope.export.subset import Selection
+from rankscope.layout.layoutfile import LayoutFile
 
 
 def command(
@@ -42,8 +43,12 @@ def command(
         bool, typer.Option("--global", help="hf: global tensors, put together from all ranks.")
     ] = False,
     layout: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="hf --global: how undescribed tensors lie (TOML)."),
+        LayoutFile | None,
+        typer.Option(
+            parser=read_layout,
+            metavar="FILE",
+            help="hf --global: how undescribed tensors lie (TOML).",
+        ),
     ] = None,
     all_layers: Annotated[
         bool, typer.Option("--all-layers", help="hf: every layer, not the first and last of each.")

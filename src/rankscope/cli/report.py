@@ -9,7 +9,6 @@ import typer
 
 from rankscope.cli.arguments import LayoutOption, TraceArgument
 from rankscope.cli.terminal import echo, opened, progress, say_unread
-from rankscope.layout.layoutfile import LayoutFile
 from rankscope.page.checkpage import check_page
 from rankscope.page.pagefile import write_file
 from rankscope.tree.selection import parse_ranges
@@ -30,10 +29,9 @@ def command(
 ) -> None:
     """Write a page that needs no network and no server: what went wrong, and where, to look at."""
     steps = () if step == "all" else tuple(parse_ranges("step", step))
-    layouts = None if layout is None else LayoutFile.load(layout)
     found = opened(trace)
     with progress() as say:
-        content, _ = check_page(found, layouts, path=path, steps=steps, progress=say)
+        content, _ = check_page(found, layout, path=path, steps=steps, progress=say)
         write_file(content, out)
     say_unread(found)
     echo(f"{out}: {out.stat().st_size / 1e6:.1f} MB; open it in a browser")

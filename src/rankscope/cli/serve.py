@@ -9,7 +9,6 @@ import typer
 
 from rankscope.cli.arguments import LayoutOption, TraceArgument
 from rankscope.cli.terminal import echo, opened, remark
-from rankscope.layout.layoutfile import LayoutFile
 from rankscope.page.checkpage import check_page
 from rankscope.page.pagecontent import PageContent
 from rankscope.page.pageserver import PageServer, PageSource, is_loopback
@@ -32,12 +31,11 @@ def command(
     layout: LayoutOption = None,
 ) -> None:
     """Serve the page of `report` on this machine, renewed as steps arrive; Ctrl-C ends it."""
-    layouts = None if layout is None else LayoutFile.load(layout)
     folder = opened(trace).path
 
     def make() -> tuple[PageContent, bool]:
         found = open_trace(folder, wait_s=0.0)
-        content, _ = check_page(found, layouts)
+        content, _ = check_page(found, layout)
         return content, found.is_live
 
     server = PageServer(PageSource(make), host=host, port=port, certificate=certificate, key=key)

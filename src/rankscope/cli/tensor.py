@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rankscope.cli.arguments import TraceArgument
+from rankscope.cli.arguments import TraceArgument, read_layout
 from rankscope.cli.terminal import echo, opened, remark, size_text, visible
 from rankscope.errors import SelectionError, SettingError
 from rankscope.layout.layoutfile import LayoutFile
@@ -39,8 +39,12 @@ def command(
         bool, typer.Option("--global", help="Global tensors, put together from all ranks.")
     ] = False,
     layout: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="TOML file: how tensors lie that no DTensor describes."),
+        LayoutFile | None,
+        typer.Option(
+            parser=read_layout,
+            metavar="FILE",
+            help="TOML file: how tensors lie that no DTensor describes.",
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -87,13 +91,12 @@ def command(
         raise SettingError("--out and --print need a name: layers.0:output, or '**' for all")
     if (is_global or rank is not None) and not is_handed_out:
         raise SettingError("--rank and --global hand out tensors: add --print or --out FILE")
-    layouts = None if layout is None else LayoutFile.load(layout)
     found = opened(trace)
     if not is_handed_out:
         for line in _listing_lines(found, wanted):
             echo(line)
         return
-    tensors = asked_tensors(found, wanted, remark, rank=rank, is_global=is_global, layouts=layouts)
+    tensors = asked_tensors(found, wanted, remark, rank=rank, is_global=is_global, layouts=layout)
     if is_printed:
         for headline, numbers in printed(tensors):
             echo(f"{visible(headline)}\n{numbers}", is_line=False)

@@ -12,29 +12,16 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
 
 from rankscope.cli.arguments import LayoutOption, TraceArgument
-from rankscope.cli.jobsummary import SORTS, job_summary
 from rankscope.cli.terminal import Paint, echo, shown, width
+from rankscope.cli.topsource import SORTS, TopSource
 from rankscope.cli.toptext import screen_lines
-from rankscope.diagnosis.check import check
-from rankscope.diagnosis.finalreport import report_json
-from rankscope.errors import FolderError, RankscopeError, SettingError, TraceError
-from rankscope.layout.layoutfile import LayoutFile
-from rankscope.page.rankplaces import places_in
-from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
-from rankscope.run.findingnotices import told_in
-from rankscope.run.jobstatus import JobStatus, RankStatus, read_status
-from rankscope.run.stallrecords import stalls_in
-from rankscope.settings import settings_from
-from rankscope.tree.damage import UNREADABLE
-from rankscope.tree.reader import open_trace, trace_folder
-from rankscope.tree.unfinished import is_at_work, received_bytes
+from rankscope.errors import FolderError, RankscopeError, SettingError
+from rankscope.tree.reader import trace_folder
 
 __all__ = ["command"]
 
@@ -44,18 +31,6 @@ _SHARE: Final = 4
 """A look may take a fourth of the time."""
 _KEYS: Final = "q leave  s sort  / ranks"
 _ESCAPE: Final = b"\x1b"
-_WAIT_S: Final = 3.0
-"""One answer waits so long for a status that was written after the question, """
-_FIRST_WAIT_S: Final = 10.0
-"""and so long for the first of a job that has just begun."""
-_POLL_S: Final = 0.05
-_VERDICT_S: Final = 600.0
-_MOST_JUDGED_BYTES: Final = 256 << 20
-"""Records that one answer judges. Of more the live check tells."""
-_NICE: Final = 10
-_NO_VERDICT: Final[dict[str, Any]] = {"verdict": None, "age_s": None, "trouble": "", "findings": []}
-_FINDING: Final = {"kind", "message", "mode", "step", "ranks", "phase", "path", "slot"}
-"""Fields that are shown of one."""
 Keys = Callable[[float], "bytes | None"]
 """Waits so many seconds for a key; None where none is pressed."""
 
@@ -88,7 +63,7 @@ def command(
     folder = trace_folder(trace)
     if not folder.is_dir():
         raise FolderError(f"{folder}: no such folder")
-    source = TopSource(folder, layout=layout, judges=judges)
+    source = TopSource(folder, layout, judges=judges)
     source.choose(ranks)
     source.sort = sort
     if once:
@@ -183,142 +158,3 @@ def _screen() -> Iterator[Keys]:
         sys.stdout.flush()
         if before is not None:
             termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-
-
-class TopSource:
-    """One trace folder, and what of it is shown."""
-
-    def __init__(self, folder: Path, *, layout: Path | None = None, judges: bool = True) -> None:
-        """Look at it for the first time; `layout` is for the verdict, which `judges` asks for.
-
-        Raises:
-            LayoutError: the layouts cannot be read.
-            TraceError: there is nothing in the folder, and nobody at work on it.
-        """
-        self.sort = "rank"
-        self._ranks: tuple[int, ...] | None = None
-        self._folder, self._judges = folder, judges
-        self._layouts = None if layout is None else LayoutFile.load(layout)
-        self._status = JobStatus()
-        self._read: dict[str, tuple[JobStatus, dict[str, Any]]] = {}
-        """Of a job on which nobody is at work any more: made of its trace, or of its records."""
-        if not self._is_ended():
-            self._status = read_status(folder)
-            if not received_bytes(folder) and not is_at_work(folder, self._status.run):
-                raise TraceError(
-                    f"{folder}: holds neither {TRACE_NAME} nor records in {REPLICA_FOLDER}/, and "
-                    "nobody is at work on it; give the trace folder of a running job"
-                )
-
-    def choose(self, ranks: str) -> None:
-        """Show these ranks alone: `0-3,8` or `all`.
-
-        Raises:
-            SettingError: this is no list of ranks.
-        """
-        self._ranks = settings_from({"ranks": ranks.strip() or "all"}, {}).ranks
-
-    def one(self) -> dict[str, Any]:
-        """Return what there is to say, the verdict included; takes as long as that takes."""
-        began, asked_ns = time.monotonic(), time.time_ns()
-        while not self._is_ended():
-            self._status = read_status(self._folder)
-            most_s = _WAIT_S if self._status.written_ns else _FIRST_WAIT_S
-            is_new = self._status.written_ns > asked_ns
-            if is_new or time.monotonic() - began > most_s or not self._is_at_work():
-                return self.now(self._judged() if self._judges else None)
-            time.sleep(_POLL_S)
-        return self.now()
-
-    def now(self, check: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Look again; return what there is to say, by default with what the live check told."""
-        if self._is_ended():
-            return self._summary("ended", check)
-        self._status = read_status(self._folder)
-        return self._summary("running" if self._is_at_work() else "deserted", check)
-
-    def _is_at_work(self) -> bool:
-        return is_at_work(self._folder, self._status.run)
-
-    def _summary(self, state: str, check: dict[str, Any] | None) -> dict[str, Any]:
-        status = self._status
-        if state != "running":
-            if state not in self._read:
-                self._read[state] = self._places(is_judged=state == "ended")
-            status, found = self._read[state]
-            check = check or (found if state == "ended" else None)
-        chosen = [s for s in status.ranks if self._ranks is None or s.rank in self._ranks]
-        now_ns = time.time_ns()
-        stalls = [s.sentence(now_ns) for s in stalls_in(self._folder) if not s.over_ns]
-        return {
-            **job_summary(self._folder, status, chosen, state=state, sort=self.sort),
-            "stalls": stalls if state == "running" else [],
-            "check": check or self._told(),
-        }
-
-    def _judged(self) -> dict[str, Any]:
-        """Judge all that has come, once, as `rankscope check` does."""
-        size = received_bytes(self._folder)
-        if size > _MOST_JUDGED_BYTES:
-            gb = f"{size / 1e9:.1f} GB of records"
-            return self._told(f"not judged as a whole: {gb}; rankscope check judges them")
-        if not size:
-            return _NO_VERDICT
-        began = time.monotonic()
-
-        def go_on(what: str, part: float) -> None:
-            if time.monotonic() - began > _VERDICT_S:
-                raise TraceError(f"not judged in {_VERDICT_S:.0f} s: {what}, {part:.0%} done")
-
-        with contextlib.suppress(OSError):
-            os.nice(_NICE)
-        try:
-            report = check(open_trace(self._folder, progress=go_on), self._layouts, progress=go_on)
-        except (RankscopeError, OSError, MemoryError, RecursionError, *UNREADABLE) as error:
-            return {**_NO_VERDICT, "trouble": f"{type(error).__name__}: {error}"}
-        return {**_NO_VERDICT, **report_json(report), "age_s": time.monotonic() - began}
-
-    def _told(self, *said: str) -> dict[str, Any]:
-        """Return what the live check told so far; `said` tells why nothing else was asked."""
-        if not self._judges:
-            return {**_NO_VERDICT, "trouble": "off"}
-        told, age_s = told_in(self._folder)
-        is_off = self._status.run["settings"].get("live-check") == "0"
-        if is_off or age_s is None:
-            what = "is off for this job" if is_off else "has judged no step"
-            said += (f"the live check {what}; rankscope check judges what has come",)
-        said += tuple(str(each["notice"]) for each in told[::-1] if "notice" in each)
-        findings = [{**each, "origin": True} for each in told if each.keys() >= _FINDING]
-        verdict = "fault" if findings else None if said else "incomplete"
-        trouble = "; ".join(said)
-        return {"verdict": verdict, "age_s": age_s, "trouble": trouble, "findings": findings}
-
-    def _is_ended(self) -> bool:
-        return (self._folder / TRACE_NAME).exists()
-
-    def _places(self, *, is_judged: bool) -> tuple[JobStatus, dict[str, Any]]:
-        """Return where ranks were last, and how they ended, and a verdict where one is asked for:
-        read once, out of the trace, or of the records as `recover` would join them."""
-        size = received_bytes(self._folder)
-        if not is_judged and size > _MOST_JUDGED_BYTES:
-            return self._status, _NO_VERDICT
-        try:
-            trace = open_trace(self._folder)
-        except RankscopeError:
-            if is_judged:
-                raise
-            return self._status, _NO_VERDICT  # nothing but a status is there
-        answer = _NO_VERDICT
-        if is_judged:
-            report = check(trace, self._layouts)
-            answer = {**answer, **report_json(report), "age_s": 0.0}
-        hosts = {int(each["rank"]): str(each["host"]) for each in trace.run["ranks"]}
-        known = {each.rank: each for each in self._status.ranks}
-        ranks = tuple(
-            replace(known.get(rank, RankStatus(rank=rank, host=hosts.get(rank, ""), place=place)),
-                    place=place)
-            for rank, place in sorted(places_in(trace)[0].items())
-        )  # fmt: skip
-        run = {"id": str(trace.run["id"]), "settings": self._status.run["settings"]}
-        world_size = int(trace.run["world_size"])
-        return replace(self._status, run=run, world_size=world_size, ranks=ranks), answer

@@ -22,7 +22,7 @@ def screen_lines(
     """Return the lines of one screen.
 
     Args:
-        found: as of `job_summary`, with `check` and `stalls`.
+        found: as of `TopSource.now`.
         paint: colours.
         columns: of the terminal, 0 for lines of any length.
         rows: of the terminal, 0 for as many as there are.

@@ -14,6 +14,7 @@ from rankscope.errors import SelectionError
 from rankscope.globs import glob_matches, slot_matches
 from rankscope.layout.placement import Placement, PlacementKind
 from rankscope.record.call import IN_ORDER, Mode
+from rankscope.record.collective import collective_words
 from rankscope.record.notes import NoteKind
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
@@ -25,9 +26,6 @@ from rankscope.tree.selection import nothing_matched
 from rankscope.tree.slotview import SlotView, is_bound_to_one_tensor, shape_text
 from rankscope.tree.summary import ended_words, endings, extent
 from rankscope.tree.views import Node, Step, Trace
-
-_PEERS = {"send": "to", "recv": "from"}
-
 
 COLUMNS = (*COUNTS, *NUMBERS, "hash")
 _ELEMENTS = frozenset(s.name for s in STATISTICS if s.is_element)
@@ -117,7 +115,7 @@ def tree_lines(trace: Trace, view: View, paint: Paint) -> Iterator[str]:
 
 def group_name(trace: Trace, group: Step) -> str:
     """Return how a step or a setup is called, with its life where ranks had several."""
-    name = "setup" if group.is_setup else f"{group.mode.word} step {group.step}"
+    name = group.head.words
     lives = len({rank["incarnation"] for rank in trace.run["ranks"]})
     return f"{name} (life {group.incarnation} of the ranks)" if lives > 1 else name
 
@@ -251,26 +249,8 @@ class _Tree:
 
 
 def _collective_text(facts: Mapping[str, Any]) -> str:
-    """Return the op with its reduction, the ranks it goes between, and whether it is waited for
-    elsewhere. Parts are two spaces apart: lines are broken there.
-    """
-    op = str(facts.get("op", "collective"))
-    if facts.get("reduce"):
-        op += f"({facts['reduce']})"
-    words = [op]
-    peer = facts.get("peer")
-    if peer is not None:
-        who = "anybody" if peer == -1 else str(peer)
-        words.append(f"{_PEERS.get(str(facts.get('op')), 'with')} {who}")
-    words += [
-        f"{word} {facts[name]}"
-        for word, name in (("from", "src"), ("to", "dst"))
-        if facts.get(name) is not None
-    ]
-    words.append(f"over {ranks_text(facts.get('members', ()))}")
-    parts = [" ".join(words)]
-    parts += [word for word, name in (("async", "async"), ("objects", "object")) if facts.get(name)]
-    return "  ".join(visible(part) for part in parts)
+    """Return a collective in words; parts are two spaces apart: lines are broken there."""
+    return "  ".join(map(visible, collective_words(facts)))
 
 
 def _head(node: Node, paint: Paint) -> str:

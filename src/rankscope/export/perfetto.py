@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from rankscope.errors import SelectionError
 from rankscope.export import packets
 from rankscope.export.formats import ExportPlace
-from rankscope.export.subset import Selection, group_name
+from rankscope.export.subset import Selection
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_text
@@ -142,7 +142,7 @@ def write(
         counts = _events(nodes, wanted)
         ranks = _fitting(counts, max_events - written) if not left else frozenset[int]()
         if len(ranks) < len(counts):
-            name = group_name(step)
+            name = step.head.label
             left.append(f"{name}, ranks {ranks_text(set(counts) - ranks)}" if ranks else name)
         for rank in _write_step(step, nodes, lives, ranks):
             written += counts[rank]
@@ -275,9 +275,8 @@ def _step_packets(
     every = [span for spans in slices.values() for span in spans]
     track = life.track(_STEPS, 0, made)
     own: dict[str, packets.Argument] = {"step": step.step, "incarnation": step.incarnation}
-    name = "setup" if step.is_setup else f"{step.mode.word} step {step.step}"
     first = min(span.start for span in every)
-    made.append(packets.begin(track, first, packets.arguments(name, "step", own)))
+    made.append(packets.begin(track, first, packets.arguments(step.head.words, "step", own)))
     last = max(span.start if span.end == math.inf else int(span.end) for span in every)
     made.append(packets.end(track, last))
     for phase, spans in slices.items():

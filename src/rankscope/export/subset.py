@@ -81,7 +81,7 @@ class Selection:
                 and (not self.steps or any(step.step in wanted for wanted in self.steps))
             ]
         if not setup and not steps:
-            there = ", ".join(map(group_name, (*trace.setup, *trace.steps)[:20])) or "nothing"
+            there = ", ".join(s.head.label for s in (*trace.setup, *trace.steps)[:20]) or "nothing"
             raise SelectionError(f"the trace holds no such step; it holds {there}")
         return [*setup, *steps]
 
@@ -111,9 +111,3 @@ class Selection:
             yield step, nodes
         if not any(glob_matches(self.path, path) for path in seen):
             raise nothing_matched("--path", self.path, seen)
-
-
-def group_name(step: Step) -> str:
-    """Return "setup" or "train step 3", with the life of the ranks where it is not the first."""
-    name = "setup" if step.is_setup else f"{step.mode.word} step {step.step}"
-    return f"{name} (life {step.incarnation} of the ranks)" if step.incarnation else name

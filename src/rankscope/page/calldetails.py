@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView, is_input, is_output
 from rankscope.layout.placement import Mesh
 from rankscope.page.cellplanes import ModuleRows
+from rankscope.record.collective import collective_words
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.statistics import NUMBERS, STATISTICS
@@ -29,7 +30,6 @@ __all__ = [
 Array = NDArray[Any]
 ROWS_PER_BLOCK: Final = 32
 _MOST_ERROR: Final = 500
-_MOST_MEMBERS: Final = 2_000
 _LINKED: Final = (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE)
 _MOST_TAKERS: Final = 6
 NUMBER_NAMES: Final = tuple(s.name for s in STATISTICS)
@@ -135,14 +135,8 @@ class CallDetails:
 
 def _collective(ranks: str, facts: Mapping[str, Any]) -> str:
     """Return what some ranks issued, in words."""
-    reduce = f"({facts['reduce']})" if facts.get("reduce") else ""
-    words = [f"{facts.get('op', 'collective')}{reduce}"]
-    ends = (("src", "from rank"), ("dst", "to rank"), ("peer", "with rank"), ("group", "in group"))
-    words += [f"{word} {facts[name]}" for name, word in ends if facts.get(name) not in (None, "")]
-    words.append(f"over {ranks_named(facts.get('members', ())[:_MOST_MEMBERS])}")
-    words += ["async"] if facts.get("async") else []
-    after = (("issuer", "issued by"), ("at", "at"))
-    words += [f"{word} {facts[name]}" for name, word in after if facts.get(name)]
+    more = (("group", "in group"), ("issuer", "issued by"), ("at", "at"))
+    words = [*collective_words(facts), *(f"{word} {facts[n]}" for n, word in more if facts.get(n))]
     return f"{ranks_named(ranks)}: {visible(' '.join(words))}"
 
 

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from rankscope.record.call import Mode
 from rankscope.record.finding import Finding
 from rankscope.record.phases import Phase
-from rankscope.record.rankplace import step_label
 from rankscope.record.visibletext import visible
 from rankscope.tree.step import StepHead
 
@@ -184,8 +183,7 @@ class PageSteps:
 
     def label(self, number: int) -> str:
         """The step in words."""
-        step = self.all[number]
-        return step_label(step.mode, step.step, step.incarnation, is_setup=step.is_setup)
+        return self.all[number].label
 
     def as_json(self) -> list[dict[str, str]]:
         """Return what the page needs of each."""

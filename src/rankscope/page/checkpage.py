@@ -250,7 +250,7 @@ class _CheckCharts:
         """Take a step, in the order of the trace."""
         if step_view.is_setup:
             self._before.clear()
-        gradients = self._by_module(step_view, Phase.GRADS, "grad:")
+        gradients = self._gradients(step_view)
         found: dict[str, Any] = {}
         odd = {
             self._rows.of(call.path)
@@ -281,15 +281,15 @@ class _CheckCharts:
                 step["loss"] = scalars[next(iter(names))]
         return self.steps
 
-    def _by_module(self, step_view: StepView, phase: Phase, prefix: str) -> dict[int, float]:
+    def _gradients(self, step_view: StepView) -> dict[int, float]:
         """Return the sum of squares of all gradients of each module, of its last optimizer step."""
         found: dict[int, float] = {}
         ordinals: dict[int, int] = {}
-        for call in step_view.of(phase):
+        for call in step_view.of(Phase.GRADS):
             row = self._rows.of(call.path)
             if ordinals.get(row, -1) != call.ordinal:
                 ordinals[row], found[row] = call.ordinal, 0.0
-            for values in _named(call, prefix):
+            for values in _named(call, "grad:"):
                 norm, _ = _whole(values)
                 if norm is not None:
                     found[row] += norm * norm
@@ -298,8 +298,7 @@ class _CheckCharts:
     def _updates(self, step_view: StepView) -> dict[int, float]:
         """Return how far the parameters of each module went, over their norm, by sketches."""
         moved: dict[int, list[float]] = {}
-        phases = (Phase.SETUP, Phase.PARAMS)
-        for call in step_view.of(*phases):
+        for call in step_view.of(Phase.SETUP, Phase.PARAMS):
             row = self._rows.of(call.path)
             for values in _named(call, "param:"):
                 norm, sketch = _whole(values)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from rankscope.record.phases import Phase
+from rankscope.record.ranklists import ranks_text
 
-__all__ = ["ISSUERS", "MESSAGES", "OPS", "Collective"]
+__all__ = ["ISSUERS", "MESSAGES", "OPS", "Collective", "collective_words"]
 
 ISSUERS = (
     *(phase.word for phase in Phase if phase.facts.is_activation),
@@ -104,3 +105,19 @@ class Collective:
             since=str(given.get("since", "")),
             at=str(given.get("at", "")),
         )
+
+
+def collective_words(facts: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what the fields of a collective say: the op with its reduction and the ranks it goes
+    between, whether it is waited for elsewhere, whether objects travel.
+    """
+    op = str(facts.get("op", "collective"))
+    words = [f"{op}({facts['reduce']})" if facts.get("reduce") else op]
+    way = {"send": "to", "recv": "from"}.get(op, "with")
+    for name, word in (("peer", way), ("src", "from"), ("dst", "to")):
+        rank = facts.get(name)
+        if rank is not None:
+            words.append(f"{word} {'anybody' if rank == -1 else rank}")
+    yield " ".join([*words, f"over {ranks_text(facts.get('members', ()))}"])
+    after = (("async", "async"), ("object", "objects"))
+    yield from (word for name, word in after if facts.get(name))

@@ -16,9 +16,9 @@ from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
-from rankscope.record.value import is_form
 from rankscope.tensors.globalvalues import local_tensor, whole_value
 from rankscope.tree.selection import named
+from rankscope.tree.slotview import SlotView, by_slot
 from rankscope.tree.views import Trace, Value
 
 __all__ = ["RecordedCall", "ReplayInputs"]
@@ -74,23 +74,21 @@ class RecordedCall:
         """Which call this is."""
         node = self.node
         again = f", call {node.ordinal}" if node.ordinal else ""
-        step = f"{node.head.mode.word} step {node.head.step}"
-        return f"forward of {step}, micro-batch {node.micro_batch}{again}"
+        return f"forward of {node.head.words}, micro-batch {node.micro_batch}{again}"
 
     def slots(self, kind: str) -> list[str]:
         """Return the names of the slots of one kind that hold tensors."""
-        return [
-            slot
-            for slot in dict.fromkeys(view.slot for view in self.node.slots)
-            if slot.partition(".")[0] == kind and self.value(slot).dtype != "python"
-        ]
+        own = self._of(kind).items()
+        return [slot for slot, views in own if views[0].dtype != "python"]
 
     def others(self, kind: str) -> dict[str, str]:
         """Return {slot: text} of the slots of one kind that hold no tensors."""
-        slots = dict.fromkeys(view.slot for view in self.node.slots)
-        texts = {each: self.note(each) for each in slots if each.partition(".")[0] == kind}
         tensors = self.slots(kind)
-        return {slot: text or "None" for slot, text in texts.items() if slot not in tensors}
+        return {slot: self.note(slot) or "None" for slot in self._of(kind) if slot not in tensors}
+
+    def _of(self, kind: str) -> dict[str, list[SlotView]]:
+        slots = by_slot(self.node.slots)
+        return {slot: own for slot, own in slots.items() if slot.partition(".")[0] == kind}
 
     def value(self, slot: str) -> Value:
         """Return the value of a slot that the call has."""
@@ -118,7 +116,7 @@ class RecordedCall:
             text = str(error).replace("--rank ", "rank=").replace("--layout FILE", "layouts=")
             raise LayoutError(text) from None
         self.used.update(whole.ranks)
-        self.notes += [f"{slot}: {text}" for text in (*map(str, whole.mismatches), *whole.notes)]
+        self.notes += [f"{slot}: {text}" for text in whole.remarks]
         return whole.tensor
 
     def note(self, slot: str) -> str | None:
@@ -165,39 +163,16 @@ class ReplayInputs:
         return tuple(made[place] for place in places), named_ones
 
     def _form(self) -> dict[str, Any]:
-        """Return how the arguments were nested: as the call's form says, else by its slots."""
+        """Return how the arguments were nested; without that all of them have to be given."""
         text = self._call.note("form:input")
-        if text is not None:
-            found: dict[str, Any] = json.loads(text)
-            return found
-        slots = dict.fromkeys(view.slot for view in self._call.node.slots)
-        names = [slot.partition(".")[2] for slot in slots if slot.startswith("input.")]
-        path = self._call.node.path
-        if not names and not any(is_form(slot) for slot in slots) and not self._given:
+        if text is None and not self._given:
+            path = self._call.node.path
             raise SelectionError(
-                f"no inputs of {path or '(root)'} were recorded; trace again with --rs-slots '*' "
-                f"and --rs-tensors '{path}'"
+                f"how the inputs of {path or '(root)'} were nested was not recorded; trace again "
+                f"with --rs-tensors '{path}:*' and --rs-slots '*', or give all with arguments="
             )
-        nested = sorted({name.partition(".")[0] for name in names if "." in name})
-        lacking = [n for n in nested if (int(n) if n.isdecimal() else n) not in self._given]
-        if lacking:
-            raise ReplayError(
-                f"arguments {', '.join(lacking)} of {path or '(root)'} hold several tensors, and "
-                f"the trace does not say how",
-                f"give them with arguments=, or trace again with --rs-tensors '{path}', which "
-                f"takes the slot form:input too",
-            )
-        tops = dict.fromkeys(name.partition(".")[0] for name in names)
-        forms = {top: self._flat_form(f"input.{top}") for top in tops}
-        return {
-            "args": [form for top, form in forms.items() if top.isdecimal()],
-            "kwargs": {top: form for top, form in forms.items() if not top.isdecimal()},
-        }
-
-    def _flat_form(self, slot: str) -> object:
-        value = self._call.node.value(slot)
-        is_text = value is None or value.dtype == "python"
-        return self._call.note(slot) or "None" if is_text else {"slot": slot}
+        found: dict[str, Any] = {"args": [], "kwargs": {}} if text is None else json.loads(text)
+        return found
 
     def _of(self, form: object, name: int | str) -> object:
         """Return what a form (docs/trace-format.md) describes in an argument of that name."""

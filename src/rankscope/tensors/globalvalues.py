@@ -82,7 +82,7 @@ def local_tensor(value: Value, rank: int, *, is_checked: bool = False) -> torch.
 def full_tensor(value: Value, layouts: LayoutFile | None = None) -> torch.Tensor:
     """Return `whole_value(value, layouts).tensor`, and warn of what stands beside it."""
     whole = whole_value(value, layouts)
-    for text in (*map(str, whole.mismatches), *whole.notes):
+    for text in whole.remarks:
         warnings.warn(f"{value_name(value)}: {text}", TensorWarning, stacklevel=3)
     return whole.tensor
 

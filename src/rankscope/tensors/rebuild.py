@@ -77,6 +77,11 @@ class Whole:
     notes: tuple[str, ...] = ()
     """What was declared or inferred."""
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """All that there is to say."""
+        return (*map(str, self.mismatches), *self.notes)
+
 
 def tensor_of(stored: StoredTensor) -> torch.Tensor:
     """Return a kept tensor over its bytes in the file, mapped (a copy only where they are not

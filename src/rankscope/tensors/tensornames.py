@@ -173,9 +173,8 @@ def _one_of(name: _Name, slot: str, nodes: list[Node]) -> Node:
         first = nodes[0]
         raise SelectionError(
             f"{name.text!r} means {len(nodes)} calls: {first.path or '(root)'} has {slot} in "
-            f"{first.phase.word} {len(nodes)} times in {first.head.mode.word} step "
-            f"{first.head.step}; choose one with --ordinal "
-            f"{ranks_text(node.ordinal for node in nodes)}"
+            f"{first.phase.word} {len(nodes)} times in {first.head.words}; choose one with "
+            f"--ordinal {ranks_text(node.ordinal for node in nodes)}"
         )
     return min(nodes, key=lambda node: node.ordinal)
 
@@ -197,12 +196,10 @@ def _nothing(trace: Trace, name: _Name, wanted: Wanted, groups: Sequence[Step]) 
         return nothing_matched(f"slot of {name.path or '(root)'}", name.slot, slots)
     listed = [*places]
     more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-    first = groups[0]
-    where = "setup" if first.is_setup else f"{first.mode.word} step {first.step}"
     phase = (default_phase(name.slot) if wanted.phase is None else wanted.phase).word
     return SelectionError(
-        f"{name.text!r} is not in {phase} of {where}, micro-batch {wanted.micro_batch}; it is in: "
-        f"{'; '.join(listed[:_SHOWN])}{more}"
+        f"{name.text!r} is not in {phase} of {groups[0].head.words}, micro-batch "
+        f"{wanted.micro_batch}; it is in: {'; '.join(listed[:_SHOWN])}{more}"
     )
 
 

@@ -22,6 +22,7 @@ from rankscope.record.call import CallStatus, Mode
 from rankscope.record.collective import Collective
 from rankscope.record.descriptions import ModuleName, TensorFacts
 from rankscope.record.ranklists import ranks_text
+from rankscope.record.rankplace import step_label
 from rankscope.record.statistics import COUNTS, NUMBERS
 from rankscope.record.value import UNFOLDED_FLAGS, Digest
 from rankscope.record.wholestatistics import Combined
@@ -54,6 +55,17 @@ class StepHead:
     incarnation: int
     notes: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
     """As `notes` of docs/trace-format.md."""
+
+    @property
+    def words(self) -> str:
+        """Which step it is, as people say it: `train step 3`, `setup`."""
+        return "setup" if self.is_setup else f"{self.mode.word} step {self.step}"
+
+    @property
+    def label(self) -> str:
+        """The same with the life of the ranks, where it is not their first."""
+        life = self.incarnation
+        return step_label(self.mode, self.step, life, is_setup=self.is_setup)
 
     @property
     def name(self) -> StepName:

@@ -628,7 +628,7 @@ class Trace:
     def happened(self) -> list[str]:
         """Why the trace of a black box was made: `train step 8: black box: rank 1 raised`."""
         found = (
-            f"{step.mode.word} step {step.step}: {noted.note}"
+            f"{step.head.words}: {noted.note}"
             for step in self.steps
             for noted in step.notes
             if str(noted.note).startswith(BLACK_BOX)

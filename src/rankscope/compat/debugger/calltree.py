@@ -80,27 +80,24 @@ def forwards(
         yield nodes[place]
 
 
-def call_of(root: Node, rank: int | None, mark: str) -> ForwardCall:
-    """Return a forward with every call in it.
-
-    Args:
-        root: the call of the model.
-        rank: as above.
-        mark: what tells the files of this forward from those of others, "" for nothing.
-    """
-    return _CallReader(root, rank, mark).call(root)
-
-
-class _CallReader:
+class CallReader:
     """Reads the calls of one forward."""
 
     def __init__(self, root: Node, rank: int | None, mark: str) -> None:
+        """Prepare; nothing is read before `call`.
+
+        Args:
+            root: the call of the model.
+            rank: whose calls; None for those of all together.
+            mark: what tells the files of this forward from those of others, "" for nothing.
+        """
         self._rank = rank
         self._class = root.class_name
         self._root = root.path
         self._mark = mark
 
     def call(self, node: Node) -> ForwardCall:
+        """Return a call, that of the model or one inside it, with every call in it."""
         below = node.path[len(self._root) + 1 :] if self._root else node.path
         path = f".{below}" if node.path != self._root else ""
         again = f"_{node.ordinal}" if node.ordinal and path else ""

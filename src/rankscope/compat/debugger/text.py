@@ -87,13 +87,9 @@ def glimpse_of(
     numbers = _numbers(tensor)
     odd: dict[str, int] = {}
     if numbers and not (math.isfinite(numbers["min"]) and math.isfinite(numbers["max"])):
-        counts = {
-            "nan": tensor.isnan(),
-            "posinf": tensor.isposinf(),
-            "neginf": tensor.isneginf(),
-        }
-        found = {name: int(marks.sum()) for name, marks in counts.items()}
-        odd = {name: count for name, count in found.items() if count}
+        kinds = {"nan": torch.isnan, "posinf": torch.isposinf, "neginf": torch.isneginf}
+        counts = {name: int(is_odd(tensor).sum()) for name, is_odd in kinds.items()}
+        odd = {name: count for name, count in counts.items() if count}
     options = print_options()
     items = None if arena is None else _items(tensor, arena, options)
     return Glimpse(tensor.dtype, tuple(tensor.shape), items, numbers, odd, options)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rankscope.chunks.safetensors import write_tensor
-from rankscope.compat.debugger.calltree import ForwardCall, call_of, forwards, prune_layers
+from rankscope.compat.debugger.calltree import CallReader, ForwardCall, forwards, prune_layers
 from rankscope.errors import FolderError, SelectionError
 from rankscope.export.formats import ExportPlace
 from rankscope.export.subset import Selection
@@ -60,7 +60,7 @@ def write(
     progress: Progress,
     *,
     is_global: bool = False,
-    layout: Path | None = None,
+    layout: LayoutFile | None = None,
     all_layers: bool = False,
     all_outputs: bool = False,
     safetensors: bool = False,
@@ -77,8 +77,7 @@ def write(
         progress("writing forwards", done / len(ranks))
         values: GlobalValues | LocalValues
         if rank is None:
-            declared = None if layout is None else LayoutFile.load(layout)
-            values = GlobalValues(trace, declared, as_text=files.as_text)
+            values = GlobalValues(trace, layout, as_text=files.as_text)
             label = ""
         else:
             values = LocalValues(trace, rank, as_text=files.as_text)
@@ -114,7 +113,7 @@ def write_rank(
     is_root = is_root or (lambda node: not node.path)
     for number, root in enumerate(forwards(steps, rank, is_root)):
         mark = f"{files.label}_{number}" if number else files.label
-        call = call_of(root, rank, mark)
+        call = CallReader(root, rank, mark).call(root)
         if files.prunes:
             prune_layers(call)
         written += _Writer(folder, values, files).write(call, f"{root.class_name}_debug_tree{mark}")
@@ -182,7 +181,7 @@ class _Writer:
             node["outputs"] = self._data(call, call.output, "_outputs") if is_shown else None
         if is_root and not node.get("outputs"):
             node.pop("outputs", None)
-        if call.returned is not None and self._values.differ(call.views, "returned", "output"):
+        if call.returned is not None and self._values.is_changed(call.views):
             node["returned"] = self._data(call, call.returned, "_returned")
         if call.children:
             node["children"] = [self._node(child) for child in call.children]

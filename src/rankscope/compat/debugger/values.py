@@ -119,15 +119,15 @@ class LocalValues:
             origin=_origin(stored), facts=facts,
         )  # fmt: skip
 
-    def differ(self, views: Mapping[str, Sequence[SlotView]], one: str, other: str) -> bool:
-        """True where a kind of slot (`returned`) holds other bytes than another (`output`)."""
-        kept: dict[str, dict[str, object]] = {one: {}, other: {}}
+    def is_changed(self, views: Mapping[str, Sequence[SlotView]]) -> bool:
+        """True where hooks of the module made other bytes of what its `forward` returned."""
+        kept: dict[str, dict[str, object]] = {"returned": {}, "output": {}}
         for slot, entries in views.items():
             kind, _, rest = slot.partition(".")
             if kind in kept:
                 found = [self._stored(view) for view in entries if self._rank in view.ranks]
                 kept[kind][rest] = [each and _origin(each) for each in found]
-        return kept[one] != kept[other]
+        return kept["returned"] != kept["output"]
 
     def _stored(self, view: SlotView) -> StoredTensor | KeptTensor | None:
         key = view.references().get(self._rank)
@@ -201,7 +201,7 @@ class GlobalValues:
         """What was inferred, what replicas differ in, what could not be put together."""
         return list(self._said)
 
-    def differ(self, views: Mapping[str, Sequence[SlotView]], one: str, other: str) -> bool:
+    def is_changed(self, views: Mapping[str, Sequence[SlotView]]) -> bool:
         """Return False: hooks that lay a tensor out anew make no other global tensor of it."""
         return False
 
@@ -217,7 +217,7 @@ class GlobalValues:
             shape = views[0].global_shape or views[0].folds[0].shape
             facts = {"note": str(error)}
             return Shown(shape=shape, dtype=views[0].dtype, lines=None, data=None, facts=facts)
-        for text in (*map(str, whole.mismatches), *whole.notes):
+        for text in whole.remarks:
             self._said[f"{name}: {text}"] = None
         tensor, device = whole.tensor.detach(), str(form.get("device", "cpu"))
         is_one_piece = tuple(tensor.shape) == views[0].folds[0].shape

@@ -38,11 +38,10 @@ from rankscope.compat.outputs.states import (
     INNERMOST,
     TRACED,
     Capture,
-    begin_eagerly,
     begin_traced,
     capture_around,
-    end_eagerly,
     end_traced,
+    innermost_eagerly,
     meet_transformers,
     record_eagerly,
     record_traced,
@@ -137,11 +136,10 @@ def _run(capture: Capture, call: Callable[[], Any]) -> Any:
         hook_forward(module, functools.partial(record, capture, taps), with_kwargs=True)
         for module, taps in modules_to_record(capture.model, tuple(capture.values))
     ]
-    begun = begin_eagerly(capture)
     try:
-        return call()
+        with innermost_eagerly(capture):
+            return call()
     finally:
-        end_eagerly(*begun)
         for handle in handles:
             handle.remove()
 
@@ -210,11 +208,8 @@ def _without_capture(call: Callable[[], Any]) -> Any:
             end_traced(*traced)
     if INNERMOST.get() is None and (TRACED.theirs is None or TRACED.theirs.get() is None):
         return call()
-    begun = begin_eagerly(None)
-    try:
+    with innermost_eagerly(None):
         return call()
-    finally:
-        end_eagerly(*begun)
 
 
 def select_hidden_states(selection: str | Callable[[Any], int | Sequence[int]]) -> Any:

@@ -9,9 +9,10 @@ while it holds something, none of ours is.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -69,25 +70,23 @@ def capture_around(model: nn.Module, forward: Callable[..., Any]) -> Capture | N
     return None if any(each.forward is forward for each in innermost.together) else innermost
 
 
-def begin_eagerly(capture: Capture | None) -> tuple[Any, ...]:
-    """Make this capture the innermost of the thread, None for nothing; return what ends that."""
+@contextlib.contextmanager
+def innermost_eagerly(capture: Capture | None) -> Iterator[None]:
+    """Make this capture the innermost of the thread while the block runs, None for nothing."""
     meet_transformers()
-    theirs = TRACED.theirs
-    if theirs is None:
-        return (INNERMOST.set(capture),)
-    around = theirs.compiling, theirs.global_var
-    if theirs.compiling:  # this runs behind a graph break, or while a model is exported
-        theirs.compiling, theirs.global_var = False, None
-    return INNERMOST.set(capture), theirs, theirs.context_var.set(None), around
-
-
-def end_eagerly(token: Any, theirs: Any = None, their_token: Any = None, around: Any = ()) -> None:
-    """Undo `begin_eagerly`, of which these are the results."""
-    INNERMOST.reset(token)
+    theirs, token = TRACED.theirs, INNERMOST.set(capture)
     if theirs is not None:
-        theirs.context_var.reset(their_token)
-        if around[0]:
-            theirs.compiling, theirs.global_var = around
+        around, their_token = (theirs.compiling, theirs.global_var), theirs.context_var.set(None)
+        if around[0]:  # this runs behind a graph break, or while a model is exported
+            theirs.compiling, theirs.global_var = False, None
+    try:
+        yield
+    finally:
+        INNERMOST.reset(token)
+        if theirs is not None:
+            theirs.context_var.reset(their_token)
+            if around[0]:
+                theirs.compiling, theirs.global_var = around
 
 
 def begin_traced(capture: Capture | None) -> tuple[Any, ...]:

@@ -7,7 +7,8 @@ const HIGH = 170;
 //   pick(place): called for a click.
 function lineChart({ title, note, series, names, isLog = false, unit = "", at = -1, pick = null, isBars = false, odd = [] }) {
   const WIDE = Math.max(300, Math.min(560, document.body.clientWidth - 30));
-  const every = series.flatMap(({ values }) => values).filter((value) => value !== null && Number.isFinite(value) && (!isLog || value > 0));
+  const isShown = (value) => value !== null && Number.isFinite(value) && (!isLog || value > 0);
+  const every = series.flatMap(({ values }) => values).filter(isShown);
   if (!every.length && !odd.length) return null;
   if (!every.length) every.push(1);
   const scaled = isLog ? Math.log10 : (value) => value;
@@ -47,8 +48,7 @@ function lineChart({ title, note, series, names, isLog = false, unit = "", at = 
       const thick = Math.max(1, Math.min(18, (0.7 * (box.right - box.left)) / count));
       let bars = "";
       values.forEach((value, place) => {
-        if (value === null || !Number.isFinite(value) || (isLog && value <= 0)) return;
-        bars += `M${x(place).toFixed(1)} ${box.bottom}V${Math.min(y(value), box.bottom - 1).toFixed(1)}`;
+        if (isShown(value)) bars += `M${x(place).toFixed(1)} ${box.bottom}V${Math.min(y(value), box.bottom - 1).toFixed(1)}`;
       });
       picture.append(drawn("path", { class: "bars", d: bars, stroke: ink, "stroke-width": thick }));
       return;
@@ -57,8 +57,7 @@ function lineChart({ title, note, series, names, isLog = false, unit = "", at = 
     let isDown = false;
     for (let place = 0; place < values.length; place += 1) {
       const value = values[place];
-      const isShown = value !== null && Number.isFinite(value) && (!isLog || value > 0);
-      if (!isShown) { isDown = false; continue; }
+      if (!isShown(value)) { isDown = false; continue; }
       path += `${isDown ? "L" : "M"}${x(place).toFixed(1)} ${y(value).toFixed(1)}`;
       if (!isDown && (place + 1 >= values.length || values[place + 1] === null)) path += "h0.01";
       isDown = true;
@@ -66,7 +65,7 @@ function lineChart({ title, note, series, names, isLog = false, unit = "", at = 
     picture.append(drawn("path", { class: "line", d: path, stroke: ink, "stroke-linecap": "round" }));
     if (count <= 60) {
       values.forEach((value, place) => {
-        if (value !== null && Number.isFinite(value) && (!isLog || value > 0)) picture.append(drawn("circle", { cx: x(place), cy: y(value), r: 2.2, fill: ink }));
+        if (isShown(value)) picture.append(drawn("circle", { cx: x(place), cy: y(value), r: 2.2, fill: ink }));
       });
     }
   });

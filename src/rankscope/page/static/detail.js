@@ -6,6 +6,8 @@ const UNBOUNDED = 1e300;
 const BETWEEN_RANKS = new Set(["replica-mismatch", "placement-mismatch", "gradient-not-reduced", "shape-mismatch", "dtype-mismatch"]);
 const LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ";
 
+const findingsAt = (store, { m, t, p }) => store.data.findings.filter((each) => each.m === m && each.t === t && each.p === p);
+
 class Detail {
   constructor(heard) {
     this.heard = heard; // {go(row, phase), drawn()}
@@ -42,8 +44,7 @@ class Detail {
   }
 
   findings(store, at) {
-    return store.data.findings
-      .filter((each) => each.m === at.row && each.t === at.step && each.p === at.phase)
+    return findingsAt(store, { m: at.row, t: at.step, p: at.phase })
       .slice(0, 12)
       .map((each) => make("p", { class: `said ${each.severity}` },
         make("strong", {}, `${each.origin ? "origin: " : each.severity === "warning" ? "warning: " : "follows: "}${each.kind}`),
@@ -69,7 +70,7 @@ class Detail {
     const inside = [];
     for (const ended of call.end ?? []) inside.push(make("p", { class: "said" }, ended));
     for (const issued of call.co ?? []) inside.push(make("p", { class: "said mono" }, issued));
-    const named = new Set(store.data.findings.filter((each) => each.m === call.m && each.t === call.t && each.p === call.p).map((each) => each.slot));
+    const named = new Set(findingsAt(store, call).map((each) => each.slot));
     const slots = (call.s ?? []).filter((slot) => view.isSlot(slot.n)).sort((a, b) => named.has(b.n) - named.has(a.n));
     for (const slot of slots) inside.push(this.slot(store, view, call, slot, every));
     if (!slots.length) inside.push(make("p", {}, call.s ? `No slot of this call matches ${view.slots}.` : "No values were recorded of this call."));
@@ -77,7 +78,7 @@ class Detail {
   }
 
   slot(store, view, call, slot, every) {
-    const own = store.data.findings.filter((each) => each.m === call.m && each.t === call.t && each.p === call.p && each.slot === slot.n);
+    const own = findingsAt(store, call).filter((each) => each.slot === slot.n);
     const found = own.length > 0;
     const isBetween = own.some((each) => BETWEEN_RANKS.has(each.kind));
     const parts = [make("h4", { class: "mono" }, `${slot.n}  ${slot.d}${slot.dev ? ` on ${slot.dev}` : ""}${found ? "  (finding)" : ""}`)];
@@ -125,8 +126,7 @@ class Detail {
         return make("td", { class: isOff || isBad ? "off" : null }, told(value));
       });
       const letter = slot.f.length > 1 ? `${LETTERS[number] ?? "+"} ` : "";
-      const line = make("tr", {}, make("td", { title: ranksNamed(fold.r) }, `${letter}${ranksShort(fold.r)}${ranks.includes(chosen) && slot.f.length > 1 ? " (this)" : ""}`), make("td", {}, fold.h ? fold.h.slice(0, 8) : "-"), make("td", {}, `[${fold.s.join(", ")}]`), ...cells);
-      return line;
+      return make("tr", {}, make("td", { title: ranksNamed(fold.r) }, `${letter}${ranksShort(fold.r)}${ranks.includes(chosen) && slot.f.length > 1 ? " (this)" : ""}`), make("td", {}, fold.h ? fold.h.slice(0, 8) : "-"), make("td", {}, `[${fold.s.join(", ")}]`), ...cells);
     });
     const parts = [];
     const how = slot.distinct ? `${slot.distinct} different values; the largest group and the extremes` : slot.f.length === 1 ? "all hold the same" : `${slot.f.length} different values`;

@@ -131,8 +131,7 @@ class Page {
     if (this.isOddRanks) this.map.lacking = `No such rank: the ranks are 0-${data.world - 1}, and lists are written 0-3,8.`;
     this.map.layout();
     view.column = view.chosen ? this.map.columnOfChosen() : Math.min(view.column, this.map.table ? this.map.table.columns.length - 1 : -1);
-    clearTimeout(this.later);
-    this.later = setTimeout(() => drawCharts(store, view, (row) => this.openRow(row)), 150);
+    this.drawSoon();
     if (isLinked) this.link();
   }
 
@@ -175,6 +174,10 @@ class Page {
     this.detail.show(this.store, this.view);
     this.map.draw();
     if (isLinked) this.link(true);
+    this.drawSoon();
+  }
+
+  drawSoon() {
     clearTimeout(this.later);
     this.later = setTimeout(() => drawCharts(this.store, this.view, (row) => this.openRow(row)), 150);
   }
