@@ -16,6 +16,7 @@ from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
+from rankscope.record.value import is_form
 from rankscope.tensors.globalvalues import local_tensor, whole_value
 from rankscope.tree.selection import named
 from rankscope.tree.slotview import SlotView, by_slot
@@ -163,16 +164,39 @@ class ReplayInputs:
         return tuple(made[place] for place in places), named_ones
 
     def _form(self) -> dict[str, Any]:
-        """Return how the arguments were nested; without that all of them have to be given."""
+        """Return how the arguments were nested: as the call's form says, else by its slots."""
         text = self._call.note("form:input")
-        if text is None and not self._given:
-            path = self._call.node.path
+        if text is not None:
+            found: dict[str, Any] = json.loads(text)
+            return found
+        slots = dict.fromkeys(view.slot for view in self._call.node.slots)
+        names = [slot.partition(".")[2] for slot in slots if slot.startswith("input.")]
+        path = self._call.node.path
+        if not names and not any(is_form(slot) for slot in slots) and not self._given:
             raise SelectionError(
-                f"how the inputs of {path or '(root)'} were nested was not recorded; trace again "
-                f"with --rs-tensors '{path}:*' and --rs-slots '*', or give all with arguments="
+                f"no inputs of {path or '(root)'} were recorded; trace again with --rs-slots '*' "
+                f"and --rs-tensors '{path}'"
             )
-        found: dict[str, Any] = {"args": [], "kwargs": {}} if text is None else json.loads(text)
-        return found
+        nested = sorted({name.partition(".")[0] for name in names if "." in name})
+        lacking = [n for n in nested if (int(n) if n.isdecimal() else n) not in self._given]
+        if lacking:
+            raise ReplayError(
+                f"arguments {', '.join(lacking)} of {path or '(root)'} hold several tensors, and "
+                f"the trace does not say how",
+                f"give them with arguments=, or trace again with --rs-tensors '{path}', which "
+                f"takes the slot form:input too",
+            )
+        tops = dict.fromkeys(name.partition(".")[0] for name in names)
+        forms = {top: self._flat_form(f"input.{top}") for top in tops}
+        return {
+            "args": [form for top, form in forms.items() if top.isdecimal()],
+            "kwargs": {top: form for top, form in forms.items() if not top.isdecimal()},
+        }
+
+    def _flat_form(self, slot: str) -> object:
+        value = self._call.node.value(slot)
+        is_text = value is None or value.dtype == "python"
+        return self._call.note(slot) or "None" if is_text else {"slot": slot}
 
     def _of(self, form: object, name: int | str) -> object:
         """Return what a form (docs/trace-format.md) describes in an argument of that name."""
