@@ -383,6 +383,21 @@ def fill(path: Path) -> None:
             pass
 
 
+def test_a_trace_folder_that_is_removed_while_the_job_runs_ends_its_companion(launch: Start):
+    """Another run may stand in that place by then: nothing is written there any more."""
+    job = launch("removed", ["wait", "wait"], "--rs-finish-seconds", 30)
+    job.trained()
+    companion = job.companion()
+    shutil.rmtree(job.out)
+    assert wait_until(lambda: job.companion() != companion, 60), "it goes on for nobody"
+    job.go()
+    began = time.monotonic()
+    assert job.wait() == 0, job.logs
+    assert time.monotonic() - began < 25, "nobody waits for a tree that will not come"
+    assert "no tree in" in job.err, job.err
+    assert not job.companion() and not job.out.exists()
+
+
 @pytest.mark.parametrize("options", [[], ["--rs-collector", "shared"]], ids=["socket", "shared"])
 @pytest.mark.parametrize("is_full_first", [True, False], ids=["before-the-job", "during-it"])
 def test_a_full_disk_under_the_trace_harms_no_training_and_is_said(

@@ -24,12 +24,13 @@ from rankscope.assembly.rankstreams import Array, StreamBytes
 from rankscope.errors import FolderError, SpoolError
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER
+from rankscope.run.filepieces import piece_of
 from rankscope.run.folders import segment_indexes, segment_path, stream_named
 from rankscope.run.locks import is_alive
 from rankscope.spool.origin import UNKNOWN, first_record, origin_of
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import CELL_BYTES, MAX_RECORD_CELLS
-from rankscope.spool.replication import StreamEnd, read_end
+from rankscope.spool.replication import StreamEnd, read_end, replica_path, replicated
 from rankscope.spool.settledprefix import NOTHING_SETTLED, lock_for_reading, read_replica
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.validprefix import as_cells, valid_prefix, valid_runs
@@ -92,6 +93,18 @@ def find_streams(folders: Sequence[Path]) -> list[StreamBytes]:
             raise FolderError(f"{folder}: no such folder")
         entries += _entries(folder)
     return _told_apart([_join(found) for found in _by_process(entries)])
+
+
+def run_in(folder: Path) -> dict[str, Any]:
+    """Return `id` and `settings` of the run whose records are in a trace folder, as the first rank
+    that wrote some says; {} where none has."""
+    for stream in sorted(replicated(folder)):
+        with contextlib.suppress(OSError):
+            data = piece_of(replica_path(folder, stream), 0, MAX_RECORD_CELLS * CELL_BYTES)
+            first = _first_definition(data)
+            if first.get("kind") == "rank" and isinstance(first.get("settings"), dict):
+                return {"id": str(first.get("run_id", "")), "settings": first["settings"]}
+    return {}
 
 
 def origins_in(folder: Path) -> dict[StreamId, int]:

@@ -21,6 +21,8 @@ __all__ = ["command"]
 EXIT_NOT_THERE = 1
 EXIT_INTERRUPTED = 130
 _LOOK_S = 0.2
+_OLD_S = 10.0
+"""Records that nobody has read for so long are not waited for."""
 _TOLD_S = 3.0
 """After so long a host whose relay has not seen the order is named."""
 
@@ -87,7 +89,8 @@ def _follow(ordering: Ordering, seconds: float, *, has_wishes: bool) -> None:
                     f"{ranks_named(ranks)} on {host or 'an unknown host'}: no relay there has seen "
                     "the order in this folder"
                 )
-        if found.is_complete or found.is_job_over or not now - began <= seconds:  # nan
+        is_unread = found.first >= 0 and found.unread_s > _OLD_S and now - began > _OLD_S
+        if found.is_complete or found.is_job_over or is_unread or not now - began <= seconds:  # nan
             break
         time.sleep(_LOOK_S)
     if not found.is_job_over and found.first >= 0:
@@ -101,6 +104,12 @@ def _follow(ordering: Ordering, seconds: float, *, has_wishes: bool) -> None:
         echo(_reading(ordering, found))
     elif found.is_job_over:
         echo("the job ended before any rank took the order")
+    elif is_unread:
+        echo(
+            f"the records were read {found.unread_s:.0f} s ago for the last time: whether "
+            f"{_steps(found)} of {ranks_named(found.waited_for)} came is not known"
+        )
+        echo(_reading(ordering, found))
     elif found.first < 0:
         echo(f"no rank has taken the order in {seconds:g} s; it stands until the job ends")
     else:

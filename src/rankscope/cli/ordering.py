@@ -14,7 +14,7 @@ from rankscope.record.call import Mode
 from rankscope.record.streams import EndReason
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.folders import SHARED, find_runs, streams
-from rankscope.run.jobstatus import RankStatus, read_status
+from rankscope.run.jobstatus import RankStatus
 from rankscope.run.orders import (
     Order,
     TakenOrder,
@@ -24,7 +24,7 @@ from rankscope.run.orders import (
     taken_in,
 )
 from rankscope.run.ownership import own_subfolder
-from rankscope.tree.unfinished import is_at_work, received_bytes, spool_bases
+from rankscope.tree.unfinished import is_at_work, received_bytes, spool_bases, status_in
 
 __all__ = ["Ordering", "Progress"]
 
@@ -48,6 +48,8 @@ class Progress:
     untold: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Hosts whose relays have not seen the order, with their ranks."""
     is_job_over: bool = False
+    unread_s: float = 0.0
+    """How long ago the records were read last: what has arrived since is not known."""
 
     @property
     def is_complete(self) -> bool:
@@ -68,7 +70,7 @@ class Ordering:
         if not folder.is_dir():
             raise FolderError(f"{folder}: no such folder")
         self.folder = folder
-        self._status = read_status(folder)
+        self._status = status_in(folder)
         if not is_at_work(folder, self._status.run):
             if (folder / TRACE_NAME).exists():
                 raise TraceError(f"{folder}: the job is over, its trace is finished")
@@ -119,7 +121,7 @@ class Ordering:
         order = self._order
         assert order is not None  # placed before
         is_over = not is_at_work(self.folder, self._status.run)
-        self._status = read_status(self.folder)
+        self._status = status_in(self.folder)
         statuses = self._status.ranks
         held = self._held(order)
         if held is not None:
@@ -150,6 +152,7 @@ class Ordering:
             ),
             untold=self._untold(order, statuses),
             is_job_over=is_over,
+            unread_s=self._status.age_s or 0.0,
         )  # fmt: skip
 
     # ---- the order --------------------------------------------------------------------------

@@ -24,12 +24,12 @@ from rankscope.record.ranklists import ranks_text
 from rankscope.record.timetext import utc_text
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.findingnotices import told_in
-from rankscope.run.jobstatus import EndedStep, JobStatus, RankStatus, fullest_spool, read_status
+from rankscope.run.jobstatus import EndedStep, JobStatus, RankStatus, fullest_spool
 from rankscope.run.stallrecords import stalls_in
 from rankscope.settings import settings_from
 from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.reader import open_trace
-from rankscope.tree.unfinished import is_at_work, received_bytes
+from rankscope.tree.unfinished import is_at_work, received_bytes, status_in
 
 __all__ = ["SORTS", "TopSource"]
 
@@ -79,7 +79,7 @@ class TopSource:
         self._read: dict[str, tuple[JobStatus, dict[str, Any]]] = {}
         """Of a job on which nobody is at work any more: made of its trace, or of its records."""
         if not self._is_ended():
-            self._status = read_status(folder)
+            self._status = status_in(folder)
             if not received_bytes(folder) and not is_at_work(folder, self._status.run):
                 raise TraceError(
                     f"{folder}: holds neither {TRACE_NAME} nor records in {REPLICA_FOLDER}/, and "
@@ -98,8 +98,10 @@ class TopSource:
         """Return what there is to say, the verdict included; takes as long as that takes."""
         began, asked_ns = time.monotonic(), time.time_ns()
         while not self._is_ended():
-            self._status = read_status(self._folder)
-            most_s = _WAIT_S if self._status.written_ns else _FIRST_WAIT_S
+            self._status = status_in(self._folder)
+            most_s = _WAIT_S
+            if not self._status.written_ns:  # where no record came there will be none
+                most_s = _FIRST_WAIT_S if received_bytes(self._folder) else 0.0
             is_new = self._status.written_ns > asked_ns
             if is_new or time.monotonic() - began > most_s or not self._is_at_work():
                 return self.now(self._judged() if self._judges else None)
@@ -110,7 +112,7 @@ class TopSource:
         """Look again; return what there is to say, by default with what the live check told."""
         if self._is_ended():
             return self._summary("ended", check)
-        self._status = read_status(self._folder)
+        self._status = status_in(self._folder)
         return self._summary("running" if self._is_at_work() else "deserted", check)
 
     def _is_at_work(self) -> bool:
@@ -236,11 +238,11 @@ def _job_summary(
         "step_s": median(taken) if taken else None,
         "records_per_s": totals.records_per_s,
         "bytes_per_s": totals.bytes_per_s,
-        "received_bytes": totals.received_bytes,
+        "received_bytes": totals.received_bytes if written_ns else received_bytes(folder),
         "lost_records": sum(status.lost_records for status in statuses),
         "skipped": False,  # by no version since there is one reader
         "unread_bytes": totals.unread_bytes,
-        "status_age_s": max(0.0, (time.time_ns() - written_ns) / 1e9) if written_ns else None,
+        "status_age_s": status.age_s,
         "spool": fullest_spool(statuses),
         "groups": sorted(_groups(statuses), key=SORTS[sort]),
         "worst": _worst(statuses),

@@ -48,7 +48,10 @@ def screen_lines(
 
 def _job(found: Mapping[str, Any], paint: Paint) -> Iterator[str]:
     states = ", ".join(f"{n} {state}" for state, n in found["ranks_by_state"].items())
-    states = states or "nothing has come yet"
+    nothing = "nothing has come yet"
+    if found["received_bytes"]:
+        nothing = f"{size_text(found['received_bytes'])} of records have come, nobody has read them"
+    states = states or nothing
     count = sum(found["ranks_by_state"].values())
     world = found["world_size"] or count
     hosts = f" on {found['hosts']} host{'s' * (found['hosts'] != 1)}" if found["hosts"] else ""
@@ -75,7 +78,8 @@ def _job(found: Mapping[str, Any], paint: Paint) -> Iterator[str]:
         text = f"spool {spool['fill']:.0%} full"
         parts.append(f"{text} (rank {spool['rank']})" if spool["fill"] >= 0.01 else text)
     lost = found["lost_records"]
-    parts.append(paint("red", f"{lost:,} records lost") if lost else "nothing lost")
+    if lost or found["received_bytes"] == 0 or found["ranks_by_state"]:
+        parts.append(paint("red", f"{lost:,} records lost") if lost else "nothing lost")
     yield "  ".join(parts)
     for words, name in (("loss", "loss"), ("gradient norm", "grad_norm")):
         if found[name] is not None:

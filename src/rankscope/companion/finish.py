@@ -57,6 +57,8 @@ _LOOK_S = 0.05
 _AWAY_S = 1.0
 _ORPHANS_S = 2.0
 FIRST_RELAY_S = 3600.0
+_GONE_S = 5.0
+"""So long a trace folder may be away: a disk comes back."""
 _VANISHED = "a host is gone without a word: its ranks never said how they ended"
 
 
@@ -147,8 +149,13 @@ def gathering(
                     ReaderProcess(options.out, options.traced_ranks, options.settings)
                 ) as reader,
             ):
-                decision = yield from _gather(options, source, is_stopped, watching, reader, wait_s)
+                decision = yield from _gather(
+                    options, source, is_stopped, watching, reader, wait_s, lock.is_in_place
+                )
                 reader.close()
+                if decision is None:
+                    log(f"{options.out} was removed, or is another run's: nothing is gathered")
+                    return ExitOutcome.UNFINISHED
                 outcome = yield from _finish(options, source, decision, watching, wait_s)
                 is_quiet = decision is Decision.QUIET
         source.farewell(is_quiet=is_quiet)
@@ -213,9 +220,11 @@ def _gather(
     observer: Observer,
     reader: ReaderProcess,
     wait_s: float,
-) -> Turns[Decision]:
+    is_in_place: Callable[[], bool],
+) -> Turns[Decision | None]:
+    """Gather until something is to be decided; None where the trace folder is gone."""
     settings = options.settings
-    started = looked = time.monotonic()
+    started = looked = seen = time.monotonic()
     while True:
         yield
         source.work(wait_s)
@@ -225,6 +234,10 @@ def _gather(
         if now - looked > _AWAY_S:
             source.excuse(now - looked)
         looked = now
+        if is_in_place():
+            seen = now
+        elif now - seen > _GONE_S:
+            return None
         streams, peers = source.streams(), source.peers()
         observer.gathering(streams)
         if streams:
@@ -259,21 +272,43 @@ def _listen(source: StreamSource, wait_s: float) -> Turns[None]:
 def _build(
     options: CollectorOptions, source: StreamSource, observer: Observer, wait_s: float
 ) -> Turns[ExitOutcome]:
-    """Have the tree built by a process of its own, which may take what memory and time it needs;
-    whatever goes wrong with it leaves the replicas for `rankscope recover`."""
+    """Have the tree built by a process of its own, which may take what memory and time it needs,
+    and once more where a signal ended it; whatever goes wrong with it leaves the replicas for
+    `rankscope recover`."""
     out, started = options.out, time.monotonic()
     try:
-        process = subprocess.Popen(
-            tree_command(out, keep_spool=options.settings.keep_spool),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            env=companion_environment(),
-            cwd=out,
-            start_new_session=True,
-        )
+        code = yield from _builder(options, source, observer, wait_s)
+        if code < 0:
+            log(f"signal {-code} ended the process that builds the tree: it is started once more")
+            code = yield from _builder(options, source, observer, wait_s)
     except OSError as error:
         log(f"the process that builds the tree cannot be started: {error.strerror}")
         return ExitOutcome.UNFINISHED
+    if code == 0:
+        log(f"built {out / TRACE_NAME} in {time.monotonic() - started:.1f} s")
+        return ExitOutcome.DONE
+    if code in (ExitOutcome.NO_ROOM, ExitOutcome.UNFINISHED):  # and said why
+        return ExitOutcome(code)
+    log(f"the process that builds the tree ended with {code}; the records are kept in {out}")
+    return ExitOutcome.UNFINISHED
+
+
+def _builder(
+    options: CollectorOptions, source: StreamSource, observer: Observer, wait_s: float
+) -> Turns[int]:
+    """Run the process that builds the tree; return its exit code.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    process = subprocess.Popen(
+        tree_command(options.out, keep_spool=options.settings.keep_spool),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        env=companion_environment(),
+        cwd=options.out,
+        start_new_session=True,
+    )
     with process:
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
@@ -290,13 +325,7 @@ def _build(
                     log(what)
                 else:
                     observer.building(what, float(part))
-    if code == 0:
-        log(f"built {out / TRACE_NAME} in {time.monotonic() - started:.1f} s")
-        return ExitOutcome.DONE
-    if code in (ExitOutcome.NO_ROOM, ExitOutcome.UNFINISHED):  # and said why
-        return ExitOutcome(code)
-    log(f"the process that builds the tree ended with {code}; the records are kept in {out}")
-    return ExitOutcome.UNFINISHED
+    return code
 
 
 def _finish_dataset(options: CollectorOptions) -> Turns[bool]:

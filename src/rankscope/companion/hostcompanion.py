@@ -89,8 +89,8 @@ class HostCompanion:
                 self._turns.close()
             if self._lock is not None:
                 self._lock.release()
-            elif not self._is_busy:
-                (self._folder / RUN_NAME).unlink(missing_ok=True)
+            if self._gathered is not None or (self._is_by_hand and not self._is_busy):
+                (self._header.out / RUN_NAME).unlink(missing_ok=True)  # of a collector by hand
 
     def _begin_gathering(self, header: RunHeader, collection: Collection) -> bool:
         """Begin to gather; False where another host of a shared folder does."""
@@ -128,8 +128,8 @@ class HostCompanion:
                 continue
             was_busy = relay.outcome is None and relay.turn()
             outcome = relay.outcome
-            if outcome in (None, ExitOutcome.DONE):
-                outcome = None if self._turns is not None else self._gathered or outcome
+            if outcome is None and self._turns is None and not relay.is_alone:
+                outcome = self._gathered
             if outcome is not None:
                 relay.close(outcome)
                 return outcome

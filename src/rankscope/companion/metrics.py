@@ -72,6 +72,8 @@ class _RunMetrics:
         yield _counts("ranks", "ranks by state", "state", STATES.values(), states)
         yield from _steps(running)
         yield from _spools(statuses)
+        if status.age_s is not None:
+            yield _gauge("status_age_seconds", "since the records were read last", status.age_s)
         yield _gauge("stalls", "hosts whose ranks stand still", standing)
         if status.run["settings"].get("live-check") != "0":
             yield from self._findings()

@@ -66,7 +66,7 @@ class Relay:
         self._header = header
         self._settings = settings_of_run(header.settings)
         self._is_stopped = is_stopped
-        self._is_alone = is_alone
+        self.is_alone = is_alone
         self._shipments: dict[StreamId, Shipment] = {}
         self._discovered_at = float("-inf")
         self._alive_at = time.monotonic()
@@ -135,7 +135,7 @@ class Relay:
     def _outcome(self, now: float) -> ExitOutcome | None:
         """Return how it ends: it was told that the run is finished, or nobody is there to tell."""
         link = self._link
-        if link.is_done:
+        if link.is_done and self.is_alone:  # else who gathers in this process says it
             return ExitOutcome.DONE
         if link.rejection:
             log(link.rejection)
@@ -143,7 +143,7 @@ class Relay:
         if self._has_no_room(now):
             log(f"the job is over, and {self._tree.parent} cannot be written")
             return ExitOutcome.NO_ROOM
-        if not self._is_alone:
+        if not self.is_alone:
             return None
         if self._sees_tree(now - link.heard_at):
             return ExitOutcome.DONE

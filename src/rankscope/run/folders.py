@@ -286,9 +286,13 @@ class FolderLock:
             if time.monotonic() > deadline:
                 raise SpoolError(f"{path}: is not what was opened under that name")
 
+    def is_in_place(self) -> bool:
+        """True where the file that is locked is the one at its path, and not gone or another's."""
+        return _is_file_at(self._path, self._descriptor)
+
     def remove(self) -> None:
         """Give the lock up and remove its file; whoever waits for it makes a new one."""
-        if self._descriptor >= 0:
+        if self._descriptor >= 0 and self.is_in_place():
             with contextlib.suppress(OSError):
                 self._path.unlink()
         self.release()

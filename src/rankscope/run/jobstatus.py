@@ -129,6 +129,12 @@ class JobStatus:
     ranks: tuple[RankStatus, ...] = ()
     """Every rank that has written anything, its last life, lowest first."""
 
+    @property
+    def age_s(self) -> float | None:
+        """Seconds since this was written; None where nobody did."""
+        written_ns = self.written_ns
+        return max(0.0, (time.time_ns() - written_ns) / 1e9) if written_ns else None
+
 
 def fullest_spool(statuses: Sequence[RankStatus]) -> dict[str, Any] | None:
     """Return how full the fullest spool of this host is; None where none is here."""

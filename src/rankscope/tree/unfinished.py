@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rankscope.assembly.sources import run_in
 from rankscope.errors import SpoolError
 from rankscope.run.filenames import COLLECTOR_LOCK_NAME, HOST_STATE_PREFIX, REPLICA_FOLDER
 from rankscope.run.folders import (
@@ -18,12 +20,20 @@ from rankscope.run.folders import (
     stream_folder,
     streams,
 )
+from rankscope.run.jobstatus import JobStatus, read_status
 from rankscope.run.locks import is_abandoned, is_alive
 from rankscope.spool.origin import origin_text
 from rankscope.spool.replication import read_end, replica_path, replicated
 from rankscope.spool.streamreader import StreamReader
 
-__all__ = ["begin_in", "is_about_to_end", "is_at_work", "received_bytes", "spool_bases"]
+__all__ = [
+    "begin_in",
+    "is_about_to_end",
+    "is_at_work",
+    "received_bytes",
+    "spool_bases",
+    "status_in",
+]
 
 _SILENT_S = 30.0
 """Relays of other hosts leave a word in a shared folder every second."""
@@ -61,6 +71,12 @@ def is_about_to_end(folder: Path, run: Mapping[str, Any]) -> bool:
             return False
         of_host.update(found)
     return are_open <= of_host
+
+
+def status_in(folder: Path) -> JobStatus:
+    """Return the status of a running job; before the first is written at least which run it is."""
+    status = read_status(folder)
+    return status if status.written_ns else replace(status, run=run_in(folder) or status.run)
 
 
 def received_bytes(folder: Path) -> int:
