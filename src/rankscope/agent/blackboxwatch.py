@@ -267,8 +267,8 @@ class _LeapWatch:
         self._board = board
         self._say = say
         self._recorder = recorder
-        self._known: set[int] = set()
-        """Numbers of the modules that were called."""
+        self._uncalled = recorder.modules = {}
+        """Paths of the modules that were not called yet, by number."""
         self._modules: dict[int, _WatchedModule] = {}
         """Those of whose path a glob speaks, by number."""
         self._calls: dict[int, tuple[_WatchedModule, Mode, int]] = {}
@@ -279,14 +279,12 @@ class _LeapWatch:
 
     def look(self, calls: Structured, values: ValueRows) -> None:
         """Look at the calls of a batch, then at its values: they come after their call."""
-        called = {*calls["module"].tolist()}
-        for number in called - self._known:
-            path = self._recorder.modules.get(number, "")
+        for number in self._uncalled.keys() & {*calls["module"].tolist()}:
+            path = self._uncalled.pop(number)
             places = map(split_place, self._globs)
             slots = tuple((i, s) for i, (p, s) in enumerate(places) if glob_matches(p, path))
             if slots:
                 self._modules[number] = _WatchedModule(path, slots)
-        self._known |= called
         is_watched = _CALLS_WATCHED[calls["phase"]] & (calls["mode"] == self._box.mode)
         is_watched &= np.isin(calls["module"], [*self._modules])
         for sequence, number, step in _rows(calls[is_watched], "sequence", "module", "step"):

@@ -66,8 +66,9 @@ class Recorder:
         """Dimension that counts the samples of a value."""
         self.slots: dict[str, int] = {}
         """Name of a slot -> number of its definition."""
-        self.modules: dict[int, str] = {}
-        """Number of the definition of a module -> its path."""
+        self.modules: dict[int, str] | None = None
+        """Number of the definition of a module -> its path, where an observer asks for that by a
+        table here: modules may be made anew for ever."""
         self._writer = writer
         self._ring = writer if isinstance(writer, RingWriter) else None
         self._kept = writer if self._ring is None else self._ring.kept
@@ -96,7 +97,7 @@ class Recorder:
                 unicode_errors="backslashreplace",  # file names and keys may hold lone surrogates
             )
             writer.define(packed)
-        if kind == "module":
+        if kind == "module" and self.modules is not None:
             self.modules[number] = str(fields["path"])
         return number
 

@@ -59,6 +59,8 @@ class LayerWatch:
     def __init__(self, recorder: Recorder) -> None:
         """Look at what is recorded, in batches."""
         self._recorder = recorder
+        self._paths = recorder.modules = {}
+        """Of modules, by number."""
         self._lets_go = True
         self._threads: set[int] = set()
         """Those that have called modules."""
@@ -111,7 +113,7 @@ class LayerWatch:
         calls = calls[calls["phase"] == Phase.FORWARD]
         columns = (calls[name].tolist() for name in ("sequence", "module", "root", "parent"))
         for sequence, module, root, parent in zip(*columns):
-            path = f".{self._recorder.modules.get(module, '')}"
+            path = f".{self._paths.get(module, '')}"
             around = self._calls.get(parent)
             if around is not None:
                 self._place(sequence, around, root, path)
