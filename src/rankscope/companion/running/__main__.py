@@ -20,7 +20,7 @@ from typing import Final
 from rankscope.companion.running.findingsfile import FindingsFile
 from rankscope.companion.running.rankstatuses import StatusWriter
 from rankscope.companion.running.runningjob import RunningJob
-from rankscope.companion.running.stepjudge import MOST_REST_S, REST, LiveCheck
+from rankscope.companion.running.stepjudge import MOST_REST_S, LiveCheck
 from rankscope.companion.running.stepkeeper import KeepSizes, StepKeeper
 from rankscope.errors import FolderError, RankscopeError
 from rankscope.run.companions import READER_SETTINGS, TREE_TROUBLE, ExitOutcome
@@ -37,6 +37,8 @@ __all__ = ["main"]
 _NICE: Final = 10
 _PR_SET_PDEATHSIG: Final = 1
 _LOOK_S: Final = 0.25
+_REST: Final = 3
+"""Reading rests so many times as long as it took."""
 
 
 def _end_with(parent: int) -> None:
@@ -74,7 +76,7 @@ def _go_along(job: RunningJob, keeper: StepKeeper | None, is_stopped: Callable[[
         is_busy = job.look(is_stopped)
         took = time.monotonic() - began
         is_behind = keeper is not None and keeper.is_behind
-        rest = 0.0 if is_behind else min(REST * took, MOST_REST_S)
+        rest = 0.0 if is_behind else min(_REST * took, MOST_REST_S)
         until = began + took + max(0.0 if is_busy else _LOOK_S, rest)
         while not is_stopped() and time.monotonic() < until:
             time.sleep(min(_LOOK_S, max(0.0, until - time.monotonic())))

@@ -16,7 +16,7 @@ from rankscope.record.finding import Finding, Kind, Severity
 from rankscope.run.stallrecords import stalls_in
 from rankscope.tree.views import Trace
 
-__all__ = ["MOST_REST_S", "REST", "LiveCheck"]
+__all__ = ["MOST_REST_S", "LiveCheck"]
 
 _STEPS_BESIDE: Final = 2
 """Steps before the new ones that are judged with them: some rules look back."""
@@ -29,7 +29,7 @@ _LAST_S: Final = 0.3
 """So long what is judged at the end is waited for: `check` judges it again."""
 _STALL_AGAIN_S: Final = 1.0
 """A stall is judged again so long after it was judged first."""
-REST: Final = 3
+_REST: Final = 1.5
 """It rests so many times as long as it worked: several steps together cost less than one by one."""
 MOST_REST_S: Final = 2.0
 _LOOK_BYTES: Final = 24 << 20
@@ -89,7 +89,7 @@ class LiveCheck:
         running = self._running
         if running is not None and not running.thread.is_alive():
             self._running = None
-            self._rests_until = running.ended_at + min(REST * running.took_s, MOST_REST_S)
+            self._rests_until = running.ended_at + min(_REST * running.took_s, MOST_REST_S)
             if running.trouble:
                 self._findings.say(running.trouble)
             self._tell(running.faults, running.ended_ns)
