@@ -280,7 +280,7 @@ def test_of_a_job_that_ends_in_order_nothing_is_copied_until_somebody_asks(run_f
     box.look(2.0, JobState.OVER, None)
     assert box.is_settled and box.quiet_ranks == 1
     assert not list(run_folder.glob("rank*"))
-    box.hear("vanished", "a host is gone without a word")
+    box.hear(Trigger.VANISHED, "a host is gone without a word")
     while not box.is_settled:
         box.look(3.0, JobState.OVER, None)
     assert not box.quiet_ranks

@@ -103,9 +103,13 @@ def test_cached_factors_cannot_be_written_to() -> None:
         factors(0, ((0, 4),))[0, 0] = 5.0
 
 
-def test_factors_of_a_short_dim_are_kept_and_those_of_a_long_one_are_the_same() -> None:
+def test_factors_are_kept_but_of_a_dim_too_long_for_that_and_are_the_same() -> None:
     assert factors(0, ((3, 8),)) is factors(0, ((3, 8),))
-    long = factors(0, ((0, 5000),))
-    assert factors(0, ((0, 5000),)) is not long and np.array_equal(
+    vocabulary = factors(0, ((0, 50_000),))
+    for length in range(300):  # as beside sequences of any length
+        factors(1, ((0, length),))
+    assert factors(0, ((0, 50_000),)) is vocabulary
+    long = factors(0, ((0, 300_000),))
+    assert factors(0, ((0, 300_000),)) is not long and np.array_equal(
         long[:, 3:8], factors(0, ((3, 8),))
     )

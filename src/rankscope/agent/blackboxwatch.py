@@ -53,6 +53,8 @@ _LEAST: Final = 0.01
 _CALLS_WATCHED: Final = np.isin(np.arange(256), (Phase.FORWARD, Phase.GRADS, Phase.PARAMS))
 """Phases whose calls are watched; gradients of backward come under the calls of forward. Setup is
 of no step, and recomputed and accumulated values are of calls that are watched anyway."""
+_MOST_MODULES: Final = 1 << 14
+"""Of a program that makes models all the time, the oldest are forgotten."""
 _LATE: Final = 8
 """Steps that an accelerator may be behind with the digests of a call."""
 _UNTIL_TOLD: Final = 16
@@ -279,12 +281,16 @@ class _LeapWatch:
 
     def look(self, calls: Structured, values: ValueRows) -> None:
         """Look at the calls of a batch, then at its values: they come after their call."""
+        while len(self._uncalled) > _MOST_MODULES:
+            del self._uncalled[next(iter(self._uncalled))]
         for number in self._uncalled.keys() & {*calls["module"].tolist()}:
             path = self._uncalled.pop(number)
             places = map(split_place, self._globs)
             slots = tuple((i, s) for i, (p, s) in enumerate(places) if glob_matches(p, path))
             if slots:
                 self._modules[number] = _WatchedModule(path, slots)
+            if len(self._modules) > _MOST_MODULES:
+                del self._modules[next(iter(self._modules))]
         is_watched = _CALLS_WATCHED[calls["phase"]] & (calls["mode"] == self._box.mode)
         is_watched &= np.isin(calls["module"], [*self._modules])
         for sequence, number, step in _rows(calls[is_watched], "sequence", "module", "step"):

@@ -12,6 +12,7 @@ from rankscope.cli.arguments import TraceArgument
 from rankscope.cli.ordering import Ordering, Progress
 from rankscope.cli.terminal import echo, remark
 from rankscope.record.ranklists import ranks_named
+from rankscope.run.jobstatus import OLD_S
 from rankscope.run.outfolder import typed
 from rankscope.settings import settings_from
 from rankscope.tree.reader import trace_folder
@@ -21,8 +22,6 @@ __all__ = ["command"]
 EXIT_NOT_THERE = 1
 EXIT_INTERRUPTED = 130
 _LOOK_S = 0.2
-_OLD_S = 10.0
-"""Records that nobody has read for so long are not waited for."""
 _TOLD_S = 3.0
 """After so long a host whose relay has not seen the order is named."""
 
@@ -89,7 +88,7 @@ def _follow(ordering: Ordering, seconds: float, *, has_wishes: bool) -> None:
                     f"{ranks_named(ranks)} on {host or 'an unknown host'}: no relay there has seen "
                     "the order in this folder"
                 )
-        is_unread = found.first >= 0 and found.unread_s > _OLD_S and now - began > _OLD_S
+        is_unread = found.first >= 0 and found.unread_s > OLD_S and now - began > OLD_S
         if found.is_complete or found.is_job_over or is_unread or not now - began <= seconds:  # nan
             break
         time.sleep(_LOOK_S)

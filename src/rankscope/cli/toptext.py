@@ -9,11 +9,11 @@ from typing import Any
 
 from rankscope.cli.terminal import Paint, cut, fitted, size_text
 from rankscope.record.ranklists import ranks_named
+from rankscope.run.jobstatus import OLD_S
 
 _HEAD = f"{'ranks':<12} {'step':<9} {'age':>6} {'time':>7} {'all':>5} {'own':>5}  last in"
 _MOST_FINDINGS = 3
 _SLOW = 1.1
-_OLD_S = 10.0
 
 
 def screen_lines(
@@ -60,7 +60,7 @@ def _job(found: Mapping[str, Any], paint: Paint) -> Iterator[str]:
     if found["state"] == "deserted":
         yield paint("red", "nobody is at work on this trace: rankscope recover builds its tree")
     age_s = found["status_age_s"]
-    if found["state"] == "running" and age_s is not None and age_s > _OLD_S:
+    if found["state"] == "running" and age_s is not None and age_s > OLD_S:
         yield paint("yellow", f"this is what was so {_seconds(age_s)} ago: nobody has looked since")
     parts = []
     if found["step"] is not None:

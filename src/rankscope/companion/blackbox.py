@@ -69,7 +69,7 @@ def copy_what_is_held(run_folder: Path) -> None:
     try:
         while box.look(time.monotonic(), JobState.OVER, None) or box.quiet_ranks:
             if box.quiet_ranks:
-                box.hear("recovered")
+                box.hear(Trigger.RECOVERED)
         if not box.is_settled:
             raise SpoolError(f"{run_folder}: {box.trouble or 'a rank is still at work'}")
     finally:
@@ -120,14 +120,14 @@ class BlackBox:
         boards = self._boards.items()
         return [(life, event.entry) for life, board in boards for event in board.events()]
 
-    def hear(self, word: str, text: str = "") -> None:
+    def hear(self, trigger: Trigger, text: str = "") -> None:
         """Tell here what happened elsewhere, at the furthest step of this host's ranks.
 
         Raises:
             OSError: it cannot be written.
         """
         if self.streams:
-            self._tell(Trigger[word.upper()], self._of_last_life(), text=text)
+            self._tell(trigger, self._of_last_life(), text=text)
             self.quiet_ranks, self._looked_at = 0, float("-inf")
 
     def hear_entry(self, life: int, entry: str) -> None:

@@ -29,8 +29,8 @@ from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.companions import (
     TREE_TROUBLE,
     ExitOutcome,
-    companion_environment,
     dataset_command,
+    start_child,
     tree_command,
 )
 from rankscope.run.filenames import (
@@ -73,7 +73,7 @@ class CollectorOptions:
     traced_ranks: int
     settings: Settings
     """As the ranks have them; `keys` names the collector's own file."""
-    first_relay_s: float = FIRST_RELAY_S
+    first_relay_s: float
     """How long to wait for the first relay: importing torch on a large cluster takes its time."""
 
 
@@ -301,15 +301,8 @@ def _builder(
     Raises:
         OSError: it cannot be started.
     """
-    process = subprocess.Popen(
-        tree_command(options.out, keep_spool=options.settings.keep_spool),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        env=companion_environment(),
-        cwd=options.out,
-        start_new_session=True,
-    )
-    with process:
+    command = tree_command(options.out, keep_spool=options.settings.keep_spool)
+    with start_child(command, options.out, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
         said, code = b"", None
@@ -336,14 +329,7 @@ def _finish_dataset(options: CollectorOptions) -> Turns[bool]:
     most_s = max(options.settings.finish_seconds, FINISH_SECONDS)
     deadline = time.monotonic() + most_s
     try:
-        process = subprocess.Popen(
-            dataset_command(options.out),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # its errors go into the collector's log
-            env=companion_environment(),
-            cwd=options.out,
-            start_new_session=True,
-        )
+        process = start_child(dataset_command(options.out), options.out)
     except OSError as error:
         trouble = f"its process cannot be started: {error.strerror}"
     else:

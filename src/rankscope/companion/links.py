@@ -48,6 +48,7 @@ from rankscope.companion.shipping import Shipment
 from rankscope.companion.waitingrule import HostState, JobState
 from rankscope.errors import FolderError, RankscopeError, SpoolError, WireError
 from rankscope.record.streams import StreamId
+from rankscope.record.triggers import Trigger
 from rankscope.run.address import check_address, is_tcp
 from rankscope.run.eventboard import agreed
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME, VANISHED_NAME
@@ -307,7 +308,7 @@ class SocketLink(Link):
             if isinstance(message, Happened):
                 self._box.hear_entry(message.incarnation, message.entry)
             elif message.vanished and self._box.quiet_ranks:
-                self._box.hear("vanished", message.vanished)
+                self._box.hear(Trigger.VANISHED, message.vanished)
         except (OSError, ValueError, KeyError) as error:
             self._refused.log(f"what happened elsewhere cannot be noted here: {error}")
 
@@ -409,7 +410,7 @@ class FolderLink(Link):
             text = agreed(self._out / REPLICA_FOLDER, VANISHED_NAME)
             if text is not None:
                 with contextlib.suppress(OSError):  # tried again
-                    self._box.hear("vanished", text)
+                    self._box.hear(Trigger.VANISHED, text)
 
     def _claim(self, now: float) -> bool:
         """Say whose records these are; False where they may not or cannot be written."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from rankscope.companion.log import log
-from rankscope.run.companions import READER_SETTINGS, companion_environment, reader_command
+from rankscope.run.companions import READER_SETTINGS, reader_command, start_child
 from rankscope.settings import Settings
 
 __all__ = ["ReaderProcess"]
@@ -32,8 +32,7 @@ class ReaderProcess:
 
     def __init__(self, out: Path, traced_ranks: int, settings: Settings) -> None:
         """Start nothing yet."""
-        texts = json.dumps(settings.as_text())
-        self._environment = {**companion_environment(), READER_SETTINGS: texts}
+        self._settings = json.dumps(settings.as_text())
         self._command, self._out = reader_command(out, traced_ranks), out
         self._starts_left = _STARTS
         self._process: subprocess.Popen[bytes] | None = None
@@ -60,14 +59,8 @@ class ReaderProcess:
         self._starts_left -= 1
         self._started_at = now
         try:
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # its errors go into the collector's log
-                env=self._environment,
-                cwd=self._out,
-                start_new_session=True,
-            )
+            told = {READER_SETTINGS: self._settings}
+            self._process = start_child(self._command, self._out, variables=told)
         except OSError as error:
             log(f"the process beside the job's steps cannot be started: {error.strerror}")
 

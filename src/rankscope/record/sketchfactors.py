@@ -42,8 +42,10 @@ _FIRST: Final = np.uint64(0xEB9EEDC79EE128D1)
 _SECOND: Final = np.uint64(0xD9670F5DAA1A8F4F)
 _SEED: Final = np.uint64(0xC6CE91D9F29196ED)
 _SIGNS: Final = SKETCH_SIZE // 2
-_MOST_KEPT: Final = 1 << 12
-"""Indices up to which factors are kept: 128 KiB of them, 32 MiB of all that are."""
+_SHORT: Final = 1 << 12
+"""Indices up to which factors of 256 ranges are kept: 128 KiB each."""
+_LONG: Final = 1 << 18
+"""The same of four ranges, 8 MiB each: of a vocabulary, whatever lengths stand beside it."""
 
 
 def factors(dim: int, ranges: Ranges) -> npt.NDArray[np.float32]:
@@ -56,8 +58,10 @@ def factors(dim: int, ranges: Ranges) -> npt.NDArray[np.float32]:
     Returns:
         [8, n] float32, read-only, n the total length of the ranges.
     """
-    is_short = sum(stop - start for start, stop in ranges) <= _MOST_KEPT
-    return _kept(dim, ranges) if is_short else _compute(dim, ranges)
+    count = sum(stop - start for start, stop in ranges)
+    if count <= _SHORT:
+        return _kept_short(dim, ranges)
+    return _kept_long(dim, ranges) if count <= _LONG else _compute(dim, ranges)
 
 
 def block_factors(dim: int, first: int, count: int) -> npt.NDArray[np.float32]:
@@ -102,7 +106,8 @@ def _compute(dim: int, ranges: Ranges) -> npt.NDArray[np.float32]:
     return values
 
 
-_kept = functools.lru_cache(maxsize=256)(_compute)
+_kept_short = functools.lru_cache(maxsize=256)(_compute)
+_kept_long = functools.lru_cache(maxsize=4)(_compute)
 
 
 def _draw(dim: int, level: int, counter: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:

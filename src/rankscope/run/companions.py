@@ -119,6 +119,35 @@ def companion_environment(environ: Mapping[str, str] = os.environ) -> dict[str, 
     }
 
 
+def start_child(
+    command: Sequence[str],
+    out: Path,
+    *,
+    stdout: int = subprocess.DEVNULL,
+    variables: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start what a companion has done beside it, in a session of its own; its errors go into the
+    companion's log.
+
+    Args:
+        command: one of those above.
+        out: the trace folder, where it works.
+        stdout: takes its output.
+        variables: what its environment has besides.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        env={**companion_environment(), **(variables or {})},
+        cwd=out,
+        start_new_session=True,
+    )
+
+
 def start_daemon(command: Sequence[str], log: Path, folder: Path) -> str:
     """Start `command` as nobody's child: own session, stdio to `log`, no inherited descriptor.
     Return its name (`run.processes`).

@@ -22,6 +22,7 @@ from rankscope.run.filenames import REPLICA_FOLDER, RUN_ID_NAME, STATUS_FORMAT, 
 from rankscope.run.replacing import read_json_map, write_by_rename
 
 __all__ = [
+    "OLD_S",
     "EndedStep",
     "JobStatus",
     "JobTotals",
@@ -31,6 +32,8 @@ __all__ = [
     "write_status",
 ]
 
+OLD_S: Final = 10.0
+"""A status that is older is said to be: nobody has read the records since."""
 _TOLD_STEPS: Final = 8
 """Of the steps that a rank ended last."""
 

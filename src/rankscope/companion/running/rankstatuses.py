@@ -28,7 +28,6 @@ from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.folders import find_runs, stream_folder, streams
 from rankscope.run.jobstatus import JobStatus, JobTotals, RankStatus, write_status
 from rankscope.run.locks import is_alive
-from rankscope.spool.replication import read_end, replica_path
 from rankscope.spool.streamreader import StreamReader
 from rankscope.tree.unfinished import spool_bases
 
@@ -224,7 +223,7 @@ class StatusWriter:
         """Return how the stream ended, as an `EndReason`'s value."""
         if split.tail.end is not None:
             return split.tail.end.value
-        marker = read_end(replica_path(self._out, split.stream))
+        marker = self._job.end_of(split.stream)
         if marker is not None:
             return marker.end.value
         spool = self._spools.get(split.stream)

@@ -5,7 +5,7 @@ ask where the ranks are, which steps every rank has ended, and for the trace of 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -80,10 +80,11 @@ class RunningJob:
         """What was read, of each rank its last life last."""
         return [*self._replaced, *self._streams.values()]
 
-    @property
-    def ends(self) -> Mapping[int, StreamEnd]:
-        """End markers of the last life by rank, as of the last look."""
-        return self._ends
+    def end_of(self, stream: StreamId) -> StreamEnd | None:
+        """Return the end marker of a stream as of the last look; None where there was none."""
+        if stream.incarnation == self.life:
+            return self._ends.get(stream.rank)
+        return read_end(replica_path(self._out, stream))
 
     @property
     def held_bytes(self) -> int:
