@@ -142,8 +142,12 @@ class Launch:
 
     def beside(self) -> int:
         """Process number of what goes with the job step by step; 0 where none lives."""
-        wanted = {b"rankscope.companion.running", str(self.out).encode()}
-        return next((pid for pid in pids() if wanted <= set(command_line(pid))), 0)
+        wanted, mark = {b"rankscope.companion.running", b"--run-folder"}, str(self.spool).encode()
+        for pid in pids():
+            words = command_line(pid)
+            if wanted <= set(words) and any(word.startswith(mark) for word in words):
+                return pid
+        return 0
 
     def ranks(self) -> list[int]:
         """Process numbers of the ranks."""

@@ -22,7 +22,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rankscope.errors import RankscopeError
-from rankscope.run.companions import READER_SETTINGS, reader_command
+from rankscope.run.companions import reader_command
+from rankscope.run.folders import SHARED, RunHeader, write_run_header
 from rankscope.tree.reader import open_trace
 from tests.perf.assemble import rank_cells
 
@@ -128,9 +129,12 @@ def simulate(ranks: int, modules: int, steps: int, period_s: float) -> None:
     with tempfile.TemporaryDirectory() as name:
         out = Path(name)
         (out / "spool").mkdir()
-        command = reader_command(out, ranks)
-        told = json.dumps({"live-check": "0"})
-        beside = subprocess.Popen(command, cwd=out, env={**os.environ, READER_SETTINGS: told})
+        header = RunHeader(
+            run_id="growing", out=out, collector=SHARED, world_size=ranks, collects=ranks,
+            settings={"live-check": "0"},
+        )  # fmt: skip
+        write_run_header(out, header)
+        beside = subprocess.Popen(reader_command(out), cwd=out)
         made: dict[int, float] = {}
         lags: list[float] = []
         size = most = 0.0

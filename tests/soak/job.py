@@ -276,10 +276,10 @@ class Job:
                 or self._host_of(pid) == host
             ]
         words = {
-            "relay": b"rankscope.companion",
-            "collector": b"rankscope.companion",
-            "reader": b"--traced-ranks",
-            "builder": b"--build-tree",
+            "relay": {b"rankscope.companion"},
+            "collector": {b"rankscope.companion"},
+            "reader": {b"rankscope.companion.running", b"--run-folder"},
+            "builder": {b"--build-tree"},
         }
         out = str(self.out).encode()
         program = str(_PROGRAM).encode()
@@ -288,7 +288,7 @@ class Job:
             for pid, parts in processes(self.folder)
             if role == "any"
             or (
-                words[role] in parts
+                words[role] <= set(parts)
                 and (role in ("reader", "builder") or self._is_role(role, out in parts))
                 if role in words
                 else program in parts and self._is_rank(pid) == (role == "rank")

@@ -30,6 +30,7 @@ from rankscope.run.companions import (
     TREE_TROUBLE,
     ExitOutcome,
     dataset_command,
+    metrics_trouble,
     start_child,
     tree_command,
 )
@@ -66,6 +67,7 @@ _VANISHED = "a host is gone without a word: its ranks never said how they ended"
 class CollectorOptions:
     """Which run a collector gathers, and how."""
 
+    run_folder: Path
     out: Path
     bind: Sequence[str]
     """No address: the trace folder is shared."""
@@ -145,9 +147,7 @@ def gathering(
         else:
             with (
                 _metrics(options),
-                contextlib.closing(
-                    ReaderProcess(options.out, options.traced_ranks, options.settings)
-                ) as reader,
+                contextlib.closing(ReaderProcess(options.run_folder, options.out)) as reader,
             ):
                 decision = yield from _gather(
                     options, source, is_stopped, watching, reader, wait_s, lock.is_in_place
@@ -176,7 +176,7 @@ def gathering(
 
 def _metrics(options: CollectorOptions) -> contextlib.AbstractContextManager[None]:
     port = options.settings.metrics
-    if port is None:
+    if port is None or metrics_trouble(port):  # the trouble was said when the run began
         return contextlib.nullcontext()
     from rankscope.companion.metrics import served_metrics  # an extra: its package may be missing
 

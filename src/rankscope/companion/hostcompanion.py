@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from rankscope.companion.finish import (
@@ -23,11 +22,10 @@ from rankscope.companion.log import log
 from rankscope.companion.relay import Relay
 from rankscope.companion.waitingrule import HostState
 from rankscope.errors import FolderBusyError, SpoolError
-from rankscope.run.companions import ExitOutcome, dataset_trouble, metrics_trouble
+from rankscope.run.companions import ExitOutcome, settings_of_gathering
 from rankscope.run.filenames import COMPANION_LOCK_NAME, RUN_NAME
 from rankscope.run.folders import FolderLock, RunHeader, read_run_header
 from rankscope.run.prepare import Collection
-from rankscope.settings import settings_of_run
 
 __all__ = ["HostCompanion"]
 
@@ -96,7 +94,15 @@ class HostCompanion:
         """Begin to gather; False where another host of a shared folder does."""
         listens = collection.is_elsewhere
         turns = gathering(
-            _options(header, collection, is_by_hand=self._is_by_hand),
+            CollectorOptions(
+                run_folder=self._folder,
+                out=header.out,
+                bind=(header.collector,) if listens else (),
+                world_size=header.world_size,
+                traced_ranks=header.collects,
+                settings=settings_of_gathering(header),
+                first_relay_s=float("inf") if self._is_by_hand else FIRST_RELAY_S,
+            ),
             self._is_stopped,
             self._observer,
             wait_s=_LOOK_S if listens else 0.0,
@@ -146,24 +152,3 @@ class HostCompanion:
             next(self._turns)
         except StopIteration as end:
             self._turns, self._gathered = None, end.value
-
-
-def _options(header: RunHeader, collection: Collection, *, is_by_hand: bool) -> CollectorOptions:
-    """Return how the run is gathered; what of it cannot be had was said when it began."""
-    settings = settings_of_run(header.settings)
-    port = settings.metrics
-    settings = replace(
-        settings,
-        keep_spool=settings.keep_spool or header.keeps_apart,
-        metrics=None if port is None or metrics_trouble(port) else port,
-        # of hosts that keep their records apart the merged trace has a dataset
-        parquet=settings.parquet and not header.keeps_apart and not dataset_trouble(),
-    )
-    return CollectorOptions(
-        out=header.out,
-        bind=(header.collector,) if collection.is_elsewhere else (),
-        world_size=header.world_size,
-        traced_ranks=header.collects,
-        settings=settings,
-        first_relay_s=float("inf") if is_by_hand else FIRST_RELAY_S,
-    )

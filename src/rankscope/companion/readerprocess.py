@@ -7,15 +7,13 @@ It comes once records have been there for some seconds, so that a job that is ov
 from __future__ import annotations
 
 import contextlib
-import json
 import subprocess
 import time
 from pathlib import Path
 from typing import Final
 
 from rankscope.companion.log import log
-from rankscope.run.companions import READER_SETTINGS, reader_command, start_child
-from rankscope.settings import Settings
+from rankscope.run.companions import reader_command, start_child
 
 __all__ = ["ReaderProcess"]
 
@@ -30,10 +28,9 @@ _END_S: Final = 0.5
 class ReaderProcess:
     """The process of one collector; nothing of a run depends on it."""
 
-    def __init__(self, out: Path, traced_ranks: int, settings: Settings) -> None:
+    def __init__(self, run_folder: Path, out: Path) -> None:
         """Start nothing yet."""
-        self._settings = json.dumps(settings.as_text())
-        self._command, self._out = reader_command(out, traced_ranks), out
+        self._command, self._out = reader_command(run_folder), out
         self._starts_left = _STARTS
         self._process: subprocess.Popen[bytes] | None = None
         self._first_at: float | None = None
@@ -59,8 +56,7 @@ class ReaderProcess:
         self._starts_left -= 1
         self._started_at = now
         try:
-            told = {READER_SETTINGS: self._settings}
-            self._process = start_child(self._command, self._out, variables=told)
+            self._process = start_child(self._command, self._out)
         except OSError as error:
             log(f"the process beside the job's steps cannot be started: {error.strerror}")
 

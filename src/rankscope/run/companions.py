@@ -15,11 +15,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rankscope.errors import SpoolError
+from rankscope.run.folders import RunHeader
 from rankscope.run.ownership import open_own_log
 from rankscope.run.processes import process_name
+from rankscope.settings import Settings, settings_of_run
 
 GROWS_FROM_BYTES = 64 << 20
 """Of records. A job with fewer gets its tree at the end, in one piece."""
@@ -50,25 +53,37 @@ def companion_command(run_folder: Path) -> list[str]:
     return [sys.executable, "-m", "rankscope.companion", "--run-folder", str(run_folder)]
 
 
-READER_SETTINGS = "RANKSCOPE_READER_SETTINGS"
-"""The variable of that command which has the settings as JSON, as `run.json` says them. A variable
-is for this user's eyes, a command line for everybody's."""
-
-
-def reader_command(out: Path, traced_ranks: int) -> list[str]:
+def reader_command(run_folder: Path) -> list[str]:
     """The command that goes with a running job step by step, as long as this process lives."""
-    return [*_reader(out), "--traced-ranks", str(traced_ranks)]
+    return _child("--run-folder", run_folder)
 
 
 def tree_command(out: Path, *, keep_spool: bool) -> list[str]:
     """The command that builds the tree, as long as this process lives; it writes lines of `PART
-    WHAT` while it does."""
-    return [*_reader(out), "--build-tree", *(["--keep-spool"] if keep_spool else [])]
+    WHAT` while it does. The run folder may be gone by then."""
+    return [*_child("--build-tree", out), *(["--keep-spool"] if keep_spool else [])]
 
 
 def dataset_command(out: Path) -> list[str]:
     """The command that writes what the Parquet dataset lacks of a trace that is finished."""
-    return [*_reader(out), "--finish-dataset"]
+    return _child("--finish-dataset", out)
+
+
+def settings_of_gathering(header: RunHeader) -> Settings:
+    """The settings by which the companion of the head host, and its children, gather a run.
+
+    Hosts that keep their records apart keep them for `recover`, whose trace has the dataset; a
+    dataset that cannot be written was said when the run began.
+
+    Raises:
+        SettingError: one cannot be read.
+    """
+    settings = settings_of_run(header.settings)
+    return replace(
+        settings,
+        keep_spool=settings.keep_spool or header.keeps_apart,
+        parquet=settings.parquet and not header.keeps_apart and not dataset_trouble(),
+    )
 
 
 def dataset_trouble() -> str:
@@ -124,7 +139,6 @@ def start_child(
     out: Path,
     *,
     stdout: int = subprocess.DEVNULL,
-    variables: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start what a companion has done beside it, in a session of its own; its errors go into the
     companion's log.
@@ -133,7 +147,6 @@ def start_child(
         command: one of those above.
         out: the trace folder, where it works.
         stdout: takes its output.
-        variables: what its environment has besides.
 
     Raises:
         OSError: it cannot be started.
@@ -142,7 +155,7 @@ def start_child(
         command,
         stdin=subprocess.DEVNULL,
         stdout=stdout,
-        env={**companion_environment(), **(variables or {})},
+        env=companion_environment(),
         cwd=out,
         start_new_session=True,
     )
@@ -199,6 +212,6 @@ def start_extras(daemons: Iterable[tuple[Sequence[str], Path]]) -> list[str]:
     return complaints
 
 
-def _reader(out: Path) -> list[str]:
+def _child(work: str, folder: Path) -> list[str]:
     module, parent = "rankscope.companion.running", str(os.getpid())
-    return [sys.executable, "-m", module, "--out", str(out), "--parent", parent]
+    return [sys.executable, "-m", module, work, str(folder), "--parent", parent]

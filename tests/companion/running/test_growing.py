@@ -298,6 +298,6 @@ def test_two_processes_do_not_write_one_tree(tmp_path: Path):
 def test_the_process_ends_where_its_collector_was_gone_before_it_began(tmp_path: Path):
     gone = forked.Popen([sys.executable, "-c", "pass"])
     gone.wait(60)
-    command = [sys.executable, "-m", "rankscope.companion.running", "--out", str(tmp_path)]
-    done = forked.run([*command, "--traced-ranks", "2", "--parent", str(gone.pid)], timeout=60)
+    command = [sys.executable, "-m", "rankscope.companion.running", "--run-folder"]
+    done = forked.run([*command, str(tmp_path), "--parent", str(gone.pid)], timeout=60)
     assert done.returncode == 1

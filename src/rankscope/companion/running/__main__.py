@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import json
 import os
 import signal
 import sys
@@ -23,10 +22,10 @@ from rankscope.companion.running.runningjob import RunningJob
 from rankscope.companion.running.stepjudge import MOST_REST_S, LiveCheck
 from rankscope.companion.running.stepkeeper import KeepSizes, StepKeeper
 from rankscope.errors import FolderError, RankscopeError
-from rankscope.run.companions import READER_SETTINGS, TREE_TROUBLE, ExitOutcome
+from rankscope.run.companions import TREE_TROUBLE, ExitOutcome, settings_of_gathering
 from rankscope.run.filenames import PARQUET_FOLDER, TRACE_NAME
+from rankscope.run.folders import read_run_header
 from rankscope.run.processes import watch_signals
-from rankscope.settings import settings_of_run
 from rankscope.tree.build import build
 from rankscope.tree.finishedtrace import trace_files
 from rankscope.tree.growingtree import grown_steps
@@ -108,31 +107,28 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m rankscope.companion.running", description=__doc__
     )
-    parser.add_argument("--out", type=Path, required=True, help="trace folder")
-    parser.add_argument("--traced-ranks", type=int, help="how many are traced")
-    parser.add_argument("--parent", type=int, help="process that started it, and ends it")
-    parser.add_argument("--build-tree", action="store_true", help="build the tree")
-    parser.add_argument("--keep-spool", action="store_true", help="and keep the records")
-    parser.add_argument(
-        "--finish-dataset", action="store_true", help="write what it lacks of a finished trace"
+    work = parser.add_mutually_exclusive_group(required=True)
+    work.add_argument("--run-folder", type=Path, help="go along with this run")
+    work.add_argument("--build-tree", type=Path, help="build the tree of this trace folder")
+    work.add_argument(
+        "--finish-dataset", type=Path, help="write what the dataset of this finished trace lacks"
     )
+    parser.add_argument("--parent", type=int, help="process that started it, and ends it")
+    parser.add_argument("--keep-spool", action="store_true", help="keep the records of the tree")
     options = parser.parse_args(arguments)
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     if options.parent is not None:
         _end_with(options.parent)
-    if options.build_tree:
-        return _build_tree(options.out, keep_spool=options.keep_spool)
-    if options.finish_dataset:
-        _finish_dataset(options.out)
+    if options.build_tree is not None:
+        return _build_tree(options.build_tree, keep_spool=options.keep_spool)
+    if options.finish_dataset is not None:
+        _finish_dataset(options.finish_dataset)
         return 0
-    if options.traced_ranks is None:
-        parser.error("--traced-ranks is missing")
     is_stopped = watch_signals()
-    # the command for findings does not inherit them
-    settings = settings_of_run(json.loads(os.environ.pop(READER_SETTINGS, "{}")))
-    out = options.out
-    job = RunningJob(out, traced_ranks=options.traced_ranks)
+    header = read_run_header(options.run_folder)
+    settings, out = settings_of_gathering(header), header.out
+    job = RunningJob(out, traced_ranks=header.collects)
     findings = FindingsFile(out, settings.on_finding)
     judge: LiveCheck | None = None
     keeper: StepKeeper | None = None
