@@ -11,38 +11,18 @@ from rankscope.diagnosis.causeorder import Join
 from rankscope.diagnosis.context import Candidate, CheckContext, JudgedStep
 from rankscope.diagnosis.coverage import Coverage
 from rankscope.diagnosis.endings import MOST_STALLS, ended_badly, ends_of
+from rankscope.diagnosis.evidence import recorded_evidence
 from rankscope.diagnosis.finalreport import made_report
 from rankscope.diagnosis.gradientorigins import at_innermost_taker, origins_of_gradients
 from rankscope.diagnosis.joins import Message, Messages, joins_of
 from rankscope.diagnosis.lastcalls import ORDERLY
 from rankscope.diagnosis.matchedcollectives import MatchedCollectives
 from rankscope.diagnosis.replicas import Layouts
-from rankscope.diagnosis.rules.accumulation import (
-    always_lost_micro_batches,
-    carried_gradients,
-    lost_micro_batches,
-)
-from rankscope.diagnosis.rules.batches import duplicate_batches, other_batches
-from rankscope.diagnosis.rules.collectives import (
-    mismatched_collectives,
-    wrong_exchanges,
-    wrong_messages,
-)
-from rankscope.diagnosis.rules.detached import detached_by_collectives
-from rankscope.diagnosis.rules.equality import unequal_replicas
-from rankscope.diagnosis.rules.nonfinite import nonfinite_origins
-from rankscope.diagnosis.rules.parameterupdates import parameters_left, remember_parameters
-from rankscope.diagnosis.rules.recompute import changed_recomputations
-from rankscope.diagnosis.rules.rescaled import rescaled_shards
-from rankscope.diagnosis.rules.siblings import lost_reductions
-from rankscope.diagnosis.rules.stages import mixed_up_micro_batches, note_stages
-from rankscope.diagnosis.rules.startvalues import equal_shards, uninitialised_parameters
-from rankscope.diagnosis.rules.structure import (
-    different_calls,
-    different_kinds,
-    layers_of_two_stages,
-)
-from rankscope.diagnosis.rules.weights import lost_ties, other_weights
+from rankscope.diagnosis.rules.accumulation import always_lost_micro_batches
+from rankscope.diagnosis.rules.collectives import wrong_messages
+from rankscope.diagnosis.rules.parameterupdates import remember_parameters
+from rankscope.diagnosis.rules.stages import note_stages
+from rankscope.diagnosis.rules.table import STEP_RULES
 from rankscope.diagnosis.stepview import StepView, step_view_of
 from rankscope.diagnosis.unreduced import (
     note_unreduced,
@@ -58,33 +38,6 @@ from rankscope.tree.views import Step, Trace
 __all__ = ["check"]
 
 EachStep = Callable[[StepView, CheckContext], None]
-Rule = Callable[[JudgedStep], Iterator[Candidate]]
-STEP_RULES: Final[tuple[Rule, ...]] = (
-    nonfinite_origins,
-    uninitialised_parameters,
-    equal_shards,
-    carried_gradients,
-    unequal_replicas,
-    lost_ties,
-    other_weights,
-    lost_reductions,
-    different_kinds,
-    different_calls,
-    layers_of_two_stages,
-    mismatched_collectives,
-    wrong_exchanges,
-    mixed_up_micro_batches,
-    changed_recomputations,
-    parameters_left,
-    detached_by_collectives,
-    rescaled_shards,
-    lost_micro_batches,
-    duplicate_batches,
-    other_batches,
-)
-"""Applied to every step and setup, in this order."""
-
-
 _LAST_STEPS: Final = 3
 """How many steps at the end of a job are asked where its ranks stand."""
 _MOST_LOOKED_AT: Final = 256
@@ -121,6 +74,7 @@ def _checked(
     context = CheckContext(
         layouts=Layouts(layouts, int(trace.run["world_size"])),
         coverage=Coverage(),
+        evidence=recorded_evidence(trace.run.get("settings", {})),
         hosts={rank["rank"]: str(rank["host"]) for rank in trace.completeness["ranks"]},
     )
     steps = [*trace.setup, *trace.steps]

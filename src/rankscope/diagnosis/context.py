@@ -5,13 +5,15 @@ layouts, what was seen before), and faulty places, before it is known which of t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from rankscope.diagnosis.coverage import Coverage
+from rankscope.diagnosis.evidence import Evidence
 from rankscope.diagnosis.replicas import InferredReplicas, Layouts
 from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView, positions
 from rankscope.record.finding import Finding, Kind, Severity
@@ -186,6 +188,8 @@ class CheckContext:
 
     layouts: Layouts
     coverage: Coverage
+    evidence: frozenset[Evidence]
+    """What the trace was asked to hold."""
     hosts: Mapping[int, str] = field(default_factory=dict)
     """{rank: its host}"""
     incarnations: dict[int, IncarnationState] = field(default_factory=dict)
@@ -205,11 +209,42 @@ class CheckContext:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One rule: a function of a step, which is asked only where the trace holds what it needs."""
+
+    judge: Callable[[JudgedStep], Iterable[Candidate]]
+    asks: str
+    """What is not judged where something lacks: a noun phrase."""
+    needs: frozenset[Evidence] = frozenset()
+
+    def __call__(self, step_view: JudgedStep) -> Iterator[Candidate]:
+        """Yield what is wrong in a step; nothing where the trace lacks what the rule needs."""
+        lacking = self.needs - step_view.evidence
+        if lacking:
+            step_view.context.coverage.not_asked(self.asks, lacking)
+            return
+        yield from self.judge(step_view)
+
+
 @dataclass(eq=False, kw_only=True)
 class JudgedStep(StepView):
     """A step as rules are given it: with what is known beyond it."""
 
     context: CheckContext
+
+    @cached_property
+    def roots(self) -> list[CallView]:
+        """The outermost forward calls; none where roots are not recorded: what stands outermost
+        then is a module inside."""
+        return super().roots if Evidence.ROOTS in self.context.evidence else []
+
+    @cached_property
+    def evidence(self) -> frozenset[Evidence]:
+        """What this step holds."""
+        given = (values for call in self.roots for values in (*call.inputs, *call.outputs))
+        is_whole = all(values.is_known.all() for values in given)
+        return self.context.evidence - (frozenset() if is_whole else {Evidence.DIGESTS})
 
     @property
     def life(self) -> IncarnationState:

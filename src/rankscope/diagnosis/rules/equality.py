@@ -22,6 +22,7 @@ from rankscope.diagnosis.distances import (
     rounding_of,
     sides_text,
 )
+from rankscope.diagnosis.evidence import Evidence
 from rankscope.diagnosis.issuedcollectives import issues_in
 from rankscope.diagnosis.replicas import Same
 from rankscope.diagnosis.stepview import Array, SlotValues, StepView, is_input
@@ -47,6 +48,21 @@ _SAME_BATCH: Final = (
 _STRAIGHT: Final = 1e-2
 """A move and its gradient point the same way where what is left of it is this small beside it."""
 _PHASES: Final = tuple(phase for phase in Phase if phase is not Phase.COLLECTIVE)
+_OF_INFERRED: Final = frozenset(
+    {
+        Evidence.FORWARD,
+        Evidence.BACKWARD,
+        Evidence.GRADS,
+        Evidence.PARAMS,
+        Evidence.COLLECTIVE,
+        Evidence.ROOTS,
+        Evidence.SLOTS,
+        Evidence.RANKS,
+        Evidence.DIGESTS,
+    }
+)
+"""What tells ranks of one model that began alike from stages of a pipeline and from ranks that
+train apart and average now and then."""
 
 
 def unequal_replicas(step_view: JudgedStep) -> Iterator[Candidate]:
@@ -55,6 +71,11 @@ def unequal_replicas(step_view: JudgedStep) -> Iterator[Candidate]:
     for values in step_view.values(*_PHASES):
         for same in _known_of(values, step_view):
             groups, is_applied = differing_groups(values, same.groups)
+            lacking = _OF_INFERRED - step_view.evidence
+            if groups and same.source == "inferred" and lacking:
+                asks = "replicas that no layout describes"
+                step_view.context.coverage.not_asked(asks, lacking, f"{values.name} differs")
+                continue
             if is_applied:
                 step_view.context.coverage.applied(values)
             if groups and not _is_rounding(values, groups, step_view):
@@ -327,7 +348,7 @@ def _without_gradient(step_view: StepView, values: SlotValues, members: Array) -
     return bare if len(bare) < len(members) else nobody
 
 
-def _kind(step_view: StepView, values: SlotValues, same: Same, groups: list[Array]) -> Kind:
+def _kind(step_view: JudgedStep, values: SlotValues, same: Same, groups: list[Array]) -> Kind:
     phase = values.call.phase
     if phase is Phase.GRADS:
         return _gradient_kind(step_view, values, groups)
@@ -350,7 +371,7 @@ def _plain_entered(values: SlotValues, groups: list[Array]) -> bool:
     )
 
 
-def _gradient_kind(step_view: StepView, values: SlotValues, groups: list[Array]) -> Kind:
+def _gradient_kind(step_view: JudgedStep, values: SlotValues, groups: list[Array]) -> Kind:
     """Tell gradients of each rank's own data from reduced ones that were changed afterwards.
 
     They are local where the module was handed different values on these ranks, and are no multiples
@@ -358,6 +379,8 @@ def _gradient_kind(step_view: StepView, values: SlotValues, groups: list[Array])
     """
     if all(is_multiple(values, values.at(group)) for group in groups):
         return Kind.REPLICA
+    if not {Evidence.FORWARD, Evidence.BACKWARD} <= step_view.evidence:
+        return Kind.GRADIENT
     given = step_view.handed(values.call.path)
     handed = [value.agree(group) for value in given for group in groups]
     if all(each is None for each in handed):  # called on one of these ranks alone
