@@ -34,7 +34,7 @@ from rankscope.diagnosis.check import check
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView, step_view_of
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
-from rankscope.record.finding import Report, Severity
+from rankscope.record.finding import Kind, Report, Severity
 from rankscope.record.phases import Phase
 from rankscope.tree.build import recover
 from rankscope.tree.reader import open_trace
@@ -219,6 +219,8 @@ def new_faults(records: Path, pieces: Sequence[str], job: Job) -> list[str]:
                     continue
                 if (finding.kind.value, finding.path) in known:
                     continue
+                if finding.kind is Kind.NONFINITE and finding.kind in kinds:
+                    continue  # true wherever it is seen first
                 how = "" if known else "A RIGHT PROGRAM: "
                 how += "" if finding.kind in kinds else "new kind: "
                 lines.append(f"without {piece}: {how}{finding.kind.value}: {finding.message[:200]}")

@@ -20,6 +20,7 @@ from rankscope.tree.summary import counted
 
 _MOST_NAMED: Final = 3
 _MOST_UNJUDGED: Final = 8
+_MOST_ASKS: Final = 5
 _ACTIVATIONS: Final = Phase.having(lambda facts: facts.is_activation)
 
 
@@ -117,8 +118,11 @@ class Coverage:
         if self._not_asked:
             lacking = frozenset[Evidence]().union(*(lacks for _, lacks in self._not_asked))
             asked = {asks: example for (asks, _), example in self._not_asked.items()}
-            listed = (f"{asks} ({each})" if each else asks for asks, each in asked.items())
-            yield f"not judged without {lacking_words(lacking)}: {', '.join(listed)}"
+            listed = [f"{asks} ({each})" if each else asks for asks, each in asked.items()]
+            listed.sort(key=lambda text: text in asked)  # what differs first
+            more = f", {len(listed) - _MOST_ASKS} more" if len(listed) > _MOST_ASKS else ""
+            asks = ", ".join(listed[:_MOST_ASKS])
+            yield f"not judged without {lacking_words(lacking)}: {asks}{more}"
         for (what, fact), of in [*self._lacking.items()][:_MOST_UNJUDGED]:
             unjudged = f"order of collectives, messages and hangs of {ranks_named(set(of))}"
             if what == "step":

@@ -69,7 +69,7 @@ def unequal_replicas(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every value whose replicas differ."""
     found: list[tuple[SlotValues, Candidate]] = []
     for values in step_view.values(*_PHASES):
-        for same in _known_of(values, step_view):
+        for same in known_replicas(values, step_view):
             groups, is_applied = differing_groups(values, same.groups)
             lacking = _OF_INFERRED - step_view.evidence
             if groups and same.source == "inferred" and lacking:
@@ -111,7 +111,7 @@ def _crossed(gradients: list[SlotValues]) -> dict[int, SlotValues]:
     }
 
 
-def _known_of(values: SlotValues, step_view: JudgedStep) -> Iterator[Same]:
+def known_replicas(values: SlotValues, step_view: JudgedStep) -> Iterator[Same]:
     """Yield which ranks should hold the same: as a layout says, and on ranks of which it does not
     speak as was inferred."""
     laid = step_view.context.layouts.same(values)
@@ -173,15 +173,25 @@ def is_within_rounding(values: SlotValues, groups: list[Array]) -> bool:
     return bool(allowed) and all(distance(values, values.at(g)) <= allowed for g in groups)
 
 
+def rounded_gradients(step_view: JudgedStep) -> set[tuple[str, str]]:
+    """Return path and name of the parameters of which replicas' gradients differ in this step, by
+    rounding alone: so may the parameters behind it."""
+    return {
+        (values.call.path, values.slot.partition(":")[2])
+        for values in step_view.values(Phase.GRADS)
+        for same in known_replicas(values, step_view)
+        if (groups := differing_groups(values, same.groups)[0])
+        and is_within_rounding(values, groups)
+    }
+
+
 def _is_rounding(values: SlotValues, groups: list[Array], step_view: JudgedStep) -> bool:
     key = (values.call.path, values.slot.partition(":")[2])
     phase = values.call.phase
     if phase is Phase.PARAMS:
-        return key in step_view.life.rounded
+        return key in step_view.life.rounded or key in rounded_gradients(step_view)
     if phase not in _LOCAL or not is_within_rounding(values, groups):
         return False
-    if phase is Phase.GRADS:
-        step_view.life.rounded.add(key)
     step_view.context.coverage.skipped["equal within rounding, not bit by bit"] += 1
     return True
 
