@@ -43,7 +43,6 @@ GradScaler may be about to skip what comes of it. Not collectives: they pad with
 _OF_SCALER = int(ValueFlag.SKIPPED | ValueFlag.SCALED)
 """What a GradScaler scales or skips: its size says nothing."""
 _MEDIAN_STEPS: Final = 32
-"""Steps whose magnitudes make the running median."""
 _FEWEST: Final = 8
 """Nothing leaps before so many are known."""
 _RISING: Final = 2.0
@@ -67,14 +66,11 @@ class RunningMedian:
     __slots__ = ("_factor", "_highest", "_last", "limit", "median")
 
     def __init__(self, factor: float) -> None:
-        """Know no step yet; a magnitude `factor` times the median leaps."""
         self._factor = factor
         self._last: deque[float] = deque(maxlen=_MEDIAN_STEPS)
         self._highest = 0.0
         self.median = 0.0
-        """Of the last steps."""
         self.limit = math.inf
-        """A magnitude of the next step leaps where it is beyond this; inf where nothing is."""
 
     def add(self, magnitude: float) -> None:
         """Take what a step had; finite, 0 or more.
@@ -113,16 +109,6 @@ class BlackBoxWatch:
         rank: int,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        """Watch for what the selection asks for.
-
-        Args:
-            recorder: of this rank; its records are looked at in batches.
-            ring: holds the steps.
-            selection: the setting `steps`.
-            board: where everybody is told.
-            rank: of this process.
-            say: tells the user which globs of `watch:` took nothing; None where another rank does.
-        """
         self._recorder = recorder
         self._ring = ring
         self._steps = selection.last
@@ -132,7 +118,6 @@ class BlackBoxWatch:
         """The step that counts: a train step, or an eval step of a program that has not trained."""
         self._has_trained = False
         self._spoiled_at: int | None = None
-        """Last step with a value that is not finite."""
         self._squares = 0.0
         factor = selection.given[Trigger.SPIKE][-1]
         self._norms = RunningMedian(factor) if factor else None
@@ -178,7 +163,6 @@ class BlackBoxWatch:
             self._spoil(_slot_names(self._recorder)[int(slots[bad[0]])])
 
     def _spoil(self, slot: str) -> None:
-        """Tell of a value that is not finite, unless one of the steps that are held had one."""
         last, self._spoiled_at = self._spoiled_at, self._step
         if last is None or self._step - last > self._steps:
             self.tell(Trigger.NONFINITE, self.mode, self._step, slot=slot)
@@ -193,8 +177,7 @@ class BlackBoxWatch:
         self._norms.add(norm)
 
     def tell(self, trigger: Trigger, mode: Mode, step: int, **fields: object) -> None:
-        """Tell what happened, unless a step that is held with it had its like; `fields`: those of
-        the trigger's sentence, besides `rank` and `step`."""
+        """Tell what happened, unless a step that is held with it had its like."""
         text = trigger.text(rank=self._rank, step=step, **fields)
         event = Happening(trigger=trigger, mode=mode, step=step, text=text)
         try:
@@ -209,18 +192,14 @@ class BlackBoxWatch:
 
 
 def _slot_names(recorder: Recorder) -> dict[int, str]:
-    """Return the names of slots by number."""
     return {number: name for name, number in recorder.slots.items()}
 
 
 def _rows(table: Structured, *names: str) -> Iterator[tuple[int, ...]]:
-    """Return some columns of records by row, as plain numbers."""
     return zip(*(table[name].tolist() for name in names))
 
 
 class _WatchedValue:
-    """One slot of one module, step by step."""
-
     __slots__ = ("history", "largest", "name", "step")
 
     def __init__(self, name: str, factor: float) -> None:
@@ -228,10 +207,8 @@ class _WatchedValue:
         self.history = RunningMedian(factor)
         self.step = -1
         self.largest = 0.0
-        """Of that step, so far."""
 
     def leaps(self, step: int, magnitude: float) -> bool:
-        """Take one magnitude; True where it is beyond those of the steps before."""
         if step > self.step:
             if self.step >= 0:
                 self.history.add(self.largest)
@@ -243,8 +220,6 @@ class _WatchedValue:
 
 @dataclass(slots=True)
 class _WatchedModule:
-    """A module of whose path a glob speaks."""
-
     path: str
     slots: tuple[tuple[int, str], ...]
     """(number of the glob, what it says of slots)."""
@@ -253,8 +228,6 @@ class _WatchedModule:
 
 
 class _LeapWatch:
-    """Tells when a value that the user named leaps."""
-
     def __init__(
         self,
         box: BlackBoxWatch,
@@ -350,7 +323,6 @@ class _LeapWatch:
         self._box.tell(Trigger.WATCHED, mode, step, value=value, **numbers)
 
     def _begin_to_watch(self, module: _WatchedModule, slot: str) -> _WatchedValue | None:
-        """Return where the magnitudes of a slot go; None where no glob takes it."""
         taking = {number for number, glob in module.slots if slot_matches(glob, slot)}
         for number in taking - self._seen:
             self._seen.add(number)

@@ -15,7 +15,6 @@ __all__ = ["Raised", "forget_exits", "note_exits", "uncaught", "what_ends_the_pr
 
 _MOST_CAUSES = 8
 _UNREMARKABLE = (None, 0)
-"""Exit codes of a program that ended in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +22,6 @@ class Raised:
     """The exception that ends a program, in words: the exception itself would keep tensors."""
 
     error: str
-    """Its type and the beginning and end of its text."""
     causes: tuple[str, ...]
     """The same of what it was raised from, or while handling; the nearest first."""
     where: str
@@ -33,8 +31,8 @@ class Raised:
 def what_ends_the_program() -> Raised | None:
     """Return the uncaught exception, or the exit code other than 0, that ends this process.
 
-    The interpreter notes an exception before it runs `atexit`, but not a SystemExit; the end of a
-    process of `multiprocessing` comes while either is being handled.
+    The interpreter notes an exception before it runs `atexit`, but not a SystemExit; a process of
+    `multiprocessing` ends while either is being handled.
     """
     running = uncaught()
     if running is None:
@@ -54,12 +52,6 @@ def uncaught() -> BaseException | None:
 
 
 def _raised_of(error: BaseException, at: str = "") -> Raised:
-    """Put an exception into words.
-
-    Args:
-        error: what ends the program.
-        at: where that was raised, if it was not raised to here.
-    """
     causes = [*_causes(error)]
     # an exit because of an exception tells no more than that exception's place
     blamed = causes[0] if causes and isinstance(error, SystemExit) else error
@@ -93,9 +85,8 @@ _exit = sys.exit
 class _Mark:
     """Lives as long as the traceback of one SystemExit.
 
-    Nothing can be asked of a SystemExit at the end: the interpreter takes it before `atexit`. Where
-    the program catches one, the traceback goes while a line of Python runs; where nobody does, it
-    goes when none is left.
+    The interpreter takes a SystemExit before `atexit`. Where the program catches one, its traceback
+    goes while a line of Python runs; where nobody does, it goes when none is left.
     """
 
     __slots__ = ("_raised",)

@@ -25,8 +25,6 @@ _DTYPES: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.
 
 
 class _Calls(threading.local):
-    """The module calls of one thread."""
-
     depth = 0
     is_expected = False
     """The outermost call was given no floating input: the first floating output is due."""
@@ -36,7 +34,7 @@ class Perturbation:
     """Multiplies the floating inputs of every outermost module call by 1 plus or minus some
     roundings; where it has none, the first floating output of a module inside.
 
-    The sign of each element follows from its value: the random numbers of the program stay.
+    The sign of each element follows from its value, so the random numbers of the program stay.
     Keyword inputs and what recomputation runs again are left alone.
     """
 
@@ -88,7 +86,6 @@ class Perturbation:
         return None
 
     def _first_off(self, output: Any) -> Any:
-        """Return an output with its first floating tensor off; None where it has none."""
         if isinstance(output, Tensor):
             changed = self._off(output)
             return None if changed is output else changed
@@ -106,7 +103,6 @@ class Perturbation:
         return None
 
     def _off(self, value: Any) -> Any:
-        """Return a floating tensor off by the roundings; anything else as it is."""
         if not isinstance(value, Tensor) or value.dtype not in _DTYPES:
             return value
         with torch.no_grad():

@@ -43,7 +43,6 @@ STORED_TYPES: Final[Mapping[str, StoredType]] = {
 }
 """By torch's name without the prefix. complex32, complex128 and packed types have no name there."""
 TORCH_NAMES: Final[Mapping[str, str]] = {stored.name: name for name, stored in STORED_TYPES.items()}
-"""The other way round."""
 
 
 def is_whole_number(dtype: str) -> bool:

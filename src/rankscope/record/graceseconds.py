@@ -1,6 +1,4 @@
-"""How long what is missing is waited for, and what stands still is left alone: the defaults of
-settings. The rules are those of `companion/waitingrule.py` and `companion/stallmonitor.py`.
-"""
+"""Defaults of how long is waited: see `companion/waitingrule.py`, `companion/stallmonitor.py`."""
 
 from __future__ import annotations
 

@@ -35,8 +35,7 @@ def ranks_named(ranks: Iterable[int] | str) -> str:
 
 
 def others_text(ranks: Iterable[int], world_size: int) -> str:
-    """Return the ranks of a world that are not among some, folded: as long as the list of these,
-    however large the world is said to be."""
+    """Return the ranks of a world that are not among some, folded, however large the world."""
     runs: list[tuple[int, int]] = []
     begin = 0
     for rank in sorted({*ranks, world_size}):
@@ -48,10 +47,6 @@ def others_text(ranks: Iterable[int], world_size: int) -> str:
 
 def parse_ranks(text: str, world_size: int = MAX_RANKS) -> tuple[int, ...]:
     """Return the ranks that `ranks_text` wrote, sorted.
-
-    Args:
-        text: the list.
-        world_size: no rank is as high.
 
     Raises:
         TraceError: the text is no list of ranks of this world.

@@ -47,7 +47,6 @@ class Statistic:
     """A number of elements: u64 in spools and columns, an integer in JSON, always defined. Else
     over the finite elements: f64, in JSON a number or null where it is undefined."""
     is_nonfinite: bool = False
-    """Counts elements that are not finite."""
     is_element: bool = False
     """One of the elements: `show` prints it whole where the value is of integers."""
     of_values: Callable[[npt.NDArray[np.float64]], float] | None = None
@@ -87,7 +86,6 @@ COUNTS: Final = tuple(s.name for s in STATISTICS if s.is_count)
 NUMBERS: Final = tuple(s.name for s in STATISTICS if not s.is_count)
 NONFINITE: Final = tuple(s.name for s in STATISTICS if s.is_nonfinite)
 MEASURED: Final = tuple(s for s in STATISTICS if s.of_values is None)
-"""What the capture kernels compute."""
 ADDED: Final = tuple(s for s in STATISTICS if s.of_values is not None)
 """What is computed from the elements in Python. Older files and spools do not hold it."""
 ADDED_UNKNOWN: Final = (math.nan,) * len(ADDED)

@@ -151,7 +151,7 @@ DIGEST: Final = tuple(
         key=lambda column: column.own_name not in {each.name for each in STATISTICS},
     )
 )
-"""What tree.json and exports say of the numbers of a value: the statistics, then the others."""
+"""Numbers of a value in tree.json and exports: the statistics, then the others."""
 
 
 def told(table: str) -> tuple[Column, ...]:

@@ -21,7 +21,6 @@ _MOST_DIGITS = 9
 """Records number steps with 32 bits."""
 _OPTIONS = ", ".join(["at:FILE", *(trigger.value.option for trigger in TRIGGER_WORDS.values())])
 LAST_HELP = f"alone or with {_OPTIONS}"
-"""What may stand beside `last:N`."""
 _HOW = (
     "write 0-2,10 or every:100 or all or at:FILE, or several of them with commas; "
     f"or last:N, {LAST_HELP}"
@@ -37,7 +36,6 @@ class StepSelection:
     ranges: tuple[tuple[int, int], ...] = ()
     """Inclusive on both ends."""
     periods: tuple[int, ...] = ()
-    """Steps divisible by any of these."""
     file: Path | None = None
     """Each touch of it asks for one step; with `last`, for those before it."""
     last: int = 0
@@ -67,11 +65,6 @@ class StepSelection:
     def check(self, *, keeps_tensors: bool, keeps_numbers: bool, spool_bytes: int) -> None:
         """Refuse what cannot be held back, or not be watched.
 
-        Args:
-            keeps_tensors: full tensors are asked for.
-            keeps_numbers: the numbers of values are.
-            spool_bytes: what a rank may hold.
-
         Raises:
             SettingError: names the setting that does not fit.
         """
@@ -98,7 +91,6 @@ class StepSelection:
         `last:N`, alone or with `at:FILE` and options of triggers.
 
         Args:
-            text: what is to be read.
             is_known: a run goes on with it: where its file lies may be gone by now.
 
         Raises:

@@ -36,7 +36,6 @@ class TriggerFacts:
     """One row of the table."""
 
     meaning: str
-    """When it happens, for the help and the pages."""
     words: str
     """Sentence of the note at its step, fields in braces."""
     otherwise: str = ""
@@ -47,7 +46,6 @@ class TriggerFacts:
     option: str = ""
     """As `--rs-steps last:N` takes it: `spike:K`."""
     parse: Callable[[str], Any] = str
-    """Reads what stands behind the colon of the option."""
     default: str = ""
     """Stands there where the option is not given; "" for none: it never happens then."""
 
@@ -67,15 +65,9 @@ class Trigger(enum.Enum):
         otherwise="none stood still",
         is_end=True,
     )
-    VANISHED = TriggerFacts(
-        meaning="a host is gone without a word",
-        words="{text}",
-        is_end=True,
-    )
+    VANISHED = TriggerFacts(meaning="a host is gone without a word", words="{text}", is_end=True)
     INTERRUPTED = TriggerFacts(
-        meaning="a signal ends the job",
-        words="{signal} ended the job",
-        is_end=True,
+        meaning="a signal ends the job", words="{signal} ended the job", is_end=True
     )
     NONFINITE = TriggerFacts(
         meaning="a value of a forward, a parameter, or a gradient before its optimizer is NaN or "
@@ -128,4 +120,3 @@ class Trigger(enum.Enum):
 TRIGGER_WORDS: Final = {
     trigger.value.option.partition(":")[0]: trigger for trigger in Trigger if trigger.value.option
 }
-"""By the words of their options."""

@@ -28,9 +28,7 @@ MAX_SAMPLES = 64
 
 
 def is_form(slot: str) -> bool:
-    """True for `form:input` and `form:output`, which say how the slots of a call were nested: notes
-    of each rank's own, no values.
-    """
+    """True for `form:input` and `form:output`: how the slots of a call were nested, no values."""
     return slot.startswith("form:")
 
 
@@ -95,8 +93,7 @@ UNFOLDED_FLAGS: Final = int(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digest:
-    """The numbers kept for a value instead of its bytes; `rankscope.record.statistics` tells what
-    each means.
+    """The numbers kept for a value instead of its bytes (`rankscope.record.statistics`).
 
     Statistics are over the finite elements. `min`, `max` and `mean` are NaN where there is none,
     `std` (divisor n - 1, as in torch) where there are fewer than two; l2 is then 0.
@@ -138,7 +135,6 @@ class Samples:
     """Sketches of the single samples of a value whose batch dim is small."""
 
     dim: int
-    """The batch dim."""
     rows: tuple[tuple[float, ...], ...]
     """One row of SKETCH_SIZE numbers a sample, the batch dim's own factor left out."""
 
@@ -152,9 +148,7 @@ class ValueMeta:
     device: str
     """"cpu", "cuda:0", "meta" ..."""
     shape: tuple[int, ...]
-    """Local shape: what this rank holds."""
     global_shape: tuple[int, ...] | None
-    """Shape of the whole tensor; None where the layout is unknown."""
     layout: Layout
     ranges: tuple[Ranges, ...] | None
     """Per dim the global indices this rank holds, None where the layout is unknown."""

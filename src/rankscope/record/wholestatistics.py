@@ -32,7 +32,6 @@ class Combined:
     l2: float | None = None
     sketch: tuple[float, ...] | None = None
     added: Mapping[str, float | None] = field(default_factory=dict)
-    """Statistics that are computed in Python, by name."""
 
     @classmethod
     def of(

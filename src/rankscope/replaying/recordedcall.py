@@ -42,11 +42,8 @@ class RecordedCall:
         ordinal: int,
         layouts: LayoutFile | None,
     ) -> None:
-        """Find it.
-
-        Raises:
-            SelectionError: there is none; says what there is.
-        """
+        """Raises:
+        SelectionError: there is no such call; says what there is."""
         wanted = trace.default_mode if mode is None else named(Mode, "mode", mode)
         nodes = (
             node
@@ -164,7 +161,6 @@ class ReplayInputs:
         return tuple(made[place] for place in places), named_ones
 
     def _form(self) -> dict[str, Any]:
-        """Return how the arguments were nested: as the call's form says, else by its slots."""
         text = self._call.note("form:input")
         if text is not None:
             found: dict[str, Any] = json.loads(text)
@@ -220,7 +216,6 @@ class ReplayInputs:
         return made
 
     def _read(self, text: str, name: int | str) -> object:
-        """Return the number, text, dtype or device that a repr means."""
         if text in _NUMBERS:
             return _NUMBERS[text]
         of_torch = _OF_TORCH.fullmatch(text)

@@ -115,9 +115,7 @@ class CallValues:
     def _reread_replaced_inputs(
         self, frame: OpenCall, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
-        """Read the inputs the module's own pre-hooks put in place of those we saw; forward has run
-        by now.
-        """
+        """Read the inputs that the module's own pre-hooks replaced; forward has run by now."""
         assert frame.sequence is not None  # recorded frames have one
         for value in (args, kwargs):
             self._values.read_all(
@@ -150,9 +148,8 @@ class CallValues:
     ) -> None:
         """Have the gradients of these tensors recorded, each under a call that ran forward.
 
-        A tensor hook stays until its graph goes, and calls that share a tensor share its hook. So
-        each (call, slot) must be watched at most once, under the sequence of its forward call: that
-        is how backward mirrors forward in the tree.
+        Calls that share a tensor share its hook. So each (call, slot) is watched at most once,
+        under the sequence of its forward call: backward mirrors forward in the tree.
         """
         if not self._wants_backward or frame.sequence is None:
             return

@@ -17,7 +17,6 @@ class DefinitionWriter:
         self._recorder = recorder
         self.table = table
         self._rootless: dict[tuple[object, ...], int] = {}
-        """Numbers of the definitions of modules that belong to no root."""
 
     def of(self, info: ModuleInfo) -> int:
         """Return the number of a module in the spool, defining it (and its root) on first sight."""

@@ -12,17 +12,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 from torch.utils.hooks import RemovableHandle
 
-from rankscope.agent.guard import Guard, GuardedHook
+from rankscope.agent.guard import Guard, GuardedHook, do_nothing
 from rankscope.capture.torch_internals.hooks import (
     forget_keyword_hook,
     global_hook_tables,
@@ -44,22 +41,18 @@ _ENTER, _LEAVE, _OWN_INPUT, _OWN_OUTPUT = (_number() for _ in range(4))
 """The same for every session of this process."""
 
 
-def _nothing(*arguments: object) -> None:
-    """Do what a hook does that is on for its number alone."""
-
-
 class HookSet:
     """The hooks of one session. Every method may be called in any state, any number of times."""
 
     def __init__(self, guard: Guard, watch: Hook) -> None:
         self._guard = guard
         self._watch: Hook = watch
-        self._before: Hook = _nothing
-        self._after: Hook = _nothing
-        self._entering = GuardedHook(guard, _nothing)
-        self._leaving = GuardedHook(guard, _nothing)
-        self._own_input = GuardedHook(guard, _nothing)
-        self._own_output = GuardedHook(guard, _nothing)
+        self._before: Hook = do_nothing
+        self._after: Hook = do_nothing
+        self._entering = GuardedHook(guard, do_nothing)
+        self._leaving = GuardedHook(guard, do_nothing)
+        self._own_input = GuardedHook(guard, do_nothing)
+        self._own_output = GuardedHook(guard, do_nothing)
         self._optimizer_hooks: list[GuardedHook] = []
         # bound once: hooks are told apart by identity
         self._enter, self._leave = self._entering.run, self._leaving.run
@@ -67,7 +60,6 @@ class HookSet:
         self._tables = global_hook_tables()
         self._is_on = False
         self.is_tracing = False
-        """The global hooks see every module call."""
         self._handles: list[RemovableHandle] = []
         """Of global hooks, where torch's tables have other names."""
         self._on_modules: list[Callable[[], None]] = []
@@ -92,7 +84,7 @@ class HookSet:
     def watch_for_step(self) -> None:
         """Have the pre-hook notice the next root forward."""
         if not self.is_tracing and not self._is_on:
-            self._entering.body, self._leaving.body = self._watch, _nothing
+            self._entering.body, self._leaving.body = self._watch, do_nothing
             self._put_on()
 
     def stop_watching(self) -> None:
@@ -196,17 +188,15 @@ class HookSet:
     def remove_all(self, *, is_inside_hook: bool = False) -> None:
         """Leave nothing of ours in torch.
 
-        Args:
-            is_inside_hook: torch may be walking its tables right now, and would raise into the
-                program if they changed: the hooks do nothing any more, and go at the next call of
-                a module.
+        Inside a hook torch may be walking its tables, and would raise into the program if they
+        changed: the hooks then do nothing any more, and go at the next call of a module.
         """
         if not (is_inside_hook or self._guard.is_failing):
             self._remove_now()
             return
         self.leave_modules()
         for hook in (self._leaving, self._own_input, self._own_output, *self._optimizer_hooks):
-            hook.body = _nothing
+            hook.body = do_nothing
         self._entering.body = self._remove_now  # torch walks over a copy of the pre-hooks
         if not self._is_on:
             self._put_on()

@@ -44,8 +44,7 @@ def calls_running(function: str, file: str) -> int:
 
 
 def call_site() -> str:
-    """Return `file.py:12 function`, without folders; "" where no line of the program is near (the
-    thread on which backward runs)."""
+    """Return `file.py:12 function`; "" without a line of the program (backward's thread)."""
     for frame in islice(frames_here(), _MOST_FRAMES):
         code = frame.f_code
         if not _is_inside(code.co_filename):
@@ -54,8 +53,7 @@ def call_site() -> str:
 
 
 def program_lines() -> int:
-    """Return a number for the lines of the program that are running, those of its libraries among
-    them: calls made from the same place of the program, a loop, have the same."""
+    """Return a hash of the running lines of the program and its libraries: a loop's are equal."""
     lines: list[tuple[str, int]] = []
     for frame in frames_here():
         if not _is_inside(frame.f_code.co_filename):
@@ -82,10 +80,8 @@ def has_left(error: BaseException, module: torch.nn.Module) -> bool:
 
 
 def raise_site(trace: TracebackType | None) -> str:
-    """Return `file.py:12 function` of the innermost line of the program that an exception left.
-
-    Lines of installed packages and of the standard library count where there are no others.
-    """
+    """Return `file.py:12 function` of the innermost line that an exception left: of the program,
+    else of installed packages and the standard library."""
     own = installed = ""
     for frame, number in walk_tb(trace):
         name = frame.f_code.co_filename
@@ -130,8 +126,7 @@ def explain_no_room(class_name: str, depth: int) -> str:
 
 
 def keyword_arguments() -> dict[str, object] | None:
-    """Return the kwargs of the module call whose global pre-hook is running, None where they are
-    hidden.
+    """Return the kwargs of the module call whose global pre-hook is running, None if hidden.
 
     Global pre-hooks are handed no kwargs; they stand in the frame of torch's `Module._call_impl`.
     """

@@ -39,12 +39,9 @@ class Tracer:
         open_scope: Callable[[ModuleInfo, nn.Module], Scope | None],
         calls_side: Callable[[Root | None, Root], None],
     ) -> None:
-        """Have the hooks of traced steps call this tracer.
-
-        Args:
-            open_scope: told of an outermost call, and its module; None where that is not traced.
-            calls_side: told where modules of one root call one of another.
-        """
+        """Args:
+        open_scope: returns the scope of an outermost call, None where that is not traced.
+        calls_side: told where modules of one root call one of another."""
         self._recorder = recorder
         self._define = definitions.of
         self._table = definitions.table
@@ -58,7 +55,6 @@ class Tracer:
         self._scopes: list[Scope] = []
         """Root forwards of this step, for the modules that checkpointing runs again."""
         self._compiled_in_place: dict[Root, tuple[ModuleInfo, ...]] = {}
-        """Of the roots called in this step."""
         self.nodes: NodeMap | None = None
         """Where the graph's nodes were made; None while nobody asks."""
         hooks.follow_with(
@@ -71,10 +67,7 @@ class Tracer:
     # ------------------------------------------------------------------ hooks
 
     def before_forward(
-        self,
-        module: nn.Module,
-        args: tuple[object, ...],
-        kwargs: dict[str, object] | None = None,
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object] | None = None
     ) -> None:
         """Global forward pre-hook: a call begins. torch hands it no kwargs: they are looked up."""
         if is_being_captured():
@@ -142,16 +135,10 @@ class Tracer:
             self._call_values.inputs_at_global_hook(frame, module, args, kwargs)
 
     def own_input_hook(
-        self,
-        module: nn.Module,
-        args: tuple[object, ...],
-        kwargs: dict[str, object] | None = None,
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object] | None = None
     ) -> None:
         """Instance pre-hook behind a module's own pre-hooks: its inputs as `forward` receives them.
-
-        torch hands it no kwargs where it was taken off (and put on again) by the step that began
-        with this very call.
-        """
+        torch hands it no kwargs where the step that began with this very call put it on again."""
         frames = self._stacks.frames
         if not (frames and frames[-1].module is module and frames[-1].is_recorded):
             return
@@ -200,8 +187,8 @@ class Tracer:
     def raised(self, error: BaseException | None) -> None:
         """Say of the call that ended last that it raised, where one of its own forward hooks did.
 
-        Our hook behind those never ran then, and the call has been written as one that returned.
-        The error's traceback tells it from a hook whose exception the program has caught.
+        It has been written as one that returned: our hook behind those never ran. The traceback
+        tells it from a hook whose exception the program has caught.
         """
         frame, self._stacks.ended = self._stacks.ended, None
         if error is None or frame is None or not frame.is_recorded or frame.sequence is None:
@@ -210,7 +197,6 @@ class Tracer:
             self._recorder.exit(frame.sequence, CallStatus.RAISED, describe_error(error))
 
     def _note_compiled_in_place(self, frame: OpenCall, root: Root) -> None:
-        """Leave a call without values for the modules of a root that no hook could see."""
         scope = frame.scope
         if root not in self._compiled_in_place:
             self._compiled_in_place[root] = self._table.compiled_in_place(root)
@@ -248,11 +234,8 @@ class Tracer:
     # ------------------------------------------------------------------ bookkeeping
 
     def _without_abandoned(self) -> OpenCall | None:
-        """Close the calls that ended without a hook (KeyboardInterrupt), and return the innermost
-        left.
-
-        Asked where a root is called inside other calls: rare enough to look at the Python stack.
-        """
+        """Close the calls that ended without a hook (KeyboardInterrupt); return the innermost left.
+        Looks at the Python stack: for a root inside other calls alone."""
         frames = self._stacks.frames
         running = module_calls_running() - 1
         while len(frames) > max(running, 0):
@@ -260,7 +243,6 @@ class Tracer:
         return frames[-1] if frames else None
 
     def _scope_that_called(self, info: ModuleInfo) -> Scope | None:
-        """Return the latest root forward of this step in which a module ran."""
         return next(
             (scope for scope in reversed(self._scopes) if info in scope.forward_calls), None
         )
@@ -277,9 +259,7 @@ class Tracer:
         self._stacks.ended = None
 
     def frame_around(self) -> OpenCall | None:
-        """Return the innermost module call that this thread is inside of, its own hooks included;
-        None outside all of them.
-        """
+        """Return the innermost module call around this thread, the module's own hooks included."""
         stacks = self._stacks
         ended = stacks.ended
         if ended is not None and self._hooks.stands_behind_outputs_of(ended.module):
@@ -305,7 +285,5 @@ class Tracer:
 
 
 def _is_wrapped_by(outer: ModuleInfo, inner: ModuleInfo) -> bool:
-    """True where a call is that of the very module around which the outer one was compiled: the
-    compiler is switched off.
-    """
+    """True where the outer module was compiled around this one, with the compiler switched off."""
     return outer.is_opaque and outer.root is inner.root and outer.path == inner.path

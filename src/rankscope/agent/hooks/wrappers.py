@@ -28,7 +28,6 @@ _FSDP2 = "torch.distributed.fsdp.FSDPModule"
 """Base of the class that fully_shard() gives a module: no wrapper, but it has another name."""
 
 _wrappers: dict[type, tuple[str, str] | None] = {}
-"""What `wrapper_of` found, by class: it is asked for every module of a model."""
 
 
 def _qualified(cls: type) -> str:

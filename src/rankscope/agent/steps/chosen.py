@@ -1,6 +1,4 @@
-"""Which steps are traced: those the setting names, and those a touch of its file or an order asks
-for.
-"""
+"""Which steps are traced: those of the setting, of a touch of its file, or of an order."""
 
 from __future__ import annotations
 
@@ -24,7 +22,6 @@ class Agreement:
     """Where ranks agree on steps that are asked for while the job runs."""
 
     is_alone: bool = True
-    """No other rank is traced."""
     is_distant: bool = False
     """Ranks of other hosts see an order at other times."""
     for_touches: Path | None = None
@@ -32,7 +29,6 @@ class Agreement:
     for_orders: Path | None = None
     """Folder, None where nobody would hand this rank an order."""
     order_file: Path = Path()
-    """Where orders are looked for."""
 
 
 class ChosenSteps:
@@ -41,11 +37,8 @@ class ChosenSteps:
     def __init__(self, selection: StepSelection) -> None:
         self._selection = selection
         self._files: list[TouchedFile] = []
-        """What asks for steps while the job runs."""
         self._ordered: dict[Mode, tuple[Order, ...]] = {}
-        """Orders of the step that runs."""
         self._has_begun = False
-        """A step that is traced has begun."""
 
     @property
     def ordered(self) -> tuple[Order, ...]:
@@ -87,12 +80,8 @@ class ChosenSteps:
         return is_chosen
 
     def none_traced(self, train: int, evaluated: int) -> Note | None:
-        """Return how a job ended none of whose steps was traced; None where one was.
-
-        Args:
-            train: the last train step that began, -1 without any.
-            evaluated: the last eval step.
-        """
+        """Return how a job ended none of whose steps was traced; None where one was. The last steps
+        of either mode are -1 where none began."""
         if self._has_begun:
             return None
         ends = [

@@ -24,9 +24,7 @@ class ScalerWatch(StandIns):
     """Tells of skipped steps between `put_on` and `take_off`; both may be called at any time."""
 
     def __init__(self, skipped: Callable[[torch.optim.Optimizer], None]) -> None:
-        """Watch nothing yet; `skipped` is told of the optimizer after `GradScaler.step` returned
-        without stepping it, and must not raise.
-        """
+        """`skipped` is told of an optimizer that a GradScaler did not step; it must not raise."""
         super().__init__()
         self._skipped = skipped
         self._stepped = 0
@@ -54,9 +52,8 @@ class ScalerWatch(StandIns):
 
 
 def scaling_of(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
-    """Return what a GradScaler hands a fused optimizer, which unscales and skips in its own kernel:
-    (slot, tensor) of the loss scale and of whether inf or NaN was found.
-    """
+    """Return (slot, tensor) of the loss scale, and of whether inf or NaN was found, that a
+    GradScaler hands a fused optimizer: that unscales and skips in its own kernel."""
     found = (
         (f"scaler:{name}", getattr(optimizer, name, None)) for name in ("grad_scale", "found_inf")
     )

@@ -1,6 +1,5 @@
-"""Networks that a frozen model's modules call and do not hold: adapters that take the place of the
-layers' own `forward`. The model's forward builds a graph where theirs does.
-"""
+"""Networks that a frozen model's modules call and do not hold: adapters in the place of the layers'
+own `forward`. The model's forward builds a graph where theirs does."""
 
 from __future__ import annotations
 
@@ -21,7 +20,6 @@ class SideNetworks:
     """Finds such networks, and says which train steps they begin."""
 
     def __init__(self, optimizers: OptimizerSearch, record_setup: Callable[[Root], None]) -> None:
-        """Know no network; `record_setup` writes a root down that was found."""
         self._optimizers = optimizers
         self._record_setup = record_setup
         self.frozen: Root | None = None
@@ -46,18 +44,15 @@ class SideNetworks:
         return True
 
     def called(self, root: Root | None, side: Root) -> None:
-        """Take note of a network that modules of a root call and do not hold: a forward of the root
-        builds a graph, from the next one on, where the network's would.
-        """
+        """Note a network that modules of a root call and do not hold: from the next forward on the
+        root builds a graph where the network would."""
         if root is None or side is root or side in root.sides:
             return
         root.sides.append(side)
         self._record_setup(side)
 
     def trains_side_of_frozen(self, optimizer: torch.optim.Optimizer) -> bool:
-        """True where an optimizer holds what the frozen root calls and does not hold itself; the
-        root is asked about once.
-        """
+        """True where an optimizer trains a side network of the frozen root; asked once a root."""
         frozen, self.frozen = self.frozen, None
         if frozen is None:
             return False

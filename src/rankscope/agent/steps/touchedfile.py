@@ -34,24 +34,19 @@ from rankscope.run.orders import OVER, STANDS, Order, is_taken_before, order_in
 __all__ = ["LEAD", "TouchedFile"]
 
 LEAD = 2
-"""Steps between the first rank that sees a touch and the step that all of them trace: ranks that
-wait for each other once a step are never further apart.
-"""
+"""Steps from the one in which a touch is seen first to the one that all ranks trace: ranks that
+wait for each other once a step are never further apart."""
 _SKEW_S = 0.5
 """Hosts see an order at times so far apart."""
 
 
 class _Asked(NamedTuple):
-    """A step that a touch asks for."""
-
     touch: int
     attempt: int
     order: Order | None
 
 
 class _Run(NamedTuple):
-    """Steps in a row that stand."""
-
     touch: int
     mode: Mode
     last: int
@@ -75,14 +70,11 @@ class TouchedFile:
         """Begin to look; touches before the first rank did so do not count.
 
         Args:
-            file: the file whose touches count.
-            folder: where the ranks agree, made where it is missing; None for touches of a rank that
-                is alone.
+            folder: where the ranks agree, made if missing; None for touches of a rank alone.
             missed: told of a step that other ranks traced and this one could not: mode, step, why.
             failed: told why touches are no longer answered here.
-            is_alone: no other rank is traced.
             is_distant: ranks of other hosts see an order at other times.
-            holds_orders: the file does; `folder` lies in one that is there once an order was made.
+            holds_orders: `file` holds orders, and `folder` lies in one made with the first order.
         """
         self._path = str(file)
         self._holds_orders, self._is_distant = holds_orders, is_distant
@@ -96,11 +88,8 @@ class TouchedFile:
         """Last step that began here."""
         self._last_planned = dict.fromkeys(Mode, -1)
         self._planned: dict[tuple[Mode, int], list[_Asked]] = {}
-        """By mode and step."""
         self._runs: list[_Run] = []
-        """Steps behind the first of an order."""
         self.asked: tuple[Order, ...] = ()
-        """Orders of the step that began last."""
         self._pace = (0.0, Mode.TRAIN, 0)
         """When a step of this mode began, a second ago or so: how fast steps are."""
         self._touches = 1
@@ -166,7 +155,6 @@ class TouchedFile:
         return "the order" if self._holds_orders else f"the touch of {self._path}"
 
     def _miss(self, mode: Mode, first: int, order: Order | None, why: str) -> None:
-        """Say of the steps that are asked for and have begun that they were not traced here."""
         last = first + (1 if order is None else order.steps) - 1
         for step in range(first, min(last, self._begun[mode]) + 1):
             self._missed(mode, step, why)
@@ -181,8 +169,8 @@ class TouchedFile:
         self._failed(f"{what} are not answered on this rank: {error}")
 
     def _keep_pace(self, mode: Mode, step: int) -> None:
-        """Note how fast steps are, for hosts that see an order at different times: the first step
-        lies so far ahead that the last of them sees it in time."""
+        """Note how fast steps are: the first step of an order must lie so far ahead that the last
+        host to see the order is in time."""
         now = time.monotonic()
         since, of_mode, at = self._pace
         seconds = now - since
@@ -253,12 +241,10 @@ class TouchedFile:
         return is_traced
 
     def _end(self, run: _Run) -> None:
-        """Tell whoever ordered that the last step is over."""
         if run.order is not None:
             self._agree(f"{run.touch}.{OVER}", str(run.last))
 
     def _agree(self, name: str, text: str) -> str:
-        """Return what the first rank said under this name."""
         return text if self._folder is None else agree(self._folder, name, text)
 
     def _read(self, name: str) -> str | None:

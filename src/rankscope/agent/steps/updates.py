@@ -57,17 +57,14 @@ class Updates:
         """Class of the optimizer whose step began, without a closure, and has not ended."""
         self._noted: set[Note] = set()
         self._options: set[Note] = set()
-        """Options of optimizers that were noted: a schedule makes new ones in every step."""
         self._flags = 0
         self._carried: frozenset[int] = frozenset()
         """Parameters that had a gradient before the first backward of the step."""
         self._read: set[int] = set()
-        """Parameters read behind an optimizer step of this step."""
         self._unheld: set[int] = set()
         """Parameters that no optimizer held when one stepped in this step."""
         self._unheld_read: set[int] = set()
-        """Parameters of no optimizer of which it was said in this step whether they have a
-        gradient."""
+        """Those of which this step has recorded whether they have a gradient."""
         self._shown = 0
         """One more than the ordinal of the last parameters recorded in this step."""
 
@@ -82,8 +79,8 @@ class Updates:
 
     @property
     def are_threads_training(self) -> bool:
-        """True where several threads have trained: only an optimizer's own gradients, when it
-        steps, are known to be written by nobody."""
+        """True where several threads have trained: another may write any gradient, but those that
+        an optimizer steps with."""
         return len(self._threads) > 1
 
     def begins(self, optimizer: torch.optim.Optimizer, step: int, *, has_closure: bool) -> None:
@@ -166,7 +163,6 @@ class Updates:
         self.accumulated.taken(step, taken)
 
     def _holdings(self, optimizer: torch.optim.Optimizer) -> Holdings:
-        """Return whose the parameters are that concern an optimizer's step."""
         known = frozenset(map(id, self._events.table.parameters()))
         holdings = self._optimizers.holdings(optimizer, known)
         if current_graph_task() != -1:  # inside backward: gradients of others are not final
@@ -194,7 +190,7 @@ class Updates:
 
 
 def _describe_strangers(optimizer: torch.optim.Optimizer, holdings: Holdings) -> Note | None:
-    """Say what an optimizer holds that no module seen owns; None where there is nothing.
+    """Say what an optimizer holds that no module seen owns.
 
     An optimizer made before `fully_shard` or `parallelize_module` replaced the parameters holds the
     old ones, which get no gradient; one that keeps master copies gives them theirs.
@@ -217,10 +213,8 @@ def _describe_strangers(optimizer: torch.optim.Optimizer, holdings: Holdings) ->
 
 
 def _describe_rates(optimizer: torch.optim.Optimizer) -> Note | None:
-    """Say how many parameters with a gradient a step will leave where they are, because the
-    learning rate of their group is 0; None where there is none. A rate that is a tensor is not
-    read: it may lie on an accelerator.
-    """
+    """Say how many parameters with a gradient a step leaves as they are, for a learning rate of 0.
+    A rate that is a tensor is not read: it may lie on an accelerator."""
     with invisible():
         still = sum(
             parameter.grad is not None
@@ -233,11 +227,8 @@ def _describe_rates(optimizer: torch.optim.Optimizer) -> Note | None:
 
 
 def _describe_options(optimizer: torch.optim.Optimizer) -> Note | None:
-    """Say with which options an optimizer steps; None for one that has none.
-
-    Values that groups of parameters do not share stand in the order of the groups, `0.1 | 0.0`.
-    Those that choose an implementation (`foreach`, `fused`) change no result and are left out.
-    """
+    """Say with which options an optimizer steps: values that groups of parameters do not share in
+    the order of the groups, `0.1 | 0.0`; none that choose an implementation (`foreach`)."""
     found: dict[str, list[str]] = {}
     for group in getattr(optimizer, "param_groups", ()):
         for name, value in group.items():
@@ -251,7 +242,6 @@ def _describe_options(optimizer: torch.optim.Optimizer) -> Note | None:
 
 
 def _option(value: object) -> str:
-    """Return a plain value as text, "" for others. A tensor may lie on an accelerator: not read."""
     if isinstance(value, torch.Tensor):
         return "(a tensor)"
     if isinstance(value, (tuple, list)):

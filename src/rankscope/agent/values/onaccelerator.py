@@ -63,9 +63,7 @@ class DeviceValues:
         self._places: dict[tuple[torch.device, int], ValuePlace | HeldValue] = {}
 
     def read(self, local: torch.Tensor, place: ValuePlace | HeldValue, *, samples: bool) -> bool:
-        """Enqueue a digest on the tensor's device; False where that cannot be (a graph is
-        captured).
-        """
+        """Enqueue a digest on the tensor's device; False while a graph is captured."""
         device = local.device
         with self._lock:
             digester = self._digesters.get(device)
@@ -84,12 +82,8 @@ class DeviceValues:
                 digester.flush()
 
     def collect(self, *, wait: bool) -> list[tuple[ValuePlace | HeldValue, ValueNumbers | None]]:
-        """Return the readings that have arrived, with the places they belong to; None for those of
-        a device that failed, and for those that cannot be believed.
-
-        Args:
-            wait: wait for the devices. Only at the end of a trace.
-        """
+        """Return the readings that have arrived, with their places; None for those of a device that
+        failed, or that cannot be believed. Wait for the devices at the end of a trace alone."""
         with self._lock:
             found: list[tuple[ValuePlace | HeldValue, ValueNumbers | None]] = []
             for device, digester in self._digesters.items():
@@ -115,9 +109,8 @@ class DeviceValues:
             return remarks + said
 
     def _make_digester(self, device: torch.device) -> DeviceDigester:
-        """Return the digester of a device, with the fused kernels where it has any; those that are
-        missing on this host are being compiled then.
-        """
+        """Return the digester of a device, with the fused kernels it has; missing ones are
+        compiled."""
         driver = driver_of(device)
         if driver is None:
             return DeviceDigester(device, self._batch_dim)

@@ -37,9 +37,8 @@ _SHARE: Final = 0.5
 
 
 class TensorStore:
-    """Keeps the full tensors of one rank. Call it with torch's function modes out of the way
-    (`rankscope.capture.invisible`); every method may be called from several threads.
-    """
+    """Keeps the full tensors of one rank. Call it under `rankscope.capture.invisible`; every method
+    may be called from several threads."""
 
     def __init__(
         self,
@@ -51,22 +50,16 @@ class TensorStore:
         tell: Callable[[str], None],
         note: Callable[[str, str], None] | None = None,
     ) -> None:
-        """Prepare to keep; nothing is made before the first tensor.
-
-        Args:
-            globs: `path:slot`, split at the first colon; without one all slots of those paths.
-            store: where the bytes go.
-            record: commits that another value has bytes which are stored already.
-            memory_bytes: bytes on their way from an accelerator, held at a time.
-            tell: called once for each reason for which something is not kept, and for the sums.
-            note: told the same, the reason before the text, for the trace.
-        """
+        """Args:
+        globs: `path:slot`, split at the first colon; without one all slots of those paths.
+        record: commits that another value has bytes which are stored already.
+        memory_bytes: bytes on their way from an accelerator, held at a time.
+        tell: called once for each reason for which something is not kept, and for the sums.
+        note: told the same, the reason before the text, for the trace."""
         self._own = tuple(globs)
         self._globs: dict[str, tuple[str, str]] = {}
-        """Of the steps that run."""
         self._unmatched: dict[str, None] = {}
         self._ever: set[str] = set()
-        """Globs of all steps so far."""
         self.select_too(())
         self._store = store
         self._record = record
@@ -82,7 +75,6 @@ class TensorStore:
         ] = {}
         """By device and ticket: reference, description, strides, bytes."""
         self._missed: dict[str, list[int]] = {}
-        """Reason to [tensors, bytes]."""
 
     def select_too(self, globs: tuple[str, ...]) -> None:
         """Keep what these globs take besides those it was made with, until it is said anew."""
@@ -141,11 +133,7 @@ class TensorStore:
                 del holder[0]
 
     def collect(self, *, wait: bool = False) -> None:
-        """Store what has arrived from accelerators.
-
-        Args:
-            wait: wait for all of it. Only at the end of a trace.
-        """
+        """Store what has arrived from accelerators; wait for all at the end of a trace alone."""
         if not self._staged:
             return
         self._alone(lambda: self._collect(wait=wait))
@@ -266,12 +254,7 @@ def _size_of(tensor: torch.Tensor) -> int:
 
 
 def free_disk_share(folder: Path, writers: int) -> int:
-    """Return the default budget of one rank: half of what is free, divided by who writes there.
-
-    Args:
-        folder: the trace folder, or one that will be made.
-        writers: ranks that keep tensors on that disk.
-    """
+    """Return the default budget of one rank: half of what is free, divided by the writers."""
     return int(free_bytes(folder) * _SHARE) // max(writers, 1)
 
 
@@ -283,13 +266,12 @@ def make_tensor_store(
     writers: int,
     make_store: Callable[[Recorder, int], Store] | None = None,
 ) -> TensorStore:
-    """Return what keeps the full tensors of one rank, with what it has to say of them.
+    """Return what keeps the full tensors of one rank.
 
     Args:
-        settings, recorder, stream: those of the rank.
         folder: takes the chunks: the trace folder, or where that is not seen the run folder.
         writers: ranks that keep tensors on that disk, for the default budget.
-        make_store: makes what takes the bytes in place of chunks, told how many there may be.
+        make_store: takes the bytes in place of chunks, told how many there may be.
     """
     budget = settings.tensor_budget
     limit_bytes = free_disk_share(folder, writers) if budget is None else budget
