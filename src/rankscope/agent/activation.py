@@ -23,8 +23,6 @@ from rankscope.errors import FolderError, RankscopeError, SettingError
 from rankscope.record.streams import EndReason
 from rankscope.settings import Settings, as_keywords, as_variables, misspelt_variables
 
-__all__ = ["arm", "attach", "close", "current_session", "folder_taken", "hold"]
-
 _OWNER_VARIABLE = "RANKSCOPE_OWNER"
 """rank/local rank:pid of a process that traces, for those it starts."""
 _ALONE = "alone"

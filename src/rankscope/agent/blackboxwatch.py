@@ -35,8 +35,6 @@ from rankscope.spool.recordcolumns import Records, Structured, ValueRows
 from rankscope.spool.recordformat import RecordKind, StepEvent
 from rankscope.spool.ringwriter import RingWriter
 
-__all__ = ["BlackBoxWatch", "RunningMedian"]
-
 _WATCHED: Final = np.isin(np.arange(256), (Phase.FORWARD, Phase.PARAMS))
 """Phases in which NaN and +inf are told, besides gradients before the optimizer. Not backward: a
 GradScaler may be about to skip what comes of it. Not collectives: they pad with anything."""

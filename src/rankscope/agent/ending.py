@@ -11,8 +11,6 @@ from typing import NoReturn
 from rankscope.agent.guard import attempt, describe_error
 from rankscope.agent.hooks.pythonstack import call_site, raise_site
 
-__all__ = ["Raised", "forget_exits", "note_exits", "uncaught", "what_ends_the_program"]
-
 _MOST_CAUSES = 8
 _UNREMARKABLE = (None, 0)
 

@@ -52,8 +52,6 @@ from rankscope.run.processes import is_process_alive, launcher_of, process_name
 from rankscope.run.replacing import write_by_rename
 from rankscope.settings import Settings
 
-__all__ = ["ELASTIC_RUN", "find_or_prepare_run"]
-
 ELASTIC_RUN = "TORCHELASTIC_RUN_ID"
 _SHARED_BY_HOSTS = (
     "MASTER_ADDR",

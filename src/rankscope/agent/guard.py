@@ -14,8 +14,6 @@ from rankscope.capture.torch_internals.compiling import is_compiling
 from rankscope.record.secretwords import without_known_secrets
 from rankscope.run.progressline import write_to_stderr
 
-__all__ = ["MAX_FAILURES", "Guard", "GuardedHook", "attempt", "describe_error", "say", "text_of"]
-
 MAX_FAILURES = 20
 """Failures inside hooks after which tracing is switched off on this rank, visibly."""
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")

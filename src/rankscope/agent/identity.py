@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from rankscope.record.streams import RankIdentity
 
-__all__ = ["Placed", "identify", "placed", "restarts_left"]
-
 _RANK_VARIABLES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),

@@ -42,8 +42,6 @@ from rankscope.spool.recordformat import FORMAT_VERSION
 from rankscope.spool.ringwriter import RingWriter
 from rankscope.spool.writer import SpoolWriter
 
-__all__ = ["RUN_FOLDER_VARIABLE", "Joined", "define_rank", "join_run", "settings_here", "who_am_i"]
-
 RUN_FOLDER_VARIABLE = "RANKSCOPE_RUN_FOLDER"
 """Set by a launcher that has prepared the run folder and started the companion itself."""
 _POLL_S = 0.05

@@ -19,8 +19,6 @@ from rankscope.agent.guard import attempt, say, text_of
 from rankscope.capture.torch_internals.autograd import current_graph_task
 from rankscope.capture.torch_internals.compiling import is_compiling
 
-__all__ = ["Perturbation"]
-
 _DTYPES: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 

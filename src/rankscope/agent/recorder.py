@@ -39,8 +39,6 @@ from rankscope.spool.recordformat import (
 from rankscope.spool.ringwriter import RingWriter
 from rankscope.spool.writer import SpoolWriter
 
-__all__ = ["Recorder"]
-
 _MAX_TEXTS = 10_000
 """Distinct reprs and error texts interned per rank; later ones are replaced by a fixed text."""
 _ENTER, _EXIT, _VALUE = int(RecordKind.ENTER), int(RecordKind.EXIT), int(RecordKind.VALUE)

@@ -14,16 +14,6 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from rankscope.capture.torch_internals.distributed import default_store
 from rankscope.errors import SpoolError
 
-__all__ = [
-    "Rendezvous",
-    "agree",
-    "agree_on_life",
-    "find_agents_store",
-    "find_store",
-    "lookup",
-    "publish",
-]
-
 _PREFIX = "rankscope"
 _KEY = "rendezvous"
 _LIFE = "life"

@@ -39,8 +39,6 @@ from rankscope.record.streams import EndReason, RankIdentity
 from rankscope.settings import Settings
 from rankscope.spool.writer import SpoolWriter
 
-__all__ = ["Opened", "Session"]
-
 _Call = Callable[..., object]
 
 
@@ -67,11 +65,8 @@ class Session:
         preferred_root: nn.Module | None = None,
         options: CallOptions | None = None,
     ) -> None:
-        """Args:
-        start: opens the spool at the first root forward and writes who this rank is; None where
-            this process is not to be traced.
-        preferred_root: the module whose path is to be "", by default the largest root called.
-        """
+        """`start` opens the spool at the first root forward; None where this process is not traced.
+        `preferred_root` is the module with path "", by default the largest root called."""
         self._settings = settings
         self._options = options or CallOptions()
         self._start = start

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from rankscope.record.phases import Phase
 
-__all__ = ["IN_ORDER", "CallKey", "CallStatus", "Mode"]
-
 
 class Mode(enum.IntEnum):
     """Kind of step. The numbers are written in spools: never renumber."""

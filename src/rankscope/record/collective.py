@@ -9,8 +9,6 @@ from typing import Any, Final
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_text
 
-__all__ = ["ISSUERS", "MESSAGES", "OPS", "Collective", "collective_words"]
-
 ISSUERS = (*(phase.word for phase in Phase if phase.facts.is_activation), "optimizer", "outside")
 
 OPS: Final[Mapping[str, tuple[str, ...]]] = {

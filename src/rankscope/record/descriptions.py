@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ModuleName", "TensorFacts", "read_ranges"]
-
-Ranges = tuple[tuple[int, int], ...]
+_Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +59,7 @@ class TensorFacts:
     mesh: str = ""
     """Kind of mesh, as the run header names it; "" where the layout is unknown."""
     placements: tuple[tuple[str, str], ...] = ()
-    ranges: tuple[Ranges, ...] | None = None
+    ranges: tuple[_Ranges, ...] | None = None
     note: str | None = None
     """Bounded repr of what is no tensor, or why a tensor was not digested."""
     requires_grad: bool = False
@@ -124,7 +122,7 @@ class TensorFacts:
         )
 
 
-def read_ranges(data: Any) -> tuple[Ranges, ...]:
+def read_ranges(data: Any) -> tuple[_Ranges, ...]:
     """Return ranges as JSON holds them.
 
     Raises:

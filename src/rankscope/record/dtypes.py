@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Final, NamedTuple
 
-__all__ = ["STORED_TYPES", "TORCH_NAMES", "StoredType", "is_whole_number"]
-
 
 class StoredType(NamedTuple):
     """How a safetensors file spells a dtype."""

@@ -10,8 +10,6 @@ from typing import Any, Final
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 
-__all__ = ["NAMED_VICTIMS", "Finding", "Kind", "Report", "Severity", "Skipped", "Verdict"]
-
 NAMED_VICTIMS: Final = 5
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["DRAIN_SECONDS", "FINISH_SECONDS", "STALL_SECONDS"]
-
 DRAIN_SECONDS = 10.0
 """Grace for ranks that vanished without an end record, where nobody says how long."""
 FINISH_SECONDS = 60.0

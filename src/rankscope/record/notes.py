@@ -18,9 +18,6 @@ from typing import Any, Final
 
 from rankscope.record.ranklists import ranks_named
 
-__all__ = ["BLACK_BOX", "Note", "NoteKind", "RanksNote", "options_text", "read_options"]
-
-
 _MOST_VALUES: Final = 8
 """Of an option, that are named."""
 _OPTIONS, _VALUES = "; ", " | "

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["Phase", "PhaseFacts"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseFacts:

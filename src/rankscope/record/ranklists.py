@@ -9,8 +9,6 @@ from typing import Final
 from rankscope.errors import TraceError
 from rankscope.record.streams import MAX_RANKS
 
-__all__ = ["others_text", "parse_ranks", "ranks_named", "ranks_text"]
-
 _PART: Final = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _SHORT: Final = 6
 """Characters below which a number costs nothing to make."""

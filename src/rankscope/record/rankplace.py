@@ -11,8 +11,6 @@ from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.streams import EndReason
 
-__all__ = ["NOTHING", "STATES", "RankPlace", "alike_places", "step_label"]
-
 NOTHING: Final = "-"
 STATES: Final = {
     EndReason.EXIT.value: "ended",

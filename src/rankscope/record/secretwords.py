@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["without_known_secrets", "without_secrets"]
-
 _MASK = "***"
 _OPTION = re.compile(r"-[-\w.]*")
 _ASSIGNED = re.compile(r"([\w.-]+)([\"']?\s*[:=]\s*[\"']?)")

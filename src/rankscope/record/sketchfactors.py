@@ -32,8 +32,6 @@ import numpy.typing as npt
 from rankscope.layout.placement import Ranges
 from rankscope.record.value import SKETCH_SIZE
 
-__all__ = ["RADIX", "block_factors", "factors", "product_factors"]
-
 RADIX: Final = 512
 """Indices per block: below it a factor is one variable, above it the product of two."""
 

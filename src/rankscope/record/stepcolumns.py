@@ -15,8 +15,6 @@ from typing import Final
 from rankscope.record.statistics import STATISTICS
 from rankscope.record.value import SKETCH_SIZE
 
-__all__ = ["COLUMNS", "DIGEST", "TABLES", "Column", "Told", "told"]
-
 TABLES: Final[Mapping[str, str]] = {
     "nodes": "one row a call as all ranks made it, parents before what they called",
     "calls": "one row a node and rank, by node, then rank",

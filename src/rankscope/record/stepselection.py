@@ -14,8 +14,6 @@ from rankscope.errors import SettingError
 from rankscope.record.streams import LEAST_BLACK_BOX_BYTES
 from rankscope.record.triggers import TRIGGER_WORDS, Trigger
 
-__all__ = ["LAST_HELP", "StepSelection", "number_ranges"]
-
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _MOST_DIGITS = 9
 """Records number steps with 32 bits."""

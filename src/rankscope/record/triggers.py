@@ -14,8 +14,6 @@ from typing import Any, Final
 
 from rankscope.errors import SettingError
 
-__all__ = ["TRIGGER_WORDS", "Trigger", "TriggerFacts"]
-
 
 def _factor(text: str) -> float:
     if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", text) or 0 < float(text) <= 1:

@@ -10,17 +10,6 @@ from typing import Any, Final
 from rankscope.layout.placement import Layout, Ranges
 from rankscope.record.statistics import ADDED, MEASURED
 
-__all__ = [
-    "MAX_SAMPLES",
-    "SKETCH_SIZE",
-    "UNFOLDED_FLAGS",
-    "Digest",
-    "Samples",
-    "ValueFlag",
-    "ValueMeta",
-    "is_form",
-]
-
 SKETCH_SIZE = 8
 """K of the sketch: random projections kept per value."""
 MAX_SAMPLES = 64

@@ -9,8 +9,6 @@ from typing import Any
 from rankscope.record.notes import Note
 from rankscope.record.statistics import ADDED, MEASURED
 
-__all__ = ["Combined"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combined:

@@ -22,8 +22,6 @@ from rankscope.tree.selection import named
 from rankscope.tree.slotview import SlotView, by_slot
 from rankscope.tree.views import Trace, Value
 
-__all__ = ["RecordedCall", "ReplayInputs"]
-
 _OF_TORCH: Final = re.compile(r"torch\.(\w+)")
 _NUMBERS: Final = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
@@ -42,8 +40,11 @@ class RecordedCall:
         ordinal: int,
         layouts: LayoutFile | None,
     ) -> None:
-        """Raises:
-        SelectionError: there is no such call; says what there is."""
+        """Find it.
+
+        Raises:
+            SelectionError: there is no such call; says what there is.
+        """
         wanted = trace.default_mode if mode is None else named(Mode, "mode", mode)
         nodes = (
             node

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 import torch
 
-__all__ = ["InFlight", "memory_of", "overlaps"]
-
 
 class InFlight:
     """Counts by storage; whoever adds a tensor keeps it alive until it is taken away again."""

@@ -35,8 +35,6 @@ from rankscope.record.collective import MESSAGES, Collective
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 
-__all__ = ["Collectives", "MessageCount"]
-
 _COALESCED = "coalesced"
 _PENDING = int(ValueFlag.PENDING)
 _Key = tuple[Hashable, ...]

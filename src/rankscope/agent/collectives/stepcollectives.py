@@ -37,8 +37,6 @@ from rankscope.record.collective import MESSAGES
 from rankscope.record.phases import Phase
 from rankscope.settings import Settings
 
-__all__ = ["CollectiveTracing", "CollectiveWatch"]
-
 _WAITS = ("wait", "synchronize")
 _WAIT_TENSORS = (("_c10d_functional", "wait_tensor"), ("_c10d_functional", "wait_tensors"))
 _COALESCING = ("_start_coalescing", "_end_coalescing")
@@ -152,10 +150,9 @@ class CollectiveTracing:
         open_session: Callable[[], bool],
         running: Callable[[bool], RunningStep | None],
     ) -> None:
-        """Args:
-        open_session: opens the spool and calls `open`; False where this process is not traced.
-        running: the step of a collective outside every module call (of a send or receive, if
-            its argument is True), None where it is not traced."""
+        """`open_session` opens the spool and calls `open`; False where this process is not traced.
+        `running` returns the traced step of what runs outside every module call; told whether that
+        is a send or a receive."""
         self._open_session = open_session
         self._running = running
         self._is_wanted = Phase.COLLECTIVE.word in settings.phases

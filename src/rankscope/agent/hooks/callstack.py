@@ -17,8 +17,6 @@ from rankscope.capture.torch_internals.autograd import next_node
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 
-__all__ = ["CallStacks", "EventPlace", "NodeMap", "NodeSpan", "OpenCall", "Scope"]
-
 
 @dataclass(eq=False, slots=True)
 class Scope:

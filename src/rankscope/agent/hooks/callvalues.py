@@ -20,8 +20,6 @@ from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 from rankscope.settings import Settings
 
-__all__ = ["CallOptions", "CallValues"]
-
 _UNSEEN = int(ValueFlag.UNSEEN)
 
 

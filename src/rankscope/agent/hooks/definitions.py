@@ -5,8 +5,6 @@ from __future__ import annotations
 from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.recorder import Recorder
 
-__all__ = ["DefinitionWriter"]
-
 _MOST_DEFINITIONS = 1 << 16
 
 

@@ -27,8 +27,6 @@ from rankscope.capture.torch_internals.hooks import (
     own_hook_tables,
 )
 
-__all__ = ["HookSet"]
-
 Hook = Callable[..., None]
 
 

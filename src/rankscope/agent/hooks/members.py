@@ -8,8 +8,6 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-__all__ = ["gradient_of", "modules_of", "own_buffers", "own_parameters", "parameters_of_module"]
-
 
 def modules_of(top: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield (raw path, module) of a module and all below it, each once, in torch's own order."""

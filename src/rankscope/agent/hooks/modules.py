@@ -21,8 +21,6 @@ from rankscope.capture.torch_internals.compiling import dynamo_has_compiled, is_
 from rankscope.capture.torch_internals.parallel import is_sync_off
 from rankscope.globs import glob_matches
 
-__all__ = ["ModuleInfo", "ModuleTable", "Root"]
-
 _Named = tuple[str, list[str], str | None]
 """Canonical path of a module, the wrappers that end with it, the name of what it wraps."""
 _MOST_LOOSE = 4096
@@ -113,10 +111,8 @@ class ModuleTable:
         paths: tuple[str, ...] = ("*",),
         find_network: Callable[[nn.Module], nn.Module | None] | None = None,
     ) -> None:
-        """Args:
-        enters_compiled: compile wrappers are folded like any other: traced steps run as written.
-        paths: globs of the canonical paths to record.
-        find_network: returns the trained network that holds a module although no root does."""
+        """With `enters_compiled` compile wrappers are folded like any other: traced steps run as
+        written. `find_network` returns the trained network of a module that no root holds."""
         self._enters_compiled = enters_compiled
         self._find_network = find_network
         self._paths = self._selected = paths

@@ -23,8 +23,6 @@ from rankscope.record.call import CallStatus, Mode
 from rankscope.record.phases import Phase
 from rankscope.settings import Settings
 
-__all__ = ["Tracer"]
-
 
 class Tracer:
     """Follows module calls while hooks are on; `open_scope` says what an outermost one means."""
@@ -39,9 +37,8 @@ class Tracer:
         open_scope: Callable[[ModuleInfo, nn.Module], Scope | None],
         calls_side: Callable[[Root | None, Root], None],
     ) -> None:
-        """Args:
-        open_scope: returns the scope of an outermost call, None where that is not traced.
-        calls_side: told where modules of one root call one of another."""
+        """`open_scope` returns the scope of an outermost call, None where that is not traced;
+        `calls_side` is told where modules of one root call one of another."""
         self._recorder = recorder
         self._define = definitions.of
         self._table = definitions.table

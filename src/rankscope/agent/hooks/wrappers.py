@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["class_behind_wrappers", "own_class", "wrapper_of"]
-
 _WRAPPED_ATTRIBUTE = {
     "torch.nn.parallel.distributed.DistributedDataParallel": ("module", "DDP"),
     "torch.nn.parallel.data_parallel.DataParallel": ("module", "DataParallel"),

@@ -14,8 +14,6 @@ from rankscope.record.stepselection import StepSelection
 from rankscope.run.orders import Order
 from rankscope.spool.recordformat import StepEvent
 
-__all__ = ["Agreement", "ChosenSteps"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:

@@ -15,9 +15,6 @@ from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.compiling import dynamo_has_compiled, run_compiled_eagerly
 from rankscope.record.notes import Note, NoteKind
 
-__all__ = ["EAGER_IS_ANOTHER_RUN", "HIDDEN", "EagerStance", "HiddenSteps", "outermost_modules_of"]
-
-
 _MOST_GRADIENTS = 1000
 HIDDEN = (
     "what was compiled as a whole shows no call to hooks. Steps are counted where an optimizer "

@@ -14,16 +14,6 @@ from rankscope.agent.guard import Guard
 from rankscope.agent.hooks.pythonstack import calls_running
 from rankscope.agent.standins import StandIns
 
-__all__ = [
-    "Holdings",
-    "OptimizerSearch",
-    "OptimizersById",
-    "held_parameters",
-    "parameters_of",
-    "runs_closure",
-    "steps_running",
-]
-
 _MAKING = ("__init__", "__setstate__")
 
 

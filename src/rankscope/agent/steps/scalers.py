@@ -17,8 +17,6 @@ from rankscope.agent.standins import StandIns
 from rankscope.capture.dtypestorage import number_on_host
 from rankscope.capture.invisible import invisible
 
-__all__ = ["ScalerWatch", "is_skipped_inside", "scaling_of"]
-
 
 class ScalerWatch(StandIns):
     """Tells of skipped steps between `put_on` and `take_off`; both may be called at any time."""

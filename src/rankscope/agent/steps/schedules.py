@@ -16,8 +16,6 @@ from rankscope.agent.hooks.pythonstack import frames_here
 from rankscope.agent.standins import StandIns
 from rankscope.capture.torch_internals.parallel import pipeline_schedules
 
-__all__ = ["ScheduleWatch"]
-
 
 class ScheduleWatch(StandIns):
     """Says in which run of a schedule this process is, from the first question until `take_off`."""

@@ -9,8 +9,6 @@ from typing import NamedTuple
 from rankscope.agent.steps.chosen import ChosenSteps
 from rankscope.record.call import Mode
 
-__all__ = ["RunningStep", "StepMachine", "Tick"]
-
 
 @dataclass(frozen=True, slots=True)
 class Tick:

@@ -18,7 +18,7 @@ from rankscope.agent.collectives.stepcollectives import CollectiveTracing
 from rankscope.agent.guard import Guard, say
 from rankscope.agent.hooks.callstack import Scope
 from rankscope.agent.hooks.install import HookSet
-from rankscope.agent.hooks.members import parameters_of_module
+from rankscope.agent.hooks.members import modules_of, parameters_of_module
 from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.hooks.pythonstack import (
     explain_no_room,
@@ -29,10 +29,14 @@ from rankscope.agent.hooks.pythonstack import (
 from rankscope.agent.hooks.tracer import Tracer
 from rankscope.agent.steps.chosen import Agreement, ChosenSteps
 from rankscope.agent.steps.compiled import HIDDEN, EagerStance, HiddenSteps, outermost_modules_of
-from rankscope.agent.steps.optimizersearch import OptimizerSearch, runs_closure, steps_running
+from rankscope.agent.steps.optimizersearch import (
+    OptimizerSearch,
+    held_parameters,
+    runs_closure,
+    steps_running,
+)
 from rankscope.agent.steps.scalers import ScalerWatch
 from rankscope.agent.steps.schedules import ScheduleWatch
-from rankscope.agent.steps.sidenetworks import SideNetworks
 from rankscope.agent.steps.stepmachine import RunningStep, StepMachine, Tick
 from rankscope.agent.steps.updates import Updates
 from rankscope.agent.values.rootevents import RootEvents
@@ -46,8 +50,6 @@ from rankscope.run.orders import Order
 from rankscope.settings import Settings
 from rankscope.spool.recordformat import StepEvent
 
-__all__ = ["Stepping"]
-
 
 class Stepping:
     """Begins and ends the steps of one session, as its `machine` says."""
@@ -59,9 +61,7 @@ class Stepping:
         open_session: Callable[[], bool],
         close_session: Callable[[EndReason], None],
     ) -> None:
-        """Args:
-        open_session: opens the spool and calls `open`; False where this process is not traced.
-        close_session: ends the session."""
+        """`open_session` opens the spool and calls `open`; False where that is not traced."""
         self._guard = guard
         self._open_session = open_session
         self._close_session = close_session
@@ -419,3 +419,53 @@ def _is_train_forward(info: ModuleInfo, module: nn.Module) -> bool:
         return False
     with invisible():
         return info.root.builds_graph(module)
+
+
+class SideNetworks:
+    """Networks that a frozen model's modules call and do not hold: adapters in the place of the
+    layers' own `forward`. The model's forward builds a graph where theirs does."""
+
+    def __init__(self, optimizers: OptimizerSearch, record_setup: Callable[[Root], None]) -> None:
+        self._optimizers = optimizers
+        self._record_setup = record_setup
+        self.frozen: Root | None = None
+        """Root whose last forward could have built a graph, and reached nothing that is trained."""
+
+    def trained_network_of(self, module: nn.Module) -> nn.Module | None:
+        """Return the outermost module that holds `module`, where an optimizer trains it."""
+        wanted = frozenset(map(id, parameters_of_module(module)))
+        optimizer = self._optimizers.holder_of(wanted)
+        if optimizer is None:
+            return None
+        for network in outermost_modules_of(optimizer):
+            if any(each is module for _, each in modules_of(network)):
+                return network
+        return None
+
+    def is_called_by_frozen(self, side: Root | None) -> bool:
+        """True for a root of its own that modules of the frozen root call; takes note of that."""
+        if self.frozen is None or side is None or side is self.frozen:
+            return False
+        self.called(self.frozen, side)
+        return True
+
+    def called(self, root: Root | None, side: Root) -> None:
+        """Note a network that modules of a root call and do not hold: from the next forward on the
+        root builds a graph where the network would."""
+        if root is None or side is root or side in root.sides:
+            return
+        root.sides.append(side)
+        self._record_setup(side)
+
+    def trains_side_of_frozen(self, optimizer: torch.optim.Optimizer) -> bool:
+        """True where an optimizer trains a side network of the frozen root; asked once a root."""
+        frozen, self.frozen = self.frozen, None
+        if frozen is None:
+            return False
+        held = held_parameters(optimizer)
+        return any(
+            id(parameter) in held
+            for side in frozen.sides
+            if (top := side.module()) is not None
+            for parameter in parameters_of_module(top)
+        )

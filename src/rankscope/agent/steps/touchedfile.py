@@ -31,8 +31,6 @@ from rankscope.record.call import Mode
 from rankscope.run.eventboard import ABSENT, agree, agreed, file_time
 from rankscope.run.orders import OVER, STANDS, Order, is_taken_before, order_in
 
-__all__ = ["LEAD", "TouchedFile"]
-
 LEAD = 2
 """Steps from the one in which a touch is seen first to the one that all ranks trace: ranks that
 wait for each other once a step are never further apart."""

@@ -25,8 +25,6 @@ from rankscope.record.notes import Note, NoteKind, options_text
 from rankscope.record.value import ValueFlag
 from rankscope.spool.recordformat import StepEvent
 
-__all__ = ["Updates"]
-
 _SKIPPED, _SCALED = int(ValueFlag.SKIPPED), int(ValueFlag.SCALED)
 _MOST_OPTIONS = 2_000
 _AFTER_CALL = int(ValueFlag.AFTER_CALL)

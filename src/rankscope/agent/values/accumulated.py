@@ -24,8 +24,6 @@ from rankscope.capture.torch_internals.parallel import is_flattened
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 
-__all__ = ["AccumulatedGradients"]
-
 _RESTARTED, _NO_SYNC = int(ValueFlag.RESTARTED), int(ValueFlag.NO_SYNC)
 _SAME_LINES = int(ValueFlag.SAME_LINES)
 _MOST_FORWARDS = 64

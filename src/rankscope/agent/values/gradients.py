@@ -21,8 +21,6 @@ from rankscope.capture.torch_internals.autograd import (
 )
 from rankscope.record.phases import Phase
 
-__all__ = ["MOST_FIRINGS", "GradientHooks", "GradientTarget"]
-
 
 class GradientTarget(NamedTuple):
     """Where a gradient belongs: the forward call and the slot in it."""

@@ -20,8 +20,6 @@ from rankscope.capture.reading import ValueNumbers
 from rankscope.record.phases import Phase
 from rankscope.run.companions import start_extras
 
-__all__ = ["DeviceValues", "HeldValue", "ValuePlace"]
-
 
 @dataclass(frozen=True, slots=True)
 class ValuePlace:

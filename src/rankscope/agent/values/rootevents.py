@@ -26,8 +26,6 @@ from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 
-__all__ = ["RootEvents", "has_gradient"]
-
 _ABSENT = int(ValueFlag.ABSENT)
 _UNHELD, _CARRIED = int(ValueFlag.UNHELD), int(ValueFlag.CARRIED)
 _NO_SYNC = int(ValueFlag.NO_SYNC)

@@ -29,8 +29,6 @@ from rankscope.run.diskspace import free_bytes
 from rankscope.settings import Settings
 from rankscope.spool.writelock import WriteLock
 
-__all__ = ["TensorStore", "free_disk_share", "make_tensor_store"]
-
 _MOST_NAMES: Final = 1 << 16
 _MOST_REASONS: Final = 50
 _SHARE: Final = 0.5
@@ -50,12 +48,15 @@ class TensorStore:
         tell: Callable[[str], None],
         note: Callable[[str, str], None] | None = None,
     ) -> None:
-        """Args:
-        globs: `path:slot`, split at the first colon; without one all slots of those paths.
-        record: commits that another value has bytes which are stored already.
-        memory_bytes: bytes on their way from an accelerator, held at a time.
-        tell: called once for each reason for which something is not kept, and for the sums.
-        note: told the same, the reason before the text, for the trace."""
+        """Prepare to keep; nothing is made before the first tensor.
+
+        Args:
+            globs: `path:slot`, split at the first colon; without one all slots of those paths.
+            record: commits that another value has bytes which are stored already.
+            memory_bytes: bytes on their way from an accelerator, held at a time.
+            tell: called once for each reason for which something is not kept, and for the sums.
+            note: told the same, the reason before the text, for the trace.
+        """
         self._own = tuple(globs)
         self._globs: dict[str, tuple[str, str]] = {}
         self._unmatched: dict[str, None] = {}

@@ -24,9 +24,6 @@ from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 from rankscope.settings import Settings
 
-__all__ = ["ValueReader"]
-
-
 _ACTIVATIONS = Phase.having(lambda facts: facts.is_activation)
 # plain ints: an IntFlag's own `|` costs a microsecond, and these are used for every value
 _PENDING, _PYTHON = int(ValueFlag.PENDING), int(ValueFlag.PYTHON)
