@@ -242,12 +242,10 @@ class _LeapWatch:
         self._recorder = recorder
         self._uncalled = recorder.modules = {}
         """Paths of the modules that were not called yet, by number."""
-        self._modules: dict[int, _WatchedModule] = {}
-        """Those of whose path a glob speaks, by number."""
+        self._watched: dict[int, _WatchedModule] = {}
         self._calls: dict[int, tuple[_WatchedModule, Mode, int]] = {}
         """Calls of watched modules, in the order in which they began, with their steps."""
-        self._seen: set[int] = set()
-        """Globs that took something here."""
+        self._matched_globs: set[int] = set()
         self._begun = 0
 
     def look(self, calls: Structured, values: ValueRows) -> None:
@@ -259,13 +257,13 @@ class _LeapWatch:
             places = map(split_place, self._globs)
             slots = tuple((i, s) for i, (p, s) in enumerate(places) if glob_matches(p, path))
             if slots:
-                self._modules[number] = _WatchedModule(path, slots)
-            if len(self._modules) > _MOST_MODULES:
-                del self._modules[next(iter(self._modules))]
+                self._watched[number] = _WatchedModule(path, slots)
+            if len(self._watched) > _MOST_MODULES:
+                del self._watched[next(iter(self._watched))]
         is_watched = _CALLS_WATCHED[calls["phase"]] & (calls["mode"] == self._box.mode)
-        is_watched &= np.isin(calls["module"], [*self._modules])
+        is_watched &= np.isin(calls["module"], [*self._watched])
         for sequence, number, step in _rows(calls[is_watched], "sequence", "module", "step"):
-            self._calls[sequence] = self._modules[number], self._box.mode, step
+            self._calls[sequence] = self._watched[number], self._box.mode, step
         if self._calls:
             self._compare(values)
 
@@ -278,7 +276,7 @@ class _LeapWatch:
         self._begun += 1
         if self._begun == _UNTIL_TOLD + 1 and self._say is not None:
             for number, glob in enumerate(self._globs):
-                if number not in self._seen and not self._board.has_taken(number):
+                if number not in self._matched_globs and not self._board.has_taken(number):
                     self._say(
                         f"watch:{glob} took nothing in {_UNTIL_TOLD} steps: no rank seen from here "
                         "recorded numbers of such a value. Write path:slot as `rankscope show` "
@@ -306,11 +304,16 @@ class _LeapWatch:
                 self._tell_leap(watched, mode, step, magnitude, is_scalar=count == 1)
 
     def _watched_value(self, module: _WatchedModule, mode: Mode, slot: str) -> _WatchedValue | None:
-        try:
+        if (mode, slot) in module.values:
             return module.values[mode, slot]
-        except KeyError:
-            watched = module.values[mode, slot] = self._begin_to_watch(module, slot)
-            return watched
+        taking = {number for number, glob in module.slots if slot_matches(glob, slot)}
+        for number in taking - self._matched_globs:
+            self._matched_globs.add(number)
+            with contextlib.suppress(OSError):
+                self._board.tell_taken(number)
+        watched = _WatchedValue(f"{module.path}:{slot}", self._factor) if taking else None
+        module.values[mode, slot] = watched
+        return watched
 
     def _tell_leap(
         self, watched: _WatchedValue, mode: Mode, step: int, magnitude: float, *, is_scalar: bool
@@ -319,11 +322,3 @@ class _LeapWatch:
         value = watched.name if is_scalar else f"the root mean square of {watched.name}"
         numbers = {"magnitude": magnitude, "times": magnitude / median, "median": median}
         self._box.tell(Trigger.WATCHED, mode, step, value=value, **numbers)
-
-    def _begin_to_watch(self, module: _WatchedModule, slot: str) -> _WatchedValue | None:
-        taking = {number for number, glob in module.slots if slot_matches(glob, slot)}
-        for number in taking - self._seen:
-            self._seen.add(number)
-            with contextlib.suppress(OSError):
-                self._board.tell_taken(number)
-        return _WatchedValue(f"{module.path}:{slot}", self._factor) if taking else None

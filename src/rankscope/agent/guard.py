@@ -116,18 +116,13 @@ def do_nothing(*arguments: object) -> None:
 
 def _is_of_a_signal_handler(error: Exception) -> bool:
     """True for what a signal handler of the program raised inside a hook: it must get through."""
-    handlers = _codes_of_signal_handlers()
-    return any(frame.f_code in handlers for frame, _ in walk_tb(error.__traceback__))
-
-
-def _codes_of_signal_handlers() -> set[object]:
     codes: set[object] = set()
     for number in signal.valid_signals():
         handler: Any = signal.getsignal(number)
         if callable(handler):
             with contextlib.suppress(Exception):  # an object of the program may refuse to be asked
                 codes.add(_code_of(handler))
-    return codes - {None}
+    return any(frame.f_code in codes for frame, _ in walk_tb(error.__traceback__))
 
 
 def _code_of(handler: Any) -> object:

@@ -183,7 +183,7 @@ class Session:
                 if self._rank == 0:
                     say(f"{note} Globs match the whole path: write '*.name' or 'layers.0.*'")
 
-        for glob in () if tensor_store is None else tensor_store.unmatched_globs():
+        for glob in () if tensor_store is None else tensor_store.unmatched_globs:
             text = f"tensors: {glob!r} took nothing: no traced slot of any module has that name"
             self._recorder.not_kept(glob, text)
             if self._rank == 0:

@@ -72,20 +72,15 @@ class Collective:
         Raises:
             KeyError, TypeError, ValueError: the fields are not those of one.
         """
-
-        def optional(name: str) -> int | None:
-            return None if given.get(name) is None else int(given[name])
-
+        names = ("src", "dst", "peer", "tag")
+        numbers = {name: int(given[name]) for name in names if given.get(name) is not None}
         return cls(
             op=str(given["op"]),
             reduce=None if given.get("reduce") is None else str(given["reduce"]),
             group=str(given["group"]),
             members=tuple(map(int, given["members"])),
             is_async=bool(given["async"]),
-            src=optional("src"),
-            dst=optional("dst"),
-            peer=optional("peer"),
-            tag=optional("tag"),
+            **numbers,
             is_object=bool(given.get("object", False)),
             issuer=str(given["issuer"]),
             since=str(given.get("since", "")),

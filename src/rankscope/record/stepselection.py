@@ -139,15 +139,14 @@ class StepSelection:
         return cls(",".join(parts), tuple(ranges), tuple(periods), file, last, options)
 
 
-def number_ranges(name: str, text: str) -> tuple[tuple[int, int], ...]:
+def rank_ranges(text: str) -> tuple[tuple[int, int], ...]:
     """Return the inclusive ranges of `0-3,8`.
 
     Raises:
         SettingError: the text is something else; names the setting.
     """
-    how = f"write {name} as 0-3,8 or all"
-    noun = f"a {name.removesuffix('s')}"
-    return tuple(_range(noun, part.strip(), how) for part in text.split(","))
+    how = "write ranks as 0-3,8 or all"
+    return tuple(_range("a rank", part.strip(), how) for part in text.split(","))
 
 
 def _range(noun: str, part: str, how: str) -> tuple[int, int]:

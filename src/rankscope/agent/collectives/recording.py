@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -268,27 +268,25 @@ class Collectives:
         return outputs
 
     def _read(self, call: _PendingCollective, kind: str, tensors: tuple[torch.Tensor, ...]) -> None:
-        if not (call.place.is_selected and self._values.is_on):
-            return
-        for number, tensor in enumerate(tensors):
-            slot = f"{kind}.{number}"
+        for slot, tensor in self._wanted(call, kind, tensors):
             if call.is_object:
-                self._describe(tensor, call, slot)
-            elif self._values.wants(slot):
+                self._values.describe(tensor, call.sequence, slot, Phase.COLLECTIVE)
+            else:
                 self._values.read(
                     tensor, call.sequence, call.place.path, slot, Phase.COLLECTIVE, samples=False
                 )
 
     def _leave_unread(self, call: _PendingCollective, outputs: tuple[torch.Tensor, ...]) -> None:
-        if call.place.is_selected and self._values.is_on:
-            for number, tensor in enumerate(outputs):
-                self._describe(tensor, call, f"output.{number}", _PENDING)
+        for slot, tensor in self._wanted(call, "output", outputs):
+            self._values.describe(tensor, call.sequence, slot, Phase.COLLECTIVE, _PENDING)
 
-    def _describe(
-        self, tensor: torch.Tensor, call: _PendingCollective, slot: str, flags: int = 0
-    ) -> None:
-        if self._values.wants(slot):
-            self._values.describe(tensor, call.sequence, slot, Phase.COLLECTIVE, flags)
+    def _wanted(
+        self, call: _PendingCollective, kind: str, tensors: tuple[torch.Tensor, ...]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        if call.place.is_selected and self._values.is_on:
+            for number, tensor in enumerate(tensors):
+                if self._values.wants(slot := f"{kind}.{number}"):
+                    yield slot, tensor
 
     def end_step(self, mode: Mode | None, step: int | None) -> None:
         """Close what nobody has waited for in a step; everything without a mode."""

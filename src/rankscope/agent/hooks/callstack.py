@@ -132,14 +132,11 @@ class NodeMap:
 
     def find(self, number: int) -> NodeSpan | None:
         """Return the innermost call that made a node; calls of this thread are asked first."""
-        own = self._spans.get(get_ident())
-        found = _innermost(own, number) if own else None
-        if found is not None:
-            return found
-        for spans in list(self._spans.values()):
-            found = _innermost(spans, number)
-            if found is not None:
-                return found
+        for spans in (self._spans.get(get_ident(), []), *self._spans.values()):
+            start = bisect.bisect_right(spans, number, key=lambda span: span.last)
+            innermost = next((span for span in spans[start:] if span.first <= number), None)
+            if innermost is not None:
+                return innermost
         return None
 
     def latest(self, info: ModuleInfo) -> NodeSpan | None:
@@ -150,8 +147,3 @@ class NodeMap:
         """Forget the step."""
         self._spans.clear()
         self._latest.clear()
-
-
-def _innermost(spans: list[NodeSpan], number: int) -> NodeSpan | None:
-    start = bisect.bisect_right(spans, number, key=lambda span: span.last)
-    return next((span for span in spans[start:] if span.first <= number), None)

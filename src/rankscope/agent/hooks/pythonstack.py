@@ -54,13 +54,12 @@ def call_site() -> str:
 
 def program_lines() -> int:
     """Return a hash of the running lines of the program and its libraries: a loop's are equal."""
-    lines: list[tuple[str, int]] = []
-    for frame in frames_here():
-        if not _is_inside(frame.f_code.co_filename):
-            lines.append((frame.f_code.co_filename, frame.f_lineno))
-        if len(lines) == _MOST_FRAMES:
-            break
-    return hash(tuple(lines))
+    lines = (
+        (frame.f_code.co_filename, frame.f_lineno)
+        for frame in frames_here()
+        if not _is_inside(frame.f_code.co_filename)
+    )
+    return hash(tuple(islice(lines, _MOST_FRAMES)))
 
 
 @functools.cache

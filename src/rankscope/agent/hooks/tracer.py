@@ -42,7 +42,7 @@ class Tracer:
         self._recorder = recorder
         self._define = definitions.of
         self._table = definitions.table
-        self._call_values = call_values
+        self._call_values, self._values = call_values, call_values.values
         self._hooks = hooks
         self._wants_forward = Phase.FORWARD.word in settings.phases
         self._wants_recompute = Phase.RECOMPUTE.word in settings.phases
@@ -128,7 +128,7 @@ class Tracer:
         frames.append(frame)
         if self.nodes is not None:
             self.nodes.begin(frame)
-        if self._call_values.is_on and not is_followed:
+        if self._values.is_on and not is_followed:
             self._call_values.inputs_at_global_hook(frame, module, args, kwargs)
 
     def own_input_hook(
@@ -139,9 +139,8 @@ class Tracer:
         frames = self._stacks.frames
         if not (frames and frames[-1].module is module and frames[-1].is_recorded):
             return
-        if self._call_values.is_on:
-            if kwargs is None:
-                kwargs = keyword_arguments() or {}
+        if self._values.is_on:
+            kwargs = (keyword_arguments() or {}) if kwargs is None else kwargs
             self._call_values.read_inputs(frames[-1], args, kwargs)
 
     def after_forward(self, module: nn.Module, args: tuple[object, ...], *rest: object) -> None:
@@ -175,7 +174,7 @@ class Tracer:
                 text = describe_error(error) if error is not None else ""
                 self._recorder.exit(frame.sequence, CallStatus.RAISED, text)
             return
-        if self._call_values.is_on:
+        if self._values.is_on:
             self._call_values.finish(frame, args, rest[0], rest[1])
         if frame.phase is Phase.FORWARD and not frame.info.path and frame.info.root is not None:
             self._note_compiled_in_place(frame, frame.info.root)
@@ -208,7 +207,7 @@ class Tracer:
             return
         if self.nodes is not None:
             self.nodes.end(frame)
-        if not (frame.is_recorded and self._call_values.is_on) or frame.sequence is None:
+        if not (frame.is_recorded and self._values.is_on) or frame.sequence is None:
             return
         self._call_values.returned(frame, output)
 

@@ -120,20 +120,15 @@ class OptimizerSearch(StandIns):
         return len(self._found) > known
 
 
-def _optimizer_classes() -> Iterator[type]:
-    yield torch.optim.Optimizer
-    yield from _subclasses(torch.optim.Optimizer)
+def _optimizer_classes(top: type = torch.optim.Optimizer) -> Iterator[type]:
+    yield top
+    children: list[type] = type.__subclasses__(top)
+    for child in children:
+        yield from _optimizer_classes(child)
 
 
 def _has_been_made(cls: type) -> bool:
     return getattr(cls.__dict__.get("step"), "hooked", False)
-
-
-def _subclasses(cls: type) -> Iterator[type]:
-    children: list[type] = type.__subclasses__(cls)
-    for child in children:
-        yield child
-        yield from _subclasses(child)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -165,7 +165,7 @@ class Stepping:
             return self._eval_forward(tick, root)
         self.sides.frozen = None
         self._hidden.root_was_seen()
-        self._updates.trains_in(threading.get_ident())
+        self._updates.training_threads.add(threading.get_ident())
         if tick.opened:
             self._begin_train(tick.step)
         if machine.traced_train is None:

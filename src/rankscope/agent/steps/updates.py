@@ -48,7 +48,7 @@ class Updates:
         gradients.begins = self._backward_begins
         gradients.pass_begins = self.accumulated.pass_begins
         gradients.pass_ends = self.accumulated.pass_ends
-        self._threads: set[int] = set()
+        self.training_threads: set[int] = set()
         self._count = 0
         """Optimizer steps of this step so far, those included that were skipped or raised."""
         self._running = ""
@@ -71,15 +71,11 @@ class Updates:
         if not self.are_threads_training:
             self._carried = self._events.with_gradient(self._optimizers.parameters())
 
-    def trains_in(self, thread: int) -> None:
-        """Take note that a root forward that trains runs in a thread."""
-        self._threads.add(thread)
-
     @property
     def are_threads_training(self) -> bool:
         """True where several threads have trained: another may write any gradient, but those that
         an optimizer steps with."""
-        return len(self._threads) > 1
+        return len(self.training_threads) > 1
 
     def begins(self, optimizer: torch.optim.Optimizer, step: int, *, has_closure: bool) -> None:
         """Record gradients before an outermost optimizer step; with a closure they come later."""

@@ -59,7 +59,8 @@ class TensorStore:
         """
         self._own = tuple(globs)
         self._globs: dict[str, tuple[str, str]] = {}
-        self._unmatched: dict[str, None] = {}
+        self.unmatched_globs: dict[str, None] = {}
+        """Those that took nothing so far: most likely they are misspelt."""
         self._ever: set[str] = set()
         self.select_too(())
         self._store = store
@@ -83,7 +84,9 @@ class TensorStore:
         self._takes_all = any({path, slot} <= {"*", "**"} for path, slot in self._globs.values())
         self._wanted: dict[tuple[str, str], bool] = {}
         if not self._takes_all:
-            self._unmatched |= dict.fromkeys(glob for glob in self._globs if glob not in self._ever)
+            self.unmatched_globs |= dict.fromkeys(
+                glob for glob in self._globs if glob not in self._ever
+            )
         self._ever |= {*self._globs}
 
     def wants(self, path: str, slot: str) -> bool:
@@ -98,7 +101,7 @@ class TensorStore:
                 if glob_matches(p, path) and slot_matches(s, slot)
             }
             for glob in taking:
-                self._unmatched.pop(glob, None)
+                self.unmatched_globs.pop(glob, None)
             found = bool(taking)
             if len(self._wanted) >= _MOST_NAMES:
                 self._wanted.clear()
@@ -155,10 +158,6 @@ class TensorStore:
             f"{count} tensors ({size / 1e6:.1f} MB) were not kept: {reason}"
             for reason, (count, size) in self._missed.items()
         ]
-
-    def unmatched_globs(self) -> list[str]:
-        """Return the globs that took nothing so far: most likely they are misspelt."""
-        return [*self._unmatched]
 
     # ------------------------------------------------------------------ storing
 
