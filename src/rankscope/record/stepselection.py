@@ -27,7 +27,7 @@ _HOW = (
 
 @dataclass(frozen=True, slots=True)
 class StepSelection:
-    """The setting `steps`; `agent.steps.touchedfile` is for what a file asks while the job runs."""
+    """The setting `steps`; `agent.steps.chosen` is for what a file asks while the job runs."""
 
     text: str
     """As it would be written on a command line, its file with the whole path."""
