@@ -200,12 +200,10 @@ def _owner() -> tuple[str, str]:
 
 
 def _is_child_of_a_rank() -> bool:
-    """True in a process that a rank started: it must not pose as one, whatever it inherited.
-
-    A rank leaves its name in the environment of its children. A name without a local rank may be
-    that of a launcher that was itself given a RANK (the number of its node): only a process with
-    exactly that name is its child.
-    """
+    """True in a process that a rank started: it must not pose as one, whatever it inherited. A rank
+    leaves its name in the environment of its children. A name without a local rank may be that of a
+    launcher that was itself given a RANK (the number of its node): only a process with exactly that
+    name is its child."""
     rank = os.environ.get("RANK")
     mine = "" if rank is None else f"{rank}/{os.environ.get('LOCAL_RANK', '')}"
     name, pid = _owner()

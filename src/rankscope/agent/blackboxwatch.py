@@ -41,8 +41,7 @@ GradScaler may be about to skip what comes of it. Not collectives: they pad with
 _OF_SCALER = int(ValueFlag.SKIPPED | ValueFlag.SCALED)
 """What a GradScaler scales or skips: its size says nothing."""
 _MEDIAN_STEPS: Final = 32
-_FEWEST: Final = 8
-"""Nothing leaps before so many are known."""
+_FEWEST_STEPS: Final = 8
 _RISING: Final = 2.0
 """Times the median beyond which a step may be one of those over which a run diverges."""
 _LEAST: Final = 0.01
@@ -54,8 +53,7 @@ _MOST_MODULES: Final = 1 << 14
 """Of a program that makes models all the time, the oldest are forgotten."""
 _LATE: Final = 8
 """Steps that an accelerator may be behind with the digests of a call."""
-_UNTIL_TOLD: Final = 16
-"""Steps after which it is said which globs took nothing."""
+_STEPS_UNTIL_TOLD: Final = 16
 
 
 class RunningMedian:
@@ -81,7 +79,7 @@ class RunningMedian:
         """
         last = self._last
         last.append(magnitude)
-        if len(last) < _FEWEST:
+        if len(last) < _FEWEST_STEPS:
             return
         self.median = statistics.median(last)
         self._highest = max(self._highest, self.median)
@@ -240,8 +238,7 @@ class _LeapWatch:
         self._board = board
         self._say = say
         self._recorder = recorder
-        self._uncalled = recorder.modules = {}
-        """Paths of the modules that were not called yet, by number."""
+        self._uncalled_paths = recorder.modules = {}
         self._watched: dict[int, _WatchedModule] = {}
         self._calls: dict[int, tuple[_WatchedModule, Mode, int]] = {}
         """Calls of watched modules, in the order in which they began, with their steps."""
@@ -250,10 +247,10 @@ class _LeapWatch:
 
     def look(self, calls: Structured, values: ValueRows) -> None:
         """Look at the calls of a batch, then at its values: they come after their call."""
-        while len(self._uncalled) > _MOST_MODULES:
-            del self._uncalled[next(iter(self._uncalled))]
-        for number in self._uncalled.keys() & {*calls["module"].tolist()}:
-            path = self._uncalled.pop(number)
+        while len(self._uncalled_paths) > _MOST_MODULES:
+            del self._uncalled_paths[next(iter(self._uncalled_paths))]
+        for number in self._uncalled_paths.keys() & {*calls["module"].tolist()}:
+            path = self._uncalled_paths.pop(number)
             places = map(split_place, self._globs)
             slots = tuple((i, s) for i, (p, s) in enumerate(places) if glob_matches(p, path))
             if slots:
@@ -274,13 +271,13 @@ class _LeapWatch:
                 break
             self._calls.pop(sequence, None)
         self._begun += 1
-        if self._begun == _UNTIL_TOLD + 1 and self._say is not None:
+        if self._begun == _STEPS_UNTIL_TOLD + 1 and self._say is not None:
             for number, glob in enumerate(self._globs):
                 if number not in self._matched_globs and not self._board.has_taken(number):
                     self._say(
-                        f"watch:{glob} took nothing in {_UNTIL_TOLD} steps: no rank seen from here "
-                        "recorded numbers of such a value. Write path:slot as `rankscope show` "
-                        "prints them, such as lm_head:output"
+                        f"watch:{glob} took nothing in {_STEPS_UNTIL_TOLD} steps: no rank seen "
+                        "from here recorded numbers of such a value. Write path:slot as `rankscope "
+                        "show` prints them, such as lm_head:output"
                     )
 
     def _compare(self, values: ValueRows) -> None:

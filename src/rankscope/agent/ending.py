@@ -27,11 +27,9 @@ class Raised:
 
 
 def what_ends_the_program() -> Raised | None:
-    """Return the uncaught exception, or the exit code other than 0, that ends this process.
-
-    The interpreter notes an exception before it runs `atexit`, but not a SystemExit; a process of
-    `multiprocessing` ends while either is being handled.
-    """
+    """Return the uncaught exception, or the exit code other than 0, that ends this process. The
+    interpreter notes an exception before it runs `atexit`, but not a SystemExit; a process of
+    `multiprocessing` ends while either is being handled."""
     running = uncaught()
     if running is None:
         return _exiting
@@ -81,11 +79,9 @@ _exit = sys.exit
 
 
 class _Mark:
-    """Lives as long as the traceback of one SystemExit.
-
-    The interpreter takes a SystemExit before `atexit`. Where the program catches one, its traceback
-    goes while a line of Python runs; where nobody does, it goes when none is left.
-    """
+    """Lives as long as the traceback of one SystemExit. The interpreter takes a SystemExit before
+    `atexit`. Where the program catches one, its traceback goes while a line of Python runs; where
+    nobody does, it goes when none is left."""
 
     __slots__ = ("_raised",)
 

@@ -66,8 +66,7 @@ _SHARED_BY_HOSTS = (
 _START_S = 45.0
 _POLL_S = 0.05
 
-_begun: Counter[str] = Counter()
-"""Traces that this process has begun, by folder."""
+_begun_traces: Counter[str] = Counter()
 
 
 def find_or_prepare_run(settings: Settings, identity: RankIdentity) -> Path:
@@ -99,14 +98,12 @@ def find_or_prepare_run(settings: Settings, identity: RankIdentity) -> Path:
 
 
 def _which_trace(settings: Settings) -> str:
-    """Return what tells this trace from others of the same launch.
-
-    A rank may enter the next block while another still finishes the first, whose trace it must not
-    join. So ranks count, per trace folder, the traces that each of them has begun.
-    """
+    """Return what tells this trace from others of the same launch. A rank may enter the next block
+    while another still finishes the first, whose trace it must not join. So ranks count, per trace
+    folder, the traces that each of them has begun."""
     out = "" if settings.out is None else str(settings.out)
-    begun = _begun[out]
-    _begun[out] += 1
+    begun = _begun_traces[out]
+    _begun_traces[out] += 1
     return f":{out}:{begun}" if out or begun else ""
 
 
@@ -164,11 +161,9 @@ def _is_placed(identity: RankIdentity) -> bool:
 def _prepare(
     settings: Settings, identity: RankIdentity, run_folder: Path, store: Store | None, which: str
 ) -> None:
-    """Prepare the run; on several hosts the head chooses the trace folder for all.
-
-    The head is the host of rank 0 under an elastic agent, which counts the ranks of a host in a
-    row; else the host that asks first.
-    """
+    """Prepare the run; on several hosts the head chooses the trace folder for all. The head is the
+    host of rank 0 under an elastic agent, which counts the ranks of a host in a row; else the host
+    that asks first."""
     is_alone = identity.local_world_size >= identity.world_size and (
         identity.world_size == 1 or _is_placed(identity)
     )
@@ -194,19 +189,14 @@ def _prepare(
         agent=_starter(identity),
         collects=0 if collection.is_elsewhere else settings.traced_of(identity.world_size),
     )
-    if is_head or store is None:
-        _prepare_at_head(request, identity, store, which)
-    else:
+    if not (is_head or store is None):
         _prepare_beside_head(request, identity, settings, store, which)
+        return
 
-
-def _prepare_at_head(
-    request: RunRequest, identity: RankIdentity, store: Store | None, which: str
-) -> None:
     def announce(out: Path, line: str) -> None:
         say(line)
         if store is not None:
-            head = Rendezvous(run_id=request.run_id, out=str(out), host=identity.host)
+            head = Rendezvous(run_id=run_id, out=str(out), host=identity.host)
             publish(store, head, which)
 
     prepare_run(request, announce)
@@ -263,11 +253,9 @@ def _ensure_companion(settings: Settings, run_folder: Path, header: RunHeader) -
 
 
 def _has_companion(run_folder: Path) -> bool:
-    """True while the companion lives that a rank started last, or another holds its lock.
-
-    A companion takes the lock once its modules are loaded. A second one, started meanwhile, may
-    find that lock free again after the whole run.
-    """
+    """True while the companion lives that a rank started last, or another holds its lock. A
+    companion takes the lock once its modules are loaded. A second one, started meanwhile, may find
+    that lock free again after the whole run."""
     with contextlib.suppress(OSError):
         if is_process_alive((run_folder / COMPANION_STARTED_NAME).read_text()):
             return True

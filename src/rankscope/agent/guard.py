@@ -28,10 +28,8 @@ def say(text: str) -> None:
 
 class GuardedHook:
     """A function as a hook that never raises and does nothing while a graph is being compiled.
-
     torch is handed `run`. A copied or saved module has a hook that does nothing in its place, and
-    the file can be read without rankscope.
-    """
+    the file can be read without rankscope."""
 
     __slots__ = ("_guard", "body")
 

@@ -45,8 +45,7 @@ from rankscope.spool.writer import SpoolWriter
 RUN_FOLDER_VARIABLE = "RANKSCOPE_RUN_FOLDER"
 """Set by a launcher that has prepared the run folder and started the companion itself."""
 _POLL_S = 0.05
-_LAYOUT_PIECE = 8192
-"""Characters of a layout file in one record."""
+_LAYOUT_PIECE_CHARACTERS = 8192
 _ENVIRONMENT_SHOWN = (
     "CUDA_VISIBLE_DEVICES",
     "OMP_NUM_THREADS",
@@ -70,11 +69,9 @@ class Joined(Opened):
     """A trace is made of the last steps, and only where something happened."""
 
     def wait_for_tree(self, reason: EndReason) -> bool:
-        """Poll for `trace.json`, at most `finish_seconds`; True where it is there.
-
-        Nobody waits where an elastic agent may start the ranks again, nor after an exception: ranks
-        that hang in a collective only learn of it when this process is gone.
-        """
+        """Poll for `trace.json`, at most `finish_seconds`; True where it is there. Nobody waits
+        where an elastic agent may start the ranks again, nor after an exception: ranks that hang in
+        a collective only learn of it when this process is gone."""
         if not self.must_wait:
             return False
         if self.collection.is_elsewhere:
@@ -199,11 +196,9 @@ def _open_spool(
 
 
 def _life(identity: RankIdentity, earlier: Sequence[StreamId]) -> int:
-    """Return the number of this life of the rank: on several hosts the one that they agree on.
-
-    Else it is what the agent of this host counts, or the next without records here: two programs in
-    a row, or a restart that another host began.
-    """
+    """Return the number of this life of the rank: on several hosts the one that they agree on. Else
+    it is what the agent of this host counts, or the next without records here: two programs in a
+    row, or a restart that another host began."""
     free = max((one.incarnation + 1 for one in earlier), default=0)
     if ELASTIC_RUN in os.environ and identity.world_size > identity.local_world_size:
         store = find_agents_store()
@@ -258,8 +253,10 @@ def define_rank(
 
 
 def _define_layout(recorder: Recorder, identity: RankIdentity, layout: LayoutFile) -> None:
-    for at in range(0, max(len(layout.text), 1), _LAYOUT_PIECE):
-        recorder.define("layout", file=layout.name, text=layout.text[at : at + _LAYOUT_PIECE])
+    for at in range(0, max(len(layout.text), 1), _LAYOUT_PIECE_CHARACTERS):
+        recorder.define(
+            "layout", file=layout.name, text=layout.text[at : at + _LAYOUT_PIECE_CHARACTERS]
+        )
     try:
         if identity.world_size > 1:
             layout.mesh(identity.world_size)

@@ -30,11 +30,9 @@ class _Calls(threading.local):
 
 class Perturbation:
     """Multiplies the floating inputs of every outermost module call by 1 plus or minus some
-    roundings; where it has none, the first floating output of a module inside.
-
-    The sign of each element follows from its value, so the random numbers of the program stay.
-    Keyword inputs and what recomputation runs again are left alone.
-    """
+    roundings; where it has none, the first floating output of a module inside. The sign of each
+    element follows from its value, so the random numbers of the program stay. Keyword inputs and
+    what recomputation runs again are left alone."""
 
     def __init__(self, roundings: int) -> None:
         """Put the hooks on; `roundings` is in units of `torch.finfo(dtype).eps`."""

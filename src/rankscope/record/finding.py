@@ -33,7 +33,6 @@ class Kind(str, enum.Enum):
     GROUP = "group-mismatch"
     """Ranks that mean different members by one process group."""
     HANG = "hang"
-    """Ranks wait in a collective for others that never came."""
     RECOMPUTE = "recompute-mismatch"
     """Activation checkpointing computed something else the second time."""
     PARAMETER = "parameter-not-updated"
@@ -41,13 +40,10 @@ class Kind(str, enum.Enum):
     DIVERGENCE = "divergence"
     """A value that is not the reference's, though what it was made of is."""
     SCALE = "scale-error"
-    """A value that is the reference's times a factor."""
     PERMUTATION = "permutation"
-    """The reference's numbers in other places."""
     DUPLICATE = "duplicate-data"
     """Data-parallel ranks that were handed the same batch, or shards that hold the same numbers."""
     CRASH = "crash"
-    """A rank that ended by an exception, or was killed."""
 
     @property
     def advice(self) -> str:

@@ -46,7 +46,6 @@ class ValueFlag(enum.IntFlag):
     SUPERSEDES = 1024
     """Replaces the earlier record of the same call and slot."""
     HAS_SAMPLES = 256
-    """A samples record follows in the spool."""
     SKIPPED = 2048
     """Of an optimizer step that a GradScaler skipped: inf or NaN in the gradients."""
     UNHELD = 4096
@@ -82,11 +81,9 @@ UNFOLDED_FLAGS: Final = int(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digest:
-    """The numbers kept for a value instead of its bytes (`rankscope.record.statistics`).
-
-    Statistics are over the finite elements. `min`, `max` and `mean` are NaN where there is none,
-    `std` (divisor n - 1, as in torch) where there are fewer than two; l2 is then 0.
-    """
+    """The numbers kept for a value instead of its bytes (`rankscope.record.statistics`). Statistics
+    are over the finite elements. `min`, `max` and `mean` are NaN where there is none, `std`
+    (divisor n - 1, as in torch) where there are fewer than two; l2 is then 0."""
 
     count: int
     """Elements, finite or not. A complex element counts as two, its real and imaginary part."""
@@ -104,7 +101,6 @@ class Digest:
     sketch: tuple[float, ...]
     """SKETCH_SIZE separable projections over global indices (docs/how-it-works/digest.md)."""
     added: Mapping[str, float] = field(default_factory=dict)
-    """Statistics that are computed in Python (`rankscope.record.statistics.ADDED`), by name."""
 
     @classmethod
     def of(cls, numbers: Mapping[str, Any], hash: int, sketch: tuple[float, ...]) -> Digest:

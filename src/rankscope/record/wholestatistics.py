@@ -15,7 +15,6 @@ class Combined:
     """Statistics of one global tensor; None where a number cannot be known."""
 
     ranks: tuple[int, ...]
-    """Ranks that together hold it."""
     note: Note | None = None
     """Why numbers are missing; None where all are there."""
     count: int | None = None

@@ -278,10 +278,8 @@ def _beside(
 
 @contextlib.contextmanager
 def _unchanged(module: nn.Module, is_training: bool) -> Iterator[None]:
-    """Put a module into a mode, and leave it and all random numbers as they were before.
-
-    Buffers are exchanged for copies while it runs, so that not even their version changes.
-    """
+    """Put a module into a mode, and leave it and all random numbers as they were before. Buffers
+    are exchanged for copies while it runs, so that not even their version changes."""
     parts = [*module.modules()]
     tables = [table for part in parts for table in (vars(part), part._buffers, part._parameters)]
     before = [dict(table) for table in tables]

@@ -64,10 +64,8 @@ class _Coalescing(threading.local):
 
 class MessageCount:
     """Numbers the sends and receives of each channel since a point that all ranks have in common.
-
     The k-th send of a channel is its k-th receive; their steps may differ, because a stage receives
-    before its own step begins. A message that is not seen ends the count until the next point.
-    """
+    before its own step begins. A message that is not seen ends the count until the next point."""
 
     def __init__(self) -> None:
         self.since = ""

@@ -50,9 +50,7 @@ class _Depth(threading.local):
 
 class CollectiveWatch(StandIns):
     """Tells of every collective between `put_on` and `take_off`; both may be called at any time.
-
-    Each call has a list: what `begins` or `waits` leaves in it comes back in `ends` and `fails`.
-    """
+    Each call has a list: what `begins` or `waits` leaves in it comes back in `ends` and `fails`."""
 
     def __init__(self, guard: Guard, listener: Collectives) -> None:
         super().__init__()

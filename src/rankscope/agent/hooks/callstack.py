@@ -54,7 +54,6 @@ class OpenCall:
     seen_inputs: dict[str, int] | None = None
     """Slot -> id of the tensor read before forward, where a module's own hooks may replace it."""
     skips_output: bool = False
-    """Nobody asks what `forward` hands out."""
     outputs: tuple[torch.Tensor, ...] = ()
     """What `forward` returned, held until the module's own hooks have run."""
 
@@ -70,7 +69,6 @@ class EventPlace(NamedTuple):
     step: int
     micro_batch: int | None
     issuer: str
-    """One of `record.collective.ISSUERS`."""
     is_selected: bool
     path: str
 
@@ -106,11 +104,9 @@ class NodeSpan(NamedTuple):
 
 
 class NodeMap:
-    """The spans of one step's calls.
-
-    torch numbers the nodes of a graph in the order in which a thread makes them, so the nodes of
-    one module call are a span of numbers, and calls nest as spans do.
-    """
+    """The spans of one step's calls. torch numbers the nodes of a graph in the order in which a
+    thread makes them, so the nodes of one module call are a span of numbers, and calls nest as
+    spans do."""
 
     def __init__(self) -> None:
         self._spans: dict[int, list[NodeSpan]] = {}

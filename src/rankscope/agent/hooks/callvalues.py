@@ -129,11 +129,9 @@ class CallValues:
         kind: str,
         gradient_kind: str,
     ) -> None:
-        """Have the gradients of these tensors recorded, each under a call that ran forward.
-
-        Calls that share a tensor share its hook. So each (call, slot) is watched at most once,
-        under the sequence of its forward call: backward mirrors forward in the tree.
-        """
+        """Have the gradients of these tensors recorded, each under a call that ran forward. Calls
+        that share a tensor share its hook. So each (call, slot) is watched at most once, under the
+        sequence of its forward call: backward mirrors forward in the tree."""
         if not self._wants_backward or frame.sequence is None:
             return
         # Reentrant checkpointing runs a module forward without gradients, where no tensor can have

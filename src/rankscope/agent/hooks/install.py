@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -60,7 +61,8 @@ class HookSet:
         self.is_tracing = False
         self._handles: list[RemovableHandle] = []
         """Of global hooks, where torch's tables have other names."""
-        self._on_modules: list[Callable[[], None]] = []
+        self._on_modules: list[tuple[int, tuple[dict[int, Any], ...]]] = []
+        """Numbers of our hooks, and the tables of modules in which they stand."""
         self._on_optimizers: list[RemovableHandle] = []
         self._numbers = {_ENTER, _LEAVE}
         self._unhide = hide_from_compiled_modules(self._numbers)
@@ -161,11 +163,11 @@ class HookSet:
                 before.pop(_OWN_INPUT, None)  # of a copy made while we stood there
                 before[_OWN_INPUT] = self._on_input
                 before_keywords[_OWN_INPUT] = True
-                self._on_modules.append(_removal(_OWN_INPUT, before, before_keywords))
+                self._on_modules.append((_OWN_INPUT, (before, before_keywords)))
             if after and after.get(_OWN_OUTPUT) is not self._on_output:
                 after.pop(_OWN_OUTPUT, None)
                 after[_OWN_OUTPUT] = self._on_output
-                self._on_modules.append(_removal(_OWN_OUTPUT, after))
+                self._on_modules.append((_OWN_OUTPUT, (after,)))
 
     def stands_behind_inputs_of(self, module: nn.Module) -> bool:
         """True where our hook follows the module's own pre-hooks."""
@@ -177,18 +179,17 @@ class HookSet:
 
     def leave_modules(self) -> None:
         """Take our hooks off the modules that have hooks of their own."""
-        for remove in self._on_modules:
-            remove()
+        for number, tables in self._on_modules:
+            for table in tables:
+                table.pop(number, None)
         self._on_modules = []
 
     # ------------------------------------------------------------------ the end
 
     def remove_all(self, *, is_inside_hook: bool = False) -> None:
-        """Leave nothing of ours in torch.
-
-        Inside a hook torch may be walking its tables, and would raise into the program if they
-        changed: the hooks then do nothing any more, and go at the next call of a module.
-        """
+        """Leave nothing of ours in torch. Inside a hook torch may be walking its tables, and would
+        raise into the program if they changed: the hooks then do nothing any more, and go at the
+        next call of a module."""
         if not (is_inside_hook or self._guard.is_failing):
             self._remove_now()
             return
@@ -206,11 +207,3 @@ class HookSet:
             handle.remove()
         self._on_optimizers = []
         self._unhide()
-
-
-def _removal(number: int, *tables: dict[int, object]) -> Callable[[], None]:
-    def remove() -> None:
-        for table in tables:
-            table.pop(number, None)
-
-    return remove

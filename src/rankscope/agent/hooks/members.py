@@ -50,9 +50,7 @@ def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return what backward left in a parameter.
-
-    FSDP1 puts views of its flat parameter in a parameter's place between forward and backward: no
-    leaves, so they hold no gradient, and torch warns of the question.
-    """
+    """Return what backward left in a parameter. FSDP1 puts views of its flat parameter in a
+    parameter's place between forward and backward: no leaves, so they hold no gradient, and torch
+    warns of the question."""
     return parameter.grad if parameter.is_leaf or parameter.retains_grad else None

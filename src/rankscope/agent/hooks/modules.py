@@ -165,11 +165,9 @@ class ModuleTable:
     def _learn_registered(
         self, module: nn.Module, root: Root, caller: nn.Module | None, forward: object
     ) -> ModuleInfo | None:
-        """Find a module that was registered after the first forward of its root.
-
-        Programs make modules inside `forward`, so no walk for each: what its caller holds is added
-        alone, and a forward has one walk for what nobody near holds.
-        """
+        """Find a module that was registered after the first forward of its root. Programs make
+        modules inside `forward`, so no walk for each: what its caller holds is added alone, and a
+        forward has one walk for what nobody near holds."""
         holder = self.get(caller) if caller is not None else None
         if (
             caller is not None

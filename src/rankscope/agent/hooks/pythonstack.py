@@ -115,20 +115,9 @@ def has_room_for(depth: int) -> bool:
     return sum(1 for _ in frames_here()) <= left
 
 
-def explain_no_room(class_name: str, depth: int) -> str:
-    """Return what a user is told of a model for which there is none."""
-    return (
-        f"{class_name} nests {depth} modules deep: with hooks on, Python's recursion limit "
-        f"({sys.getrecursionlimit()}) leaves no room for it; tracing is switched off. "
-        "Raise it with sys.setrecursionlimit to trace this model"
-    )
-
-
 def keyword_arguments() -> dict[str, object] | None:
-    """Return the kwargs of the module call whose global pre-hook is running, None if hidden.
-
-    Global pre-hooks are handed no kwargs; they stand in the frame of torch's `Module._call_impl`.
-    """
+    """Return the kwargs of the module call whose global pre-hook is running, None if hidden. Global
+    pre-hooks are handed no kwargs; they stand in the frame of torch's `Module._call_impl`."""
     frame = sys._getframe(1)
     for _ in range(6):
         if frame.f_code.co_name == "inner" and frame.f_code.co_filename.endswith("module.py"):

@@ -91,7 +91,8 @@ class Tracer:
             if info.root is not None and info.root is not top.info.root:
                 self._calls_side(top.scope.root, info.root)
         elif in_backward:  # checkpointing re-runs a module: never a root
-            scope = self._scope_that_called(info)
+            scopes = (scope for scope in reversed(self._scopes) if info in scope.forward_calls)
+            scope = next(scopes, None)
         else:
             scope = self._open_scope(info, module)
             # not a moment longer than the root runs: a model that is saved or copied between two
@@ -182,10 +183,8 @@ class Tracer:
 
     def raised(self, error: BaseException | None) -> None:
         """Say of the call that ended last that it raised, where one of its own forward hooks did.
-
         It has been written as one that returned: our hook behind those never ran. The traceback
-        tells it from a hook whose exception the program has caught.
-        """
+        tells it from a hook whose exception the program has caught."""
         frame, self._stacks.ended = self._stacks.ended, None
         if error is None or frame is None or not frame.is_recorded or frame.sequence is None:
             return
@@ -237,11 +236,6 @@ class Tracer:
         while len(frames) > max(running, 0):
             self._abandon(frames.pop())
         return frames[-1] if frames else None
-
-    def _scope_that_called(self, info: ModuleInfo) -> Scope | None:
-        return next(
-            (scope for scope in reversed(self._scopes) if info in scope.forward_calls), None
-        )
 
     def _abandon(self, frame: OpenCall) -> None:
         if frame.is_recorded and frame.sequence is not None:

@@ -31,12 +31,10 @@ EAGER_IS_ANOTHER_RUN = (
 
 
 class HiddenSteps:
-    """Notices the train steps whose root forward no hook saw: the model was compiled.
-
-    A parameter that an optimizer moves again, with a gradient that came since, has been through
-    another train step. Parameters and not optimizers are asked: one optimizer may step group by
-    group (ZeRO 1 and 2 of DeepSpeed), each group once a train step.
-    """
+    """Notices the train steps whose root forward no hook saw: the model was compiled. A parameter
+    that an optimizer moves again, with a gradient that came since, has been through another train
+    step. Parameters and not optimizers are asked: one optimizer may step group by group (ZeRO 1 and
+    2 of DeepSpeed), each group once a train step."""
 
     def __init__(self) -> None:
         self._moved: set[int] = set()
@@ -74,19 +72,14 @@ class HiddenSteps:
 
     def _is_new(self, parameter: int, gradient: torch.Tensor) -> bool:
         """True where a backward ran since: two steps of an optimizer may follow one backward."""
-        proxy = _proxy_of(gradient)
+        # stands for the gradient: torch cannot swap (`Module.to`) one that has a weak reference
+        proxy = gradient if gradient.layout is not torch.strided else gradient.untyped_storage()
         known, version = self._gradients.get(parameter, (None, -1))
         is_new = known is None or known() is not proxy or version != gradient._version
         if len(self._gradients) > _MOST_GRADIENTS:
             self._gradients.clear()
         self._gradients[parameter] = (weakref.ref(proxy), gradient._version)
         return is_new
-
-
-def _proxy_of(gradient: torch.Tensor) -> object:
-    """Return what lives as long as a gradient: torch cannot swap (`Module.to`) a gradient that has
-    a weak reference, but its storage may have one."""
-    return gradient if gradient.layout is not torch.strided else gradient.untyped_storage()
 
 
 def outermost_modules_of(optimizer: torch.optim.Optimizer) -> list[nn.Module]:

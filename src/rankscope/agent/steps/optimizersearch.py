@@ -34,12 +34,10 @@ OptimizersById = weakref.WeakValueDictionary[int, torch.optim.Optimizer]
 
 
 class OptimizerSearch(StandIns):
-    """Knows the optimizers that are alive in this process, made before or after attaching.
-
-    Those made after `put_on` are seen in `__init__`, copies and unpickled ones in `__setstate__`.
-    For those made before the heap is searched, once, and only where torch says that there was one:
-    it marks the `step` of a class as hooked when its first object is made.
-    """
+    """Knows the optimizers that are alive in this process, made before or after attaching. Those
+    made after `put_on` are seen in `__init__`, copies and unpickled ones in `__setstate__`. For
+    those made before the heap is searched, once, and only where torch says that there was one: it
+    marks the `step` of a class as hooked when its first object is made."""
 
     def __init__(self, guard: Guard) -> None:
         super().__init__()

@@ -67,11 +67,9 @@ class StepMachine:
         self._chosen = chosen
         self._optimizer_exists = optimizer_exists
         self.train = -1
-        """Current train step, -1 before the first."""
         self.eval = -1
         self.is_ended = False
         self.traced_train: int | None = None
-        """The train step that runs, where it is traced."""
         self.is_train_over = False
         """No later train step can be traced: only evaluation is still watched for."""
         self.traced_eval: int | None = None

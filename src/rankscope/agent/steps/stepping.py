@@ -7,6 +7,7 @@ In every step, traced or not, two hooks on optimizers stand. An optimizer step p
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +22,6 @@ from rankscope.agent.hooks.install import HookSet
 from rankscope.agent.hooks.members import modules_of, parameters_of_module
 from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.hooks.pythonstack import (
-    explain_no_room,
     has_room_for,
     is_inferring_shapes,
     module_calls_running,
@@ -200,7 +200,11 @@ class Stepping:
         return self._eval_scope
 
     def _leave_too_deep(self, root: Root) -> None:
-        text = explain_no_room(root.class_name, root.depth)
+        text = (
+            f"{root.class_name} nests {root.depth} modules deep: with hooks on, Python's recursion "
+            f"limit ({sys.getrecursionlimit()}) leaves no room for it; tracing is switched off. "
+            "Raise it with sys.setrecursionlimit to trace this model"
+        )
         self._recorder.error(None, text)
         say(text)
         self._close_session(EndReason.SWITCHED_OFF)

@@ -184,11 +184,9 @@ class Updates:
 
 
 def _describe_strangers(optimizer: torch.optim.Optimizer, holdings: Holdings) -> Note | None:
-    """Say what an optimizer holds that no module seen owns.
-
-    An optimizer made before `fully_shard` or `parallelize_module` replaced the parameters holds the
-    old ones, which get no gradient; one that keeps master copies gives them theirs.
-    """
+    """Say what an optimizer holds that no module seen owns. An optimizer made before `fully_shard`
+    or `parallelize_module` replaced the parameters holds the old ones, which get no gradient; one
+    that keeps master copies gives them theirs."""
     strangers = holdings.strangers
     if not strangers:
         return None

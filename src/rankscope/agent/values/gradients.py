@@ -61,11 +61,9 @@ the same queue, and some of those queue another one."""
 
 
 class GradientHooks:
-    """Registers tensor hooks for one traced step; none changes a gradient.
-
-    They notice the outermost backward passes too: a pass inside of another (reentrant
-    checkpointing) leaves no gradient that is final.
-    """
+    """Registers tensor hooks for one traced step; none changes a gradient. They notice the
+    outermost backward passes too: a pass inside of another (reentrant checkpointing) leaves no
+    gradient that is final."""
 
     def __init__(self, guard: Guard, recorder: Recorder, values: ValueReader) -> None:
         self._guard = guard

@@ -61,11 +61,9 @@ class RootEvents:
                 yield info, module
 
     def setup(self, root: Root) -> None:
-        """Record modules, parameters and buffers before the first forward of a root.
-
-        Where full tensors are kept, parameters on a mesh are described even if unasked: a local
-        tensor of a sharded model may not say how it lies.
-        """
+        """Record modules, parameters and buffers before the first forward of a root. Where full
+        tensors are kept, parameters on a mesh are described even if unasked: a local tensor of a
+        sharded model may not say how it lies."""
         self._definitions.write_root(root)
         self._write_marks(root)
         if self.wants(Phase.SETUP) or (self.values.keeps and _is_placed(root)):
@@ -182,10 +180,8 @@ class RootEvents:
         time_ns: int = 0,
     ) -> None:
         """Write one event of a root: a call for it, and one below for every module of `parts` that
-        has something. The first part is the root's own call, and may have nothing.
-
-        `record` writes one thing of a module into the call of that number, under `invisible()`.
-        """
+        has something. The first part is the root's own call, and may have nothing. `record` writes
+        one thing of a module into the call of that number, under `invisible()`."""
         top: int | None = None
         for info, own in parts:
             if top is not None and not own:
