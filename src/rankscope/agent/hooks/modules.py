@@ -59,7 +59,7 @@ class Root:
     """The forward in which an unknown module had it walked: no second one does in the same."""
 
     def builds_graph(self, module: nn.Module) -> bool:
-        """True where a forward of this root's `module` reaches a parameter with a gradient."""
+        """True where a forward of the root's `module` reaches a parameter that needs a gradient."""
         return self.needs_gradient(module) or any(
             (top := side.module()) is not None and side.needs_gradient(top) for side in self.sides
         )

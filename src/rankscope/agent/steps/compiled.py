@@ -49,8 +49,8 @@ class HiddenSteps:
         self._moved.clear()
 
     def begins(self, optimizer: torch.optim.Optimizer, *, is_first: bool) -> bool:
-        """True where the train step that an optimizer ends, the process's `is_first` or a later
-        one, has not been announced."""
+        """True where nothing announced the train step that an optimizer ends; `is_first`: the
+        process has begun none before."""
         with invisible():
             found = next(
                 ((id(p), p.grad) for p in parameters_of(optimizer) if p.grad is not None), None
