@@ -1,13 +1,10 @@
-"""What a rank that holds its last steps back sees happen.
+"""What a rank that holds its last steps back sees happen, and tells on the board of events.
 
-It is handed the records of a step in batches, and looks at the numbers that were written anyway: a
-value that is not finite, and a gradient norm far beyond those of the steps before, are told on the
-board.
-
-So is a value that the user named and that leaps. What is compared is its root mean square, over the
-finite elements, which does not depend on the size of a batch; of a scalar that is its magnitude.
-Where a step has several (micro-batches, a module that is called again), its largest counts. The
-step is that of the call, also where an accelerator hands the digest out later.
+It looks at the numbers in the records of a step, which were written anyway: a value that is not
+finite, a gradient norm far beyond those of the steps before, a value that the user named and that
+leaps. Of a named value the root mean square over the finite elements is compared, which does not
+depend on the size of a batch; of several in a step (micro-batches, several calls) the largest, in
+the step of its call, also where an accelerator hands the digest out later.
 """
 
 from __future__ import annotations

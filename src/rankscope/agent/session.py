@@ -1,7 +1,7 @@
 """One session: from the first module call of a process to its end record.
 
-The session opens and closes. `Stepping` begins and ends steps, as the step machine says, and turns
-hooks on and off; the tracer records calls; the parameter events record whole roots.
+The session opens and closes; `Stepping` begins and ends steps and turns hooks on and off; the
+tracer records calls, and the parameter events whole roots.
 """
 
 from __future__ import annotations
@@ -71,8 +71,7 @@ class Session:
         self._options = options or CallOptions()
         self._start = start
         self._beginning = threading.RLock()
-        """Held to open the session or begin a step: forwards may come on several threads at once.
-        """
+        """Held to open the session or begin a step: several threads may run forwards."""
         self._opened: Opened | None = None
         self._is_open = False
         """Set when all that an open spool gives is there."""

@@ -166,8 +166,7 @@ class Report:
 
     @property
     def judged(self) -> int:
-        """Values that some rule could judge: not those in an unknown layout, looked at for NaN
-        alone."""
+        """Values that some rule could judge: none whose layout is unknown."""
         return self.compared - self.undeclared
 
     @property

@@ -2,8 +2,7 @@
 
 A program asks for the kind and the fields, never for words of the sentence. Records and
 `trace.json` carry them as a *fact*, `{"kind": "no_step_begun", "steps": "40000"}`, beside the
-sentence. What was written before there were facts has the sentence alone, and `Note.read` finds
-kind and fields in that.
+sentence; of older ones, with the sentence alone, `Note.read` finds kind and fields.
 """
 
 from __future__ import annotations
@@ -74,8 +73,7 @@ class Note:
 
     @classmethod
     def read(cls, text: str, fact: object = None) -> Note:
-        """Return the note of a record or trace, by its fact where that is known here, else by its
-        text."""
+        """Return the note of a record or trace, by its fact if that is known, else by its text."""
         return _of_fact(fact) or _of_sentence(text)
 
     @property

@@ -28,8 +28,7 @@ _SECRET_VALUE = re.compile(
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line with `***` in place of what looks like a secret, and of
-    some that are none (`--pad-token X`)."""
+    """Return the words of a command line with `***` for what looks like a secret."""
     masked = []
     is_named = False
     for word in words:

@@ -1,10 +1,9 @@
 """THE table of statistics: what a digest says of a value besides its hash and its sketch.
 
-Spools, the trace's JSON and columns, combination over shards, `show`, the exports and the rules of
-`check` read this table; none of them names the statistics again. The capture kernels compute a
-fixed set (`rankscope.capture.reading.ValueNumbers`), the rows without `of_values`. A row with
-`of_values` is computed from the elements in Python, and needs nothing else but its line in the JSON
-schema and in docs/trace-format.md.
+Spools, JSON and columns, combination over shards, `show`, the exports and the rules of `check` read
+this table; none of them names the statistics again. The capture kernels compute the rows without
+`of_values` (`rankscope.capture.reading.ValueNumbers`). A row with `of_values` is computed in
+Python, and needs nothing else but its line in the JSON schema and in docs/trace-format.md.
 """
 
 from __future__ import annotations

@@ -48,8 +48,7 @@ class Column:
     meaning: str
     unit: str = ""
     since: int = 1
-    """Version of the format of step files that brought it; of an older file a reader has `missing`
-    there."""
+    """Version of step files that brought it; `missing` stands for it in older ones."""
     missing: float | int = 0
     least: int = 0
     """Of numbers of texts: -1 where a row may name none."""

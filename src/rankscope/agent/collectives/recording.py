@@ -90,8 +90,7 @@ class Collectives:
     """The collectives of one session's traced steps, as `CollectiveWatch` tells of them."""
 
     def __init__(self, place: Callable[[str], EventPlace | None]) -> None:
-        """`place` says where in which step this thread is, None where that is not traced; it calls
-        `open` before its first answer."""
+        """`place` returns where in which traced step this thread is; it calls `open` before."""
         self.messages = MessageCount()
         self._place = place
         self._groups = Groups()

@@ -1,9 +1,8 @@
 """The collectives of a session: how and when they are watched, and where in a step each belongs.
 
 Python's collectives all go through methods of torch's class ProcessGroup or through the operators
-of functional collectives, whatever name they were imported under. A function of ours stands in each
-of these for a traced step and not a moment longer: it tells of the call, calls the original with
-the very same arguments and returns its result, or lets out what it raised.
+of functional collectives, under whatever name. In a traced step a function of ours stands in each:
+it tells of the call, calls the original and returns or raises what that does.
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ class CollectiveWatch(StandIns):
         self._depth = _Depth()
 
     def put_on(self, *, only_groups: bool = False) -> None:
-        """Replace everything that issues a collective or waits for one; with `only_groups` not the
-        operators of functional collectives."""
+        """Replace what issues a collective or waits for one; `only_groups`: no operators."""
         classes = collective_classes()
         if classes is None:
             return

@@ -82,8 +82,7 @@ class CallStacks(threading.local):
         """The call whose global forward hook ran last; its own hooks may still be running."""
 
     def pop(self, module: nn.Module) -> list[OpenCall]:
-        """Take the call of `module` off the stack, and those above it that no hook saw end
-        (KeyboardInterrupt, or an exception past a hook)."""
+        """Take the call of `module` off the stack, and those above it that no hook saw end."""
         for index in range(len(self.frames) - 1, -1, -1):
             if self.frames[index].module is module:
                 taken = self.frames[index:]

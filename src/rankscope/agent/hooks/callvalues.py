@@ -28,14 +28,12 @@ class CallOptions:
     """What a block asks of calls beyond what settings can say."""
 
     say_leaf: Callable[[object], str] = plain_text_of
-    """Text of an argument that is no tensor, in the form of a call; by default one for which no
-    code of the program runs."""
+    """Text of an argument that is no tensor; by default none for which the program runs code."""
     is_output_wanted: Callable[[nn.Module, bool], bool] = lambda _module, _is_root: True
     """Of a module about to be called, and whether it is a root: False where nobody asks what it
     hands out. Where hooks of its own may replace that, it is read all the same."""
     is_forward_wanted: Callable[[nn.Module], bool] = lambda _module: True
-    """Of a module about to be called outside all others: False where nothing of that call is to be
-    recorded."""
+    """False for a module whose call outside all others is not to be recorded."""
 
 
 class CallValues:

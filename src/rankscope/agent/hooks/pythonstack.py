@@ -79,8 +79,8 @@ def has_left(error: BaseException, module: torch.nn.Module) -> bool:
 
 
 def raise_site(trace: TracebackType | None) -> str:
-    """Return `file.py:12 function` of the innermost line that an exception left: of the program,
-    else of installed packages and the standard library."""
+    """Return `file.py:12 function` of the innermost line that an exception left, if possible of the
+    program."""
     own = installed = ""
     for frame, number in walk_tb(trace):
         name = frame.f_code.co_filename

@@ -88,8 +88,7 @@ class ChosenSteps:
         return is_chosen
 
     def none_traced(self, train: int, evaluated: int) -> Note | None:
-        """Return how a job ended none of whose steps was traced; None where one was. The last steps
-        of either mode are -1 where none began."""
+        """Return how a job ended without a traced step, given its last steps (-1 for none)."""
         if self._has_begun:
             return None
         ends = [

@@ -38,8 +38,7 @@ class HiddenSteps:
 
     def __init__(self) -> None:
         self._moved: set[int] = set()
-        """First parameter with a gradient of each optimizer step since the last train step began.
-        """
+        """First parameter with a gradient of each optimizer step since a train step began."""
         self._asked_first = OptimizersById()
         self._gradients: dict[int, tuple[weakref.ref[object], int]] = {}
         """Identity of a parameter -> proxy and version of its gradient when it was last moved."""

@@ -1,8 +1,7 @@
 """Optimizer steps that never happened: a GradScaler found inf or NaN and skipped them.
 
-A skipped step runs no hook of torch's, so `GradScaler.step` itself is watched, by a function that
-stands in its class while a traced step runs. It calls the original and looks at nothing but whether
-the optimizer has stepped meanwhile.
+A skipped step runs no hook of torch's. So a function of ours stands in `GradScaler.step` while a
+traced step runs, and looks whether the optimizer has stepped meanwhile.
 """
 
 from __future__ import annotations

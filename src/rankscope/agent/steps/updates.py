@@ -1,10 +1,9 @@
 """What an optimizer step does to the roots: gradients just before it, parameters just after it.
 
-Each optimizer records its own parameters. Of those that no optimizer holds, the gradients are
-recorded, and marked, before a step outside a backward pass. Somebody else
-trains them behind the optimizer's own step (from flat copies, a group at a time): they are read
-once, when the train step closes; frozen ones with the first optimizer that holds others.
-Where a step trained without any optimizer, gradients and parameters are read when it closes.
+Each optimizer records its own parameters. Parameters that no optimizer holds have their gradients
+recorded, and marked, before a step outside a backward pass. Somebody else trains them behind that
+step (from flat copies, a group at a time): they are read once, when the train step closes; frozen
+ones with the first optimizer that holds others. A step without an optimizer is read when it closes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Gradients as each backward pass of a step left them.
+"""Gradients as each backward pass of a step left them: read when the pass ends.
 
-They are read when a pass ends and held, and written only where they tell something that the
-optimizer's own gradients do not: another value (clipping, averaging, unscaling by hand), or an
-earlier pass whose gradients were gone when a later pass began. So a program that steps with what
-backward left has no record more.
+They are written only where they tell more than the optimizer's own gradients: another value
+(clipping, averaging, unscaling by hand), or an earlier pass whose gradients were gone when a later
+one began.
 """
 
 from __future__ import annotations
@@ -69,8 +68,7 @@ class AccumulatedGradients:
         self._kept: set[int] = set()
         """Parameters whose gradient was untouched when the running pass began."""
         self.unsynced: frozenset[int] | None = None
-        """Parameters whose gradients the last pass was not to reduce; None before any pass ended.
-        """
+        """Parameters whose gradients the last pass was not to reduce; None before any ended."""
 
     def forward_begins(self) -> None:
         """Note from which lines of the program the forward of a root is called."""

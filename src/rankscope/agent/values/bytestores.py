@@ -50,8 +50,7 @@ class Store(ABC):
 
     @abstractmethod
     def store(self, reference: int, described: Described, given: TensorBytes) -> ChunkEntry | None:
-        """Store bytes under a new reference, or find the entry of equal ones; None where neither
-        was possible, `refusal` says why."""
+        """Store bytes under a new reference, or find equal ones; None where `refusal` says why."""
 
     def finish(self) -> None:
         """Store no more; what is there stays.

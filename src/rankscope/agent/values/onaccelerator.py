@@ -80,8 +80,7 @@ class DeviceValues:
                 digester.flush()
 
     def collect(self, *, wait: bool) -> list[tuple[ValuePlace | HeldValue, ValueNumbers | None]]:
-        """Return the readings that have arrived, with their places; None for those of a device that
-        failed, or that cannot be believed. Wait for the devices at the end of a trace alone."""
+        """Return what has arrived with its place; None for what a device lost or garbled."""
         with self._lock:
             found: list[tuple[ValuePlace | HeldValue, ValueNumbers | None]] = []
             for device, digester in self._digesters.items():
@@ -107,8 +106,7 @@ class DeviceValues:
             return remarks + said
 
     def _make_digester(self, device: torch.device) -> DeviceDigester:
-        """Return the digester of a device, with the fused kernels it has; missing ones are
-        compiled."""
+        """Return a device's digester with its fused kernels; missing ones are being compiled."""
         driver = driver_of(device)
         if driver is None:
             return DeviceDigester(device, self._batch_dim)

@@ -201,8 +201,7 @@ class RootEvents:
             self.recorder.exit(top, time_ns=time_ns)
 
     def _record(self, root: Root, event: _Event, taken: dict[int, bool] | None = None) -> None:
-        """Record one event of a root, where it concerns any of its parameters; gradients go into
-        `taken`."""
+        """Record an event of a root that it concerns; gradients go into `taken`."""
         chosen, top = event.chosen, root.module()
         if chosen is not None and (
             top is None or not any(id(p) in chosen for p in parameters_of_module(top))

@@ -1,9 +1,8 @@
 """Full tensors: which are kept, that equal ones are stored once, and what could not be kept.
 
 A kept tensor has a reference, a number from 1 in each life of a rank. Its bytes are written first,
-then its TENSOR record, then the value that refers to it; so a reference in a value means bytes that
-are whole. (From an accelerator they arrive later: there the reference may come before the record,
-and one without a record means that the tensor never arrived.)
+then its TENSOR record, then the value that refers to it: a reference means bytes that are whole.
+(From an accelerator the bytes come later: a reference without a record means that they never did.)
 """
 
 from __future__ import annotations

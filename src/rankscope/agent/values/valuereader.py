@@ -132,8 +132,7 @@ class ValueReader:
         return is_as_held
 
     def hold(self, tensor: torch.Tensor) -> HeldValue | None:
-        """Digest one tensor as it is now, for `record_held`; None where it cannot be read now. The
-        caller holds `invisible()`."""
+        """Digest a tensor as it is now, if it can be read; the caller holds `invisible()`."""
         described, local = self._describer.describe(tensor)
         if not self._digests or described.is_pending or self.in_flight.has(local):
             return None
@@ -168,8 +167,7 @@ class ValueReader:
         )
 
     def is_zero(self, tensor: torch.Tensor) -> bool:
-        """True where every element is zero; false for what cannot be read here without waiting. The
-        caller holds `invisible()`."""
+        """True where, without waiting, all is known to be zero; the caller holds `invisible()`."""
         described, local = self._describer.describe(tensor)
         storage = storage_of(local.dtype)
         if not described.can_digest or described.is_pending or storage is None:
