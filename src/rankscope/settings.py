@@ -19,7 +19,7 @@ from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.graceseconds import DRAIN_SECONDS, FINISH_SECONDS, STALL_SECONDS
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_text
-from rankscope.record.stepselection import LAST_HELP, StepSelection, number_ranges
+from rankscope.record.stepselection import LAST_HELP, StepSelection, rank_ranges
 from rankscope.record.streams import MINIMUM_LIMIT_BYTES
 
 __all__ = [
@@ -73,7 +73,7 @@ def _parse_ranks(text: str) -> tuple[int, ...] | None:
     if text == "all":
         return None
     chosen: set[int] = set()
-    for first, last in number_ranges("ranks", text):
+    for first, last in rank_ranges(text):
         if last >= _MOST_RANKS:
             raise SettingError(
                 f"rank {last} is out of range: no job has more than {_MOST_RANKS} ranks; write all "

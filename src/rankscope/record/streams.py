@@ -27,9 +27,7 @@ MAX_RANKS = 1 << 20
 """More ranks than these no job has; a count or a rank from outside is checked against it."""
 MAX_INCARNATIONS = 1 << 16
 MINIMUM_LIMIT_BYTES = 64 << 10
-"""Of a rank's spool."""
 LEAST_BLACK_BOX_BYTES = 16 * MINIMUM_LIMIT_BYTES
-"""The same for a rank that holds its last steps back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -92,9 +90,7 @@ class StreamState:
     committed: int | None
     """Bytes the rank committed, None where the spool itself was not reachable."""
     received: int
-    """Bytes in the replica."""
     dropped_records: int
-    """Records the rank could not write because its spool was full."""
     end: EndReason
 
     @property

@@ -69,7 +69,7 @@ REACHED_NAME = "reached"
 COMPANION_STARTED_NAME = "companion.started"
 """Names the companion that a rank started last: it takes its lock later."""
 STEP_TRIGGER_FOLDER = "step-trigger"
-"""Folder `step-trigger.<life>` in which ranks agree on a step (`agent.steps.touchedfile`); in the
+"""Folder `step-trigger.<life>` in which ranks agree on a step (`agent.steps.chosen`); in the
 folder of replicas where all hosts see that."""
 HELD_FOLDER = "held"
 """Folder of the streams that ranks hold back (`--rs-steps last:N`), each a folder as elsewhere."""

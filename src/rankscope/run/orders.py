@@ -3,7 +3,7 @@
     TRACE/spool/order.json           the last order
     TRACE/spool/order-<relay>.json   the relay of a host has seen it, and who its ranks are
     TRACE/spool/orders.<life>/1      the first order that ranks took: "train 42 <number> <order>"
-                             /1.1    "stands": a rank began step 42 (`agent.steps.touchedfile`)
+                             /1.1    "stands": a rank began step 42 (`agent.steps.chosen`)
                              /1.over its last step has ended on some rank
 
 A relay copies the order to its run folder, on the disk of its host, because ranks look there once a
