@@ -26,14 +26,7 @@ from rankscope.record.ranklists import ranks_named
 from rankscope.record.stepselection import StepSelection
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.record.triggers import Trigger
-from rankscope.run.eventboard import (
-    ABSENT,
-    EventBoard,
-    Happening,
-    Window,
-    event_folder,
-    file_time,
-)
+from rankscope.run.eventboard import ABSENT, EventBoard, Happening, Window, event_folder, file_time
 from rankscope.run.filenames import HELD_FOLDER
 from rankscope.run.folders import RunHeader, read_run_header, streams
 from rankscope.run.jobend import job_end
@@ -95,11 +88,9 @@ class BlackBox:
         self._looked_at = float("-inf")
         self._alive_at = time.monotonic()
         self.order: Order | None = None
-        """The last order of `rankscope capture`."""
         self.answer = ""
         """What was done about it: "steps 16-20", as far as this host is asked."""
         self.trouble = ""
-        """What goes wrong now; empty where all goes well."""
         self.trouble_at: float | None = None
         """Monotonic time since when it does."""
         self.quiet_ranks = 0
@@ -208,7 +199,6 @@ class BlackBox:
         return EventBoard(event_folder(self._run_folder, self._header, life))
 
     def _windows(self, life: int) -> list[Window]:
-        """Return which steps of one life are asked for by now."""
         events = self._boards[life].events()
         for event in events[self._logged.get(life, 0) :]:
             log(f"{event.text} at {event.mode.word} step {event.step}")
@@ -236,7 +226,6 @@ class BlackBox:
             board.tell(Happening(trigger=trigger, mode=mode, step=step, text=text))
 
     def _see_ends(self) -> None:
-        """Tell of ranks that ended otherwise than in order: of the first in each life."""
         ended: dict[int, dict[StreamId, HeldStream]] = {}
         for stream, held in self.streams.items():
             if stream not in self._judged and not held.is_done and not held.is_alive:
@@ -253,14 +242,12 @@ class BlackBox:
             self._judged.update(those)
 
     def _see_untold(self) -> None:
-        """Tell what ranks saw that could not write it on the board."""
         for stream, held in self.streams.items():
             for event in held.untold():
                 if event not in self._boards[stream.incarnation].events():
                     self._boards[stream.incarnation].tell(event)
 
     def _see_interruption(self) -> None:
-        """Tell that a signal ended the job, where its ranks ended in order all the same."""
         name = job_end([self._header.out]).signal
         if name and not any(board.events() for board in self._boards.values()):
             self._tell(Trigger.INTERRUPTED, self._of_last_life(), signal=name)
@@ -284,7 +271,6 @@ class BlackBox:
             self._tell(Trigger.TOUCHED, alive, file=self._file, time=seen)
 
     def _see_order(self) -> None:
-        """Tell of an order; the board keeps it apart from those before it."""
         if self.order is None or not self.streams:
             return
         text = Trigger.ORDERED.text(number=self.order.number)
@@ -298,7 +284,6 @@ class BlackBox:
 
 
 def _furthest(held: Mapping[StreamId, HeldStream]) -> tuple[Mode, int]:
-    """Return the step that the furthest of these ranks is in."""
     steps = []
     for each in held.values():
         with contextlib.suppress(SpoolError):

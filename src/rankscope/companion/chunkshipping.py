@@ -53,7 +53,6 @@ class ChunkShipment:
         self._end: ChunkEnded | None = None
         self._asked_at = self._progress_at = self._looked_at = float("-inf")
         self.is_done = False
-        """Nothing more will be sent."""
         self.is_delivered = False
         """Every chunk is over there: they may be removed here."""
 
@@ -100,7 +99,6 @@ class ChunkShipment:
             self._sent = frame.offset
 
     def _begin_next(self, now: float, *, is_over: bool) -> bool:
-        """Open the next chunk that may be sent; False where there is none."""
         if not is_over and now - self._looked_at < _LOOK_S:
             return False
         self._looked_at = now

@@ -146,7 +146,6 @@ class ReceivedChunks:
             self._forget(next(iter(self._open)))
 
     def _whole_bytes(self, stream: StreamId) -> int:
-        """Bytes of the chunks of a stream that are whole, also of those before a restart."""
         if stream not in self._whole:
             folder = chunk_folder(self._out, stream)
             sizes = (chunk_path(folder, number).stat().st_size for number in chunk_numbers(folder))

@@ -47,7 +47,6 @@ _OURS = (
     ORDER_NAME,
     REACHED_NAME,
 )
-"""Files of a run folder that go with it."""
 
 
 def remove_run(
@@ -107,7 +106,6 @@ def kept_stream(
 
 
 def _reach_of_copy(run_folder: Path, stream: StreamId) -> Reach:
-    """Return how far the copy of a held stream goes."""
     try:
         copy = HeldStream(run_folder, stream)
     except SpoolError:

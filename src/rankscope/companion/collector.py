@@ -56,7 +56,6 @@ __all__ = ["Intake"]
 _RECEIVE_QUEUE = 2
 """Messages zmq holds for each relay before it stops reading: bounds memory at any world size."""
 _BATCH = 256
-"""Messages taken before anything else is looked at."""
 _FAREWELL_S = 3.0
 _ANOTHER_RUN = (
     "this collector gathers another run: give each run a trace folder and a collector of its own"
@@ -66,14 +65,12 @@ _LEAST_PEERS = 64
 _PEERS_A_RANK = 4
 """Relays that may be known: one a host, and some for hosts that were replaced."""
 _GONE_S = 60.0
-"""A relay that was silent for so long makes room for another."""
 _MOST_BROKEN = 10
 _MOST_COMPLAINTS = 100
 """Lines in the log about messages that break the protocol, and about others that are refused."""
 _MOST_EVENTS = 4096
 """Of all lives of a job; a relay tells at most 256 of each."""
 _MOST_REJECTED = 100
-"""Relays of other runs that are remembered, so that each is logged once."""
 
 
 @dataclass(slots=True)
@@ -119,7 +116,6 @@ class Intake(StreamSource):
         self._complaints = FewLines(_MOST_COMPLAINTS)
         self._rejected: set[bytes] = set()
         self._events: set[tuple[int, str]] = set()
-        """All that relays told of what happened: the life of the job, and an entry of a board."""
         self._vanished = ""
         """What quiet hosts are told of one that is gone."""
         self._trouble = ""
@@ -420,7 +416,6 @@ class Intake(StreamSource):
             peer.stall = message
 
     def _note_trouble(self, text: str) -> None:
-        """Log it once: the relays ask again and again."""
         if text != self._trouble:
             log(text)
         self._trouble = text

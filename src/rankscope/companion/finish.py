@@ -16,13 +16,7 @@ from rankscope.companion.collector import Intake
 from rankscope.companion.log import log
 from rankscope.companion.readerprocess import ReaderProcess
 from rankscope.companion.sharedwatch import SharedWatch
-from rankscope.companion.waitingrule import (
-    Decision,
-    HostState,
-    JobState,
-    StreamSource,
-    decide,
-)
+from rankscope.companion.waitingrule import Decision, HostState, JobState, StreamSource, decide
 from rankscope.errors import FolderError
 from rankscope.record.graceseconds import FINISH_SECONDS
 from rankscope.record.streams import EndReason, StreamId
@@ -190,7 +184,6 @@ def _finish(
     observer: Observer,
     wait_s: float,
 ) -> Turns[ExitOutcome]:
-    """Make of what was gathered what the decision says."""
     log(f"{len(source.streams())} streams, {decision.value}")
     if decision is Decision.INCOMPLETE and not any(replicated(options.out).values()):
         log("no rank sent a record: there is nothing to build a tree from")

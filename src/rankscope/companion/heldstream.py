@@ -66,9 +66,7 @@ _UNIT: Final = 1 << 20
 _BUDGET: Final = 16 << 20
 """Bytes looked at in one go, so that the relay answers in between."""
 _ALL: Final = 1 << 62
-"""Beyond every offset."""
 _PAUSE_S: Final = 1.0
-"""Between two segments that are not full."""
 
 
 _Runs = list[list[int]]
@@ -77,7 +75,6 @@ _Runs = list[list[int]]
 
 @dataclass(slots=True)
 class _State:
-    """How far a copy goes; stands in its last segment."""
 
     kept: int = 0
     """Read so far of what is never let go."""
@@ -91,7 +88,6 @@ class _State:
     is_taken: bool = False
     """These records are copied: the step is asked for, and was not copied before this pass."""
     copied: _Runs = field(default_factory=list)
-    """Steps whose records were copied, as far as `high`."""
     gone: _Runs = field(default_factory=list)
     """Steps that the ring no longer had when it was read."""
     torn: _Runs = field(default_factory=list)
@@ -107,7 +103,6 @@ class _State:
     noted: int = 0
     """Of how many it was said what happened."""
     numbers: int = 0
-    """Definitions made here."""
     is_done: bool = False
 
 
@@ -130,7 +125,6 @@ class HeldStream:
         self._buffer = bytearray()
         self._index = 0
         self._asked: Sequence[Window] = ()
-        """What is asked for so far."""
         self._marked = (0, 0)
         """What the rank was told last of how far this copy goes."""
         self._written_at = float("-inf")
@@ -193,7 +187,6 @@ class HeldStream:
         return last
 
     def _steps_begun(self, offset: int) -> dict[Mode, int]:
-        """Return the step of each mode that began last in the segment at this offset."""
         found: dict[Mode, int] = {}
         end = offset + self._ring.segment_bytes
         while offset < end and (chunk := self._ring.read_from(offset, _UNIT)):
@@ -423,7 +416,6 @@ class HeldStream:
         self.close()
 
     def _write_segment(self, end: bytes = b"") -> None:
-        """Put a segment in its place: the buffer, how far it goes, and the END record if any."""
         self._take_lock()
         draft = self._target / "draft"
         shutil.rmtree(draft, ignore_errors=True)
@@ -466,7 +458,6 @@ class HeldStream:
             self._lock = StreamLock(self._target)
 
     def _take_up(self) -> None:
-        """Go on behind the last segment of a copy."""
         self._take_lock()
         self._index = segment_indexes(self._target)[-1] + 1
         state: _State | None = None
@@ -495,7 +486,6 @@ def _state(entry: dict[str, Any]) -> _State:
 
 
 def _cells(found: Records, chosen: NDArray[np.bool_]) -> bytes:
-    """Return the cells of the chosen records, in their order."""
     return found.cells[np.repeat(chosen, found.size)].tobytes()
 
 
@@ -538,7 +528,6 @@ def _has(runs: _Runs, mode: int, step: int) -> bool:
 
 
 def _note_dropped(state: _State, found: Records) -> None:
-    """Note the steps of which the rank dropped records."""
     for row in found.columns(RecordKind.GAP)[1]:
         mode, first, last = int(row["mode"]), int(row["first_step"]), int(row["last_step"])
         if last == TO_ITS_END and not row["records"]:
@@ -577,7 +566,6 @@ class _Loose(Closed):
 
 
 def _record(kind: RecordKind, payload: bytes) -> bytes:
-    """Return the cells of one record."""
     place = _Loose((-(-len(payload) // PAYLOAD_BYTES) or 1) * CELL_BYTES)
     put(place, kind, payload)
     return bytes(place.map)

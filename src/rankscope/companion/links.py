@@ -64,7 +64,6 @@ _BEAT_S = 0.25
 _SHARED_BEAT_S = 1.0
 _SEND_QUEUE = 64
 _BATCH = 1024
-"""Answers taken before anything is sent."""
 _MOST_REFUSED_LOGGED = 10
 _SILENT_S = 5.0
 """A collector answers every beat; one that says nothing for so long is connected to again."""
@@ -86,13 +85,11 @@ class Link(ABC):
         self.heard_at = float("-inf")
         """Monotonic time of the other side's last word."""
         self.is_reached = False
-        """What is sent finds its way to somebody."""
         self.rejection = ""
         """Why nothing of this run is taken; empty as long as it is."""
         self.stall: Stall | None = None
         """The last one noticed on this host, to be told."""
         self.state: HostState | None = None
-        """What was told of this host last."""
         self.is_quiet = False
         """Nothing happened on any host: what ranks held back is not asked for. Known at the end."""
         self.trouble_at: float | None = None
@@ -251,7 +248,6 @@ class SocketLink(Link):
         return self.stall is None or self._send(self.stall)  # ever again: any of them may be lost
 
     def _pump(self, waiting: list[Shipment], now: float) -> bool:
-        """Send one message of each stream in turn, as long as the window allows."""
         was_busy = False
         window = WINDOW_BYTES - sum(shipment.in_flight for shipment in waiting)
         self._first += 1
@@ -301,7 +297,6 @@ class SocketLink(Link):
                 self._is_done, self.is_quiet = True, is_quiet
 
     def _hear(self, message: Happened | BeatSeen) -> None:
-        """Let the box know what happened elsewhere; where that cannot be noted it is told again."""
         if self._box is None:
             return
         try:
@@ -405,7 +400,6 @@ class FolderLink(Link):
             self._sent = self.stall
 
     def _hear(self) -> None:
-        """Let a quiet box know that another host is gone without a word."""
         if self._box is not None and self._box.quiet_ranks:
             text = agreed(self._out / REPLICA_FOLDER, VANISHED_NAME)
             if text is not None:
@@ -426,7 +420,6 @@ class FolderLink(Link):
         return True
 
     def _note_trouble(self, text: str, now: float) -> None:
-        """Log it once: it is tried again and again."""
         if text and text != self._trouble:
             log(text)
         self._trouble = text
@@ -434,7 +427,6 @@ class FolderLink(Link):
             self.trouble_at = now
 
     def _ship(self, shipment: Shipment, now: float) -> bool:
-        """Write what a shipment has to send; True where it was written."""
         message = shipment.next_message(now, WINDOW_BYTES)
         if message is None:
             return False

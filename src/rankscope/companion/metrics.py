@@ -49,14 +49,12 @@ def served_metrics(out: Path, port: int, *, world_size: int) -> Iterator[None]:
 
 
 class _RunMetrics:
-    """Says what is known of a run."""
 
     def __init__(self, out: Path, world_size: int) -> None:
         self._out, self._world_size = out, world_size
         self._received_bytes = 0
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the families, for `prometheus_client`."""
         status = read_status(self._out)
         totals, statuses = status.totals, status.ranks
         self._received_bytes = max(self._received_bytes, totals.received_bytes)
@@ -79,7 +77,6 @@ class _RunMetrics:
             yield from self._findings()
 
     def _findings(self) -> Iterator[Metric]:
-        """Yield what the live check found, by kind, once it has judged a step."""
         told, age_s = told_in(self._out)
         if age_s is None:
             return
@@ -89,7 +86,6 @@ class _RunMetrics:
 
 
 def _steps(running: Sequence[RankStatus]) -> Iterator[Metric]:
-    """Yield where the ranks that run are, how far apart, and how fast."""
     steps = [s.step for s in running if s.step is not None and s.mode is Mode.TRAIN]
     if steps:
         yield _gauge("newest_step", "train step of the rank that is ahead", max(steps))
@@ -107,7 +103,6 @@ def _steps(running: Sequence[RankStatus]) -> Iterator[Metric]:
 
 
 def _spools(statuses: Sequence[RankStatus]) -> Iterator[Metric]:
-    """Yield what lies in the spools of this host."""
     spool = fullest_spool(statuses)
     if spool is not None:
         unsent, fill = spool["unsent_bytes"], spool["fill"]

@@ -30,7 +30,6 @@ class OrderWatch:
     """The relay's eye on the orders of one run."""
 
     def __init__(self, run_folder: Path, header: RunHeader, relay: str) -> None:
-        """Look at nothing yet."""
         self._run_folder, self._out, self._relay = run_folder, header.out, relay
         self._folder = orders_come_to(run_folder, header)
         self._is_elsewhere = Collection.of_run(header).is_elsewhere
@@ -40,7 +39,6 @@ class OrderWatch:
         self._said: OrderSeen | None = None
         self._trouble = ""
         self.order: Order | None = None
-        """The last order there was."""
 
     def look(self, now: float, streams: Iterable[StreamId], told: str = "") -> None:
         """See whether there is an order, hand it to the ranks, and say that it was seen.

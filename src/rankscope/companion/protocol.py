@@ -129,7 +129,6 @@ class ChunkEnded:
     chunk: int
     size: int
     checksum: int
-    """xxh3_64 of the file."""
 
 
 @dataclass(frozen=True, slots=True)

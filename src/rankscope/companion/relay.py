@@ -44,12 +44,7 @@ class Relay:
     """The streams of one host on their way, a turn at a time."""
 
     def __init__(
-        self,
-        run_folder: Path,
-        header: RunHeader,
-        is_stopped: Callable[[], bool],
-        *,
-        is_alone: bool,
+        self, run_folder: Path, header: RunHeader, is_stopped: Callable[[], bool], *, is_alone: bool
     ) -> None:
         """Send nothing yet.
 
@@ -78,7 +73,6 @@ class Relay:
         self._name = relay_name(run_folder)
         self._stalls = StallMonitor(run_folder, header, self._name)
         self._box = black_box_of(run_folder, header)
-        """Where the ranks hold their last steps back."""
         self._orders = OrderWatch(run_folder, header, self._name)
         self._link: Link
         if self._collection.is_elsewhere:
@@ -87,7 +81,6 @@ class Relay:
             is_shared = self._collection.is_shared
             self._link = FolderLink(header, self._name, self._box, is_shared=is_shared)
         self.outcome: ExitOutcome | None = None
-        """How it ended; None while there is more to do."""
 
     @property
     def state(self) -> HostState | None:
@@ -172,7 +165,6 @@ class Relay:
             box.order = self._orders.order
 
     def _has_no_room(self, now: float) -> bool:
-        """True where a trace folder that this host writes takes nothing of a job that is over."""
         link = self._link
         if link.trouble_at is None or self._job is not JobState.OVER or link.is_done:
             return False
@@ -183,14 +175,12 @@ class Relay:
         return silent_s > _SILENT_S and os.path.exists(self._tree) and not self._has_alive()
 
     def _is_abandoned(self, silent_s: float) -> bool:
-        """True where this silence since the last rank means that no collector will come."""
         is_over = self._job is JobState.OVER
         if is_over and not self._link.is_reached:  # who listens may be building the tree
             return silent_s > min(max(self._settings.finish_seconds, _SILENT_S), _PATIENCE_S)
         return silent_s > _PATIENCE_S
 
     def _has_work_left(self) -> bool:
-        """True while ranks run, or may come."""
         return self._has_alive() or self._job is JobState.LAUNCHED
 
     def _told_job(self) -> JobState:
@@ -241,7 +231,6 @@ class Relay:
         return JobState.UNKNOWN if self._has_alive() else JobState.OVER
 
     def _may_restart(self) -> bool:
-        """True while an agent of somebody else's lives that has restarts left for these ranks."""
         agent = self._header.agent
         if not agent or not is_process_alive(agent):
             return False

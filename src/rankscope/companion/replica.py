@@ -67,9 +67,7 @@ class ReplicaFiles:
         self._open: OrderedDict[StreamId, int] = OrderedDict()
         self._places: dict[tuple[StreamId, int], StreamId] = {}
         self._named: set[StreamId] = set()
-        """Whose files have their names on disk."""
         self._counts: dict[int, int] = {}
-        """Lives of a rank that are here."""
         self._held: dict[int, int] = {}
         """Bytes of a rank on disk, or more where some were freed since they were counted."""
         self._run_id = ""
@@ -150,11 +148,6 @@ class ReplicaFiles:
         return None
 
     def _lives(self, stream: StreamId) -> Iterator[StreamId]:
-        """Yield a stream and its later lives.
-
-        Raises:
-            FolderError: when there are no more.
-        """
         for life in range(stream.incarnation, MAX_INCARNATIONS):
             yield StreamId(rank=stream.rank, incarnation=life)
         raise FolderError(f"{stream.name}: every life of this rank is taken")
@@ -330,7 +323,6 @@ class ReplicaFiles:
 
 
 def _files_of(out: Path, rank: int) -> list[str]:
-    """Names of the files that belong to replicas of a rank."""
     stem = StreamId(rank=rank, incarnation=0).name.rpartition(".")[0]
     try:
         names = os.listdir(out / REPLICA_FOLDER)

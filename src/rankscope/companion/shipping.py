@@ -54,15 +54,11 @@ class Shipment:
         self.acked = 0
         self.sent = 0
         self._most_sent = 0
-        """No acknowledgement goes beyond it."""
         self._synced = 0
-        """On disk over there."""
         self._lowest = 0
-        """What lies before was freed."""
         self._sync_asked_at = float("-inf")
         self._disbelieved = 0
         self.is_open = False
-        """The other side said which offset it holds."""
         self.is_done = False
         """Nothing more will be sent: its end is known to the other side, or it was refused."""
         self.is_refused = False
@@ -217,7 +213,6 @@ class Shipment:
         return False
 
     def _has_to_free(self) -> bool:
-        """True where a segment could be freed if its records were on disk over there."""
         size = self.reader.segment_bytes
         if not size or self.acked // size <= self._lowest // size:
             return False
@@ -227,7 +222,6 @@ class Shipment:
         return True
 
     def _free(self) -> None:
-        """Free the segments that are wholly on disk over there."""
         size = self.reader.segment_bytes
         first_end = (self._lowest // size + 1) * size if size else 0
         reach = Reach.DURABLE if first_end <= self._synced else Reach.ACKNOWLEDGED

@@ -47,11 +47,9 @@ _MOST_PLACES = 4
 
 
 Watchable = Shipment | HeldStream
-"""A stream as it is sent, or held back."""
 
 
 class _WatchedStream:
-    """One stream: how far it has grown, and when."""
 
     def __init__(self, shipment: Watchable, now: float) -> None:
         self._shipment = shipment
@@ -63,7 +61,6 @@ class _WatchedStream:
         self._activities: dict[int, RankActivity] = {}
 
     def look(self, now: float) -> None:
-        """See whether it has grown or ended."""
         was_alive, self.is_alive = self.is_alive, self.is_alive and is_alive(self._shipment.folder)
         if was_alive and not self.is_alive:
             self.ended_at = now
@@ -208,7 +205,6 @@ class StallMonitor:
             )
 
     def _last_ns(self) -> int:
-        """Return the monotonic time of the last move of any rank."""
         written = [
             watched.activity(counts_steps=self._counts_steps).written_ns
             if watched.is_alive

@@ -54,7 +54,6 @@ class HostState:
     """What the relay of a host says of it."""
 
     alive: int = 1
-    """Ranks that live, as far as it has seen."""
     held: int = 0
     """Streams that lie there and were not refused, told of or not."""
     job: JobState
@@ -80,7 +79,6 @@ class StreamSource(Protocol):
     """Where a collector's streams come from."""
 
     progress_at: float
-    """Monotonic time of the last thing new."""
 
     def work(self, timeout_s: float) -> None:
         """Take in what is there; wait for it at most `timeout_s`."""

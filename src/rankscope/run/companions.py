@@ -32,7 +32,6 @@ class ExitOutcome(enum.IntEnum):
     """Any other code, a signal's above all: it was killed, and starting it again goes on."""
 
     DONE = 0
-    """The run is finished."""
     REFUSED = 2
     """It could not start: another one is at work there, or a folder or address cannot be used."""
     UNFINISHED = 3

@@ -43,7 +43,6 @@ class Happening:
     trigger: Trigger
     mode: Mode
     step: int
-    """The step that ran where it happened."""
     text: str
 
     @classmethod
@@ -84,7 +83,6 @@ class EventBoard:
     """The events of one life of the ranks."""
 
     def __init__(self, folder: Path) -> None:
-        """Look at `folder`, which the first entry makes."""
         self._folder = folder
         self._events: list[Happening] = []
         """Those read so far: entries never change."""

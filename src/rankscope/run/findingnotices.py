@@ -48,11 +48,7 @@ class JobNotices:
     """Follows findings.jsonl of one trace folder, and the stalls that a companion notes."""
 
     def __init__(
-        self,
-        out: Path,
-        shown: str,
-        say: Callable[[str], object],
-        run_folder: Path | None = None,
+        self, out: Path, shown: str, say: Callable[[str], object], run_folder: Path | None = None
     ) -> None:
         """Say nothing yet.
 

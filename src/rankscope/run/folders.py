@@ -77,7 +77,6 @@ _KINDS: Final[Mapping[str, type]] = {
     "settings": dict,
     "keeps_apart": bool,
 }
-"""Of the fields of `RunHeader` in the file."""
 
 
 def spool_base(chosen: Path | None) -> Path:

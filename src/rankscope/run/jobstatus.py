@@ -35,7 +35,6 @@ __all__ = [
 OLD_S: Final = 10.0
 """A status that is older is said to be: nobody has read the records since."""
 _TOLD_STEPS: Final = 8
-"""Of the steps that a rank ended last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +68,9 @@ class RankStatus:
     """The step it was in last has ended: it is between traced steps."""
     mode: Mode = Mode.TRAIN
     step: int | None = None
-    """The last step it was in."""
-    record_ns: int = 0
-    """Wall clock of its last record; 0 where that is not known."""
     waits_for: tuple[int, ...] = ()
     """Ranks that did not come to the collective in which it stands."""
     step_s: float | None = None
-    """What its last train step that ended took."""
     own_s: float | None = None
     """Of that outside collectives for which it waited."""
     beside_all: float | None = None
@@ -88,7 +83,6 @@ class RankStatus:
     ended: tuple[EndedStep, ...] = ()
     """The last train steps that ended; in the file eight of them."""
     missed: tuple[tuple[Mode, int], ...] = ()
-    """The last steps that it was asked for too late."""
     lost_records: int = 0
     unsent_bytes: int | None = None
     """In the spool of the head host, not in the trace folder yet; None of ranks elsewhere."""
@@ -107,12 +101,9 @@ class JobTotals:
 
     records: int = 0
     received_bytes: int = 0
-    """In the trace folder."""
     lost_records: int = 0
     steps_ended: int = 0
-    """Traced train steps, of the rank that has ended most."""
     unread_bytes: int = 0
-    """In the trace folder and not read yet."""
     bytes_per_s: float | None = None
     """What came in lately; None at first."""
     records_per_s: float | None = None
@@ -127,10 +118,8 @@ class JobStatus:
     world_size: int = 0
     """Ranks of the job; 0 while nothing is known."""
     written_ns: int = 0
-    """Wall clock when this was written; 0 where nobody did."""
     totals: JobTotals = field(default_factory=JobTotals)
     ranks: tuple[RankStatus, ...] = ()
-    """Every rank that has written anything, its last life, lowest first."""
 
     @property
     def age_s(self) -> float | None:

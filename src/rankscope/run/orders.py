@@ -22,12 +22,7 @@ from typing import Any, Final
 from rankscope.errors import SettingError, SpoolError
 from rankscope.record.call import Mode
 from rankscope.run.eventboard import agreed
-from rankscope.run.filenames import (
-    ORDER_FOLDER,
-    ORDER_NAME,
-    ORDER_SEEN_PREFIX,
-    REPLICA_FOLDER,
-)
+from rankscope.run.filenames import ORDER_FOLDER, ORDER_NAME, ORDER_SEEN_PREFIX, REPLICA_FOLDER
 from rankscope.run.filepieces import piece_of
 from rankscope.run.folders import RunHeader
 from rankscope.run.prepare import Collection
@@ -47,12 +42,9 @@ class Order:
     """What is asked for."""
 
     number: int
-    """When it was made, in nanoseconds."""
     steps: int = 1
     paths: tuple[str, ...] = ()
-    """Modules to trace besides those of the job's setting."""
     tensors: tuple[str, ...] = ()
-    """Full tensors to keep besides those of the job's setting."""
 
     def __post_init__(self) -> None:
         if not 0 < self.number < 1 << 63:  # a copy of the order has it as its time
@@ -105,9 +97,7 @@ class TakenOrder:
     mode: Mode
     first: int
     stands: bool
-    """A rank has begun that step."""
     is_over: bool
-    """A rank has ended its last step."""
 
     @property
     def last(self) -> int:

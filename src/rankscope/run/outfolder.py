@@ -304,7 +304,6 @@ def recovering(*places: str | Path, out: str | Path) -> str:
 
 
 QUIET = "nothing happened, so there is no trace"
-"""What is said of a job that held its steps back to its end."""
 
 
 def announced(

@@ -26,13 +26,7 @@ from rankscope.run.folders import (
     write_run_header,
 )
 from rankscope.run.keyfile import CurveKeys, read_keys
-from rankscope.run.outfolder import (
-    default_out,
-    missing_folders,
-    named_out,
-    remove_empty,
-    take_out,
-)
+from rankscope.run.outfolder import default_out, missing_folders, named_out, remove_empty, take_out
 from rankscope.run.processes import process_name
 from rankscope.settings import Settings
 
@@ -96,7 +90,6 @@ class RunRequest:
 
     run_id: str
     key: str
-    """Name of the run folder, as `run_key` returns it."""
     collection: Collection
     world_size: int
     local_ranks: int
@@ -124,7 +117,6 @@ class PreparedRun:
     made: Sequence[Path]
     """The trace folder and those of its parents that were made now, the innermost first."""
     undo: ExitStack
-    """Removes the folders that were made and are empty."""
 
     def remove(self) -> None:
         """Remove the run folder with all in it, and what else was made and is empty."""
@@ -133,7 +125,6 @@ class PreparedRun:
 
 
 def _remove_made(made: Sequence[Path]) -> None:
-    """Remove what was made of a trace folder, the run's mark with it."""
     if made and made[0].name == REPLICA_FOLDER:
         shutil.rmtree(made[0], ignore_errors=True)
     remove_empty(made)

@@ -33,12 +33,10 @@ class Stall:
     """When the last record of any rank was written, or the last rank ended."""
     noticed_ns: int
     over_ns: int = 0
-    """When a rank moved again, or ended; 0 while none did."""
     is_by_end: bool = False
     """It is over because ranks ended, not because one wrote anything."""
     host: str
     where: str = ""
-    """What the ranks that count are inside of."""
 
     def sentence(self, now_ns: int | None) -> str:
         """Return a sentence about it, without a full stop.
@@ -103,7 +101,6 @@ def _clock(wall_ns: int) -> str:
 
 _FORMAT = "rankscope.stalls/1"
 _MOST = 50
-"""The latest of one relay that are kept."""
 
 
 def keep_stall(folder: Path, relay: str, stall: Stall) -> None:

@@ -25,7 +25,6 @@ __all__ = ["FindingsFile"]
 _MOST_NOTICES: Final = 16
 _MOST_NAMED: Final = 100
 _MOST_WAITING: Final = 1000
-"""Lines that a full disk may keep from being written."""
 
 
 class FindingsFile:

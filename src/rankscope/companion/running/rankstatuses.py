@@ -48,7 +48,6 @@ class StatusWriter:
     """Writes the status of one job (a `Listener`)."""
 
     def __init__(self, job: RunningJob, out: Path) -> None:
-        """Write nothing yet; `out` is the trace folder."""
         self._job, self._out = job, out
         self._spools: dict[StreamId, StreamReader] = {}
         """Of this host."""
@@ -136,7 +135,6 @@ class StatusWriter:
         )
 
     def _find_spools(self, run: Mapping[str, Any]) -> None:
-        """Open the spools of this host."""
         now = time.monotonic()
         if run["id"] and not self._run_folders and now - self._found_at >= _FIND_S:
             self._found_at = now
@@ -208,10 +206,7 @@ class StatusWriter:
         return RankPlace(
             end=end,
             step=step_label(
-                Mode(call.mode),
-                call.step,
-                split.stream.incarnation,
-                is_setup=phase is Phase.SETUP,
+                Mode(call.mode), call.step, split.stream.incarnation, is_setup=phase is Phase.SETUP
             ),
             phase=phase,
             path=join_path(root, str(module.get("path", ""))) if module else "?",
@@ -220,7 +215,6 @@ class StatusWriter:
         )
 
     def _end(self, split: SplitStream) -> str:
-        """Return how the stream ended, as an `EndReason`'s value."""
         if split.tail.end is not None:
             return split.tail.end.value
         marker = self._job.end_of(split.stream)
@@ -235,7 +229,6 @@ class StatusWriter:
         return EndReason.LOST.value
 
     def _written(self, stream: StreamId) -> int | None:
-        """Return how many bytes the rank has written; None where its spool is elsewhere."""
         least = self._job.lengths.get(stream, 0)
         spool = self._spools.get(stream)
         if spool is None:

@@ -54,7 +54,6 @@ class RunningJob:
     """The streams of the newest life of a job, read as they grow."""
 
     def __init__(self, out: Path, *, traced_ranks: int) -> None:
-        """Read nothing yet."""
         self._out, self._traced_ranks = out, traced_ranks
         self._streams: dict[int, SplitStream] = {}
         self._replaced: list[SplitStream] = []
@@ -62,13 +61,10 @@ class RunningJob:
         self.lengths: dict[StreamId, int] = {}
         """Bytes of each stream in the trace folder, as of the last look."""
         self.life = 0
-        """Incarnation of the job that is read."""
         self._seen_at: dict[StepKey, float] = {}
-        """When a step was first seen to have ended on some rank."""
         self._read_s = 0.0
         self._definitions: Decoded = {}
         self._ends: dict[int, StreamEnd] = {}
-        """End markers by rank, as of the last look."""
         self.trouble: dict[int, str] = {}
         """{rank: why its stream cannot be read}; it is left alone from then on."""
         self.taken_bytes = 0
@@ -233,7 +229,6 @@ class RunningJob:
         return {key for stream in self._streams.values() for key in stream.held}
 
     def _behind(self) -> set[int]:
-        """Return the ranks that the oldest step of each mode waits for, all where none waits."""
         found: set[int] = set()
         seen: set[int] = set()
         for key in sorted(self._seen_at, key=self._when):

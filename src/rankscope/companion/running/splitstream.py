@@ -23,12 +23,7 @@ from rankscope.record.phases import Phase
 from rankscope.record.streams import StreamId
 from rankscope.spool.definitions import Decoded
 from rankscope.spool.recordcolumns import Records, records, records_at, step_codes
-from rankscope.spool.recordformat import (
-    LONGEST_RECORD,
-    NO_SEQUENCE,
-    RecordKind,
-    StepEvent,
-)
+from rankscope.spool.recordformat import LONGEST_RECORD, NO_SEQUENCE, RecordKind, StepEvent
 from rankscope.spool.replication import replica_path
 from rankscope.spool.settledprefix import (
     SettledPrefix,
@@ -46,7 +41,6 @@ _PIECE_BYTES: Final = 8 << 20
 _KEPT: Final = -1
 _LATE: Final = -2
 _WITH_CALL: Final = (RecordKind.EXIT, RecordKind.VALUE, RecordKind.SAMPLES, RecordKind.ERROR)
-"""Begin with the sequence number of their call."""
 
 
 class StepKey(NamedTuple):
@@ -72,34 +66,26 @@ class SplitStream:
         """
         self.stream = stream
         self.tail: StreamTail = StreamTail(has_values=True) if again is None else again.tail
-        """What its rank is inside of, and its last steps."""
         self._tail_from: int = 0 if again is None else again.offset
         """What lies before was taken by the tail."""
         self._decoded = decoded
         self.ended: dict[int, int] = {}
         """{mode: the last step that ended}."""
         self.ended_ns: dict[StepKey, int] = {}
-        """Wall clock at which each step that is held ended."""
         self.trained_by_then: dict[StepKey, int] = {}
         """Of each of those: the last train step that had ended by then, -1 for none."""
         self.with_tensors: set[StepKey] = set()
         """Held steps of which full tensors were kept, or asked for."""
         self.keeps_tensors = False
-        """Full tensors are kept of every step."""
         self.begun: set[int] = set()
-        """Modes in which a step began."""
         self.is_over = False
-        """The stream has its END record."""
         self.has_accelerator = False
         """Some value lies on one: such a value may be written after its step ended."""
         self.late_records = 0
         """Of steps that were dropped."""
         self.offset: int = 0
-        """Bytes of the stream that were read."""
         self.settled = 0
-        """Bytes of the stream that were freed: what is left of them is held here."""
         self.is_read_out = False
-        """The last look found nothing new."""
         self._path = replica_path(out, stream)
         self._kept: list[Cells] = []
         self._held: dict[StepKey, list[Cells]] = {}

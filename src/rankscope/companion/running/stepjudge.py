@@ -21,7 +21,6 @@ __all__ = ["MOST_REST_S", "LiveCheck"]
 _STEPS_BESIDE: Final = 2
 """Steps before the new ones that are judged with them: some rules look back."""
 _MOST_BYTES: Final = 192 << 20
-"""Of records held at a time."""
 _CANCELLED_S: Final = 40.0
 """So long after the first crash it is told, also if nobody has said how the job ended: torchrun
 gives ranks that it ends 30 s."""
@@ -33,7 +32,6 @@ _REST: Final = 1.5
 """It rests so many times as long as it worked: several steps together cost less than one by one."""
 MOST_REST_S: Final = 2.0
 _LOOK_BYTES: Final = 24 << 20
-"""Of records judged at a time, where that is more than one step."""
 
 
 class LiveCheck:

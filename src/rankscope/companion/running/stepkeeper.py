@@ -136,7 +136,6 @@ class StepKeeper:
             job.settle()
 
     def _begin(self) -> None:
-        """Have the tree grow, where the records are worth it."""
         if sum(self._job.lengths.values()) >= self._sizes.begin:
             self._tree = GrowingTree.to_write(self._out)
             if self._tree is not None:
@@ -153,7 +152,6 @@ class StepKeeper:
         return keys if has_waited or sum(map(self._job.bytes_of, keys)) >= worth else []
 
     def _parts(self, keys: Sequence[StepKey]) -> list[list[StepKey]]:
-        """Return steps by the parts that they are written in."""
         parts: list[list[StepKey]] = []
         size = _PART_BYTES
         for key in keys:

@@ -49,12 +49,10 @@ class EnteredCall:
     time_ns: int
     """Monotonic time of its host."""
     module: int
-    """Its module's definition."""
     phase: int
     mode: int
     step: int
     collective: int = 0
-    """Its collective's definition; 0 for other calls."""
     number: int = 0
     """Which of its group's it was in the step."""
 
@@ -82,7 +80,6 @@ class StreamTail:
         self.latest: EnteredCall | None = None
         """The call that began last; in a backward pass the call whose gradient came last."""
         self.issued: dict[int, EnteredCall] = {}
-        """{definition: the collective of that kind that was issued last}."""
         self.written_ns = 0
         """Monotonic time of the last record that has one."""
         self.records = self.lost_records = 0
@@ -90,17 +87,13 @@ class StreamTail:
         """Of train steps."""
         self.end: EndReason | None = None
         self.running: tuple[int, int] | None = None
-        """(mode, step) of the step that runs."""
         self.ended: deque[EndedStep] = deque(maxlen=_KEPT_STEPS)
         self.missed: deque[tuple[Mode, int]] = deque(maxlen=_KEPT_STEPS)
-        """Steps that this rank was asked for too late."""
         self._missed_notes: set[int] = set()
-        """Definitions of the note that says so."""
         self._began_ns = 0
         self._train_mark: StepEvent | None = None
         self._train_begun = self._train_call = self._optimizer_step = -1
         self._train_ended = -1
-        """The train step that ended last."""
         self._calls: Rows = np.empty(0, _CALL_DTYPE)
         self._waited_ns: dict[int, int] = {}
         self._losses: dict[int, float] = {}
