@@ -50,8 +50,7 @@ def black_box_of(run_folder: Path, header: RunHeader) -> BlackBox | None:
 
 
 def copy_what_is_held(run_folder: Path) -> None:
-    """Copy the last steps of ranks whose relay is gone: those before anything that happened, else
-    the last.
+    """Copy the last steps of ranks whose relay is gone.
 
     Raises:
         SpoolError: it is not known what the run was, or the disk takes nothing.
@@ -73,12 +72,8 @@ class BlackBox:
     """All held streams of one host."""
 
     def __init__(self, run_folder: Path, header: RunHeader, selection: StepSelection) -> None:
-        """Look at nothing yet; the selection says how many steps are asked for, and which file is
-        watched."""
-        self._run_folder = run_folder
-        self._header = header
-        self._steps = selection.last
-        self._file = selection.file
+        self._run_folder, self._header = run_folder, header
+        self._steps, self._file = selection.last, selection.file
         self._look_at_file: Callable[[], int] | None = None
         self.streams: dict[StreamId, HeldStream] = {}
         self._boards: dict[int, EventBoard] = {}
@@ -135,13 +130,7 @@ class BlackBox:
         self.quiet_ranks = 0
 
     def look(self, now: float, job: JobState, stall: Stall | None) -> bool:
-        """See what happened, and copy what is asked for; True where there is more to copy now.
-
-        Args:
-            now: monotonic seconds.
-            job: what this host knows of its job.
-            stall: the last one that was noticed here.
-        """
+        """See what happened, and copy what is asked for; True where there is more to copy now."""
         if now - self._looked_at < _LOOK_S:
             return False
         self._looked_at = now
@@ -163,8 +152,7 @@ class BlackBox:
             self.quiet_ranks = len({stream.rank for stream in self.streams}) if is_quiet else 0
             for stream, held in self.streams.items() if not is_quiet else ():
                 try:
-                    if held.copy(windows[stream.incarnation], is_final=is_final):
-                        has_more = True
+                    has_more |= held.copy(windows[stream.incarnation], is_final=is_final)
                 except (OSError, SpoolError) as error:  # a full disk: tried again
                     trouble = str(error)
         except (OSError, SpoolError) as error:
@@ -208,8 +196,11 @@ class BlackBox:
     def _of_last_life(self, *, alive: bool = False) -> dict[StreamId, HeldStream]:
         """Return the streams of the last life of the job; `alive`: of ranks that live."""
         life = max((stream.incarnation for stream in self.streams), default=0)
-        own = {stream: held for stream, held in self.streams.items() if stream.incarnation == life}
-        return {stream: held for stream, held in own.items() if held.is_alive or not alive}
+        return {
+            stream: held
+            for stream, held in self.streams.items()
+            if stream.incarnation == life and (held.is_alive or not alive)
+        }
 
     # ---- what happens --------------------------------------------------------------------------
 

@@ -40,9 +40,8 @@ class ReceivedChunks:
     """Writes the chunks of one trace folder; one file is open for each stream that sends."""
 
     def __init__(self, out: Path, *, quota_bytes: int = DEFAULT_QUOTA_BYTES) -> None:
-        """Nothing is made before the first chunk; the quota is that of one stream."""
-        self._out = out
-        self._quota_bytes = quota_bytes
+        """The quota is that of one stream."""
+        self._out, self._quota_bytes = out, quota_bytes
         self._open: dict[StreamId, tuple[int, int]] = {}
         """Chunk and descriptor."""
         self._whole: dict[StreamId, int] = {}
@@ -51,10 +50,8 @@ class ReceivedChunks:
     def answer(self, message: Question, place: StreamId | None = None) -> tuple[Answer, bool]:
         """Do what a relay asks for; return the answer, and whether anything new is here.
 
-        Args:
-            message: what it says.
-            place: the life whose chunks these are here, where another process was the same rank
-                in the same life before; default the message's own.
+        `place`: the life whose chunks these are here, where another process was the same rank in
+        the same life before; default the message's own.
         """
         asked, stream, chunk = message.stream, place or message.stream, message.chunk
         try:

@@ -54,8 +54,7 @@ def remove_run(
 ) -> StreamId | None:
     """Remove a run folder whose streams are all elsewhere; else keep it, and return the first not.
 
-    Args and errors are those of `kept_stream`.
-    """
+    Args and errors are those of `kept_stream`."""
     if (kept := kept_stream(run_folder, is_elsewhere, is_quiet=is_quiet)) is not None:
         return kept
     for stream in streams(run_folder):
@@ -79,13 +78,13 @@ def kept_stream(
 
     Args:
         run_folder: of a host.
-        is_elsewhere: says of a stream whether all of it, and its end, is on disk elsewhere.
+        is_elsewhere: True for a stream all of which, and whose end, is on disk elsewhere.
         is_quiet: no host of the job asks for what its ranks held back.
 
     Raises:
         SpoolError: the folder cannot be listed.
     """
-    found = streams(run_folder)
+    sent = streams(run_folder)
     held = run_folder / HELD_FOLDER
     for stream in streams(held) if held.is_dir() else ():
         place = Place(
@@ -95,11 +94,9 @@ def kept_stream(
         )
         if not may_remove(Removable.HELD, place):
             return stream
-    for stream in found:
-        place = Place(
-            reach=Reach.DURABLE if is_elsewhere(stream) else Reach.BEGUN,
-            has_writer=is_alive(stream_folder(run_folder, stream)),
-        )
+    for stream in sent:
+        reach = Reach.DURABLE if is_elsewhere(stream) else Reach.BEGUN
+        place = Place(reach=reach, has_writer=is_alive(stream_folder(run_folder, stream)))
         if not may_remove(Removable.STREAM, place):
             return stream
     return None

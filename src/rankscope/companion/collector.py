@@ -182,8 +182,7 @@ class Intake(StreamSource):
         """Say Done to every relay until all have left, for a few seconds at most.
 
         Told so a relay removes its spools: what it sent has to outlast a loss of power by then.
-        Where the disk refuses, nothing is said.
-        """
+        Where the disk refuses, nothing is said."""
         self._sync.close()
         self._tell_synced()
         is_on_disk = self._replicas.sync_all()
@@ -307,8 +306,7 @@ class Intake(StreamSource):
         """Take a relay in, unless it brings records of another run than the one gathered here.
 
         The log here says which run that is; the answer does not. A relay that comes while the disk
-        is full is heard all the same: who else would say that its job is over?
-        """
+        is full is heard all the same: who else would say that its job is over?"""
         peer = self._peers.get(identity)
         if peer is not None and peer.is_admitted:
             return None

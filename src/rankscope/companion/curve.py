@@ -94,8 +94,7 @@ class Handshake:
     """Connects a relay's socket with keys, again and again; says why that fails.
 
     libzmq gives up for good where a collector refuses a key, and tries thirty times a second where
-    the collector is another.
-    """
+    the collector is another."""
 
     def __init__(self, socket: zmq.Socket[bytes], address: str, keys: CurveKeys) -> None:
         """Connect, which never waits.
@@ -109,9 +108,7 @@ class Handshake:
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.relay_public.encode())
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.relay_secret.encode())
         self._socket, self._address = socket, address
-        self._events = socket.get_monitor_socket(
-            sum(_FAILURES, start=int(zmq.EVENT_HANDSHAKE_SUCCEEDED))
-        )
+        self._events = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED + sum(_FAILURES))
         self._due_at = float("inf")
         self.is_done = False
         """Each side knows the other, as far as is known."""

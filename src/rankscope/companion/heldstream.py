@@ -75,7 +75,6 @@ _Runs = list[list[int]]
 
 @dataclass(slots=True)
 class _State:
-
     kept: int = 0
     """Read so far of what is never let go."""
     ring: int = -1

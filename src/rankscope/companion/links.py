@@ -237,8 +237,7 @@ class SocketLink(Link):
         """Say who this is and what it holds; False where that cannot be sent now.
 
         Before any word about a stream: the collector takes none from a relay it does not know, and
-        may be through with the streams it knows before it hears of another.
-        """
+        may be through with the streams it knows before it hears of another."""
         hello = Hello(PROTOCOL_VERSION, socket.gethostname(), self._header.run_id)
         if not (self._send(hello) and self._send(state)):
             return False

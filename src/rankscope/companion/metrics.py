@@ -49,7 +49,6 @@ def served_metrics(out: Path, port: int, *, world_size: int) -> Iterator[None]:
 
 
 class _RunMetrics:
-
     def __init__(self, out: Path, world_size: int) -> None:
         self._out, self._world_size = out, world_size
         self._received_bytes = 0

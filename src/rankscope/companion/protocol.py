@@ -134,8 +134,7 @@ class ChunkEnded:
 @dataclass(frozen=True, slots=True)
 class Happened:
     """An event of a black box: told with every beat of a relay that knows it, and to all that do
-    not. Hosts of such a job may have no folder that all of them see.
-    """
+    not. Hosts of such a job may have no folder that all of them see."""
 
     incarnation: int
     entry: str

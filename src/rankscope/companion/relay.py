@@ -8,23 +8,32 @@ this host sees it writes replicas and end markers itself, with the collector's o
 from __future__ import annotations
 
 import os
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rankscope.companion.blackbox import black_box_of
 from rankscope.companion.cleanup import is_in_tree, remove_run
 from rankscope.companion.links import FolderLink, Link, SocketLink
 from rankscope.companion.log import log
-from rankscope.companion.orderwatch import OrderWatch
 from rankscope.companion.shipping import Shipment
 from rankscope.companion.stallmonitor import StallMonitor
 from rankscope.companion.waitingrule import HostState, JobState
+from rankscope.errors import SpoolError
 from rankscope.record.streams import StreamId
 from rankscope.run.companions import ExitOutcome
-from rankscope.run.filenames import JOB_OVER_NAME, LAUNCHER_LOCK_NAME, TRACE_NAME
+from rankscope.run.eventboard import ABSENT, file_time
+from rankscope.run.filenames import (
+    JOB_OVER_NAME,
+    LAUNCHER_LOCK_NAME,
+    ORDER_NAME,
+    REPLICA_FOLDER,
+    TRACE_NAME,
+)
 from rankscope.run.folders import RunHeader, is_held, relay_name, streams
 from rankscope.run.locks import is_alive
+from rankscope.run.orders import Order, OrderSeen, order_in, orders_come_to, put_order, tell_seen
 from rankscope.run.prepare import Collection
 from rankscope.run.processes import is_process_alive
 from rankscope.settings import settings_of_run
@@ -38,6 +47,62 @@ _ABANDONED_S = 10.0
 """The same where nobody is left who would start that collector again."""
 _SILENT_S = 2.0
 _FIRST_STREAM_S = 3600.0
+_ORDERS_S = 0.2
+
+
+class OrderWatch:
+    """Hands orders of `rankscope capture` from the trace folder to the ranks, who look into the run
+    folder.
+
+    A relay whose records go through a socket does not see the trace folder: `rankscope capture`
+    writes into the run folder of its host itself.
+    """
+
+    def __init__(self, run_folder: Path, header: RunHeader, relay: str) -> None:
+        self._run_folder, self._out, self._relay = run_folder, header.out, relay
+        self._folder = orders_come_to(run_folder, header)
+        self._is_elsewhere = Collection.of_run(header).is_elsewhere
+        self._file_time = file_time(self._folder / ORDER_NAME)
+        self._seen = ABSENT
+        self._looked_at = float("-inf")
+        self._said: OrderSeen | None = None
+        self._trouble = ""
+        self.order: Order | None = None
+
+    def look(self, now: float, streams: Iterable[StreamId], told: str = "") -> None:
+        """See whether there is an order, hand it to the ranks, and say that it was seen; `told`:
+        what a black box says of the last order."""
+        if now - self._looked_at < _ORDERS_S:
+            return
+        self._looked_at = now
+        try:
+            self._take()
+            if self.order is not None and not self._is_elsewhere:
+                self._say(self.order, streams, told)
+        except SpoolError as error:  # a full disk: tried again
+            if str(error) != self._trouble:
+                log(f"an order was not handed on: {error}")
+            self._trouble = str(error)
+
+    def _take(self) -> None:
+        seen = self._file_time()
+        if seen in (ABSENT, self._seen):
+            return
+        order = order_in(self._folder)
+        if order is None:
+            log(f"{self._folder / ORDER_NAME} is no order, and is ignored: use rankscope capture")
+        elif order_in(self._run_folder) != order:
+            put_order(self._run_folder, order)
+            log(f"handed an order to the ranks: {order.text}")
+        self._seen = seen
+        self.order = order or self.order
+
+    def _say(self, order: Order, streams: Iterable[StreamId], told: str) -> None:
+        ranks = tuple(sorted({stream.rank for stream in streams}))
+        seen = OrderSeen(number=order.number, host=socket.gethostname(), ranks=ranks, told=told)
+        if seen != self._said and (self._out / REPLICA_FOLDER).is_dir():  # gone with its job
+            tell_seen(self._out, self._relay, seen)
+            self._said = seen
 
 
 class Relay:
@@ -49,10 +114,10 @@ class Relay:
         """Send nothing yet.
 
         Args:
-            run_folder: the host's spool folder of one run.
+            run_folder: of this host.
             header: its `run.json`.
             is_stopped: true once somebody asked for an end (SIGTERM): as if the job were over.
-            is_alone: the run is gathered by another process, which may never come.
+            is_alone: another process gathers the run, and may never come.
 
         Raises:
             RankscopeError: the other side may not or cannot be reached.
@@ -69,31 +134,22 @@ class Relay:
         self._is_over = False
         """What others were told last of a job that holds steps back."""
         self._tree = header.out / TRACE_NAME
-        self._collection = Collection.of_run(header)
-        self._name = relay_name(run_folder)
-        self._stalls = StallMonitor(run_folder, header, self._name)
+        collection, name = Collection.of_run(header), relay_name(run_folder)
+        self._has_own_chunks = collection.is_elsewhere
+        self._stalls = StallMonitor(run_folder, header, name)
         self._box = black_box_of(run_folder, header)
-        self._orders = OrderWatch(run_folder, header, self._name)
+        self._orders = OrderWatch(run_folder, header, name)
         self._link: Link
-        if self._collection.is_elsewhere:
-            self._link = SocketLink(header, self._name, self._box)
+        if collection.is_elsewhere:
+            self._link = SocketLink(header, name, self._box)
         else:
-            is_shared = self._collection.is_shared
-            self._link = FolderLink(header, self._name, self._box, is_shared=is_shared)
+            self._link = FolderLink(header, name, self._box, is_shared=collection.is_shared)
         self.outcome: ExitOutcome | None = None
 
     @property
     def state(self) -> HostState | None:
         """What was told of this host last."""
         return self._link.state
-
-    def turn(self) -> bool:
-        """Do what can be done at once; True where that was anything."""
-        now = time.monotonic()
-        was_busy = self._exchange(now)
-        if not was_busy:
-            self.outcome = self._outcome(now)
-        return was_busy
 
     def wait(self, timeout_s: float) -> None:
         """Wait for an answer, or for time to pass."""
@@ -116,14 +172,23 @@ class Relay:
         else:
             log(f"the records of this host stay in {self._run_folder}")
 
-    def _exchange(self, now: float) -> bool:
+    def turn(self) -> bool:
+        """Do what can be done at once; True where that was anything."""
+        now = time.monotonic()
         self._discover(now)
         box, link = self._box, self._link
         self._stalls.look(self._shipments if box is None else box.streams, now)
         link.stall = self._stalls.latest
-        self._look_for_orders(now)
+        if box is None:
+            self._orders.look(now, self._shipments)
+        else:
+            self._orders.look(now, box.streams, box.answer)
+            box.order = self._orders.order
         was_busy = box is not None and box.look(now, self._job, link.stall)
-        return link.exchange(self._shipments, now, self._told_job()) or was_busy
+        was_busy = link.exchange(self._shipments, now, self._told_job()) or was_busy
+        if not was_busy:
+            self.outcome = self._outcome(now)
+        return was_busy
 
     def _outcome(self, now: float) -> ExitOutcome | None:
         """Return how it ends: it was told that the run is finished, or nobody is there to tell."""
@@ -144,7 +209,8 @@ class Relay:
         if silent_s > _SILENT_S and self._has_alive():
             self._alive_at = now  # as long as a rank lives nobody is waited for in vain
             return None
-        if link.strangeness and silent_s > _ABANDONED_S and not self._has_work_left():
+        is_launched = self._job is JobState.LAUNCHED
+        if link.strangeness and silent_s > _ABANDONED_S and not is_launched:
             log(f"nothing was sent: {link.strangeness}")
             return ExitOutcome.STRANGE
         if self._is_abandoned(silent_s):
@@ -155,14 +221,6 @@ class Relay:
             log("no rank ever traced")
             return ExitOutcome.UNFINISHED
         return None
-
-    def _look_for_orders(self, now: float) -> None:
-        box = self._box
-        if box is None:
-            self._orders.look(now, self._shipments)
-        else:
-            self._orders.look(now, box.streams, box.answer)
-            box.order = self._orders.order
 
     def _has_no_room(self, now: float) -> bool:
         link = self._link
@@ -179,9 +237,6 @@ class Relay:
         if is_over and not self._link.is_reached:  # who listens may be building the tree
             return silent_s > min(max(self._settings.finish_seconds, _SILENT_S), _PATIENCE_S)
         return silent_s > _PATIENCE_S
-
-    def _has_work_left(self) -> bool:
-        return self._has_alive() or self._job is JobState.LAUNCHED
 
     def _told_job(self) -> JobState:
         """What others are told of the job: it is not over while a black box has more to say."""
@@ -211,7 +266,7 @@ class Relay:
         for stream in streams(self._run_folder):
             if stream not in self._shipments:
                 self._shipments[stream] = Shipment(
-                    self._run_folder, stream, has_own_chunks=self._collection.is_elsewhere
+                    self._run_folder, stream, has_own_chunks=self._has_own_chunks
                 )
 
     def _job_state(self) -> JobState:
@@ -220,22 +275,18 @@ class Relay:
         if self._is_stopped() or (self._run_folder / JOB_OVER_NAME).exists():
             return JobState.OVER
         lock = self._run_folder / LAUNCHER_LOCK_NAME
-        if not lock.exists():
-            if self._may_restart():
+        if lock.exists():
+            if is_held(lock):
                 return JobState.LAUNCHED
-            agent = self._header.agent
-            has_agent = not agent or is_process_alive(agent)
-            return JobState.UNKNOWN if has_agent or self._has_alive() else JobState.OVER
-        if is_held(lock):
-            return JobState.LAUNCHED
-        return JobState.UNKNOWN if self._has_alive() else JobState.OVER
-
-    def _may_restart(self) -> bool:
+            return JobState.UNKNOWN if self._has_alive() else JobState.OVER
         agent = self._header.agent
-        if not agent or not is_process_alive(agent):
-            return False
-        known = [*self._shipments, *(() if self._box is None else self._box.streams)]
-        return max((stream.incarnation for stream in known), default=0) < self._header.max_restarts
+        if not agent:
+            return JobState.UNKNOWN
+        if is_process_alive(agent):  # it restarts ranks while it has restarts left for them
+            streams_here = [*self._shipments, *(() if self._box is None else self._box.streams)]
+            life = max((stream.incarnation for stream in streams_here), default=0)
+            return JobState.LAUNCHED if life < self._header.max_restarts else JobState.UNKNOWN
+        return JobState.UNKNOWN if self._has_alive() else JobState.OVER
 
     def _clean(self, *, is_quiet: bool) -> None:
         """Remove what was shipped; a stream that is not all over there stays for `recover`."""

@@ -237,8 +237,7 @@ class ReplicaFiles:
         """Undo half a write; where even that fails, the file is opened anew for the next one.
 
         A file system that failed, or went read-only, is of no use to whoever has files of it open;
-        what it holds once it is back may be less.
-        """
+        what it holds once it is back may be less."""
         try:
             os.ftruncate(descriptor, length)
         except OSError:

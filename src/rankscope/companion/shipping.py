@@ -9,14 +9,20 @@ other side says that its records are on disk over there.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import zlib
 from pathlib import Path
 
-from rankscope.companion.chunkshipping import GO_BACK_S, ChunkShipment
+from rankscope.chunks.chunkheader import chunk_folder, chunk_numbers, chunk_path
+from rankscope.chunks.safetensors import LENGTH_BYTES, checksum_of
 from rankscope.companion.log import log
 from rankscope.companion.protocol import (
+    CHUNK_FRAME_BYTES,
+    CHUNK_WINDOW_BYTES,
     FRAME_BYTES,
+    ChunkEnded,
     Ended,
     EndedSeen,
     Frame,
@@ -27,7 +33,7 @@ from rankscope.companion.protocol import (
     Sync,
     Synced,
 )
-from rankscope.errors import SpoolError
+from rankscope.errors import ChunkError, SpoolError
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.folders import stream_folder
 from rankscope.run.locks import is_alive
@@ -39,6 +45,135 @@ __all__ = ["GO_BACK_S", "Shipment"]
 
 _MOST_DISBELIEVED = 3
 """How often a dead rank's shipment is told of an offset that cannot be before it gives way."""
+
+
+GO_BACK_S = 0.5
+_LOOK_S = 0.1
+
+
+class ChunkShipment:
+    """The sending side of one stream's chunks."""
+
+    def __init__(self, run_folder: Path, stream: StreamId) -> None:
+        self._folder = chunk_folder(run_folder, stream)
+        self._stream = stream
+        self.origin = UNKNOWN
+        """Which process wrote them: set before the first is sent."""
+        self._number = 0
+        """Of the chunk that is sent now, 0 for none."""
+        self._descriptor = -1
+        self._size = self._acked = self._sent = 0
+        self._is_open = False
+        self._end: ChunkEnded | None = None
+        self._asked_at = self._progress_at = self._looked_at = float("-inf")
+        self.is_done = False
+        self.is_delivered = False
+        """Every chunk is over there: they may be removed here."""
+
+    def next_message(self, now: float, *, is_over: bool) -> Message | None:
+        """Return what to send now, None for nothing.
+
+        Args:
+            now: monotonic seconds.
+            is_over: the rank has ended: what it left unfinished is sent too.
+        """
+        if self.is_done:
+            return None
+        try:
+            if not self._number and not self._begin_next(now, is_over=is_over):
+                return None
+            return self._next_of_chunk(now)
+        except (ChunkError, OSError) as error:
+            self._give_up(str(error))
+            return None
+
+    def take_answer(self, answer: StreamOffset | EndedSeen | Refused, now: float) -> None:
+        """What the other side says of a chunk."""
+        if isinstance(answer, Refused):
+            self._give_up(f"refused: {answer.reason}")
+        elif answer.chunk != self._number:
+            return
+        elif isinstance(answer, EndedSeen):
+            if self._end is None:
+                return  # nobody was told that all of it was sent
+            chunk_path(self._folder, self._number).unlink(missing_ok=True)
+            self.close()
+        elif not self._is_open or (self._end is not None and answer.offset < self._size):
+            self._is_open, self._end = True, None
+            self._acked = self._sent = min(answer.offset, self._size)
+            self._asked_at, self._progress_at = float("-inf"), now
+        elif self._acked < answer.offset <= self._size:
+            self._acked = answer.offset
+            self._sent = max(self._sent, answer.offset)
+            self._progress_at = now
+
+    def take_back(self, frame: Frame) -> None:
+        """This frame could not be sent just now."""
+        if frame.chunk == self._number:
+            self._sent = frame.offset
+
+    def _begin_next(self, now: float, *, is_over: bool) -> bool:
+        if not is_over and now - self._looked_at < _LOOK_S:
+            return False
+        self._looked_at = now
+        for number in chunk_numbers(self._folder):
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(chunk_path(self._folder, number), flags)
+            if not is_over and os.pread(descriptor, 1, LENGTH_BYTES) in (b"", b"\0"):
+                os.close(descriptor)
+                return False  # chunks are finished one after another
+            self._number, self._descriptor = number, descriptor
+            self._size = os.fstat(descriptor).st_size
+            return True
+        if is_over:
+            with contextlib.suppress(OSError):
+                self._folder.rmdir()
+            self.is_done = self.is_delivered = True
+        return False
+
+    def _next_of_chunk(self, now: float) -> Message | None:
+        if not self._is_open or (self._sent > self._acked and now - self._progress_at > GO_BACK_S):
+            self._is_open = False
+            return self._ask(now, OpenStream(self._stream, self.origin, self._number))
+        if self._acked == self._size:
+            if self._end is None:
+                checksum = checksum_of(self._descriptor)
+                self._end = ChunkEnded(
+                    self._stream, self.origin, self._number, self._size, checksum
+                )
+                self._asked_at = float("-inf")
+            return self._ask(now, self._end)
+        if self._sent == self._size or self._sent - self._acked >= CHUNK_WINDOW_BYTES:
+            return None
+        body = os.pread(self._descriptor, CHUNK_FRAME_BYTES, self._sent)
+        if not body:
+            raise ChunkError(f"{chunk_path(self._folder, self._number)}: became shorter")
+        if self._sent == self._acked:
+            self._progress_at = now
+        crc = zlib.crc32(body)
+        frame = Frame(self._stream, self.origin, self._sent, crc, body, self._number)
+        self._sent += len(body)
+        return frame
+
+    def _ask(self, now: float, question: Message) -> Message | None:
+        if now - self._asked_at < GO_BACK_S:
+            return None
+        self._asked_at = now
+        return question
+
+    def close(self) -> None:
+        """Let go of the chunk that is on its way."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._number, self._descriptor = 0, -1
+        self._size = self._acked = self._sent = 0
+        self._is_open, self._end = False, None
+        self._asked_at = self._looked_at = float("-inf")
+
+    def _give_up(self, reason: str) -> None:
+        log(f"full tensors of {self._stream.name} stay in {self._folder}: {reason}")
+        self.close()
+        self.is_done = True
 
 
 class Shipment:
@@ -91,8 +226,7 @@ class Shipment:
     def is_delivered(self) -> bool:
         """True where every byte of it and its end are over there: it may be removed here.
 
-        Looks once more: a rank that was called lost may have been alive all the same.
-        """
+        Looks once more: a rank that was called lost may have been alive all the same."""
         if not self._is_delivered or self._end is None:
             return False
         if self._end.reason is EndReason.LOST and is_alive(self.folder):
@@ -193,8 +327,7 @@ class Shipment:
     def _can_be(self, offset: int) -> bool:
         """True where the other side may hold this much: a record that lies here ends there.
 
-        Of a dead rank whose host lost what it had not written (a crash) more is there than here.
-        """
+        Of a dead rank whose host lost what it had not written (a crash) more is there than here."""
         try:
             if self.reader.ends_record(offset):
                 self._disbelieved = 0

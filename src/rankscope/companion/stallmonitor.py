@@ -50,7 +50,6 @@ Watchable = Shipment | HeldStream
 
 
 class _WatchedStream:
-
     def __init__(self, shipment: Watchable, now: float) -> None:
         self._shipment = shipment
         self._reader = StreamReader(shipment.folder)

@@ -26,8 +26,7 @@ class JobState(enum.IntEnum):
     """No launcher of ours: only the ranks' ends tell."""
     LAUNCHED = 1
     """A launcher of ours is at work and will say when it is over: ranks may come back
-    until then.
-    """
+    until then."""
     OVER = 2
     """No further incarnation of any rank of this host will come."""
 

@@ -95,8 +95,7 @@ def companion_environment(environ: Mapping[str, str] = os.environ) -> dict[str, 
 
     Nor the rank variables, nor the job's working directory on the module path, whose entries are
     made absolute because a companion works elsewhere; one thread for numpy; and this package is
-    found wherever it was imported from.
-    """
+    found wherever it was imported from."""
     left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTHONINSPECT")
     kept = {
         name: value

@@ -50,8 +50,7 @@ def reserve(descriptor: int, start: int, nbytes: int) -> bool:
     """Reserve blocks for bytes of a file from `start` on; False where that cannot be done, or where
     less than a GiB is free.
 
-    What is not written in the end is given back by `ftruncate`, also to the length the file has.
-    """
+    What is not written in the end is given back by `ftruncate`, also to the length the file has."""
     if _fallocate is None:
         return False
     try:

@@ -24,8 +24,7 @@ def told_in(folder: Path) -> tuple[list[dict[str, Any]], float | None]:
     """Return the findings and notices of the live check, each with its `age_s`, and the seconds
     since it judged a step or told something: None where it did neither, or no file can be read.
 
-    A line that is damaged, or not yet whole, is left out.
-    """
+    A line that is damaged, or not yet whole, is left out."""
     told: list[dict[str, Any]] = []
     try:
         lines = (folder / FINDINGS_NAME).read_text(errors="replace").splitlines()

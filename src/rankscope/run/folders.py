@@ -307,8 +307,7 @@ def is_held(path: Path) -> bool:
     """True while some process holds the FolderLock at `path`.
 
     Makes no lock file, and needs no right to write. A lock that this process may not look at is
-    held by nobody it could know of.
-    """
+    held by nobody it could know of."""
     try:
         os.close(_locked(path, os.O_RDONLY, fcntl.LOCK_SH))
     except BlockingIOError:

@@ -21,17 +21,6 @@ from rankscope.record.rankplace import RankPlace
 from rankscope.run.filenames import REPLICA_FOLDER, RUN_ID_NAME, STATUS_FORMAT, STATUS_NAME
 from rankscope.run.replacing import read_json_map, write_by_rename
 
-__all__ = [
-    "OLD_S",
-    "EndedStep",
-    "JobStatus",
-    "JobTotals",
-    "RankStatus",
-    "fullest_spool",
-    "read_status",
-    "write_status",
-]
-
 OLD_S: Final = 10.0
 """A status that is older is said to be: nobody has read the records since."""
 _TOLD_STEPS: Final = 8
@@ -68,6 +57,8 @@ class RankStatus:
     """The step it was in last has ended: it is between traced steps."""
     mode: Mode = Mode.TRAIN
     step: int | None = None
+    record_ns: int = 0
+    """Wall clock of its last record; 0 where that is not known."""
     waits_for: tuple[int, ...] = ()
     """Ranks that did not come to the collective in which it stands."""
     step_s: float | None = None
@@ -103,6 +94,7 @@ class JobTotals:
     received_bytes: int = 0
     lost_records: int = 0
     steps_ended: int = 0
+    """Traced train steps, of the rank that has ended most."""
     unread_bytes: int = 0
     bytes_per_s: float | None = None
     """What came in lately; None at first."""
@@ -118,14 +110,15 @@ class JobStatus:
     world_size: int = 0
     """Ranks of the job; 0 while nothing is known."""
     written_ns: int = 0
+    """Wall clock; 0 where nobody wrote it."""
     totals: JobTotals = field(default_factory=JobTotals)
     ranks: tuple[RankStatus, ...] = ()
+    """The last life of every rank that has written anything, lowest first."""
 
     @property
     def age_s(self) -> float | None:
         """Seconds since this was written; None where nobody did."""
-        written_ns = self.written_ns
-        return max(0.0, (time.time_ns() - written_ns) / 1e9) if written_ns else None
+        return max(0.0, (time.time_ns() - self.written_ns) / 1e9) if self.written_ns else None
 
 
 def fullest_spool(statuses: Sequence[RankStatus]) -> dict[str, Any] | None:
@@ -234,8 +227,5 @@ def _step_json(step: EndedStep) -> dict[str, Any]:
     }
 
 
-def _ended_step(found: Mapping[str, Any]) -> EndedStep:
-    numbers: dict[str, Any] = {
-        name: float(one) if isinstance(one, str) else one for name, one in found.items()
-    }
-    return EndedStep(**numbers)
+def _ended_step(fields: Mapping[str, Any]) -> EndedStep:
+    return EndedStep(**{k: float(v) if isinstance(v, str) else v for k, v in fields.items()})

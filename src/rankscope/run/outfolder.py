@@ -90,8 +90,7 @@ _TRIES = 1000
 
 def named_out(out: Path, run_id: str) -> Path:
     """Return a trace folder's name with `%j` in it replaced by the scheduler's job id, else by
-    `run_id`.
-    """
+    `run_id`."""
     job = next((os.environ[n] for n in _JOB_ID_VARIABLES if os.environ.get(n)), run_id)
     return Path(str(out).replace("%j", re.sub(r"[^\w.\[\]-]", "_", job)))
 
@@ -203,8 +202,7 @@ def _chosen_before(out: Path, run_id: str) -> Path | None:
     """Return the folder that this run has taken already, by its youngest mark; None for none.
 
     A run that died may have had the same name. A mark of this host counts while the process that
-    left it lives, one of another host once a relay is seen to write its state beside it.
-    """
+    left it lives, one of another host once a relay is seen to write its state beside it."""
     family = re.compile(rf"{re.escape(out.name)}(-\d+)?")
     mark = Path(REPLICA_FOLDER, f"{RUN_MARK_PREFIX}{run_id}")
     states: dict[Path, list[str]] = {}

@@ -79,8 +79,7 @@ def open_own_log(path: Path) -> int:
 
 def _is_given_to_root(folder: Path) -> bool:
     """True where this is root, and nobody could have put the folder there but its owner or root: a
-    user's own folder, bound into a container.
-    """
+    user's own folder, bound into a container."""
     if os.getuid() != 0:
         return False
     above = os.stat(folder.absolute().parent)
@@ -90,8 +89,7 @@ def _is_given_to_root(folder: Path) -> bool:
 
 def _our_names(folder: Path) -> set[int]:
     """Return the user ids under which files of this process may appear in a folder: on a network
-    disk root is somebody else.
-    """
+    disk root is somebody else."""
     if os.stat(folder).st_uid == os.getuid():
         return {os.getuid()}
     draft = folder / f".rankscope-{os.getpid()}.owner"

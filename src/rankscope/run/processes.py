@@ -37,8 +37,7 @@ def launcher_of(variables: Mapping[str, str]) -> int:
 
     Shells and wrappers between the launcher and the rank (`torchrun --no-python bind.sh ...`) were
     started with the variables that number the rank; what stands above them all ranks of a host
-    share.
-    """
+    share."""
     pid = os.getppid()
     for _ in range(_MOST_ANCESTORS):
         parent = _status(pid, 1)

@@ -62,8 +62,7 @@ class Stall:
 
     def as_evidence(self, now_ns: int | None) -> dict[str, Any]:
         """Return a stall as evidence: {host, since, until, seconds, message}; `until` is null while
-        it lasts, or where nobody saw its end.
-        """
+        it lasts, or where nobody saw its end."""
         until_ns = self.over_ns or None
         return {
             "host": self.host,

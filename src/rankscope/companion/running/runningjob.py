@@ -170,8 +170,7 @@ class RunningJob:
 
     def past(self) -> list[StepKey]:
         """Return the held steps to which no rank will add a record, in the order in which they
-        ended: every rank is some steps further, or has ended.
-        """
+        ended: every rank is some steps further, or has ended."""
         now = time.monotonic()
         found, lagging = [], []
         for key, seen_at in self._seen_at.items():
@@ -265,8 +264,7 @@ class RunningJob:
 
         It raises:
             TraceError: there is not one record.
-            TraceVersionError: a rank wrote a newer record format.
-        """
+            TraceVersionError: a rank wrote a newer record format."""
         sources, read_s = self._sources(keys), self._read_s
 
         def made() -> Trace:

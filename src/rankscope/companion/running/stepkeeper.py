@@ -144,8 +144,7 @@ class StepKeeper:
     def _due(self, keys: list[StepKey]) -> list[StepKey]:
         """Return the steps where they are worth a part, or have waited long, and none elsewhere.
 
-        Setup is read again for each part, so a part should be larger.
-        """
+        Setup is read again for each part, so a part should be larger."""
         worth = max(self._sizes.part, self._job.kept_bytes) if self._sizes.part else 0
         # longer where it took long to write the last one
         has_waited = time.monotonic() - self._written_at > _WAIT_S * max(1.0, self._took_s)
