@@ -21,8 +21,6 @@ import zmq
 
 from rankscope.companion.log import log
 
-__all__ = ["MemoryBound", "receive_parts"]
-
 _LOOK_S = 0.01
 _FORGET_S = 2.0
 """How long libzmq may take to let go of what came over connections that were cut."""

@@ -34,8 +34,6 @@ from rankscope.run.orders import Order
 from rankscope.run.stallrecords import Stall
 from rankscope.settings import settings_of_run
 
-__all__ = ["BlackBox", "black_box_of", "copy_what_is_held"]
-
 _LOOK_S = 0.1
 _SETTLED_S = 3.0
 """How long all ranks have to be gone where no launcher says that the job is over."""

@@ -24,8 +24,6 @@ from rankscope.companion.protocol import (
 from rankscope.record.streams import StreamId
 from rankscope.run.replacing import sync_by_name
 
-__all__ = ["ReceivedChunks"]
-
 DEFAULT_QUOTA_BYTES = 1 << 40
 _PART_SUFFIX = ".part"
 MOST_CHUNKS = 100_000

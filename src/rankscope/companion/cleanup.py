@@ -34,8 +34,6 @@ from rankscope.run.stallrecords import remove_stalls
 from rankscope.spool.origin import origin_text
 from rankscope.spool.streamreader import StreamReader
 
-__all__ = ["is_in_tree", "kept_stream", "remove_run"]
-
 _OURS = (
     RUN_NAME,
     JOB_OVER_NAME,

@@ -51,8 +51,6 @@ from rankscope.run.keyfile import CurveKeys
 from rankscope.run.stallrecords import Stall, keep_stall
 from rankscope.spool.replication import StreamEnd, read_end, replica_path, replicated, write_end
 
-__all__ = ["Intake"]
-
 _RECEIVE_QUEUE = 2
 """Messages zmq holds for each relay before it stops reading: bounds memory at any world size."""
 _BATCH = 256

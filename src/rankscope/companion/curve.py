@@ -18,8 +18,6 @@ from rankscope.errors import KeysError
 from rankscope.run.address import is_ipv6
 from rankscope.run.keyfile import CurveKeys
 
-__all__ = ["Admission", "Handshake", "handshake_trouble", "new_keys"]
-
 _DOMAIN: Final = b"rankscope"
 _MOST_LOGGED: Final = 10
 _FAILURES: Final[dict[int, str]] = {

@@ -41,8 +41,6 @@ from rankscope.run.ownership import check_folder_found
 from rankscope.settings import Settings
 from rankscope.spool.replication import replicated
 
-__all__ = ["FIRST_RELAY_S", "CollectorOptions", "Observer", "Turns", "gathering"]
-
 Ended = TypeVar("Ended")
 Turns = Generator[None, None, Ended]
 """Work in turns, and how it ended."""

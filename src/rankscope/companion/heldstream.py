@@ -53,8 +53,6 @@ from rankscope.spool.recordformat import (
 )
 from rankscope.spool.streamreader import StreamReader
 
-__all__ = ["HeldStream"]
-
 _COPIED: Final = "copied"
 """Kind of the definition that says how far a copy goes."""
 _LAST_NUMBER: Final = 0xFFFF_FFFF

@@ -58,8 +58,6 @@ from rankscope.run.locks import is_alive
 from rankscope.run.stallrecords import Stall, keep_stall
 from rankscope.spool.replication import StreamEnd, replica_path, write_end
 
-__all__ = ["FolderLink", "Link", "SocketLink"]
-
 _BEAT_S = 0.25
 _SHARED_BEAT_S = 1.0
 _SEND_QUEUE = 64

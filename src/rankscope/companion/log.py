@@ -10,9 +10,6 @@ from pathlib import Path
 
 from rankscope.record.visibletext import visible
 
-__all__ = ["FewLines", "log", "log_into"]
-
-
 _files: list[Path] = []
 
 

@@ -23,8 +23,6 @@ from rankscope.run.findingnotices import told_in
 from rankscope.run.jobstatus import RankStatus, fullest_spool, read_status
 from rankscope.run.stallrecords import stalls_in
 
-__all__ = ["served_metrics"]
-
 _END_S: Final = 30.0
 
 

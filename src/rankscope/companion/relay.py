@@ -38,8 +38,6 @@ from rankscope.run.prepare import Collection
 from rankscope.run.processes import is_process_alive
 from rankscope.settings import settings_of_run
 
-__all__ = ["Relay"]
-
 _DISCOVER_S = 0.1
 _PATIENCE_S = 300.0
 """How long a relay whose ranks have all ended waits for a collector it does not hear."""

@@ -33,8 +33,6 @@ from rankscope.spool.recordformat import CELL_BYTES
 from rankscope.spool.replication import replica_path, replicated
 from rankscope.spool.validprefix import valid_prefix
 
-__all__ = ["ReplicaFiles"]
-
 DEFAULT_QUOTA_BYTES = 64 << 30
 """Of the disk, for all lives of a rank together."""
 MOST_LIVES = 256

@@ -15,8 +15,6 @@ from rankscope.companion.log import log
 from rankscope.record.streams import StreamId
 from rankscope.run.replacing import sync_by_name
 
-__all__ = ["BackgroundSync", "Unsynced"]
-
 
 @dataclass(frozen=True, slots=True)
 class Unsynced:

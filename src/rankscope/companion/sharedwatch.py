@@ -19,8 +19,6 @@ from rankscope.run.filenames import HOST_STATE_PREFIX, REPLICA_FOLDER, VANISHED_
 from rankscope.run.replacing import read_json_map, write_by_rename
 from rankscope.spool.replication import read_end, replica_path, replicated
 
-__all__ = ["SharedWatch", "read_host_states", "write_host_state"]
-
 
 def write_host_state(out: Path, relay: str, beat: int, state: HostState) -> None:
     """Leave the state of one relay; `beat` is another number each time, so that it is seen to live.

@@ -41,8 +41,6 @@ from rankscope.run.removal import Place, Reach, Removable, may_remove
 from rankscope.spool.origin import UNKNOWN
 from rankscope.spool.streamreader import StreamReader
 
-__all__ = ["GO_BACK_S", "Shipment"]
-
 _MOST_DISBELIEVED = 3
 """How often a dead rank's shipment is told of an offset that cannot be before it gives way."""
 

@@ -34,8 +34,6 @@ from rankscope.run.stallrecords import Stall, keep_stall, stalls_in
 from rankscope.settings import settings_of_run
 from rankscope.spool.streamreader import StreamReader
 
-__all__ = ["StallMonitor"]
-
 _LOOK_S = 1.0
 _AWAY_S = 5.0
 """A relay that was itself away for longer than that has seen nothing meanwhile."""

@@ -12,8 +12,6 @@ from typing import Protocol
 
 from rankscope.record.streams import EndReason, StreamId
 
-__all__ = ["Decision", "HostState", "JobState", "PeerState", "StreamSource", "decide"]
-
 _LEAST_SILENCE_S = 5.0
 """A relay is heard every second at least; a shorter silence proves nothing, whatever the grace."""
 _ORDERLY = (EndReason.EXIT, EndReason.CLOSED, EndReason.SWITCHED_OFF)

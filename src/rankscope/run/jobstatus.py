@@ -228,4 +228,5 @@ def _step_json(step: EndedStep) -> dict[str, Any]:
 
 
 def _ended_step(fields: Mapping[str, Any]) -> EndedStep:
-    return EndedStep(**{k: float(v) if isinstance(v, str) else v for k, v in fields.items()})
+    numbers: dict[str, Any] = {k: float(v) if isinstance(v, str) else v for k, v in fields.items()}
+    return EndedStep(**numbers)

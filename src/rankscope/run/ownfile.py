@@ -12,8 +12,6 @@ import mmap
 import os
 import sys
 
-__all__ = ["OwnFile", "above_standard_streams", "leave_mapping", "map_file"]
-
 Identity = tuple[int, int]
 """Device and inode."""
 

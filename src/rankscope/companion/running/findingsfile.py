@@ -26,8 +26,6 @@ from rankscope.run.filenames import FINDINGS_FORMAT, FINDINGS_NAME
 from rankscope.run.findingnotices import told_in
 from rankscope.run.outfolder import typed
 
-__all__ = ["FindingsFile"]
-
 _MOST_NOTICES: Final = 16
 _MOST_NAMED: Final = 100
 _MOST_WAITING: Final = 1000

@@ -31,8 +31,6 @@ from rankscope.run.locks import is_alive
 from rankscope.spool.streamreader import StreamReader
 from rankscope.tree.unfinished import spool_bases
 
-__all__ = ["StatusWriter"]
-
 _EVERY_S: Final = 1.0
 _SHARE: Final = 4
 """Writing it may take a fourth of the time."""

@@ -22,8 +22,6 @@ from rankscope.tree.document import Document
 from rankscope.tree.finishedtrace import trace_of
 from rankscope.tree.views import Trace
 
-__all__ = ["Listener", "RunningJob"]
-
 _ABSENT_S: Final = 10.0
 """A rank that began no step of a mode takes no part in it, once others ended one so long ago."""
 _DEVICE_S: Final = 2.0

@@ -33,8 +33,6 @@ from rankscope.spool.settledprefix import (
     write_settled,
 )
 
-__all__ = ["SplitStream", "StepKey"]
-
 Cells = NDArray[np.uint8]
 _LEAST_BYTES: Final = 64 << 10
 _PIECE_BYTES: Final = 8 << 20

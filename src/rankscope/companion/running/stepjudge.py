@@ -16,8 +16,6 @@ from rankscope.record.finding import Finding, Kind, Severity
 from rankscope.run.stallrecords import stalls_in
 from rankscope.tree.views import Trace
 
-__all__ = ["MOST_REST_S", "LiveCheck"]
-
 _STEPS_BESIDE: Final = 2
 """Steps before the new ones that are judged with them: some rules look back."""
 _MOST_BYTES: Final = 192 << 20

@@ -17,9 +17,6 @@ from rankscope.tree.growingtree import GrowingTree
 from rankscope.tree.step import StepName
 from rankscope.tree.views import Trace
 
-__all__ = ["KeepSizes", "StepKeeper"]
-
-
 _PART_BYTES: Final = 32 << 20
 """Of records that are assembled at a time, where that is more than one step."""
 _MOST_BYTES: Final = 128 << 20

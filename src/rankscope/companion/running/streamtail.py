@@ -26,8 +26,6 @@ from rankscope.spool.recordcolumns import Records, Sequences, ValueRows, ending,
 from rankscope.spool.recordformat import NO_SEQUENCE, RecordKind, StepEvent
 from rankscope.spool.streamreader import StreamReader
 
-__all__ = ["EnteredCall", "RankActivity", "StreamTail", "activity_of"]
-
 Rows = NDArray[Any]
 _OPTIMIZER: Final = (int(Phase.GRADS), int(Phase.PARAMS))
 _KEPT_KINDS: Final = frozenset({"rank", "root", "inside", "module", "collective", "slot"})
