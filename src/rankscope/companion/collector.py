@@ -77,8 +77,8 @@ class _Peer:
     state: HostState = field(default_factory=lambda: HostState(alive=0, job=JobState.UNKNOWN))
     stall: Stall | None = None
     is_admitted: bool = False
-    """Its run is the one gathered here. Until the disk takes the name of that run nobody knows:
-    then a relay is heard, and nothing it brings is taken."""
+    """Its run is the one gathered here. Until the disk takes the name of that run nobody knows: the
+    relay is heard, and nothing it brings is taken."""
     has_left: bool = False
     events: set[tuple[int, str]] = field(default_factory=set)
     """What its host knows of what happened before black boxes."""
@@ -90,7 +90,7 @@ class Intake(StreamSource):
     def __init__(
         self, out: Path, bind: Sequence[str], *, world_size: int, keys: CurveKeys | None = None
     ) -> None:
-        """Bind, and pick up the replicas that are there; the keys are those of TCP addresses.
+        """Bind, and pick up the replicas that are there; `keys`: for TCP addresses.
 
         Raises:
             BindError: an address may not or cannot be bound.
@@ -117,6 +117,7 @@ class Intake(StreamSource):
         self._vanished = ""
         """What quiet hosts are told of one that is gone."""
         self._trouble = ""
+        """What the disk said to the last small file."""
         self.progress_at = time.monotonic()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -173,7 +174,7 @@ class Intake(StreamSource):
 
     @property
     def trouble(self) -> str:
-        """What the disk said to the last frame, or to the last small file."""
+        """Why the disk takes nothing just now."""
         return self._replicas.trouble or self._trouble
 
     def farewell(self, *, is_quiet: bool) -> None:
@@ -213,9 +214,8 @@ class Intake(StreamSource):
     def _bind(self, address: str) -> str:
         try:
             if address.startswith("ipc://"):
-                Path(address.removeprefix("ipc://")).parent.mkdir(
-                    mode=0o700, parents=True, exist_ok=True
-                )
+                folder = Path(address.removeprefix("ipc://")).parent
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._socket.setsockopt(zmq.IPV6, is_ipv6(address))
             self._socket.bind(address)
         except (zmq.ZMQError, OSError) as error:
@@ -225,8 +225,7 @@ class Intake(StreamSource):
     def _take(self, identity: bytes, parts: list[bytes]) -> None:
         """Handle one message; one that breaks the protocol is counted and changes nothing."""
         try:
-            message = decode(parts)
-            answer = self._answer(identity, message)
+            answer = self._answer(identity, decode(parts))
         except WireError as error:
             self._broken.log(f"refused a message: {error}")
             return
@@ -283,18 +282,17 @@ class Intake(StreamSource):
             FolderError: nothing of it can be taken.
             SpoolError: nothing can be taken, now.
         """
+        if isinstance(message, OpenStream) and not message.chunk:
+            return self._open(message)
+        place = self._opened(message.stream, message.origin)
         match message:
             case Frame(chunk=0):
-                return self._append(message)
-            case OpenStream(stream, origin, chunk=0):
-                return self._open(stream, origin)
-            case Sync(stream, origin):
-                place = self._opened(stream, origin)
+                return self._append(message, place)
+            case Sync(stream):
                 self._sync.begin(place, (identity, stream), self._replicas.to_sync)
                 return None
             case Ended():
-                return self._end(message)
-        place = self._opened(message.stream, message.origin)
+                return self._end(message, place)
         answer, has_grown = self._chunks.answer(message, place)
         if has_grown:
             self.progress_at = time.monotonic()
@@ -303,8 +301,8 @@ class Intake(StreamSource):
     def _greet(self, identity: bytes, hello: Hello) -> Message | None:
         """Take a relay in, unless it brings records of another run than the one gathered here.
 
-        The log here says which run that is; the answer does not. A relay that comes while the disk
-        is full is heard all the same: who else would say that its job is over?"""
+        The log names that run; the answer does not. A relay that comes while the disk is full is
+        heard: nobody else says that its job is over."""
         peer = self._peers.get(identity)
         if peer is not None and peer.is_admitted:
             return None
@@ -353,10 +351,11 @@ class Intake(StreamSource):
             log(f"{name} was turned away: {noted}")
         return Rejected(told)
 
-    def _open(self, stream: StreamId, origin: int) -> Message | None:
+    def _open(self, asked: OpenStream) -> Message:
+        stream = asked.stream
         if stream.rank >= self._world_size:
             return Refused(stream, f"rank {stream.rank} in a world of {self._world_size}")
-        place = self._replicas.place(stream, origin)
+        place = self._replicas.place(stream, asked.origin)
         length = self._replicas.length(place)
         self._trouble = ""
         if place not in self._ends:
@@ -364,43 +363,36 @@ class Intake(StreamSource):
             self.progress_at = time.monotonic()
         return StreamOffset(stream, length)
 
-    def _append(self, frame: Frame) -> Message:
-        stream, offset = frame.stream, frame.offset
-        place = self._opened(stream, frame.origin)
-        length = self._replicas.append(place, offset, frame.body)
-        if length == offset + len(frame.body):
+    def _append(self, frame: Frame, place: StreamId) -> Message:
+        length = self._replicas.append(place, frame.offset, frame.body)
+        if length == frame.offset + len(frame.body):
             self.progress_at = time.monotonic()
-        return StreamOffset(stream, length)
+        return StreamOffset(frame.stream, length)
 
     def _tell_synced(self) -> None:
         for (identity, stream), length in self._sync.finished():
             self._send(identity, Synced(stream, length))
 
     def _opened(self, stream: StreamId, origin: int) -> StreamId:
-        """Return where the records of a stream go that a relay opened, here or before a restart.
-
-        Raises:
-            WireError: nobody opened it.
-            FolderError: its replica cannot be read.
-        """
+        """Return where the records of a stream go that a relay opened, here or before a restart;
+        raise WireError where none did."""
         place = self._replicas.placed(stream, origin)
         if place not in self._ends:
             raise WireError(f"a word about {stream.name}, which nobody opened")
         return place
 
-    def _end(self, ended: Ended) -> Message:
-        stream, committed, reason = ended.stream, ended.committed, ended.reason
-        place = self._opened(stream, ended.origin)
+    def _end(self, ended: Ended, place: StreamId) -> Message:
+        name, committed, reason = ended.stream.name, ended.committed, ended.reason
         length = self._replicas.length(place)
         if committed < length or reason is EndReason.RUNNING:
-            raise WireError(f"{stream.name} ended {reason.value} at {committed}, {length} are here")
+            raise WireError(f"{name} ended {reason.value} at {committed}, {length} are here")
         end = StreamEnd(committed=committed, end=reason)
         if write_end(replica_path(self._out, place), end):
             self._trouble = ""
             self._ends[place] = reason
             self.progress_at = time.monotonic()
             log(f"{place.name} ended ({reason.value}), {length} of {committed} bytes")
-        return EndedSeen(stream)
+        return EndedSeen(ended.stream)
 
     def _note_stall(self, identity: bytes, message: Stall) -> None:
         peer = self._peers[identity]

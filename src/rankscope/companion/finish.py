@@ -70,7 +70,7 @@ class CollectorOptions:
 
 
 class Observer:
-    """Is told how far a collector has come; this one, the daemons', has nobody to pass it on to."""
+    """Is told how far a collector has come; this one, the daemons', does nothing about it."""
 
     def listening(self, addresses: Sequence[str]) -> None:
         """The collector is ready; no address: it watches a shared folder."""
@@ -93,8 +93,8 @@ def gathering(
     wait_s: float = _LOOK_S,
     own_host: Callable[[], HostState | None] | None = None,
 ) -> Turns[ExitOutcome]:
-    """Gather a run, build its tree, tell the relays; return how it ended. What works in this
-    process besides has its turn whenever this yields.
+    """Gather a run, build its tree, tell the relays; return how it ended. Other work of this
+    process has its turn at each yield.
 
     When all went well the folder's `collector.log` is removed: there is nothing in it to learn.
 
@@ -151,7 +151,7 @@ def gathering(
                 outcome = yield from _finish(options, source, decision, watching, wait_s)
                 is_quiet = decision is Decision.QUIET
         source.farewell(is_quiet=is_quiet)
-        source.close()  # nobody waits for a dataset but who asked for it
+        source.close()  # relays need not wait for the dataset
         source = None
         has_news = intake is not None and intake.has_refused_keys
         has_dataset = yield from _finish_dataset(options)
@@ -190,11 +190,11 @@ def _finish(
         (peer.held and not peer.quiet) or (peer.alive and peer.job is not JobState.OVER)
         for peer in source.peers()
     )
-    if decision is Decision.NOTHING and has_lost:
-        log("a host with ranks is gone, or could not send what they recorded: no record came")
-        return ExitOutcome.NO_ROOM if source.trouble else ExitOutcome.UNFINISHED
-    if decision is Decision.NOTHING:  # or nothing could be taken
-        return ExitOutcome.NO_ROOM if source.trouble else ExitOutcome.DONE
+    if decision is Decision.NOTHING:
+        if has_lost:
+            log("a host with ranks is gone, or could not send what they recorded: no record came")
+        outcome = ExitOutcome.UNFINISHED if has_lost else ExitOutcome.DONE
+        return ExitOutcome.NO_ROOM if source.trouble else outcome
     if decision is Decision.QUIET:
         shutil.rmtree(options.out / REPLICA_FOLDER, ignore_errors=True)  # holds no record
         observer.quiet()
@@ -263,9 +263,8 @@ def _listen(source: StreamSource, wait_s: float) -> Turns[None]:
 def _build(
     options: CollectorOptions, source: StreamSource, observer: Observer, wait_s: float
 ) -> Turns[ExitOutcome]:
-    """Have the tree built by a process of its own, which may take what memory and time it needs,
-    and once more where a signal ended it; whatever goes wrong with it leaves the replicas for
-    `rankscope recover`."""
+    """Have the tree built by a process of its own, once more where a signal ended it; whatever goes
+    wrong leaves the replicas for `rankscope recover`."""
     out, started = options.out, time.monotonic()
     try:
         code = yield from _builder(options, source, observer, wait_s)
@@ -313,8 +312,7 @@ def _builder(
 
 
 def _finish_dataset(options: CollectorOptions) -> Turns[bool]:
-    """Have what the dataset lacks written; True where it is whole, or none was asked for, or there
-    is no tree to write it from."""
+    """Have what the dataset lacks written; False where it is not whole then."""
     if not options.settings.parquet or not os.path.exists(options.out / TRACE_NAME):
         return True
     most_s = max(options.settings.finish_seconds, FINISH_SECONDS)
@@ -327,12 +325,11 @@ def _finish_dataset(options: CollectorOptions) -> Turns[bool]:
         while (code := process.poll()) is None and time.monotonic() < deadline:
             yield
             time.sleep(_LOOK_S)
+        trouble = f"its process ended with {code}" if code else ""
         if code is None:
             process.kill()
             process.wait()
-        trouble = f"it took longer than {most_s:g} s" if code is None else ""
-        if code:
-            trouble = f"its process ended with {code}"
+            trouble = f"it took longer than {most_s:g} s"
     if trouble:
         whole = f"{typed('export', options.out, out='NEW')} --format parquet"
         log(f"{options.out / PARQUET_FOLDER} is not whole: {trouble}; a whole one: {whole}")

@@ -17,9 +17,10 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgpack  # type: ignore[import-untyped]  # ships no annotations
 import numpy as np
@@ -37,7 +38,7 @@ from rankscope.run.locks import StreamLock, is_alive
 from rankscope.spool.mappedsegment import Segment
 from rankscope.spool.origin import first_record
 from rankscope.spool.packing import Closed, put
-from rankscope.spool.recordcolumns import Records, records
+from rankscope.spool.recordcolumns import Records, call_sequences, records
 from rankscope.spool.recordformat import (
     CELL_BYTES,
     DEFINITION_LENGTH,
@@ -45,7 +46,6 @@ from rankscope.spool.recordformat import (
     END_REASONS,
     NO_SEQUENCE,
     PAYLOAD_BYTES,
-    SAMPLES_DTYPE,
     STEP,
     TO_ITS_END,
     RecordKind,
@@ -56,7 +56,7 @@ from rankscope.spool.streamreader import StreamReader
 _COPIED: Final = "copied"
 """Kind of the definition that says how far a copy goes."""
 _LAST_NUMBER: Final = 0xFFFF_FFFF
-"""Definitions that are made here are numbered from above, where no rank ever comes."""
+"""Definitions that are made here are numbered from above, where no rank comes."""
 _SEGMENT_BYTES: Final = 4 << 20
 _ROOM: Final = 256 << 10
 """Bytes of a segment left for the note."""
@@ -74,13 +74,13 @@ _Runs = list[list[int]]
 @dataclass(slots=True)
 class _State:
     kept: int = 0
-    """Read so far of what is never let go."""
+    """Bytes read of what is never let go."""
     ring: int = -1
-    """Read so far of the ring; -1 for nothing."""
+    """Bytes read of the ring; -1 for none."""
     high: int = 0
     """Where the ring was read for the first time."""
     step: int = -1
-    """The step whose records come next, and its mode."""
+    """Of the records that come next, as `mode` is."""
     mode: int = int(Mode.EVAL)
     is_taken: bool = False
     """These records are copied: the step is asked for, and was not copied before this pass."""
@@ -107,7 +107,7 @@ class HeldStream:
     """The held stream of one rank, and its copy."""
 
     def __init__(self, run_folder: Path, stream: StreamId) -> None:
-        """Look at it, and go on with a copy that an earlier relay of this host has begun.
+        """Go on with a copy that an earlier relay of this host has begun.
 
         Raises:
             SpoolError: another process makes that copy, or it cannot be read.
@@ -123,7 +123,6 @@ class HeldStream:
         self._index = 0
         self._asked: Sequence[Window] = ()
         self._marked = (0, 0)
-        """What the rank was told last of how far this copy goes."""
         self._written_at = float("-inf")
         self._end: EndReason | None = None
         if segment_indexes(self._target):
@@ -176,11 +175,11 @@ class HeldStream:
         last = Mode.TRAIN, 0
         for index in reversed(segment_indexes(self.folder)):
             with contextlib.suppress(SpoolError):
-                found = self._steps_begun(index * self._ring.segment_bytes)
-                if Mode.TRAIN in found:
-                    return Mode.TRAIN, found[Mode.TRAIN]
-                if Mode.EVAL in found and last[0] is Mode.TRAIN:
-                    last = Mode.EVAL, found[Mode.EVAL]
+                begun = self._steps_begun(index * self._ring.segment_bytes)
+                if Mode.TRAIN in begun:
+                    return Mode.TRAIN, begun[Mode.TRAIN]
+                if Mode.EVAL in begun and last[0] is Mode.TRAIN:
+                    last = Mode.EVAL, begun[Mode.EVAL]
         return last
 
     def _steps_begun(self, offset: int) -> dict[Mode, int]:
@@ -239,7 +238,7 @@ class HeldStream:
             state.ring, state.step, state.calls = lowest, -1, []
             state.mode = int(Mode.EVAL)
             state.hole, state.dropping = 0 if lowest else -1, []
-        after = self._copied_state()
+        after = deepcopy(self._state)
         asked = b""
         for window in windows[state.windows :]:
             first, last = window.asked
@@ -278,8 +277,8 @@ class HeldStream:
         return True
 
     def _is_past(self, windows: Sequence[Window]) -> bool:
-        """True where no record that follows is asked for by now. Eval steps are asked for by
-        themselves before the first train step alone."""
+        """True where no record that follows is asked for by now."""
+        # eval steps are asked for by themselves before the first train step alone
         state = self._state
         last = max((w.last for w in windows if w.mode == state.mode), default=-1)
         is_last_mode = state.mode == Mode.TRAIN or all(w.mode is Mode.EVAL for w in windows)
@@ -290,16 +289,13 @@ class HeldStream:
         while chunk := self.definitions.read_from(self._state.kept, _UNIT):
             found = records(chunk, is_verified=True)
             is_end = np.isin(found.kind, (RecordKind.END, RecordKind.FILLER))
-            after = self._copied_state()
+            after = deepcopy(self._state)
             after.kept += len(chunk)
             self._add(_cells(found, ~is_end), after)
 
-    def _copied_state(self) -> _State:
-        return _State(**asdict(self._state))
-
     def _chosen(self, found: Records, windows: Sequence[Window]) -> tuple[bytes, _State]:
         """Return the cells of a chunk that are asked for, and the state after it."""
-        after = self._copied_state()
+        after = deepcopy(self._state)
         is_known = after.ring < after.high  # it was read before: what was copied is not again
         positions, rows = found.columns(RecordKind.STEP)
         begins = rows["event"] == int(StepEvent.BEGIN)
@@ -312,7 +308,7 @@ class HeldStream:
         if after.hole >= 0 and len(steps) > 1:
             self._note_gone(after, modes, steps)
         wanted = np.zeros(len(found), bool)
-        sequences = _sequences(found)
+        sequences = call_sequences(found)
         for number, (begin, end, step) in enumerate(zip(bounds, bounds[1:], steps)):
             if number or step < 0:  # else it goes on with the step of the piece before
                 after.step, after.mode = int(step), int(modes[number])
@@ -345,13 +341,8 @@ class HeldStream:
         return _cells(found, chosen) + notes, after
 
     def _note_gone(self, after: _State, modes: Sequence[int], steps: Sequence[int]) -> None:
-        """Note which steps were let go before the first ones that begin here, of either mode.
-
-        Args:
-            after: the state, which is changed.
-            modes: of the step that goes on, and of those that begin.
-            steps: their numbers.
-        """
+        """Note in `after` which steps were let go before the first ones that begin here; `modes`
+        and `steps` are of the step that goes on, and of those that begin."""
         if modes[1] == Mode.EVAL:  # the next train step says what is gone of those
             after.gone = _with(after.gone, Mode.EVAL, after.hole, steps[1] - 1)
         elif modes[0] == Mode.EVAL:
@@ -391,7 +382,7 @@ class HeldStream:
             self._copy_kept()
         else:  # nothing happened in this life
             self._buffer[:] = first_record(self.definitions.read_from(0, _UNIT))
-        earlier, state = self._state, self._copied_state()
+        earlier, state = self._state, deepcopy(self._state)
         if state.hole >= 0 and windows:
             for mode in {int(window.mode) for window in windows}:
                 least = state.hole if mode == state.mode else 0
@@ -462,7 +453,9 @@ class HeldStream:
             for chunk in reader.chunks((self._index - 1) * reader.segment_bytes):
                 for entry in records(chunk, is_verified=True).definitions():
                     if entry["kind"] == _COPIED:
-                        state = _state(entry)
+                        state = _State(
+                            **{k: v for k, v in entry.items() if k not in ("id", "kind")}
+                        )
         if state is None:
             raise SpoolError(f"{self._target}: its last segment does not say how far it goes")
         self._state = state
@@ -478,30 +471,8 @@ class HeldStream:
             self._lock = None
 
 
-def _state(entry: dict[str, Any]) -> _State:
-    return _State(**{name: value for name, value in entry.items() if name not in ("id", "kind")})
-
-
 def _cells(found: Records, chosen: NDArray[np.bool_]) -> bytes:
-    return found.cells[np.repeat(chosen, found.size)].tobytes()
-
-
-_WITH_CALL: Final = (
-    RecordKind.ENTER,
-    RecordKind.EXIT,
-    RecordKind.VALUE,
-    RecordKind.SAMPLES,
-    RecordKind.ERROR,
-)
-"""Records that begin with the number of a call."""
-assert SAMPLES_DTYPE.names and SAMPLES_DTYPE.names[0] == "sequence"
-
-
-def _sequences(found: Records) -> NDArray[np.uint64]:
-    """[R] The call each record belongs to, NO_SEQUENCE for none."""
-    heads = found.cells.take(found.start, axis=0)[:, CELL_BYTES - PAYLOAD_BYTES :]
-    numbers: NDArray[np.uint64] = np.ascontiguousarray(heads[:, :8]).view("<u8").reshape(-1)
-    return np.where(np.isin(found.kind, _WITH_CALL), numbers, np.uint64(NO_SEQUENCE))
+    return found.cells_of(np.flatnonzero(chosen)).tobytes()
 
 
 def _merged(runs: list[list[int]]) -> list[list[int]]:

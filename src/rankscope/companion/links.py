@@ -79,20 +79,19 @@ class Link(ABC):
         self._job = JobState.UNKNOWN
         self._beat_at = float("-inf")
         self._sent: Stall | None = None
-        """What was told last: of the job, when, and of a stall."""
         self.heard_at = float("-inf")
         """Monotonic time of the other side's last word."""
         self.is_reached = False
+        """What is sent finds its way to somebody."""
         self.rejection = ""
-        """Why nothing of this run is taken; empty as long as it is."""
+        """Why nothing of this run is taken."""
         self.stall: Stall | None = None
         """The last one noticed on this host, to be told."""
         self.state: HostState | None = None
         self.is_quiet = False
         """Nothing happened on any host: what ranks held back is not asked for. Known at the end."""
         self.trouble_at: float | None = None
-        """Monotonic time since when this side can write nothing of what is to be written; None
-        where it can, or where the other side does the writing."""
+        """Monotonic time since when this side cannot write what it has to; None where it can."""
 
     @property
     @abstractmethod
@@ -101,8 +100,7 @@ class Link(ABC):
 
     @property
     def strangeness(self) -> str:
-        """Why the other side is not who it should be, or does not know this one; empty as long as
-        that is not known."""
+        """Why the other side is not who it should be, or does not know this one."""
         return ""
 
     @abstractmethod
@@ -115,7 +113,7 @@ class Link(ABC):
 
     def is_on_disk(self) -> bool:
         """True where what was sent outlasts a loss of power; asked once, at the end."""
-        return True  # as the other side has made sure before it said that all is done
+        return True  # a collector made sure before it said that all is done
 
     @abstractmethod
     def close(self) -> None:
@@ -124,8 +122,7 @@ class Link(ABC):
     def _held(self, shipments: dict[StreamId, Shipment]) -> int:
         """Return how many streams of this host were not refused, those held back among them."""
         refused = sum(shipment.is_refused for shipment in shipments.values())
-        box = self._box
-        return len({*shipments, *(() if box is None else box.streams)}) - refused
+        return len({*shipments, *(self._box.streams if self._box else ())}) - refused
 
     def _state(self, shipments: dict[StreamId, Shipment], job: JobState) -> HostState:
         box = self._box
@@ -168,16 +165,15 @@ class SocketLink(Link):
         self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         self._socket.setsockopt(zmq.LINGER, 500)
         keys = header.settings.get("keys")
-        self._address = address = check_address(header.collector, has_keys=bool(keys))
+        self._address = check_address(header.collector, has_keys=bool(keys))
         self._connected_at = time.monotonic()
         self._handshake: Handshake | None = None
-        if keys and is_tcp(address):
-            self._handshake = Handshake(
-                self._socket, address, read_keys(Path(keys), is_collector=False)
-            )
+        if keys and is_tcp(self._address):
+            curve_keys = read_keys(Path(keys), is_collector=False)
+            self._handshake = Handshake(self._socket, self._address, curve_keys)
         else:
-            self._socket.connect(address)
-        self._bound = MemoryBound([header.collector], peers=lambda: 1)
+            self._socket.connect(self._address)
+        self._bound = MemoryBound([self._address], peers=lambda: 1)
         log(f"relaying run {header.run_id} to {header.collector}")
 
     @property
@@ -222,8 +218,8 @@ class SocketLink(Link):
         self._context.term()
 
     def _connect_again(self, now: float) -> None:
-        """Begin anew: libzmq never does where what it read was no message (a flipped bit), and
-        nobody tells it that the other side of a connection is gone without a word."""
+        """Begin anew: libzmq never does after it read what was no message (a flipped bit), or where
+        the other side of a connection is gone without a word."""
         self._connected_at = now
         if self.strangeness:
             return  # the handshake is tried again by itself
@@ -237,12 +233,11 @@ class SocketLink(Link):
         Before any word about a stream: the collector takes none from a relay it does not know, and
         may be through with the streams it knows before it hears of another."""
         hello = Hello(PROTOCOL_VERSION, socket.gethostname(), self._header.run_id)
-        if not (self._send(hello) and self._send(state)):
-            return False
-        for event in () if self._box is None else self._box.happened():
-            if not self._send(Happened(*event)):
-                return False
-        return self.stall is None or self._send(self.stall)  # ever again: any of them may be lost
+        events = [] if self._box is None else self._box.happened()
+        stalls = [] if self.stall is None else [self.stall]  # ever again: any of them may be lost
+        return all(
+            map(self._send, [hello, state, *(Happened(*event) for event in events), *stalls])
+        )
 
     def _pump(self, waiting: list[Shipment], now: float) -> bool:
         was_busy = False
@@ -321,11 +316,8 @@ class FolderLink(Link):
     def __init__(
         self, header: RunHeader, name: str, box: BlackBox | None = None, *, is_shared: bool = True
     ) -> None:
-        """Open the folder; where other hosts see it, what is told of this one stands in it too.
-
-        Raises:
-            FolderError: it cannot be made.
-        """
+        """Open the folder, or raise FolderError; where other hosts see it, the state of this one
+        stands in it too."""
         super().__init__(header, name, box)
         self._out = header.out
         self._is_shared = is_shared
@@ -379,8 +371,7 @@ class FolderLink(Link):
         time.sleep(timeout_s)
 
     def is_on_disk(self) -> bool:
-        """Wait until what is held, and the tree, outlasts a loss of power; False where it may
-        not."""
+        """Wait until what is held, and the tree, outlasts a loss of power; False where it may not."""
         self._sync.close()
         return not self._sync.has_lost and self._replicas.sync_all()
 

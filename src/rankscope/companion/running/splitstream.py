@@ -22,7 +22,13 @@ from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.streams import StreamId
 from rankscope.spool.definitions import Decoded
-from rankscope.spool.recordcolumns import Records, records, records_at, step_codes
+from rankscope.spool.recordcolumns import (
+    Records,
+    call_sequences,
+    records,
+    records_at,
+    step_codes,
+)
 from rankscope.spool.recordformat import LONGEST_RECORD, NO_SEQUENCE, RecordKind, StepEvent
 from rankscope.spool.replication import replica_path
 from rankscope.spool.settledprefix import (
@@ -38,7 +44,8 @@ _LEAST_BYTES: Final = 64 << 10
 _PIECE_BYTES: Final = 8 << 20
 _KEPT: Final = -1
 _LATE: Final = -2
-_WITH_CALL: Final = (RecordKind.EXIT, RecordKind.VALUE, RecordKind.SAMPLES, RecordKind.ERROR)
+_OF_A_CALL: Final = (RecordKind.EXIT, RecordKind.VALUE, RecordKind.SAMPLES, RecordKind.ERROR)
+"""Records that follow that of their call."""
 
 
 class StepKey(NamedTuple):
@@ -202,9 +209,8 @@ class SplitStream:
         own = self._owners_of(values["sequence"])
         named = np.unique(own[(values["reference"] != 0) & (own >= 0)]).tolist()
         self.with_tensors.update(key for key, n in self._numbers.items() if n in named)
-        for kind in _WITH_CALL:
-            positions = found.positions(kind)
-            owners[positions] = self._owners_of(_sequences(found, positions))
+        is_of_call = np.isin(found.kind, _OF_A_CALL)
+        owners[is_of_call] = self._owners_of(call_sequences(found)[is_of_call])
         positions, errors = found.columns(RecordKind.ERROR)
         has_no_call = errors["sequence"] == np.uint64(NO_SEQUENCE)
         owners[positions[has_no_call]] = _KEPT
@@ -274,9 +280,3 @@ class SplitStream:
             self._sequences[at] == sequences, self._owners[at], _LATE
         )
         return owners
-
-
-def _sequences(found: Records, positions: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return the sequence number with which each of these records begins."""
-    heads = found.cells.take(found.start[positions], axis=0)[:, 8:16]
-    return np.ascontiguousarray(heads).view("<u8").reshape(-1).astype(np.uint64)
