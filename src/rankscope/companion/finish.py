@@ -286,11 +286,7 @@ def _build(
 def _builder(
     options: CollectorOptions, source: StreamSource, observer: Observer, wait_s: float
 ) -> Turns[int]:
-    """Run the process that builds the tree; return its exit code.
-
-    Raises:
-        OSError: it cannot be started.
-    """
+    """Run the process that builds the tree; return its exit code, or raise OSError."""
     command = tree_command(options.out, keep_spool=options.settings.keep_spool)
     with start_child(command, options.out, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -371,7 +371,7 @@ class FolderLink(Link):
         time.sleep(timeout_s)
 
     def is_on_disk(self) -> bool:
-        """Wait until what is held, and the tree, outlasts a loss of power; False where it may not."""
+        """Wait until what is held, and the tree, outlasts a loss of power; True where it does."""
         self._sync.close()
         return not self._sync.has_lost and self._replicas.sync_all()
 
