@@ -235,9 +235,8 @@ class SocketLink(Link):
         hello = Hello(PROTOCOL_VERSION, socket.gethostname(), self._header.run_id)
         events = [] if self._box is None else self._box.happened()
         stalls = [] if self.stall is None else [self.stall]  # ever again: any of them may be lost
-        return all(
-            map(self._send, [hello, state, *(Happened(*event) for event in events), *stalls])
-        )
+        messages: list[Message] = [hello, state, *(Happened(*event) for event in events), *stalls]
+        return all(self._send(message) for message in messages)
 
     def _pump(self, waiting: list[Shipment], now: float) -> bool:
         was_busy = False

@@ -50,8 +50,8 @@ def companion_command(run_folder: Path) -> list[str]:
 
 
 READER_SETTINGS = "RANKSCOPE_READER_SETTINGS"
-"""The variable of that command which has the settings as JSON, as `run.json` says them. A variable
-is for this user's eyes, a command line for everybody's."""
+"""Variable with the settings as JSON, as `run.json` has them: a variable is for this user's eyes, a
+command line for everybody's."""
 
 
 def reader_command(out: Path, traced_ranks: int) -> list[str]:
@@ -61,7 +61,7 @@ def reader_command(out: Path, traced_ranks: int) -> list[str]:
 
 def tree_command(out: Path, *, keep_spool: bool) -> list[str]:
     """The command that builds the tree, as long as this process lives; it writes lines of `PART
-    WHAT` while it does."""
+    WHAT`."""
     return [*_reader(out), "--build-tree", *(["--keep-spool"] if keep_spool else [])]
 
 
@@ -91,11 +91,12 @@ def metrics_trouble(port: int) -> str:
 
 
 def companion_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of a companion: no RANKSCOPE variable, so that it never traces itself.
+    """The environment of a companion: no RANKSCOPE variable, so that it never traces itself; no
+    rank variables; no working directory of the job on the module path.
 
-    Nor the rank variables, nor the job's working directory on the module path, whose entries are
-    made absolute because a companion works elsewhere; one thread for numpy; and this package is
-    found wherever it was imported from."""
+    Entries of that path are made absolute because a companion works elsewhere; numpy has one
+    thread; this package is found wherever it was imported from.
+    """
     left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTHONINSPECT")
     kept = {
         name: value
@@ -124,18 +125,8 @@ def start_child(
     stdout: int = subprocess.DEVNULL,
     variables: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start what a companion has done beside it, in a session of its own; its errors go into the
-    companion's log.
-
-    Args:
-        command: one of those above.
-        out: the trace folder, where it works.
-        stdout: takes its output.
-        variables: what its environment has besides.
-
-    Raises:
-        OSError: it cannot be started.
-    """
+    """Start a command above beside the companion, in a session of its own, at work in the trace
+    folder; its errors go into the companion's log. Raise OSError where it cannot be started."""
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -148,15 +139,11 @@ def start_child(
 
 def start_daemon(command: Sequence[str], log: Path, folder: Path) -> str:
     """Start `command` as nobody's child: own session, stdio to `log`, no inherited descriptor.
-    Return its name (`run.processes`).
+    Return its name (`run.processes`), or raise SpoolError.
 
     It works in `folder`, which `-m` puts on the module path of Python 3.10: give one that only this
     user writes. An open descriptor of the job's would keep its readers waiting (`torchrun | cat`).
-    The shell forks the daemon and ends, and is reaped here: the rank never has a child it does not
-    know.
-
-    Raises:
-        SpoolError: it could not be started.
+    The shell forks the daemon and is reaped here: the rank never has a child it does not know.
     """
     line = f"exec 3>&1 >&2; {shlex.join(command)} 3>&- & echo $! >&3"
     output = -1

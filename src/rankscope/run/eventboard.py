@@ -94,11 +94,7 @@ class EventBoard:
         return [*self._events]
 
     def tell(self, event: Happening) -> bool:
-        """Write an event; False where there are too many.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write an event, or raise OSError; False where there are too many."""
         most = _MOST_EVENTS - (0 if event.trigger.value.is_end else _OF_ENDS)
         for number in range(len(self.events()) + 1, most):
             if self._agree(str(number), event.entry) == event.entry:
@@ -111,25 +107,18 @@ class EventBoard:
         return bool(texts) if trigger.value.is_end else text[:_MOST_CHARACTERS] in texts
 
     def first_time(self, time: int) -> int:
-        """Return the time that a watched file had before any touch counted: as whoever asked first
-        says.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Return the time that a watched file had before any touch counted, as whoever asked first
+        says; raise OSError where nothing can be written."""
         return int(self._agree("0", str(time)))
 
     def tell_taken(self, number: int) -> None:
-        """Write that a glob of values to watch, by its number for all ranks, took one.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write that a glob of values to watch, by its number for all ranks, took one, or raise
+        OSError."""
         if not self.has_taken(number):
             self._agree(f"watch.{number}", "taken")
 
     def has_taken(self, number: int) -> bool:
-        """True where such a glob took a value on any rank."""
+        """True where a glob took a value on any rank."""
         return agreed(self._folder, f"watch.{number}") is not None
 
     def _agree(self, name: str, text: str) -> str:
@@ -148,12 +137,8 @@ def seen_by_all(run_folder: Path, header: RunHeader) -> Path:
 
 
 def mark_copied(held: Path, windows: int, offset: int) -> None:
-    """Say beside a ring how far it was copied: what lies before `offset` is in the copy, as far as
-    the first `windows` events of its life ask for it.
-
-    Raises:
-        OSError: the disk takes nothing.
-    """
+    """Say beside a ring, or raise OSError, that what lies before `offset` is in the copy, as far as
+    the first `windows` events of its life ask for it."""
     draft = held / f"{_COPIED_NAME}.new"
     draft.unlink(missing_ok=True)
     os.symlink(f"{windows} {offset}", draft)
@@ -200,11 +185,8 @@ def file_time(path: Path) -> Callable[[], int]:
 
 
 def agree(folder: Path, name: str, text: str) -> str:
-    """Return what the first who came said under this name.
-
-    Raises:
-        OSError: nothing can be written there.
-    """
+    """Return what the first who came said under this name; raise OSError where nothing can be
+    written."""
     entry = folder / name
     try:
         os.symlink(text, entry)

@@ -90,8 +90,7 @@ def run_key(run_id: str) -> str:
 
 
 def host_run_folder(base: Path, key: str) -> Path:
-    """Make `<base>/<key>` (0700 each, base and key as the two functions above return them), or take
-    what is there.
+    """Make `<base>/<key>` (0700 each, of `spool_base` and `run_key`), or take what is there.
 
     Raises:
         SpoolError: it cannot be made, belongs to somebody else, or is open to others.
@@ -155,11 +154,8 @@ def segment_path(folder: Path, index: int) -> Path:
 
 
 def segment_indexes(folder: Path) -> list[int]:
-    """Numbers of the segments that still exist, ascending.
-
-    Raises:
-        SpoolError: the folder cannot be listed.
-    """
+    """Numbers of the segments that still exist, ascending; SpoolError where the folder is
+    unreadable."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -171,11 +167,7 @@ def segment_indexes(folder: Path) -> list[int]:
 
 
 def streams(run_folder: Path) -> list[StreamId]:
-    """Streams that have at least one segment, sorted.
-
-    Raises:
-        SpoolError: the folder cannot be listed.
-    """
+    """Streams that have at least one segment, sorted; SpoolError where the folder is unreadable."""
     try:
         names = os.listdir(run_folder)
     except OSError as error:
@@ -198,21 +190,13 @@ def stream_named(name: str) -> StreamId | None:
 
 
 def write_run_header(run_folder: Path, header: RunHeader) -> None:
-    """Write `run.json`.
-
-    Raises:
-        SpoolError: it cannot be written.
-    """
+    """Write `run.json`, or raise SpoolError."""
     fields = {"format": RUN_FORMAT, **asdict(header), "out": str(header.out)}
     write_by_rename(run_folder / RUN_NAME, json.dumps(fields, indent=1) + "\n")
 
 
 def read_run_header(run_folder: Path) -> RunHeader:
-    """Read and check `run.json`.
-
-    Raises:
-        SpoolError: it is missing, damaged, or of another format.
-    """
+    """Read `run.json`; raise SpoolError where it is missing, damaged, or of another format."""
     path = run_folder / RUN_NAME
     fields = read_json_map(path)
     if fields.get("format") != RUN_FORMAT:
@@ -229,20 +213,13 @@ def read_run_header(run_folder: Path) -> RunHeader:
 
 
 def mark_job_over(run_folder: Path) -> None:
-    """Say that no further incarnation of any rank of this host will come.
-
-    Raises:
-        SpoolError: the marker cannot be written.
-    """
+    """Say that no further incarnation of any rank of this host will come, or raise SpoolError."""
     write_by_rename(run_folder / JOB_OVER_NAME, "")
 
 
 def check_free_space(folder: Path, needed_bytes: int, need: str = "", remedy: str = "") -> None:
-    """Refuse a disk without room; `need` and `remedy` are the words for it, by default of spools.
-
-    Raises:
-        SpoolError: names the folder, what is needed and what is free.
-    """
+    """Raise SpoolError for a disk without room; `need` and `remedy` are the words for it, by
+    default of spools."""
     free = free_bytes(folder)
     if free < needed_bytes:
         need = need or f"needs {needed_bytes >> 20} MiB for the spools"
@@ -306,8 +283,9 @@ class FolderLock:
 def is_held(path: Path) -> bool:
     """True while some process holds the FolderLock at `path`.
 
-    Makes no lock file, and needs no right to write. A lock that this process may not look at is
-    held by nobody it could know of."""
+    Makes no lock file, and needs no right to write. Nobody holds a lock that this process may not
+    look at.
+    """
     try:
         os.close(_locked(path, os.O_RDONLY, fcntl.LOCK_SH))
     except BlockingIOError:

@@ -135,11 +135,7 @@ def fullest_spool(statuses: Sequence[RankStatus]) -> dict[str, Any] | None:
 
 
 def write_status(out: Path, status: JobStatus) -> None:
-    """Replace the status of a trace folder.
-
-    Raises:
-        SpoolError: it cannot be written.
-    """
+    """Replace the status of a trace folder, or raise SpoolError."""
     text = json.dumps(
         {
             "format": STATUS_FORMAT,
@@ -154,8 +150,8 @@ def write_status(out: Path, status: JobStatus) -> None:
 
 
 def read_status(out: Path) -> JobStatus:
-    """Return the status of a trace folder; where none is there, or it cannot be read, one that says
-    at most whose records there are."""
+    """Return the status of a trace folder; without a readable one a status that says at most whose
+    records are there."""
     with contextlib.suppress(SpoolError, TraceError, KeyError, TypeError, ValueError):
         found = read_json_map(out / REPLICA_FOLDER / STATUS_NAME)
         if found["format"] == STATUS_FORMAT:

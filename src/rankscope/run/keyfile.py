@@ -44,11 +44,8 @@ def relays_file(path: Path) -> Path:
 
 
 def write_keys(path: Path, keys: CurveKeys) -> None:
-    """Write the collector's file, and beside it the relays'; both 0600.
-
-    Raises:
-        KeysError: one of them exists, or cannot be written.
-    """
+    """Write the collector's file, and beside it the relays', both 0600; raise KeysError where one
+    of them exists, or cannot be written."""
     collector: dict[str, str] = {"public": keys.collector_public}
     relay: dict[str, str] = {"public": keys.relay_public}
     of_collector = {"collector": {**collector, "secret": keys.collector_secret}, "relay": relay}
@@ -72,11 +69,8 @@ def write_keys(path: Path, keys: CurveKeys) -> None:
 
 
 def read_keys(path: Path, *, is_collector: bool) -> CurveKeys:
-    """Return the keys of a file that nobody else may read.
-
-    Args:
-        path: the file, or a link to it.
-        is_collector: whose secret key is needed: the collector's, or the relays'.
+    """Return the keys of a file that nobody else may read, among them the secret one of the
+    collector, or of the relays.
 
     Raises:
         KeysError: it cannot be read, others may read it, or it is no such file.
@@ -123,11 +117,6 @@ def read_keys(path: Path, *, is_collector: bool) -> CurveKeys:
 
 
 def _key(fields: Mapping[str, Any], name: str) -> str:
-    """Return one key.
-
-    Raises:
-        ValueError, KeyError, TypeError: there is none.
-    """
     if not _KEY.fullmatch(fields[name]):
         raise ValueError(name)
     return str(fields[name])

@@ -106,11 +106,8 @@ class TakenOrder:
 
 
 def put_order(folder: Path, order: Order) -> None:
-    """Write an order into the folder of replicas, or a copy into a run folder.
-
-    Raises:
-        SpoolError: it cannot be written.
-    """
+    """Write an order, or raise SpoolError, into the folder of replicas, or a copy into a run
+    folder."""
     path = folder / ORDER_NAME
     try:
         with replacing(path, is_synced=False) as file:
@@ -130,8 +127,8 @@ def order_in(folder: Path) -> Order | None:
 
 
 def orders_come_to(run_folder: Path, header: RunHeader) -> Path:
-    """Return the folder that orders of a run come to: in the trace folder where ranks see it, so
-    that whoever ordered sees what became of it."""
+    """Return the folder that orders of a run come to: in the trace folder where ranks see it, for
+    `rankscope capture` to see what became of them."""
     is_elsewhere = Collection.of_run(header).is_elsewhere
     return run_folder if is_elsewhere else header.out / REPLICA_FOLDER
 
@@ -183,11 +180,7 @@ def is_taken_before(agreement: Path, number: int) -> bool:
 
 
 def tell_seen(out: Path, relay: str, seen: OrderSeen) -> None:
-    """Say that a relay has seen an order.
-
-    Raises:
-        SpoolError: it cannot be written.
-    """
+    """Say that a relay has seen an order, or raise SpoolError."""
     path = out / REPLICA_FOLDER / f"{ORDER_SEEN_PREFIX}{relay}.json"
     write_by_rename(path, json.dumps(asdict(seen)) + "\n")
 

@@ -55,11 +55,7 @@ OF_A_COLLECTOR = frozenset(
 
 
 def default_out() -> Path:
-    """Return `rankscope-<time>` here.
-
-    Raises:
-        FolderError: there is no "here" any more.
-    """
+    """Return `rankscope-<time>` in the working folder; raise FolderError where that is gone."""
     try:
         folder = Path.cwd()
     except OSError as error:
@@ -89,8 +85,7 @@ _TRIES = 1000
 
 
 def named_out(out: Path, run_id: str) -> Path:
-    """Return a trace folder's name with `%j` in it replaced by the scheduler's job id, else by
-    `run_id`."""
+    """Return a trace folder's name with the scheduler's job id, else `run_id`, in place of `%j`."""
     job = next((os.environ[n] for n in _JOB_ID_VARIABLES if os.environ.get(n)), run_id)
     return Path(str(out).replace("%j", re.sub(r"[^\w.\[\]-]", "_", job)))
 
@@ -98,7 +93,8 @@ def named_out(out: Path, run_id: str) -> Path:
 def take_out(
     out: Path, run_id: str, *, maker: str, is_shared: bool = False
 ) -> tuple[Path, list[Path]]:
-    """Take the trace folder of a run: `out`, or where that is taken the next free sibling.
+    """Take the trace folder of a run: `out`, or where that is taken the next free sibling. Return
+    it, and what was made now, the innermost first: nothing where another host chose.
 
     Args:
         out: as it was asked for.
@@ -107,9 +103,6 @@ def take_out(
             where nobody else will look for the folder, which stays empty then.
         is_shared: every host of the run takes a folder by itself. The first one chooses; the others
             take the folder with the youngest mark of the run.
-
-    Returns:
-        the folder, and what was made now, the innermost first: nothing where another host chose.
 
     Raises:
         FolderError: it is no folder, or cannot be made or written.
@@ -170,8 +163,8 @@ def free_out(out: Path, *, is_shared: bool = False) -> Path:
 
 
 def _is_begun(path: Path) -> bool:
-    """True for a folder of this user that nobody has claimed yet: another host of the run may just
-    have made it, and one of the two gets it."""
+    """True for a folder of this user that nobody has claimed: another host of the run may have made
+    it just now, and one of the two gets it."""
     try:
         return path.lstat().st_uid == os.geteuid() and not _names(path)
     except OSError:
@@ -179,11 +172,8 @@ def _is_begun(path: Path) -> bool:
 
 
 def _claim(path: Path, mark: str, text: str) -> bool:
-    """Leave a run's mark in a folder; False where another run has left its own meanwhile.
-
-    Raises:
-        OSError: the folder takes nothing.
-    """
+    """Leave a run's mark in a folder, or raise OSError; False where another run has left its own
+    meanwhile."""
     draft = Path(tempfile.mkdtemp(prefix=_CLAIM_PREFIX, dir=path))  # 0700
     try:
         (draft / mark).write_text(text)
@@ -240,15 +230,12 @@ def is_visible(out: Path, run_id: str) -> bool:
 
 
 def prepare_out(path: Path, option: str = "--rs-out", *, is_shared: bool = False) -> Path:
-    """Make a trace folder (0700, with its parents), or take an empty one.
-
-    Args:
-        path: the folder.
-        option: what names another one.
-        is_shared: other hosts of the run, or a collector, may have begun in it.
+    """Make a trace folder (0700, with its parents), or take an empty one; with `is_shared` one in
+    which other hosts of the run, or a collector, may have begun.
 
     Raises:
-        FolderError: it holds something else, is no folder, or cannot be written; says what to do.
+        FolderError: it holds something else, is no folder, or cannot be written; `option` names
+            another.
     """
     try:
         is_new = not path.exists()
@@ -285,13 +272,8 @@ def remove_empty(folders: Iterable[Path]) -> None:
 
 
 def typed(command: str, *places: str | Path, out: str | Path | None = None) -> str:
-    """Return a command of rankscope as it may be pasted into a shell, whatever the paths hold.
-
-    Args:
-        command: its name.
-        places: folders it reads.
-        out: what follows `--out`, if anything.
-    """
+    """Return a command of rankscope that reads these folders, as it may be pasted into a shell;
+    `out` follows `--out`."""
     words = ["rankscope", command, *places, *(["--out", out] if out is not None else [])]
     return shlex.join(map(str, words))
 
@@ -313,7 +295,7 @@ def announced(
         out: the trace folder.
         shown: the folder as it may be typed here; by default the whole path.
         is_complete: every record of every rank is there, and every rank ended in order.
-        remark: what has to be known before that, "" for nothing.
+        remark: what has to be known before that.
     """
     shown = shown or str(out)
     if remark:

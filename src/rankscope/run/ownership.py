@@ -18,14 +18,11 @@ from rankscope.errors import FolderError
 
 
 def check_folder_found(path: Path, option: str = "--rs-out") -> None:
-    """Refuse a trace folder that is there already and is another user's, or holds links.
-
-    Args:
-        path: the folder; a link to a folder of this user's own is fine.
-        option: what names another one.
+    """Refuse a trace folder that is there already and is another user's, or holds links; a link to
+    a folder of this user's own is fine.
 
     Raises:
-        FolderError: says whose it is, or what is a link in it.
+        FolderError: whose it is, or what is a link in it, and `option` for another one.
         OSError: it cannot be read.
     """
     owner = os.stat(path).st_uid
@@ -43,11 +40,8 @@ def check_folder_found(path: Path, option: str = "--rs-out") -> None:
 
 
 def own_subfolder(path: Path) -> Path:
-    """Make a folder (0700) in one that is ours, or take the one that is there; return it.
-
-    Raises:
-        OSError: it cannot be made, is a link, or is another user's than the folder it lies in.
-    """
+    """Make a folder (0700) in one that is ours, or take the one that is there; return it. Raise
+    OSError where it is a link, or another user's than the folder it lies in."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     found = path.lstat()
@@ -60,10 +54,7 @@ def own_subfolder(path: Path) -> Path:
 
 def open_own_log(path: Path) -> int:
     """Open a file for lines at its end, made with 0600 where there is none; return its descriptor.
-
-    Raises:
-        OSError: it cannot be opened, is a link, a pipe, another user's, or has a second name.
-    """
+    Raise OSError where it is a link, a pipe, another user's, or has a second name."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o600)
     try:

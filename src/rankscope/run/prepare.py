@@ -36,8 +36,9 @@ class Collection:
     """Where the records of a run are collected: one of three ways."""
 
     address: str
-    """"" for a job of this host alone; `SHARED` where every host writes into the trace folder by
-    itself; else where a collector listens that somebody started, with a trace folder of its own."""
+    """"" for a job of this host alone; `SHARED` where every host writes into the trace folder
+    itself; else the address of a collector that somebody started, with a trace folder of its own.
+    """
 
     @classmethod
     def asked(cls, setting: str, *, is_one_host: bool = True) -> Collection:
@@ -50,8 +51,7 @@ class Collection:
         return cls(header.collector)
 
     def check(self, keys: Path | None) -> CurveKeys | None:
-        """See that records may be sent there, before anything is made; return the keys for that,
-        None without.
+        """See that records may be sent there, before anything is made; return the keys for that.
 
         Raises:
             BindError: the address may not be used.
@@ -133,12 +133,8 @@ def _remove_made(made: Sequence[Path]) -> None:
 def prepare_run(
     request: RunRequest, announce: Callable[[Path, str], object] = lambda out, line: None
 ) -> PreparedRun:
-    """Make the trace folder and the run folder of a run; start nothing.
-
-    Args:
-        request: what the run needs.
-        announce: told of the trace folder once it can be used, and how that is said, before
-            `run.json` lets anybody in.
+    """Make the trace folder and the run folder of a run; start nothing. `announce` is told of the
+    trace folder once it can be used, and how that is said, before `run.json` lets anybody in.
 
     Raises:
         FolderError: the trace folder cannot be used; like the next, it leaves nothing behind.

@@ -28,8 +28,8 @@ def write_to_stderr(text: str) -> None:
     stay in it, and the program would end with code 120 when that is flushed once more.
 
     Raises:
-        OSError, ValueError: it is full, or closed; whatever an object raises that a program has put
-            in its place.
+        OSError, ValueError: it is full, or closed; or what a program's own object in its place
+            raises.
     """
     stream = sys.stderr
     if stream is None:  # closed before the process began
