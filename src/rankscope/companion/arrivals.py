@@ -31,11 +31,8 @@ _BYTES_A_PEER = 1 << 20
 
 
 def receive_parts(source: zmq.Socket[bytes], most: int) -> list[bytes]:
-    """Return the parts of the next message, never more than `most` + 1: the rest is dropped.
-
-    Raises:
-        zmq.Again: there is none.
-    """
+    """Return the parts of the next message, never more than `most` + 1: the rest is dropped. Raise
+    zmq.Again where there is none."""
     parts = [source.recv(zmq.DONTWAIT)]
     while source.getsockopt(zmq.RCVMORE):
         part = source.recv(zmq.DONTWAIT)
@@ -61,8 +58,8 @@ class MemoryBound:
         self._thread.start()
 
     def _cut(self) -> None:
-        """Shut down every connection, each through a descriptor of our own: libzmq closes its own
-        whenever it likes."""
+        """Shut down every connection, each through a descriptor of our own: libzmq may close its
+        own."""
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):

@@ -79,11 +79,7 @@ class ReceivedChunks:
             self._forget(stream)
 
     def _append(self, stream: StreamId, descriptor: int, length: int, frame: Frame) -> int:
-        """Write a frame if it begins at the end; return the length afterwards either way.
-
-        Raises:
-            OSError: the disk or the quota refuses it.
-        """
+        """Write a frame if it begins at the end; return the length afterwards either way."""
         if frame.offset != length:
             return length
         if self._whole_bytes(stream) + length + len(frame.body) > self._quota_bytes:
@@ -126,11 +122,7 @@ class ReceivedChunks:
         return descriptor
 
     def _make_room(self, part: Path) -> None:
-        """See that a stream has no more than one chunk that is not whole, and few open files.
-
-        Raises:
-            OSError: the stream has as many chunks as one may have.
-        """
+        """See that a stream has no more than one chunk that is not whole, and few open files."""
         names = os.listdir(part.parent)
         if len(names) > MOST_CHUNKS:
             raise OSError(0, f"more than {MOST_CHUNKS} chunks of one stream")

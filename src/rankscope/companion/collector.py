@@ -178,10 +178,9 @@ class Intake(StreamSource):
         return self._replicas.trouble or self._trouble
 
     def farewell(self, *, is_quiet: bool) -> None:
-        """Say Done to every relay until all have left, for a few seconds at most.
-
-        Told so a relay removes its spools: what it sent has to outlast a loss of power by then.
-        Where the disk refuses, nothing is said."""
+        """Say Done to every relay until all have left, for a few seconds at most, or nothing where
+        the disk refuses: a relay that is told removes its spools, so what it sent has to outlast a
+        loss of power."""
         self._sync.close()
         self._tell_synced()
         is_on_disk = self._replicas.sync_all()
@@ -275,13 +274,8 @@ class Intake(StreamSource):
     def _answer_of_stream(
         self, identity: bytes, message: OpenStream | Frame | Sync | Ended | ChunkEnded
     ) -> Message | None:
-        """Do what is asked of a stream or its chunks.
-
-        Raises:
-            WireError: nobody opened it, or it cannot be so.
-            FolderError: nothing of it can be taken.
-            SpoolError: nothing can be taken, now.
-        """
+        """Do what is asked of a stream or its chunks; raise FolderError where nothing of it can be
+        taken."""
         if isinstance(message, OpenStream) and not message.chunk:
             return self._open(message)
         place = self._opened(message.stream, message.origin)

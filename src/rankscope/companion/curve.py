@@ -43,11 +43,8 @@ class Admission:
     """Has a collector's socket take connections of this run's relays alone."""
 
     def __init__(self, socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
-        """Set the socket up, for what it is bound to from here on.
-
-        Raises:
-            KeysError: the pair of the collector is none.
-        """
+        """Set the socket up, for what it is bound to from here on; raise KeysError for no pair of
+        keys."""
         _check_pair(keys.collector_public, keys.collector_secret, "collector")
         self._relay_public = keys.relay_public.encode()
         self._authenticator = ThreadAuthenticator(socket.context)
@@ -95,11 +92,7 @@ class Handshake:
     the collector is another."""
 
     def __init__(self, socket: zmq.Socket[bytes], address: str, keys: CurveKeys) -> None:
-        """Connect, which never waits.
-
-        Raises:
-            KeysError: the pair of the relay is none.
-        """
+        """Connect, which never waits; raise KeysError for no pair of keys."""
         _check_pair(keys.relay_public, keys.relay_secret, "relay")
         socket.setsockopt(zmq.IPV6, is_ipv6(address))
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.collector_public.encode())
@@ -140,11 +133,8 @@ class Handshake:
 
 
 def handshake_trouble(address: str, keys: CurveKeys, seconds: float) -> str:
-    """Return why a relay with these keys would not be taken at an address, "" where it would.
-
-    Raises:
-        KeysError: the pair of the relay is none.
-    """
+    """Return why a relay with these keys would not be taken at an address, "" where it would; raise
+    KeysError for no pair of keys."""
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)

@@ -107,11 +107,8 @@ class HeldStream:
     """The held stream of one rank, and its copy."""
 
     def __init__(self, run_folder: Path, stream: StreamId) -> None:
-        """Go on with a copy that an earlier relay of this host has begun.
-
-        Raises:
-            SpoolError: another process makes that copy, or it cannot be read.
-        """
+        """Go on with a copy that an earlier relay of this host has begun; raise SpoolError where
+        another process makes that copy, or it cannot be read."""
         self.stream = stream
         self.folder = stream_folder(run_folder / HELD_FOLDER, stream)
         self.definitions = StreamReader(self.folder / KEPT_FOLDER)
@@ -202,8 +199,7 @@ class HeldStream:
             is_final: the rank has ended, and nothing more will be asked for.
 
         Raises:
-            SpoolError: the disk takes nothing, or a segment cannot be read.
-            OSError: the same.
+            SpoolError, OSError: the disk takes nothing, or a segment cannot be read.
         """
         if self._state.is_done or not (windows or is_final):
             return False

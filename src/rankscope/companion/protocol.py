@@ -133,8 +133,8 @@ class ChunkEnded:
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """An event of a black box: told with every beat of a relay that knows it, and to all that do
-    not. Hosts of such a job may have no folder that all of them see."""
+    """An event of a black box, told with every beat of a relay that knows it, and to all that do
+    not."""
 
     incarnation: int
     entry: str
@@ -226,11 +226,8 @@ def encode(message: Message) -> list[bytes]:
 
 
 def decode(parts: Sequence[bytes]) -> Message:
-    """Return the message these parts are.
-
-    Raises:
-        WireError: they are no message of this protocol, or a number is out of range.
-    """
+    """Return the message these parts are; raise WireError where they are none of this protocol, or
+    a number is out of range."""
     if not 1 <= len(parts) <= MOST_PARTS or not _CRC_BYTES < len(parts[0]) <= _LONGEST_HEADER:
         raise WireError(f"a message of {len(parts)} parts, expected a header and at most a body")
     verb, *rest = _unpack(parts[0])

@@ -154,8 +154,8 @@ class Relay:
         self._link.wait(timeout_s)
 
     def close(self, outcome: ExitOutcome) -> None:
-        """Leave; of a run that is finished remove what this host had of it, once what it sent
-        outlasts a loss of power."""
+        """Leave; of a finished run remove what this host has of it, once what it sent is on
+        disk."""
         is_durable = outcome is ExitOutcome.DONE and self._link.is_on_disk()
         is_quiet = self._link.is_done and self._link.is_quiet
         self._link.close()

@@ -54,11 +54,7 @@ class ReplicaFiles:
     """The replicas of one trace folder, with a bounded number of files open at a time."""
 
     def __init__(self, out: Path, *, quota_bytes: int = DEFAULT_QUOTA_BYTES) -> None:
-        """Make `<out>/spool` (0700).
-
-        Raises:
-            FolderError: it cannot be made.
-        """
+        """Make `<out>/spool` (0700), or raise FolderError."""
         self._out = out
         self._quota_bytes = quota_bytes
         self._lengths: dict[StreamId, int] = {}
@@ -127,12 +123,8 @@ class ReplicaFiles:
         return place
 
     def placed(self, stream: StreamId, origin: int) -> StreamId | None:
-        """Return where these records were placed, now or before a restart; None where nowhere.
-
-        Raises:
-            FolderError: every life is taken, or a replica cannot be read.
-            SpoolError: it cannot be read, now.
-        """
+        """Return where these records were placed, now or before a restart, None where nowhere;
+        errors as of `place`."""
         place = self._places.get((stream, origin))
         if place is not None:
             return place
@@ -158,12 +150,8 @@ class ReplicaFiles:
         return origin_text(origin) if origin else None
 
     def length(self, stream: StreamId) -> int:
-        """Bytes held of a stream; opens its replica the first time.
-
-        Raises:
-            FolderError: the replica cannot be opened.
-            SpoolError: the same, now.
-        """
+        """Bytes held of a stream; opens its replica the first time, or raises FolderError, or
+        SpoolError where the disk may come back."""
         if stream not in self._lengths:
             self._descriptor(stream)
         return self._lengths[stream]
@@ -200,11 +188,8 @@ class ReplicaFiles:
         return self._lengths[stream]
 
     def to_sync(self, stream: StreamId) -> Unsynced:
-        """Return what is to be put on disk for what is held of a stream to outlast a crash.
-
-        Raises:
-            FolderError: its replica cannot be opened.
-        """
+        """Return what is to be put on disk for what is held of a stream to outlast a crash; errors
+        as of `length`."""
         descriptor = os.dup(self._descriptor(stream))
         path = replica_path(self._out, stream)
         is_new = stream not in self._named
@@ -212,8 +197,8 @@ class ReplicaFiles:
         return Unsynced(stream, self._lengths[stream], descriptor, path if is_new else None)
 
     def sync_all(self) -> bool:
-        """Wait until every replica that is left is on disk, and the name of the tree; False where
-        one is not, which is logged."""
+        """Wait until every replica that is left is on disk, and the name of the tree; log those
+        that are not, and return False."""
         is_on_disk = True
         folder = self._out / REPLICA_FOLDER
         try:
@@ -232,10 +217,8 @@ class ReplicaFiles:
         return is_on_disk
 
     def _take_back(self, stream: StreamId, descriptor: int, length: int) -> None:
-        """Undo half a write; where even that fails, the file is opened anew for the next one.
-
-        A file system that failed, or went read-only, is of no use to whoever has files of it open;
-        what it holds once it is back may be less."""
+        """Undo half a write; where even that fails, the file is opened anew for the next one: files
+        that were open on a file system that failed, or went read-only, are of no use."""
         try:
             os.ftruncate(descriptor, length)
         except OSError:
@@ -255,9 +238,8 @@ class ReplicaFiles:
         return self._counts[rank]
 
     def _has_room(self, rank: int, more_bytes: int) -> bool:
-        """True where the replicas of a rank may occupy more of the disk. Their settled begin may
-        have been freed since they were counted, so that is done again before anything is refused.
-        """
+        """True where the replicas of a rank may occupy more of the disk, which are measured again
+        before anything is refused: their settled begin may have been freed."""
         if rank not in self._held or self._held[rank] + more_bytes > self._quota_bytes:
             folder, held = self._out / REPLICA_FOLDER, 0
             for name in _files_of(self._out, rank):
@@ -329,11 +311,7 @@ def _files_of(out: Path, rank: int) -> list[str]:
 
 
 def _first_word(path: Path, word: str) -> str:
-    """Write a small file unless there is one; return what stands in it: the first word decides.
-
-    Raises:
-        SpoolError: it cannot be written, now.
-    """
+    """Write a small file unless there is one; return what stands in it: the first word decides."""
     draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.new")
     try:
         with draft.open("w") as file:
@@ -357,12 +335,7 @@ def _first_word(path: Path, word: str) -> str:
 
 
 def _origin_in(replica: Path) -> int:
-    """Return whose records a replica begins with; UNKNOWN where there are none.
-
-    Raises:
-        FolderError: it cannot be read.
-        SpoolError: the same, now.
-    """
+    """Return whose records a replica begins with; UNKNOWN where there are none."""
     try:
         with replica.open("rb") as file:
             begin = file.read(CELL_BYTES)

@@ -21,11 +21,8 @@ from rankscope.spool.replication import read_end, replica_path, replicated
 
 
 def write_host_state(out: Path, relay: str, beat: int, state: HostState) -> None:
-    """Leave the state of one relay; `beat` is another number each time, so that it is seen to live.
-
-    Raises:
-        SpoolError: it cannot be written.
-    """
+    """Leave the state of one relay, or raise SpoolError; `beat` is another number each time, so
+    that the relay is seen to live."""
     path = out / REPLICA_FOLDER / f"{HOST_STATE_PREFIX}{relay}.json"
     fields = {"beat": beat, **asdict(state), "job": int(state.job)}
     write_by_rename(path, json.dumps(fields) + "\n")
@@ -52,17 +49,10 @@ def read_host_states(out: Path) -> dict[str, tuple[int, HostState]]:
 
 
 class SharedWatch(StreamSource):
-    """Streams that relays write into a trace folder by themselves; they say in their own logs what
-    goes wrong, and see the tree appear."""
+    """Streams that relays write into a trace folder by themselves."""
 
     def __init__(self, out: Path, own_host: Callable[[], HostState | None] | None = None) -> None:
-        """Watch.
-
-        Args:
-            out: the trace folder.
-            own_host: says what the relay in this process tells of its host, where no other host
-                writes into the folder.
-        """
+        """Watch; `own_host` has the state of this host where no other writes into the folder."""
         self._out, self._own_host = out, own_host
         self._seen: dict[StreamId, tuple[int, EndReason | None]] = {}
         self._beats: dict[str, tuple[int, float]] = {}

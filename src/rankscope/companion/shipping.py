@@ -69,12 +69,7 @@ class ChunkShipment:
         """Every chunk is over there: they may be removed here."""
 
     def next_message(self, now: float, *, is_over: bool) -> Message | None:
-        """Return what to send now, None for nothing.
-
-        Args:
-            now: monotonic seconds.
-            is_over: the rank has ended: what it left unfinished is sent too.
-        """
+        """Return what to send now; once `is_over`, what the rank left unfinished too."""
         if self.is_done:
             return None
         try:
@@ -178,8 +173,8 @@ class Shipment:
     """The sending side of one stream."""
 
     def __init__(self, run_folder: Path, stream: StreamId, *, has_own_chunks: bool = False) -> None:
-        """Begin at nothing; the other side says what it holds. Where full tensors lie in the run
-        folder too, they are sent before the end is told."""
+        """Begin at nothing. Full tensors that lie in the run folder too are sent before the end is
+        told."""
         self.stream = stream
         self.chunks = ChunkShipment(run_folder, stream) if has_own_chunks else None
         self.folder = stream_folder(run_folder, stream)
@@ -217,14 +212,13 @@ class Shipment:
         return None
 
     def has_sent(self, end: int) -> bool:
-        """True where every record up to `end` is over there. A stream of which that is not so may
-        be full, and nothing is written for that reason."""
+        """True where every record up to `end` is over there; else the spool may be full, and a rank
+        writes nothing for that reason."""
         return self.acked == end
 
     def is_delivered(self) -> bool:
-        """True where every byte of it and its end are over there: it may be removed here.
-
-        Looks once more: a rank that was called lost may have been alive all the same."""
+        """True where every byte of it and its end are over there: it may be removed here. Looks
+        once more: a rank that was called lost may have been alive all the same."""
         if not self._is_delivered or self._end is None:
             return False
         if self._end.reason is EndReason.LOST and is_alive(self.folder):
@@ -323,9 +317,8 @@ class Shipment:
         self.reader.close()
 
     def _can_be(self, offset: int) -> bool:
-        """True where the other side may hold this much: a record that lies here ends there.
-
-        Of a dead rank whose host lost what it had not written (a crash) more is there than here."""
+        """True where the other side may hold this much: a record that lies here ends there. More is
+        there of a dead rank whose host lost in a crash what it had not written."""
         try:
             if self.reader.ends_record(offset):
                 self._disbelieved = 0

@@ -76,8 +76,6 @@ class _WatchedStream:
 
     @property
     def has_all_sent(self) -> bool:
-        """True where every record is over there. One that has not may have a full spool, and write
-        nothing for that reason."""
         return self._shipment.has_sent(self._end)
 
     def activity(self, *, counts_steps: bool) -> RankActivity:
@@ -99,13 +97,7 @@ class StallMonitor:
     """Watches the streams of one host."""
 
     def __init__(self, run_folder: Path, header: RunHeader, relay: str) -> None:
-        """Watch nothing yet; take up the stall that an earlier relay of this host noticed.
-
-        Args:
-            run_folder: keeps what was noticed for the launcher, and for the next relay.
-            header: of the run.
-            relay: name of the relay.
-        """
+        """Watch nothing yet; take up the stall that an earlier relay of this host noticed."""
         self._run_folder = run_folder
         self._relay = relay
         settings = settings_of_run(header.settings)

@@ -23,8 +23,8 @@ class JobState(enum.IntEnum):
     UNKNOWN = 0
     """No launcher of ours: only the ranks' ends tell."""
     LAUNCHED = 1
-    """A launcher of ours is at work and will say when it is over: ranks may come back
-    until then."""
+    """A launcher of ours is at work and will say when it is over: ranks may come back until
+    then."""
     OVER = 2
     """No further incarnation of any rank of this host will come."""
 
@@ -120,8 +120,7 @@ def decide(
             has no end marker.
         peers: every relay that was ever heard.
         expected_ranks: how many ranks of the run are traced.
-        idle_s: seconds since anything new arrived: a stream, a byte, an end, a relay, what one says
-            of its ranks.
+        idle_s: seconds since a stream, a byte, an end, a relay or another word of one arrived.
         drain_s: grace for ranks and relays that vanished.
         finish_s: grace for streams that stop before their end although the job is over.
     """

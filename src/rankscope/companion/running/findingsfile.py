@@ -76,8 +76,8 @@ class FindingCommand:
             self._more = 0
 
     def close(self) -> None:
-        """Have what waits handed over as one line, behind the command that runs: this process ends,
-        and a shell goes on that sees to both."""
+        """Have what waits handed over as one line, by a shell that outlives this process and waits
+        for the command that runs."""
         is_single = len(self._waiting) == 1 and not self._more
         if not is_single:
             self._more += len(self._waiting)
@@ -128,10 +128,8 @@ class FindingCommand:
 
 
 class FindingsFile:
-    """The file of one trace folder, appended to.
-
-    What is found of one kind on the same ranks is one line, told once: later it follows from that.
-    """
+    """The file of one trace folder. What is found of one kind on the same ranks is one line, told
+    once: later it follows from that."""
 
     def __init__(self, out: Path, command: str = "") -> None:
         """Learn what a process before this one told; `command` as of `FindingCommand`."""

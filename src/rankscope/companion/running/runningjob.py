@@ -102,8 +102,8 @@ class RunningJob:
         return any(stream.keeps_tensors for stream in self._streams.values())
 
     def look(self, is_stopped: Callable[[], bool] = lambda: False) -> bool:
-        """Read what is new, have all listeners look, let go what none of them needs; True where
-        more may wait."""
+        """Read what is new, have all listeners look, let go what none needs; True where more may
+        wait."""
         self.taken_bytes = self.read(is_stopped)
         for each in self.listeners:
             each.look(is_stopped)
@@ -168,7 +168,7 @@ class RunningJob:
 
     def past(self) -> list[StepKey]:
         """Return the held steps to which no rank will add a record, in the order in which they
-        ended: every rank is some steps further, or has ended."""
+        ended."""
         now = time.monotonic()
         found, lagging = [], []
         for key, seen_at in self._seen_at.items():
@@ -212,8 +212,7 @@ class RunningJob:
         return self.ended_ns(key), key
 
     def ended_ns(self, key: StepKey) -> int:
-        """Return the wall clock in ns at which the last rank ended a held step, 0 where none is
-        known to have."""
+        """Return the wall clock in ns at which the last rank ended a held step, 0 for none."""
         known = (stream.ended_ns.get(key, 0) for stream in self._streams.values())
         return max(known, default=0)
 
@@ -236,16 +235,12 @@ class RunningJob:
         return found or {*self._streams}
 
     def has_tensors(self, key: StepKey) -> bool:
-        """True where full tensors of a step were asked for: which of them came is known at the
-        end."""
+        """True where full tensors of a step were asked for: which came is known at the end."""
         return any(key in stream.with_tensors for stream in self._streams.values())
 
     def settle(self) -> None:
-        """Free what was read but is not held, on disk: it stands in the tree.
-
-        Raises:
-            SpoolError, OSError: it cannot be.
-        """
+        """Free what was read but is not held, on disk: it stands in the tree. Raise SpoolError or
+        OSError where that fails."""
         for stream in self._streams.values():
             stream.settle()
 
@@ -257,12 +252,9 @@ class RunningJob:
                 stream.drop(key)
 
     def trace(self, keys: Iterable[StepKey]) -> Callable[[], Trace]:
-        """Return what makes the trace of setup and some steps, as they are now: in another thread,
-        if that is wished, while more is read.
-
-        It raises:
-            TraceError: there is not one record.
-            TraceVersionError: a rank wrote a newer record format."""
+        """Return what makes the trace of setup and some steps, as they are now, also in another
+        thread; it raises TraceError where there is no record, TraceVersionError for a newer record
+        format."""
         sources, read_s = self._sources(keys), self._read_s
 
         def made() -> Trace:

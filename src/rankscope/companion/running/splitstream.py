@@ -117,11 +117,8 @@ class SplitStream:
         return sum(self.held.values())
 
     def read(self, most_bytes: int) -> int:
-        """Read what is new, at most about so many bytes; return how many there were.
-
-        Raises:
-            SpoolError: the replica cannot be read, or is damaged.
-        """
+        """Read what is new, at most about so many bytes; return how many there were. Raise
+        SpoolError where the replica cannot be read, or is damaged."""
         self._begin_where_records_are()
         taken, most = 0, min(max(most_bytes, _LEAST_BYTES), _PIECE_BYTES)
         while taken < most_bytes:
@@ -169,11 +166,7 @@ class SplitStream:
         return np.concatenate(parts).reshape(-1) if parts else np.empty(0, np.uint8)
 
     def settle(self) -> None:
-        """Free what was read but is not held, on disk: it stands in the tree.
-
-        Raises:
-            SpoolError, OSError: it cannot be.
-        """
+        """Free what was read but is not held, on disk, as of `RunningJob.settle`."""
         prefix = SettledPrefix(self.offset, self.cells(self._held).tobytes(), self.late_records)
         if prefix.hidden_bytes:
             write_settled(self._path, prefix)

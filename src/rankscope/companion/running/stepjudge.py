@@ -56,8 +56,7 @@ class LiveCheck:
         self._crashed_at = 0.0
 
     def look(self, is_stopped: Callable[[], bool]) -> None:
-        """Have the steps judged that are over by now, in a thread: that may take long, and the job
-        is read on meanwhile (of `Listener`)."""
+        """Have the steps judged that are over by now, in a thread: meanwhile the job is read on."""
         if self._job.life != self._life:
             if self._crashes:  # what is started again was not cancelled
                 self._findings.add(*self._crashes)
@@ -112,8 +111,8 @@ class LiveCheck:
             self._through[key.mode] = max(key.step, self._through.get(key.mode, -1))
 
     def _newest(self, keys: list[StepKey]) -> list[StepKey]:
-        """Return the steps to be judged now, so many as are worth one look: where steps come faster
-        than they can be judged, older ones are let go."""
+        """Return the newest of these steps, so many as are worth one look; older ones are let
+        go."""
         part: list[StepKey] = []
         size = 0
         for key in reversed(keys):
@@ -170,8 +169,8 @@ class LiveCheck:
         self._tell_crashes(is_over=True)
 
     def _make_room(self) -> None:
-        """Let steps go where more is held than may be: of ranks that are far apart, or a step that
-        is too large."""
+        """Let steps go where more is held than may be: of ranks far apart, or a step that is too
+        large."""
         needed = sorted(key for key in self._job.held() if self.needs(key))
         size = sum(map(self._job.bytes_of, needed))
         for key in needed:

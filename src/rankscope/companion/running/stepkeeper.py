@@ -53,7 +53,7 @@ class StepKeeper:
         """Write nothing yet.
 
         Args:
-            job: of which steps are written.
+            job: whose steps are written.
             out: the trace folder.
             say: takes a line about what cannot be done.
             sizes: when it is worth what.
@@ -139,9 +139,8 @@ class StepKeeper:
                 self._job.read_again()
 
     def _due(self, keys: list[StepKey]) -> list[StepKey]:
-        """Return the steps where they are worth a part, or have waited long, and none elsewhere.
-
-        Setup is read again for each part, so a part should be larger."""
+        """Return the steps where they are worth a part, or have waited long, and none elsewhere;
+        setup is read again for each part."""
         worth = max(self._sizes.part, self._job.kept_bytes) if self._sizes.part else 0
         # longer where it took long to write the last one
         has_waited = time.monotonic() - self._written_at > _WAIT_S * max(1.0, self._took_s)

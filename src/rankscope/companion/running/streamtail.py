@@ -64,12 +64,8 @@ class StreamTail:
     """What the records say that were taken so far."""
 
     def __init__(self, *, is_whole: bool = True, has_values: bool = False) -> None:
-        """Know nothing yet.
-
-        Args:
-            is_whole: the first record to be taken is the stream's first.
-            has_values: read losses and gradient norms too.
-        """
+        """Know nothing yet; `is_whole`: the first record taken is the stream's first; `has_values`:
+        read losses and gradient norms too."""
         self._is_whole = is_whole
         self._has_values = has_values
         self.definitions: dict[int, dict[str, Any]] = {}
@@ -320,15 +316,12 @@ class RankActivity:
 def activity_of(
     reader: StreamReader, definitions: StreamReader | None = None, *, counts_steps: bool
 ) -> RankActivity:
-    """Read what a rank is inside of.
+    """Read what a rank is inside of, or raise SpoolError.
 
     Args:
         reader: of its stream.
         definitions: of the stream in which more definitions stand.
         counts_steps: a train step before its optimizer counts.
-
-    Raises:
-        SpoolError: the stream cannot be read.
     """
     tail = StreamTail(is_whole=reader.lowest() == 0)
     for each in filter(None, (definitions, reader)):
