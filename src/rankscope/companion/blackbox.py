@@ -74,7 +74,6 @@ class BlackBox:
         self._boards: dict[int, EventBoard] = {}
         self._judged: set[StreamId] = set()
         self._logged: dict[int, int] = {}
-        """How many events of each life the log has."""
         self._looked_at = float("-inf")
         self._alive_at = time.monotonic()
         self.order: Order | None = None
@@ -82,7 +81,6 @@ class BlackBox:
         """What was done about it: "steps 16-20", as far as this host is asked."""
         self.trouble = ""
         self.trouble_at: float | None = None
-        """Monotonic time since when it does."""
         self.quiet_ranks = 0
         """Ranks of this host where all of them ended in order and nothing happened; else 0."""
 
@@ -182,7 +180,6 @@ class BlackBox:
         return [event.window(self._steps) for event in events]
 
     def _of_last_life(self, *, alive: bool = False) -> dict[StreamId, HeldStream]:
-        """Return the streams of the last life of the job; `alive`: of ranks that live."""
         life = max((stream.incarnation for stream in self.streams), default=0)
         return {
             stream: held
@@ -238,7 +235,6 @@ class BlackBox:
             self._tell(Trigger.STALLED, alive, ranks=ranks)
 
     def _see_touch(self) -> None:
-        """Tell of a touch of the watched file; what it looked like at first counts as untouched."""
         if self._file is None or not self.streams:
             return
         if self._look_at_file is None:

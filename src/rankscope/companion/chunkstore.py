@@ -38,12 +38,9 @@ class ReceivedChunks:
     """Writes the chunks of one trace folder; one file is open for each stream that sends."""
 
     def __init__(self, out: Path, *, quota_bytes: int = DEFAULT_QUOTA_BYTES) -> None:
-        """The quota is that of one stream."""
         self._out, self._quota_bytes = out, quota_bytes
         self._open: dict[StreamId, tuple[int, int]] = {}
-        """Chunk and descriptor."""
         self._whole: dict[StreamId, int] = {}
-        """Bytes of the chunks that are whole."""
 
     def answer(self, message: Question, place: StreamId | None = None) -> tuple[Answer, bool]:
         """Do what a relay asks for; return the answer, and whether anything new is here.
@@ -79,7 +76,6 @@ class ReceivedChunks:
             self._forget(stream)
 
     def _append(self, stream: StreamId, descriptor: int, length: int, frame: Frame) -> int:
-        """Write a frame if it begins at the end; return the length afterwards either way."""
         if frame.offset != length:
             return length
         if self._whole_bytes(stream) + length + len(frame.body) > self._quota_bytes:

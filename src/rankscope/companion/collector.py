@@ -65,7 +65,6 @@ _PEERS_A_RANK = 4
 _GONE_S = 60.0
 _MOST_BROKEN = 10
 _MOST_COMPLAINTS = 100
-"""Lines in the log about messages that break the protocol, and about others that are refused."""
 _MOST_EVENTS = 4096
 """Of all lives of a job; a relay tells at most 256 of each."""
 _MOST_REJECTED = 100
@@ -115,9 +114,7 @@ class Intake(StreamSource):
         self._rejected: set[bytes] = set()
         self._events: set[tuple[int, str]] = set()
         self._vanished = ""
-        """What quiet hosts are told of one that is gone."""
         self._trouble = ""
-        """What the disk said to the last small file."""
         self.progress_at = time.monotonic()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -222,7 +219,6 @@ class Intake(StreamSource):
         return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def _take(self, identity: bytes, parts: list[bytes]) -> None:
-        """Handle one message; one that breaks the protocol is counted and changes nothing."""
         try:
             answer = self._answer(identity, decode(parts))
         except WireError as error:
@@ -329,7 +325,6 @@ class Intake(StreamSource):
         return None
 
     def _has_room_for_a_peer(self) -> bool:
-        """True where another relay may be known; one that fell silent is forgotten for it."""
         if len(self._peers) < max(_LEAST_PEERS, _PEERS_A_RANK * self._world_size):
             return True
         oldest = min(self._peers, key=lambda one: self._peers[one].heard_at)
@@ -339,7 +334,6 @@ class Intake(StreamSource):
         return True
 
     def _reject(self, identity: bytes, name: str, noted: str, told: str) -> Rejected:
-        """Turn a relay away; each is logged once."""
         if identity not in self._rejected and len(self._rejected) < _MOST_REJECTED:
             self._rejected.add(identity)
             log(f"{name} was turned away: {noted}")

@@ -102,9 +102,7 @@ class Handshake:
         self._events = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED + sum(_FAILURES))
         self._due_at = float("inf")
         self.is_done = False
-        """Each side knows the other, as far as is known."""
         self.trouble = ""
-        """Why it failed the last time, "" where it did not."""
         socket.connect(address)
 
     def look(self, now: float) -> None:

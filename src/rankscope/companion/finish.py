@@ -43,7 +43,6 @@ from rankscope.spool.replication import replicated
 
 Ended = TypeVar("Ended")
 Turns = Generator[None, None, Ended]
-"""Work in turns, and how it ended."""
 
 _LOOK_S = 0.05
 _AWAY_S = 1.0
@@ -213,7 +212,6 @@ def _gather(
     wait_s: float,
     is_in_place: Callable[[], bool],
 ) -> Turns[Decision | None]:
-    """Gather until something is to be decided; None where the trace folder is gone."""
     settings = options.settings
     started = looked = seen = time.monotonic()
     while True:
@@ -286,7 +284,6 @@ def _build(
 def _builder(
     options: CollectorOptions, source: StreamSource, observer: Observer, wait_s: float
 ) -> Turns[int]:
-    """Run the process that builds the tree; return its exit code, or raise OSError."""
     command = tree_command(options.out, keep_spool=options.settings.keep_spool)
     with start_child(command, options.out, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -54,12 +54,10 @@ from rankscope.spool.recordformat import (
 from rankscope.spool.streamreader import StreamReader
 
 _COPIED: Final = "copied"
-"""Kind of the definition that says how far a copy goes."""
 _LAST_NUMBER: Final = 0xFFFF_FFFF
 """Definitions that are made here are numbered from above, where no rank comes."""
 _SEGMENT_BYTES: Final = 4 << 20
 _ROOM: Final = 256 << 10
-"""Bytes of a segment left for the note."""
 _UNIT: Final = 1 << 20
 _BUDGET: Final = 16 << 20
 """Bytes looked at in one go, so that the relay answers in between."""
@@ -74,13 +72,11 @@ _Runs = list[list[int]]
 @dataclass(slots=True)
 class _State:
     kept: int = 0
-    """Bytes read of what is never let go."""
     ring: int = -1
     """Bytes read of the ring; -1 for none."""
     high: int = 0
     """Where the ring was read for the first time."""
     step: int = -1
-    """Of the records that come next, as `mode` is."""
     mode: int = int(Mode.EVAL)
     is_taken: bool = False
     """These records are copied: the step is asked for, and was not copied before this pass."""
@@ -96,7 +92,6 @@ class _State:
     calls: list[list[int]] = field(default_factory=list)
     """First and last number of the calls of runs of records copied since `ring` last began anew."""
     windows: int = 0
-    """How many windows were known then."""
     noted: int = 0
     """Of how many it was said what happened."""
     numbers: int = 0
@@ -221,7 +216,6 @@ class HeldStream:
         return False
 
     def _begin_anew(self, windows: Sequence[Window]) -> None:
-        """Look at the whole ring once more, unless all that is asked for lies ahead."""
         state = self._state
         is_behind = any(
             not _has(state.copied, window.mode, step)
@@ -244,7 +238,6 @@ class HeldStream:
         self._add(asked, after)
 
     def _copy_some(self, windows: Sequence[Window]) -> bool:
-        """Copy records; True where more may be there."""
         state, looked_at = self._state, 0
         self._asked = windows
         while looked_at < _BUDGET:
@@ -290,7 +283,6 @@ class HeldStream:
             self._add(_cells(found, ~is_end), after)
 
     def _chosen(self, found: Records, windows: Sequence[Window]) -> tuple[bytes, _State]:
-        """Return the cells of a chunk that are asked for, and the state after it."""
         after = deepcopy(self._state)
         is_known = after.ring < after.high  # it was read before: what was copied is not again
         positions, rows = found.columns(RecordKind.STEP)
@@ -364,7 +356,6 @@ class HeldStream:
         return said
 
     def _add(self, cells: bytes, after: _State) -> None:
-        """Take cells into the segment that is next, and what the state is after them."""
         if len(self._buffer) + len(cells) + _ROOM > _SEGMENT_BYTES:
             self._write_segment()
         self._buffer += cells
@@ -503,7 +494,6 @@ def _note_dropped(state: _State, found: Records) -> None:
 
 
 def _gaps(found: Records, windows: Sequence[Window]) -> NDArray[np.bool_]:
-    """[R] True for what says that records of steps that are asked for were dropped."""
     chosen = np.zeros(len(found), bool)
     positions, rows = found.columns(RecordKind.GAP)
     for window in windows:
@@ -513,7 +503,6 @@ def _gaps(found: Records, windows: Sequence[Window]) -> NDArray[np.bool_]:
 
 
 def _defined(state: _State, kind: str, **fields: object) -> bytes:
-    """Return the cells of a definition that is made here, which takes the next number."""
     number = _LAST_NUMBER - state.numbers
     state.numbers += 1
     packed = msgpack.packb(
@@ -523,8 +512,6 @@ def _defined(state: _State, kind: str, **fields: object) -> bytes:
 
 
 class _Loose(Closed):
-    """A place for one record outside of any segment."""
-
     def __init__(self, size: int) -> None:
         self.map = bytearray(size)
 

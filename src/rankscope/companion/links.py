@@ -80,13 +80,10 @@ class Link(ABC):
         self._beat_at = float("-inf")
         self._sent: Stall | None = None
         self.heard_at = float("-inf")
-        """Monotonic time of the other side's last word."""
         self.is_reached = False
         """What is sent finds its way to somebody."""
         self.rejection = ""
-        """Why nothing of this run is taken."""
         self.stall: Stall | None = None
-        """The last one noticed on this host, to be told."""
         self.state: HostState | None = None
         self.is_quiet = False
         """Nothing happened on any host: what ranks held back is not asked for. Known at the end."""

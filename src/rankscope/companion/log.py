@@ -35,7 +35,6 @@ class FewLines:
     def __init__(self, most: int) -> None:
         self._most = most
         self.count = 0
-        """How many there were."""
 
     def log(self, line: str) -> None:
         """Write one more line, as long as there were few."""

@@ -46,7 +46,6 @@ FRAME_BYTES = 64 << 10
 WINDOW_BYTES = 1 << 20
 """Unacknowledged bytes a relay keeps in flight, all its streams together."""
 CHUNK_FRAME_BYTES = 256 << 10
-"""Bytes of a chunk of full tensors in one frame at most."""
 CHUNK_WINDOW_BYTES = 1 << 20
 """Unacknowledged bytes of chunks in flight, for each stream."""
 LONGEST_BODY = MAX_RECORD_CELLS * CELL_BYTES
@@ -89,7 +88,6 @@ class Frame:
     origin: int
     offset: int
     crc: int
-    """CRC-32 of the body."""
     body: bytes
     chunk: int = 0
 
@@ -319,7 +317,6 @@ def _number(limit: int) -> _Field:
 
 
 def _member(members: Sequence[object]) -> _Field:
-    """One of a fixed list, as its number in it."""
     return _Field(
         lambda value: members.index(value), lambda place: members[_checked(place, len(members))]
     )
@@ -339,7 +336,6 @@ def _read_stream(place: object) -> StreamId:
 
 
 def _text(most: int) -> _Field:
-    """A text that is cut where it is longer."""
 
     def read(place: object) -> str:
         if not isinstance(place, str) or len(place) > most:

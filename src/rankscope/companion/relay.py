@@ -189,7 +189,6 @@ class Relay:
         return was_busy
 
     def _outcome(self, now: float) -> ExitOutcome | None:
-        """Return how it ends: it was told that the run is finished, or nobody is there to tell."""
         link = self._link
         if link.is_done and self.is_alone:  # else who gathers in this process says it
             return ExitOutcome.DONE
@@ -287,7 +286,6 @@ class Relay:
         return JobState.UNKNOWN if self._has_alive() else JobState.OVER
 
     def _clean(self, *, is_quiet: bool) -> None:
-        """Remove what was shipped; a stream that is not all over there stays for `recover`."""
 
         def is_delivered(stream: StreamId) -> bool:
             shipment = self._shipments.get(stream)

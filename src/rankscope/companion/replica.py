@@ -34,7 +34,6 @@ from rankscope.spool.replication import replica_path, replicated
 from rankscope.spool.validprefix import valid_prefix
 
 DEFAULT_QUOTA_BYTES = 64 << 30
-"""Of the disk, for all lives of a rank together."""
 MOST_LIVES = 256
 """Streams of one rank, whatever their numbers: more restarts are a fault, or somebody's attack."""
 _OPEN_FILES = 256
@@ -231,7 +230,6 @@ class ReplicaFiles:
             os.close(self._open.popitem()[1])
 
     def _count(self, rank: int) -> int:
-        """How many lives of a rank are here."""
         if rank not in self._counts:
             names = _files_of(self._out, rank)
             self._counts[rank] = len({name.rpartition(".")[0] for name in names})
@@ -347,6 +345,5 @@ def _origin_in(replica: Path) -> int:
 
 
 def _trouble(text: str, cause: BaseException | None) -> FolderError | SpoolError:
-    """Return the error to raise: one that passes where the disk may come back."""
     is_passing = isinstance(cause, OSError) and cause.errno in _PASSING
     return SpoolError(text) if is_passing else FolderError(text)

@@ -58,7 +58,6 @@ class ChunkShipment:
         self.origin = UNKNOWN
         """Which process wrote them: set before the first is sent."""
         self._number = 0
-        """Of the chunk that is sent now, 0 for none."""
         self._descriptor = -1
         self._size = self._acked = self._sent = 0
         self._is_open = False
@@ -66,7 +65,6 @@ class ChunkShipment:
         self._asked_at = self._progress_at = self._looked_at = float("-inf")
         self.is_done = False
         self.is_delivered = False
-        """Every chunk is over there: they may be removed here."""
 
     def next_message(self, now: float, *, is_over: bool) -> Message | None:
         """Return what to send now; once `is_over`, what the rank left unfinished too."""
@@ -196,7 +194,6 @@ class Shipment:
         """Whose records these are: asked before the first is sent."""
         self._is_broken = False
         self._is_over = False
-        """Its rank has ended, and every record was acknowledged."""
         self._end: Ended | None = None
         self._asked_at = float("-inf")
         self._progress_at = float("-inf")

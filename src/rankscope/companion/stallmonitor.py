@@ -79,7 +79,6 @@ class _WatchedStream:
         return self._shipment.has_sent(self._end)
 
     def activity(self, *, counts_steps: bool) -> RankActivity:
-        """Return what it is inside of, read once for each end of its records."""
         if self._end not in self._activities:
             try:
                 found = activity_of(
@@ -143,7 +142,6 @@ class StallMonitor:
             self._look_for_one(now)
 
     def _is_about_to_end(self, shipments: Mapping[StreamId, Watchable]) -> bool:
-        """True where the last rank has just gone: soon nobody asks this relay any more."""
         return self._stands and not any(shipment.is_alive for shipment in shipments.values())
 
     def _look_for_one(self, now: float) -> None:

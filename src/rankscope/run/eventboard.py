@@ -25,7 +25,6 @@ from rankscope.run.mounts import mount_of
 from rankscope.run.prepare import Collection
 
 ABSENT = -1
-"""Time of a file that does not exist."""
 _MOST_EVENTS = 256
 """Of one life: what happens after them is not told any more."""
 _OF_ENDS = 16

@@ -34,7 +34,6 @@ class JobEnd:
     how: str = ""
     """The name of the signal that the launcher got, "failed", "returned", or "" where none said."""
     at_ns: int = 0
-    """Wall clock of that."""
     killed: Mapping[int, str] = field(default_factory=dict)
     """{rank: name of the signal} of ranks that went first, killed by a signal that nobody sends
     because others failed or waited."""

@@ -63,7 +63,6 @@ class RankStatus:
     """Ranks that did not come to the collective in which it stands."""
     step_s: float | None = None
     own_s: float | None = None
-    """Of that outside collectives for which it waited."""
     beside_all: float | None = None
     """`own_s` divided by the median of all ranks in the same step."""
     beside_history: float | None = None
@@ -97,7 +96,6 @@ class JobTotals:
     """Traced train steps, of the rank that has ended most."""
     unread_bytes: int = 0
     bytes_per_s: float | None = None
-    """What came in lately; None at first."""
     records_per_s: float | None = None
 
 
@@ -108,7 +106,6 @@ class JobStatus:
     run: Mapping[str, Any] = field(default_factory=lambda: {"id": "", "settings": {}})
     """`id` and `settings` of the job, as the head of a trace has them."""
     world_size: int = 0
-    """Ranks of the job; 0 while nothing is known."""
     written_ns: int = 0
     """Wall clock; 0 where nobody wrote it."""
     totals: JobTotals = field(default_factory=JobTotals)

@@ -83,7 +83,6 @@ class OrderSeen:
     number: int
     host: str
     ranks: tuple[int, ...]
-    """Ranks of that host that have begun."""
     told: str = ""
     """Of a black box: which step it has asked for."""
 

@@ -51,7 +51,6 @@ OF_A_COLLECTOR = frozenset(
         RUN_NAME,
     }
 )
-"""What is in a trace folder as long as its tree is not."""
 
 
 def default_out() -> Path:

@@ -115,7 +115,6 @@ class PreparedRun:
     collection: Collection
     announcement: str
     made: Sequence[Path]
-    """The trace folder and those of its parents that were made now, the innermost first."""
     undo: ExitStack
 
     def remove(self) -> None:

@@ -86,7 +86,6 @@ class Stall:
 
 
 def _clock(wall_ns: int) -> str:
-    """Return a time of day here, with the date where that is not today's."""
     then = time.localtime(wall_ns // _NS)
     is_today = then[:3] == time.localtime()[:3]
     return time.strftime("%H:%M:%S" if is_today else "%Y-%m-%d %H:%M:%S", then)

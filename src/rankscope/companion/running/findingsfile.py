@@ -181,7 +181,6 @@ class FindingsFile:
         self._append([json.dumps(fields)])
 
     def _append(self, lines: Sequence[str]) -> None:
-        """Append lines, those first that a full disk did not take before."""
         self._waiting = [*self._waiting, *lines][:_MOST_WAITING]
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         text = "".join(f"{line}\n" for line in self._waiting)
@@ -197,7 +196,6 @@ class FindingsFile:
 
 
 def _line(findings: Sequence[Finding], now_ns: int, ended_ns: int) -> str:
-    """Return the line of findings of one kind on the same ranks, the first of which it tells."""
     first, *others = findings
     place = visible(" ".join(filter(None, (first.path or "(root)", first.slot))))
     more = f" and {len(others)} more" if others else ""

@@ -48,9 +48,7 @@ class StatusWriter:
     def __init__(self, job: RunningJob, out: Path) -> None:
         self._job, self._out = job, out
         self._spools: dict[StreamId, StreamReader] = {}
-        """Of this host."""
         self._written_to: dict[StreamId, int] = {}
-        """How far each of them was known to be written."""
         self._run_folders: list[Path] = []
         self._found_at = float("-inf")
         self._due_at = float("-inf")
@@ -263,7 +261,6 @@ class StatusWriter:
 
 
 Channel = tuple[str, tuple[int, ...], int]
-"""A group, its members, a mode."""
 
 
 def _channel(kind: Mapping[str, Any], call: EnteredCall) -> Channel:
@@ -272,7 +269,6 @@ def _channel(kind: Mapping[str, Any], call: EnteredCall) -> Channel:
 
 
 def _came_to(tail: StreamTail) -> dict[Channel, tuple[int, int]]:
-    """Return of each channel the step of its furthest collective, and which it was in the step."""
     found: dict[Channel, tuple[int, int]] = {}
     for number, call in tail.issued.items():
         kind = tail.definitions.get(number, {})

@@ -27,7 +27,6 @@ _ABSENT_S: Final = 10.0
 _DEVICE_S: Final = 2.0
 """An accelerator's values may come so long after their step ended."""
 _LOOK_BYTES: Final = 64 << 20
-"""Read of all streams at a time."""
 _MOST_HELD: Final = 256 << 20
 """Bytes of records above which ranks that are ahead wait for those that are behind."""
 _MOST_LAGGING: Final = 64 << 20
@@ -57,7 +56,6 @@ class RunningJob:
         self._replaced: list[SplitStream] = []
         """Of earlier lives, with nothing held."""
         self.lengths: dict[StreamId, int] = {}
-        """Bytes of each stream in the trace folder, as of the last look."""
         self.life = 0
         self._seen_at: dict[StepKey, float] = {}
         self._read_s = 0.0
@@ -66,7 +64,6 @@ class RunningJob:
         self.trouble: dict[int, str] = {}
         """{rank: why its stream cannot be read}; it is left alone from then on."""
         self.taken_bytes = 0
-        """What came with the last look."""
         self.listeners: list[Listener] = []
 
     @property

@@ -75,19 +75,16 @@ class SplitStream:
         """What lies before was taken by the tail."""
         self._decoded = decoded
         self.ended: dict[int, int] = {}
-        """{mode: the last step that ended}."""
         self.ended_ns: dict[StepKey, int] = {}
         self.trained_by_then: dict[StepKey, int] = {}
         """Of each of those: the last train step that had ended by then, -1 for none."""
         self.with_tensors: set[StepKey] = set()
-        """Held steps of which full tensors were kept, or asked for."""
         self.keeps_tensors = False
         self.begun: set[int] = set()
         self.is_over = False
         self.has_accelerator = False
         """Some value lies on one: such a value may be written after its step ended."""
         self.late_records = 0
-        """Of steps that were dropped."""
         self.offset: int = 0
         self.settled = 0
         self.is_read_out = False
@@ -95,11 +92,9 @@ class SplitStream:
         self._kept: list[Cells] = []
         self._held: dict[StepKey, list[Cells]] = {}
         self.held: dict[StepKey, int] = {}
-        """Bytes of each step that is held."""
         self._numbers: dict[StepKey, int] = {}
         self._next_number = itertools.count()
         self._dropped: dict[int, int] = {}
-        """{mode: the last step that was dropped}."""
         self._sequences = np.empty(0, np.uint64)
         """Of the calls that are held or kept, sorted."""
         self._owners = np.empty(0, np.int64)
@@ -244,7 +239,6 @@ class SplitStream:
                     self.trained_by_then[StepKey(mode, step)] = trained
 
     def _steps_of(self, codes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of the step of each record, `_LATE` where it was dropped."""
         distinct, inverse = np.unique(codes, return_inverse=True)
         numbers = np.full(len(distinct), _LATE, np.int64)
         for i, code in enumerate(distinct.tolist()):

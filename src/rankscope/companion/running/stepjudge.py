@@ -36,7 +36,6 @@ class LiveCheck:
     """One job, judged step by step."""
 
     def __init__(self, job: RunningJob, findings: FindingsFile) -> None:
-        """Judge nothing yet; what is found goes to `findings`."""
         self._out = findings.folder
         self._job = job
         self._life = job.life
@@ -44,12 +43,10 @@ class LiveCheck:
         self._judged: list[StepKey] = []
         """The latest, in order: the next are judged with them."""
         self._through: dict[int, int] = {}
-        """{mode: the last step that was judged or passed over}."""
         self._running: _Judgement | None = None
         self._rests_until = 0.0
         self._stall_ns = 0
         self._stalled_at = 0.0
-        """When the latest stall was first seen here."""
         self._stall_age = 0.0
         """How old it was when it was judged last."""
         self._crashes: tuple[list[Finding], Mapping[StepKey, int]] | None = None
@@ -186,8 +183,6 @@ class LiveCheck:
 
 
 class _Judgement:
-    """Some steps on their way through `check`, in a thread of their own."""
-
     def __init__(self, trace: Callable[[], Trace], ended_ns: Mapping[StepKey, int]) -> None:
         self._trace = trace
         self.ended_ns = ended_ns

@@ -35,7 +35,6 @@ class KeepSizes:
     part: int = 8 << 20
     """That are worth a part; 0 for any."""
     free: int = 16 << 20
-    """That are freed at a time."""
 
 
 class StepKeeper:

@@ -75,10 +75,8 @@ class StreamTail:
         """The call that began last; in a backward pass the call whose gradient came last."""
         self.issued: dict[int, EnteredCall] = {}
         self.written_ns = 0
-        """Monotonic time of the last record that has one."""
         self.records = self.lost_records = 0
         self.steps_ended = 0
-        """Of train steps."""
         self.end: EndReason | None = None
         self.running: tuple[int, int] | None = None
         self.ended: deque[EndedStep] = deque(maxlen=_KEPT_STEPS)
@@ -176,7 +174,6 @@ class StreamTail:
                 self._optimizer_step = int(stepped["step"][-1])
 
     def _note_waits(self, enters: Rows, exits: Rows) -> None:
-        """Add up what synchronous collectives of train steps took that ended now."""
         calls = [c for c in self.open.values() if c.mode == _TRAIN and self.is_synchronous(c)]
         rows = enters[(enters["phase"] == int(Phase.COLLECTIVE)) & (enters["mode"] == _TRAIN)]
         calls += [call for call in map(_entered, rows) if self.is_synchronous(call)]
@@ -236,7 +233,6 @@ class StreamTail:
             )
 
     def _is_slot(self, slots: Rows, begin: str) -> NDArray[np.bool_]:
-        """[n] True for slots whose names begin so."""
         named = [
             number
             for number in np.unique(slots).tolist()
