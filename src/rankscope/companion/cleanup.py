@@ -11,40 +11,13 @@ from rankscope.chunks.chunkheader import chunk_folder, chunk_numbers
 from rankscope.companion.heldstream import HeldStream
 from rankscope.errors import ChunkError, SpoolError
 from rankscope.record.streams import StreamId
-from rankscope.run.filenames import (
-    COMPANION_LOCK_NAME,
-    COMPANION_LOG_NAME,
-    COMPANION_STARTED_NAME,
-    EVENT_FOLDER,
-    HELD_FOLDER,
-    JOB_OVER_NAME,
-    LAUNCHER_LOCK_NAME,
-    ORDER_FOLDER,
-    ORDER_NAME,
-    REACHED_NAME,
-    RUN_NAME,
-    START_LOCK_NAME,
-    STEP_TRIGGER_FOLDER,
-    TENSOR_FOLDER,
-)
+from rankscope.run import filenames as names
 from rankscope.run.folders import remove_run_folder, stream_folder, streams
 from rankscope.run.locks import is_alive
 from rankscope.run.removal import Place, Reach, Removable, may_remove
 from rankscope.run.stallrecords import remove_stalls
 from rankscope.spool.origin import origin_text
 from rankscope.spool.streamreader import StreamReader
-
-_OURS = (
-    RUN_NAME,
-    JOB_OVER_NAME,
-    LAUNCHER_LOCK_NAME,
-    START_LOCK_NAME,
-    COMPANION_LOG_NAME,
-    COMPANION_LOCK_NAME,
-    COMPANION_STARTED_NAME,
-    ORDER_NAME,
-    REACHED_NAME,
-)
 
 
 def remove_run(
@@ -56,13 +29,13 @@ def remove_run(
         return kept
     for stream in streams(run_folder):
         shutil.rmtree(stream_folder(run_folder, stream), ignore_errors=True)
-    shutil.rmtree(run_folder / TENSOR_FOLDER, ignore_errors=True)
-    shutil.rmtree(run_folder / HELD_FOLDER, ignore_errors=True)
-    for name in (STEP_TRIGGER_FOLDER, EVENT_FOLDER, ORDER_FOLDER):
+    shutil.rmtree(run_folder / names.TENSOR_FOLDER, ignore_errors=True)
+    shutil.rmtree(run_folder / names.HELD_FOLDER, ignore_errors=True)
+    for name in (names.STEP_TRIGGER_FOLDER, names.EVENT_FOLDER, names.ORDER_FOLDER):
         for folder in run_folder.glob(f"{name}.*"):
             shutil.rmtree(folder, ignore_errors=True)
     remove_stalls(run_folder)
-    for name in _OURS:
+    for name in names.OF_A_RUN:
         (run_folder / name).unlink(missing_ok=True)
     remove_run_folder(run_folder)
     return None
@@ -82,7 +55,7 @@ def kept_stream(
         SpoolError: the folder cannot be listed.
     """
     sent = streams(run_folder)
-    held = run_folder / HELD_FOLDER
+    held = run_folder / names.HELD_FOLDER
     for stream in streams(held) if held.is_dir() else ():
         place = Place(
             reach=_reach_of_copy(run_folder, stream),

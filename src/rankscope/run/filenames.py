@@ -81,5 +81,18 @@ ORDER_FOLDER = "orders"
 STREAM_LOCK_NAME = "lock"
 """In the folder of a stream, held by the rank that writes it."""
 
+OF_A_COLLECTOR = frozenset(
+    {
+        *(REPLICA_FOLDER, COLLECTOR_LOCK_NAME, COLLECTOR_LOG_NAME, TENSOR_FOLDER, STALL_FOLDER),
+        *(FINDINGS_NAME, STEPS_FOLDER, PARQUET_FOLDER, RUN_NAME),
+    }
+)
+"""What is in a trace folder as long as its tree is not."""
+OF_A_RUN = (
+    *(RUN_NAME, JOB_OVER_NAME, LAUNCHER_LOCK_NAME, START_LOCK_NAME, COMPANION_LOG_NAME),
+    *(COMPANION_LOCK_NAME, COMPANION_STARTED_NAME, ORDER_NAME, REACHED_NAME),
+)
+"""Files of a run folder that go with it."""
+
 Progress = Callable[[str, float], None]
 """Told what is being done, and how much of it (0 to 1)."""

@@ -21,36 +21,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rankscope.errors import FolderError
-from rankscope.run.filenames import (
-    COLLECTOR_LOCK_NAME,
-    COLLECTOR_LOG_NAME,
-    FINDINGS_NAME,
-    HOST_STATE_PREFIX,
-    PARQUET_FOLDER,
-    REPLICA_FOLDER,
-    RUN_MARK_PREFIX,
-    RUN_NAME,
-    STALL_FOLDER,
-    STEPS_FOLDER,
-    TENSOR_FOLDER,
-    TRACE_NAME,
-)
+from rankscope.run import filenames as names
 from rankscope.run.ownership import check_folder_found
 from rankscope.run.processes import is_process_alive
-
-OF_A_COLLECTOR = frozenset(
-    {
-        REPLICA_FOLDER,
-        COLLECTOR_LOCK_NAME,
-        COLLECTOR_LOG_NAME,
-        TENSOR_FOLDER,
-        STALL_FOLDER,
-        FINDINGS_NAME,
-        STEPS_FOLDER,
-        PARQUET_FOLDER,
-        RUN_NAME,
-    }
-)
 
 
 def default_out() -> Path:
@@ -118,8 +91,8 @@ def take_out(
             prepare_out(path, is_shared=is_shared)
             if not maker:
                 return path, made
-            if _claim(path, f"{RUN_MARK_PREFIX}{run_id}", text):
-                return path, [path / REPLICA_FOLDER, *made]
+            if _claim(path, f"{names.RUN_MARK_PREFIX}{run_id}", text):
+                return path, [path / names.REPLICA_FOLDER, *made]
         except FolderError:  # another job may have been quicker by the blink of an eye
             remove_empty(made)
             if number > 1 and _is_free(path, is_shared=is_shared):
@@ -141,12 +114,12 @@ def _is_free(path: Path, *, is_shared: bool) -> bool:
     """True for a folder that is not there, or empty, or in which a collector waits for a run that
     all hosts share."""
     try:
-        names = _names(path)
-        if is_shared and COLLECTOR_LOCK_NAME in names and names <= OF_A_COLLECTOR:
-            return not (path / REPLICA_FOLDER).is_dir() or not _names(path / REPLICA_FOLDER)
+        held, replicas = _names(path), path / names.REPLICA_FOLDER
+        if is_shared and names.COLLECTOR_LOCK_NAME in held and held <= names.OF_A_COLLECTOR:
+            return not replicas.is_dir() or not _names(replicas)
     except OSError:
         return True  # whoever takes it says what is wrong
-    return not names
+    return not held
 
 
 def free_out(out: Path, *, is_shared: bool = False) -> Path:
@@ -176,7 +149,7 @@ def _claim(path: Path, mark: str, text: str) -> bool:
     draft = Path(tempfile.mkdtemp(prefix=_CLAIM_PREFIX, dir=path))  # 0700
     try:
         (draft / mark).write_text(text)
-        draft.rename(path / REPLICA_FOLDER)  # refused unless that is missing or empty
+        draft.rename(path / names.REPLICA_FOLDER)  # refused unless that is missing or empty
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             return False
@@ -193,21 +166,21 @@ def _chosen_before(out: Path, run_id: str) -> Path | None:
     A run that died may have had the same name. A mark of this host counts while the process that
     left it lives, one of another host once a relay is seen to write its state beside it."""
     family = re.compile(rf"{re.escape(out.name)}(-\d+)?")
-    mark = Path(REPLICA_FOLDER, f"{RUN_MARK_PREFIX}{run_id}")
+    mark = Path(names.REPLICA_FOLDER, f"{names.RUN_MARK_PREFIX}{run_id}")
     states: dict[Path, list[str]] = {}
     deadline = time.monotonic() + _DEAD_S
     while True:
         try:
             marks = [out.with_name(n) / mark for n in os.listdir(out.parent) if family.fullmatch(n)]
             marks = [path for path in marks if path.exists()]
-            marks = [path for path in marks if not (path.parents[1] / TRACE_NAME).exists()]
+            marks = [path for path in marks if not (path.parents[1] / names.TRACE_NAME).exists()]
             if not marks:
                 return None
             latest = max(marks, key=lambda path: path.stat().st_mtime)
             host, _, maker = latest.read_text().partition(" ")
             if host == socket.gethostname():
                 return latest.parents[1] if is_process_alive(maker) else None
-            beside = sorted(latest.parent.glob(f"{HOST_STATE_PREFIX}*.json"))
+            beside = sorted(latest.parent.glob(f"{names.HOST_STATE_PREFIX}*.json"))
             written = [path.read_text() for path in beside]
         except OSError:  # of a folder that goes just now, or of one that says so when it is taken
             latest, written = mark, []
@@ -220,10 +193,10 @@ def _chosen_before(out: Path, run_id: str) -> Path | None:
 
 def is_visible(out: Path, run_id: str) -> bool:
     """True where this host sees the head's folder itself, not one of its own of that name."""
-    replicas = out / REPLICA_FOLDER
+    replicas = out / names.REPLICA_FOLDER
     try:
         is_writable = os.access(replicas, os.W_OK | os.X_OK)
-        return is_writable and (replicas / f"{RUN_MARK_PREFIX}{run_id}").exists()
+        return is_writable and (replicas / f"{names.RUN_MARK_PREFIX}{run_id}").exists()
     except OSError:
         return False
 
@@ -239,7 +212,7 @@ def prepare_out(path: Path, option: str = "--rs-out", *, is_shared: bool = False
     try:
         is_new = not path.exists()
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _names(path) <= (OF_A_COLLECTOR if is_shared else frozenset()):
+        if not _names(path) <= (names.OF_A_COLLECTOR if is_shared else frozenset()):
             raise FolderError(f"{path} is not empty: give a new folder with {option}, or remove it")
         if not is_new:
             check_folder_found(path, option)
