@@ -187,8 +187,6 @@ class BlackBox:
             if stream.incarnation == life and (held.is_alive or not alive)
         }
 
-    # ---- what happens --------------------------------------------------------------------------
-
     def _tell(
         self, trigger: Trigger, ranks: Mapping[StreamId, HeldStream], /, **fields: object
     ) -> None:

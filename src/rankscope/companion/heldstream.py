@@ -120,8 +120,6 @@ class HeldStream:
         if segment_indexes(self._target):
             self._take_up()
 
-    # ---- as the stall monitor sees it ---------------------------------------------------------
-
     @property
     def sent(self) -> int:
         """Where the newest segment begins: what lies before need not be looked at."""
@@ -136,8 +134,6 @@ class HeldStream:
     def has_sent(self, end: int) -> bool:
         """True: nothing is ever waited for."""
         return True
-
-    # ---- what it is ---------------------------------------------------------------------------
 
     @property
     def is_done(self) -> bool:
@@ -183,8 +179,6 @@ class HeldStream:
                 found[Mode(int(row["mode"]))] = int(row["step"])
             offset += len(chunk)
         return found
-
-    # ---- the copy -----------------------------------------------------------------------------
 
     def copy(self, windows: Sequence[Window], *, is_final: bool) -> bool:
         """Copy what is there of the steps asked for; True where more is there already.

@@ -282,9 +282,6 @@ def _check_body(frame: Frame) -> None:
         raise WireError(f"a frame of {frame.stream.name} at {frame.offset} whose crc is wrong")
 
 
-# ---- what stands in a header ----------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Field:
     """One attribute of a message: how it is written into a header and read, checked, from it."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -93,10 +93,9 @@ class StatusWriter:
 
     def _totals(self) -> JobTotals:
         every = self._job.streams
-        steps: dict[int, int] = {}
+        steps = Counter[int]()
         for each in every:
-            rank = each.stream.rank
-            steps[rank] = steps.get(rank, 0) + each.tail.steps_ended
+            steps[each.stream.rank] += each.tail.steps_ended
         lengths = self._job.lengths
         now, received = time.monotonic(), sum(lengths.values())
         records = sum(each.tail.records for each in every)
@@ -137,10 +136,8 @@ class StatusWriter:
             self._run_folders = find_runs(spool_bases(run), run["id"])
         for run_folder in self._run_folders:
             with contextlib.suppress(SpoolError):  # it went with its run
-                for stream in streams(run_folder):
-                    if stream not in self._spools:
-                        folder = stream_folder(run_folder, stream)
-                        self._spools[stream] = StreamReader(folder)
+                for stream in {*streams(run_folder)} - self._spools.keys():
+                    self._spools[stream] = StreamReader(stream_folder(run_folder, stream))
 
     def _name_roots(self) -> None:
         tails = [(rank, each.tail.definitions) for rank, each in self._streams.items()]
@@ -150,14 +147,10 @@ class StatusWriter:
             names = name_roots([roots_of(definitions) for _, definitions in tails])
             self._roots = {rank: own for (rank, _), own in zip(tails, names)}
 
-    # ---- one rank ---------------------------------------------------------------------------
-
     def _status(self, rank: int) -> RankStatus:
         split = self._streams[rank]
         tail, stream = split.tail, split.stream
-        identity = tail.identity
-        host = str(identity.get("host", ""))
-        end = self._end(split)
+        identity, end = tail.identity, self._end(split)
         record_ns = _wall_ns(tail)
         age_s = (time.time_ns() - record_ns) / 1e9 if record_ns else 0.0
         call = tail.innermost or tail.latest
@@ -167,12 +160,13 @@ class StatusWriter:
         in_step = tail.running or (None if call is None else call.step_key)
         limit = _whole_number(identity.get("settings"), "spool-bytes")
         written = self._written(stream)
-        received = self._job.lengths.get(stream, 0)
-        unsent = None if written is None else max(0, written - received)
+        unsent = None
+        if written is not None:
+            unsent = max(0, written - self._job.lengths.get(stream, 0))
         return RankStatus(
             rank=rank,
             incarnation=stream.incarnation,
-            host=host,
+            host=str(identity.get("host", "")),
             place=self._place(rank, end, call, standing),
             is_step_over=tail.running is None and in_step is not None,
             mode=Mode.TRAIN if in_step is None else Mode(in_step[0]),
@@ -225,17 +219,15 @@ class StatusWriter:
         return EndReason.LOST.value
 
     def _written(self, stream: StreamId) -> int | None:
-        least = self._job.lengths.get(stream, 0)
         spool = self._spools.get(stream)
         if spool is None:
             return None
+        least = self._job.lengths.get(stream, 0)
         with contextlib.suppress(SpoolError):  # what was read by the last look is not read again
             known = max(spool.lowest(), least, self._written_to.get(stream, 0))
             self._written_to[stream] = least = spool.committed(known)
         spool.close()
         return least
-
-    # ---- who waits for whom -----------------------------------------------------------------
 
     def _waits(self, statuses: Mapping[int, RankStatus]) -> dict[int, tuple[int, ...]]:
         """Return {rank: who did not come to the collective in which it stands}."""
@@ -296,9 +288,6 @@ def _wall_ns(tail: StreamTail) -> int:
 def _whole_number(settings: object, name: str) -> int | None:
     text = settings.get(name) if isinstance(settings, dict) else None
     return int(text) if isinstance(text, str) and text.isdecimal() and len(text) < 20 else None
-
-
-# ---- ranks beside each other -----------------------------------------------------------------
 
 
 def _medians(statuses: Any) -> dict[int, float]:

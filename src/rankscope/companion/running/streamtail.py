@@ -84,8 +84,7 @@ class StreamTail:
         self._missed_notes: set[int] = set()
         self._began_ns = 0
         self._train_mark: StepEvent | None = None
-        self._train_begun = self._train_call = self._optimizer_step = -1
-        self._train_ended = -1
+        self._train_begun = self._train_call = self._optimizer_step = self._train_ended = -1
         self._calls: Rows = np.empty(0, _CALL_DTYPE)
         self._waited_ns: dict[int, int] = {}
         self._losses: dict[int, float] = {}
@@ -99,12 +98,9 @@ class StreamTail:
     @property
     def step_before_optimizer(self) -> int | None:
         """The train step that runs and whose optimizer has not stepped, None where none does."""
-        if self._train_mark is None:  # its begin was freed: a rank writes in no other time
-            step = -1 if self._is_whole else self._train_call
-        elif self._train_mark is StepEvent.BEGIN:
-            step = self._train_begun
-        else:
-            step = -1
+        step = self._train_begun if self._train_mark is StepEvent.BEGIN else -1
+        if self._train_mark is None and not self._is_whole:
+            step = self._train_call  # its begin was freed: a rank writes in no other time
         return None if step < 0 or step == self._optimizer_step else step
 
     @property
@@ -118,17 +114,13 @@ class StreamTail:
         definition = self.definitions.get(call.collective)
         return definition is not None and not definition.get("async", False)
 
-    def define(self, definitions: Mapping[int, dict[str, Any]]) -> None:
-        """Take definitions."""
+    def take(self, found: Records, definitions: Mapping[int, dict[str, Any]]) -> None:
+        """Take the next records of the stream, and the definitions among them."""
         for number, definition in definitions.items():
             if definition["kind"] in _KEPT_KINDS:
                 self.definitions[number] = definition
             elif Note.read("", definition.get("fact")).kind is NoteKind.MISSED_STEP:
                 self._missed_notes.add(number)
-
-    def take(self, found: Records, definitions: Mapping[int, dict[str, Any]]) -> None:
-        """Take the next records of the stream, and the definitions among them."""
-        self.define(definitions)
         self.records += len(found) - len(found.positions(RecordKind.FILLER))
         _, enters = found.columns(RecordKind.ENTER)
         _, exits = found.columns(RecordKind.EXIT)
@@ -148,8 +140,6 @@ class StreamTail:
         if ended.reason is not None:
             self.end = ended.reason
             self.lost_records = max(self.lost_records, ended.dropped_records)
-
-    # ---- calls ------------------------------------------------------------------------------
 
     def _note_calls(self, enters: Rows, exits: Rows) -> None:
         if self.open and len(exits):
@@ -182,8 +172,6 @@ class StreamTail:
             if place >= 0:
                 ns = int(exits["time_ns"][place]) - call.time_ns
                 self._waited_ns[call.step] = self._waited_ns.get(call.step, 0) + ns
-
-    # ---- values -----------------------------------------------------------------------------
 
     def _note_values(self, enters: Rows, values: ValueRows) -> None:
         new = np.empty(len(enters), _CALL_DTYPE)
@@ -233,14 +221,10 @@ class StreamTail:
             )
 
     def _is_slot(self, slots: Rows, begin: str) -> NDArray[np.bool_]:
-        named = [
-            number
-            for number in np.unique(slots).tolist()
-            if str(self.definitions.get(number, {}).get("name", "")).startswith(begin)
-        ]
-        return np.isin(slots, named)
-
-    # ---- steps ------------------------------------------------------------------------------
+        names = {
+            n: str(self.definitions.get(n, {}).get("name", "")) for n in np.unique(slots).tolist()
+        }
+        return np.isin(slots, [number for number, name in names.items() if name.startswith(begin)])
 
     def _note_steps(self, steps: Rows) -> None:
         for row in steps:
@@ -249,14 +233,12 @@ class StreamTail:
             if row["event"] not in (int(StepEvent.BEGIN), int(StepEvent.END)):
                 continue
             mode, step, event = int(row["mode"]), int(row["step"]), StepEvent(int(row["event"]))
-            is_train = mode == _TRAIN
-            if is_train:
-                self._train_mark = event
-                self._train_begun = step
+            if mode == _TRAIN:
+                self._train_mark, self._train_begun = event, step
             if event is StepEvent.BEGIN:
                 self.running, self._began_ns = (mode, step), int(row["time_ns"])
                 continue
-            if is_train:
+            if mode == _TRAIN:
                 self._end_train_step(step, int(row["time_ns"]))
             if self.running == (mode, step):
                 self.running = None
@@ -284,19 +266,10 @@ class StreamTail:
 
 
 def _entered(row: Any) -> EnteredCall:
-    return EnteredCall(
-        sequence=int(row["sequence"]),
-        time_ns=int(row["time_ns"]),
-        module=int(row["module"]),
-        phase=int(row["phase"]),
-        mode=int(row["mode"]),
-        step=int(row["step"]),
-        collective=int(row["collective"]) if row["phase"] == int(Phase.COLLECTIVE) else 0,
-        number=int(row["number"]) if row["phase"] == int(Phase.COLLECTIVE) else 0,
-    )
-
-
-# ---- what a quiet rank is inside of ------------------------------------------------------------
+    names = ["sequence", "time_ns", "module", "phase", "mode", "step"]
+    if row["phase"] == int(Phase.COLLECTIVE):
+        names += ["collective", "number"]
+    return EnteredCall(**{name: int(row[name]) for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
