@@ -31,8 +31,8 @@ _BYTES_A_PEER = 1 << 20
 
 
 def receive_parts(source: zmq.Socket[bytes], most: int) -> list[bytes]:
-    """Return the parts of the next message, never more than `most` + 1: the rest is dropped. Raise
-    zmq.Again where there is none."""
+    """Return the parts of the next message, at most `most` + 1; raise zmq.Again where there is
+    none."""
     parts = [source.recv(zmq.DONTWAIT)]
     while source.getsockopt(zmq.RCVMORE):
         part = source.recv(zmq.DONTWAIT)
@@ -45,8 +45,8 @@ class MemoryBound:
     """Cuts the connections of some addresses while this process grows too large."""
 
     def __init__(self, addresses: Collection[str], peers: Callable[[], int]) -> None:
-        """Begin to watch addresses, as zmq names them, for so many honest peers; what this process
-        occupies now is granted."""
+        """Watch addresses, as zmq names them, of so many honest peers; what is occupied now is
+        granted."""
         self._paths = {a.removeprefix("ipc://") for a in addresses if a.startswith("ipc://")}
         self._ports = {int(a.rsplit(":", 1)[1]) for a in addresses if a.startswith("tcp://")}
         self._peers = peers
@@ -58,8 +58,7 @@ class MemoryBound:
         self._thread.start()
 
     def _cut(self) -> None:
-        """Shut down every connection, each through a descriptor of our own: libzmq may close its
-        own."""
+        """Shut down every connection by a descriptor of our own: libzmq may close its own."""
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):

@@ -48,8 +48,7 @@ def black_box_of(run_folder: Path, header: RunHeader) -> BlackBox | None:
 
 
 def copy_what_is_held(run_folder: Path) -> None:
-    """Copy the last steps of ranks whose relay is gone; raise SpoolError where it is not known what
-    the run was, or the disk takes nothing."""
+    """Copy the last steps of ranks whose relay is gone, or raise SpoolError."""
     box = black_box_of(run_folder, read_run_header(run_folder))
     if box is None:
         return
@@ -100,15 +99,15 @@ class BlackBox:
         return [(life, event.entry) for life, board in boards for event in board.events()]
 
     def hear(self, trigger: Trigger, text: str = "") -> None:
-        """Tell here what happened elsewhere, at the furthest step of this host's ranks, or raise
+        """Tell what happened elsewhere, at the furthest step of this host's ranks, or raise
         OSError."""
         if self.streams:
             self._tell(trigger, self._of_last_life(), text=text)
             self.quiet_ranks, self._looked_at = 0, float("-inf")
 
     def hear_entry(self, life: int, entry: str) -> None:
-        """Take over an entry of another host's board; raise OSError where it cannot be written,
-        ValueError where it is none."""
+        """Take over an entry of another host's board, or raise OSError, or ValueError where it is
+        none."""
         board = self._boards.setdefault(life, self._board(life))
         event = Happening.read(entry)
         if event not in board.events():

@@ -23,8 +23,7 @@ from rankscope.spool.streamreader import StreamReader
 def remove_run(
     run_folder: Path, is_elsewhere: Callable[[StreamId], bool], *, is_quiet: bool = False
 ) -> StreamId | None:
-    """Remove a run folder whose streams are all elsewhere; else keep it, and return the first that
-    is not. Arguments and errors are those of `kept_stream`."""
+    """Remove a run folder; where it has to stay, return why, as of `kept_stream`."""
     if (kept := kept_stream(run_folder, is_elsewhere, is_quiet=is_quiet)) is not None:
         return kept
     for stream in streams(run_folder):

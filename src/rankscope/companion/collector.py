@@ -270,8 +270,6 @@ class Intake(StreamSource):
     def _answer_of_stream(
         self, identity: bytes, message: OpenStream | Frame | Sync | Ended | ChunkEnded
     ) -> Message | None:
-        """Do what is asked of a stream or its chunks; raise FolderError where nothing of it can be
-        taken."""
         if isinstance(message, OpenStream) and not message.chunk:
             return self._open(message)
         place = self._opened(message.stream, message.origin)
@@ -362,8 +360,8 @@ class Intake(StreamSource):
             self._send(identity, Synced(stream, length))
 
     def _opened(self, stream: StreamId, origin: int) -> StreamId:
-        """Return where the records of a stream go that a relay opened, here or before a restart;
-        raise WireError where none did."""
+        """Return where records go of a stream that was opened, here or before a restart, or raise
+        WireError."""
         place = self._replicas.placed(stream, origin)
         if place not in self._ends:
             raise WireError(f"a word about {stream.name}, which nobody opened")

@@ -43,8 +43,7 @@ class Admission:
     """Has a collector's socket take connections of this run's relays alone."""
 
     def __init__(self, socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
-        """Set the socket up, for what it is bound to from here on; raise KeysError for no pair of
-        keys."""
+        """Set up what the socket is bound to from here on; raise KeysError for no pair of keys."""
         _check_pair(keys.collector_public, keys.collector_secret, "collector")
         self._relay_public = keys.relay_public.encode()
         self._authenticator = ThreadAuthenticator(socket.context)
@@ -131,8 +130,8 @@ class Handshake:
 
 
 def handshake_trouble(address: str, keys: CurveKeys, seconds: float) -> str:
-    """Return why a relay with these keys would not be taken at an address, "" where it would; raise
-    KeysError for no pair of keys."""
+    """Return why a relay with these keys would not be taken, "" where it would, or raise
+    KeysError."""
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)

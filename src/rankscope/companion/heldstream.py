@@ -102,8 +102,7 @@ class HeldStream:
     """The held stream of one rank, and its copy."""
 
     def __init__(self, run_folder: Path, stream: StreamId) -> None:
-        """Go on with a copy that an earlier relay of this host has begun; raise SpoolError where
-        another process makes that copy, or it cannot be read."""
+        """Go on with a copy that was begun; raise SpoolError where another process makes it."""
         self.stream = stream
         self.folder = stream_folder(run_folder / HELD_FOLDER, stream)
         self.definitions = StreamReader(self.folder / KEPT_FOLDER)

@@ -66,7 +66,11 @@ class _RunMetrics:
         yield _gauge("world_size", "ranks of the job", self._world_size)
         yield _counts("ranks", "ranks by state", "state", STATES.values(), states)
         yield from _steps(running)
-        yield from _spools(statuses)
+        spool = fullest_spool(statuses)
+        if spool is not None:
+            unsent, fill = spool["unsent_bytes"], spool["fill"]
+            yield _gauge("unsent_bytes", "bytes in spools of this host, not received yet", unsent)
+            yield _gauge("spool_fill_ratio", "part of the fullest spool of this host", fill)
         if status.age_s is not None:
             yield _gauge("status_age_seconds", "since the records were read last", status.age_s)
         yield _gauge("stalls", "hosts whose ranks stand still", standing)
@@ -97,14 +101,6 @@ def _steps(running: Sequence[RankStatus]) -> Iterator[Metric]:
     slow = [status.beside_all for status in running if status.beside_all is not None]
     if slow:
         yield _gauge("slowest_rank_ratio", "time outside collectives beside median", max(slow))
-
-
-def _spools(statuses: Sequence[RankStatus]) -> Iterator[Metric]:
-    spool = fullest_spool(statuses)
-    if spool is not None:
-        unsent, fill = spool["unsent_bytes"], spool["fill"]
-        yield _gauge("unsent_bytes", "bytes in spools of this host, not received yet", unsent)
-        yield _gauge("spool_fill_ratio", "part of the fullest spool of this host", fill)
 
 
 def _counts(

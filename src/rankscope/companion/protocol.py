@@ -131,8 +131,7 @@ class ChunkEnded:
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """An event of a black box, told with every beat of a relay that knows it, and to all that do
-    not."""
+    """An event of a black box, told with every beat of a relay, and to all that do not know it."""
 
     incarnation: int
     entry: str
@@ -224,8 +223,8 @@ def encode(message: Message) -> list[bytes]:
 
 
 def decode(parts: Sequence[bytes]) -> Message:
-    """Return the message these parts are; raise WireError where they are none of this protocol, or
-    a number is out of range."""
+    """Return the message these parts are; raise WireError for no message, or a number out of
+    range."""
     if not 1 <= len(parts) <= MOST_PARTS or not _CRC_BYTES < len(parts[0]) <= _LONGEST_HEADER:
         raise WireError(f"a message of {len(parts)} parts, expected a header and at most a body")
     verb, *rest = _unpack(parts[0])

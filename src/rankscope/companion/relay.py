@@ -68,8 +68,8 @@ class OrderWatch:
         self.order: Order | None = None
 
     def look(self, now: float, streams: Iterable[StreamId], told: str = "") -> None:
-        """See whether there is an order, hand it to the ranks, and say that it was seen; `told`:
-        what a black box says of the last order."""
+        """Hand an order to the ranks, and say that it was seen; `told`: what a black box says of
+        the last."""
         if now - self._looked_at < _ORDERS_S:
             return
         self._looked_at = now
@@ -154,8 +154,7 @@ class Relay:
         self._link.wait(timeout_s)
 
     def close(self, outcome: ExitOutcome) -> None:
-        """Leave; of a finished run remove what this host has of it, once what it sent is on
-        disk."""
+        """Leave; of a finished run remove what this host has, once what it sent is on disk."""
         is_durable = outcome is ExitOutcome.DONE and self._link.is_on_disk()
         is_quiet = self._link.is_done and self._link.is_quiet
         self._link.close()

@@ -122,8 +122,7 @@ class ReplicaFiles:
         return place
 
     def placed(self, stream: StreamId, origin: int) -> StreamId | None:
-        """Return where these records were placed, now or before a restart, None where nowhere;
-        errors as of `place`."""
+        """Return where these records were placed, None where nowhere; errors as of `place`."""
         place = self._places.get((stream, origin))
         if place is not None:
             return place
@@ -149,8 +148,7 @@ class ReplicaFiles:
         return origin_text(origin) if origin else None
 
     def length(self, stream: StreamId) -> int:
-        """Bytes held of a stream; opens its replica the first time, or raises FolderError, or
-        SpoolError where the disk may come back."""
+        """Bytes held of a stream; opens its replica the first time, with errors as of `place`."""
         if stream not in self._lengths:
             self._descriptor(stream)
         return self._lengths[stream]
@@ -187,8 +185,7 @@ class ReplicaFiles:
         return self._lengths[stream]
 
     def to_sync(self, stream: StreamId) -> Unsynced:
-        """Return what is to be put on disk for what is held of a stream to outlast a crash; errors
-        as of `length`."""
+        """Return what has to be on disk for a stream to outlast a crash; errors as of `length`."""
         descriptor = os.dup(self._descriptor(stream))
         path = replica_path(self._out, stream)
         is_new = stream not in self._named
@@ -196,8 +193,8 @@ class ReplicaFiles:
         return Unsynced(stream, self._lengths[stream], descriptor, path if is_new else None)
 
     def sync_all(self) -> bool:
-        """Wait until every replica that is left is on disk, and the name of the tree; log those
-        that are not, and return False."""
+        """Wait until all replicas that are left, and the name of the tree, are on disk; log what is
+        not."""
         is_on_disk = True
         folder = self._out / REPLICA_FOLDER
         try:
@@ -216,8 +213,8 @@ class ReplicaFiles:
         return is_on_disk
 
     def _take_back(self, stream: StreamId, descriptor: int, length: int) -> None:
-        """Undo half a write; where even that fails, the file is opened anew for the next one: files
-        that were open on a file system that failed, or went read-only, are of no use."""
+        """Undo half a write; where that fails, open the file anew: after a failure, or a remount
+        that made it read-only, files that were open on a file system are of no use."""
         try:
             os.ftruncate(descriptor, length)
         except OSError:

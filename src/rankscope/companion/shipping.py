@@ -171,8 +171,7 @@ class Shipment:
     """The sending side of one stream."""
 
     def __init__(self, run_folder: Path, stream: StreamId, *, has_own_chunks: bool = False) -> None:
-        """Begin at nothing. Full tensors that lie in the run folder too are sent before the end is
-        told."""
+        """Begin at nothing; `has_own_chunks`: full tensors are sent before the end is told."""
         self.stream = stream
         self.chunks = ChunkShipment(run_folder, stream) if has_own_chunks else None
         self.folder = stream_folder(run_folder, stream)
@@ -209,13 +208,13 @@ class Shipment:
         return None
 
     def has_sent(self, end: int) -> bool:
-        """True where every record up to `end` is over there; else the spool may be full, and a rank
-        writes nothing for that reason."""
+        """True where every record up to `end` is over there; a rank whose spool is full writes
+        nothing."""
         return self.acked == end
 
     def is_delivered(self) -> bool:
-        """True where every byte of it and its end are over there: it may be removed here. Looks
-        once more: a rank that was called lost may have been alive all the same."""
+        """True where every byte and the end are over there; a rank that was called lost may
+        live."""
         if not self._is_delivered or self._end is None:
             return False
         if self._end.reason is EndReason.LOST and is_alive(self.folder):
@@ -314,8 +313,8 @@ class Shipment:
         self.reader.close()
 
     def _can_be(self, offset: int) -> bool:
-        """True where the other side may hold this much: a record that lies here ends there. More is
-        there of a dead rank whose host lost in a crash what it had not written."""
+        """True where the other side may hold this much: a record ends there here. After a crash of
+        its host a dead rank's replica may have more than its spool."""
         try:
             if self.reader.ends_record(offset):
                 self._disbelieved = 0

@@ -23,8 +23,7 @@ class JobState(enum.IntEnum):
     UNKNOWN = 0
     """No launcher of ours: only the ranks' ends tell."""
     LAUNCHED = 1
-    """A launcher of ours is at work and will say when it is over: ranks may come back until
-    then."""
+    """A launcher of ours will say when the job is over: ranks may come back until then."""
     OVER = 2
     """No further incarnation of any rank of this host will come."""
 
@@ -40,8 +39,7 @@ class Decision(enum.Enum):
     QUIET = "quiet"
     """Ranks held their steps back, and nothing happened on any host: there is no tree to build."""
     VANISHED = "vanished"
-    """The same, but a host is gone without a word: that is what happened, and what the others held
-    back is asked for."""
+    """The same, but a host is gone without a word: what the others held back is asked for."""
     NOTHING = "nothing"
     """The job is over and no rank ever traced: there is no tree to build."""
 
@@ -57,8 +55,8 @@ class HostState:
     max_restarts: int = 0
     """How often ranks may come back after an exception, where the job's state is UNKNOWN."""
     quiet: int = 0
-    """Ranks that held their steps back, where all of its host's ended in order and nothing happened
-    there: nothing of them is sent."""
+    """Ranks that held their steps back, where all of its host ended in order and nothing
+    happened."""
 
     def heard(self, silent_s: float) -> PeerState:
         """Return what is known of a relay that said this so long ago."""

@@ -60,8 +60,8 @@ def reader_command(out: Path, traced_ranks: int) -> list[str]:
 
 
 def tree_command(out: Path, *, keep_spool: bool) -> list[str]:
-    """The command that builds the tree, as long as this process lives; it writes lines of `PART
-    WHAT`."""
+    """The command that builds the tree and writes lines of `PART WHAT`, while this process
+    lives."""
     return [*_reader(out), "--build-tree", *(["--keep-spool"] if keep_spool else [])]
 
 

@@ -36,8 +36,7 @@ _fallocate: Final = _find()
 
 
 def free_bytes(folder: Path) -> int:
-    """Return how much this user may still write where a folder lies, or will once it is made; raise
-    OSError where the disk cannot be asked."""
+    """Return how much this user may write where a folder lies, or will lie, or raise OSError."""
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     found = os.statvfs(existing)
     return found.f_bavail * found.f_frsize
@@ -59,8 +58,8 @@ def reserve(descriptor: int, start: int, nbytes: int) -> bool:
 
 
 def punch_hole(descriptor: int, start: int, nbytes: int) -> bool:
-    """Give blocks of a file back, whose bytes then read as zeros; False where that cannot be done.
-    Raise OSError where the disk fails."""
+    """Give blocks of a file back, which then read as zeros, or raise OSError; False where
+    unsupported."""
     if _fallocate is None:
         return False
     if _fallocate(descriptor, _KEEP_SIZE | _PUNCH_HOLE, start, nbytes) == 0:

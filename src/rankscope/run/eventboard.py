@@ -95,10 +95,8 @@ class EventBoard:
     def tell(self, event: Happening) -> bool:
         """Write an event, or raise OSError; False where there are too many."""
         most = _MOST_EVENTS - (0 if event.trigger.value.is_end else _OF_ENDS)
-        for number in range(len(self.events()) + 1, most):
-            if self._agree(str(number), event.entry) == event.entry:
-                return True
-        return False
+        numbers = range(len(self.events()) + 1, most)
+        return any(self._agree(str(number), event.entry) == event.entry for number in numbers)
 
     def was_told(self, trigger: Trigger, text: str) -> bool:
         """True where this was told, or for an end any of its trigger."""
@@ -106,8 +104,8 @@ class EventBoard:
         return bool(texts) if trigger.value.is_end else text[:_MOST_CHARACTERS] in texts
 
     def first_time(self, time: int) -> int:
-        """Return the time that a watched file had before any touch counted, as whoever asked first
-        says; raise OSError where nothing can be written."""
+        """Return the time of a watched file before any touch, as the first who asked says, or raise
+        OSError."""
         return int(self._agree("0", str(time)))
 
     def tell_taken(self, number: int) -> None:
@@ -162,16 +160,13 @@ def held_anything(run_folder: Path) -> bool:
 def file_time(path: Path) -> Callable[[], int]:
     """Return what tells when a file was touched last, in nanoseconds; `ABSENT` without one."""
     mount, name = mount_of(path), str(path)
+    # an NFS client keeps the attributes of a file that is not opened for up to a minute
+    has_to_open = mount is not None and mount.revalidates_on_open
 
-    def glance() -> int:
+    def touched_ns() -> int:
         try:
-            return os.stat(name).st_mtime_ns
-        except OSError:
-            return ABSENT
-
-    def open_and_look() -> int:
-        """Look past the attributes an NFS client keeps for up to a minute."""
-        try:
+            if not has_to_open:
+                return os.stat(name).st_mtime_ns
             descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
             return ABSENT
@@ -180,12 +175,11 @@ def file_time(path: Path) -> Callable[[], int]:
         finally:
             os.close(descriptor)
 
-    return open_and_look if mount is not None and mount.revalidates_on_open else glance
+    return touched_ns
 
 
 def agree(folder: Path, name: str, text: str) -> str:
-    """Return what the first who came said under this name; raise OSError where nothing can be
-    written."""
+    """Return what the first who came said under this name, or raise OSError."""
     entry = folder / name
     try:
         os.symlink(text, entry)

@@ -154,8 +154,7 @@ def segment_path(folder: Path, index: int) -> Path:
 
 
 def segment_indexes(folder: Path) -> list[int]:
-    """Numbers of the segments that still exist, ascending; SpoolError where the folder is
-    unreadable."""
+    """Numbers of the segments that still exist, ascending, or SpoolError."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -218,8 +217,8 @@ def mark_job_over(run_folder: Path) -> None:
 
 
 def check_free_space(folder: Path, needed_bytes: int, need: str = "", remedy: str = "") -> None:
-    """Raise SpoolError for a disk without room; `need` and `remedy` are the words for it, by
-    default of spools."""
+    """Raise SpoolError for a disk without room; `need` and `remedy` default to the words for
+    spools."""
     free = free_bytes(folder)
     if free < needed_bytes:
         need = need or f"needs {needed_bytes >> 20} MiB for the spools"

@@ -147,8 +147,7 @@ def write_status(out: Path, status: JobStatus) -> None:
 
 
 def read_status(out: Path) -> JobStatus:
-    """Return the status of a trace folder; without a readable one a status that says at most whose
-    records are there."""
+    """Return the status of a trace folder; without one, at most whose records are there."""
     with contextlib.suppress(SpoolError, TraceError, KeyError, TypeError, ValueError):
         found = read_json_map(out / REPLICA_FOLDER / STATUS_NAME)
         if found["format"] == STATUS_FORMAT:

@@ -65,10 +65,8 @@ class Order:
         try:
             fields = json.loads(text)
             number, steps = fields["number"], fields["steps"]
-            globs = [fields["paths"], fields["tensors"]]
-            if type(number) is not int or type(steps) is not int:
-                return None
-            if not all(isinstance(each, list) for each in globs):
+            globs = fields["paths"], fields["tensors"]
+            if [*map(type, (number, steps, *globs))] != [int, int, list, list]:
                 return None
             paths, tensors = (tuple(map(str, each)) for each in globs)
             return cls(number=number, steps=steps, paths=paths, tensors=tensors)
@@ -105,8 +103,8 @@ class TakenOrder:
 
 
 def put_order(folder: Path, order: Order) -> None:
-    """Write an order, or raise SpoolError, into the folder of replicas, or a copy into a run
-    folder."""
+    """Write an order into the folder of replicas, or a copy into a run folder, or raise
+    SpoolError."""
     path = folder / ORDER_NAME
     try:
         with replacing(path, is_synced=False) as file:
@@ -126,8 +124,7 @@ def order_in(folder: Path) -> Order | None:
 
 
 def orders_come_to(run_folder: Path, header: RunHeader) -> Path:
-    """Return the folder that orders of a run come to: in the trace folder where ranks see it, for
-    `rankscope capture` to see what became of them."""
+    """Return the folder that orders come to: in the trace folder where ranks see it."""
     is_elsewhere = Collection.of_run(header).is_elsewhere
     return run_folder if is_elsewhere else header.out / REPLICA_FOLDER
 

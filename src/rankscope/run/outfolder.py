@@ -144,8 +144,7 @@ def _is_begun(path: Path) -> bool:
 
 
 def _claim(path: Path, mark: str, text: str) -> bool:
-    """Leave a run's mark in a folder, or raise OSError; False where another run has left its own
-    meanwhile."""
+    """Leave a run's mark in a folder, or raise OSError; False where another run was quicker."""
     draft = Path(tempfile.mkdtemp(prefix=_CLAIM_PREFIX, dir=path))  # 0700
     try:
         (draft / mark).write_text(text)
@@ -244,8 +243,7 @@ def remove_empty(folders: Iterable[Path]) -> None:
 
 
 def typed(command: str, *places: str | Path, out: str | Path | None = None) -> str:
-    """Return a command of rankscope that reads these folders, as it may be pasted into a shell;
-    `out` follows `--out`."""
+    """Return a command that reads these folders as a shell takes it; `out` follows `--out`."""
     words = ["rankscope", command, *places, *(["--out", out] if out is not None else [])]
     return shlex.join(map(str, words))
 

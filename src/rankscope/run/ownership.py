@@ -40,8 +40,8 @@ def check_folder_found(path: Path, option: str = "--rs-out") -> None:
 
 
 def own_subfolder(path: Path) -> Path:
-    """Make a folder (0700) in one that is ours, or take the one that is there; return it. Raise
-    OSError where it is a link, or another user's than the folder it lies in."""
+    """Make a folder (0700) in one that is ours, or take it; raise OSError for a link, or another
+    user's."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     found = path.lstat()
@@ -69,8 +69,7 @@ def open_own_log(path: Path) -> int:
 
 
 def _is_given_to_root(folder: Path) -> bool:
-    """True where this is root, and nobody could have put the folder there but its owner or root: a
-    user's own folder, bound into a container."""
+    """True where this is root, and its owner or root alone could have put the folder there."""
     if os.getuid() != 0:
         return False
     above = os.stat(folder.absolute().parent)
@@ -79,8 +78,8 @@ def _is_given_to_root(folder: Path) -> bool:
 
 
 def _our_names(folder: Path) -> set[int]:
-    """Return the user ids under which files of this process may appear in a folder: on a network
-    disk root is somebody else."""
+    """Return the user ids of this process's files in a folder: on a network disk root is
+    another."""
     if os.stat(folder).st_uid == os.getuid():
         return {os.getuid()}
     draft = folder / f".rankscope-{os.getpid()}.owner"

@@ -32,8 +32,7 @@ class OwnFile:
         self.identity = _identity(number)
 
     def check(self) -> int:
-        """Return the number; raise OSError EBADF where the program has closed it, whatever has its
-        number now."""
+        """Return the number; raise OSError EBADF where the program has closed it."""
         if _identity(self.number) != self.identity:
             raise OSError(errno.EBADF, "the program has closed it")
         return self.number

@@ -39,8 +39,7 @@ def new_file(path: Path) -> BinaryIO:
 
 
 def sync_by_name(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on disk; raise OSError where they are
-    not."""
+    """Wait until a file, or the names in a folder, are on disk, or raise OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -75,7 +74,7 @@ def replacing(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
 
 
 def write_by_rename(path: Path, text: str) -> None:
-    """Write a small file (0600) so that a reader sees all of it or the old one, or raise
+    """Write a small file (0600), so that a reader sees all of it or the old one, or raise
     SpoolError."""
     try:
         with replacing(path, is_synced=False) as file:

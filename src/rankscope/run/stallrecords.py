@@ -39,8 +39,7 @@ class Stall:
     where: str = ""
 
     def sentence(self, now_ns: int | None) -> str:
-        """Return a sentence about it, without a full stop; `now_ns` is None where the job is
-        over."""
+        """Return a sentence without a full stop; `now_ns` is None where the job is over."""
         since = _clock(self.since_ns)
         where = f": {self.where}" if self.where else ""
         if self.over_ns:
@@ -58,8 +57,8 @@ class Stall:
         return max(0, (until_ns - self.since_ns) // _NS)
 
     def as_evidence(self, now_ns: int | None) -> dict[str, Any]:
-        """Return {host, since, until, seconds, message}; `until` is null while it lasts, or where
-        nobody saw its end."""
+        """Return {host, since, until, seconds, message}; `until` is null where nobody saw its
+        end."""
         until_ns = self.over_ns or None
         return {
             "host": self.host,
@@ -76,8 +75,7 @@ class Stall:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Stall:
-        """Return the stall of `as_fields`; raise KeyError, TypeError or ValueError for other
-        fields."""
+        """Return the stall of `as_fields`, or raise KeyError, TypeError or ValueError."""
         times = {name: int(fields[name]) for name in ("since_ns", "noticed_ns", "over_ns")}
         if not all(0 <= each < _LARGEST_NS for each in times.values()):
             raise ValueError(f"times {times} are out of range")
@@ -96,8 +94,8 @@ _MOST = 50
 
 
 def keep_stall(folder: Path, relay: str, stall: Stall) -> None:
-    """Add a stall to the file of one relay in a trace folder or a run folder, or bring its entry
-    there up to date; raise SpoolError where it cannot be written."""
+    """Add a stall to the file of one relay in a trace or run folder, or renew it; raise
+    SpoolError."""
     path = folder / STALL_FOLDER / f"{relay}.json"
     others = [s for s in _read(path) if s.since_ns != stall.since_ns]
     kept = sorted([*others, stall], key=lambda s: s.since_ns)[-_MOST:]
@@ -110,8 +108,7 @@ def keep_stall(folder: Path, relay: str, stall: Stall) -> None:
 
 
 def stalls_in(folder: Path) -> list[Stall]:
-    """Return all stalls noted in a trace folder or run folder by their begin, but for unreadable
-    ones."""
+    """Return the readable stalls of a trace or run folder, in order of their begin."""
     found = [s for path in sorted((folder / STALL_FOLDER).glob("*.json")) for s in _read(path)]
     return sorted(found, key=lambda s: s.since_ns)
 

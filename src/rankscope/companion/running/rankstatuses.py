@@ -291,8 +291,7 @@ def _whole_number(settings: object, name: str) -> int | None:
 
 
 def _medians(statuses: Any) -> dict[int, float]:
-    """Return {step: median over ranks of what it took them outside collectives}, of steps that two
-    ranks or more have ended."""
+    """Return {step: median of `own_s`} of steps that two ranks or more have ended."""
     taken: dict[int, list[float]] = {}
     for status in statuses:
         for each in status.ended:

@@ -90,8 +90,7 @@ class RunningJob:
     @property
     def settled_bytes(self) -> int:
         """That a `settle` would free, about."""
-        read = sum(stream.offset - stream.settled for stream in self._streams.values())
-        return read - self.held_bytes
+        return sum(s.offset - s.settled - s.held_bytes for s in self._streams.values())
 
     @property
     def keeps_tensors(self) -> bool:
@@ -136,36 +135,34 @@ class RunningJob:
     def read_again(self) -> None:
         """Begin anew with the first record that is there: the steps of some were let go."""
         for rank, stream in self._streams.items():
-            again = SplitStream(self._out, stream.stream, self._definitions, stream)
-            self._streams[rank] = again
+            self._streams[rank] = SplitStream(self._out, stream.stream, self._definitions, stream)
         self._seen_at.clear()
 
     def finished(self) -> list[StepKey]:
         """Return the held steps that every rank has ended, in the order in which they ended."""
         now = time.monotonic()
-        waiting = max(
-            (_DEVICE_S for stream in self._streams.values() if stream.has_accelerator), default=0.0
-        )
+        has_accelerator = any(stream.has_accelerator for stream in self._streams.values())
+        least_s = _DEVICE_S if has_accelerator else 0.0
         found = []
         for key, seen_at in self._seen_at.items():
             is_late = now - seen_at >= _ABSENT_S
-            if now - seen_at < waiting:
-                continue
-            if len(self._streams) < self._traced_ranks and not is_late:
-                continue
-            if all(
-                stream.is_over
-                or rank in self._ends
-                or stream.ended.get(key.mode, -1) >= key.step
-                or (key.mode not in stream.begun and is_late)
-                for rank, stream in self._streams.items()
+            has_all_ranks = len(self._streams) >= self._traced_ranks
+            if (
+                now - seen_at >= least_s
+                and (has_all_ranks or is_late)
+                and all(
+                    stream.is_over
+                    or rank in self._ends
+                    or stream.ended.get(key.mode, -1) >= key.step
+                    or (key.mode not in stream.begun and is_late)
+                    for rank, stream in self._streams.items()
+                )
             ):
                 found.append(key)
         return sorted(found, key=self._when)
 
     def past(self) -> list[StepKey]:
-        """Return the held steps to which no rank will add a record, in the order in which they
-        ended."""
+        """Return the held steps to which no rank will add a record, in the order of their ends."""
         now = time.monotonic()
         found, lagging = [], []
         for key, seen_at in self._seen_at.items():
@@ -210,8 +207,7 @@ class RunningJob:
 
     def ended_ns(self, key: StepKey) -> int:
         """Return the wall clock in ns at which the last rank ended a held step, 0 for none."""
-        known = (stream.ended_ns.get(key, 0) for stream in self._streams.values())
-        return max(known, default=0)
+        return max((stream.ended_ns.get(key, 0) for stream in self._streams.values()), default=0)
 
     def bytes_of(self, key: StepKey) -> int:
         """Return the bytes of the records of a held step."""
@@ -236,8 +232,8 @@ class RunningJob:
         return any(key in stream.with_tensors for stream in self._streams.values())
 
     def settle(self) -> None:
-        """Free what was read but is not held, on disk: it stands in the tree. Raise SpoolError or
-        OSError where that fails."""
+        """Free on disk what was read but is not held: it is in the tree; raise SpoolError or
+        OSError."""
         for stream in self._streams.values():
             stream.settle()
 

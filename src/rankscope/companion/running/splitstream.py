@@ -112,8 +112,7 @@ class SplitStream:
         return sum(self.held.values())
 
     def read(self, most_bytes: int) -> int:
-        """Read what is new, at most about so many bytes; return how many there were. Raise
-        SpoolError where the replica cannot be read, or is damaged."""
+        """Read at most about so many new bytes; return how many there were, or raise SpoolError."""
         self._begin_where_records_are()
         taken, most = 0, min(max(most_bytes, _LEAST_BYTES), _PIECE_BYTES)
         while taken < most_bytes:

@@ -108,8 +108,7 @@ class LiveCheck:
             self._through[key.mode] = max(key.step, self._through.get(key.mode, -1))
 
     def _newest(self, keys: list[StepKey]) -> list[StepKey]:
-        """Return the newest of these steps, so many as are worth one look; older ones are let
-        go."""
+        """Return the newest of these steps, as many as are worth one look; let older ones go."""
         part: list[StepKey] = []
         size = 0
         for key in reversed(keys):
@@ -166,8 +165,7 @@ class LiveCheck:
         self._tell_crashes(is_over=True)
 
     def _make_room(self) -> None:
-        """Let steps go where more is held than may be: of ranks far apart, or a step that is too
-        large."""
+        """Let steps go where too much is held: of ranks far apart, or a step that is too large."""
         needed = sorted(key for key in self._job.held() if self.needs(key))
         size = sum(map(self._job.bytes_of, needed))
         for key in needed:

@@ -59,9 +59,8 @@ class StepKeeper:
             dataset: takes the trace of each part before it is in the tree: what is in the tree was
                 taken. After a kill it may be given steps again.
         """
-        self._out, self._say, self._sizes = out, say, sizes
-        self._dataset = dataset
-        self._job = job
+        self._job, self._out, self._say = job, out, say
+        self._sizes, self._dataset = sizes, dataset
         self._tree: GrowingTree | None = None
         self._written_at = time.monotonic()
         self._took_s = 0.0
@@ -105,10 +104,13 @@ class StepKeeper:
             self._tree.close()
 
     def _look(self, is_stopped: Callable[[], bool]) -> None:
+        job = self._job
         if self._tree is None:
-            self._begin()
+            if sum(job.lengths.values()) >= self._sizes.begin:
+                self._tree = GrowingTree.to_write(self._out)
+                if self._tree is not None:
+                    job.read_again()
             return
-        tree, job = self._tree, self._job
         if job.keeps_tensors:
             self.close()  # which records name a tensor is known at the end
             return
@@ -124,22 +126,16 @@ class StepKeeper:
         for part in self._parts(self._due(due)):
             if is_stopped():
                 return
-            self._write(tree, part)
+            self._write(self._tree, part)
         job.let_go()
         again = job.kept_bytes + job.held_bytes  # written anew each time
         if job.settled_bytes >= max(self._sizes.free, 2 * again):
-            tree.sync()
+            self._tree.sync()
             job.settle()
 
-    def _begin(self) -> None:
-        if sum(self._job.lengths.values()) >= self._sizes.begin:
-            self._tree = GrowingTree.to_write(self._out)
-            if self._tree is not None:
-                self._job.read_again()
-
     def _due(self, keys: list[StepKey]) -> list[StepKey]:
-        """Return the steps where they are worth a part, or have waited long, and none elsewhere;
-        setup is read again for each part."""
+        """Return the steps where they are worth a part, for which setup is read again, or waited
+        long."""
         worth = max(self._sizes.part, self._job.kept_bytes) if self._sizes.part else 0
         # longer where it took long to write the last one
         has_waited = time.monotonic() - self._written_at > _WAIT_S * max(1.0, self._took_s)
