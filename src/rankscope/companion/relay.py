@@ -109,16 +109,14 @@ class Relay:
     def __init__(
         self, run_folder: Path, header: RunHeader, is_stopped: Callable[[], bool], *, is_alone: bool
     ) -> None:
-        """Send nothing yet.
+        """Send nothing yet, or raise RankscopeError where the other side may not or cannot be
+        reached.
 
         Args:
             run_folder: of this host.
             header: its `run.json`.
             is_stopped: true once somebody asked for an end (SIGTERM): as if the job were over.
             is_alone: another process gathers the run, and may never come.
-
-        Raises:
-            RankscopeError: the other side may not or cannot be reached.
         """
         self._run_folder = run_folder
         self._header = header

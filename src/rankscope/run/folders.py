@@ -90,11 +90,8 @@ def run_key(run_id: str) -> str:
 
 
 def host_run_folder(base: Path, key: str) -> Path:
-    """Make `<base>/<key>` (0700 each, of `spool_base` and `run_key`), or take what is there.
-
-    Raises:
-        SpoolError: it cannot be made, belongs to somebody else, or is open to others.
-    """
+    """Make `<base>/<key>` (0700 each, of `spool_base` and `run_key`), or take what is there; raise
+    SpoolError where it cannot be made, belongs to somebody else, or is open to others."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", key):
         raise SpoolError(f"run key {key!r} is no file name; use run_key(run_id)")
     for folder in (base, base / key):

@@ -69,12 +69,8 @@ def write_keys(path: Path, keys: CurveKeys) -> None:
 
 
 def read_keys(path: Path, *, is_collector: bool) -> CurveKeys:
-    """Return the keys of a file that nobody else may read, among them the secret one of the
-    collector, or of the relays.
-
-    Raises:
-        KeysError: it cannot be read, others may read it, or it is no such file.
-    """
+    """Return the keys of a file, with the secret one of the collector or the relays; raise
+    KeysError where it cannot be read, others may read it, or it is no such file."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())

@@ -73,8 +73,8 @@ def take_out(
         run_id: of the run.
         maker: the process (`run.processes`) that lives as long as this host may start ranks; ""
             where nobody else will look for the folder, which stays empty then.
-        is_shared: every host of the run takes a folder by itself. The first one chooses; the others
-            take the folder with the youngest mark of the run.
+        is_shared: every host of the run takes a folder. The first one chooses; the others take the
+            folder with the youngest mark of the run.
 
     Raises:
         FolderError: it is no folder, or cannot be made or written.
@@ -201,13 +201,9 @@ def is_visible(out: Path, run_id: str) -> bool:
 
 
 def prepare_out(path: Path, option: str = "--rs-out", *, is_shared: bool = False) -> Path:
-    """Make a trace folder (0700, with its parents), or take an empty one; with `is_shared` one in
-    which other hosts of the run, or a collector, may have begun.
-
-    Raises:
-        FolderError: it holds something else, is no folder, or cannot be written; `option` names
-            another.
-    """
+    """Make a trace folder (0700, with its parents), or take an empty one, or with `is_shared` one
+    in which others of the run have begun. Raise FolderError for any other; `option` names another
+    one."""
     try:
         is_new = not path.exists()
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -261,11 +257,8 @@ def announced(
 ) -> str:
     """Return the line that tells of a finished trace, the same wherever it is printed.
 
-    Args:
-        out: the trace folder.
-        shown: the folder as it may be typed here; by default the whole path.
-        is_complete: every record of every rank is there, and every rank ended in order.
-        remark: what has to be known before that.
+    `shown`: the folder as it may be typed here; `is_complete`: every record of every rank is there,
+    and every rank ended in order; `remark`: what has to be known before that.
     """
     shown = shown or str(out)
     if remark:

@@ -18,13 +18,9 @@ from rankscope.errors import FolderError
 
 
 def check_folder_found(path: Path, option: str = "--rs-out") -> None:
-    """Refuse a trace folder that is there already and is another user's, or holds links; a link to
-    a folder of this user's own is fine.
-
-    Raises:
-        FolderError: whose it is, or what is a link in it, and `option` for another one.
-        OSError: it cannot be read.
-    """
+    """Raise FolderError for a trace folder that is another user's, or holds links, and OSError
+    where it cannot be read. A link to a folder of this user's own is fine; `option` names another
+    folder."""
     owner = os.stat(path).st_uid
     if owner not in _our_names(path) and not _is_given_to_root(path):
         raise FolderError(

@@ -52,11 +52,7 @@ class Collection:
 
     def check(self, keys: Path | None) -> CurveKeys | None:
         """See that records may be sent there, before anything is made; return the keys for that.
-
-        Raises:
-            BindError: the address may not be used.
-            KeysError: the keys cannot be.
-        """
+        Raise BindError for the address, KeysError for the keys."""
         if keys is not None and not is_tcp(self.address):
             raise KeysError(
                 f"{keys}: keys are those of a collector on TCP, and none is named",
@@ -135,9 +131,8 @@ def prepare_run(
     """Make the trace folder and the run folder of a run; start nothing. `announce` is told of the
     trace folder once it can be used, and how that is said, before `run.json` lets anybody in.
 
-    Raises:
-        FolderError: the trace folder cannot be used; like the next, it leaves nothing behind.
-        SpoolError: the run folder cannot be used, or a disk has no room.
+    Raise FolderError or SpoolError where a folder cannot be used or a disk has no room, and leave
+    nothing behind.
     """
     with ExitStack() as undo:
         collection, settings = request.collection, request.settings

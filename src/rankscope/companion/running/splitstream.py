@@ -61,14 +61,8 @@ class SplitStream:
     def __init__(
         self, out: Path, stream: StreamId, decoded: Decoded, again: SplitStream | None = None
     ) -> None:
-        """Read nothing yet.
-
-        Args:
-            out: the trace folder.
-            stream: which one.
-            decoded: definitions already decoded, as of `read_stream`.
-            again: the same stream as far as it was read, to read it again from the begin on.
-        """
+        """Read nothing yet; `decoded` as of `read_stream`; `again`: the same stream as far as it
+        was read, to read it again from the begin on."""
         self.stream = stream
         self.tail: StreamTail = StreamTail(has_values=True) if again is None else again.tail
         self._tail_from: int = 0 if again is None else again.offset

@@ -287,10 +287,8 @@ def activity_of(
 ) -> RankActivity:
     """Read what a rank is inside of, or raise SpoolError.
 
-    Args:
-        reader: of its stream.
-        definitions: of the stream in which more definitions stand.
-        counts_steps: a train step before its optimizer counts.
+    `definitions` is a stream with more definitions; `counts_steps`: a train step before its
+    optimizer counts.
     """
     tail = StreamTail(is_whole=reader.lowest() == 0)
     for each in filter(None, (definitions, reader)):
