@@ -98,10 +98,8 @@ class Intake(StreamSource):
         """
         for address in bind:
             check_address(address, has_keys=keys is not None)
-        self._out = out
-        self._world_size = world_size
-        self._replicas = ReplicaFiles(out)
-        self._chunks = ReceivedChunks(out)
+        self._out, self._world_size = out, world_size
+        self._replicas, self._chunks = ReplicaFiles(out), ReceivedChunks(out)
         self._sync: BackgroundSync[tuple[bytes, StreamId]] = BackgroundSync()
         """For a relay, and what it calls the stream."""
         self._ends: dict[StreamId, EndReason | None] = {}
@@ -109,12 +107,10 @@ class Intake(StreamSource):
             marker = read_end(replica_path(out, stream))
             self._ends[stream] = marker.end if marker else None
         self._peers: dict[bytes, _Peer] = {}
-        self._broken = FewLines(_MOST_BROKEN)
-        self._complaints = FewLines(_MOST_COMPLAINTS)
+        self._broken, self._complaints = FewLines(_MOST_BROKEN), FewLines(_MOST_COMPLAINTS)
         self._rejected: set[bytes] = set()
         self._events: set[tuple[int, str]] = set()
-        self._vanished = ""
-        self._trouble = ""
+        self._vanished = self._trouble = ""
         self.progress_at = time.monotonic()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -296,15 +292,12 @@ class Intake(StreamSource):
             return None
         name = f"relay {identity.decode(errors='replace')} on {hello.host or 'unknown host'}"
         if peer is None and not self._has_room_for_a_peer():
-            self._complaints.log(
-                f"{name} is not heard: {len(self._peers)} relays are known already"
-            )
+            most = len(self._peers)
+            self._complaints.log(f"{name} is not heard: {most} relays are known already")
             return None
         if hello.version != PROTOCOL_VERSION:
-            reason = (
-                f"{name} speaks protocol {hello.version}, not {PROTOCOL_VERSION}: "
-                f"use one version of rankscope everywhere"
-            )
+            reason = f"{name} speaks protocol {hello.version}, not {PROTOCOL_VERSION}"
+            reason += ": use one version of rankscope everywhere"
             return self._reject(identity, name, reason, reason)
         try:
             self._replicas.claim(hello.run_id)

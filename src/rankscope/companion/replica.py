@@ -54,8 +54,7 @@ class ReplicaFiles:
 
     def __init__(self, out: Path, *, quota_bytes: int = DEFAULT_QUOTA_BYTES) -> None:
         """Make `<out>/spool` (0700), or raise FolderError."""
-        self._out = out
-        self._quota_bytes = quota_bytes
+        self._out, self._quota_bytes = out, quota_bytes
         self._lengths: dict[StreamId, int] = {}
         self._open: OrderedDict[StreamId, int] = OrderedDict()
         self._places: dict[tuple[StreamId, int], StreamId] = {}
@@ -115,10 +114,8 @@ class ReplicaFiles:
             self._counts[stream.rank] += 1
             place = self.placed(stream, origin)  # another host may have been quicker
             if place not in (None, stream):
-                log(
-                    f"another process wrote {stream.name} before: the records of this one are "
-                    f"kept as {place.name}"
-                )
+                before = f"another process wrote {stream.name} before"
+                log(f"{before}: the records of this one are kept as {place.name}")
         return place
 
     def placed(self, stream: StreamId, origin: int) -> StreamId | None:
@@ -228,8 +225,7 @@ class ReplicaFiles:
 
     def _count(self, rank: int) -> int:
         if rank not in self._counts:
-            names = _files_of(self._out, rank)
-            self._counts[rank] = len({name.rpartition(".")[0] for name in names})
+            self._counts[rank] = len({n.rpartition(".")[0] for n in _files_of(self._out, rank)})
         return self._counts[rank]
 
     def _has_room(self, rank: int, more_bytes: int) -> bool:
@@ -238,10 +234,9 @@ class ReplicaFiles:
         if rank not in self._held or self._held[rank] + more_bytes > self._quota_bytes:
             folder, held = self._out / REPLICA_FOLDER, 0
             for name in _files_of(self._out, rank):
-                if not name.endswith(CELLS_SUFFIX):
-                    continue
-                with contextlib.suppress(OSError):
-                    held += bytes_on_disk((folder / name).lstat())
+                if name.endswith(CELLS_SUFFIX):
+                    with contextlib.suppress(OSError):
+                        held += bytes_on_disk((folder / name).lstat())
             self._held[rank] = held
         return self._held[rank] + more_bytes <= self._quota_bytes
 
@@ -271,12 +266,10 @@ class ReplicaFiles:
                 except OSError as error:
                     os.close(descriptor)
                     raise _trouble(f"{path}: cannot be cut: {error.strerror}", error) from error
-                log(
-                    f"{path}: cut from {status.st_size} to {whole} valid bytes"
-                    if whole < status.st_size
-                    else f"{path}: {status.st_size} bytes survived a crash of the host; it goes on "
-                    f"behind the {whole} that were settled"
-                )
+                size, cut = status.st_size, f"cut from {status.st_size} to {whole} valid bytes"
+                behind = f"it goes on behind the {whole} that were settled"
+                survived = f"{size} bytes survived a crash of the host; {behind}"
+                log(f"{path}: {cut if whole < size else survived}")
             self._lengths[stream] = whole
         self._open[stream] = descriptor
         while len(self._open) > self._most_open:

@@ -128,10 +128,8 @@ class ChunkShipment:
             return self._ask(now, OpenStream(self._stream, self.origin, self._number))
         if self._acked == self._size:
             if self._end is None:
-                checksum = checksum_of(self._descriptor)
-                self._end = ChunkEnded(
-                    self._stream, self.origin, self._number, self._size, checksum
-                )
+                size, checksum = self._size, checksum_of(self._descriptor)
+                self._end = ChunkEnded(self._stream, self.origin, self._number, size, checksum)
                 self._asked_at = float("-inf")
             return self._ask(now, self._end)
         if self._sent == self._size or self._sent - self._acked >= CHUNK_WINDOW_BYTES:
@@ -176,26 +174,18 @@ class Shipment:
         self.chunks = ChunkShipment(run_folder, stream) if has_own_chunks else None
         self.folder = stream_folder(run_folder, stream)
         self.reader = StreamReader(self.folder)
-        self.acked = 0
-        self.sent = 0
-        self._most_sent = 0
-        self._synced = 0
-        self._lowest = 0
-        self._sync_asked_at = float("-inf")
-        self._disbelieved = 0
+        self.acked = self.sent = 0
+        self._most_sent = self._synced = self._lowest = self._disbelieved = 0
         self.is_open = False
         self.is_done = False
         """Nothing more will be sent: its end is known to the other side, or it was refused."""
-        self.is_refused = False
-        self._is_delivered = False
+        self.is_refused = self._is_delivered = False
         self.is_alive = True
         self.origin = UNKNOWN
         """Whose records these are: asked before the first is sent."""
-        self._is_broken = False
-        self._is_over = False
+        self._is_broken = self._is_over = False
         self._end: Ended | None = None
-        self._asked_at = float("-inf")
-        self._progress_at = float("-inf")
+        self._asked_at = self._progress_at = self._sync_asked_at = float("-inf")
 
     @property
     def in_flight(self) -> int:

@@ -74,7 +74,6 @@ class _WatchedStream:
         if end > self._end:
             self._end, self.grew_at = end, now
 
-    @property
     def has_all_sent(self) -> bool:
         return self._shipment.has_sent(self._end)
 
@@ -150,23 +149,22 @@ class StallMonitor:
             return
         places: dict[str, list[int]] = {}
         for stream, watched in self._streams.items():
-            if watched.is_alive and watched.has_all_sent:
+            if watched.is_alive and watched.has_all_sent():
                 inside = watched.activity(counts_steps=self._counts_steps).inside
                 if inside:
                     places.setdefault(inside, []).append(stream.rank)
         if not places:
             return
         listed = [f"{ranks_named(ranks)} in {inside}" for inside, ranks in places.items()]
-        self._noticed_at, self._moved_at = now, 0.0
-        self._is_taken_up = False
+        if len(listed) > _MOST_PLACES:
+            listed[_MOST_PLACES:] = ["..."]
+        self._noticed_at, self._moved_at, self._is_taken_up = now, 0.0, False
         self._note(
             Stall(
                 host=socket.gethostname(),
                 since_ns=self._wall_ns(self._last_ns()),
                 noticed_ns=time.time_ns(),
-                where=", ".join(
-                    [*listed[:_MOST_PLACES], *(["..."] * (len(listed) > _MOST_PLACES))]
-                ),
+                where=", ".join(listed),
             )
         )
 

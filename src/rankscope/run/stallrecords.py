@@ -42,15 +42,14 @@ class Stall:
         """Return a sentence without a full stop; `now_ns` is None where the job is over."""
         since = _clock(self.since_ns)
         where = f": {self.where}" if self.where else ""
+        who = f"no rank of {self.host}"
         if self.over_ns:
             how = "then its ranks ended" if self.is_by_end else "then it went on"
-            lasted = self.seconds(self.over_ns)
-            over = _clock(self.over_ns)
-            return f"no rank of {self.host} moved from {since} to {over} ({lasted} s), {how}{where}"
+            over, lasted = _clock(self.over_ns), self.seconds(self.over_ns)
+            return f"{who} moved from {since} to {over} ({lasted} s), {how}{where}"
         if now_ns is None:
-            return f"no rank of {self.host} moved after {since}, as far as was seen{where}"
-        seconds = self.seconds(now_ns)
-        return f"no rank of {self.host} has moved since {since} ({seconds} s){where}"
+            return f"{who} moved after {since}, as far as was seen{where}"
+        return f"{who} has moved since {since} ({self.seconds(now_ns)} s){where}"
 
     def seconds(self, until_ns: int) -> int:
         """Return how long it had lasted at a time, in whole seconds."""
@@ -59,12 +58,11 @@ class Stall:
     def as_evidence(self, now_ns: int | None) -> dict[str, Any]:
         """Return {host, since, until, seconds, message}; `until` is null where nobody saw its
         end."""
-        until_ns = self.over_ns or None
         return {
             "host": self.host,
             "since": utc_text(self.since_ns),
-            "until": None if until_ns is None else utc_text(until_ns),
-            "seconds": self.seconds(until_ns or now_ns or self.noticed_ns),
+            "until": utc_text(self.over_ns) if self.over_ns else None,
+            "seconds": self.seconds(self.over_ns or now_ns or self.noticed_ns),
             "message": self.sentence(now_ns),
         }
 
