@@ -430,9 +430,8 @@ class HeldStream:
             for chunk in reader.chunks((self._index - 1) * reader.segment_bytes):
                 for entry in records(chunk, is_verified=True).definitions():
                     if entry["kind"] == _COPIED:
-                        state = _State(
-                            **{k: v for k, v in entry.items() if k not in ("id", "kind")}
-                        )
+                        del entry["id"], entry["kind"]
+                        state = _State(**entry)
         if state is None:
             raise SpoolError(f"{self._target}: its last segment does not say how far it goes")
         self._state = state
@@ -501,12 +500,8 @@ def _defined(state: _State, kind: str, **fields: object) -> bytes:
     return _record(RecordKind.DEFINITION, DEFINITION_LENGTH.pack(len(packed)) + packed)
 
 
-class _Loose(Closed):
-    def __init__(self, size: int) -> None:
-        self.map = bytearray(size)
-
-
 def _record(kind: RecordKind, payload: bytes) -> bytes:
-    place = _Loose((-(-len(payload) // PAYLOAD_BYTES) or 1) * CELL_BYTES)
-    put(place, kind, payload)
-    return bytes(place.map)
+    outside = Closed()  # of any segment
+    outside.map = bytearray((-(-len(payload) // PAYLOAD_BYTES) or 1) * CELL_BYTES)
+    put(outside, kind, payload)
+    return bytes(outside.map)

@@ -257,11 +257,9 @@ class Relay:
             return
         self._discovered_at = now
         self._job = self._job_state()
-        for stream in streams(self._run_folder):
-            if stream not in self._shipments:
-                self._shipments[stream] = Shipment(
-                    self._run_folder, stream, has_own_chunks=self._has_own_chunks
-                )
+        folder, has_own_chunks = self._run_folder, self._has_own_chunks
+        for stream in sorted({*streams(folder)} - self._shipments.keys()):
+            self._shipments[stream] = Shipment(folder, stream, has_own_chunks=has_own_chunks)
 
     def _job_state(self) -> JobState:
         """A launcher of ours holds a lock while it lives, any other is a process that lives; ranks
@@ -286,9 +284,8 @@ class Relay:
 
         def is_delivered(stream: StreamId) -> bool:
             shipment = self._shipments.get(stream)
-            return (shipment is not None and shipment.is_delivered()) or is_in_tree(
-                self._run_folder, stream, self._tree
-            )
+            is_shipped = shipment is not None and shipment.is_delivered()
+            return is_shipped or is_in_tree(self._run_folder, stream, self._tree)
 
         is_quiet = is_quiet and self._box is not None and self._box.quiet_ranks > 0
         kept = remove_run(self._run_folder, is_delivered, is_quiet=is_quiet)

@@ -162,9 +162,8 @@ class ReplicaFiles:
             return length
         descriptor = self._descriptor(stream)
         if not self._has_room(stream.rank, len(body)):
-            raise FolderError(
-                f"{stream.name}: would exceed {self._quota_bytes} bytes, the quota of one rank"
-            )
+            quota = f"{self._quota_bytes} bytes, the quota of one rank"
+            raise FolderError(f"{stream.name}: would exceed {quota}")
         try:
             write_all(descriptor, body, length)
         except OSError as error:

@@ -79,11 +79,10 @@ class _WatchedStream:
 
     def activity(self, *, counts_steps: bool) -> RankActivity:
         if self._end not in self._activities:
+            definitions = self._shipment.definitions
             try:
-                found = activity_of(
-                    self._reader, self._shipment.definitions, counts_steps=counts_steps
-                )
-                self._activities = {self._end: found}
+                activity = activity_of(self._reader, definitions, counts_steps=counts_steps)
+                self._activities = {self._end: activity}
             except SpoolError:
                 return RankActivity(written_ns=0, inside="")
             finally:
@@ -170,24 +169,21 @@ class StallMonitor:
 
     def _look_for_its_end(self) -> None:
         assert self.latest is not None  # it stands
-        grown = [w for w in self._streams.values() if w.grew_at > self._noticed_at]
-        has_grown = any(watched.is_alive for watched in grown)
+        streams = self._streams.values()
+        has_grown = any(s.is_alive for s in streams if s.grew_at > self._noticed_at)
         if has_grown and not self._is_taken_up:
             self._moved_at = self._moved_at or self._looked_at
             if self._looked_at - self._moved_at < _LAST_WORDS_S:
                 return
-        has_ended = any(
-            w.ended_at > self._noticed_at for w in self._streams.values() if not w.is_alive
-        )
+        has_ended = any(s.ended_at > self._noticed_at for s in streams if not s.is_alive)
         if self._is_taken_up:  # it may have gone on while no relay was there
             is_later = self._wall_ns(self._last_ns()) > self.latest.since_ns + _CLOSE_NS
-            has_ended = not any(watched.is_alive for watched in self._streams.values())
+            has_ended = not any(stream.is_alive for stream in streams)
             has_grown, self._is_taken_up = is_later, False
             self._noticed_at = time.monotonic()
         if has_grown or has_ended:
-            self._note(
-                dataclasses.replace(self.latest, over_ns=time.time_ns(), is_by_end=not has_grown)
-            )
+            over_ns = time.time_ns()
+            self._note(dataclasses.replace(self.latest, over_ns=over_ns, is_by_end=not has_grown))
 
     def _last_ns(self) -> int:
         written = [

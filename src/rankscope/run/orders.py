@@ -170,9 +170,8 @@ def _taken(place: Path, life: int, number: int, text: str) -> TakenOrder | None:
 def is_taken_before(agreement: Path, number: int) -> bool:
     """True where ranks of an earlier life took an order: it ended with them."""
     life = int(agreement.name.rpartition(".")[2])
-    return any(
-        each.order.number == number and each.life < life for each in taken_in(agreement.parent)
-    )
+    earlier = (taken for taken in taken_in(agreement.parent) if taken.life < life)
+    return any(taken.order.number == number for taken in earlier)
 
 
 def tell_seen(out: Path, relay: str, seen: OrderSeen) -> None:

@@ -20,9 +20,8 @@ def process_name(pid: int) -> str:
 def is_process_alive(name: str) -> bool:
     """True while the process of that name exists and has not ended (a zombie has)."""
     pid = name.partition(":")[0]
-    return (
-        pid.isdigit() and process_name(int(pid)) == name and _status(int(pid), 0) not in {"", "Z"}
-    )
+    is_there = pid.isdigit() and process_name(int(pid)) == name
+    return is_there and _status(int(pid), 0) not in {"", "Z"}
 
 
 def started_at() -> float:

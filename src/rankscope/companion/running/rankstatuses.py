@@ -78,10 +78,8 @@ class StatusWriter:
         known = (each.tail.identity for each in self._streams.values())
         identity = next((each for each in known if each), {})
         settings = identity.get("settings")
-        run = {
-            "id": str(identity.get("run_id", "")),
-            "settings": settings if isinstance(settings, dict) else {},
-        }
+        settings = settings if isinstance(settings, dict) else {}
+        run = {"id": str(identity.get("run_id", "")), "settings": settings}
         self._find_spools(run)
         return JobStatus(
             run=run,
@@ -121,13 +119,11 @@ class StatusWriter:
 
     def _ranks(self) -> tuple[RankStatus, ...]:
         self._name_roots()
-        places = {rank: self._status(rank) for rank in self._streams}
-        waits = self._waits(places)
-        medians = _medians(places.values())
-        return tuple(
-            _compared(replace(status, waits_for=waits.get(rank, ())), medians)
-            for rank, status in places.items()
-        )
+        statuses = {rank: self._status(rank) for rank in self._streams}
+        for rank, members in self._waits(statuses).items():
+            statuses[rank] = replace(statuses[rank], waits_for=members)
+        medians = _medians(statuses.values())
+        return tuple(_compared(status, medians) for status in statuses.values())
 
     def _find_spools(self, run: Mapping[str, Any]) -> None:
         now = time.monotonic()

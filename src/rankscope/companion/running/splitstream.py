@@ -256,7 +256,6 @@ class SplitStream:
         if not len(self._sequences):
             return np.full(len(sequences), _LATE, np.int64)
         at = np.minimum(np.searchsorted(self._sequences, sequences), len(self._sequences) - 1)
-        owners: NDArray[np.int64] = np.where(
-            self._sequences[at] == sequences, self._owners[at], _LATE
-        )
+        is_known = self._sequences[at] == sequences
+        owners: NDArray[np.int64] = np.where(is_known, self._owners[at], _LATE)
         return owners

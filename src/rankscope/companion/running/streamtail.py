@@ -221,9 +221,8 @@ class StreamTail:
             )
 
     def _is_slot(self, slots: Rows, begin: str) -> NDArray[np.bool_]:
-        names = {
-            n: str(self.definitions.get(n, {}).get("name", "")) for n in np.unique(slots).tolist()
-        }
+        defined = {number: self.definitions.get(number, {}) for number in np.unique(slots).tolist()}
+        names = {number: str(slot.get("name", "")) for number, slot in defined.items()}
         return np.isin(slots, [number for number, name in names.items() if name.startswith(begin)])
 
     def _note_steps(self, steps: Rows) -> None:
