@@ -197,8 +197,9 @@ class Relay:
             return ExitOutcome.NO_ROOM
         if not self.is_alone:
             return None
-        if self._sees_tree(now - link.heard_at):
-            return ExitOutcome.DONE
+        is_silent = now - link.heard_at > _SILENT_S
+        if is_silent and os.path.exists(self._tree) and not self._has_alive():
+            return ExitOutcome.DONE  # the collector may have gone before its Done arrived
         silent_s = now - max(link.heard_at, self._alive_at)
         if silent_s > _SILENT_S and self._has_alive():
             self._alive_at = now  # as long as a rank lives nobody is waited for in vain
@@ -217,14 +218,10 @@ class Relay:
         return None
 
     def _has_no_room(self, now: float) -> bool:
-        link = self._link
-        if link.trouble_at is None or self._job is not JobState.OVER or link.is_done:
+        since = self._link.trouble_at
+        if since is None or self._job is not JobState.OVER or self._link.is_done:
             return False
-        return now - link.trouble_at >= self._settings.drain_seconds and not self._has_alive()
-
-    def _sees_tree(self, silent_s: float) -> bool:
-        """The collector may have gone before its Done arrived: on its own host the tree tells."""
-        return silent_s > _SILENT_S and os.path.exists(self._tree) and not self._has_alive()
+        return now - since >= self._settings.drain_seconds and not self._has_alive()
 
     def _is_abandoned(self, silent_s: float) -> bool:
         is_over = self._job is JobState.OVER

@@ -48,8 +48,8 @@ Watchable = Shipment | HeldStream
 
 
 class _WatchedStream:
-    def __init__(self, shipment: Watchable, now: float) -> None:
-        self._shipment = shipment
+    def __init__(self, shipment: Watchable, now: float, *, counts_steps: bool) -> None:
+        self._shipment, self._counts_steps = shipment, counts_steps
         self._reader = StreamReader(shipment.folder)
         self._end = 0
         self.is_alive = True
@@ -58,11 +58,11 @@ class _WatchedStream:
         self._activities: dict[int, RankActivity] = {}
 
     def look(self, now: float) -> None:
-        was_alive, self.is_alive = self.is_alive, self.is_alive and is_alive(self._shipment.folder)
-        if was_alive and not self.is_alive:
-            self.ended_at = now
-        if not was_alive:
+        if not self.is_alive:
             return
+        self.is_alive = is_alive(self._shipment.folder)
+        if not self.is_alive:
+            self.ended_at = now
         try:
             begin = max(self._end, self._shipment.sent, self._reader.lowest())
             end = self._reader.committed(begin)  # what was sent has been looked at before
@@ -77,12 +77,12 @@ class _WatchedStream:
     def has_all_sent(self) -> bool:
         return self._shipment.has_sent(self._end)
 
-    def activity(self, *, counts_steps: bool) -> RankActivity:
+    def activity(self) -> RankActivity:
         if self._end not in self._activities:
             definitions = self._shipment.definitions
             try:
-                activity = activity_of(self._reader, definitions, counts_steps=counts_steps)
-                self._activities = {self._end: activity}
+                found = activity_of(self._reader, definitions, counts_steps=self._counts_steps)
+                self._activities = {self._end: found}
             except SpoolError:
                 return RankActivity(written_ns=0, inside="")
             finally:
@@ -121,12 +121,15 @@ class StallMonitor:
         if not self._limit_s:
             return
         is_due = now - self._looked_at >= min(_LOOK_S, self._limit_s / 4)
-        if not is_due and not self._is_about_to_end(shipments):
+        # where the last rank has just gone, soon nobody asks this relay any more
+        has_alive = any(shipment.is_alive for shipment in shipments.values())
+        if not is_due and (has_alive or not self._stands):
             return
         away_s, self._looked_at = now - self._looked_at, now
         for stream, shipment in shipments.items():
             if stream not in self._streams:
-                self._streams[stream] = _WatchedStream(shipment, now)
+                watched = _WatchedStream(shipment, now, counts_steps=self._counts_steps)
+                self._streams[stream] = watched
         if not self._streams:
             return
         if _AWAY_S < away_s < float("inf"):
@@ -139,19 +142,15 @@ class StallMonitor:
         else:
             self._look_for_one(now)
 
-    def _is_about_to_end(self, shipments: Mapping[StreamId, Watchable]) -> bool:
-        return self._stands and not any(shipment.is_alive for shipment in shipments.values())
-
     def _look_for_one(self, now: float) -> None:
         moved_at = max(max(w.grew_at, w.ended_at) for w in self._streams.values())
         if now - moved_at < self._limit_s:
             return
         places: dict[str, list[int]] = {}
         for stream, watched in self._streams.items():
-            if watched.is_alive and watched.has_all_sent():
-                inside = watched.activity(counts_steps=self._counts_steps).inside
-                if inside:
-                    places.setdefault(inside, []).append(stream.rank)
+            is_watched = watched.is_alive and watched.has_all_sent()
+            if is_watched and (inside := watched.activity().inside):
+                places.setdefault(inside, []).append(stream.rank)
         if not places:
             return
         listed = [f"{ranks_named(ranks)} in {inside}" for inside, ranks in places.items()]
@@ -186,13 +185,10 @@ class StallMonitor:
             self._note(dataclasses.replace(self.latest, over_ns=over_ns, is_by_end=not has_grown))
 
     def _last_ns(self) -> int:
-        written = [
-            watched.activity(counts_steps=self._counts_steps).written_ns
-            if watched.is_alive
-            else int(watched.ended_at * 1e9)
-            for watched in self._streams.values()
-        ]
-        return max(written)
+        return max(
+            stream.activity().written_ns if stream.is_alive else int(stream.ended_at * 1e9)
+            for stream in self._streams.values()
+        )
 
     @staticmethod
     def _wall_ns(monotonic_ns: int) -> int:

@@ -37,20 +37,15 @@ class LiveCheck:
 
     def __init__(self, job: RunningJob, findings: FindingsFile) -> None:
         self._out = findings.folder
-        self._job = job
-        self._life = job.life
-        self._findings = findings
+        self._job, self._life, self._findings = job, job.life, findings
         self._judged: list[StepKey] = []
         """The latest, in order: the next are judged with them."""
         self._through: dict[int, int] = {}
         self._running: _Judgement | None = None
-        self._rests_until = 0.0
-        self._stall_ns = 0
-        self._stalled_at = 0.0
-        self._stall_age = 0.0
-        """How old it was when it was judged last."""
         self._crashes: tuple[list[Finding], Mapping[StepKey, int]] | None = None
-        self._crashed_at = 0.0
+        self._rests_until = self._crashed_at = 0.0
+        self._stall_ns = 0
+        self._stalled_at = self._judged_stall_age = 0.0
 
     def look(self, is_stopped: Callable[[], bool]) -> None:
         """Have the steps judged that are over by now, in a thread: meanwhile the job is read on."""
@@ -61,9 +56,8 @@ class LiveCheck:
             self._through.clear()
         self._tell_crashes(is_over=False)
         for rank, trouble in self._job.trouble.items():
-            self._findings.say(
-                f"the records of rank {rank} are not judged while the job runs: {trouble}"
-            )
+            notice = f"the records of rank {rank} are not judged while the job runs"
+            self._findings.say(f"{notice}: {trouble}")
         if self._is_free() and time.monotonic() >= self._rests_until:
             self._judge_next()
         self._make_room()
@@ -125,8 +119,7 @@ class LiveCheck:
             self._pass(passed_over)
         return part[::-1]
 
-    def _judge(self, keys: Iterable[StepKey]) -> None:
-        keys = list(keys)
+    def _judge(self, keys: list[StepKey]) -> None:
         ended_ns = {key: self._job.ended_ns(key) for key in keys}
         self._running = _Judgement(self._job.trace(keys), ended_ns)
 
@@ -137,9 +130,9 @@ class LiveCheck:
         latest, now = max(noticed, default=0), time.monotonic()
         if latest > self._stall_ns:
             self._stall_ns, self._stalled_at = latest, now
-        elif not noticed or now - self._stalled_at < 2 * self._stall_age:
+        elif not noticed or now - self._stalled_at < 2 * self._judged_stall_age:
             return
-        self._stall_age = max(now - self._stalled_at, _STALL_AGAIN_S / 2)
+        self._judged_stall_age = max(now - self._stalled_at, _STALL_AGAIN_S / 2)
         finished = {*self._job.finished()}
         unfinished = [key for key in self._job.held() if self.needs(key) and key not in finished]
         self._judge([*self._judged, *sorted({*unfinished} - {*self._judged})])
