@@ -31,8 +31,7 @@ _BYTES_A_PEER = 1 << 20
 
 
 def receive_parts(source: zmq.Socket[bytes], most: int) -> list[bytes]:
-    """Return the parts of the next message, at most `most` + 1; raise zmq.Again where there is
-    none."""
+    """Return at most `most` + 1 parts of the next message; raise zmq.Again where there is none."""
     parts = [source.recv(zmq.DONTWAIT)]
     while source.getsockopt(zmq.RCVMORE):
         part = source.recv(zmq.DONTWAIT)
@@ -45,8 +44,7 @@ class MemoryBound:
     """Cuts the connections of some addresses while this process grows too large."""
 
     def __init__(self, addresses: Collection[str], peers: Callable[[], int]) -> None:
-        """Watch addresses, as zmq names them, of so many honest peers; what is occupied now is
-        granted."""
+        """Watch addresses, as zmq names them, of so many peers; what is occupied now is granted."""
         self._paths = {a.removeprefix("ipc://") for a in addresses if a.startswith("ipc://")}
         self._ports = {int(a.rsplit(":", 1)[1]) for a in addresses if a.startswith("tcp://")}
         self._peers = peers

@@ -99,15 +99,13 @@ class BlackBox:
         return [(life, event.entry) for life, board in boards for event in board.events()]
 
     def hear(self, trigger: Trigger, text: str = "") -> None:
-        """Tell what happened elsewhere, at the furthest step of this host's ranks, or raise
-        OSError."""
+        """Tell what happened elsewhere at the furthest step of this host, or raise OSError."""
         if self.streams:
             self._tell(trigger, self._of_last_life(), text=text)
             self.quiet_ranks, self._looked_at = 0, float("-inf")
 
     def hear_entry(self, life: int, entry: str) -> None:
-        """Take over an entry of another host's board, or raise OSError, or ValueError where it is
-        none."""
+        """Take over an entry of another host's board; raise ValueError for none, or OSError."""
         board = self._boards.setdefault(life, self._board(life))
         event = Happening.read(entry)
         if event not in board.events():

@@ -353,8 +353,7 @@ class Intake(StreamSource):
             self._send(identity, Synced(stream, length))
 
     def _opened(self, stream: StreamId, origin: int) -> StreamId:
-        """Return where records go of a stream that was opened, here or before a restart, or raise
-        WireError."""
+        """Return where the records of an opened stream go; raise WireError for any other."""
         place = self._replicas.placed(stream, origin)
         if place not in self._ends:
             raise WireError(f"a word about {stream.name}, which nobody opened")

@@ -130,8 +130,7 @@ class Handshake:
 
 
 def handshake_trouble(address: str, keys: CurveKeys, seconds: float) -> str:
-    """Return why a relay with these keys would not be taken, "" where it would, or raise
-    KeysError."""
+    """Return why a relay with these keys is not taken, "" where it is, or raise KeysError."""
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)

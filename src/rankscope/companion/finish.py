@@ -260,8 +260,7 @@ def _listen(source: StreamSource, wait_s: float) -> Turns[None]:
 def _build(
     options: CollectorOptions, source: StreamSource, observer: Observer, wait_s: float
 ) -> Turns[ExitOutcome]:
-    """Have the tree built by another process; a failure leaves the replicas for `rankscope
-    recover`."""
+    """Have the tree built by another process; where that fails `rankscope recover` can do it."""
     out, started = options.out, time.monotonic()
     try:
         code = yield from _builder(options, source, observer, wait_s)

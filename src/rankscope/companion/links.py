@@ -312,8 +312,7 @@ class FolderLink(Link):
     def __init__(
         self, header: RunHeader, name: str, box: BlackBox | None = None, *, is_shared: bool = True
     ) -> None:
-        """Open the folder, or raise FolderError; `is_shared`: the state of this host stands in it
-        too."""
+        """Open the folder, or raise FolderError; if `is_shared`, this host's state stands there."""
         super().__init__(header, name, box)
         self._out = header.out
         self._is_shared = is_shared

@@ -223,8 +223,7 @@ def encode(message: Message) -> list[bytes]:
 
 
 def decode(parts: Sequence[bytes]) -> Message:
-    """Return the message these parts are; raise WireError for no message, or a number out of
-    range."""
+    """Return the message these parts are; raise WireError for none, or a number out of range."""
     if not 1 <= len(parts) <= MOST_PARTS or not _CRC_BYTES < len(parts[0]) <= _LONGEST_HEADER:
         raise WireError(f"a message of {len(parts)} parts, expected a header and at most a body")
     verb, *rest = _unpack(parts[0])

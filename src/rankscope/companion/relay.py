@@ -68,8 +68,7 @@ class OrderWatch:
         self.order: Order | None = None
 
     def look(self, now: float, streams: Iterable[StreamId], told: str = "") -> None:
-        """Hand an order to the ranks, and say that it was seen; `told`: what a black box says of
-        the last."""
+        """Hand an order to the ranks, and say that it was seen; `told`: by a black box."""
         if now - self._looked_at < _ORDERS_S:
             return
         self._looked_at = now
@@ -259,12 +258,10 @@ class Relay:
             self._shipments[stream] = Shipment(folder, stream, has_own_chunks=has_own_chunks)
 
     def _job_state(self) -> JobState:
-        """A launcher of ours holds a lock while it lives, any other is a process that lives; ranks
-        that outlive a killed one say the rest."""
         if self._is_stopped() or (self._run_folder / JOB_OVER_NAME).exists():
             return JobState.OVER
         lock = self._run_folder / LAUNCHER_LOCK_NAME
-        if lock.exists():
+        if lock.exists():  # a launcher of ours holds it while it lives
             if is_held(lock):
                 return JobState.LAUNCHED
             return JobState.UNKNOWN if self._has_alive() else JobState.OVER

@@ -189,8 +189,7 @@ class ReplicaFiles:
         return Unsynced(stream, self._lengths[stream], descriptor, path if is_new else None)
 
     def sync_all(self) -> bool:
-        """Wait until all replicas that are left, and the name of the tree, are on disk; log what is
-        not."""
+        """Wait until all replicas, and the name of the tree, are on disk; log what is not."""
         is_on_disk = True
         folder = self._out / REPLICA_FOLDER
         try:

@@ -28,8 +28,7 @@ class Unsynced:
     """The replica's path where its name has to be put on disk too."""
 
     def put_on_disk(self) -> None:
-        """Wait until the bytes are on disk; raise OSError: what the disk refused once it may have
-        forgotten."""
+        """Wait for the disk; raise OSError: what it refused once it may have forgotten."""
         try:
             os.fdatasync(self.descriptor)
             if self.new is not None:
@@ -61,8 +60,7 @@ class BackgroundSync(Generic[Asker]):
         return bool(self._lost)
 
     def begin(self, place: StreamId, asker: Asker, to_sync: Callable[[StreamId], Unsynced]) -> None:
-        """Have a replica put on disk, opened by `to_sync`, unless that is under way or is in
-        vain."""
+        """Have a replica put on disk, opened by `to_sync`, where that is not under way or vain."""
         if place in self._lost or place in self._askers:
             return
         with contextlib.suppress(OSError):  # too many open files: it is asked for again

@@ -21,8 +21,7 @@ from rankscope.spool.replication import read_end, replica_path, replicated
 
 
 def write_host_state(out: Path, relay: str, beat: int, state: HostState) -> None:
-    """Leave the state of one relay, or raise SpoolError; another `beat` shows that the relay
-    lives."""
+    """Leave the state of one relay, or raise SpoolError; another `beat` shows that it lives."""
     path = out / REPLICA_FOLDER / f"{HOST_STATE_PREFIX}{relay}.json"
     fields = {"beat": beat, **asdict(state), "job": int(state.job)}
     write_by_rename(path, json.dumps(fields) + "\n")

@@ -198,13 +198,11 @@ class Shipment:
         return None
 
     def has_sent(self, end: int) -> bool:
-        """True where every record up to `end` is over there; a rank whose spool is full writes
-        nothing."""
+        """True where every record up to `end` is over there; a full spool lets no rank write."""
         return self.acked == end
 
     def is_delivered(self) -> bool:
-        """True where every byte and the end are over there; a rank that was called lost may
-        live."""
+        """True where all of it and its end are over there; a rank called lost may still write."""
         if not self._is_delivered or self._end is None:
             return False
         if self._end.reason is EndReason.LOST and is_alive(self.folder):

@@ -55,8 +55,7 @@ class HostState:
     max_restarts: int = 0
     """How often ranks may come back after an exception, where the job's state is UNKNOWN."""
     quiet: int = 0
-    """Ranks that held their steps back, where all of its host ended in order and nothing
-    happened."""
+    """Ranks that held their steps back, on a host where all ended in order and nothing happened."""
 
     def heard(self, silent_s: float) -> PeerState:
         """Return what is known of a relay that said this so long ago."""

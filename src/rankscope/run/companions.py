@@ -60,8 +60,7 @@ def reader_command(out: Path, traced_ranks: int) -> list[str]:
 
 
 def tree_command(out: Path, *, keep_spool: bool) -> list[str]:
-    """The command that builds the tree and writes lines of `PART WHAT`, while this process
-    lives."""
+    """The command that builds the tree and writes lines of `PART WHAT`."""
     return [*_reader(out), "--build-tree", *(["--keep-spool"] if keep_spool else [])]
 
 

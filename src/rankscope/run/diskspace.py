@@ -58,8 +58,7 @@ def reserve(descriptor: int, start: int, nbytes: int) -> bool:
 
 
 def punch_hole(descriptor: int, start: int, nbytes: int) -> bool:
-    """Give blocks of a file back, which then read as zeros, or raise OSError; False where
-    unsupported."""
+    """Give blocks of a file back, which then read as zeros; False where unable; raise OSError."""
     if _fallocate is None:
         return False
     if _fallocate(descriptor, _KEEP_SIZE | _PUNCH_HOLE, start, nbytes) == 0:

@@ -104,13 +104,11 @@ class EventBoard:
         return bool(texts) if trigger.value.is_end else text[:_MOST_CHARACTERS] in texts
 
     def first_time(self, time: int) -> int:
-        """Return the time of a watched file before any touch, as the first who asked says, or raise
-        OSError."""
+        """Return the time of a watched file before any touch that counts, or raise OSError."""
         return int(self._agree("0", str(time)))
 
     def tell_taken(self, number: int) -> None:
-        """Write that a glob of values to watch, by its number for all ranks, took one, or raise
-        OSError."""
+        """Write that a glob of values to watch, by its number, took one, or raise OSError."""
         if not self.has_taken(number):
             self._agree(f"watch.{number}", "taken")
 

@@ -214,8 +214,7 @@ def mark_job_over(run_folder: Path) -> None:
 
 
 def check_free_space(folder: Path, needed_bytes: int, need: str = "", remedy: str = "") -> None:
-    """Raise SpoolError for a disk without room; `need` and `remedy` default to the words for
-    spools."""
+    """Raise SpoolError for a disk without room; `need` and `remedy` are by default of spools."""
     free = free_bytes(folder)
     if free < needed_bytes:
         need = need or f"needs {needed_bytes >> 20} MiB for the spools"

@@ -71,8 +71,7 @@ def note_job_end(out: Path, error: BaseException | None) -> None:
 
 
 def first_failures(error: BaseException | None) -> dict[int, Any]:
-    """Return {rank: failure} of ranks that failed in the first second, of torch's
-    ChildFailedError."""
+    """Return {rank: failure} of the first second, as torch's ChildFailedError says."""
     failures: Mapping[int, Any] = getattr(error, "failures", {})
     earliest = min((each.timestamp for each in failures.values()), default=0)
     return {rank: each for rank, each in failures.items() if each.timestamp == earliest}

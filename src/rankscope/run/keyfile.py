@@ -44,8 +44,7 @@ def relays_file(path: Path) -> Path:
 
 
 def write_keys(path: Path, keys: CurveKeys) -> None:
-    """Write the collector's file and, beside it, the relays', both new and 0600, or raise
-    KeysError."""
+    """Write the collector's file and the relays' beside it, new and 0600, or raise KeysError."""
     collector: dict[str, str] = {"public": keys.collector_public}
     relay: dict[str, str] = {"public": keys.relay_public}
     of_collector = {"collector": {**collector, "secret": keys.collector_secret}, "relay": relay}

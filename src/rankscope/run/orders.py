@@ -103,8 +103,7 @@ class TakenOrder:
 
 
 def put_order(folder: Path, order: Order) -> None:
-    """Write an order into the folder of replicas, or a copy into a run folder, or raise
-    SpoolError."""
+    """Write an order into the folder of replicas or a run folder, or raise SpoolError."""
     path = folder / ORDER_NAME
     try:
         with replacing(path, is_synced=False) as file:

@@ -111,8 +111,7 @@ def _names(path: Path) -> set[str]:
 
 
 def _is_free(path: Path, *, is_shared: bool) -> bool:
-    """True for a folder that is not there, or empty, or in which a collector waits for a run that
-    all hosts share."""
+    """True for a folder that is not there, or empty, or where a collector waits for all hosts."""
     try:
         held, replicas = _names(path), path / names.REPLICA_FOLDER
         if is_shared and names.COLLECTOR_LOCK_NAME in held and held <= names.OF_A_COLLECTOR:
@@ -135,8 +134,7 @@ def free_out(out: Path, *, is_shared: bool = False) -> Path:
 
 
 def _is_begun(path: Path) -> bool:
-    """True for a folder of this user that nobody has claimed: another host of the run may have made
-    it just now, and one of the two gets it."""
+    """True for a folder of this user without a claim: of two hosts that make one, one gets it."""
     try:
         return path.lstat().st_uid == os.geteuid() and not _names(path)
     except OSError:

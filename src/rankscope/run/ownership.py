@@ -36,7 +36,7 @@ def check_folder_found(path: Path, option: str = "--rs-out") -> None:
 
 
 def own_subfolder(path: Path) -> Path:
-    """Make a folder (0700) in one that is ours, or take it; raise OSError for a link, or another
+    """Make a folder (0700) in one of ours, or take it; raise OSError for a link or another
     user's."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -74,8 +74,7 @@ def _is_given_to_root(folder: Path) -> bool:
 
 
 def _our_names(folder: Path) -> set[int]:
-    """Return the user ids of this process's files in a folder: on a network disk root is
-    another."""
+    """Return the user ids of our files in a folder: on a network disk root is somebody else."""
     if os.stat(folder).st_uid == os.getuid():
         return {os.getuid()}
     draft = folder / f".rankscope-{os.getpid()}.owner"

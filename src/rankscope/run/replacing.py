@@ -31,9 +31,8 @@ def read_json_map(path: Path) -> dict[str, Any]:
 
 
 def new_file(path: Path) -> BinaryIO:
-    """Make a file for this user alone (0600), as a trace is and all that is written out of one;
-    return it, open to be written. Raise OSError where it cannot be made, or something has its name.
-    """
+    """Make a file for this user alone (0600), as all of a trace is, and open it; raise OSError
+    where something has its name."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, 0o600), "wb")
 
@@ -73,8 +72,7 @@ def replacing(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
 
 
 def write_by_rename(path: Path, text: str) -> None:
-    """Write a small file (0600), so that a reader sees all of it or the old one, or raise
-    SpoolError."""
+    """Write a file (0600): a reader sees all of it or the old one; raise SpoolError."""
     try:
         with replacing(path, is_synced=False) as file:
             file.write(text.encode())

@@ -56,8 +56,7 @@ class Stall:
         return max(0, (until_ns - self.since_ns) // _NS)
 
     def as_evidence(self, now_ns: int | None) -> dict[str, Any]:
-        """Return {host, since, until, seconds, message}; `until` is null where nobody saw its
-        end."""
+        """Return {host, since, until, seconds, message}; `until` is null while no end was seen."""
         return {
             "host": self.host,
             "since": utc_text(self.since_ns),
@@ -92,8 +91,7 @@ _MOST = 50
 
 
 def keep_stall(folder: Path, relay: str, stall: Stall) -> None:
-    """Add a stall to the file of one relay in a trace or run folder, or renew it; raise
-    SpoolError."""
+    """Add a stall to the file of one relay, or renew it, or raise SpoolError."""
     path = folder / STALL_FOLDER / f"{relay}.json"
     others = [s for s in _read(path) if s.since_ns != stall.since_ns]
     kept = sorted([*others, stall], key=lambda s: s.since_ns)[-_MOST:]

@@ -48,8 +48,8 @@ class FindingCommand:
     """Hands each new finding to a command of the user's, one at a time."""
 
     def __init__(self, command: str, folder: Path, say: Callable[[str], object]) -> None:
-        """Take a command for the shell, "" for none, at work in `folder`; `say` hears what goes
-        wrong."""
+        """Take a command for the shell, "" for none, at work in `folder`; `say` hears of
+        trouble."""
         self._command, self._folder, self._say = command, folder, say
         self._waiting: deque[str] = deque()
         self._more = 0
@@ -128,8 +128,7 @@ class FindingCommand:
 
 
 class FindingsFile:
-    """The file of one trace folder: a line, told once, for findings of one kind on the same
-    ranks."""
+    """The file of one trace folder: one line for findings of one kind on the same ranks."""
 
     def __init__(self, out: Path, command: str = "") -> None:
         """Learn what a process before this one told; `command` as of `FindingCommand`."""

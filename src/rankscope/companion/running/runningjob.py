@@ -98,8 +98,7 @@ class RunningJob:
         return any(stream.keeps_tensors for stream in self._streams.values())
 
     def look(self, is_stopped: Callable[[], bool] = lambda: False) -> bool:
-        """Read what is new, have all listeners look, let go what none needs; True where more may
-        wait."""
+        """Read what is new, have listeners look, let go what none needs; True where more waits."""
         self.taken_bytes = self.read(is_stopped)
         for each in self.listeners:
             each.look(is_stopped)
@@ -232,8 +231,7 @@ class RunningJob:
         return any(key in stream.with_tensors for stream in self._streams.values())
 
     def settle(self) -> None:
-        """Free on disk what was read but is not held: it is in the tree; raise SpoolError or
-        OSError."""
+        """Free on disk what was read and is in the tree; raise SpoolError or OSError."""
         for stream in self._streams.values():
             stream.settle()
 
@@ -245,9 +243,8 @@ class RunningJob:
                 stream.drop(key)
 
     def trace(self, keys: Iterable[StepKey]) -> Callable[[], Trace]:
-        """Return what makes the trace of setup and some steps, as they are now, also in another
-        thread; it raises TraceError where there is no record, TraceVersionError for a newer record
-        format."""
+        """Return what makes the trace of setup and some steps as they are now, in any thread; it
+        raises TraceError without a record, TraceVersionError for a newer record format."""
         sources, read_s = self._sources(keys), self._read_s
 
         def made() -> Trace:

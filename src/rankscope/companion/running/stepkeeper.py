@@ -127,8 +127,7 @@ class StepKeeper:
             job.settle()
 
     def _due(self, keys: list[StepKey]) -> list[StepKey]:
-        """Return the steps where they are worth a part, for which setup is read again, or waited
-        long."""
+        """Return the steps, or none yet: setup is read again for each part."""
         worth = max(self._sizes.part, self._job.kept_bytes) if self._sizes.part else 0
         # longer where it took long to write the last one
         has_waited = time.monotonic() - self._written_at > _WAIT_S * max(1.0, self._took_s)
