@@ -72,7 +72,7 @@ class BlackBox:
         self.streams: dict[StreamId, HeldStream] = {}
         self._boards: dict[int, EventBoard] = {}
         self._judged: set[StreamId] = set()
-        self._logged: dict[int, int] = {}
+        self._logged_events: dict[int, int] = {}
         self._looked_at = float("-inf")
         self._alive_at = time.monotonic()
         self.order: Order | None = None
@@ -171,9 +171,9 @@ class BlackBox:
 
     def _windows(self, life: int) -> list[Window]:
         events = self._boards[life].events()
-        for event in events[self._logged.get(life, 0) :]:
+        for event in events[self._logged_events.get(life, 0) :]:
             log(f"{event.text} at {event.mode.word} step {event.step}")
-        self._logged[life] = len(events)
+        self._logged_events[life] = len(events)
         return [event.window(self._steps) for event in events]
 
     def _of_last_life(self, *, alive: bool = False) -> dict[StreamId, HeldStream]:

@@ -53,18 +53,16 @@ from rankscope.spool.recordformat import (
 )
 from rankscope.spool.streamreader import StreamReader
 
-_COPIED: Final = "copied"
+_COPIED_KIND: Final = "copied"
 _LAST_NUMBER: Final = 0xFFFF_FFFF
 """Definitions that are made here are numbered from above, where no rank comes."""
 _SEGMENT_BYTES: Final = 4 << 20
-_ROOM: Final = 256 << 10
-_UNIT: Final = 1 << 20
-_BUDGET: Final = 16 << 20
+_NOTE_ROOM_BYTES: Final = 256 << 10
+_READ_BYTES: Final = 1 << 20
+_LOOK_BYTES: Final = 16 << 20
 """Bytes looked at in one go, so that the relay answers in between."""
-_ALL: Final = 1 << 62
-_PAUSE_S: Final = 1.0
-
-
+_BEYOND_ALL_BYTES: Final = 1 << 62
+_SEGMENT_PAUSE_S: Final = 1.0
 _Runs = list[list[int]]
 """Runs of steps, each [mode, first, last], in order and apart."""
 
@@ -172,7 +170,7 @@ class HeldStream:
     def _steps_begun(self, offset: int) -> dict[Mode, int]:
         found: dict[Mode, int] = {}
         end = offset + self._ring.segment_bytes
-        while offset < end and (chunk := self._ring.read_from(offset, _UNIT)):
+        while offset < end and (chunk := self._ring.read_from(offset, _READ_BYTES)):
             rows = records(chunk, is_verified=True).columns(RecordKind.STEP)[1]
             for row in rows[rows["event"] == int(StepEvent.BEGIN)]:
                 found[Mode(int(row["mode"]))] = int(row["step"])
@@ -199,7 +197,7 @@ class HeldStream:
                 return True
         if is_final:
             self._finish(windows)
-        elif self._buffer and time.monotonic() - self._written_at > _PAUSE_S:
+        elif self._buffer and time.monotonic() - self._written_at > _SEGMENT_PAUSE_S:
             self._write_segment()
         else:
             self._tell_rank()
@@ -230,10 +228,11 @@ class HeldStream:
     def _copy_some(self, windows: Sequence[Window]) -> bool:
         state, looked_at = self._state, 0
         self._asked = windows
-        while looked_at < _BUDGET:
+        while looked_at < _LOOK_BYTES:
             if self._is_past(windows):
                 return False
-            size = _UNIT if state.ring >= state.high else min(_UNIT, state.high - state.ring)
+            to_high = state.high - state.ring
+            size = min(_READ_BYTES, to_high) if to_high > 0 else _READ_BYTES
             try:
                 chunk = self._ring.read_from(state.ring, size)
             except SpoolError:
@@ -265,7 +264,7 @@ class HeldStream:
         return bool(windows) and is_last_mode and state.step > last + 1
 
     def _copy_kept(self) -> None:
-        while chunk := self.definitions.read_from(self._state.kept, _UNIT):
+        while chunk := self.definitions.read_from(self._state.kept, _READ_BYTES):
             found = records(chunk, is_verified=True)
             is_end = np.isin(found.kind, (RecordKind.END, RecordKind.FILLER))
             after = deepcopy(self._state)
@@ -346,7 +345,7 @@ class HeldStream:
         return said
 
     def _add(self, cells: bytes, after: _State) -> None:
-        if len(self._buffer) + len(cells) + _ROOM > _SEGMENT_BYTES:
+        if len(self._buffer) + len(cells) + _NOTE_ROOM_BYTES > _SEGMENT_BYTES:
             self._write_segment()
         self._buffer += cells
         self._state = after
@@ -358,7 +357,7 @@ class HeldStream:
         if windows:
             self._copy_kept()
         else:  # nothing happened in this life
-            self._buffer[:] = first_record(self.definitions.read_from(0, _UNIT))
+            self._buffer[:] = first_record(self.definitions.read_from(0, _READ_BYTES))
         earlier, state = self._state, deepcopy(self._state)
         if state.hole >= 0 and windows:
             for mode in {int(window.mode) for window in windows}:
@@ -390,7 +389,7 @@ class HeldStream:
             segment.map[: len(self._buffer)] = bytes(self._buffer)
             segment.at = len(self._buffer)
             number = _LAST_NUMBER - self._state.numbers - 1
-            fields = {"id": number, "kind": _COPIED, **asdict(self._state)}
+            fields = {"id": number, "kind": _COPIED_KIND, **asdict(self._state)}
             packed = msgpack.packb(fields)
             put(segment, RecordKind.DEFINITION, DEFINITION_LENGTH.pack(len(packed)) + packed)
             if end:
@@ -409,8 +408,8 @@ class HeldStream:
 
     def _tell_rank(self) -> None:
         """Mark beside the ring how far the copy goes, so that its rank may let go of that."""
-        state = self._state
-        mark = state.windows, _ALL if self._is_past(self._asked) else max(0, state.ring)
+        is_past, ring = self._is_past(self._asked), self._state.ring
+        mark = self._state.windows, _BEYOND_ALL_BYTES if is_past else max(0, ring)
         if mark != self._marked and not self._buffer:
             with contextlib.suppress(OSError):  # a full disk: the rank holds more than it needs to
                 mark_copied(self.folder, *mark)
@@ -429,7 +428,7 @@ class HeldStream:
         with StreamReader(self._target) as reader:
             for chunk in reader.chunks((self._index - 1) * reader.segment_bytes):
                 for entry in records(chunk, is_verified=True).definitions():
-                    if entry["kind"] == _COPIED:
+                    if entry["kind"] == _COPIED_KIND:
                         del entry["id"], entry["kind"]
                         state = _State(**entry)
         if state is None:

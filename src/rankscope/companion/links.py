@@ -78,7 +78,7 @@ class Link(ABC):
         self._box = box
         self._job = JobState.UNKNOWN
         self._beat_at = float("-inf")
-        self._sent: Stall | None = None
+        self._told_stall: Stall | None = None
         self.heard_at = float("-inf")
         self.is_reached = False
         """What is sent finds its way to somebody."""
@@ -191,12 +191,12 @@ class SocketLink(Link):
         if now - max(self.heard_at, self._connected_at) > _SILENT_S:
             self._connect_again(now)
         held = self._held(shipments)
-        has_news = job is not self._job or self.stall != self._sent or held != self._told_held
+        has_news = job is not self._job or self.stall != self._told_stall or held != self._told_held
         if now - self._beat_at > _BEAT_S or has_news:
             self.state = self._state(shipments, job)
             if not self._greet(self.state):
                 return was_busy
-            self._job, self._told_held, self._sent = job, held, self.stall
+            self._job, self._told_held, self._told_stall = job, held, self.stall
             self._beat_at = now
         return self._pump(list(shipments.values()), now) or was_busy
 
@@ -376,11 +376,11 @@ class FolderLink(Link):
         self._replicas.close()
 
     def _tell(self) -> None:
-        if self.stall is None or self.stall == self._sent:
+        if self.stall is None or self.stall == self._told_stall:
             return
         with contextlib.suppress(SpoolError):  # the disk is full: tried again
             keep_stall(self._out, self._name, self.stall)
-            self._sent = self.stall
+            self._told_stall = self.stall
 
     def _hear(self) -> None:
         if self._box is not None and self._box.quiet_ranks:

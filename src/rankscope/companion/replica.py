@@ -58,8 +58,8 @@ class ReplicaFiles:
         self._lengths: dict[StreamId, int] = {}
         self._open: OrderedDict[StreamId, int] = OrderedDict()
         self._places: dict[tuple[StreamId, int], StreamId] = {}
-        self._named: set[StreamId] = set()
-        self._counts: dict[int, int] = {}
+        self._named_on_disk: set[StreamId] = set()
+        self._life_counts: dict[int, int] = {}
         self._held: dict[int, int] = {}
         """Bytes of a rank on disk, or more where some were freed since they were counted."""
         self._run_id = ""
@@ -111,7 +111,7 @@ class ReplicaFiles:
                     f"{stream.name}: {MOST_LIVES} lives of this rank are here, no more are taken"
                 )
             _first_word(_origin_path(self._out, free), origin_text(origin))
-            self._counts[stream.rank] += 1
+            self._life_counts[stream.rank] += 1
             place = self.placed(stream, origin)  # another host may have been quicker
             if place not in (None, stream):
                 before = f"another process wrote {stream.name} before"
@@ -184,8 +184,8 @@ class ReplicaFiles:
         """Return what has to be on disk for a stream to outlast a crash; errors as of `length`."""
         descriptor = os.dup(self._descriptor(stream))
         path = replica_path(self._out, stream)
-        is_new = stream not in self._named
-        self._named.add(stream)
+        is_new = stream not in self._named_on_disk
+        self._named_on_disk.add(stream)
         return Unsynced(stream, self._lengths[stream], descriptor, path if is_new else None)
 
     def sync_all(self) -> bool:
@@ -222,9 +222,11 @@ class ReplicaFiles:
             os.close(self._open.popitem()[1])
 
     def _count(self, rank: int) -> int:
-        if rank not in self._counts:
-            self._counts[rank] = len({n.rpartition(".")[0] for n in _files_of(self._out, rank)})
-        return self._counts[rank]
+        if rank not in self._life_counts:
+            self._life_counts[rank] = len(
+                {n.rpartition(".")[0] for n in _files_of(self._out, rank)}
+            )
+        return self._life_counts[rank]
 
     def _has_room(self, rank: int, more_bytes: int) -> bool:
         """True where the replicas of a rank may occupy more of the disk, which are measured again

@@ -63,6 +63,7 @@ class RankStatus:
     """Ranks that did not come to the collective in which it stands."""
     step_s: float | None = None
     own_s: float | None = None
+    """Of `step_s` outside collectives for which it waited."""
     beside_all: float | None = None
     """`own_s` divided by the median of all ranks in the same step."""
     beside_history: float | None = None

@@ -38,15 +38,8 @@ def default_out() -> Path:
 
 
 _JOB_ID_VARIABLES = (
-    "SLURM_JOB_ID",
-    "PBS_JOBID",
-    "LSB_JOBID",
-    "FLUX_JOB_ID",
-    "OAR_JOB_ID",
-    "AWS_BATCH_JOB_ID",
-    "KUBEFLOW_TRAINING_JOB_ID",
-    "RAY_JOB_ID",
-    "JOB_ID",
+    *("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "OAR_JOB_ID"),
+    *("AWS_BATCH_JOB_ID", "KUBEFLOW_TRAINING_JOB_ID", "RAY_JOB_ID", "JOB_ID"),
 )
 """Of schedulers; JOB_ID, Grid Engine's, is last because anything may be called so."""
 _DEAD_S = 30.0

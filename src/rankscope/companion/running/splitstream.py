@@ -71,7 +71,7 @@ class SplitStream:
         self.ended: dict[int, int] = {}
         self.ended_ns: dict[StepKey, int] = {}
         self.trained_by_then: dict[StepKey, int] = {}
-        """Of each of those: the last train step that had ended by then, -1 for none."""
+        """The last train step that had ended when a held step ended, -1 for none."""
         self.with_tensors: set[StepKey] = set()
         self.keeps_tensors = False
         self.begun: set[int] = set()
@@ -88,7 +88,7 @@ class SplitStream:
         self.held: dict[StepKey, int] = {}
         self._numbers: dict[StepKey, int] = {}
         self._next_number = itertools.count()
-        self._dropped: dict[int, int] = {}
+        self._last_dropped: dict[int, int] = {}
         self._sequences = np.empty(0, np.uint64)
         """Of the calls that are held or kept, sorted."""
         self._owners = np.empty(0, np.int64)
@@ -129,7 +129,7 @@ class SplitStream:
 
     def drop(self, key: StepKey) -> None:
         """Let the records of a step go."""
-        self._dropped[key.mode] = max(key.step, self._dropped.get(key.mode, -1))
+        self._last_dropped[key.mode] = max(key.step, self._last_dropped.get(key.mode, -1))
         if self._held.pop(key, None) is None:
             return
         del self.held[key]
@@ -167,7 +167,7 @@ class SplitStream:
             return
         prefix = read_settled(self._path)
         self.close()
-        self._dropped.clear()
+        self._last_dropped.clear()
         self._take(records(prefix.kept), is_told=prefix.settled_to > self._tail_from)
         self.offset, self.late_records = prefix.settled_to, prefix.late_records
         self.settled = self.offset
@@ -237,7 +237,7 @@ class SplitStream:
         for i, code in enumerate(distinct.tolist()):
             key = StepKey(code >> 32, code & 0xFFFF_FFFF)
             if key not in self._held:
-                if key.step <= self._dropped.get(key.mode, -1):
+                if key.step <= self._last_dropped.get(key.mode, -1):
                     continue
                 self._held[key], self.held[key] = [], 0
                 self._numbers[key] = next(self._next_number)

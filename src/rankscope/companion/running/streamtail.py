@@ -74,6 +74,7 @@ class StreamTail:
         self.latest: EnteredCall | None = None
         """The call that began last; in a backward pass the call whose gradient came last."""
         self.issued: dict[int, EnteredCall] = {}
+        """{definition: the collective of that kind that was issued last}."""
         self.written_ns = 0
         self.records = self.lost_records = 0
         self.steps_ended = 0
