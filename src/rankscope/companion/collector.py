@@ -41,8 +41,7 @@ from rankscope.companion.protocol import (
     decode,
     encode,
 )
-from rankscope.companion.replica import ReplicaFiles
-from rankscope.companion.replicasync import BackgroundSync
+from rankscope.companion.replica import BackgroundSync, ReplicaFiles
 from rankscope.companion.waitingrule import HostState, JobState, PeerState, StreamSource
 from rankscope.errors import BindError, FolderError, SpoolError, WireError
 from rankscope.record.streams import EndReason, StreamId

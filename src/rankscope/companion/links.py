@@ -41,8 +41,7 @@ from rankscope.companion.protocol import (
     decode,
     encode,
 )
-from rankscope.companion.replica import ReplicaFiles
-from rankscope.companion.replicasync import BackgroundSync
+from rankscope.companion.replica import BackgroundSync, ReplicaFiles
 from rankscope.companion.sharedwatch import write_host_state
 from rankscope.companion.shipping import Shipment
 from rankscope.companion.waitingrule import HostState, JobState
