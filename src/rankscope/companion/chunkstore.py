@@ -43,11 +43,9 @@ class ReceivedChunks:
         self._whole: dict[StreamId, int] = {}
 
     def answer(self, message: Question, place: StreamId | None = None) -> tuple[Answer, bool]:
-        """Do what a relay asks for; return the answer, and whether anything new is here.
-
-        `place`: the life whose chunks these are here, where another process was the same rank in
-        the same life before; default the message's own.
-        """
+        """Do what a relay asks for; return the answer, and whether anything new is here. `place`:
+        the life whose chunks these are here, where another process was the same rank in the same
+        life before."""
         asked, stream, chunk = message.stream, place or message.stream, message.chunk
         try:
             if self._is_whole(stream, chunk):

@@ -282,10 +282,9 @@ class Intake(StreamSource):
         return answer
 
     def _greet(self, identity: bytes, hello: Hello) -> Message | None:
-        """Take a relay in, unless it brings records of another run than the one gathered here.
-
-        The log names that run; the answer does not. A relay that comes while the disk is full is
-        heard: nobody else says that its job is over."""
+        """Take a relay in, unless it brings records of another run than the one gathered here,
+        which the log names and the answer does not. A relay is heard while the disk is full: nobody
+        else says that its job is over."""
         peer = self._peers.get(identity)
         if peer is not None and peer.is_admitted:
             return None

@@ -72,13 +72,10 @@ class Link(ABC):
     """One of the two, as the relay's loop sees it."""
 
     def __init__(self, header: RunHeader, name: str, box: BlackBox | None) -> None:
-        self._header = header
-        self._name = name
-        self._box = box
+        self._header, self._name, self._box = header, name, box
         self._job = JobState.UNKNOWN
-        self._beat_at = float("-inf")
+        self._beat_at = self.heard_at = float("-inf")
         self._told_stall: Stall | None = None
-        self.heard_at = float("-inf")
         self.is_reached = False
         """What is sent finds its way to somebody."""
         self.rejection = ""
@@ -224,10 +221,9 @@ class SocketLink(Link):
         self._socket.connect(self._address)
 
     def _greet(self, state: HostState) -> bool:
-        """Say who this is and what it holds; False where that cannot be sent now.
-
-        Before any word about a stream: the collector takes none from a relay it does not know, and
-        may be through with the streams it knows before it hears of another."""
+        """Say who this is and what it holds; False where that cannot be sent now. Before any word
+        about a stream: the collector takes none from a relay it does not know, and may be through
+        with the streams it knows before it hears of another."""
         hello = Hello(PROTOCOL_VERSION, socket.gethostname(), self._header.run_id)
         events = [] if self._box is None else self._box.happened()
         stalls = [] if self.stall is None else [self.stall]  # ever again: any of them may be lost

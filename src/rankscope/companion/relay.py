@@ -50,11 +50,8 @@ _ORDERS_S = 0.2
 
 class OrderWatch:
     """Hands orders of `rankscope capture` from the trace folder to the ranks, who look into the run
-    folder.
-
-    A relay whose records go through a socket does not see the trace folder: `rankscope capture`
-    writes into the run folder of its host itself.
-    """
+    folder. Where a relay sees no trace folder, `rankscope capture` writes into the run folder
+    itself."""
 
     def __init__(self, run_folder: Path, header: RunHeader, relay: str) -> None:
         self._run_folder, self._out, self._relay = run_folder, header.out, relay

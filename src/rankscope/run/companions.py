@@ -91,11 +91,9 @@ def metrics_trouble(port: int) -> str:
 
 def companion_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of a companion: no RANKSCOPE variable, so that it never traces itself; no
-    rank variables; no working directory of the job on the module path.
-
-    Entries of that path are made absolute because a companion works elsewhere; numpy has one
-    thread; this package is found wherever it was imported from.
-    """
+    rank variables; no working directory of the job on the module path, whose entries are made
+    absolute because a companion works elsewhere; one thread for numpy; this package is found
+    wherever it was imported from."""
     left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTHONINSPECT")
     kept = {
         name: value

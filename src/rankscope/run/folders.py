@@ -38,8 +38,7 @@ SHARED = "shared"
 _STREAM_NAME = re.compile(r"rank(\d{5,8})\.(\d{1,5})")
 _TRIES = 5
 _ASKED_S = 2.0
-"""Whoever asks whether a lock is held takes it for an instant, longer on a host that is short of
-processors: that is no holder."""
+"""A process that asks whether a lock is held takes it for an instant, and is no holder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,11 +275,8 @@ class FolderLock:
 
 
 def is_held(path: Path) -> bool:
-    """True while some process holds the FolderLock at `path`.
-
-    Makes no lock file, and needs no right to write. Nobody holds a lock that this process may not
-    look at.
-    """
+    """True while some process that this one may look at holds the FolderLock at `path`. Makes no
+    lock file, and needs no right to write."""
     try:
         os.close(_locked(path, os.O_RDONLY, fcntl.LOCK_SH))
     except BlockingIOError:

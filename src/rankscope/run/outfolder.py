@@ -246,11 +246,9 @@ QUIET = "nothing happened, so there is no trace"
 def announced(
     out: Path, shown: str | None = None, *, is_complete: bool = True, remark: str = ""
 ) -> str:
-    """Return the line that tells of a finished trace, the same wherever it is printed.
-
-    `shown`: the folder as it may be typed here; `is_complete`: every record of every rank is there,
-    and every rank ended in order; `remark`: what has to be known before that.
-    """
+    """Return the line that tells of a finished trace, the same wherever it is printed; `shown` is
+    the folder as it may be typed here; `is_complete`: all records of all ranks are there, and every
+    rank ended in order; `remark`: what has to be known before that."""
     shown = shown or str(out)
     if remark:
         return f"{remark}; what there is lies in {out}: {typed('verify', shown)}"

@@ -129,11 +129,8 @@ def prepare_run(
     request: RunRequest, announce: Callable[[Path, str], object] = lambda out, line: None
 ) -> PreparedRun:
     """Make the trace folder and the run folder of a run; start nothing. `announce` is told of the
-    trace folder once it can be used, and how that is said, before `run.json` lets anybody in.
-
-    Raise FolderError or SpoolError where a folder cannot be used or a disk has no room, and leave
-    nothing behind.
-    """
+    trace folder once it can be used, before `run.json` lets anybody in. Raise FolderError or
+    SpoolError where a folder cannot be used or a disk has no room, and leave nothing behind."""
     with ExitStack() as undo:
         collection, settings = request.collection, request.settings
         base = spool_base(settings.spool)

@@ -33,10 +33,8 @@ def started_at() -> float:
 
 def launcher_of(variables: Mapping[str, str]) -> int:
     """Return the process that launched this rank: its nearest ancestor that is not of the rank.
-
     Shells and wrappers between the two (`torchrun --no-python bind.sh ...`) were started with the
-    variables that number the rank; what stands above them all ranks of a host share.
-    """
+    variables that number the rank; what stands above them all ranks of a host share."""
     pid = os.getppid()
     for _ in range(_MOST_ANCESTORS):
         parent = _status(pid, 1)

@@ -52,10 +52,8 @@ def sync_by_name(path: Path) -> None:
 @contextmanager
 def replacing(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
     """Give a new file (0600) that takes the place of `path` when the block ends; `is_synced`: its
-    bytes are on disk before they are seen there, and then their name.
-
-    On OSError the draft is gone: a full disk has better use for it.
-    """
+    bytes are on disk before they are seen there, and then their name. On OSError the draft is gone:
+    a full disk has better use for it."""
     draft = path.with_name(f".{path.name[:60]}.{os.getpid()}.new")  # a name has 255 bytes at most
     try:
         draft.unlink(missing_ok=True)  # of a process that died with our number, or somebody's

@@ -152,10 +152,8 @@ class FindingsFile:
         self._command.close()
 
     def add(self, findings: Sequence[Finding], ended_ns: Mapping[StepKey, int]) -> None:
-        """Append what is new among the origins of one report; `ended_ns`: when steps ended.
-
-        Where nothing is new, the file's time of change alone tells that steps were judged.
-        """
+        """Append what is new among the origins of one report; `ended_ns`: when steps ended. The
+        file's time of change tells that steps were judged, where nothing is new too."""
         alike: dict[tuple[str, tuple[int, ...]], list[Finding]] = {}
         for finding in findings:
             key = finding.kind.value, finding.ranks

@@ -20,8 +20,7 @@ _STEPS_BESIDE: Final = 2
 """Steps before the new ones that are judged with them: some rules look back."""
 _MOST_BYTES: Final = 192 << 20
 _CANCELLED_S: Final = 40.0
-"""So long after the first crash it is told, also if nobody has said how the job ended: torchrun
-gives ranks that it ends 30 s."""
+"""Crashes are told so long after the first at most: torchrun gives ranks that it ends 30 s."""
 _LAST_S: Final = 0.3
 """So long what is judged at the end is waited for: `check` judges it again."""
 _STALL_AGAIN_S: Final = 1.0

@@ -285,11 +285,8 @@ class RankActivity:
 def activity_of(
     reader: StreamReader, definitions: StreamReader | None = None, *, counts_steps: bool
 ) -> RankActivity:
-    """Read what a rank is inside of, or raise SpoolError.
-
-    `definitions` is a stream with more definitions; `counts_steps`: a train step before its
-    optimizer counts.
-    """
+    """Read what a rank is inside of, or raise SpoolError; `definitions` is a stream with more of
+    them; `counts_steps`: a train step before its optimizer counts."""
     tail = StreamTail(is_whole=reader.lowest() == 0)
     for each in filter(None, (definitions, reader)):
         for chunk in each.chunks():
