@@ -43,9 +43,8 @@ class ReceivedChunks:
         self._whole: dict[StreamId, int] = {}
 
     def answer(self, message: Question, place: StreamId | None = None) -> tuple[Answer, bool]:
-        """Do what a relay asks for; return the answer, and whether anything new is here. `place`:
-        the life whose chunks these are here, where another process was the same rank in the same
-        life before."""
+        """Do what a relay asks for; return the answer, and whether anything new is here. `place` is
+        the life whose chunks these are here, where another process was the same rank before."""
         asked, stream, chunk = message.stream, place or message.stream, message.chunk
         try:
             if self._is_whole(stream, chunk):

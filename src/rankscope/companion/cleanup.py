@@ -43,13 +43,11 @@ def remove_run(
 def kept_stream(
     run_folder: Path, is_elsewhere: Callable[[StreamId], bool], *, is_quiet: bool = False
 ) -> StreamId | None:
-    """Return the first stream for which a run folder has to stay, None where it may go; raise
-    SpoolError.
+    """Return the first stream for which a run folder has to stay, None where it may go.
 
-    Args:
-        run_folder: of a host.
-        is_elsewhere: True for a stream all of which, and whose end, is on disk elsewhere.
-        is_quiet: no host of the job asks for what its ranks held back.
+    `is_elsewhere` is True for a stream all of which, and whose end, is on disk elsewhere;
+    `is_quiet`: no host of the job asks for what its ranks held back. Raise SpoolError for no
+    folder.
     """
     sent = streams(run_folder)
     held = run_folder / names.HELD_FOLDER

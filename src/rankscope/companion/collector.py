@@ -170,9 +170,8 @@ class Intake(StreamSource):
         return self._replicas.trouble or self._trouble
 
     def farewell(self, *, is_quiet: bool) -> None:
-        """Say Done to every relay until all have left, for a few seconds at most, or nothing where
-        the disk refuses: a relay that is told removes its spools, so what it sent has to outlast a
-        loss of power."""
+        """Say Done to every relay until all have left, for a few seconds at most; nothing where the
+        disk refuses: a relay that is told removes its spools."""
         self._sync.close()
         self._tell_synced()
         is_on_disk = self._replicas.sync_all()

@@ -86,8 +86,7 @@ class Admission:
 
 class Handshake:
     """Connects a relay's socket with keys, again and again, and says why that fails: libzmq gives
-    up for good where a collector refuses a key, and tries thirty times a second at another
-    collector."""
+    up for good where a collector refuses a key, and tries another one thirty times a second."""
 
     def __init__(self, socket: zmq.Socket[bytes], address: str, keys: CurveKeys) -> None:
         """Connect, which never waits; raise KeysError for no pair of keys."""

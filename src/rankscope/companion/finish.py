@@ -93,13 +93,10 @@ def gathering(
     own_host: Callable[[], HostState | None] | None = None,
 ) -> Turns[ExitOutcome]:
     """Gather a run, build its tree, tell the relays; return how it ended. Other work of this
-    process has its turn at each yield. When all went well `collector.log` is removed: it says
-    nothing.
+    process has its turn at each yield. A `collector.log` that says nothing of trouble is removed.
 
     Args:
-        options: where, from whom, how long.
         is_stopped: true once somebody asked for an end (SIGTERM): finish with what is there.
-        observer: hears how far it is.
         wait_s: how long a turn may wait for something to come.
         own_host: as of `SharedWatch`.
 

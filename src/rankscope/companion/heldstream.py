@@ -180,8 +180,7 @@ class HeldStream:
     def copy(self, windows: Sequence[Window], *, is_final: bool) -> bool:
         """Copy what is there of the steps asked for; True where more is there already. `windows`
         are all of this life, in their order; `is_final`: the rank has ended, and nothing more will
-        be asked for. Raise SpoolError or OSError where the disk takes nothing, or a segment cannot
-        be read."""
+        be asked for. Raise SpoolError or OSError where the disk takes or gives nothing."""
         if self._state.is_done or not (windows or is_final):
             return False
         if windows:

@@ -55,6 +55,7 @@ LONGEST_MESSAGE = LONGEST_BODY + _LONGEST_HEADER
 LONGEST_ANSWER = _LONGEST_HEADER
 """Of one part of a message to a relay, which has no body."""
 MOST_PARTS = 2
+_HEADER_LIMITS = {"max_array_len": 8, "max_map_len": 0, "max_bin_len": 0, "max_ext_len": 0}
 _CRC_BYTES = 4
 _LONGEST_TEXT = 256
 _LONGEST_ENTRY = 600
@@ -192,25 +193,11 @@ class Done:
     """Nothing happened on any host: what ranks held back is not asked for."""
 
 
-Message = (
-    Hello
-    | OpenStream
-    | Frame
-    | Sync
-    | Synced
-    | Ended
-    | HostState
-    | Happened
-    | Stall
-    | Bye
-    | StreamOffset
-    | EndedSeen
-    | BeatSeen
-    | Refused
-    | Rejected
-    | Done
-    | ChunkEnded
+_FromRelay = (
+    Hello | OpenStream | Frame | Sync | Ended | ChunkEnded | HostState | Happened | Stall | Bye
 )
+_FromCollector = StreamOffset | Synced | EndedSeen | BeatSeen | Refused | Rejected | Done
+Message = _FromRelay | _FromCollector
 
 
 def encode(message: Message) -> list[bytes]:
@@ -253,14 +240,7 @@ def _unpack(part: bytes) -> list[object]:
             "a header whose crc is wrong: damaged on its way, or of another version of rankscope"
         )
     try:
-        unpacked = msgpack.unpackb(
-            header,
-            max_ext_len=0,
-            max_array_len=8,
-            max_map_len=0,
-            max_bin_len=0,
-            max_str_len=_LONGEST_HEADER,
-        )
+        unpacked = msgpack.unpackb(header, max_str_len=_LONGEST_HEADER, **_HEADER_LIMITS)
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
         raise WireError(f"a header of {len(header)} bytes that is no msgpack array") from error
     if not isinstance(unpacked, list) or not unpacked:

@@ -49,9 +49,8 @@ _ORDERS_S = 0.2
 
 
 class OrderWatch:
-    """Hands orders of `rankscope capture` from the trace folder to the ranks, who look into the run
-    folder. Where a relay sees no trace folder, `rankscope capture` writes into the run folder
-    itself."""
+    """Hands orders of `rankscope capture` from the trace folder to the run folder, where ranks
+    look. Where a relay sees no trace folder, `rankscope capture` writes into the run folder."""
 
     def __init__(self, run_folder: Path, header: RunHeader, relay: str) -> None:
         self._run_folder, self._out, self._relay = run_folder, header.out, relay
@@ -105,8 +104,7 @@ class Relay:
     def __init__(
         self, run_folder: Path, header: RunHeader, is_stopped: Callable[[], bool], *, is_alone: bool
     ) -> None:
-        """Send nothing yet, or raise RankscopeError where the other side may not or cannot be
-        reached.
+        """Send nothing yet, or raise RankscopeError where the other side cannot be reached.
 
         Args:
             run_folder: of this host.

@@ -35,15 +35,12 @@ def read_host_states(out: Path) -> dict[str, tuple[int, HostState]]:
     except OSError:
         return {}
     for name in names:
-        if not (name.startswith(HOST_STATE_PREFIX) and name.endswith(".json")):
-            continue
-        try:
-            fields = read_json_map(out / REPLICA_FOLDER / name)
-            beat, job = int(fields.pop("beat")), JobState(fields.pop("job"))
-            counts = {field: int(count) for field, count in fields.items()}
-            states[name] = beat, HostState(job=job, **counts)
-        except (SpoolError, KeyError, TypeError, ValueError):
-            continue
+        if name.startswith(HOST_STATE_PREFIX) and name.endswith(".json"):
+            with contextlib.suppress(SpoolError, KeyError, TypeError, ValueError):
+                fields = read_json_map(out / REPLICA_FOLDER / name)
+                beat, job = int(fields.pop("beat")), JobState(fields.pop("job"))
+                counts = {field: int(count) for field, count in fields.items()}
+                states[name] = beat, HostState(job=job, **counts)
     return states
 
 

@@ -100,9 +100,9 @@ def companion_environment(environ: Mapping[str, str] = os.environ) -> dict[str, 
         for name, value in environ.items()
         if name != "RANKSCOPE" and not name.startswith("RANKSCOPE_") and name not in left_out
     }
-    package_root = str(Path(__file__).resolve().parents[2])
     given = kept.get("PYTHONPATH", "").split(os.pathsep)
     path = [os.path.abspath(entry) for entry in given if entry]
+    package_root = str(Path(__file__).resolve().parents[2])
     if package_root not in path:
         path.append(package_root)
     return {
@@ -164,9 +164,8 @@ def start_daemon(command: Sequence[str], log: Path, folder: Path) -> str:
         if output >= 0:
             os.close(output)
     if done.returncode:
-        raise SpoolError(
-            f"{shlex.join(command)}: the shell ended with {done.returncode}; see {log}"
-        )
+        how = f"the shell ended with {done.returncode}"
+        raise SpoolError(f"{shlex.join(command)}: {how}; see {log}")
     return process_name(int(done.stdout))
 
 

@@ -22,8 +22,7 @@ from rankscope.run.stallrecords import Stall, stalls_in
 
 def told_in(folder: Path) -> tuple[list[dict[str, Any]], float | None]:
     """Return the findings and notices of the live check, each with its `age_s`, and the seconds
-    since it judged a step or told something, None where it did neither. Lines that are not whole
-    are left out."""
+    since it judged a step or told something, None where it did neither; torn lines are left out."""
     told: list[dict[str, Any]] = []
     try:
         lines = (folder / FINDINGS_NAME).read_text(errors="replace").splitlines()

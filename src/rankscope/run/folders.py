@@ -102,9 +102,8 @@ def host_run_folder(base: Path, key: str) -> Path:
                     break
             status = folder.lstat()
         except OSError as error:
-            raise SpoolError(
-                f"{folder}: cannot be made: {error.strerror}", "choose another with --rs-spool"
-            ) from error
+            remedy = "choose another with --rs-spool"
+            raise SpoolError(f"{folder}: cannot be made: {error.strerror}", remedy) from error
         if status.st_uid != os.getuid() or status.st_mode & 0o077 or folder.is_symlink():
             raise SpoolError(
                 f"{folder}: belongs to another user, is a link or is open to others "
@@ -167,12 +166,8 @@ def streams(run_folder: Path) -> list[StreamId]:
         names = os.listdir(run_folder)
     except OSError as error:
         raise SpoolError(f"{run_folder}: cannot be listed: {error.strerror}") from error
-    found = []
-    for name in names:
-        stream = stream_named(name)
-        if stream is not None and segment_indexes(run_folder / name):
-            found.append(stream)
-    return sorted(found)
+    found = [stream for stream in map(stream_named, names) if stream is not None]
+    return sorted(stream for stream in found if segment_indexes(run_folder / stream.name))
 
 
 def stream_named(name: str) -> StreamId | None:

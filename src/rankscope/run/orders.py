@@ -186,12 +186,7 @@ def seen_by(out: Path, number: int) -> list[OrderSeen]:
         with contextlib.suppress(SpoolError, KeyError, TypeError, ValueError, OverflowError):
             fields: dict[str, Any] = read_json_map(path)
             if fields["number"] == number:
-                found.append(
-                    OrderSeen(
-                        number=number,
-                        host=str(fields["host"]),
-                        ranks=tuple(map(int, fields["ranks"])),
-                        told=str(fields["told"]),
-                    )
-                )
+                host, told = str(fields["host"]), str(fields["told"])
+                ranks = tuple(map(int, fields["ranks"]))
+                found.append(OrderSeen(number=number, host=host, ranks=ranks, told=told))
     return found

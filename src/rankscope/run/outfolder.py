@@ -58,8 +58,9 @@ def named_out(out: Path, run_id: str) -> Path:
 def take_out(
     out: Path, run_id: str, *, maker: str, is_shared: bool = False
 ) -> tuple[Path, list[Path]]:
-    """Take the trace folder of a run: `out`, or where that is taken the next free sibling. Return
-    it, and what was made now, the innermost first: nothing where another host chose.
+    """Take the trace folder of a run, or raise FolderError: `out`, or where that is taken the next
+    free sibling. Return it, and what was made now, the innermost first: nothing where another host
+    chose.
 
     Args:
         out: as it was asked for.
@@ -68,9 +69,6 @@ def take_out(
             where nobody else will look for the folder, which stays empty then.
         is_shared: every host of the run takes a folder. The first one chooses; the others take the
             folder with the youngest mark of the run.
-
-    Raises:
-        FolderError: it is no folder, or cannot be made or written.
     """
     text = f"{socket.gethostname()} {maker}"
     for number in range(_TRIES):
@@ -193,8 +191,8 @@ def is_visible(out: Path, run_id: str) -> bool:
 
 def prepare_out(path: Path, option: str = "--rs-out", *, is_shared: bool = False) -> Path:
     """Make a trace folder (0700, with its parents), or take an empty one, or with `is_shared` one
-    in which others of the run have begun. Raise FolderError for any other; `option` names another
-    one."""
+    in which others of the run have begun. Raise FolderError, which names `option` for another one.
+    """
     try:
         is_new = not path.exists()
         path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -19,8 +19,8 @@ from rankscope.errors import FolderError
 
 def check_folder_found(path: Path, option: str = "--rs-out") -> None:
     """Raise FolderError for a trace folder that is another user's, or holds links, and OSError
-    where it cannot be read. A link to a folder of this user's own is fine; `option` names another
-    folder."""
+    where it cannot be read. A link to a folder of one's own is fine; `option` names another folder.
+    """
     owner = os.stat(path).st_uid
     if owner not in _our_names(path) and not _is_given_to_root(path):
         raise FolderError(

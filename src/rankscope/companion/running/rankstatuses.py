@@ -100,10 +100,8 @@ class StatusWriter:
         self._rates.append((now, received))
         while len(self._rates) > 2 and now - self._rates[1][0] >= _RATE_S:
             self._rates.popleft()
-        rate = None
-        if len(self._rates) > 1:
-            (began, before), (ended, after) = self._rates[0], self._rates[-1]
-            rate = (after - before) / max(ended - began, 1e-3)
+        (began, before), (ended, after) = self._rates[0], self._rates[-1]
+        rate = (after - before) / max(ended - began, 1e-3) if len(self._rates) > 1 else None
         read = sum(each.offset for each in every)
         return JobTotals(
             records=records,

@@ -49,9 +49,9 @@ class StepKeeper:
         sizes: KeepSizes = KeepSizes(),
         dataset: Callable[[Trace], None] | None = None,
     ) -> None:
-        """Write nothing yet; `say` takes lines about what cannot be done. `dataset` takes the trace
-        of each part before it is in the tree, so it has what is in the tree; after a kill it may
-        get steps again."""
+        """Write nothing yet; `say` takes lines about trouble. `dataset` takes the trace of each
+        part before it is in the tree, so it has what is in the tree; after a kill it may get steps
+        again."""
         self._job, self._out, self._say = job, out, say
         self._sizes, self._dataset = sizes, dataset
         self._tree: GrowingTree | None = None

@@ -212,14 +212,8 @@ class StreamTail:
             return
         call, time_ns = of[places[-1]], int(values["time_ns"][places[-1]])
         if self.latest is None or time_ns > self.latest.time_ns:
-            self.latest = EnteredCall(
-                sequence=int(call["sequence"]),
-                time_ns=time_ns,
-                module=int(call["module"]),
-                phase=int(Phase.BACKWARD),
-                mode=int(call["mode"]),
-                step=int(call["step"]),
-            )
+            fields = {name: int(call[name]) for name in ("sequence", "module", "mode", "step")}
+            self.latest = EnteredCall(time_ns=time_ns, phase=int(Phase.BACKWARD), **fields)
 
     def _is_slot(self, slots: Rows, begin: str) -> NDArray[np.bool_]:
         defined = {number: self.definitions.get(number, {}) for number in np.unique(slots).tolist()}
