@@ -1,10 +1,10 @@
 """What arrives over a socket: its parts, and how much memory all of it may take, whoever sends it.
 
-libzmq bounds a part of a message and counts whole messages, but it keeps the parts of a message
-that has not ended where nobody can see them: a peer that never ends its message fills the memory.
-So a thread watches what this process occupies. Where that grows beyond what honest peers can have
-on their way, the connections are cut, and libzmq forgets what came over them. Honest peers connect
-again and send what was not acknowledged.
+libzmq bounds a part of a message and counts whole messages, but keeps the parts of a message that
+has not ended where nobody can see them: a peer that never ends its message fills the memory. So a
+thread watches what this process occupies. Where that is more than honest peers can have on their
+way, the connections are cut, and libzmq forgets what came over them. Honest peers connect again and
+send what was not acknowledged.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""The black box of one host: sees what happens to its ranks, and what others saw, and has the last
-steps of all of them copied.
+"""The black box of one host: sees what happens to its ranks, and has the last steps of all copied.
 
 A rank that ended otherwise than in order, a job that stands still, a touch of the watched file and
 an order are seen here; what stands in values is seen by the ranks. All of it goes on one board for
-each life of the job (`run.eventboard`), which says at which step it was: that is all hosts agree
-on. Hosts without a folder that all of them see tell each other by the collector (`hear`).
+each life of the job (`run.eventboard`), with the step at which it was: that is all hosts agree on.
+Hosts without a folder that all of them see tell each other by the collector (`hear`).
 
-A box is *quiet* once the ranks of its host have ended in order and nothing was told: then nothing
-is copied. What they held stays until the collector knows that all hosts are quiet.
+A box is *quiet* once the ranks of its host have ended in order and nothing was told: nothing is
+copied. What they held stays until the collector knows that all hosts are quiet.
 """
 
 from __future__ import annotations

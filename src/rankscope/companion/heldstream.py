@@ -1,13 +1,12 @@
 """One stream that its rank holds back, and what is made of it once something happened.
 
 The records of the steps that are asked for are copied, with every definition, into a stream of the
-usual kind, which is then shipped like any other. The copy grows by whole segments: each is filled
-beside its place and renamed to it, and ends with a note of how far it goes. So a relay that was
-killed goes on where its predecessor was, and nobody ever sees half of a segment.
+usual kind, which is shipped like any other. The copy grows by whole segments: each is filled beside
+its place, ends with a note of how far the copy goes, and is renamed to its place. So a relay goes
+on where a killed one was, and nobody sees half of a segment.
 
 A copy says two things beside the records: what was asked for (definitions of kind "asked"), and
-which steps it has and which its rank no longer had (kind "copied", the last of them). A trace says
-by these, of each step that an event asked for, whether it is there.
+which steps it has and which its rank no longer had (the last definition of kind "copied").
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
 """One stream on its way: what was sent, what was acknowledged, when to go back. No sockets.
 
 A shipment asks for the offset the other side holds, sends whole records from there with a bounded
-amount in flight, and asks again after a time without progress. The acknowledged offset is all it
-ever believes, and that only where it fits what was sent or what lies here, so a lost or damaged
-message, a restarted collector or a restarted relay costs time only. A segment is freed once the
-other side says that its records are on disk over there.
+amount in flight, and asks again after a time without progress. It believes the acknowledged offset
+alone, where it fits what was sent or lies here: a lost or damaged message, a restarted collector or
+relay costs time only. A segment is freed once its records are on disk over there.
+
+Full tensors of a host that does not see the trace folder are sent chunk by chunk in the same way,
+each once it is finished, and removed here once it is there. A chunk that a dead rank left
+unfinished is sent as it is, and finished where the tree is built.
 """
 
 from __future__ import annotations

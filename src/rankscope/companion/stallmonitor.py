@@ -1,14 +1,13 @@
 """Whether the job stands still on this host, and what its ranks are inside of: answered here alone.
 
-A rank moves when its spool grows and when it ends: the relay sees that, because it sees all spools.
-A rank is quiet for many reasons: its traced steps are over and it trains on untraced, it evaluates,
-it saves. Only three things say that a record was to come: a module call that was not left, a
-collective that the program waits for and that has not ended, and a train step whose optimizer has
-not stepped. The last stands in for what no record shows, such as DDP's own reduction in backward.
+A rank moves when its spool grows and when it ends. A rank is quiet for many reasons: its traced
+steps are over, it evaluates, it saves. Only three things say that a record was to come: a module
+call that was not left, a collective that the program waits for, and a train step whose optimizer
+has not stepped. The last stands in for what no record shows, such as DDP's own reduction in
+backward.
 
 Where no rank has moved for the time that was set, and one at least is inside such a thing
-(`activity_of`), that is a stall: it is written down (`rankscope.run.stallrecords`), and so is its
-end. Nothing is done to any process.
+(`activity_of`), that is a stall: it and its end are written down (`rankscope.run.stallrecords`).
 """
 
 from __future__ import annotations
@@ -121,9 +120,8 @@ class StallMonitor:
         if not self._limit_s:
             return
         is_due = now - self._looked_at >= min(_LOOK_S, self._limit_s / 4)
-        # where the last rank has just gone, soon nobody asks this relay any more
-        has_alive = any(shipment.is_alive for shipment in shipments.values())
-        if not is_due and (has_alive or not self._stands):
+        # not later where the last rank has just gone: soon nobody asks this relay any more
+        if not is_due and not (self._stands and not any(s.is_alive for s in shipments.values())):
             return
         away_s, self._looked_at = now - self._looked_at, now
         for stream, shipment in shipments.items():

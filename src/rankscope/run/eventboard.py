@@ -2,8 +2,8 @@
 
 Whoever sees something happen writes one entry: what, and the step at which it was. Entries are
 numbered from 1, and an entry is a symbolic link to its text: made in one call, whole or not at all,
-on every shared disk, by the first who comes. Nobody waits for anybody: relays look from time to
-time, and a rank that is about to let go of steps looks whether an entry asks for them.
+on every shared disk, by the first who comes. Relays look from time to time, and a rank that is
+about to let go of steps looks whether an entry asks for them.
 
 What an entry asks for, of all ranks of that life, is a `Window`: steps that have to be in the
 trace. How far they were copied is marked beside each rank's ring (`mark_copied`).

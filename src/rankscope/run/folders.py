@@ -233,7 +233,7 @@ class FolderLock:
         deadline = time.monotonic() + _ASKED_S
         while self._descriptor < 0:
             try:
-                descriptor = _locked(path, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
+                self._descriptor = _locked(path, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
             except BlockingIOError as error:
                 if time.monotonic() < deadline:
                     time.sleep(0.01)
@@ -244,16 +244,18 @@ class FolderLock:
                 ) from error
             except OSError as error:
                 raise SpoolError(f"{path}: cannot be made: {error.strerror}") from error
-            if _is_file_at(path, descriptor):
-                self._descriptor = descriptor
-                continue
-            os.close(descriptor)  # whoever held it removed the file: that lock keeps nobody out
-            if time.monotonic() > deadline:
-                raise SpoolError(f"{path}: is not what was opened under that name")
+            if not self.is_in_place():  # whoever held it removed the file: this keeps nobody out
+                self.release()
+                if time.monotonic() > deadline:
+                    raise SpoolError(f"{path}: is not what was opened under that name")
 
     def is_in_place(self) -> bool:
         """True where the file that is locked is the one at its path, and not gone or another's."""
-        return _is_file_at(self._path, self._descriptor)
+        try:
+            held, there = os.fstat(self._descriptor), os.stat(self._path, follow_symlinks=False)
+        except OSError:
+            return False
+        return os.path.samestat(held, there)
 
     def remove(self) -> None:
         """Give the lock up and remove its file; whoever waits for it makes a new one."""
@@ -289,10 +291,3 @@ def _locked(path: Path, how: int, lock: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def _is_file_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
-    except OSError:
-        return False

@@ -1,9 +1,9 @@
 """Whose a folder or a file is: nothing that another user planted is followed, or written to.
 
-A trace folder may lie where others can write (`/tmp`, a shared disk), and whoever makes a folder of
-its name before us could have our records go through links to wherever we may write. So a folder
-that is there already has to be this user's own and hold no links, and a file that is appended to
-has to be a plain one with a single name.
+Where others can write (`/tmp`, a shared disk), whoever makes a trace folder of our name before us
+could have our records go through links to wherever we may write. So a folder that is there already
+has to be this user's own and hold no links, and a file that is appended to has to be a plain one
+with a single name.
 """
 
 from __future__ import annotations

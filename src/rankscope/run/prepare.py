@@ -1,9 +1,6 @@
-"""How a run is prepared on one host, whoever asks: the launcher, the first rank, or one process
-that traces a block.
-
-It makes the trace folder and the host's run folder, after it has made sure that the disks have room
-for what ranks may write, and says in `run.json` where the records are collected.
-"""
+"""How the launcher, the first rank, or one process that traces a block prepare a run on one host:
+they make the trace folder and the host's run folder once the disks have room for what ranks may
+write, and say in `run.json` where the records are collected."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""One stream, read as it grows: its records by the step they belong to, and what its rank is inside
-of.
+"""One stream, read as it grows: its records by their step, and what its rank is inside of.
 
 What holds for the whole job stays: definitions, setup, gaps. The records of a step are held until
 they are dropped, so the memory is that of the steps held, however long the job.
