@@ -21,7 +21,7 @@ from rankscope.errors import SettingError, SpoolError
 from rankscope.run import filenames as names
 from rankscope.run.folders import is_held, read_run_header, spool_base
 from rankscope.run.locks import is_abandoned
-from rankscope.run.outfolder import OF_A_COLLECTOR, recovering
+from rankscope.run.outfolder import recovering
 from rankscope.run.processes import is_process_alive
 
 _JUST_BEGUN_S = 60.0
@@ -29,7 +29,7 @@ _JUST_BEGUN_S = 60.0
 _UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 _SUFFIXES = {"", ".json", ".jsonl", ".safetensors", ".parquet", ".cells", ".settled", ".log"}
 """Of files inside the folders of a trace."""
-_OF_A_TRACE = OF_A_COLLECTOR | {
+_OF_A_TRACE = names.OF_A_COLLECTOR | {
     *(names.TRACE_NAME, names.TREE_NAME, names.VALUES_NAME, "report.html"),
 }
 

@@ -32,6 +32,7 @@ from rankscope.spool.recordformat import (
     GAP_DTYPE,
     HEADER_BYTES,
     LONGEST_RECORD,
+    NO_SEQUENCE,
     PAYLOAD_BYTES,
     STEP_DTYPE,
     TENSOR_DTYPE,
@@ -248,6 +249,20 @@ def ending(found: Records) -> Ending:
         return Ending(reason=reason, dropped_records=dropped, time_ns=time_ns)
     _, gaps = found.columns(RecordKind.GAP)
     return Ending(reason=None, dropped_records=int(gaps["records"].sum()))
+
+
+_WITH_CALL = (
+    *(RecordKind.ENTER, RecordKind.EXIT, RecordKind.VALUE, RecordKind.SAMPLES),
+    RecordKind.ERROR,
+)
+"""Records that begin with the sequence number of their call."""
+
+
+def call_sequences(found: Records) -> npt.NDArray[np.uint64]:
+    """Return the sequence number of each record's call, NO_SEQUENCE for none, [R]."""
+    heads = found.cells.take(found.start, axis=0)[:, HEADER_BYTES : HEADER_BYTES + 8]
+    numbers: npt.NDArray[np.uint64] = np.ascontiguousarray(heads).view("<u8").reshape(-1)
+    return np.where(np.isin(found.kind, _WITH_CALL), numbers, np.uint64(NO_SEQUENCE))
 
 
 def step_codes(modes: npt.NDArray[Any], steps: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
