@@ -49,11 +49,10 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkReport:
-    """What became of one chunk."""
+    """What became of one chunk; `tensors` counts the readable ones."""
 
     path: Path
     tensors: int = 0
-    """Readable ones."""
     lost: tuple[int, ...] = ()
     """References whose bytes are not there, or not as they were recorded."""
     note: str = ""
@@ -63,13 +62,8 @@ class ChunkReport:
 def recorded_tensors(
     tensors: Array, definitions: Mapping[int, Mapping[str, Any]], number: int
 ) -> list[HeldTensor]:
-    """Return what TENSOR records say of one chunk, each place once, in the order of the data.
-
-    Args:
-        tensors: TENSOR_DTYPE, in the order they were committed.
-        definitions: the stream's definitions by number.
-        number: the chunk.
-    """
+    """Return what TENSOR records of a stream (TENSOR_DTYPE, in the order of their commits) say of
+    one chunk, each place once, in the order of the data."""
     rows = tensors[tensors["chunk"] == number]
     _, firsts = np.unique(rows["index"], return_index=True)
     found = []
@@ -90,10 +84,8 @@ def read_header(
 ) -> tuple[MappedFile, ChunkHeader | None]:
     """Return a chunk, mapped, and what its header says, None where it is unfinished.
 
-    Args:
-        path: of the chunk.
-        place: the stream and the number by which it is read. An unfinished chunk may be of another
-            life of that rank: its records tell whether its bytes are theirs.
+    An unfinished chunk may be of another life of the rank of `place`: its records tell whether its
+    bytes are theirs.
 
     Raises:
         ChunkError: it cannot be read, is no chunk, or says that it is of another place.
@@ -121,13 +113,8 @@ def finish_chunks(
     tensors: Array,
     definitions: Mapping[int, Mapping[str, Any]],
 ) -> list[ChunkReport]:
-    """Finish every chunk of a stream whose rank has ended; safe to call again.
-
-    Args:
-        folder: the stream's chunks.
-        stream: whose they are.
-        tensors: its TENSOR records, TENSOR_DTYPE.
-        definitions: its definitions by number.
+    """Finish every chunk of a stream whose rank has ended, by its TENSOR records; safe to call
+    again.
 
     Returns:
         One report a chunk, also for chunks that records name and that are not there.
@@ -237,11 +224,10 @@ def _whole_tensors(
 
 
 def damaged(path: Path, place: tuple[StreamId, int] | None = None) -> list[int]:
-    """Return the references of a finished chunk whose bytes are not what its checksums say;
-    `path` and `place` as of `read_header`.
+    """Return the references of a finished chunk whose bytes are not what its checksums say.
 
     Raises:
-        ChunkError: the chunk cannot be read, is unfinished, or says that it is of another place.
+        ChunkError: as of `read_header`, or the chunk is unfinished.
     """
     chunk, header = read_header(path, place)
     if header is None:
@@ -264,11 +250,6 @@ class _StillWrittenError(ChunkError):
 
 @contextmanager
 def _held_alone(path: Path) -> Iterator[int]:
-    """Open a chunk that no living rank writes.
-
-    Raises:
-        ChunkError: its rank is alive.
-    """
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         try:

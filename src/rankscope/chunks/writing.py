@@ -47,8 +47,7 @@ HEADER_BYTES: Final = (1 << 20) - LENGTH_BYTES
 """Reserved per chunk: 8,192 tensors of the usual number of dims. The data behind it begins at a
 MiB: the page cache takes blocks that lie so in two thirds of the time."""
 _LEAST_HEADER_BYTES: Final = 4096
-_AHEAD_BYTES: Final = 8 << 20
-"""Reserved on disk beyond what is written."""
+_AHEAD_BYTES: Final = 8 << 20  # reserved on disk beyond what is written
 ByteArray = npt.NDArray[np.uint8]
 # the stubs do not know that arrays are buffers
 _xxh3: Final[Any] = xxhash.xxh3_64
@@ -57,21 +56,18 @@ _writers: weakref.WeakSet[ChunkWriter] = weakref.WeakSet()
 
 
 class ChunkEntry(NamedTuple):
-    """Where the bytes of one tensor are, as its TENSOR record says."""
+    """Where the bytes of one tensor are, as its TENSOR record says: its place among the chunk's
+    tensors, its first byte from the end of the header region, xxh3_64 of the stored bytes; what the
+    header will say of it, and the bytes of the header up to there."""
 
     reference: int
     chunk: int
     index: int  # type: ignore[assignment]  # nobody looks for an entry as in a tuple
-    """Place among the chunk's tensors."""
     begin: int
-    """First byte, counted from the end of the header region."""
     nbytes: int
     checksum: int
-    """xxh3_64 of the bytes as stored."""
     text: str
-    """What the header will say of it."""
     header_end: int
-    """Bytes of the header up to here."""
 
     @property
     def end(self) -> int:
@@ -97,7 +93,6 @@ class ChunkWriter:
         Args:
             limit_bytes: what all chunks of the stream may occupy on disk.
             chunk_bytes: data of a chunk at most; a larger tensor has a chunk of its own.
-            chunk_tensors: tensors of a chunk at most.
             header_bytes: reserved in each chunk; one that would need more ends earlier.
         """
         if header_bytes < _LEAST_HEADER_BYTES or header_bytes % 8:
@@ -111,17 +106,15 @@ class ChunkWriter:
         self._data_start = LENGTH_BYTES + header_bytes
         self._number = 0
         self._file: OwnFile | None = None
-        """The open chunk."""
         self._reserved_end = 0
-        """Up to where the open chunk has blocks on disk; beyond every file where it can have none
-        before they are written."""
+        """Up to where the open chunk has blocks on disk; `sys.maxsize` where it can have none
+        ahead."""
         self._entries: list[ChunkEntry] = []
         """Committed in the open chunk: the only thing that says where it ends."""
         self._spent_bytes = 0
-        """Size of the chunks behind the open one."""
         self._is_over = False
         self.trouble = ""
-        """Why nothing is written any more, empty while there is no trouble."""
+        """Why nothing is written any more."""
         _writers.add(self)
 
     @property
@@ -223,7 +216,6 @@ class ChunkWriter:
         self._is_over = True
 
     def _is_full_for(self, nbytes: int, text_bytes: int) -> bool:
-        """True where the open chunk must not take this tensor."""
         if not self._entries:
             return False  # alone it may be larger than a chunk, and its header always fits
         text_bytes += 1 + CHECKSUM_DIGITS
@@ -257,7 +249,6 @@ class ChunkWriter:
         return at - start, state.intdigest() if state is not None else checksum or 0
 
     def _next_chunk(self) -> None:
-        """Finish the open chunk and make the next one, its header region on disk."""
         self._finish_chunk()
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._number += 1
@@ -281,10 +272,7 @@ class ChunkWriter:
 
     def _finish_chunk(self) -> None:
         """Cut the file behind the last tensor and fill the header in; a chunk of none is removed.
-
-        Raises:
-            OSError: the file is left as far as it got.
-        """
+        Where the disk refuses, the file is left as far as it got."""
         file = self._file
         if file is None:
             return
@@ -310,7 +298,6 @@ class ChunkWriter:
             os.close(descriptor)
 
     def _give_up(self, error: OSError) -> ChunkError:
-        """Save what is finished and write no more; return what to raise."""
         self._is_over = True
         self.trouble = f"{self._folder}: {error.strerror or error}"
         try:
@@ -322,7 +309,6 @@ class ChunkWriter:
         )
 
     def _forget_in_child(self) -> None:
-        """A forked child has no part in its parent's chunks."""
         file, self._file = self._file, None
         self._is_over = True
         if file is not None:

@@ -36,7 +36,7 @@ _MOST_BYTES: Final = 1 << 20
 
 
 def described_as(slot: str) -> str:
-    """Return the slot whose placement that of a gradient is; another slot is its own."""
+    """Return `param:` and input or output for the slot of a gradient; any other slot is its own."""
     if slot.startswith("grad:"):
         return f"param:{slot[5:]}"
     return slot.removeprefix("grad_") if slot.startswith(("grad_input", "grad_output")) else slot
@@ -47,7 +47,6 @@ class LayoutEntry:
     """One `[[layout]]`."""
 
     number: int
-    """Its place in the file, from 1."""
     path: str
     slot: str
     placements: Mapping[str, Placement]
@@ -70,7 +69,6 @@ class LayoutFile:
     """What one file declares."""
 
     name: str
-    """The file, for messages."""
     text: str
     axes: Mapping[str, int]
     entries: tuple[LayoutEntry, ...]

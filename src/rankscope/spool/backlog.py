@@ -1,8 +1,8 @@
 """What a full spool leaves unwritten: definitions that wait for room, and counts of what was lost.
 
-Definitions are never dropped, because later records name them. Of everything else that finds no
-room only a GAP record per mode remains: which steps, how many records and bytes. A first one says
-as soon as records are dropped from which step on: who is killed meanwhile says no more.
+Definitions are never dropped, because later records name them. Of everything else a GAP record per
+mode remains: which steps, how many records and bytes. A first GAP is written as soon as dropping
+begins, for a rank that is killed meanwhile.
 """
 
 from __future__ import annotations
@@ -36,14 +36,12 @@ class Backlog:
 
     def __init__(self) -> None:
         self.step, self.mode = 0, 0
-        """The step that runs, to which what is dropped belongs."""
         self.definitions: list[bytes] = []
         self._bytes = 0
         self._gaps: dict[int, _Gap] = {}
         self._has_begun = False
         """The stream says that records are dropped, and not yet how many were."""
         self.dropped = 0
-        """Records counted as dropped so far."""
         self.outside: list[int] = []
         """Bytes of records dropped without the lock: nested in a write, or waited too long."""
 
@@ -70,17 +68,14 @@ class Backlog:
         gap[3] += size
 
     def begin(self, write: Callable[[RecordKind, bytes], bool]) -> None:
-        """Say that records are dropped from here on, once until `settle`; `write` as there."""
+        """Write once until `settle` that records are dropped from here on; `write` as there."""
         if not self._has_begun:
             packed = GAP.pack(time.monotonic_ns(), 0, 0, self.step, TO_ITS_END, self.mode)
             self._has_begun = write(RecordKind.GAP, packed)
 
     def settle(self, write: Callable[[RecordKind, bytes], bool]) -> bool:
-        """Write what waits, definitions first; False where one of those found no room.
-
-        Args:
-            write: commits a record and returns True, or returns False where there is no room.
-        """
+        """Write what waits, definitions first; False where a definition found no room. `write`
+        commits a record and returns True, or returns False where there is no room."""
         while self.definitions and write(RecordKind.DEFINITION, self.definitions[0]):
             self._bytes -= len(self.definitions.pop(0))
         while self.outside:

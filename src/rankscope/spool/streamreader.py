@@ -59,7 +59,7 @@ class StreamReader:
         return self._segment_bytes
 
     def origin(self) -> int:
-        """Which process's stream this is (`origin`); UNKNOWN while nothing is committed.
+        """Return whose stream this is (`origin`); UNKNOWN while nothing is committed.
 
         Raises:
             SpoolError: the first record cannot be read, or was freed and its origin not kept.
@@ -74,10 +74,8 @@ class StreamReader:
         return indexes[0] * self.segment_bytes if indexes else 0
 
     def read_from(self, offset: int, max_bytes: int) -> bytes:
-        """Return whole committed records from `offset` on, b"" where there are none yet.
-
-        At most `max_bytes`, more only where the first record is longer than that; never across a
-        segment's end.
+        """Return whole committed records from `offset` on, b"" where there are none yet: at most
+        `max_bytes`, more only where the first record is longer; never across a segment's end.
 
         Raises:
             SpoolError: the segment was freed, or cannot be read.
@@ -88,15 +86,18 @@ class StreamReader:
         index, at = divmod(offset, size)
         if not self._open(index):
             return b""
+        first = record_bytes(self._pread(CELL_BYTES, at))
+        if not first:
+            return b""
+        wanted = min(max(max_bytes - max_bytes % CELL_BYTES, first), size - at)
+        chunk = self._pread(wanted, at)
+        return chunk[: valid_prefix(chunk)]
+
+    def _pread(self, size: int, at: int) -> bytes:
         try:
-            first = record_bytes(os.pread(self._descriptor, CELL_BYTES, at))
-            if not first:
-                return b""
-            wanted = min(max(max_bytes - max_bytes % CELL_BYTES, first), size - at)
-            chunk = os.pread(self._descriptor, wanted, at)
+            return os.pread(self._descriptor, size, at)
         except OSError as error:
             raise SpoolError(f"{self.folder}: cannot be read: {error.strerror}") from error
-        return chunk[: valid_prefix(chunk)]
 
     def ends_record(self, offset: int) -> bool:
         """True where a whole record ends at `offset`, or all before it was freed or never was.
@@ -112,10 +113,7 @@ class StreamReader:
         index, at = divmod(offset - CELL_BYTES, size)
         if not self._open(index):
             return False
-        try:
-            cell = os.pread(self._descriptor, CELL_BYTES, at)
-        except OSError as error:
-            raise SpoolError(f"{self.folder}: cannot be read: {error.strerror}") from error
+        cell = self._pread(CELL_BYTES, at)
         if len(cell) < CELL_BYTES or cell[4] == 0 or cell[6:8] != bytes(2):
             return False
         return int.from_bytes(cell[:4], "little") == int(cell_crcs(as_cells(cell))[0])
@@ -178,9 +176,8 @@ class StreamReader:
         self.close()
 
     def is_own(self, index: int) -> bool:
-        """False where a segment says that it is of another stream, or another segment of this one.
-        One that is older, or that cannot be read, says nothing.
-        """
+        """False where a segment says that it is of another stream, or another segment of this one;
+        older ones say nothing."""
         if not index:
             return True
         with contextlib.suppress(SpoolError, OSError):
@@ -192,7 +189,6 @@ class StreamReader:
         return True
 
     def _open(self, index: int) -> bool:
-        """Have segment `index` open; False where it does not exist yet."""
         if self._open_index == index:
             return True
         if not self.is_own(index):

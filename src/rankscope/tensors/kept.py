@@ -97,7 +97,7 @@ def why_not_kept(value: Value, ranks: Iterable[int]) -> str:
 
 def _reasons(value: Value, ranks: list[int]) -> str:
     """Return what the trace knows of the reason: the value's own dtype and flags, or what its ranks
-    noted when they kept it."""
+    noted."""
     view = next(view for view in value.views if ranks[0] in view.ranks)
     fold = next(fold for fold in view.pieces if ranks[0] in fold.ranks)
     if fold.note:

@@ -23,30 +23,26 @@ _SHOWN = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Names, and what narrows them; None is what was not asked for."""
+    """Names, and what narrows them; None is what was not asked for: the first traced step, train
+    (or eval where there is no train step), the phase of the slot, the only ordinal."""
 
     names: tuple[str, ...]
     step: int | None = None
-    """Default the first traced."""
     mode: Mode | None = None
-    """Default train, or eval where there is no train step."""
     micro_batch: int = 0
-    """Of phases that have any."""
     phase: Phase | None = None
-    """Default that of the slot."""
     ordinal: int | None = None
-    """Default the only one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """One value that a name means."""
+    """One value that a name means. `is_named`: a name without a glob and with a slot asked for
+    it."""
 
     key: str
     """The name as it was asked where it means this value alone, else path and slot."""
     value: Value
     is_named: bool
-    """True where a name without a glob and with a slot asked for it."""
 
 
 @dataclass(slots=True)
@@ -78,7 +74,6 @@ class _Name:
         return path == self.path or glob_matches(self.path, path)
 
     def takes_slot(self, slot: str) -> bool:
-        """A kind means all its slots: `output` is output.0 and output.1 too."""
         return slot_matches(self.slot, slot)
 
 
@@ -164,11 +159,6 @@ def _note(node: Node, names: Iterable[_Name], wanted: Wanted) -> None:
 
 
 def _one_of(name: _Name, slot: str, nodes: list[Node]) -> Node:
-    """Return the node that is meant.
-
-    Raises:
-        SelectionError: a name without a glob means several.
-    """
     if len(nodes) > 1 and not name.is_glob:
         first = nodes[0]
         raise SelectionError(
