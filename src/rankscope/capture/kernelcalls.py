@@ -18,8 +18,7 @@ __all__ = ["BoundKernel", "Kernel", "Workspace", "gives_numpys_numbers"]
 
 Doubles = npt.NDArray[np.float64]
 
-_PADDING: Final = 16
-"""Columns of factors are a multiple of this: the widest vectors hold 16 floats."""
+_PADDING: Final = 16  # columns of factors are a multiple of it: the widest vectors hold 16 floats
 _ALIGNMENT: Final = 64
 _MOST_WITH_LOCK: Final = 1 << 15
 """Elements up to which giving the interpreter to other threads costs more than it brings."""
@@ -74,12 +73,9 @@ class BoundKernel:
         self._held = (plan, held)
 
     def look(self, address: int, into: Workspace) -> tuple[Any, ...] | None:
-        """Look at the contiguous stored words at `address`.
-
-        Returns:
-            low, high, mean, std, norm, deviation, the sketch's 8 numbers, zeros, has -0; None where
-            the value has to be looked at carefully: NaN, infinities, extreme magnitudes.
-        """
+        """Look at the contiguous stored words at `address`: return low, high, mean, std, norm,
+        deviation, the sketch's 8 numbers, zeros, has -0; None where the value has to be looked at
+        carefully: NaN, infinities, extreme magnitudes."""
         if self._look(self._plan, address, into.address):
             return None
         return _NUMBERS.unpack_from(into.memory)
@@ -89,12 +85,8 @@ class Kernel:
     """A compiled kernel."""
 
     def __init__(self, path: Path) -> None:
-        """Load the library.
-
-        Raises:
-            OSError: it cannot be loaded.
-            AttributeError: it is not this library.
-        """
+        """Load the library; raises OSError where it cannot be loaded, AttributeError where it is
+        another one."""
         self.path = path
         library = ctypes.CDLL(str(path))
         self._alone: Any = library.rankscope_look

@@ -32,7 +32,8 @@ _ones: Final = functools.lru_cache(maxsize=256)(np.ones)
 
 
 class ValueBlock(NamedTuple):
-    """What one block adds to a digest."""
+    """What one block adds to a digest. Deviation is the root of the sum of squared deviations from
+    the mean, norm the root of the sum of squares."""
 
     finite: int
     nan: int
@@ -43,9 +44,7 @@ class ValueBlock(NamedTuple):
     max: float
     mean: float
     deviation: float
-    """Root of the sum of squared deviations from the mean."""
     norm: float
-    """Root of the sum of squares."""
 
 
 NO_VALUES: Final = ValueBlock(0, 0, 0, 0, 0, math.nan, math.nan, math.nan, 0.0, 0.0)
@@ -70,12 +69,11 @@ class Flags:
 
 
 def measure(flat: Floats, width: int, flags: Flags) -> ValueBlock | None:
-    """Return the moments of a non-empty flat array, None where it has to be looked at carefully.
+    """Return the moments of a non-empty flat array ([n] float32 or float64), None where it has to
+    be looked at carefully.
 
-    Args:
-        flat: [n] float32 or float64.
-        width: a divisor of n; length of the rows whose sums are taken in the array's own type.
-        flags: scratch of this thread.
+    `width`, a divisor of n, is the length of the rows whose sums are taken in the array's own type;
+    `flags` are scratch of this thread.
     """
     size = flat.dtype.itemsize
     low, high = float(_minimum(flat)), float(_maximum(flat))
@@ -117,12 +115,8 @@ def measure_small(flat: npt.NDArray[np.float64]) -> ValueBlock | None:
 
 
 def measure_carefully(flat: Floats) -> tuple[ValueBlock, npt.NDArray[np.float64], float]:
-    """Return the moments of any flat values, and what to project.
-
-    Returns:
-        The block; the values as float64 with 0 for those that are not finite, divided by the scale;
-        the scale, a power of two.
-    """
+    """Return the moments of any flat values, and what to project: the values as float64, with 0 for
+    those that are not finite, divided by a scale; and that scale, a power of two."""
     values = flat.astype(np.float64)
     finite = np.isfinite(values)
     count = int(np.count_nonzero(finite))
@@ -158,10 +152,8 @@ def _squares(values: npt.NDArray[np.float64]) -> float:
 
 
 def combined(one: ValueBlock, other: ValueBlock) -> ValueBlock:
-    """Return the moments of two blocks together (pairwise update: Chan, Golub, LeVeque 1979).
-
-    Roots are combined by hypot, so that nothing overflows before the result itself does.
-    """
+    """Return the moments of two blocks together (pairwise update: Chan, Golub, LeVeque 1979). Roots
+    are combined by hypot, so that nothing overflows before the result itself does."""
     if not one.finite:
         one, other = other, one
     low, high, mean, deviation, norm = one[5:]

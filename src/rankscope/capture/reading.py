@@ -46,8 +46,7 @@ Doubles = npt.NDArray[np.float64]
 
 # the stubs know neither the `axis` of vecdot nor that ctypes memory and arrays are buffers
 _vecdot: Final[Any] = np.vecdot
-words_at: Final[Any] = np.frombuffer
-"""The words in ctypes memory, as (memory, dtype)."""
+words_at: Final[Any] = np.frombuffer  # (ctypes memory, dtype)
 
 _SMALL_ELEMENTS: Final = 1 << 13
 """Up to here everything is done in float64; also below OpenBLAS's threshold for threads."""
@@ -81,7 +80,8 @@ class ValueNumbers(NamedTuple):
 
 
 class ValueForm(NamedTuple):
-    """What is the same for all values of one dtype, shape and layout."""
+    """What is the same for all values of one dtype, shape and layout; with the kernel for a whole
+    value, and how many samples are kept apart."""
 
     plan: FoldPlan
     storage: Storage
@@ -89,9 +89,7 @@ class ValueForm(NamedTuple):
     dtype: np.dtype[np.generic]
     is_complex: bool
     bound: BoundKernel | None
-    """The kernel for a whole value of this kind."""
     samples: int
-    """How many are kept apart, 0 for none."""
 
 
 class _ThreadBuffers(threading.local):
@@ -103,7 +101,6 @@ class _ThreadBuffers(threading.local):
         self._products = np.empty((1 << 10, SKETCH_SIZE), dtype=np.float32)
 
     def products(self, rows: int) -> npt.NDArray[np.float32]:
-        """Return [rows, 8] float32."""
         if rows > len(self._products):
             self._products = np.empty((rows, SKETCH_SIZE), dtype=np.float32)
         return self._products[:rows]
@@ -196,20 +193,15 @@ class Arithmetic:
         if values.dtype.itemsize == 4:
             out: Floats = self._scratch.products(rows)
             return block, _multiply(values, segment.matrix, rows, at_once, out), scale
-        return (
-            block,
-            _multiply(values, segment.matrix64, rows, at_once, np.empty((rows, SKETCH_SIZE))),
-            scale,
-        )
+        out = np.empty((rows, SKETCH_SIZE))
+        return block, _multiply(values, segment.matrix64, rows, at_once, out), scale
 
     def _blockwise(
         self, array: Array, plan: FoldPlan, storage: Storage
     ) -> tuple[ValueBlock, Doubles, Doubles | None]:
-        """Return moments, sketch and rows of a tensor of any size and strides by blocks."""
         moments, shaped = NO_VALUES, array.reshape(plan.shape)
-        parts = np.zeros(
-            (1 if plan.batch_factors is None else len(plan.batch_factors), SKETCH_SIZE)
-        )
+        samples = 1 if plan.batch_factors is None else len(plan.batch_factors)
+        parts = np.zeros((samples, SKETCH_SIZE))
         for segment in plan.segments:
             row = 0
             most = max(1, min(BLOCK_ROWS, BLOCK_ELEMENTS // segment.inner))
@@ -227,7 +219,6 @@ class Arithmetic:
     def _look_at_block(
         self, words: Array, segment: FoldSegment, row: int, storage: Storage
     ) -> tuple[ValueBlock, Doubles]:
-        """Return the moments and the sketch of whole rows of a segment, from `row` on."""
         rows = words.size // segment.inner
         weights = segment.weights(row, row + rows)
         if self._kernel is not None and _pays(storage, segment.inner, rows):
@@ -276,23 +267,13 @@ def _per_sample(products: Floats, segment: FoldSegment, plan: FoldPlan) -> Doubl
 def _reading(
     plan: FoldPlan, block: ValueBlock, digest: int, sketch: Doubles, rows: Floats | None
 ) -> ValueNumbers:
-    finite = block.finite
+    finite, nan, posinf, neginf, zero, low, high, mean, deviation, norm = block
+    std = deviation / math.sqrt(finite - 1) if finite > 1 else math.nan
+    samples = None if rows is None else rows.astype(np.float32)
     return ValueNumbers(
-        plan.count,
-        digest,
-        block.nan,
-        block.posinf,
-        block.neginf,
-        block.zero,
-        block.min,
-        block.max,
-        block.mean,
-        block.deviation / math.sqrt(finite - 1) if finite > 1 else math.nan,
-        block.norm,
-        tuple(sketch.tolist()),
-        None if rows is None else rows.astype(np.float32),
-        False,
-    )
+        plan.count, digest, nan, posinf, neginf, zero, low, high, mean, std, norm,
+        tuple(sketch.tolist()), samples, False,
+    )  # fmt: skip
 
 
 def empty_reading(plan: FoldPlan) -> ValueNumbers:
@@ -321,7 +302,5 @@ def hash_words(array: Array, storage: Storage | None = None) -> int:
     for run in contiguous_runs(array):
         for start in range(0, run.size, BLOCK_ELEMENTS):
             part = run[start : start + BLOCK_ELEMENTS]
-            state.update(
-                storage.normalize(part) if storage is not None and storage.normalize else part
-            )
+            state.update(storage.normalize(part) if storage and storage.normalize else part)
     return int(state.intdigest())

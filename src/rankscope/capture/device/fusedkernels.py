@@ -53,7 +53,6 @@ def _exponent(amount):
 
 @triton.jit
 def _power(field, DOUBLE: tl.constexpr):
-    """The power of two that has this biased exponent."""
     if DOUBLE:
         return (field.to(tl.int64) << 52).to(tl.float64, bitcast=True)
     else:
@@ -62,7 +61,6 @@ def _power(field, DOUBLE: tl.constexpr):
 
 @triton.jit
 def _value(word, table, KIND: tl.constexpr):
-    """The number that a stored word means."""
     if KIND == "float64":
         x = word.to(tl.float64, bitcast=True)
     elif KIND == "float32":
@@ -90,7 +88,6 @@ def _value(word, table, KIND: tl.constexpr):
 
 @triton.jit
 def _nan_word(word, KIND: tl.constexpr):
-    """The word that stands for every NaN."""
     if KIND == "float64":
         nan = tl.full((), 0x7FF8000000000000, tl.uint64)
     elif KIND == "float32":
@@ -116,7 +113,6 @@ def _folded(word):
 
 @triton.jit
 def _projected(sums, factors, is_column):
-    """The sum over columns, each times its factor."""
     return tl.sum(sums * tl.load(factors, mask=is_column, other=0.0), 0)
 
 
@@ -171,10 +167,6 @@ def read_value(
         counts: [programs, COUNTS] out.
         rows_per_sample: rows that lie together.
         groups: programs of a sample and a block of columns.
-        rows_per_program: at most.
-        columns: how many.
-        KIND: what the words are.
-        DOUBLE: compute in float64.
         FLOATING: values may not be finite.
         WIDE: squares of values may leave the range of the float.
         PLAIN: column i adds i to the offset.
@@ -375,11 +367,7 @@ def combine_partials(
     Args:
         numbers: [programs, NUMBERS].
         counts: [programs, COUNTS].
-        row: out: finite, nan, +inf, -inf, zero, least, greatest, mean, root of the sum of squares
-            about it, norm, bits of the hash, and 8 for each sample's sketch.
-        elements: of the value.
-        programs: of `read_value`.
-        programs_per_sample: of them.
+        row: out, as in `resultrow`.
         BLOCK: partial results taken at a time.
     """
     which = tl.program_id(0)

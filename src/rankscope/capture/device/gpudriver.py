@@ -21,13 +21,11 @@ _SCRATCH_POINTERS: Final = 2
 
 
 class GpuDriver:
-    """The calls of one driver library.
+    """The calls of one driver library, by their names there:
 
-    Args:
-        library: the loaded library.
-        load: name of the call (module*, image) -> status.
-        find: name of the call (function*, module, name) -> status.
-        launch: name of the call (function, 3 x grid, 3 x block, shared, stream, arguments, extra).
+    load      (module*, image) -> status
+    find      (function*, module, name) -> status
+    launch    (function, 3 x grid, 3 x block, shared, stream, arguments, extra) -> status
     """
 
     def __init__(self, library: Any, load: str, find: str, launch: str) -> None:
