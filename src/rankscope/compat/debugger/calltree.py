@@ -25,7 +25,8 @@ _LOOSE: Final = "@"
 
 @dataclass(slots=True, eq=False)
 class ForwardCall:
-    """One call of one module, as one rank made it or all did together."""
+    """One call of one module, as one rank made it or all did together, with the entries of its
+    slots."""
 
     node: Node
     name: str
@@ -39,24 +40,16 @@ class ForwardCall:
     returned: Any
     """Form of what the caller got, where the module's own hooks made something else of it."""
     holds_others: bool
-    """The module holds others, called or not."""
     error: str
-    """How it ended, "" where it returned."""
     children: list[ForwardCall]
     views: dict[str, list[SlotView]] = field(default_factory=dict)
-    """Slot -> its entries."""
 
 
 def forwards(
     steps: Sequence[Step], rank: int | None, roots: Callable[[Node], bool]
 ) -> Iterator[Node]:
-    """Yield the calls of a model in these steps, in the order of time; one step is in memory.
-
-    Args:
-        steps: where to look.
-        rank: the rank whose calls are wanted, None for all together.
-        roots: True for a call of the model.
-    """
+    """Yield the calls of a model (`roots`) in these steps, of one rank or of all together (None),
+    in the order of time; one step is in memory."""
 
     def found(step: Step) -> list[Node]:
         return [
@@ -81,16 +74,10 @@ def forwards(
 
 
 class CallReader:
-    """Reads the calls of one forward."""
+    """Reads the calls of one forward, those of one rank or of all together (None). `mark` tells the
+    files of this forward from those of others."""
 
     def __init__(self, root: Node, rank: int | None, mark: str) -> None:
-        """Prepare; nothing is read before `call`.
-
-        Args:
-            root: the call of the model.
-            rank: whose calls; None for those of all together.
-            mark: what tells the files of this forward from those of others, "" for nothing.
-        """
         self._rank = rank
         self._class = root.class_name
         self._root = root.path
@@ -118,8 +105,7 @@ class CallReader:
         )
 
     def _below(self, node: Node) -> Iterator[Node]:
-        """Yield the calls inside one, those of modules that nobody holds left out but not what is
-        inside them."""
+        """Yield the calls inside one; of a module that nobody holds those inside it instead."""
         for child in node.children:
             is_seen = self._rank is None or self._rank in child.ranks
             if (
@@ -141,7 +127,6 @@ class CallReader:
     def _inputs(
         self, views: Mapping[str, list[SlotView]], has_children: bool
     ) -> tuple[Mapping[str, Any], bool]:
-        """Return the forms of the arguments, and whether the module holds others."""
         found = self._form(views, "form:input")
         if found is not None:
             return {"args": found["args"], "kwargs": found["kwargs"]}, found["modules"] > 0
@@ -153,9 +138,7 @@ class CallReader:
 
     def _output(self, views: Mapping[str, list[SlotView]]) -> Any:
         found = self._form(views, "form:output")
-        if found is not None:
-            return found
-        return _nested("output", self._leaves(views, "output"))
+        return _nested("output", self._leaves(views, "output")) if found is None else found
 
     def _form(self, views: Mapping[str, list[SlotView]], slot: str) -> Any:
         for view in views.get(slot, ()):
@@ -182,8 +165,7 @@ class CallReader:
 
 def _nested(prefix: str, leaves: Mapping[str, Any]) -> Any:
     """Return the form that slots speak for: a list where their names are numbers from 0; None for
-    no slots.
-    """
+    no slots."""
     if not leaves:
         return None
     if set(leaves) == {prefix}:

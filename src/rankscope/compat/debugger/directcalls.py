@@ -36,19 +36,17 @@ _Forward = Callable[..., Any]
 
 
 class DirectCalls:
-    """Stands in front of `forward` of a model and all modules in it."""
+    """Stands in front of `forward` of a model and all modules in it; a session is told of calls."""
 
     def __init__(self, model: nn.Module, *, no_grad: bool) -> None:
         self.model = model
         self.no_grad = no_grad
         self.session: Session | None = None
-        """What is told of calls; None for nothing."""
 
     @contextlib.contextmanager
     def standing(self) -> Iterator[None]:
-        """Put the attributes on; take them off again in the end, and leave what was there before,
-        or what the program has put there since.
-        """
+        """Put the attributes on; in the end take them off again, and leave what was there before,
+        or what the program has put there since."""
         fronts: list[_Front] = []
         with _attaching:
             for module in _uncompiled(self.model, set()):
@@ -66,11 +64,8 @@ class DirectCalls:
 
 
 class _Front:
-    """What `module.forward` is inside a block.
-
-    In a copy of the module, and in a file it is saved to, stands the copy's own `forward`: this is
-    of one module. To read the file takes no rankscope.
-    """
+    """What `module.forward` is inside a block. A copy of the module, or a file it is saved to, has
+    the copy's own `forward`: to read the file takes no rankscope."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -81,7 +76,6 @@ class _Front:
         functools.update_wrapper(self, self.forward, _LIKE_A_METHOD, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run `forward`, and tell the session of calls that torch tells no hook of."""
         forward = self.forward
         if is_compiling():
             return forward(*args, **kwargs)
@@ -96,7 +90,6 @@ class _Front:
             return session.call(module, args, kwargs, forward)
 
     def leave(self, block: DirectCalls) -> None:
-        """Forget a block; with the last one, go."""
         self.blocks = tuple(each for each in self.blocks if each is not block)
         if self.blocks:
             return
@@ -128,7 +121,6 @@ class _Front:
 
 
 def _forget() -> None:
-    """Give a forked child a lock that no thread holds."""
     global _attaching
     _attaching = threading.RLock()
 
@@ -138,8 +130,7 @@ os.register_at_fork(after_in_child=_forget)
 
 def _uncompiled(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
     """Yield a module and those below it, but for what a compiler has looked at: any attribute would
-    make it look again.
-    """
+    make it look again."""
     wrapper = wrapper_of(module)
     is_compiled = is_compiled_in_place(module) or (wrapper is not None and wrapper[1] == "compile")
     if id(module) in seen or is_compiled or isinstance(module, torch.jit.ScriptModule):
@@ -151,6 +142,6 @@ def _uncompiled(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
 
 
 def _is_from_torch() -> bool:
-    """True where the function that asks was called by torch's `Module.__call__`."""
+    """True where torch's `Module.__call__` called the function that asks."""
     code = sys._getframe(2).f_code
     return code.co_name in _CALLERS and code.co_filename == _TORCH

@@ -31,26 +31,22 @@ from rankscope.tree.views import Node, Step, Trace
 if TYPE_CHECKING:
     from rankscope.compat.debugger.values import GlobalValues, LocalValues, Shown
 
-_MOST_NAME: Final = 200
-"""Bytes of a file's name before its suffix; file systems take 255."""
+_MOST_NAME: Final = 200  # bytes of a file's name before its suffix; file systems take 255
 _quoted: Final = json.encoder.encode_basestring_ascii
 _TREE: Final = re.compile(r"(.+)_debug_tree(?:_rank(\d+))?(?:_(\d+))?_FULL_TENSORS\.json")
-"""Class, rank and forward."""
 _UNSAFE: Final = {ord(char): f"%{ord(char):02X}" for char in "/\\%\0\n\r"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """How the files are written."""
+    """How the files are written: with the first and the last alone of a list of layers, with the
+    outputs of modules that hold others too, and with the rank in every name."""
 
     prunes: bool = True
-    """Of a list of layers the first and the last alone."""
     as_text: bool = True
     """Values as lines of `print`; else a safetensors file for each."""
     all_outputs: bool = False
-    """Of modules that hold others too."""
     label: str = ""
-    """Goes into every name: the rank."""
 
 
 def write(
@@ -78,10 +74,9 @@ def write(
         values: GlobalValues | LocalValues
         if rank is None:
             values = GlobalValues(trace, layout, as_text=files.as_text)
-            label = ""
         else:
             values = LocalValues(trace, rank, as_text=files.as_text)
-            label = f"_rank{rank}" if len(ranks) > 1 else ""
+        label = "" if rank is None or len(ranks) == 1 else f"_rank{rank}"
         names += write_rank(place.target, steps, values, replace(files, label=label), rank=rank)
         notes.update(dict.fromkeys(values.notes))
     if not names:
@@ -98,17 +93,9 @@ def write_rank(
     rank: int | None,
     is_root: Callable[[Node], bool] | None = None,
 ) -> list[str]:
-    """Write the forwards of one model on one rank (None: of all together); return the names of the
-    JSON files.
-
-    Args:
-        folder: takes the files; those of the same names are replaced.
-        steps: the steps that may hold them.
-        values: gives the tensors.
-        files: how they are written.
-        rank: whose they are.
-        is_root: True for a call of the model; None where that is the trace's own root.
-    """
+    """Write the forwards of one model on one rank (None: of all together) into `folder`, where
+    files of the same names are replaced; return the names of the JSON files. `is_root` is None
+    where the model is the trace's own root."""
     written: list[str] = []
     is_root = is_root or (lambda node: not node.path)
     for number, root in enumerate(forwards(steps, rank, is_root)):
@@ -145,15 +132,12 @@ class _FileEntry(dict[str, Any]):
 
 
 class _Writer:
-    """Writes one forward."""
-
     def __init__(self, folder: Path, values: LocalValues | GlobalValues, files: Files) -> None:
         self._folder = folder
         self._values = values
         self._files = files
         self._used: set[str] = set()
         self._written: dict[tuple[object, str, tuple[int, ...]], str] = {}
-        """Files by what is in them."""
 
     def write(self, call: ForwardCall, base: str) -> list[str]:
         texts = _json(self._node(call, is_root=True), "\n")
@@ -220,7 +204,6 @@ class _Writer:
         return f"./{name}"
 
     def _free(self, stem: str) -> str:
-        """Return a file's name that no other tensor of this forward has."""
         name, number = f"{stem}.safetensors", 1
         while name in self._used:
             name, number = f"{stem}~{number}.safetensors", number + 1
@@ -239,12 +222,8 @@ def _safe(name: str) -> str:
 
 def _json(data: Any, line: str) -> tuple[str, str]:
     """Return data as `json.dumps(data, indent=2)` writes it, and the same without the values of
-    tensors. (`json` has no C code for indented text: it takes eight times as long.)
-
-    Args:
-        data: made of dicts with text keys, lists, texts, numbers and None.
-        line: a line's end, and the indent of the next.
-    """
+    tensors. (`json` has no C code for indented text: it takes eight times as long.) `line` is a
+    line's end with the indent of the next."""
     inner = line + "  "
     comma = "," + inner
     if isinstance(data, str):

@@ -146,9 +146,8 @@ def _run(capture: Capture, call: Callable[[], Any]) -> Any:
 
 @constant_while_tracing
 def _warn_of_nothing(identity: int, keys: tuple[str, ...], absent: tuple[str, ...]) -> int:
-    """Say why nothing was recorded for some outputs; Python shows it once. In the place of those
-    that are `absent` a module returned None. Return 0, for torch.compile.
-    """
+    """Say why nothing was recorded for some outputs; Python shows it once. For those that are
+    `absent` a module returned None. Return 0, for torch.compile."""
     # those that come with attentions are empty in many a right model
     new = [key for key in keys if key not in WITH_ATTENTIONS]
     if new:
@@ -179,8 +178,7 @@ def _why_nothing(model: nn.Module, absent: set[str]) -> str:
 
 def _run_traced(capture: Capture, call: Callable[[], Any]) -> Any:
     """Do the same in a way that torch.compile can follow: constants for the choice of modules, and
-    hooks that exist for the trace alone.
-    """
+    hooks that exist for the trace alone."""
     if not torch.compiler.is_dynamo_compiling():  # tracing failed since this was chosen
         return _run(capture, call)
     hooked = [
@@ -214,9 +212,8 @@ def _without_capture(call: Callable[[], Any]) -> Any:
 
 def select_hidden_states(selection: str | Callable[[Any], int | Sequence[int]]) -> Any:
     """Decorate a method that needs only some hidden states, so that the models it passes its
-    keywords to keep no others.
-
-    `output_hidden_states` is set to the selection, unless the caller asks for hidden states.
+    keywords to keep no others: `output_hidden_states` is the selection, unless the caller asks for
+    hidden states.
 
     Args:
         selection: name of the method's argument that holds the indices, or a function of the model

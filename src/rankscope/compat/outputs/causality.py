@@ -20,8 +20,6 @@ _ABSENT = object()
 
 @dataclass(slots=True)
 class _Override:
-    """What one config says for now, and what it said before."""
-
     config: Any
     original: Any
     calls: list[tuple[int, bool]] = field(default_factory=list)
@@ -49,11 +47,8 @@ def configured_causality(config: Any) -> Any:
 
 @contextlib.contextmanager
 def in_config(config: Any, is_causal: bool) -> Iterator[None]:
-    """Have a config say `is_causal` while the block runs.
-
-    Two threads that ask one config for different values at the same time both see the later one:
-    there is one config. Each still gets its own by keyword.
-    """
+    """Have a config say `is_causal` while the block runs. Two threads that ask one config for
+    different values at the same time both see the later one; each still gets its own by keyword."""
     if torch.compiler.is_dynamo_compiling():  # which follows neither locks nor threads
         is_said, before = hasattr(config, "is_causal"), getattr(config, "is_causal", None)
         config.is_causal = is_causal

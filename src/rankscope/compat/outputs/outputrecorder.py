@@ -28,7 +28,7 @@ class OutputRecorder(_Base):
     """Which modules one output is recorded from, and which element of what they return.
 
     A module is chosen by `target_class`, by `class_name`, or by either where both are given;
-    `layer_name` then narrows the choice. The fields have the order and defaults of transformers
+    `layer_name` then narrows the choice. Fields, order and defaults are those of transformers
     5.23.
     """
 
@@ -69,7 +69,7 @@ def be_known_to_transformers() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """One entry of a declaration: what to record, from which modules of the model that says so."""
+    """One entry of a declaration: what to record, from which modules of the model that has it."""
 
     key: str
     target: type[nn.Module] | None
@@ -80,8 +80,7 @@ class Watch:
 
     def covers(self, cls: type, path: str) -> bool:
         """True where a module of a class, at `path` (a dot before every name, "" for the model), is
-        meant.
-        """
+        meant."""
         is_of_target = self.target is not None and issubclass(cls, self.target)
         if not (is_of_target or self._is_named(cls, path)):
             return False
@@ -102,7 +101,6 @@ class Watch:
 
 
 def _without_wrappers(path: str) -> str:
-    """Return a path without the names that wrappers of torch put into it."""
     return ".".join(name for name in path.split(".") if name not in _WRAPPED)
 
 

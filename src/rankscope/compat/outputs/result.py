@@ -24,13 +24,8 @@ def value_in(outputs: Any, name: str) -> Any:
 
 
 def with_recorded(outputs: Any, recorded: dict[str, tuple[Any, ...]], model: str) -> Any:
-    """Return `outputs` with the recorded values under their names, the same object where it can be
-    changed.
-
-    Args:
-        outputs: a mapping, a dataclass or a named tuple.
-        recorded: the values by name.
-        model: the model's class, for the error.
+    """Return `outputs` (a mapping, a dataclass or a named tuple) with the recorded values under
+    their names, the same object where it can be changed.
 
     Raises:
         TypeError: `outputs` has no place for a name.
@@ -67,10 +62,8 @@ def _no_place(outputs: Any, recorded: Mapping[str, Any], model: str) -> TypeErro
 
 
 def as_tuple(outputs: Any) -> Any:
-    """Return the values of a mapping or dataclass that are not None; others come back as they are.
-
-    An object with a `to_tuple` of its own is asked.
-    """
+    """Return the values of a mapping or dataclass that are not None, or its own `to_tuple()`;
+    others come back as they are."""
     own = getattr(outputs, "to_tuple", None)
     if own is not None:
         return own()

@@ -16,26 +16,18 @@ from torch import nn
 
 from rankscope.compat.outputs.outputrecorder import transformers_capturing
 
-_NEEDED = (
-    "_CAN_RECORD_REGISTRY",
-    "_hook_installation_lock",
-    "install_all_output_capturing_hooks",
-)
+_NEEDED = {"_CAN_RECORD_REGISTRY", "_hook_installation_lock", "install_all_output_capturing_hooks"}
 _INSTALLED = "_output_capturing_hooks_installed"
 
 
 def renew_hooks(model: nn.Module, patched: Mapping[nn.Module, dict[str, Any]]) -> None:
-    """Set the hooks of every model in `model` that transformers captures, as `patched` says.
-
-    Args:
-        model: the model given by the user; hooks it had from an earlier capture are replaced.
-        patched: the changed recorders, by the module that has them.
-    """
+    """Set the hooks of every model in `model` that transformers captures by the changed recorders
+    of its modules; hooks of an earlier capture are replaced."""
     capturing = transformers_capturing()
     captured = [] if capturing is None else list(_captured(model, capturing, set()))
     if capturing is None or not captured:
         return
-    if not set(_NEEDED) <= vars(capturing).keys():
+    if not vars(capturing).keys() >= _NEEDED:
         warnings.warn(
             "this release of transformers captures outputs in a way rankscope does not know: "
             f"{type(model).__name__} keeps the recorders of its class. Known is 5.23.",
@@ -58,7 +50,6 @@ def renew_hooks(model: nn.Module, patched: Mapping[nn.Module, dict[str, Any]]) -
 
 
 def _captured(model: nn.Module, capturing: ModuleType, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the outermost modules whose forward is decorated."""
     if model in seen:
         return
     seen.add(model)

@@ -12,14 +12,13 @@ class NameMap(dict[str, type[nn.Module]]):
     """Replacements under names and patterns, in their order; never changed once it is made.
 
     A key is both at once. It is asked first whether it equals the name; after that each key is
-    searched in the name as a regular expression, so an unanchored key also matches in the middle.
-    A key that is no valid expression is compared as a plain name.
+    searched in the name as a regular expression, so an unanchored key also matches in the middle. A
+    key that is no valid expression is compared as a plain name; `invalid` says why.
     """
 
     def __init__(self, entries: Mapping[str, type[nn.Module]]) -> None:
         super().__init__(entries)
         self.invalid: dict[str, str] = {}
-        """Key -> why it is no regular expression."""
         self._patterns: list[tuple[re.Pattern[str], type[nn.Module]]] = []
         for key, replacement in self.items():
             try:
@@ -36,5 +35,4 @@ class NameMap(dict[str, type[nn.Module]]):
 
 
 names = NameMap({})
-"""What `register_patch_mapping` fills: replaced as a whole, so every reader gets a state that was
-whole."""
+"""What `register_patch_mapping` fills: replaced as a whole, so every reader gets a whole state."""
