@@ -33,8 +33,8 @@ _MOST_PAUSE_S: Final = 0.002
 
 
 class HostCopy(NamedTuple):
-    """A copy to the host that may be on its way. `is_done` asks without waiting, and raises
-    RuntimeError once the device is in error."""
+    """A copy to the host that may be on its way; `is_done` raises RuntimeError on a device in
+    error."""
 
     is_done: Callable[[], bool]
 
@@ -95,10 +95,7 @@ class Accelerator:
 
     def host_memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return host memory for `copy_to_host`: pinned where the device can write to it late.
-
-        Raises:
-            RuntimeError: there is no memory to be had.
-        """
+        Raises RuntimeError where there is no memory to be had."""
         if not is_host(self._device) and self._event is not None:
             # a backend that pins nothing refuses: its copies block
             with contextlib.suppress(NotImplementedError):

@@ -38,16 +38,14 @@ _OBJECTS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a call names its tensors: positions, None where it has none; `names` are those of the
-    parameters as keywords."""
+    """How a call names its tensors (positions, None for none), and its parameters as keywords."""
 
     op: str
     outputs: int | None
     inputs: int | None
     names: tuple[str, ...]
     extra: int
-    """Position of the options, or of the root or reduction in their place. `root` is what the call
-    names a root: "src", "dst" or, between two ranks, "peer"."""
+    """Position of the options, or of the root or reduction in their place."""
     root: str = ""
 
 
@@ -157,8 +155,8 @@ def read_method(
     groups: Groups,
     where: Where,
 ) -> Issued:
-    """Return what a call of a process group's method says: `name` is one of METHODS, `args` follow
-    the group."""
+    """Return what a call of a process group's method, one of METHODS, says; `args` follow the
+    group."""
     form = METHODS[name]
     taken = [*args, *(kwargs[key] for key in form.names[len(args) :] if key in kwargs)]
     # a single tensor in place of a list of them comes under another keyword
@@ -206,8 +204,8 @@ _REDUCING: Final = frozenset(op for op, facts in OPS.items() if "reduce" in fact
 def read_functional(
     op: str, args: Sequence[Any], kwargs: dict[str, Any], groups: Groups, where: Where
 ) -> Issued:
-    """Return what a call of a functional collective's operator says; `op` is one of FUNCTIONAL's
-    words."""
+    """Return what a call of a functional collective's operator says; `op` is a word of
+    FUNCTIONAL's."""
     taken = [*args, *kwargs.values()]
     texts = [value for value in taken if isinstance(value, str)]
     group_kinds = (str, torch.distributed.ProcessGroup)
@@ -262,8 +260,7 @@ def _number(group: Any, inputs: Sequence[torch.Tensor]) -> int:
 
 
 def _global(members: tuple[int, ...], rank: int | None) -> int | None:
-    """Return the global rank of a group's own number; the number where the group does not have
-    it."""
+    """Return the global rank of a group's own number, or the number where the group lacks it."""
     if rank is None:
         return None
     number = int(rank)

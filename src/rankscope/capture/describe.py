@@ -63,18 +63,18 @@ class _TensorKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Described:
-    """A description, one object for all values that share it: compared and hashed by identity.
-    Samples are not allowed of what only repeats a peer's."""
+    """A description, one object for all values that share it: compared and hashed by identity."""
 
     meta: ValueMeta
     requires_grad: bool = False
     can_digest: bool = False
-    """`capture.digest` may read it, or `capture.device` where that is accelerator memory (the next
-    field); where nothing may, `meta.note` says why."""
+    """`capture.digest` may read it; where nothing may, `meta.note` says why."""
     can_digest_on_device: bool = False
+    """`capture.device` may: it is accelerator memory."""
     is_pending: bool = False
     """A collective may still be writing it: never waited for, never read."""
     allows_samples: bool = False
+    """False for what only repeats a peer's samples."""
 
     @property
     def ranges(self) -> tuple[Ranges, ...] | None:
@@ -118,9 +118,7 @@ class Describer:
 
     def describe(self, tensor: torch.Tensor) -> tuple[Described, torch.Tensor]:
         """Return the description, and the tensor to digest: a DTensor's local one, else itself.
-
-        Never raises for any tensor: what cannot even be described gets its class name as a note.
-        """
+        Never raises: what cannot be described gets its class name as a note."""
         kind = self._kinds.get(type(tensor)) or self._kind(type(tensor))
         try:
             if kind is _TensorKind.PLAIN:

@@ -38,8 +38,8 @@ _MOST_REMEMBERED: Final = 1 << 16
 
 
 class _RememberedTensor(NamedTuple):
-    """What is remembered of a tensor object, by its identity, until the step ends; the address is 0
-    where its memory was not read in place."""
+    """What is remembered of a tensor by its identity; the address is 0 where it was not read in
+    place."""
 
     address: int
     version: int

@@ -30,8 +30,6 @@ from rankscope.capture.pytree import (
 )
 from rankscope.capture.torch_internals.dtensor import dtensor_parts, is_dtensor
 
-__all__ = ["call_form", "form_of", "plain_text_of", "result_form"]
-
 _MOST_DEPTH: Final = 24
 _MOST_TEXT: Final = 1 << 18  # a form that takes more is left out
 _MOST_SAID: Final = 1 << 14
@@ -143,8 +141,8 @@ def _items(slot: str, value: dict[object, object], say: Say, path: list[int]) ->
 
 
 def _text_of_key(key: object, name: str) -> str:
-    """Return what a key of a dict, no text, is written as: a tuple as Python writes it, else by its
-    name in slots."""
+    """Return what a key of a dict is written as: a tuple as Python writes it, else its name in
+    slots."""
     is_plain = type(key) is tuple and all(is_plain_text(type(each)) for each in key)
     text = repr(key) if is_plain else name
     return text if len(text) <= _MOST_KEY else name

@@ -19,8 +19,6 @@ from rankscope.capture.fold import BLOCK_ELEMENTS, contiguous_runs
 from rankscope.record.dtypes import STORED_TYPES
 from rankscope.record.value import ValueMeta
 
-__all__ = ["PIECE_BYTES", "byte_pieces", "own_bytes", "why_not_stored"]
-
 PIECE_BYTES: Final = BLOCK_ELEMENTS * 8  # the largest piece that is copied
 _MOST_DIMS: Final = 64
 _NOTHING: Final = np.empty(0, np.uint8)

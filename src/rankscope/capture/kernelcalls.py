@@ -14,8 +14,6 @@ import numpy.typing as npt
 
 from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
 
-__all__ = ["BoundKernel", "Kernel", "Workspace", "gives_numpys_numbers"]
-
 Doubles = npt.NDArray[np.float64]
 
 _PADDING: Final = 16  # columns of factors are a multiple of it: the widest vectors hold 16 floats
@@ -85,8 +83,8 @@ class Kernel:
     """A compiled kernel."""
 
     def __init__(self, path: Path) -> None:
-        """Load the library; raises OSError where it cannot be loaded, AttributeError where it is
-        another one."""
+        """Load the library. Raises OSError where that fails, AttributeError where it is another
+        one."""
         self.path = path
         library = ctypes.CDLL(str(path))
         self._alone: Any = library.rankscope_look
@@ -183,7 +181,6 @@ def gives_numpys_numbers(kernel: Kernel) -> bool:
 def _specimens(
     words: npt.NDArray[np.int64], table: npt.NDArray[np.float32]
 ) -> Iterator[tuple[str, npt.NDArray[Any], Doubles]]:
-    """Yield (kind, stored words, their values)."""
     floats = (words - 101.0).astype(np.float32) / np.float32(8)
     floats[words == 7] = -0.0
     yield "float32", floats, floats.astype(np.float64)
@@ -197,7 +194,6 @@ def _specimens(
 
 
 def _aligned(shape: tuple[int, int], dtype: type[np.floating]) -> npt.NDArray[Any]:
-    """Return zeros that begin at a cache line."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT

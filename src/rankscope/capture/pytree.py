@@ -25,8 +25,6 @@ import torch
 
 from rankscope.capture.torch_internals.pytrees import registered_children
 
-__all__ = ["children_of", "describe_leaf", "is_plain_text", "is_tensor", "key_names", "walk"]
-
 Leaves = list[tuple[str, object]]
 
 _MOST_DEPTH: Final = 24
@@ -149,7 +147,6 @@ def _of_sequence(kind: type, items: tuple[object, ...]) -> Leaves | None:
 
 
 def _named(items: object) -> Leaves:
-    """Return items with slot names for keys."""
     pairs: tuple[tuple[object, object], ...] = tuple(items)  # type: ignore[arg-type]  # of any mapping
     return list(zip(key_names(key for key, _ in pairs), (child for _, child in pairs)))
 

@@ -23,8 +23,6 @@ import torch
 from rankscope.capture.accelerator import Accelerator, HostCopy
 from rankscope.capture.invisible import invisible_operations
 
-__all__ = ["DeviceStaging"]
-
 _ALIGNMENT: Final = 64
 ByteArray = npt.NDArray[np.uint8]
 
@@ -44,8 +42,8 @@ class DeviceStaging:
     """Carries tensors of one device to the host. For one thread at a time."""
 
     def __init__(self, device: torch.device, limit_bytes: int) -> None:
-        """Prepare; the ring of `limit_bytes` is made with the first tensor, and at most as much is
-        held on the device."""
+        """Prepare; at most `limit_bytes` are held, in the ring (made with the first tensor) and on
+        the device."""
         self._device = device
         self._accelerator = Accelerator(device)
         self._limit_bytes = limit_bytes - limit_bytes % _ALIGNMENT
@@ -56,7 +54,6 @@ class DeviceStaging:
         self._ring: torch.Tensor | None = None
         self._side: Any = None
         self.failure = ""
-        """Why nothing comes back any more."""
 
     @property
     def held_bytes(self) -> int:

@@ -85,11 +85,8 @@ def chunk_path(folder: Path, number: int) -> Path:
 
 
 def chunk_numbers(folder: Path) -> list[int]:
-    """Numbers of the chunks in a stream's folder, ascending; [] where there is no such folder.
-
-    Raises:
-        ChunkError: the folder cannot be listed.
-    """
+    """Numbers of a stream's chunks, ascending. Raises ChunkError where its folder cannot be
+    listed."""
     try:
         found = [_CHUNK_NAME.fullmatch(path.name) for path in folder.iterdir()]
     except FileNotFoundError:
@@ -112,8 +109,7 @@ def header_json(stream: StreamId, number: int, texts: Sequence[str], checksums: 
 
 
 def begun_chunk(stream: StreamId, number: int, region_bytes: int) -> bytes:
-    """Return what a chunk begins with while it is written to: a header region that begins with a
-    zero."""
+    """Return what an unfinished chunk begins with: a header region whose first byte is a zero."""
     header = b"\0" + header_json(stream, number, (), "")[1:]
     return framed(header.ljust(region_bytes, b"\0"), region_bytes)
 
@@ -140,18 +136,14 @@ def rebuilt_json(stream: StreamId, number: int, tensors: Iterable[HeldTensor]) -
 
 
 def write_header(descriptor: int, text: bytes, region_bytes: int) -> None:
-    """Fill the header region of a chunk; the first byte last, because it marks the chunk as
-    finished."""
+    """Fill the header region of a chunk; the first byte last, as it marks the chunk as finished."""
     write_all(descriptor, text[1:].ljust(region_bytes - 1, b" "), LENGTH_BYTES + 1)
     write_all(descriptor, text[:1], LENGTH_BYTES)
 
 
 def parse_header(text: bytes, data_bytes: int) -> ChunkHeader:
     """Return the header of a finished chunk, checked against the bytes that follow it in the file.
-
-    Raises:
-        ChunkError: it is no header of ours, or does not fit the file.
-    """
+    Raises ChunkError where it is no header of ours, or does not fit the file."""
     try:
         about, found = parse_entries(text, data_bytes)
         if about["format"] != CHUNK_FORMAT:

@@ -40,8 +40,6 @@ from rankscope.errors import ChunkError
 from rankscope.record.dtypes import STORED_TYPES
 from rankscope.record.streams import StreamId
 
-__all__ = ["ChunkReport", "damaged", "finish_chunks", "read_header", "recorded_tensors"]
-
 _UNFINISHED: Final = b"\0"
 """First byte of a header region that was never filled in."""
 Array = npt.NDArray[Any]
@@ -201,8 +199,8 @@ def _set_aside(path: Path, data_bytes: int) -> ChunkReport:
 def _whole_tensors(
     descriptor: int, start: int, data_bytes: int, held: Sequence[HeldTensor]
 ) -> tuple[list[HeldTensor], tuple[int, ...]]:
-    """Return the tensors that are in the file as recorded, holes between them filled, and the
-    references of those that are not."""
+    """Return the recorded tensors that are in the file, holes filled, and the references of the
+    others."""
 
     def checksum(begin: int, end: int) -> int:
         return checksum_of(descriptor, start + begin, start + end)
@@ -224,11 +222,8 @@ def _whole_tensors(
 
 
 def damaged(path: Path, place: tuple[StreamId, int] | None = None) -> list[int]:
-    """Return the references of a finished chunk whose bytes are not what its checksums say.
-
-    Raises:
-        ChunkError: as of `read_header`, or the chunk is unfinished.
-    """
+    """Return the references of a finished chunk whose bytes are not what its checksums say. Raises
+    as `read_header`, and ChunkError where the chunk is unfinished."""
     chunk, header = read_header(path, place)
     if header is None:
         raise ChunkError(f"{path}: is unfinished; rankscope recover finishes it")

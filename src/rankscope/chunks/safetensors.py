@@ -67,11 +67,7 @@ def framed(header: bytes, room: int = 0) -> bytes:
 
 def write_tensors(path: Path, tensors: Sequence[Outgoing]) -> int:
     """Write tensors, one in memory at a time, under another name until the file is whole; one that
-    is there is replaced. Return its size.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    is there is replaced. Return its size. Raises OSError where it cannot be written."""
     entries, offset = [], 0
     for key, dtype, shape, _ in tensors:
         stored, begin = STORED_TYPES[dtype], offset
@@ -163,8 +159,8 @@ class MappedFile:
     """A file whose header is read with its blanks, and whose other bytes are mapped."""
 
     def __init__(self, path: Path, error: type[RankscopeError]) -> None:
-        """Read and map; `error` is raised where the file cannot be read, or its header does not fit
-        its size."""
+        """Read and map; `error` is raised where that fails, or the header does not fit the file's
+        size."""
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
@@ -235,11 +231,8 @@ def fits(dtype: str, shape: object, nbytes: int) -> bool:
 
 
 def as_array(data: NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> NDArray[Any]:
-    """Return the bytes of a tensor as an array over them.
-
-    Raises:
-        TraceError: numpy has no such dtype (bfloat16, the 8-bit floats).
-    """
+    """Return the bytes of a tensor as an array over them. Raises TraceError where numpy has no such
+    dtype (bfloat16, the 8-bit floats)."""
     if dtype.startswith(("bfloat", "float8")):
         raise TraceError(f"numpy has no {dtype}: read its bytes, or open it with torch")
     found: NDArray[Any] = data.view(np.dtype(dtype).newbyteorder("<")).reshape(shape)
@@ -247,8 +240,7 @@ def as_array(data: NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> NDArr
 
 
 def checksum_of(descriptor: int, begin: int = 0, end: int = sys.maxsize) -> int:
-    """Return xxh3_64 of a file's bytes from `begin` up to `end` or to its own end, read in
-    pieces."""
+    """Return xxh3_64 of a file's bytes from `begin` to `end` or its own end, read in pieces."""
     state: Any = xxhash.xxh3_64()
     while piece := os.pread(descriptor, min(_PIECE_BYTES, end - begin), begin):
         state.update(piece)

@@ -83,8 +83,7 @@ class TensorFiles:
     def __init__(
         self, folder: Path, records: Mapping[StreamId, TensorRecords] | None = None
     ) -> None:
-        """Look at a trace folder; the records of its spools are for chunks that were left
-        unfinished."""
+        """Look at a trace folder; `records` of its spools are for unfinished chunks."""
         self._folder = folder
         self._records = records or {}
         self._unopened: dict[StreamId, list[int]] = {}
@@ -98,11 +97,8 @@ class TensorFiles:
         return sorted(stream for stream in found if stream is not None)
 
     def find(self, rank: int, incarnation: int, reference: int) -> StoredTensor:
-        """Return one tensor.
-
-        Raises:
-            TraceError: no chunk of that rank holds it; says what is wrong with those chunks.
-        """
+        """Return one tensor. Raises TraceError, which says what is wrong with that rank's
+        chunks."""
         stream = StreamId(rank=rank, incarnation=incarnation)
         for chunk in self._chunks(stream):
             if reference in chunk:

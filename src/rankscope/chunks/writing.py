@@ -56,9 +56,9 @@ _writers: weakref.WeakSet[ChunkWriter] = weakref.WeakSet()
 
 
 class ChunkEntry(NamedTuple):
-    """Where the bytes of one tensor are, as its TENSOR record says: its place among the chunk's
-    tensors, its first byte from the end of the header region, xxh3_64 of the stored bytes; what the
-    header will say of it, and the bytes of the header up to there."""
+    """Where the bytes of one tensor are: place among the chunk's tensors, first byte from the end
+    of the header region, xxh3_64 of the stored bytes, its text in the header and the header's end
+    with it."""
 
     reference: int
     chunk: int
@@ -107,14 +107,12 @@ class ChunkWriter:
         self._number = 0
         self._file: OwnFile | None = None
         self._reserved_end = 0
-        """Up to where the open chunk has blocks on disk; `sys.maxsize` where it can have none
-        ahead."""
+        """Where the open chunk's blocks on disk end; `sys.maxsize` where none can be had ahead."""
         self._entries: list[ChunkEntry] = []
         """Committed in the open chunk: the only thing that says where it ends."""
         self._spent_bytes = 0
         self._is_over = False
         self.trouble = ""
-        """Why nothing is written any more."""
         _writers.add(self)
 
     @property
@@ -202,11 +200,8 @@ class ChunkWriter:
             del self._entries[-1]
 
     def finish(self) -> None:
-        """Finish the open chunk and write no more. Does nothing twice, or in a forked child.
-
-        Raises:
-            ChunkError: the disk refused it; the chunk can still be finished from the records.
-        """
+        """Finish the open chunk and write no more. Does nothing twice, or in a forked child. Raises
+        ChunkError where the disk refuses; the chunk can still be finished from the records."""
         if self._is_over:
             return
         try:
@@ -238,7 +233,6 @@ class ChunkWriter:
     def _put(
         self, number: int, pieces: Iterable[ByteArray], at: int, checksum: int | None
     ) -> tuple[int, int]:
-        """Write pieces from `at` on; return how many bytes, and their checksum."""
         start = at
         state = _xxh3() if checksum is None else None
         for piece in pieces:
@@ -317,10 +311,7 @@ class ChunkWriter:
 
 def _hold(descriptor: int) -> None:
     """Lock a chunk for as long as it is open, where the file system can: nobody finishes it then.
-
-    Raises:
-        OSError: somebody else holds it.
-    """
+    Raises OSError where somebody else holds it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

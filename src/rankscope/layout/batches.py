@@ -51,11 +51,8 @@ def join_batches(
 
 
 def join_replicas(plans: Sequence[AssemblyPlan]) -> AssemblyPlan:
-    """Return the plan of one tensor that several sets of ranks hold each, so that all are compared.
-
-    Raises:
-        LayoutError: they cut it differently.
-    """
+    """Return the plan of one tensor that several sets of ranks hold each. Raises LayoutError where
+    they cut it differently."""
     first = plans[0]
     parts = [{(box.ranges, box.reductions): box for box in plan.boxes} for plan in plans]
     for plan, own in zip(plans, parts):

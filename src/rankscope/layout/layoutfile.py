@@ -75,11 +75,8 @@ class LayoutFile:
 
     @classmethod
     def load(cls, path: Path) -> LayoutFile:
-        """Read a file.
-
-        Raises:
-            LayoutError: it cannot be read, or does not say what it should; says where.
-        """
+        """Read a file. Raises LayoutError, which says where, for one that does not say what it
+        should."""
         try:
             with path.open("rb") as file:
                 data = file.read(_MOST_BYTES + 1)
@@ -95,11 +92,7 @@ class LayoutFile:
 
     @classmethod
     def parse(cls, text: str, name: str = "layout") -> LayoutFile:
-        """Read a file's text.
-
-        Raises:
-            LayoutError: it does not say what it should; names the entry.
-        """
+        """Read a file's text. Raises LayoutError, which names the entry, as `load` does."""
         try:
             content = tomllib.loads(text)
         except (ValueError, RecursionError) as error:  # its own error is a ValueError
@@ -125,11 +118,7 @@ class LayoutFile:
         return prod(self.axes.values())
 
     def mesh(self, world_size: int) -> Mesh:
-        """Return the declared axes over all ranks of a run.
-
-        Raises:
-            LayoutError: they are those of a run of another size.
-        """
+        """Return the declared axes over all ranks. Raises LayoutError for a run of another size."""
         if self.size != world_size:
             listed = ",".join(f"{axis}={extent}" for axis, extent in self.axes.items())
             raise LayoutError(
@@ -141,11 +130,8 @@ class LayoutFile:
         )
 
     def placements(self, path: str, slot: str) -> dict[str, Placement]:
-        """Return {axis: placement} of a slot, {} where no entry describes it.
-
-        Raises:
-            LayoutError: two entries place it differently; names both.
-        """
+        """Return {axis: placement} of a slot. Raises LayoutError where two entries contradict each
+        other."""
         found: dict[str, tuple[Placement, LayoutEntry]] = {}
         for entry in self.entries:
             if not entry.describes(path, slot):

@@ -48,8 +48,7 @@ class KindFacts:
 
     spelled: str
     torch_class: str
-    """The class of torch.distributed.tensor.placement_types that is read as this kind; also read in
-    text."""
+    """Class in torch.distributed.tensor.placement_types that is read as this kind; also in text."""
     arguments: tuple[str, ...] = ()
     """Fields of `Placement` in its brackets, attributes of torch's class of the same name."""
     pieces: PieceKind
@@ -105,8 +104,7 @@ _UNTOLD: Final = {"split_factor": 1, "reduce_op": "sum"}  # arguments that text 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """How a tensor lies along one mesh axis; `dim` is the tensor dim that is cut, never
-    negative."""
+    """How a tensor lies along one mesh axis; `dim` is the one that is cut, never negative."""
 
     kind: PlacementKind
     dim: int | None = None
@@ -141,7 +139,7 @@ class Placement:
 
     @property
     def is_composable(self) -> bool:
-        """True where digests of the pieces give the digest of the whole (sum and avg partials
+        """True where digests of the pieces give that of the whole (sum and avg partials
         included)."""
         if self.pieces is PieceKind.SUMMANDS:
             return self.reduce_op in ("sum", "avg")
@@ -199,8 +197,7 @@ class LayoutSource(str, enum.Enum):
 
     @property
     def is_from_all_ranks(self) -> bool:
-        """True where ranks recorded plain tensors, whose places followed later from the shapes of
-        all ranks."""
+        """True for recorded plain tensors, whose places follow from the shapes of all ranks."""
         return self in (LayoutSource.MARKED, LayoutSource.DECLARED)
 
 
@@ -225,8 +222,8 @@ class Mesh:
         return zip(itertools.product(*map(range, self.shape)), self.ranks)
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Return the position of a global rank on every axis, None where the rank is not in the
-        mesh."""
+        """Return the position of a global rank on every axis, None where the mesh lacks the
+        rank."""
         if rank not in self.ranks:
             return None
         flat, position = self.ranks.index(rank), []

@@ -54,7 +54,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """One axis of a Partial: every `size` (two or more) neighbours become one by an op of
+    """One axis of a Partial: every `size` (2 or more) neighbours become one by an op of
     REDUCE_OPS."""
 
     op: str
@@ -70,8 +70,7 @@ class Pieces:
     """{coordinate of a part's first rank: the values to reduce, one where nothing is reduced; for
     each the ranks, in mesh order, that should hold the same}. Every rank is in one part, once."""
     reductions: tuple[Reduction, ...]
-    """Of the summands of each part, in the order in which they are applied; the first takes
-    neighbouring summands."""
+    """Of each part, in the order of application; the first takes neighbouring summands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,6 @@ from rankscope.errors import SpoolError
 from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS
 from rankscope.spool.recordformat import DEFINITION_LENGTH, FORMAT_VERSION, LATEST_NS
 
-__all__ = ["Decoded", "decode_definition", "unpack_map"]
-
 Decoded = dict[bytes, "dict[str, Any] | str"]
 """Definitions by their bytes; of one that was refused the reason."""
 
@@ -154,11 +152,8 @@ _KINDS: Final = {
 
 
 def decode_definition(payload: bytes) -> dict[str, Any]:
-    """Return the definition in the payload of a DEFINITION record.
-
-    Raises:
-        SpoolError: the payload is no definition, or a field is not what its kind has there.
-    """
+    """Return the definition in a DEFINITION record's payload. Raises SpoolError where it is
+    none."""
     start = DEFINITION_LENGTH.size
     (length,) = DEFINITION_LENGTH.unpack_from(payload)
     if not 0 < length <= len(payload) - start:
@@ -202,11 +197,8 @@ def _shown(value: Any) -> str:
 
 
 def unpack_map(packed: bytes) -> dict[str, Any]:
-    """Decode one msgpack map with text keys; no extension types, no length beyond the bytes given.
-
-    Raises:
-        SpoolError: it is anything else.
-    """
+    """Decode one msgpack map with text keys, no extension types. Raises SpoolError for anything
+    else."""
     size = len(packed)
     lengths = dict.fromkeys(("str", "bin", "array", "map"), size) | {"ext": 0}
     limits = {f"max_{kind}_len": most for kind, most in lengths.items()}

@@ -27,11 +27,8 @@ class Segment:
     __slots__ = ("_identity", "at", "data_end", "end", "index", "map", "path", "seen")
 
     def __init__(self, folder: Path, index: int, size_bytes: int) -> None:
-        """Make, preallocate and map segment `index`.
-
-        Raises:
-            OSError: no space, no permission, or the name is taken.
-        """
+        """Make, preallocate and map segment `index`. Raises OSError where there is no space or
+        permission, or the name is taken."""
         self.index = index
         self.path = segment_path(folder, index)
         self.at = 0
@@ -82,11 +79,7 @@ class Segment:
 
 
 def first_segment(folder: Path, size_bytes: int) -> Segment:
-    """Begin a stream.
-
-    Raises:
-        SpoolError: the folder holds an earlier process's records, or the disk has no room.
-    """
+    """Begin a stream. Raises SpoolError where the folder holds records, or the disk has no room."""
     if segment_indexes(folder):
         raise SpoolError(
             f"{folder}: holds records of an earlier process; a restarted rank needs the "

@@ -45,8 +45,7 @@ def origin_text(origin: int) -> str:
 
 
 def keep_origin(folder: Path, origin: int) -> bool:
-    """Note the origin of a stream folder before its first segment goes; False where the segment has
-    to stay."""
+    """Note the origin before the first segment goes; False where the segment has to stay."""
     with contextlib.suppress(SpoolError):
         if origin != UNKNOWN:
             write_by_rename(folder / _NAME, origin_text(origin))

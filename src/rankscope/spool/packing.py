@@ -51,8 +51,7 @@ CLOSED: Final = Closed()
 def put_four(
     segment: Segment | Closed, at: int, heads: tuple[tuple[bytes, int], ...], payload: bytes
 ) -> None:
-    """Do what `put` does for a record with a whole digest: unrolled, because it is the second
-    hottest."""
+    """As `put` for a record with a whole digest, the second hottest: unrolled."""
     first, second, third, fourth = QUAD.unpack(payload)
     (head0, crc0), (head1, crc1), (head2, crc2), (head3, crc3) = heads
     mapped = segment.map
@@ -91,8 +90,7 @@ def put(segment: Segment | Closed, kind: int, payload: bytes) -> None:
 
 
 def whole_record(segment: Segment | Closed) -> int:
-    """Return how many cells the record that lies whole at the committed end has, 0 where none
-    does."""
+    """Return the number of cells of the record that lies whole at the committed end, 0 for none."""
     at, mapped = segment.at, segment.map
     if at >= segment.end:
         return 0

@@ -42,17 +42,6 @@ from rankscope.spool.recordformat import (
 from rankscope.spool.soundness import judged
 from rankscope.spool.validprefix import Cells, as_cells, cell_heads, committed_heads
 
-__all__ = [
-    "Ending",
-    "Records",
-    "Sequences",
-    "ValueRows",
-    "ending",
-    "records",
-    "records_at",
-    "step_codes",
-]
-
 COLUMNS: Mapping[RecordKind, np.dtype[Any]] = {
     RecordKind.ENTER: ENTER_DTYPE,
     RecordKind.EXIT: EXIT_DTYPE,
@@ -62,7 +51,6 @@ COLUMNS: Mapping[RecordKind, np.dtype[Any]] = {
     RecordKind.GAP: GAP_DTYPE,
     RecordKind.END: END_DTYPE,
 }
-"""Record kinds of one cell each."""
 VALUE_COLUMNS = tuple(name for name in VALUE_DTYPE.names or () if name not in ("pad", "spare"))
 Positions = npt.NDArray[np.int64]
 Structured = npt.NDArray[Any]
@@ -70,11 +58,9 @@ Structured = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """What the END and GAP records of a buffer say. `time_ns` is of the END record, by the rank's
-    monotonic clock."""
+    """What the END and GAP records of a buffer say; the time is the rank's monotonic clock."""
 
     reason: EndReason | None
-    """None where there is no END record."""
     dropped_records: int
     time_ns: int = 0
 
@@ -109,8 +95,7 @@ class Records:
         return (positions, rows) if is_sound is None else (positions[is_sound], rows[is_sound])
 
     def rows_at(self, positions: Positions, kind: RecordKind) -> Structured:
-        """Return the fields of records of a kind, also of those that make no sense
-        (`soundness`)."""
+        """Return the fields of records of a kind, senseless ones included (`soundness`)."""
         taken = self.cells.take(self.start[positions], axis=0)
         # the fields as they lie in the cells that were taken: no second copy
         fields = taken[:, HEADER_BYTES : HEADER_BYTES + COLUMNS[kind].itemsize]
@@ -152,8 +137,7 @@ class Records:
 
 
 class ValueRows:
-    """Values of one buffer, [rows]; a column of VALUE_DTYPE is taken from their cells when it is
-    asked for."""
+    """Values of one buffer, [rows]; a column of VALUE_DTYPE is taken when it is asked for."""
 
     __slots__ = ("_cells", "_start", "has_digest")
 
@@ -207,11 +191,7 @@ def records(buffer: bytes | memoryview | Cells, *, is_verified: bool = False) ->
 
 def records_at(path: Path, offset: int, size: int) -> Records:
     """Index the whole records in about `size` bytes of a replica from a record boundary on; the
-    first may be longer.
-
-    Raises:
-        OSError: the replica cannot be read.
-    """
+    first may be longer. Raises OSError where the replica cannot be read."""
     piece = piece_of(path, offset, size)
     found = records(piece)
     if not found.committed_bytes and len(piece) == size < LONGEST_RECORD:
@@ -232,8 +212,7 @@ def ending(found: Records) -> Ending:
 
 
 def step_codes(modes: npt.NDArray[Any], steps: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return [len(steps)] one number for each step of a mode; the low 32 bits are the step's
-    own."""
+    """Return [len(steps)] one number for each step of a mode, the step in its low 32 bits."""
     return modes.astype(np.int64) << 32 | steps.astype(np.int64)
 
 

@@ -67,7 +67,6 @@ class StepEvent(enum.IntEnum):
     BEGIN = 0
     END = 1
     NOTE = 2
-    """Something to know about a step that runs."""
 
 
 NO_SEQUENCE = 0xFFFF_FFFF_FFFF_FFFF

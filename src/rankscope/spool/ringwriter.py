@@ -96,8 +96,7 @@ class RingWriter(SpoolWriter):
         self._freed = 0
 
     def hold(self, window: Window) -> bool:
-        """Keep these steps to the end, because the board could not take the request; False where
-        too many are kept like that."""
+        """Keep steps that the board could not take to the end; False where too many are kept so."""
         has_room = len(self._untold) < _MOST_UNTOLD
         if has_room:
             self._untold.append(window)

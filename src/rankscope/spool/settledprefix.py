@@ -44,8 +44,7 @@ _BLOCK: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class SettledPrefix:
-    """What stands for the first bytes of a replica: whole records, the first of the stream
-    first."""
+    """What stands for the first bytes of a replica: whole records, the stream's first one first."""
 
     settled_to: int
     """Bytes of the replica; a record begins behind them."""
@@ -69,11 +68,7 @@ NOTHING_SETTLED: Final = SettledPrefix(0, b"")
 
 
 def read_settled(replica: Path) -> SettledPrefix:
-    """Return what stands for the begin of a replica.
-
-    Raises:
-        SpoolError: the file of it cannot be read, or is damaged.
-    """
+    """Return what stands for the begin of a replica. Raises SpoolError where it is damaged."""
     found = _read(replica)
     if found is None:
         return NOTHING_SETTLED
@@ -88,11 +83,7 @@ def read_settled(replica: Path) -> SettledPrefix:
 
 
 def settled_to(replica: Path) -> int:
-    """Return how many bytes of a replica are settled.
-
-    Raises:
-        SpoolError: as of `read_settled`.
-    """
+    """Return how many bytes of a replica are settled; raises as `read_settled`."""
     found = _read(replica, _HEAD_BYTES)
     return 0 if found is None else found[0][0]
 
@@ -146,10 +137,8 @@ def write_settled(replica: Path, prefix: SettledPrefix) -> None:
 
 
 def lock_for_reading(descriptor: int) -> None:
-    """Have nothing of an open replica freed until the file is closed, or unlocked.
-
-    Where the file system has no locks there is nothing to fear: `free` needs one.
-    """
+    """Have nothing of an open replica freed until it is closed or unlocked; `free` needs a lock
+    too, where the file system has none."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_SH)
 

@@ -20,8 +20,6 @@ from rankscope.record.phases import Phase
 from rankscope.record.statistics import COUNTS, NONFINITE
 from rankscope.spool.recordformat import LATEST_NS, RecordKind
 
-__all__ = ["KNOWN_MODES", "KNOWN_PHASES", "judged", "sound_digests", "sound_rows"]
-
 Rows = Any
 """Records by column: a structured array, or `ValueRows`."""
 Mask = NDArray[np.bool_]
@@ -79,8 +77,8 @@ def judged(kind: RecordKind, rows: Rows) -> tuple[Mask | None, Counter[str]]:
 
 
 def sound_rows(kind: RecordKind, rows: Rows) -> tuple[Rows, Counter[str]]:
-    """Return the rows that make sense, the same array where all of them do, and what was set aside,
-    as of `judged`."""
+    """Return the rows that make sense, the same array where all do, and what was set aside
+    (`judged`)."""
     is_sound, found = judged(kind, rows)
     return (rows if is_sound is None else rows[is_sound]), found
 

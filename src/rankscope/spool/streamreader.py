@@ -38,11 +38,7 @@ class StreamReader:
 
     @property
     def segment_bytes(self) -> int:
-        """Size of every segment of this stream; 0 while none exists.
-
-        Raises:
-            SpoolError: a segment's size is no multiple of a cell.
-        """
+        """Size of every segment, 0 while none exists. Raises SpoolError for one that is none."""
         if not self._segment_bytes:
             for index in segment_indexes(self.folder):
                 try:
@@ -59,11 +55,8 @@ class StreamReader:
         return self._segment_bytes
 
     def origin(self) -> int:
-        """Return whose stream this is (`origin`); UNKNOWN while nothing is committed.
-
-        Raises:
-            SpoolError: the first record cannot be read, or was freed and its origin not kept.
-        """
+        """Return the stream's `origin`, UNKNOWN while it is empty. Raises SpoolError where it is
+        lost."""
         if self._origin == UNKNOWN:
             self._origin = kept_origin(self.folder) or origin_of(self.read_from(0, CELL_BYTES))
         return self._origin
@@ -100,11 +93,7 @@ class StreamReader:
             raise SpoolError(f"{self.folder}: cannot be read: {error.strerror}") from error
 
     def ends_record(self, offset: int) -> bool:
-        """True where a whole record ends at `offset`, or all before it was freed or never was.
-
-        Raises:
-            SpoolError: the segment before it cannot be read.
-        """
+        """True where a whole record ends at `offset`, or all before it was freed or never was."""
         if offset <= self.lowest():
             return True
         size = self.segment_bytes
@@ -126,11 +115,8 @@ class StreamReader:
         return end
 
     def end_reason(self, offset: int) -> EndReason | None:
-        """How a stream whose last record ends at `offset` ended; None where that is no END record.
-
-        Raises:
-            SpoolError: the record was freed or cannot be read.
-        """
+        """How a stream whose last record ends at `offset` ended; None where that is no END
+        record."""
         if offset < CELL_BYTES or offset - CELL_BYTES < self.lowest():
             return None  # a segment is freed only once a later one exists, so that was not the last
         last = self.read_from(offset - CELL_BYTES, CELL_BYTES)
@@ -147,11 +133,7 @@ class StreamReader:
             at, size = at + len(chunk), min(2 * size, max_bytes)
 
     def free_below(self, offset: int) -> int:
-        """Unlink segments that lie wholly below `offset`, never the newest one; return how many.
-
-        Raises:
-            SpoolError: a segment is none, or whose records these are is not known.
-        """
+        """Unlink segments that lie wholly below `offset`, never the newest one; return how many."""
         indexes = segment_indexes(self.folder)
         freed = 0
         for index in indexes[:-1]:
@@ -176,8 +158,7 @@ class StreamReader:
         self.close()
 
     def is_own(self, index: int) -> bool:
-        """False where a segment says that it is of another stream, or another segment of this one;
-        older ones say nothing."""
+        """False where a segment says that it is another one; older ones say nothing."""
         if not index:
             return True
         with contextlib.suppress(SpoolError, OSError):

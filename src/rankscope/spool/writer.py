@@ -25,7 +25,6 @@ from typing import Final
 from rankscope.errors import SpoolError
 from rankscope.record.streams import MINIMUM_LIMIT_BYTES, EndReason
 from rankscope.run.locks import StreamLock
-from rankscope.spool.backlog import Backlog
 from rankscope.spool.mappedsegment import Segment, first_segment
 from rankscope.spool.origin import UNKNOWN, origin_of
 from rankscope.spool.packing import (
@@ -45,14 +44,77 @@ from rankscope.spool.recordformat import (
     DEFINITION_LENGTH,
     END,
     END_REASONS,
+    GAP,
     MAX_RECORD_CELLS,
     PAYLOAD_BYTES,
     STAMP,
     STEP,
+    TO_ITS_END,
     RecordKind,
     StepEvent,
 )
 from rankscope.spool.writelock import WriteLock
+
+_MOST_WAITING_BYTES: Final = 64 << 20
+
+
+class _Backlog:
+    """What one stream has left unwritten: definitions that wait for room, and a gap for each mode:
+    first step, last step, records, bytes. The writer's lock guards all of it but `outside`."""
+
+    def __init__(self) -> None:
+        self.step, self.mode = 0, 0
+        self.definitions: list[bytes] = []
+        self._bytes = 0
+        self._gaps: dict[int, list[int]] = {}
+        self._has_begun = False
+        """The stream says that records are dropped, and not yet how many were."""
+        self.dropped = 0
+        self.outside: list[int] = []
+        """Bytes of records dropped without the lock: nested in a write, or waited too long."""
+
+    @property
+    def cells(self) -> int:
+        return sum(-(-len(payload) // PAYLOAD_BYTES) + 1 for payload in self.definitions)
+
+    def keep(self, definition: bytes) -> bool:
+        """Keep a definition until there is room; False where too many wait."""
+        if self._bytes + len(definition) > _MOST_WAITING_BYTES:
+            return False
+        self.definitions.append(definition)
+        self._bytes += len(definition)
+        return True
+
+    def count(self, size: int) -> None:
+        self.dropped += 1
+        gap = self._gaps.setdefault(self.mode, [self.step, self.step, 0, 0])
+        gap[0] = min(gap[0], self.step)
+        gap[1] = max(gap[1], self.step)
+        gap[2] += 1
+        gap[3] += size
+
+    def begin(self, write: Callable[[RecordKind, bytes], bool]) -> None:
+        if not self._has_begun:
+            packed = GAP.pack(time.monotonic_ns(), 0, 0, self.step, TO_ITS_END, self.mode)
+            self._has_begun = write(RecordKind.GAP, packed)
+
+    def settle(self, write: Callable[[RecordKind, bytes], bool]) -> bool:
+        """Write what waits, definitions first; False where a definition found no room."""
+        while self.definitions and write(RecordKind.DEFINITION, self.definitions[0]):
+            self._bytes -= len(self.definitions.pop(0))
+        while self.outside:
+            self.count(self.outside.pop())
+        if self._has_begun and not self._gaps:  # only definitions had to wait
+            self._gaps[self.mode] = [self.step, self.step, 0, 0]
+        for mode in list(self._gaps):
+            first, last, records, lost = self._gaps[mode]
+            packed = GAP.pack(time.monotonic_ns(), records, lost, first, last, mode)
+            if not write(RecordKind.GAP, packed):
+                break
+            del self._gaps[mode]
+            self._has_begun = False
+        return not self.definitions
+
 
 DEFAULT_SEGMENT_BYTES: Final = 16 << 20
 _SEGMENTS_PER_LIMIT: Final = 8
@@ -98,7 +160,7 @@ class SpoolWriter:
         self._holder = self._writing.holder
         self._is_half_done = False
         """A write was left by an exception of the program's (KeyboardInterrupt)."""
-        self._backlog = Backlog()
+        self._backlog = _Backlog()
         self._origin = UNKNOWN
         self.is_dropping = False
         self._records: dict[int, int] = {}
@@ -219,8 +281,7 @@ class SpoolWriter:
                 observer(batch)
 
     def close(self, reason: EndReason = EndReason.EXIT) -> None:
-        """Write END with one of `END_REASONS`, give up lock and mapping. Does nothing twice, in a
-        child, or inside a write."""
+        """Write END, give up lock and mapping; nothing twice, in a child, or inside a write."""
         self.hand_on()
         token, holder = (get_ident(),), self._holder
         try:
@@ -250,8 +311,8 @@ class SpoolWriter:
         self._lock.release()
 
     def _repair(self) -> None:
-        """Go on behind a write that an exception left half done: step over its record if whole,
-        because the relay may have sent it already."""
+        """Go on behind a write that an exception left: over its record if whole, as it may be sent
+        already."""
         self._is_half_done = False
         segment = self._segment
         cells = whole_record(segment)

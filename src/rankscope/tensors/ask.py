@@ -27,8 +27,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedTensor:
-    """One tensor to hand out, made when it is wanted: its name, torch's name of its dtype, its
-    shape, and in words whose it is."""
+    """One tensor to hand out, made when it is wanted; `whence` says whose it is."""
 
     key: str
     dtype: str

@@ -34,8 +34,8 @@ class ExactDistance:
     square: float
     greatest: float
     at: tuple[int, ...]
-    """Where the greatest difference of one element is; where the tensors differ in what is not
-    finite, the first such place."""
+    """Place of the greatest difference; the first of what is not finite and differs, where any
+    is."""
     unequal: int
     """Elements that are not the same; -0 is 0, and NaN is NaN."""
     other_nonfinite: int
@@ -43,7 +43,7 @@ class ExactDistance:
 
     @property
     def relative(self) -> float:
-        """The L2 norm of the difference over that of the first tensor; inf where what is not finite
+        """L2 norm of the difference over that of the first tensor; inf where what is not finite
         differs."""
         if self.other_nonfinite:
             return math.inf
@@ -53,11 +53,7 @@ class ExactDistance:
 
 
 def exact_distance(first: torch.Tensor, second: torch.Tensor) -> ExactDistance:
-    """Hold one tensor to another of the same shape, of any dtype and device.
-
-    Raises:
-        ValueError: they differ in shape.
-    """
+    """Hold one tensor to another of any dtype and device. Raises ValueError where shapes differ."""
     if first.shape != second.shape:
         raise ValueError(f"shapes {list(first.shape)} and {list(second.shape)} differ")
     cross = own = theirs = square = 0.0

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholePlan:
-    """Which ranks' bytes make up a value. The notes say what was declared or inferred, and which
-    replicas are not there to be compared."""
+    """Which ranks' bytes make up a value, and notes on what was inferred and what is not
+    compared."""
 
     plan: AssemblyPlan
     dtype: str
@@ -282,8 +282,7 @@ class _Planning:
 
 
 class _GivenLayouts:
-    """What a layout file says of the values of a run: the file given now, which replaces all of the
-    one given at trace time, else that one."""
+    """What a layout file says of the values of a run: the file given now, else the trace's own."""
 
     def __init__(self, run: Mapping[str, Any], layouts: LayoutFile | None) -> None:
         self.mesh: Mesh | None = None

@@ -51,8 +51,7 @@ def missing_chunks(trace: Trace) -> Iterator[str]:
 
 @dataclass(slots=True)
 class Kept:
-    """One slot of one path in one phase, over steps, calls and ranks; in `not_kept` the ranks that
-    did not keep all that was asked for."""
+    """One slot of one path in one phase, over steps, calls and ranks."""
 
     path: str
     slot: str

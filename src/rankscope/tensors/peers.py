@@ -69,8 +69,7 @@ class Peers:
 
 
 def once_a_step(node: Node, key: Hashable, work_out: Callable[[], T]) -> T:
-    """Return the result of `work_out`, kept under a key while a node's step is the one in
-    memory."""
+    """Return what `work_out` returns, kept by `key` while a node's step is the one asked about."""
     head, known = _STEPS.get(node.trace, (None, {}))
     if head != node.head:
         known = {}  # one step is in memory

@@ -36,8 +36,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """One value that a name means. `is_named`: a name without a glob and with a slot asked for
-    it."""
+    """One value that a name means; `is_named` where the name has a slot and no glob."""
 
     key: str
     """The name as it was asked where it means this value alone, else path and slot."""
@@ -56,8 +55,8 @@ class _Name:
 
     @classmethod
     def parse(cls, text: str, paths: Collection[str]) -> _Name:
-        """Split a name at its first colon; where no module has such a path, at the first colon that
-        gives one: paths may hold colons too."""
+        """Split a name at its first colon, or at the first that gives a path: paths may hold colons
+        too."""
         parts = text.split(":")
         split = []
         for end in range(1, len(parts) + 1):
@@ -79,10 +78,7 @@ class _Name:
 
 def choose(trace: Trace, wanted: Wanted) -> tuple[list[Chosen], list[str]]:
     """Return the values that the names mean, each once, and what is to be said of the choice.
-
-    Raises:
-        SelectionError: a name means nothing, or several calls; says what there is.
-    """
+    Raises SelectionError where a name means nothing, or several calls; says what there is."""
     groups = _groups(trace, wanted)
     paths = {node.path for group in groups for node in group.walk()}
     names = [_Name.parse(text, paths) for text in dict.fromkeys(wanted.names)]
@@ -136,8 +132,7 @@ def _groups(trace: Trace, wanted: Wanted) -> Sequence[Step]:
 
 
 def _note(node: Node, names: Iterable[_Name], wanted: Wanted) -> None:
-    """Remember a node with the names that mean something in it; a later life of the ranks goes
-    before."""
+    """Remember a node by the names that mean it; a later life of the ranks goes before."""
     if node.micro_batch not in (None, wanted.micro_batch):
         return
     path, phase = node.path, node.phase

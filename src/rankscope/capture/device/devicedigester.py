@@ -34,8 +34,6 @@ from rankscope.capture.invisible import invisible, invisible_operations
 from rankscope.capture.reading import ValueNumbers
 from rankscope.layout.placement import Ranges
 
-__all__ = ["DeviceDigester"]
-
 _CAPACITY: Final = 1 << 15
 _MOST_FORMS: Final = 1024
 _MOST_TABLE_BYTES: Final = 64 << 20
@@ -46,9 +44,8 @@ Tell = Callable[[str], None]
 
 @dataclass(slots=True)
 class _DeviceForm:
-    """What is the same for values of one dtype, shape, strides and layout on one stream: their
-    plan, the numbers of a row, how they are stored, the driver's handle of the stream, and how they
-    are read (by torch operations only when that is first asked for)."""
+    """How values of one dtype, shape, strides and layout are read on one stream (the driver's
+    handle); by torch operations only when that is first asked for. `size`: numbers of a row."""
 
     plan: FoldPlan
     size: int
@@ -59,8 +56,8 @@ class _DeviceForm:
 
 
 class _Ticket(NamedTuple):
-    """Where the row of a value lies; `variant` is the fused kernel that wrote it, and `proof` the
-    place of the row that torch operations wrote of the same value."""
+    """Where the rows of a value lie: that of the fused kernel `variant`, and, where its proof is
+    due, that of torch operations."""
 
     number: int
     plan: FoldPlan
@@ -119,7 +116,6 @@ class DeviceDigester:
         self._flights: deque[_RowsInTransfer] = deque()
         self._next_ticket = 0
         self.failure = ""
-        """Why nothing comes back any more."""
 
     def read(
         self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, *, samples: bool
@@ -213,7 +209,6 @@ class DeviceDigester:
     def _fill_fused(
         self, form: _DeviceForm, buffer: _Buffer, local: torch.Tensor
     ) -> ReadVariant | None:
-        """Enqueue the fused kernel where there is one; None where operations have to do it."""
         if form.fused is None:
             return None
         row = buffer.address + 8 * buffer.used

@@ -40,8 +40,7 @@ _VECTOR_BYTES: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class CompiledImage:
-    """A kernel as the compiler left it (cubin or hsaco), with the threads and the bytes of shared
-    memory of a block."""
+    """A kernel (cubin or hsaco), with the threads and bytes of shared memory of a block."""
 
     name: str
     image: bytes
@@ -51,8 +50,8 @@ class CompiledImage:
 
 class ReadVariant(NamedTuple):
     """A kernel that reads values. `is_plain`: neighbouring columns are neighbours in memory;
-    `is_aligned`: rows are full (`fusedplan`) and begin at multiples of 16 bytes, as in the usual
-    activation."""
+    `is_aligned`: rows are full (`fusedplan`) and begin at multiples of 16 bytes, as usual
+    activations."""
 
     kind: str
     is_plain: bool

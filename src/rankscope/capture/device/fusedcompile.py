@@ -26,8 +26,6 @@ from rankscope.capture.device.fusedcache import (
 )
 from rankscope.capture.device.fusedplan import BLOCK
 
-__all__ = ["COMBINE_BLOCK", "compile_for", "constants_of", "image_of"]
-
 COMBINE_BLOCK: Final = 128
 _WARPS: Final = 4
 _MOST_PROCESSES: Final = 8

@@ -24,8 +24,6 @@ from rankscope.capture.dtypestorage import Storage
 from rankscope.capture.fold import FoldPlan
 from rankscope.layout.placement import Ranges
 
-__all__ = ["FusedForm", "FusedReader"]
-
 _SCRATCH_PROGRAMS: Final = 1 << 12
 
 FindImage = Callable[[ReadVariant | CombineVariant], CompiledImage | None]
@@ -44,8 +42,8 @@ class _PartialResults:
 
     @property
     def numbers(self) -> int:
-        """Address of the floating-point results; a multiple of 16 as `counts` is, for any number of
-        programs."""
+        """Address of the floating-point results: like `counts` a multiple of 16, for any
+        `programs`."""
         return self.memory.data_ptr() + 8 * COUNTS * self.programs
 
 

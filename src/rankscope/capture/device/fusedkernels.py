@@ -23,8 +23,6 @@ import triton.language as tl
 from rankscope.capture.device.fusedplan import COUNTS, NUMBERS
 from rankscope.capture.device.mix64 import FIRST, SECOND
 
-__all__ = ["combine_partials", "read_value"]
-
 _FIRST = tl.constexpr(FIRST)
 _SECOND = tl.constexpr(SECOND)
 _NUMBERS = tl.constexpr(NUMBERS)
@@ -118,7 +116,6 @@ def _projected(sums, factors, is_column):
 
 @triton.jit
 def _mean_of(value, is_one):
-    """The means of partial results, in their units."""
     base = tl.load(value + 2, mask=is_one, other=0.0).to(tl.float64)
     return base + tl.load(value + 13, mask=is_one, other=0.0).to(tl.float64)
 
@@ -150,29 +147,18 @@ def read_value(
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Read some rows of one block of columns; see `fusedplan` for the tables.
+    """Read some rows of one block of columns into `numbers` [programs, NUMBERS] and `counts`
+    [programs, COUNTS]; see `fusedplan` for the tables.
 
     Args:
         words: the value's memory, as unsigned integers.
         table: [256] values of the words of an 8-bit float.
         same: [256] normalized words of an 8-bit float.
-        row_keys: [rows] factors of the hash.
-        row_offsets: [rows] where in memory a row's first column lies.
-        row_limits: [rows, 2] columns from and up to which a row holds elements.
-        row_weights: [rows, 8] factors.
-        column_keys: [columns] factors of the hash.
-        column_offsets: [columns] what a column adds to the offset of its row.
-        column_factors: [8, columns].
-        numbers: [programs, NUMBERS] out.
-        counts: [programs, COUNTS] out.
-        rows_per_sample: rows that lie together.
-        groups: programs of a sample and a block of columns.
         FLOATING: values may not be finite.
         WIDE: squares of values may leave the range of the float.
         PLAIN: column i adds i to the offset.
         FULL: every row holds all columns, and these are a multiple of BLOCK.
         ALIGN: rows begin at multiples of so many words, for wide loads.
-        BLOCK: columns of a program.
     """
     program = tl.program_id(0)
     group = tl.program_id(1)
@@ -360,15 +346,11 @@ def combine_partials(
     programs_per_sample,
     BLOCK: tl.constexpr,
 ):
-    """Put the partial results of one value together, in float64 and always in the same order.
+    """Put the partial results of one value together into `row` (`resultrow`), in float64 and always
+    in the same order, BLOCK at a time.
 
-    The first program makes the statistics and the hash, each of the others the sketch of a sample.
-
-    Args:
-        numbers: [programs, NUMBERS].
-        counts: [programs, COUNTS].
-        row: out, as in `resultrow`.
-        BLOCK: partial results taken at a time.
+    The first program makes the statistics and the hash, each of the others the sketch of a
+    sample.
     """
     which = tl.program_id(0)
     lane = tl.arange(0, BLOCK)

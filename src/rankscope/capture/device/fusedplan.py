@@ -23,8 +23,6 @@ from rankscope.layout.placement import Ranges
 from rankscope.record.sketchfactors import RADIX, block_factors, factors
 from rankscope.record.value import SKETCH_SIZE
 
-__all__ = ["BLOCK", "COUNTS", "NUMBERS", "FusedPlan", "make_fused_plan"]
-
 BLOCK: Final = 512
 """Columns that one program reads."""
 NUMBERS: Final = 14
@@ -69,9 +67,9 @@ class FusedPlan:
     column_factors: Floats
     samples: int
     is_plain: bool
+    """Column i adds i to the place in memory."""
     is_full: bool
-    """Every row holds all columns, and these are a multiple of BLOCK. Plain: column i adds i to the
-    place."""
+    """Every row holds all columns, and these are a multiple of BLOCK."""
     step: int
     """A power of two, up to 16, that divides every row's offset."""
 

@@ -38,11 +38,7 @@ class GpuDriver:
         self._launch.argtypes = (pointer, *(number,) * 7, pointer, pointer, pointer)
 
     def load(self, image: CompiledImage) -> LoadedKernel:
-        """Load a kernel into the current context.
-
-        Raises:
-            OSError: the driver does not take it.
-        """
+        """Load a kernel into the current context; OSError where the driver does not take it."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         status = self._load(ctypes.byref(module), image.image)
         if status == 0:

@@ -52,7 +52,7 @@ class OperationsForm:
         return folds + self.row_keys.nbytes + self.column_keys.nbytes
 
     def fill(self, row: torch.Tensor, local: torch.Tensor) -> None:
-        """Enqueue what computes the row of a non-empty value (see `resultrow`); nothing in it
+        """Enqueue what computes the row of a non-empty value (`resultrow`); nothing
         synchronizes."""
         held = local.detach().resolve_conj().resolve_neg()
         if held.is_complex():

@@ -31,8 +31,7 @@ def row_size(plan: FoldPlan) -> int:
 def reading_of_row(
     plan: FoldPlan, numbers: npt.NDArray[np.float64], words: npt.NDArray[np.int64]
 ) -> ValueNumbers:
-    """Return the reading of a value; `numbers` begin with its row, `words` are the same as
-    integers."""
+    """Return the reading of a value: `numbers` begin with its row, `words` are their bits."""
     samples, sketch = None, numbers[SKETCH : SKETCH + SKETCH_SIZE]
     if plan.batch_factors is not None:
         parts = numbers[SKETCH : row_size(plan)].reshape(-1, SKETCH_SIZE)

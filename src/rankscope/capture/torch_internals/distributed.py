@@ -16,8 +16,7 @@ _C: Any = torch._C
 
 
 def process_groups() -> tuple[ProcessGroup, ...]:
-    """Return every process group this rank has built, the default group first; none without torch's
-    own table."""
+    """Return every process group of this rank, the default one first; () without torch's table."""
     world = getattr(getattr(torch.distributed, "distributed_c10d", None), "_world", None)
     names, backends = getattr(world, "pg_names", {}), getattr(world, "pg_map", {})
     found = []
@@ -35,16 +34,14 @@ def process_groups() -> tuple[ProcessGroup, ...]:
 
 
 def group_ranks(group: object) -> tuple[int, ...] | None:
-    """Return the global ranks of a process group in its own order; None where torch's table lacks
-    it."""
+    """Return the global ranks of a group in its own order; None where torch's table lacks it."""
     world = getattr(torch.distributed.distributed_c10d, "_world", None)
     members = getattr(world, "pg_group_ranks", {}).get(group)
     return None if members is None else tuple(sorted(members, key=members.__getitem__))
 
 
 def group_named(name: str) -> Any:
-    """Return the process group that functional collectives call by this name; None without the name
-    of the function."""
+    """Return the process group of this name; None without the name of torch's function."""
     resolve = getattr(getattr(_C, "_distributed_c10d", None), "_resolve_process_group", None)
     return resolve(name) if resolve is not None else None
 
@@ -90,8 +87,7 @@ def functional_operators(names: Iterable[tuple[str, str]]) -> list[tuple[str, An
 
 
 def is_collective_outstanding() -> bool:
-    """True while a functional collective of this process has not been waited for, or torch does not
-    tell."""
+    """True while a functional collective has not been waited for, or torch does not tell."""
     count = getattr(getattr(_C, "_distributed_c10d", None), "_get_work_registry_size", None)
     return count is None or count() != 0
 

@@ -19,8 +19,7 @@ _ABOUT_GLOBAL_HOOKS = "Using `torch.compile\\(module\\)` when there are global h
 
 
 def forget_keyword_hook(number: int) -> None:
-    """Drop the note that a removed global forward hook takes keywords, which torch keeps for
-    ever."""
+    """Drop the note, kept by torch for ever, that a removed global forward hook takes keywords."""
     taking_keywords = getattr(torch.nn.modules.module, "_global_forward_hooks_with_kwargs", {})
     taking_keywords.pop(number, None)
 

@@ -24,8 +24,8 @@ def shape_inference() -> frozenset[CodeType]:
 
 
 def pipeline_schedules() -> tuple[type, ...]:
-    """Return the classes whose `step` runs all micro-batches of one batch: every schedule of torch
-    inherits one of them."""
+    """Return the classes whose `step` runs all micro-batches of a batch; every schedule inherits
+    one."""
     schedules = sys.modules.get("torch.distributed.pipelining.schedules")
     names = ("PipelineScheduleSingle", "PipelineScheduleMulti")
     found = (getattr(schedules, name, None) for name in names)

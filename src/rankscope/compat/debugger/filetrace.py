@@ -140,8 +140,7 @@ class _ForwardRecords:
         called twice, transformers has both calls name one file, which holds the last one's."""
 
     def forward(self, step: int, file: Path) -> EndReason:
-        """Record one forward, and return how it ended; TraceError where its tree or a file of it is
-        damaged."""
+        """Record one forward, and return how it ended; TraceError where its tree is damaged."""
         self._calls.clear()
         self._recorder.step(StepEvent.BEGIN, Mode.EVAL, step)
         try:

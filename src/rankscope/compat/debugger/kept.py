@@ -51,8 +51,8 @@ ByteArray = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTensor:
-    """One tensor: what is printed of it, or its bytes where they lie; torch's name of its dtype,
-    and xxh3_64 of its bytes in row-major order."""
+    """What is printed of one tensor, or its bytes where they lie, and xxh3_64 of these in row-major
+    order."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -62,8 +62,8 @@ class KeptTensor:
 
 
 class DebuggerStore(Store):
-    """Keeps the tensors of all open blocks: bytes (all of them up to a limit on disk, in `folder`),
-    or what is printed."""
+    """Keeps the tensors of all open blocks: their bytes, up to a limit on disk, or what is
+    printed."""
 
     def __init__(
         self, record: RecordTensor, limit_bytes: int, folder: Path, *, keeps_bytes: bool
@@ -80,8 +80,8 @@ class DebuggerStore(Store):
         on the order in memory, in their last digits."""
         self._count = 0
         self.unneeded: Callable[[], Iterable[int]] = tuple
-        """Returns the references of tensors that no file will show; asked while no other thread
-        uses the store."""
+        """Returns the references that no file will show; asked while no other thread uses the
+        store."""
         self._pinned: set[int] = set()
         """Found to be equal to something kept only after it was recorded as another."""
 
@@ -207,8 +207,7 @@ class _Scratch:
             self._free.setdefault(room, []).append(begin)
 
     def write(self, begin: int, pieces: Iterable[ByteArray]) -> int:
-        """Write bytes in a place, and return their checksum; OSError where the disk refuses
-        them."""
+        """Write bytes in a place, and return their checksum."""
         number = self._opened().check()
         if self._top > self._reserved:
             reserve(number, self._reserved, self._top + _AHEAD_BYTES - self._reserved)

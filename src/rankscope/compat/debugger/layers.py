@@ -37,7 +37,7 @@ class _Call:
 
     sequence: int
     path: str
-    """Of the module, a dot before every name; "" where the root of the outermost call does not hold
+    """Of the module, a dot before every name; "" where the outermost call's root does not hold
     it."""
     parent: _Call | None
     top: int

@@ -37,9 +37,8 @@ _kernel: Final = functools.cache(kernel.load)
 
 
 class Arena:
-    """Memory for the items that are kept of tensors, outside the heap: there, a kB between large
-    tensors that come and go keeps the room of one from being used for the next. For one thread at a
-    time."""
+    """Memory outside the heap for items that are kept, by one thread: there, a kB between large
+    tensors that come and go keeps the room of one from being used for the next."""
 
     def __init__(self) -> None:
         self._rest = memoryview(b"")
@@ -57,9 +56,8 @@ class Arena:
 
 class Glimpse(NamedTuple):
     """All that is written of a tensor, a few kB unless the program prints tensors whole: the tensor
-    itself may go. Items are those that are shown, None where none were asked for; `numbers` are
-    mean, std, min and max, where defined; `odd` counts the elements that are not finite, by
-    kind."""
+    itself may go. `items` are shown; `numbers` are mean, std, min and max; `odd` counts what is not
+    finite."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -92,8 +90,7 @@ def is_measured(dtype: torch.dtype) -> bool:
 
 
 def tensor_text(seen: Glimpse, device: str = "cpu") -> str:
-    """Return a tensor, looked at with items, as `print` shows it on the device where the program
-    had it."""
+    """Return a tensor as `print` shows it on the device where the program had it."""
     dtype, shape, options = seen.dtype, seen.shape, seen.options
     count = math.prod(shape)
     if seen.items is None or not count:
@@ -111,8 +108,7 @@ def tensor_text(seen: Glimpse, device: str = "cpu") -> str:
 
 
 def meta_text(shape: Sequence[int], dtype: str) -> str:
-    """Return what `print` shows of a tensor on the meta device, which has no values; `dtype` is
-    torch's name without the prefix."""
+    """Return what `print` shows of a tensor on the meta device; `dtype` is without "torch."."""
     suffixes = ["device='meta'", f"size={tuple(shape)}"]
     if getattr(torch, dtype) != torch.get_default_dtype():
         suffixes.append(f"dtype=torch.{dtype}")
@@ -120,8 +116,7 @@ def meta_text(shape: Sequence[int], dtype: str) -> str:
 
 
 def statistics_of(seen: Glimpse, device: str = "cpu") -> dict[str, str]:
-    """Return mean, std, min and max as the repr of torch's results on the device where the program
-    had the tensor; {} where none is defined."""
+    """Return mean, std, min and max as the repr of torch's results on that device; {} for none."""
     options = seen.options
     suffixes = _device(device) + _size((), options) + _dtype(seen.dtype)
     return {

@@ -90,11 +90,7 @@ class DebuggerBlock:
 
     def begin(self) -> Session | None:
         """Join the trace, or begin it; return what is to be told of calls that torch tells no hook
-        of.
-
-        Raises:
-            ValueError: the folder cannot be written.
-        """
+        of. Raises ValueError where the folder cannot be written."""
         global _quiet
         with _is_ours:
             if self._folder is not None:
@@ -270,8 +266,7 @@ def _joined(block: DebuggerBlock, folder: Path) -> _SharedTrace | None:
 
 
 def _forget() -> None:
-    """Leave a forked child without its parent's trace and blocks, and without a lock that another
-    thread held."""
+    """Leave a forked child without its parent's trace and blocks, and with a lock nobody holds."""
     global _shared, _quiet, _is_ours
     _is_ours = threading.RLock()
     if _shared is not None:
@@ -285,8 +280,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _text_of_argument(value: object) -> str:
-    """Return the repr of an argument, as transformers writes it; its class where that raises, or
-    may not be asked for."""
+    """Return the repr of an argument; its class where the repr raises, or may not be asked for."""
     texts: list[str] = []
     if not _quiet:
         attempt(lambda: texts.append(without_addresses(repr(value))))

@@ -39,10 +39,9 @@ _OF_PARAMETER: Final = "Parameter containing:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """A tensor, ready to be written: torch's name of its dtype without the prefix, the lines that
-    `print` shows or its bytes in row-major order (None where not asked for, or not there), what
-    values of the same bytes share, and facts: statistics, what is not finite, where it lies, why it
-    is not there."""
+    """A tensor, ready to be written: the lines that `print` shows or its bytes in row-major order,
+    what values of the same bytes share, and facts: statistics, where it lies, why it is not
+    there."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -62,8 +61,7 @@ class LocalValues:
     def __init__(
         self, trace: Trace, rank: int, *, as_text: bool, find: _Find | None = None
     ) -> None:
-        """Read nothing yet. `as_text`: tensors are wanted as text, else as bytes; `find` gives
-        them, by default from the files of the trace."""
+        """Read nothing yet. `find` gives tensors, by default from the files of the trace."""
         self._find = find or trace.tensor_files.find
         self._arena = Arena() if as_text else None
         self._rank = rank
@@ -75,8 +73,8 @@ class LocalValues:
         self.notes: list[str] = []
 
     def shown(self, node: Node, views: Sequence[SlotView], form: Mapping[str, Any]) -> Shown | None:
-        """Return a tensor, by the entries of its slot and what the form of the call says of it;
-        None where nothing was recorded of it."""
+        """Return a tensor, by the entries of its slot and its form; None where nothing was
+        recorded."""
         view = next((each for each in views if self._rank in each.ranks), None)
         if view is None:
             return None
@@ -161,8 +159,8 @@ class LocalValues:
         return max(own, key=lambda view: len(view.placements), default=None)
 
     def _tells(self, views: Sequence[SlotView]) -> Mapping[int, Hashable]:
-        """Return what tells the ranks' values apart: where there are no digests, this rank's by the
-        bytes that it kept."""
+        """Return what tells the ranks' values apart; this rank's by its bytes where there are no
+        digests."""
         own = next((view for view in views if self._rank in view.ranks), None)
         known = digests(views)
         found = None if known or own is None else self._stored(own)

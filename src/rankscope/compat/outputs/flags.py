@@ -83,8 +83,8 @@ def requested(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return which of the declared outputs a call asks for, in order of declaration, with the flag
-    that asks for each."""
+    """Return the declared outputs that a call asks for, in order, with the flag that asks for
+    each."""
     found = {}
     for key in declared:
         own = f"output_{key}"
@@ -108,8 +108,7 @@ def _asks(key: str, flag: Any) -> bool:
 
 
 def selection(flag: Any) -> tuple[int, ...] | None:
-    """Return the indices of hidden states that `output_hidden_states` selects (an integer one, an
-    empty list none), None for all."""
+    """Return the indices of hidden states that `output_hidden_states` selects, None for all."""
     if isinstance(flag, bool):
         return None
     if isinstance(flag, int):

@@ -79,8 +79,7 @@ class Watch:
     takes_first_input: bool
 
     def covers(self, cls: type, path: str) -> bool:
-        """True where a module of a class, at `path` (a dot before every name, "" for the model), is
-        meant."""
+        """True where a module at `path` (a dot before every name, "" for the model) is meant."""
         is_of_target = self.target is not None and issubclass(cls, self.target)
         if not (is_of_target or self._is_named(cls, path)):
             return False
@@ -105,11 +104,8 @@ def _without_wrappers(path: str) -> str:
 
 
 def read_declaration(declared: Mapping[str, Any] | None) -> tuple[Watch, ...]:
-    """Return what a model's `_can_record_outputs` asks for, in its order.
-
-    Raises:
-        TypeError: an entry is neither a class, a name, a recorder nor a list of these.
-    """
+    """Return what a model's `_can_record_outputs` asks for, in its order. Raises TypeError where an
+    entry is neither a class, a name, a recorder nor a list of these."""
     return tuple(watch for key, entry in (declared or {}).items() for watch in _watches(key, entry))
 
 

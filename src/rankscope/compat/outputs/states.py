@@ -165,8 +165,8 @@ class Capture:
             values[left] = None
 
     def close(self) -> dict[str, list[Any]]:
-        """Return what was recorded, without the hidden states that no index selects: only now is
-        their number known."""
+        """Return what was recorded; the number of hidden states, and so what an index selects, is
+        known now."""
         if self._selected is not None and self._depth:
             values = self.values["hidden_states"]
             count = len(values)

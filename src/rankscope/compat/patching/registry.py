@@ -27,8 +27,8 @@ class NameMap(dict[str, type[nn.Module]]):
                 self.invalid[key] = str(error)
 
     def find(self, name: str) -> type[nn.Module] | None:
-        """Return the replacement for a class: that of the key which equals its name, else of the
-        first that matches."""
+        """Return the replacement for a class: by the key that equals its name, else the first that
+        matches."""
         if name in self:
             return self[name]
         return next((found for key, found in self._patterns if key.search(name)), None)
