@@ -148,12 +148,7 @@ class Groups:
 
 
 def read_method(
-    name: str,
-    group: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    groups: Groups,
-    where: Where,
+    name: str, group: Any, args: Sequence[Any], kwargs: dict[str, Any], groups: Groups, where: Where
 ) -> Issued:
     """Return what a call of a process group's method, one of METHODS, says; `args` follow the
     group."""

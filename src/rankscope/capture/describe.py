@@ -76,11 +76,6 @@ class Described:
     allows_samples: bool = False
     """False for what only repeats a peer's samples."""
 
-    @property
-    def ranges(self) -> tuple[Ranges, ...] | None:
-        """Per dim the global indices held, None where the layout is unknown."""
-        return self.meta.ranges
-
 
 class _MeshTable:
     """The meshes seen so far. It keeps none alive: a mesh holds process groups."""

@@ -21,13 +21,7 @@ from typing import Any, Final
 
 import torch
 
-from rankscope.capture.pytree import (
-    children_of,
-    describe_leaf,
-    is_plain_text,
-    is_tensor,
-    key_names,
-)
+from rankscope.capture.pytree import children_of, describe_leaf, is_plain_text, is_tensor, key_names
 from rankscope.capture.torch_internals.dtensor import dtensor_parts, is_dtensor
 
 _MOST_DEPTH: Final = 24

@@ -294,7 +294,9 @@ class Arithmetic:
             segment = plan.segments[0]
             block, products, scale = self._look(storage.values(array), segment, segment.sum_width)
             if plan.batch_factors is None:
-                sketch = _fold(products, segment) if segment.outer else products[0]
+                sketch = products[0]
+                if segment.outer:
+                    sketch = _vecdot(products, segment.weights(0, segment.rows), axis=0)
             else:
                 rows = products if plan.is_per_sample else _per_sample(products, segment, plan)
                 sketch = _vecdot(rows, plan.batch_factors, axis=0)
@@ -386,11 +388,6 @@ def _multiply(values: Floats, matrix: Floats, rows: int, at_once: int, out: Floa
     if whole != rows:
         np.matmul(values[whole * inner :].reshape(-1, inner), matrix, out=out[whole:])
     return out
-
-
-def _fold(products: Floats, segment: FoldSegment) -> Doubles:
-    sketch: Doubles = _vecdot(products, segment.weights(0, segment.rows), axis=0)
-    return sketch
 
 
 def _per_sample(products: Floats, segment: FoldSegment, plan: FoldPlan) -> Doubles:

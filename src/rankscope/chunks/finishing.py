@@ -106,10 +106,7 @@ def read_header(
 
 
 def finish_chunks(
-    folder: Path,
-    stream: StreamId,
-    tensors: Array,
-    definitions: Mapping[int, Mapping[str, Any]],
+    folder: Path, stream: StreamId, tensors: Array, definitions: Mapping[int, Mapping[str, Any]]
 ) -> list[ChunkReport]:
     """Finish every chunk of a stream whose rank has ended, by its TENSOR records; safe to call
     again.

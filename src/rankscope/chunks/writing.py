@@ -111,14 +111,10 @@ class ChunkWriter:
         self._entries: list[ChunkEntry] = []
         """Committed in the open chunk: the only thing that says where it ends."""
         self._spent_bytes = 0
-        self._is_over = False
+        self.is_open = True
+        """False after `finish`, after trouble, and in a forked child."""
         self.trouble = ""
         _writers.add(self)
-
-    @property
-    def is_open(self) -> bool:
-        """False after `finish`, after trouble, and in a forked child."""
-        return not self._is_over
 
     @property
     def spent_bytes(self) -> int:
@@ -158,7 +154,7 @@ class ChunkWriter:
             ChunkFullError: it would go beyond the limit; nothing was written.
             ChunkError: the disk refused it. From then on every write returns None.
         """
-        if self._is_over:
+        if not self.is_open:
             return None
         stored = STORED_TYPES[dtype]
         nbytes = stored.nbytes(shape)
@@ -202,13 +198,13 @@ class ChunkWriter:
     def finish(self) -> None:
         """Finish the open chunk and write no more. Does nothing twice, or in a forked child. Raises
         ChunkError where the disk refuses; the chunk can still be finished from the records."""
-        if self._is_over:
+        if not self.is_open:
             return
         try:
             self._finish_chunk()
         except OSError as error:
             raise self._give_up(error) from error
-        self._is_over = True
+        self.is_open = False
 
     def _is_full_for(self, nbytes: int, text_bytes: int) -> bool:
         if not self._entries:
@@ -292,7 +288,7 @@ class ChunkWriter:
             os.close(descriptor)
 
     def _give_up(self, error: OSError) -> ChunkError:
-        self._is_over = True
+        self.is_open = False
         self.trouble = f"{self._folder}: {error.strerror or error}"
         try:
             self._finish_chunk()
@@ -304,7 +300,7 @@ class ChunkWriter:
 
     def _forget_in_child(self) -> None:
         file, self._file = self._file, None
-        self._is_over = True
+        self.is_open = False
         if file is not None:
             file.close()
 

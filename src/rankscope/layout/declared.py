@@ -65,9 +65,7 @@ def declared_pieces(
     for line in lines_along(mesh, described):  # one for each place along all other axes
         row = Mesh(axes=described, shape=extents, ranks=line)
         layout = Layout(
-            source=source,
-            mesh=row,
-            placements=tuple(placements[axis] for axis in row.axes),
+            source=source, mesh=row, placements=tuple(placements[axis] for axis in row.axes)
         )
         pieces |= _pieces_of(layout, row, {r: held[r] for r in row.ranks if r in held})
     return pieces

@@ -64,8 +64,7 @@ class LayoutMark:
 
 
 def believed_groups(
-    candidates: Mapping[int, Collection[Members]],
-    cut: Iterable[Mapping[int, int]],
+    candidates: Mapping[int, Collection[Members]], cut: Iterable[Mapping[int, int]]
 ) -> dict[int, Members]:
     """Return the group of an axis that each rank belongs to, of those ranks where it is certain.
 

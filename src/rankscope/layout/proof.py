@@ -30,11 +30,7 @@ SlotKey = tuple[str, str]
 Shape = tuple[int, ...]
 WHOLE: Final = Placement(kind=PlacementKind.REPLICATE)
 _FEWEST: Final = 8  # elements of a twin: fewer may be equal by accident
-_LAST_DIM: Final = {
-    ("Linear", 0): "output",
-    ("Linear", 1): "input",
-    ("Embedding", 1): "output",
-}
+_LAST_DIM: Final = {("Linear", 0): "output", ("Linear", 1): "input", ("Embedding", 1): "output"}
 """Class, dim of its weight -> what has that dim as its last."""
 
 

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from rankscope.tensors.rebuild import bytes_of
 
-_CHUNK: Final = 1 << 22
-"""Elements that are held as float64 at a time."""
+_CHUNK: Final = 1 << 22  # elements that are held as float64 at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

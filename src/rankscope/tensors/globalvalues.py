@@ -21,13 +21,7 @@ from rankscope.layout.batches import join_batches, join_replicas
 from rankscope.layout.declared import declared_pieces
 from rankscope.layout.layoutfile import LayoutFile, layout_given
 from rankscope.layout.placement import Layout, LayoutSource, Mesh, Placement
-from rankscope.layout.plan import (
-    AssemblyPlan,
-    Piece,
-    plan_assemblies,
-    plan_assembly,
-    ranks_words,
-)
+from rankscope.layout.plan import AssemblyPlan, Piece, plan_assemblies, plan_assembly, ranks_words
 from rankscope.layout.proof import WHOLE
 from rankscope.tensors.kept import (
     held_pieces,
@@ -287,7 +281,6 @@ class _GivenLayouts:
     def __init__(self, run: Mapping[str, Any], layouts: LayoutFile | None) -> None:
         self.mesh: Mesh | None = None
         self.unused = ""
-        """Why the trace's own file is of no use."""
         self._layouts = layouts
         self._who = ""
         own = layout_given(run)

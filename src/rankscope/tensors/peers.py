@@ -106,7 +106,6 @@ def find_peers(node: Node, ranks: Iterable[int], *, declared: Mesh | None = None
 
 
 def _owners(node: Node) -> dict[str, tuple[int, ...]]:
-    """Return {path: ranks} of the modules that own parameters or buffers."""
     return {each.path: each.ranks for setup in steps_of(node)[0] for each in setup.walk()}
 
 
@@ -186,7 +185,6 @@ def held_parameter(views: list[SlotView]) -> HeldParameter:
 
 
 def _root_inputs(step: Step, ranks: frozenset[int]) -> list[tuple[SlotView, dict[int, DigestKey]]]:
-    """Return the plain tensors that the root was handed, in the first micro-batch."""
     found: list[tuple[SlotView, dict[int, DigestKey]]] = []
     roots: Iterable[Node] = () if step.is_setup else step.nodes
     for node in roots:

@@ -156,10 +156,10 @@ class FusedReader:
         words_at, row_at = ctypes.c_uint64(0), ctypes.c_uint64(0)
         arguments = (words_at, *addresses, numbers, counts, *map(ctypes.c_int32, sizes))
         grid = (fused.column_blocks, fused.samples * fused.groups)
-        bound = [(variant, kernel.bind(grid, arguments)) for variant, kernel in read]
+        bound = [(variant, BoundLaunch(kernel, grid, arguments)) for variant, kernel in read]
         per_sample = fused.groups * fused.column_blocks
         last = (ctypes.c_int64(count), ctypes.c_int32(fused.programs), ctypes.c_int32(per_sample))
-        combined = combine.bind((1 + fused.samples, 1), (numbers, counts, row_at, *last))
+        combined = BoundLaunch(combine, (1 + fused.samples, 1), (numbers, counts, row_at, *last))
         launches = {False: bound[0], True: bound[-1]}
         return FusedForm((*tables, scratch.memory), words_at, launches, row_at, combined)
 

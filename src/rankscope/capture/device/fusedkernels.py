@@ -338,13 +338,7 @@ def read_value(
 
 @triton.jit
 def combine_partials(
-    numbers,
-    counts,
-    row,
-    elements,
-    programs,
-    programs_per_sample,
-    BLOCK: tl.constexpr,
+    numbers, counts, row, elements, programs, programs_per_sample, BLOCK: tl.constexpr
 ):
     """Put the partial results of one value together into `row` (`resultrow`), in float64 and always
     in the same order, BLOCK at a time.

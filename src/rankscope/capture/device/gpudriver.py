@@ -56,13 +56,10 @@ class LoadedKernel:
     function: ctypes.c_void_p
     image: CompiledImage
 
-    def bind(self, grid: tuple[int, int], arguments: Sequence[Any]) -> BoundLaunch:
-        """Return launches of this grid; the arguments are ctypes numbers that may be changed."""
-        return BoundLaunch(self, grid, arguments)
-
 
 class BoundLaunch:
-    """Launches of one kernel over one grid, with the numbers that its arguments then have."""
+    """Launches of one kernel over one grid, with the numbers that its ctypes arguments then
+    have."""
 
     __slots__ = ("_arguments", "_before", "_call", "_name", "_pointers")
 

@@ -197,7 +197,7 @@ class _ForwardRecords:
             described, local = self._describer.describe(tensor)
             if described.can_digest:
                 samples = described.allows_samples
-                reading = self._digester.read(local, described.ranges, samples=samples)
+                reading = self._digester.read(local, described.meta.ranges, samples=samples)
         nbytes, checksum = stored.data.nbytes, stored.checksum
         entry = ChunkEntry(reference, 0, reference, 0, nbytes, checksum, "", 0)
         self._recorder.tensor(reference, entry, described)

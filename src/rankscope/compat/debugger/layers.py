@@ -3,10 +3,9 @@
 A layer is a call of a module with a number for a name (`layers.3`) in which a module below it was
 called. Once another layer of its list has come to that, a layer that is not the first is between
 the two for good: its calls are left out of the tree, and what was kept in it alone is let go.
-`calltree` leaves the same calls out of the files, from the whole tree; none that stays there is let
-go here. There, calls of modules that the model does not hold are passed over and those of held ones
-in them count as made outside; here, what a call of another root makes is no layer and makes
-none.
+`treefiles` leaves the same calls out of the files, from the whole tree; none that stays there is
+let go here. There, calls of modules that the model does not hold are passed over and those of held
+ones in them count as made outside; here, what a call of another root makes is and makes no layer.
 """
 
 from __future__ import annotations

@@ -143,21 +143,18 @@ def merge_with_config_defaults(func: Forward) -> Forward:
 def _checked(model: nn.Module, name: str, value: Any) -> Any:
     if name == "use_cache" and value and model.training:
         if getattr(model, "gradient_checkpointing", False):
-            _warn_of_cache()
+            if not torch.compiler.is_dynamo_compiling():
+                warnings.warn(
+                    "use_cache=True is of no use while gradient checkpointing trains: it is off "
+                    "here",
+                    stacklevel=3,
+                )
             return False
     elif name == "vision_feature_select_strategy" and value not in _STRATEGIES:
         raise ValueError(
             f"vision_feature_select_strategy is {value!r}; it is one of {', '.join(_STRATEGIES)}"
         )
     return value
-
-
-def _warn_of_cache() -> None:
-    if not torch.compiler.is_dynamo_compiling():
-        warnings.warn(
-            "use_cache=True is of no use while gradient checkpointing trains: it is off here",
-            stacklevel=4,
-        )
 
 
 def _with_causality(

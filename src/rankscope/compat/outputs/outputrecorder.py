@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+DECLARATION = "_can_record_outputs"
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Attributes under which wrappers of torch hold a module: no part of the name its author gave."""
 

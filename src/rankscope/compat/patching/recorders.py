@@ -20,8 +20,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from rankscope.compat.outputs.captureplan import DECLARATION
-from rankscope.compat.outputs.outputrecorder import transformers_capturing
+from rankscope.compat.outputs.outputrecorder import DECLARATION, transformers_capturing
 from rankscope.compat.patching import registry
 from rankscope.compat.patching.registry import NameMap
 
