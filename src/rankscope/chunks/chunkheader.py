@@ -85,8 +85,8 @@ def chunk_path(folder: Path, number: int) -> Path:
 
 
 def chunk_numbers(folder: Path) -> list[int]:
-    """Numbers of a stream's chunks, ascending. Raises ChunkError where its folder cannot be
-    listed."""
+    """Numbers of the chunks in a stream's folder, ascending; [] where there is no such folder.
+    Raises ChunkError where the folder cannot be listed."""
     try:
         found = [_CHUNK_NAME.fullmatch(path.name) for path in folder.iterdir()]
     except FileNotFoundError:

@@ -75,8 +75,8 @@ class LayoutFile:
 
     @classmethod
     def load(cls, path: Path) -> LayoutFile:
-        """Read a file. Raises LayoutError, which says where, for one that does not say what it
-        should."""
+        """Read a file. Raises LayoutError where it cannot be read, or does not say what it should;
+        says where."""
         try:
             with path.open("rb") as file:
                 data = file.read(_MOST_BYTES + 1)
@@ -92,7 +92,8 @@ class LayoutFile:
 
     @classmethod
     def parse(cls, text: str, name: str = "layout") -> LayoutFile:
-        """Read a file's text. Raises LayoutError, which names the entry, as `load` does."""
+        """Read a file's text. Raises LayoutError where it does not say what it should; names the
+        entry."""
         try:
             content = tomllib.loads(text)
         except (ValueError, RecursionError) as error:  # its own error is a ValueError
@@ -130,8 +131,8 @@ class LayoutFile:
         )
 
     def placements(self, path: str, slot: str) -> dict[str, Placement]:
-        """Return {axis: placement} of a slot. Raises LayoutError where two entries contradict each
-        other."""
+        """Return {axis: placement} of a slot, {} where no entry describes it. Raises LayoutError
+        where two entries place it differently; names both."""
         found: dict[str, tuple[Placement, LayoutEntry]] = {}
         for entry in self.entries:
             if not entry.describes(path, slot):

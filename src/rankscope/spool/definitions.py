@@ -152,8 +152,8 @@ _KINDS: Final = {
 
 
 def decode_definition(payload: bytes) -> dict[str, Any]:
-    """Return the definition in a DEFINITION record's payload. Raises SpoolError where it is
-    none."""
+    """Return the definition in the payload of a DEFINITION record. Raises SpoolError where it is
+    none, or a field is not what its kind has there."""
     start = DEFINITION_LENGTH.size
     (length,) = DEFINITION_LENGTH.unpack_from(payload)
     if not 0 < length <= len(payload) - start:

@@ -47,8 +47,8 @@ def replicated(out: Path) -> dict[StreamId, int]:
 
 
 def write_end(replica: Path, end: StreamEnd) -> bool:
-    """Write the end marker beside a replica, or raise SpoolError; False where one tells of as many
-    bytes."""
+    """Write the end marker beside a replica; False where one is there that tells of as many bytes.
+    Raises SpoolError where the marker cannot be written."""
     known = read_end(replica)
     if known is not None and known.committed >= end.committed:
         return False

@@ -68,7 +68,8 @@ NOTHING_SETTLED: Final = SettledPrefix(0, b"")
 
 
 def read_settled(replica: Path) -> SettledPrefix:
-    """Return what stands for the begin of a replica. Raises SpoolError where it is damaged."""
+    """Return what stands for the begin of a replica. Raises SpoolError where the file of it cannot
+    be read, or is damaged."""
     found = _read(replica)
     if found is None:
         return NOTHING_SETTLED

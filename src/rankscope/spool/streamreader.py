@@ -38,7 +38,8 @@ class StreamReader:
 
     @property
     def segment_bytes(self) -> int:
-        """Size of every segment, 0 while none exists. Raises SpoolError for one that is none."""
+        """Size of every segment of this stream; 0 while none exists. Raises SpoolError where a size
+        is no multiple of a cell."""
         if not self._segment_bytes:
             for index in segment_indexes(self.folder):
                 try:
@@ -55,8 +56,8 @@ class StreamReader:
         return self._segment_bytes
 
     def origin(self) -> int:
-        """Return the stream's `origin`, UNKNOWN while it is empty. Raises SpoolError where it is
-        lost."""
+        """Return whose stream this is (`origin`), UNKNOWN while it is empty. Raises SpoolError
+        where the first record cannot be read, or was freed and its origin not kept."""
         if self._origin == UNKNOWN:
             self._origin = kept_origin(self.folder) or origin_of(self.read_from(0, CELL_BYTES))
         return self._origin
@@ -93,7 +94,8 @@ class StreamReader:
             raise SpoolError(f"{self.folder}: cannot be read: {error.strerror}") from error
 
     def ends_record(self, offset: int) -> bool:
-        """True where a whole record ends at `offset`, or all before it was freed or never was."""
+        """True where a whole record ends at `offset`, or all before it was freed or never was.
+        Raises SpoolError where the segment before it cannot be read."""
         if offset <= self.lowest():
             return True
         size = self.segment_bytes
@@ -115,8 +117,8 @@ class StreamReader:
         return end
 
     def end_reason(self, offset: int) -> EndReason | None:
-        """How a stream whose last record ends at `offset` ended; None where that is no END
-        record."""
+        """How a stream whose last record ends at `offset` ended; None where that is no END record.
+        Raises SpoolError where the record was freed or cannot be read."""
         if offset < CELL_BYTES or offset - CELL_BYTES < self.lowest():
             return None  # a segment is freed only once a later one exists, so that was not the last
         last = self.read_from(offset - CELL_BYTES, CELL_BYTES)
@@ -133,7 +135,8 @@ class StreamReader:
             at, size = at + len(chunk), min(2 * size, max_bytes)
 
     def free_below(self, offset: int) -> int:
-        """Unlink segments that lie wholly below `offset`, never the newest one; return how many."""
+        """Unlink segments that lie wholly below `offset`, never the newest one; return how many.
+        Raises SpoolError where a segment is none, or it is not known whose records these are."""
         indexes = segment_indexes(self.folder)
         freed = 0
         for index in indexes[:-1]:

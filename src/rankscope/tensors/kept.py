@@ -53,8 +53,8 @@ def references(value: Value) -> dict[int, tuple[int, int]]:
 
 
 def stored(value: Value, rank: int, where: tuple[int, int]) -> StoredTensor:
-    """Return the bytes that a rank kept. Raises TraceError where they are lost, or of something
-    else."""
+    """Return the bytes that a rank kept. Raises TraceError where they are lost, or those of
+    something else."""
     found = value.node.trace.tensor_files.find(rank, *where)
     shape = held_shapes(value)[rank]
     dtype = next(view.dtype for view in value.views if rank in view.ranks)

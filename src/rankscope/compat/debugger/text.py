@@ -56,8 +56,8 @@ class Arena:
 
 class Glimpse(NamedTuple):
     """All that is written of a tensor, a few kB unless the program prints tensors whole: the tensor
-    itself may go. `items` are shown; `numbers` are mean, std, min and max; `odd` counts what is not
-    finite."""
+    itself may go. `items` are shown, in order (None: not asked for); `numbers` are mean, std, min
+    and max ({} where undefined); `odd` counts what is not finite, by kind."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -116,7 +116,8 @@ def meta_text(shape: Sequence[int], dtype: str) -> str:
 
 
 def statistics_of(seen: Glimpse, device: str = "cpu") -> dict[str, str]:
-    """Return mean, std, min and max as the repr of torch's results on that device; {} for none."""
+    """Return mean, std, min and max as the repr of torch's results on that device; {} where
+    undefined."""
     options = seen.options
     suffixes = _device(device) + _size((), options) + _dtype(seen.dtype)
     return {
