@@ -2,9 +2,9 @@
 
 The kernel (`rankscope.capture.kernel`) takes values of float32 and narrower types in one pass.
 Where there is none, or it refuses a value, numpy takes them by blocks, to the same last digits of
-float32 sums. `measure` works in a block's own float32 or float64 at memory speed; row sums are
+float32 sums. `_measure` works in a block's own float32 or float64 at memory speed; row sums are
 combined in float64. It declines a block for which that is not exact enough (NaN, infinities,
-magnitudes whose squares leave the range of the type), and `measure_carefully` takes that one.
+magnitudes whose squares leave the range of the type), and `_measure_carefully` takes that one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _add = np.add.reduce
 _ones: Final = functools.lru_cache(maxsize=256)(np.ones)
 
 
-class ValueBlock(NamedTuple):
+class _ValueBlock(NamedTuple):
     """What one block adds to a digest. Deviation is the root of the sum of squared deviations from
     the mean, norm the root of the sum of squares."""
 
@@ -71,10 +71,10 @@ class ValueBlock(NamedTuple):
     norm: float
 
 
-NO_VALUES: Final = ValueBlock(0, 0, 0, 0, 0, math.nan, math.nan, math.nan, 0.0, 0.0)
+_NO_VALUES: Final = _ValueBlock(0, 0, 0, 0, 0, math.nan, math.nan, math.nan, 0.0, 0.0)
 
 
-class Flags:
+class _Flags:
     """Booleans of one thread, searched as bytes: finding none is faster than counting."""
 
     def __init__(self) -> None:
@@ -82,7 +82,6 @@ class Flags:
         self._array = np.frombuffer(self._held, dtype=np.bool_)
 
     def count_zeros(self, flat: Floats) -> int:
-        """Return how many elements of a flat array are ±0."""
         count = flat.size
         if count > self._array.size:
             self._held = bytearray(count)
@@ -92,7 +91,7 @@ class Flags:
         return 0 if self._held.find(1, 0, count) < 0 else int(np.count_nonzero(is_zero))
 
 
-def measure(flat: Floats, width: int, flags: Flags) -> ValueBlock | None:
+def _measure(flat: Floats, width: int, flags: _Flags) -> _ValueBlock | None:
     """Return the moments of a non-empty flat array ([n] float32 or float64), None where it has to
     be looked at carefully.
 
@@ -121,11 +120,11 @@ def measure(flat: Floats, width: int, flags: Flags) -> ValueBlock | None:
             0.0, float(_add(np.vecdot(away, away), dtype=np.float64)) - rest * rest / count
         )
         mean = float(center) + rest / count
-    return ValueBlock(count, 0, 0, 0, zero, low, high, mean, math.sqrt(around), math.sqrt(squares))
+    return _ValueBlock(count, 0, 0, 0, zero, low, high, mean, math.sqrt(around), math.sqrt(squares))
 
 
-def measure_small(flat: npt.NDArray[np.float64]) -> ValueBlock | None:
-    """Return the moments of a few thousand float64 values at most, None as `measure` does."""
+def _measure_small(flat: npt.NDArray[np.float64]) -> _ValueBlock | None:
+    """Return the moments of a few thousand float64 values at most, None as `_measure` does."""
     low, high = float(_minimum(flat)), float(_maximum(flat))
     reach = high if high > -low else -low
     if not reach < 1e150 or 0.0 < reach < 1e-150:
@@ -135,10 +134,10 @@ def measure_small(flat: npt.NDArray[np.float64]) -> ValueBlock | None:
     mean = float(_add(flat)) / count
     away = flat - mean
     deviation, norm = math.sqrt(np.vecdot(away, away)), math.sqrt(np.vecdot(flat, flat))
-    return ValueBlock(count, 0, 0, 0, zero, low, high, mean, deviation, norm)
+    return _ValueBlock(count, 0, 0, 0, zero, low, high, mean, deviation, norm)
 
 
-def measure_carefully(flat: Floats) -> tuple[ValueBlock, npt.NDArray[np.float64], float]:
+def _measure_carefully(flat: Floats) -> tuple[_ValueBlock, npt.NDArray[np.float64], float]:
     """Return the moments of any flat values, and what to project: the values as float64, with 0 for
     those that are not finite, divided by a scale; and that scale, a power of two."""
     values = flat.astype(np.float64)
@@ -150,7 +149,7 @@ def measure_carefully(flat: Floats) -> tuple[ValueBlock, npt.NDArray[np.float64]
     zero = int(np.count_nonzero(values == 0))
     if count == 0:
         values[:] = 0.0
-        return NO_VALUES._replace(nan=nan, posinf=posinf, neginf=neginf), values, 1.0
+        return _NO_VALUES._replace(nan=nan, posinf=posinf, neginf=neginf), values, 1.0
     low = float(_minimum(np.where(finite, values, np.inf)))
     high = float(_maximum(np.where(finite, values, -np.inf)))
     values = np.where(finite, values, 0.0)
@@ -160,7 +159,7 @@ def measure_carefully(flat: Floats) -> tuple[ValueBlock, npt.NDArray[np.float64]
     mean = float(_add(values)) / count
     away = np.where(finite, values - mean, 0.0) if count != flat.size else values - mean
     deviation, norm = math.sqrt(_squares(away)) * scale, math.sqrt(_squares(values)) * scale
-    block = ValueBlock(count, nan, posinf, neginf, zero, low, high, mean * scale, deviation, norm)
+    block = _ValueBlock(count, nan, posinf, neginf, zero, low, high, mean * scale, deviation, norm)
     return block, values, scale
 
 
@@ -175,7 +174,7 @@ def _squares(values: npt.NDArray[np.float64]) -> float:
     return float(_add(np.square(values)))
 
 
-def combined(one: ValueBlock, other: ValueBlock) -> ValueBlock:
+def _combined(one: _ValueBlock, other: _ValueBlock) -> _ValueBlock:
     """Return the moments of two blocks together (pairwise update: Chan, Golub, LeVeque 1979). Roots
     are combined by hypot, so that nothing overflows before the result itself does."""
     if not one.finite:
@@ -189,7 +188,7 @@ def combined(one: ValueBlock, other: ValueBlock) -> ValueBlock:
         norm = math.hypot(norm, other.norm)
         mean += apart * (other.finite / both)
         low, high = min(low, other.min), max(high, other.max)
-    return ValueBlock(
+    return _ValueBlock(
         both, one.nan + other.nan, one.posinf + other.posinf, one.neginf + other.neginf,
         one.zero + other.zero, low, high, mean, deviation, norm,
     )  # fmt: skip
@@ -235,7 +234,7 @@ class _ThreadBuffers(threading.local):
     """Buffers of one thread: hooks run on autograd's threads too."""
 
     def __init__(self) -> None:
-        self.flags = Flags()
+        self.flags = _Flags()
         self.workspace = Workspace()
         self._products = np.empty((1 << 10, SKETCH_SIZE), dtype=np.float32)
 
@@ -313,20 +312,20 @@ class Arithmetic:
 
     def _look(
         self, values: Floats, segment: FoldSegment, width: int
-    ) -> tuple[ValueBlock, Floats, float]:
+    ) -> tuple[_ValueBlock, Floats, float]:
         """Return moments, [rows, 8] products with the segment's columns, and the scale of these."""
         scale = 1.0
         if values.size <= _SMALL_ELEMENTS:
             doubles = values.astype(np.float64)
-            block = measure_small(doubles)
+            block = _measure_small(doubles)
             if block is None:
                 with np.errstate(all="ignore"):
-                    block, doubles, scale = measure_carefully(values)
+                    block, doubles, scale = _measure_carefully(values)
             return block, doubles.reshape(-1, segment.inner) @ segment.matrix64, scale
-        block = measure(values, width, self._scratch.flags)
+        block = _measure(values, width, self._scratch.flags)
         if block is None:
             with np.errstate(all="ignore"):
-                block, values, scale = measure_carefully(values)
+                block, values, scale = _measure_carefully(values)
         rows = values.size // segment.inner
         at_once = (
             segment.multiply_rows if rows == segment.rows else multiply_rows(rows, segment.inner)
@@ -339,8 +338,8 @@ class Arithmetic:
 
     def _blockwise(
         self, array: Array, plan: FoldPlan, storage: Storage
-    ) -> tuple[ValueBlock, Doubles, Doubles | None]:
-        moments, shaped = NO_VALUES, array.reshape(plan.shape)
+    ) -> tuple[_ValueBlock, Doubles, Doubles | None]:
+        moments, shaped = _NO_VALUES, array.reshape(plan.shape)
         samples = 1 if plan.batch_factors is None else len(plan.batch_factors)
         parts = np.zeros((samples, SKETCH_SIZE))
         for segment in plan.segments:
@@ -350,7 +349,7 @@ class Arithmetic:
                 for start in range(0, run.size, most * segment.inner):
                     words = run[start : start + most * segment.inner]
                     block, part = self._look_at_block(words, segment, row, storage)
-                    moments = combined(moments, block)
+                    moments = _combined(moments, block)
                     parts[segment.sample] += part
                     row += words.size // segment.inner
         if plan.batch_factors is None:
@@ -359,7 +358,7 @@ class Arithmetic:
 
     def _look_at_block(
         self, words: Array, segment: FoldSegment, row: int, storage: Storage
-    ) -> tuple[ValueBlock, Doubles]:
+    ) -> tuple[_ValueBlock, Doubles]:
         rows = words.size // segment.inner
         weights = segment.weights(row, row + rows)
         if self._kernel is not None and _pays(storage, segment.inner, rows):
@@ -369,7 +368,9 @@ class Arithmetic:
             found = bound.look(words.ctypes.data, self._scratch.workspace)
             if found is not None:
                 low, high, mean, _, norm, deviation = found[:6]
-                block = ValueBlock(words.size, 0, 0, 0, found[14], low, high, mean, deviation, norm)
+                block = _ValueBlock(
+                    words.size, 0, 0, 0, found[14], low, high, mean, deviation, norm
+                )
                 return block, np.array(found[6:14])
         width = sum_width(rows, segment.inner)
         block, products, scale = self._look(storage.values(words), segment, width)
@@ -400,7 +401,7 @@ def _per_sample(products: Floats, segment: FoldSegment, plan: FoldPlan) -> Doubl
 
 
 def _reading(
-    plan: FoldPlan, block: ValueBlock, digest: int, sketch: Doubles, rows: Floats | None
+    plan: FoldPlan, block: _ValueBlock, digest: int, sketch: Doubles, rows: Floats | None
 ) -> ValueNumbers:
     finite, nan, posinf, neginf, zero, low, high, mean, deviation, norm = block
     std = deviation / math.sqrt(finite - 1) if finite > 1 else math.nan
@@ -415,7 +416,7 @@ def empty_reading(plan: FoldPlan) -> ValueNumbers:
     """Return the reading of a tensor without elements."""
     rows = None if plan.batch_factors is None else np.zeros(plan.batch_factors.shape)
     none = np.zeros(SKETCH_SIZE)
-    return _reading(plan, NO_VALUES, xxhash.xxh3_64_intdigest(b""), none, rows)
+    return _reading(plan, _NO_VALUES, xxhash.xxh3_64_intdigest(b""), none, rows)
 
 
 def has_minus_zero(array: Array, storage: Storage) -> bool:

@@ -47,7 +47,7 @@ _attaching = threading.RLock()
 _Forward = Callable[..., Any]
 
 
-class DirectCalls:
+class _DirectCalls:
     """Stands in front of `forward` of a model and all modules in it; a session is told of calls."""
 
     def __init__(self, model: nn.Module, *, no_grad: bool) -> None:
@@ -83,7 +83,7 @@ class _Front:
         self.module = module
         self.before: object = vars(module).get("forward", _MISSING)
         self.forward: _Forward = module.forward
-        self.blocks: tuple[DirectCalls, ...] = ()
+        self.blocks: tuple[_DirectCalls, ...] = ()
         self._copies: list[tuple[weakref.ref[nn.Module], object]] = []
         functools.update_wrapper(self, self.forward, _LIKE_A_METHOD, updated=())
 
@@ -101,7 +101,7 @@ class _Front:
                 return forward(*args, **kwargs)
             return session.call(module, args, kwargs, forward)
 
-    def leave(self, block: DirectCalls) -> None:
+    def leave(self, block: _DirectCalls) -> None:
         self.blocks = tuple(each for each in self.blocks if each is not block)
         if self.blocks:
             return
@@ -206,7 +206,7 @@ def model_addition_debugger_context(
     block = DebuggerBlock(
         model, folder, files, rank=identity.rank, runs_reprs=is_alone, forwards=forwards
     )
-    direct = DirectCalls(model, no_grad=no_grad)
+    direct = _DirectCalls(model, no_grad=no_grad)
     with direct.standing():
         direct.session = block.begin()
         try:

@@ -43,7 +43,7 @@ _LOOSE: Final = "@"
 
 
 @dataclass(slots=True, eq=False)
-class ForwardCall:
+class _ForwardCall:
     """One call of one module, by one rank or by all together, with the entries of its slots."""
 
     node: Node
@@ -59,7 +59,7 @@ class ForwardCall:
     """Form of what the caller got, where the module's own hooks made something else of it."""
     holds_others: bool
     error: str
-    children: list[ForwardCall]
+    children: list[_ForwardCall]
     views: dict[str, list[SlotView]] = field(default_factory=dict)
 
 
@@ -90,7 +90,7 @@ def forwards(
         yield nodes[place]
 
 
-class CallReader:
+class _CallReader:
     """Reads the calls of one forward, of one rank or of all (None); `mark` is in its files'
     names."""
 
@@ -100,7 +100,7 @@ class CallReader:
         self._root = root.path
         self._mark = mark
 
-    def call(self, node: Node) -> ForwardCall:
+    def call(self, node: Node) -> _ForwardCall:
         """Return a call, that of the model or one inside it, with every call in it."""
         below = node.path[len(self._root) + 1 :] if self._root else node.path
         path = f".{below}" if node.path != self._root else ""
@@ -108,7 +108,7 @@ class CallReader:
         views = by_slot(v for v in node.slots if self._rank is None or self._rank in v.ranks)
         children = [self.call(child) for child in self._below(node)]
         inputs, held = self._inputs(views, bool(children))
-        return ForwardCall(
+        return _ForwardCall(
             node=node,
             name=f"{self._class}{path}",
             stem=f"{self._class}{self._mark}{path}{again}",
@@ -196,9 +196,9 @@ def _nested(prefix: str, leaves: Mapping[str, Any]) -> Any:
     return list(forms.values()) if is_list else {"items": forms}
 
 
-def prune_layers(call: ForwardCall) -> None:
+def _prune_layers(call: _ForwardCall) -> None:
     """Leave the first and the last of each list of layers, here and below."""
-    lists: dict[str, list[ForwardCall]] = {}
+    lists: dict[str, list[_ForwardCall]] = {}
     for child in call.children:
         found = _NUMBERED.match(child.name)
         if found and any(f".{found[2]}." in inner.name for inner in child.children):
@@ -206,7 +206,7 @@ def prune_layers(call: ForwardCall) -> None:
     dropped = {layer for layers in lists.values() for layer in layers[1:-1]}
     call.children = [child for child in call.children if child not in dropped]
     for child in call.children:
-        prune_layers(child)
+        _prune_layers(child)
 
 
 _MOST_NAME: Final = 200  # bytes of a file's name before its suffix; file systems take 255
@@ -278,9 +278,9 @@ def write_rank(
     is_root = is_root or (lambda node: not node.path)
     for number, root in enumerate(forwards(steps, rank, is_root)):
         mark = f"{files.label}_{number}" if number else files.label
-        call = CallReader(root, rank, mark).call(root)
+        call = _CallReader(root, rank, mark).call(root)
         if files.prunes:
-            prune_layers(call)
+            _prune_layers(call)
         written += _Writer(folder, values, files).write(call, f"{root.class_name}_debug_tree{mark}")
     return written
 
@@ -317,7 +317,7 @@ class _Writer:
         self._used: set[str] = set()
         self._written: dict[tuple[object, str, tuple[int, ...]], str] = {}
 
-    def write(self, call: ForwardCall, base: str) -> list[str]:
+    def write(self, call: _ForwardCall, base: str) -> list[str]:
         texts = _json(self._node(call, is_root=True), "\n")
         names = [f"{_safe(base)}_FULL_TENSORS.json", f"{_safe(base)}_SUMMARY.json"]
         for name, text in zip(names, texts):
@@ -329,7 +329,7 @@ class _Writer:
                 draft.unlink(missing_ok=True)
         return names
 
-    def _node(self, call: ForwardCall, *, is_root: bool = False) -> dict[str, Any]:
+    def _node(self, call: _ForwardCall, *, is_root: bool = False) -> dict[str, Any]:
         inputs = {
             kind: self._data(
                 call, {"items": forms} if kind == "kwargs" else forms, f"_inputs_{kind}"
@@ -351,7 +351,7 @@ class _Writer:
             node["error"] = call.error
         return node
 
-    def _data(self, call: ForwardCall, form: Any, place: str) -> Any:
+    def _data(self, call: _ForwardCall, form: Any, place: str) -> Any:
         if isinstance(form, list):
             return [self._data(call, each, f"{place}_{i}") for i, each in enumerate(form)]
         if not isinstance(form, dict):

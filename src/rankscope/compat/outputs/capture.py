@@ -104,7 +104,7 @@ def _captured(func: Callable[..., Any], *, is_tied: bool) -> Callable[..., Any]:
             outputs = call()
         else:
             outputs = _without_capture(call)
-        return as_tuple(outputs) if return_dict is False else outputs
+        return _as_tuple(outputs) if return_dict is False else outputs
 
     return forward
 
@@ -119,17 +119,17 @@ def _capture(
     states = values.get("hidden_states")
     if states and states[-1] is not None:
         configured = config_value(getattr(model, "config", None), "tie_last_hidden_states")
-        last = last_state_of(outputs)
+        last = _last_state_of(outputs)
         if last is not None and (is_tied if configured is None else configured):
             states[-1] = last
     recorded = {key: tuple(found) for key, found in values.items()}
     for key in flags:
-        given = value_in(outputs, key)
+        given = _value_in(outputs, key)
         if not recorded[key] and isinstance(given, tuple) and given:
             del recorded[key]  # a captured model that this forward calls gave it
     empty = tuple(key for key, found in recorded.items() if not found and key not in capture.said)
     _warn_of_nothing(id(model), empty, tuple(capture.absent))
-    return with_recorded(outputs, recorded, type(model).__name__)
+    return _with_recorded(outputs, recorded, type(model).__name__)
 
 
 def _run(capture: Capture, call: Callable[[], Any]) -> Any:
@@ -138,7 +138,7 @@ def _run(capture: Capture, call: Callable[[], Any]) -> Any:
     hook_forward = nn.Module.register_forward_hook  # a scripted module's own only refuses
     handles = [
         hook_forward(module, functools.partial(record, capture, taps), with_kwargs=True)
-        for module, taps in modules_to_record(capture.model, tuple(capture.values))
+        for module, taps in _modules_to_record(capture.model, tuple(capture.values))
     ]
     try:
         with innermost_eagerly(capture):
@@ -189,7 +189,7 @@ def _run_traced(capture: Capture, call: Callable[[], Any]) -> Any:
         hook_while_tracing(
             capture.model.get_submodule(path), functools.partial(record_traced, capture, taps)
         )
-        for path, taps in paths_to_record(id(capture.model), tuple(capture.values))
+        for path, taps in _paths_to_record(id(capture.model), tuple(capture.values))
     ]
     begun = begin_traced(capture)
     try:
@@ -248,21 +248,19 @@ def select_hidden_states(selection: str | Callable[[Any], int | Sequence[int]]) 
 _LAST_STATES = ("vision_hidden_states", "last_hidden_state")
 
 
-def last_state_of(outputs: Any) -> Any:
-    """Return the last hidden state that a forward gives itself, None where it gives none."""
+def _last_state_of(outputs: Any) -> Any:
     for name in _LAST_STATES:
-        value = value_in(outputs, name)
+        value = _value_in(outputs, name)
         if value is not None:
             return value
     return None
 
 
-def value_in(outputs: Any, name: str) -> Any:
-    """Return what a forward gives under a name, None where it gives nothing."""
+def _value_in(outputs: Any, name: str) -> Any:
     return outputs.get(name) if isinstance(outputs, dict) else getattr(outputs, name, None)
 
 
-def with_recorded(outputs: Any, recorded: dict[str, tuple[Any, ...]], model: str) -> Any:
+def _with_recorded(outputs: Any, recorded: dict[str, tuple[Any, ...]], model: str) -> Any:
     """Return `outputs` (a mapping, a dataclass or a named tuple) with the recorded values under
     their names, the same object where it can be changed.
 
@@ -300,7 +298,7 @@ def _no_place(outputs: Any, recorded: Mapping[str, Any], model: str) -> TypeErro
     )
 
 
-def as_tuple(outputs: Any) -> Any:
+def _as_tuple(outputs: Any) -> Any:
     """Return `to_tuple()`, or the values of a mapping or dataclass that are not None, or
     `outputs`."""
     own = getattr(outputs, "to_tuple", None)
@@ -314,7 +312,7 @@ def as_tuple(outputs: Any) -> Any:
     return outputs
 
 
-def modules_to_record(
+def _modules_to_record(
     model: nn.Module, keys: tuple[str, ...]
 ) -> list[tuple[nn.Module, tuple[Tap, ...]]]:
     """Return the modules to record these outputs from, each once, with what to take from it."""
@@ -324,13 +322,13 @@ def modules_to_record(
 
 
 @constant_while_tracing
-def paths_to_record(
+def _paths_to_record(
     identity: int, keys: tuple[str, ...]
 ) -> tuple[tuple[str, tuple[Tap, ...]], ...]:
     """Return the same for the model with this `id`, with a path in place of each module."""
     model = module_with(identity)
     paths = {id(module): path for path, module in model.named_modules()}
-    return tuple((paths[id(module)], taps) for module, taps in modules_to_record(model, keys))
+    return tuple((paths[id(module)], taps) for module, taps in _modules_to_record(model, keys))
 
 
 def _look(model: nn.Module, keys: tuple[str, ...]) -> list[tuple[nn.Module, tuple[Tap, ...]]]:

@@ -37,7 +37,7 @@ _overrides: dict[int, _Override] = {}
 _lock = threading.Lock()
 
 
-def configured_causality(config: Any) -> Any:
+def _configured_causality(config: Any) -> Any:
     """Return what a config says to this thread: what another thread put there is not read."""
     if isinstance(config, dict):
         return config.get("is_causal")
@@ -52,7 +52,7 @@ def configured_causality(config: Any) -> Any:
 
 
 @contextlib.contextmanager
-def in_config(config: Any, is_causal: bool) -> Iterator[None]:
+def _in_config(config: Any, is_causal: bool) -> Iterator[None]:
     """Have a config say `is_causal` while the block runs. Two threads that ask one config for
     different values at the same time both see the later one; each still gets its own by keyword."""
     if torch.compiler.is_dynamo_compiling():  # which follows neither locks nor threads
@@ -165,7 +165,7 @@ def _with_causality(
     kwargs: dict[str, Any],
 ) -> Any:
     config = getattr(model, "config", None)
-    configured = configured_causality(config)
+    configured = _configured_causality(config)
     is_causal = kwargs.get("is_causal")
     if is_causal is None:
         is_causal = configured
@@ -173,5 +173,5 @@ def _with_causality(
         kwargs["is_causal"] = is_causal
     if is_causal == configured or config is None or isinstance(config, dict):
         return func(model, *args, **kwargs)
-    with in_config(config, is_causal):
+    with _in_config(config, is_causal):
         return func(model, *args, **kwargs)

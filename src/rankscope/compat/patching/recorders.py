@@ -52,7 +52,7 @@ def patch_output_recorders(model: nn.Module) -> None:
                 setattr(module, DECLARATION, recorders)
                 patched[module] = recorders
     if patched:
-        renew_hooks(model, patched)
+        _renew_hooks(model, patched)
 
 
 def _original(module: nn.Module) -> _Recorders | None:
@@ -87,7 +87,7 @@ _NEEDED = {"_CAN_RECORD_REGISTRY", "_hook_installation_lock", "install_all_outpu
 _INSTALLED = "_output_capturing_hooks_installed"
 
 
-def renew_hooks(model: nn.Module, patched: Mapping[nn.Module, dict[str, Any]]) -> None:
+def _renew_hooks(model: nn.Module, patched: Mapping[nn.Module, dict[str, Any]]) -> None:
     """Set the hooks of every model in `model` that transformers captures by the changed recorders
     of its modules; hooks of an earlier capture are replaced."""
     capturing = transformers_capturing()
