@@ -67,7 +67,7 @@ class DeviceValues:
             digester = self._digesters.get(device)
             if digester is None:
                 digester = self._digesters[device] = self._make_digester(device)
-            ticket = digester.read(local, place.described.ranges, samples=samples)
+            ticket = digester.read(local, place.described.meta.ranges, samples=samples)
             if ticket is None:
                 return False
             self._places[device, ticket] = place

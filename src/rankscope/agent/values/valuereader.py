@@ -181,7 +181,7 @@ class ValueReader:
         self, local: torch.Tensor, described: Described, *, samples: bool
     ) -> ValueNumbers:
         samples = samples and described.allows_samples
-        return self._digester.read(local, described.ranges, samples=samples)
+        return self._digester.read(local, described.meta.ranges, samples=samples)
 
     def _is_read_on_device(
         self, local: torch.Tensor, place: ValuePlace | HeldValue, *, samples: bool
