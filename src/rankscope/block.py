@@ -84,11 +84,8 @@ def _begin(model: nn.Module | None, given: Mapping[str, object]) -> Begun:
 
 
 def _guarded(begin: Callable[[], _MadeT]) -> tuple[_MadeT | None, str]:
-    """Return what `begin` made and ""; where it fails, say why once and return None and that.
-
-    All that happens before a block runs happens in here, so nothing of it can be raised into the
-    program.
-    """
+    """Return what `begin` made and ""; where it fails, say why once and return None and that:
+    nothing before a block runs may be raised into the program."""
     made: list[_MadeT] = []
     error = attempt(lambda: made.append(begin()))
     if error is None:
@@ -120,12 +117,7 @@ def begin_rank_block(
     model: nn.Module, given: Mapping[str, object], parts: OwnParts
 ) -> RankBlock | None:
     """Begin to trace this process alone; None where that could not begin, and why was said.
-
-    Args:
-        model: the root whose path is "".
-        given: settings; `out` is of this rank alone.
-        parts: of the block.
-    """
+    `model`: the root whose path is ""; `out` of `given` is of this rank alone."""
     return _guarded(lambda: RankBlock(model, _settings(given), parts))[0]
 
 
@@ -202,12 +194,7 @@ class RankBlock:
         path.unlink()
 
     def look(self) -> StreamBytes:
-        """Return what `end` would if it came now.
-
-        Raises:
-            SpoolError: the records cannot be read.
-            OSError: those that were moved away cannot be.
-        """
+        """Return what `end` would if it came now; errors as of `end`."""
         self.session.settle()
         for _ in range(_MOST_LOOKS - 1):
             try:
@@ -248,8 +235,7 @@ class RankBlock:
 
     def finish(self) -> None:
         """Close the spool and build the tree; a failure is said, and the records stay where they
-        are.
-        """
+        are."""
         error = attempt(self._finish)
         if error is not None:
             attempt(self._say_unfinished, error)

@@ -44,7 +44,6 @@ class CombinationPlan:
     index: NDArray[np.int64]
     """[pieces, replicas] row numbers; replicas of a piece hold the same values."""
     is_partial: bool
-    """True where the pieces are summands of what they will be reduced to."""
     summands: int
     """Pieces that add up to one element (product of the Partial axes), 1 without a partial."""
     divisor: float
@@ -54,13 +53,9 @@ class CombinationPlan:
 
 
 def plan_rows(held: Sequence[tuple[int, Piece]]) -> CombinationPlan | str:
-    """Return how rows of numbers make up those of the global tensor, or why they do not.
-
-    Numbers are combined only where every rank of the mesh has recorded its piece.
-
-    Args:
-        held: the rank of each row and its piece; all of one mesh, with one layout.
-    """
+    """Return how rows of numbers make up those of the global tensor, or why they do not: every rank
+    of the mesh must have recorded its piece. `held`: rank and piece of each row, all of one mesh,
+    with one layout."""
     layout, whole = held[0][1].layout, held[0][1].global_shape
     mesh = layout.mesh
     assert mesh is not None and whole is not None
@@ -97,19 +92,13 @@ def plan_rows(held: Sequence[tuple[int, Piece]]) -> CombinationPlan | str:
 
 
 def apply_plan(plan: CombinationPlan, rows: NDArray[Any]) -> Combined:
-    """Return the statistics of one whole, from digest rows in the order of the plan's ranks, as of
-    `apply_to_all`."""
+    """Return the statistics of one whole; `rows`: [ranks], else as of `apply_to_all`."""
     return apply_to_all(plan, rows[None])[0]
 
 
 def apply_to_all(plan: CombinationPlan, rows: NDArray[Any]) -> list[Combined]:
-    """Return the statistics of many wholes that lie in one way.
-
-    Args:
-        plan: what `plan_rows` made for the rows of each.
-        rows: [wholes, ranks] structured array with the digest fields of spool/recordformat.py's
-            VALUE_DTYPE; ranks in the order of the plan's.
-    """
+    """Return the statistics of many wholes that lie in one way. `rows`: [wholes, ranks] of
+    spool/recordformat.py's VALUE_DTYPE, ranks in the order of the plan's."""
     hashes, counts = rows["hash"][:, plan.index], rows["count"][:, plan.index]
     differ = ((hashes != hashes[:, :, :1]) | (counts != counts[:, :, :1])).any(axis=2)
     pieces = rows[:, plan.index[:, 0]]
@@ -124,8 +113,7 @@ def apply_to_all(plan: CombinationPlan, rows: NDArray[Any]) -> list[Combined]:
 
 
 def _coverage(whole: tuple[int, ...], pieces: Sequence[Piece]) -> str | None:
-    """Return what is wrong where the pieces are not exactly the whole: every element once. Of
-    pieces without a place only their number is known."""
+    """Return why pieces do not tile the whole; pieces without a place are only counted."""
     elements, wanted = sum(math.prod(piece.shape) for piece in pieces), math.prod(whole)
     if elements != wanted:
         return f"the shards hold {elements} elements, the whole tensor {wanted}"
@@ -147,13 +135,11 @@ def _sketches(plan: CombinationPlan, rows: NDArray[Any]) -> list[tuple[float, ..
 
 
 class _Shards:
-    """Pieces of wholes, [wholes, pieces], that hold different elements of them: what combination
-    needs of them."""
+    """Pieces of wholes, [wholes, pieces], that hold different elements of them."""
 
     def __init__(self, rows: NDArray[Any]) -> None:
         self.rows = rows
         self.finite = finite_counts(rows).astype(np.float64)
-        """Finite elements of each piece."""
         self.has_some = self.finite > 0
         self.total = np.array(_exact_sums(self.finite))
         """Finite elements of all."""
@@ -163,7 +149,6 @@ class _Shards:
         return np.where(self.has_some, self.rows[name], otherwise)
 
     def mean(self, name: str) -> list[float]:
-        """Return the mean of means."""
         sums = _exact_sums(self.of_some(name, 0.0) * self.finite)
         return [
             part / count if count else math.nan for part, count in zip(sums, self.total.tolist())
@@ -179,11 +164,9 @@ class _Shards:
         return [math.sqrt(part / (count - 1)) if count > 1 else math.nan for part, count in sums]
 
     def least(self, name: str) -> list[float]:
-        """Return the least."""
         return self._where_any(self.of_some(name, math.inf).min(axis=1))
 
     def greatest(self, name: str) -> list[float]:
-        """Return the greatest."""
         return self._where_any(self.of_some(name, -math.inf).max(axis=1))
 
     def _where_any(self, numbers: NDArray[np.float64]) -> list[float]:

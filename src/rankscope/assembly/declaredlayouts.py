@@ -57,15 +57,9 @@ def _given(stream: RankStream) -> tuple[str, str] | None:
 def declare_layouts(
     steps: Sequence[Tables], vocabulary: Vocabulary, run: dict[str, Any], ranks: NDArray[np.int64]
 ) -> None:
-    """Give the values that the run's layout file describes their layout. Changes the descriptions
-    in the tables, adds to those of `vocabulary` and to the notes of `run`.
-
-    Args:
-        steps: calls and values of all ranks.
-        vocabulary: what the numbers in them mean.
-        run: the run header.
-        ranks: rank of each stream.
-    """
+    """Give the values that the run's layout file describes their layout: changes the descriptions
+    in the tables, adds to those of `vocabulary` and to the notes of `run`. `ranks`: rank of each
+    stream."""
     given = layout_given(run)
     if given is None:
         return
@@ -103,14 +97,8 @@ def declare_layouts(
 def described_slots(
     steps: Iterable[Tables], vocabulary: Vocabulary, describe: Callable[[str, str], T | None]
 ) -> Iterator[tuple[Tables, NDArray[np.int64], T, str]]:
-    """Yield the rows of each slot of each call that something is known of, in which table, what is
-    known, and what the slot is called.
-
-    Args:
-        steps: calls and values of all ranks.
-        vocabulary: what the numbers in them mean.
-        describe: says what is known of (path, slot), None for nothing; asked once for each.
-    """
+    """Yield (tables, rows, what is known, name) of each slot of each call that `describe` knows
+    something of; it is asked once for each (path, slot)."""
     known = functools.cache(describe)
     for tables in steps:
         for rows, found, name in _described(tables, vocabulary, known):
@@ -150,14 +138,8 @@ def _declared(
     placements: Mapping[str, Placement],
     numbers: Sequence[tuple[int, int]],
 ) -> NDArray[np.int32] | str:
-    """Return the numbers of the descriptions that values have which lie so, or why they do not.
-
-    Args:
-        vocabulary: gets the new descriptions.
-        mesh: the declared axes over all ranks.
-        placements: along them.
-        numbers: rank and description of each value.
-    """
+    """Return the numbers of the descriptions of values that lie so, added to `vocabulary`, or why
+    they do not lie so. `numbers`: rank and description of each value."""
     descriptions = vocabulary.descriptions
     unchanged = np.array([number for _, number in numbers], np.int32)
     held = {rank: descriptions.items[number] for rank, number in numbers}

@@ -43,8 +43,7 @@ class Interned(Generic[T]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshFamily:
-    """Meshes of the same axes and shape over different ranks, such as the tp meshes of each dp
-    row."""
+    """Meshes of the same axes and shape over different ranks: the tp meshes of each dp row."""
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
@@ -113,7 +112,6 @@ UNKNOWN_MODULE = ModuleName(
 """What calls are charged to whose module's definition is missing; always number 0."""
 
 _KINDS = ("module", "slot", "meta", "text", "collective")
-"""Of the definitions that get common numbers."""
 
 Lookup = NDArray[np.int64]
 """A stream's own definition numbers -> common numbers, -1 where it has none."""

@@ -43,9 +43,8 @@ __all__ = ["carry_chunks", "finish_kept", "with_places"]
 
 
 def finish_kept(out: Path, stream: RankStream) -> RankStream:
-    """Finish the chunks of a stream whose rank has ended; return the stream with what is to be said
-    of them, and without the records of tensors that are not there.
-    """
+    """Finish the chunks of a stream whose rank has ended; return the stream with notes on them, and
+    without the records of tensors that are not there."""
     folder = chunk_folder(out, stream.stream)
     if not len(stream.tensors) and not folder.is_dir():
         return stream
@@ -125,17 +124,9 @@ def _adopt(folder: Path, records: RankStream) -> None:
 def carry_chunks(
     folders: Iterable[Path], out: Path, lives: Mapping[tuple[int, int], StreamId]
 ) -> None:
-    """Put the chunks of several folders into a new trace folder, each chunk once, as a hard link
-    where that can be.
-
-    Args:
-        folders: trace folders and run folders.
-        out: the new one.
-        lives: {(rank, origin): stream} as the records are told apart in it.
-
-    Raises:
-        OSError: one cannot be read or written.
-    """
+    """Put the chunks of trace and run folders into a new trace folder, each chunk once, as a hard
+    link where that can be. `lives`: {(rank, origin): stream} as the records are told apart there.
+    OSError: one cannot be read or written."""
     best: dict[Path, Path] = {}
     moved: set[Path] = set()
     for folder in folders:

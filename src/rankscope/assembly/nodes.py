@@ -50,9 +50,7 @@ class Merged:
     parent: NDArray[np.int64]
     """[nodes] node number of the parent, -1 at the top."""
     group: NDArray[np.int64]
-    """[nodes] number of the node's group."""
     identity: NDArray[np.uint64]
-    """[nodes] stable id."""
     place: NDArray[np.int64]
     """[values] where each value of the tables stands, sorted by entry, fold, rank."""
     failures: NDArray[np.int64]
@@ -62,12 +60,7 @@ class Merged:
 
 
 def merge(tables: Tables, vocabulary: Vocabulary) -> Merged:
-    """Return the nodes that the calls of all streams make together.
-
-    Args:
-        tables: calls and values; streams in rank order.
-        vocabulary: what the numbers in them mean.
-    """
+    """Return the nodes that the calls of all streams, in rank order, make together."""
     calls = tables.calls
     code, count = factorize(*(calls[name] for name in KEY_COLUMNS))
     by_node = _by_stream(code, calls["stream"])
@@ -103,8 +96,7 @@ def _by_stream(node: NDArray[np.int64], stream: NDArray[Any]) -> NDArray[np.int6
 
 
 def _groups(calls: CallTable, first: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Number the groups: setup before steps, train before eval, by step; one incarnation after
-    another."""
+    """Number the groups: by incarnation, setup before steps, train before eval, by step."""
     heads = calls.chosen(first)
     setup = heads["phase"] == Phase.SETUP
     columns = (
@@ -171,8 +163,7 @@ def _walk(
 
 
 def _identities(heads: CallTable, paths: list[str]) -> NDArray[np.uint64]:
-    """Return a 64-bit id per node that depends on its key alone, so it is the same in every
-    trace."""
+    """Return a 64-bit id per node, of its key alone: the same in every trace."""
     columns = [heads[name].tolist() for name in KEY_COLUMNS]
     place = KEY_COLUMNS.index("path")
     columns[place] = [paths[i] for i in columns[place]]
@@ -222,8 +213,7 @@ def _slots(tables: Tables, vocabulary: Vocabulary, node: NDArray[np.int64]) -> d
 def _first_seen(
     pair: NDArray[np.int64], pairs: int, stream: NDArray[np.int32], time: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Return per slot of a node its place by lowest rank and time: the order slots are listed
-    in."""
+    """Return the place of each slot of a node by lowest rank, then time: how slots are listed."""
     # ranks have clocks of their own: slots only later ranks have come behind those of the lowest
     lowest = _lowest(stream, pair, pairs)
     of_lowest = stream == lowest[pair]
@@ -234,7 +224,6 @@ def _first_seen(
 
 
 def _lowest(column: NDArray[Any], group: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
-    """Return the smallest number in each group."""
     lowest = np.full(groups, np.iinfo(np.int64).max)
     np.minimum.at(lowest, group, column)
     return lowest

@@ -101,7 +101,6 @@ class RankStream:
     """The definition of kind "rank"; {} where not even that arrived."""
     definitions: dict[int, dict[str, Any]]
     by_kind: Mapping[str, Mapping[int, dict[str, Any]]]
-    """The same, of each kind by itself."""
     enters: Array
     exits: Array
     values: ValueColumns
@@ -157,13 +156,8 @@ class RankStream:
 def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStream:
     """Return the records of one stream; what follows the first damaged cell is left out.
 
-    Args:
-        source: the bytes.
-        decoded: definitions already decoded, by their bytes, filled here: ranks of one job define
-            mostly the same, and then share the same dicts.
-
-    Raises:
-        TraceVersionError: the rank wrote a newer record format than this reader knows.
+    Ranks of one job define mostly the same, and share the dicts of `decoded`: definitions by their
+    bytes, added to here. TraceVersionError: the rank wrote a newer format than this reader knows.
     """
     data = source.data if isinstance(source.data, bytes) else source.data.view(np.ndarray)
     found = records(data, is_verified=source.is_verified)
@@ -231,13 +225,8 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
 def _calls_and_values(
     found: Records, identity: Mapping[str, Any], notes: list[str]
 ) -> tuple[Array, ValueColumns, Counter[str]]:
-    """Return calls, values, and what was set aside for which reason.
-
-    Args:
-        found: records.
-        identity: the definition of kind "rank".
-        notes: one is added where a newer rankscope wrote some of them.
-    """
+    """Return calls, values, and what was set aside for which reason; adds to `notes` where a newer
+    rankscope wrote some of them. `identity`: the definition of kind "rank"."""
     begins = found.positions(RecordKind.ENTER)
     enters, left_out = _known_calls(found.rows_at(begins, RecordKind.ENTER))
     values = found.values_at(found.positions(RecordKind.VALUE))
@@ -343,12 +332,8 @@ def _not_kept(definitions: dict[int, dict[str, Any]]) -> tuple[str, ...]:
 def definitions_in(
     found: Records, decoded: Decoded
 ) -> tuple[dict[int, dict[str, Any]], Counter[str]]:
-    """Return the definitions by number, and how many were set aside for which reason.
-
-    Args:
-        found: records.
-        decoded: as of `read_stream`.
-    """
+    """Return the definitions by number, and how many were set aside for which reason; `decoded` as
+    of `read_stream`."""
     positions = found.positions(RecordKind.DEFINITION)
     raw = found.cells_of(positions)[:, recordformat.HEADER_BYTES :].tobytes()
     definitions: dict[int, dict[str, Any]] = {}

@@ -60,7 +60,6 @@ class _StreamCopies:
     """Why files of it cannot be read, and which have the name of another stream."""
 
     def add(self, entry: Path, length: _Length, *, is_misnamed: bool = False) -> None:
-        """Add a replica of this valid length, one that cannot be read, or a stream folder."""
         if is_misnamed:
             self.faults.append(
                 f"{entry}: its first record says that it is of {self.stream.name}; it was moved or "
@@ -76,16 +75,12 @@ class _StreamCopies:
 
 
 def find_streams(folders: Sequence[Path]) -> list[StreamBytes]:
-    """Return the bytes of every stream found in the folders, lowest rank first.
-
-    Args:
-        folders: trace folders, spool folders of a host's run, or folders of replicas.
+    """Return the bytes of every stream found in trace, spool and replica folders, lowest rank
+    first; a file that cannot be read is named in the notes of its stream.
 
     Raises:
-        FolderError: one of them does not exist.
+        FolderError: one of the folders does not exist.
         SpoolError: a folder cannot be listed.
-
-    A file that cannot be read is named in the notes of its stream.
     """
     entries = []
     for folder in folders:
@@ -207,7 +202,6 @@ def _told_apart(streams: Sequence[StreamBytes]) -> list[StreamBytes]:
 
 
 def _began_ns(data: Array | bytes) -> int:
-    """Return when the process of a stream says it began; 0 where its first record does not."""
     began = _first_definition(data).get("wall_ns", 0)
     return began if isinstance(began, int) else 0
 
@@ -281,13 +275,8 @@ def _missing(begin: int, end: int) -> str:
 
 
 def _behind_holes(found: _StreamCopies, length: int) -> Iterator[tuple[int, int, Array]]:
-    """Yield what is held of a stream behind the bytes that are whole, in order: the begin and the
-    end of each run of whole records in the stream, and its bytes.
-
-    Args:
-        found: where the stream lies.
-        length: so many bytes of it are whole.
-    """
+    """Yield (begin, end, bytes) of each run of whole records in the stream, in order, behind its
+    first `length` bytes, which are whole."""
     runs: list[tuple[int, int, Array]] = []
     for path, _ in found.replicas:
         runs += _runs_in(path, 0, length)

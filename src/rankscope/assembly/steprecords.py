@@ -46,13 +46,7 @@ class StepRecords:
         vocabulary: Vocabulary,
         without: Collection[tuple[int, int, int]] = (),
     ) -> None:
-        """Sort the records of all streams by step.
-
-        Args:
-            streams: in the order of the vocabulary's lookups.
-            vocabulary: what their numbers mean.
-            without: incarnation, mode and step of steps to leave out.
-        """
+        """Sort the records of all streams by step, without these (incarnation, mode, step)."""
         self._streams = streams
         self.orphans: list[int] = []
         """Per stream, values whose call, slot or description was not found."""
@@ -86,8 +80,8 @@ class StepRecords:
         self._streams, self._rows, self._first_samples = (), [], []
 
     def streams(self, part: int) -> Iterator[tuple[int, RankStream]]:
-        """Yield the streams that have calls of a part, with nothing else in them, and their
-        numbers."""
+        """Yield (number, stream) of the streams that have calls of a part, with nothing else in
+        them."""
         for number, (stream, rows) in enumerate(zip(self._streams, self._rows)):
             enters = stream.enters[rows["enters"].of(part)]
             if len(enters):

@@ -39,7 +39,6 @@ class Tables:
 
     calls: CallTable
     rows: list[ValueColumns]
-    """The values of each stream."""
     call: NDArray[np.int64]
     """Row of `calls` each value belongs to."""
     slot: NDArray[np.int32]
@@ -110,12 +109,8 @@ def _numbered(column: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
 
 
 def build_tables(parts: Iterable[tuple[int, RankStream]], vocabulary: Vocabulary) -> Tables:
-    """Return the two tables of some steps.
-
-    Args:
-        parts: streams with the records of these steps, and their numbers; at least one.
-        vocabulary: what their numbers mean.
-    """
+    """Return the two tables of some steps; `parts`: number and records of each stream, at least
+    one."""
     parts = [*parts]
     calls = CallTable.zeros(sum(len(stream.enters) for _, stream in parts))
     columns: list[dict[str, NDArray[Any]]] = []
@@ -161,7 +156,6 @@ def _fill(
     recorded: Sequences,
     first_row: int,
 ) -> None:
-    """Fill the rows of a stream's calls."""
     enters, exits, offset = stream.enters, stream.exits, stream.clock_offset_ns
     parent = recorded.find(enters["parent"])
     parent[enters["parent"] == NO_SEQUENCE] = -1
@@ -269,12 +263,7 @@ def _fold_event_owners(tables: Tables) -> None:
 
 
 def _renumber_repeats(calls: CallTable) -> None:
-    """Give calls of one stream that share a key (two losses of one class) ordinals in order of
-    their sequence.
-
-    Args:
-        calls: those of the stream.
-    """
+    """Give calls of one stream that share a key (two losses of one class) ordinals by sequence."""
     names = ("mode", "step", "micro_batch", "phase", "path")
     group, _ = factorize(*(calls[name] for name in names))
     if factorize(group, calls["ordinal"])[1] == len(calls):

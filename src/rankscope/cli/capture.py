@@ -70,7 +70,6 @@ def command(
 
 
 def _follow(ordering: Ordering, seconds: float, *, has_wishes: bool) -> None:
-    """Wait for what was ordered, and say what came of it."""
     began = time.monotonic()
     is_first_said = are_untold_said = False
     while True:

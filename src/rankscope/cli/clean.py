@@ -123,7 +123,6 @@ def _runs(base: Path, limit_s: float, live: set[Path]) -> Iterator[_Remains]:
 
 
 def _traces(folder: Path, limit_s: float, live: Collection[Path]) -> Iterator[_Remains]:
-    """Yield the old traces in a folder."""
     for trace, age_s in _own_folders(folder):
         begin, what = b"", "a trace"
         if (trace / names.TRACE_NAME).is_file():

@@ -143,10 +143,7 @@ def _collect(header: RunHeader, *, has_dataset: bool) -> int:
     with progress() as show:
 
         class Terminal(Observer):
-            """Says where it listens, and shows the rest where a person looks on."""
-
             def quiet(self) -> None:
-                """Nothing happened."""
                 happened_nothing.append(True)
 
             def listening(self, addresses: Sequence[str]) -> None:

@@ -150,11 +150,7 @@ def command(
 
 
 def _opened(paths: Sequence[Path], *, takes_printed: bool) -> list[Trace]:
-    """Open traces, or what a module debugger wrote: not one beside the other.
-
-    Raises:
-        FolderError: both are among them.
-    """
+    """Open traces, or what a module debugger wrote; FolderError: both are among them."""
     is_files = [bool(trees_in(path)) for path in paths]
     if not any(is_files):
         return [opened(path, takes_golden=True) for path in paths]
@@ -176,8 +172,7 @@ def _opened(paths: Sequence[Path], *, takes_printed: bool) -> list[Trace]:
 def _difference_lines(
     ref: Trace, test: Trace, report: Report, paint: Paint, *, is_all: bool = False
 ) -> Iterator[str]:
-    """Yield the lines of a report: the first five are the answer, then which traces these were, all
-    origins, and what could not be compared."""
+    """Yield the lines of a report: the first five are the answer."""
     yield painted_verdict(report, paint)
     by_answer: dict[bool | None, list[str]] = {False: [], None: [], True: []}
     for _, is_same, text in report.preflight:
@@ -198,7 +193,6 @@ def _difference_lines(
 
 
 def _bitwise_lines(found: BitwiseReport, paint: Paint) -> Iterator[str]:
-    """Yield the five lines of `diff --exact`."""
     report, first = found.report, found.first
     start = paint(STYLES[report.verdict], report.verdict.value)
     equal = f"{found.equal:,} of {counted(report.compared, 'value')} are bitwise equal"
@@ -221,7 +215,6 @@ def _bitwise_lines(found: BitwiseReport, paint: Paint) -> Iterator[str]:
 
 
 def _bitwise_json(found: BitwiseReport) -> dict[str, Any]:
-    """Return the report of `diff --exact` as JSON data: that of `diff`, and what is equal."""
     phases = {
         phase.word: {"equal": equal, "compared": total}
         for phase, (equal, total) in found.by_phase.items()
@@ -231,7 +224,6 @@ def _bitwise_json(found: BitwiseReport) -> dict[str, Any]:
 
 
 def _matrix_lines(ref: Path, found: Sequence[tuple[Path, Report]], paint: Paint) -> Iterator[str]:
-    """Yield the table of `diff --matrix`: a row for each run."""
     head = ("run", "verdict", "compared", "kind", "ranks", "first")
     rows = [_matrix_row(path, report) for path, report in found]
     widths = [max(map(len, column)) for column in zip(head, *rows)]

@@ -168,8 +168,7 @@ class FoldedTree:
         return [cut(line, self._columns) for line in lines][:most]
 
     def _deepest(self) -> int:
-        """Return the level below the first numbered modules: in many models they stand deeper than
-        the first level."""
+        """Return the level below the first numbered modules, which in many models stand deeper."""
         inside, level = list(self._roots), 0
         while inside and level < _DEEPEST - 1:
             inside, level = [child for module in inside for child in _called(module)], level + 1
@@ -184,7 +183,6 @@ class FoldedTree:
         return "  ".join([f"{pad}{name}{gap}", *filter(None, row.parts)]).rstrip()
 
     def _shown(self, root: ModuleOutline) -> Iterator[_TreeRow]:
-        """Yield the rows of a root and of the modules inside it."""
         group, is_expanded = AlikeModules(modules=(root,)), any(_called(root))
         yield self._row(group, 0, "", self._ranks, is_expanded=is_expanded)
         yield from self._below(root, 1, root.ranks or self._ranks, is_quiet=False)

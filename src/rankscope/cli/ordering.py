@@ -61,12 +61,8 @@ class Ordering:
     """Orders for one running job."""
 
     def __init__(self, folder: Path) -> None:
-        """Look at the job.
-
-        Raises:
-            FolderError: no such folder.
-            TraceError: no trace, or nobody is at work on it any more.
-        """
+        """Look at the job; FolderError: no such folder, TraceError: no trace, or nobody at work on
+        it."""
         if not folder.is_dir():
             raise FolderError(f"{folder}: no such folder")
         self.folder = folder
@@ -168,11 +164,7 @@ class Ordering:
         return [taken for place in self._places() for taken in taken_in(place)]
 
     def _refuse_second(self) -> None:
-        """Let an order end before the next one.
-
-        Raises:
-            FolderBusyError: the last one has not ended.
-        """
+        """Let an order end before the next one; FolderBusyError: the last one has not ended."""
         last = next((o for o in map(order_in, self._places()) if o is not None), None)
         if last is None or self._held(last) is not None:
             return

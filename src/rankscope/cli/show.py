@@ -176,16 +176,8 @@ def _size(files: list[Path]) -> int:
 def _summary_rows(
     trace: Trace, report: Report | None, unjudged: str, paint: Paint, columns: int, place: str
 ) -> list[str]:
-    """Return the rows of a summary.
-
-    Args:
-        trace: an open trace.
-        report: what `check` says of it, None where it was not asked.
-        unjudged: why not.
-        paint: gives colour.
-        columns: of the terminal; 0 where rows may be of any length.
-        place: the trace as it may be typed; "" where commands find it without.
-    """
+    """Return the rows of a summary. `unjudged`: why there is no report; `columns`: 0 where rows may
+    be of any length; `place`: the trace as it may be typed, or nothing where commands find it."""
     step = _step_shown(trace, report)
     roots = [] if step is None else module_outlines(step.nodes)
     named = "TRACE" if len(place) > (columns or _PLAIN_COLUMNS) // 2 else place
@@ -244,7 +236,6 @@ def _step_title(trace: Trace, step: Step, report: Report | None) -> str:
 
 
 def _job_lines(trace: Trace, paint: Paint, place: str) -> Iterator[str]:
-    """Yield which steps there are, why, and what is known to be missing."""
     if trace.steps:
         count = len({(step.mode, step.step) for step in trace.steps})
         yield f"{counted(count, 'step')}: {steps_named(trace.steps)}"
@@ -282,7 +273,6 @@ def _verdict_lines(report: Report | None, unjudged: str, paint: Paint, place: st
 
 
 def _differing_lines(report: Report, paint: Paint) -> Iterator[str]:
-    """Yield where ranks differ: modules, ranks, phases."""
     lines = list(_finding_lines(report, paint))
     if lines:
         yield paint("bold", "where")
@@ -359,7 +349,6 @@ def _more_lines(
     *,
     is_short: bool,
 ) -> Iterator[str]:
-    """Yield what to type next."""
     title = "see more" + (" (TRACE is the folder named in the first line)" if is_short else "")
     yield paint("bold", title)
     asked: list[tuple[str, str]] = []

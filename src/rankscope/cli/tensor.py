@@ -106,11 +106,7 @@ def command(
 
 
 def _listing_lines(trace: Trace, wanted: Wanted) -> Iterator[str]:
-    """Yield the lines that list what was kept: all of it, or what the names mean.
-
-    Raises:
-        SelectionError: nothing of it was kept; says how to keep tensors.
-    """
+    """Yield the lines that list what was kept of `wanted`, or all; SelectionError: nothing was."""
     if wanted.names:
         chosen, notes = choose(trace, wanted)
         for line in notes:

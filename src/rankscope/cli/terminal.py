@@ -87,9 +87,7 @@ def size_text(count: float) -> str:
 
 
 def width() -> int:
-    """Return the columns of the terminal, or of the variable COLUMNS; 0 where lines may be of any
-    length.
-    """
+    """Return the columns of the terminal, or of COLUMNS; 0 where lines may be of any length."""
     return shutil.get_terminal_size((0, 0)).columns
 
 

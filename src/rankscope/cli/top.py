@@ -83,7 +83,6 @@ def command(
 
 
 def _show_until_left(source: TopSource) -> None:
-    """Show a job until q, Ctrl-C or the end of the input."""
     paint = Paint(sys.stdout)
     note = ""
     with contextlib.suppress(KeyboardInterrupt), _screen() as keys:

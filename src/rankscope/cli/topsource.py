@@ -67,11 +67,8 @@ class TopSource:
     """One trace folder, and what of it is shown."""
 
     def __init__(self, folder: Path, layout: LayoutFile | None, *, judges: bool) -> None:
-        """Look at it for the first time; `layout` is for the verdict, which `judges` asks for.
-
-        Raises:
-            TraceError: there is nothing in the folder, and nobody at work on it.
-        """
+        """Look at it for the first time; TraceError: there is nothing in the folder, and nobody at
+        work on it. `layout` is for the verdict, which `judges` asks for."""
         self.sort = "rank"
         self._ranks: tuple[int, ...] | None = None
         self._folder, self._layouts, self._judges = folder, layout, judges
@@ -87,11 +84,7 @@ class TopSource:
                 )
 
     def choose(self, ranks: str) -> None:
-        """Show these ranks alone: `0-3,8` or `all`.
-
-        Raises:
-            SettingError: this is no list of ranks.
-        """
+        """Show these ranks alone, `0-3,8` or `all`; SettingError: this is no list of ranks."""
         self._ranks = settings_from({"ranks": ranks.strip() or "all"}, {}).ranks
 
     def one(self) -> dict[str, Any]:
@@ -210,15 +203,8 @@ def _job_summary(
     state: str,
     sort: str,
 ) -> dict[str, Any]:
-    """Return what is known of a job; fields as in docs/commands/top.md.
-
-    Args:
-        folder: the trace folder.
-        status: of the job.
-        statuses: of its ranks that are to be shown.
-        state: "running", "deserted" or "ended".
-        sort: one of `SORTS`.
-    """
+    """Return what is known of a job; fields as in docs/commands/top.md. `statuses`: of its ranks
+    that are to be shown; `state`: running, deserted or ended."""
     seen = [status.rank for status in statuses]
     hosts = {status.host for status in statuses if status.host}
     steps = [s.step for s in statuses if s.step is not None and s.mode is Mode.TRAIN]
@@ -300,8 +286,8 @@ def _worst(statuses: Sequence[RankStatus]) -> list[dict[str, Any]]:
 def _spread(
     statuses: Sequence[RankStatus], number: Callable[[EndedStep], float | None]
 ) -> dict[str, Any] | None:
-    """Return the least and greatest of a number in the last step that has it on all ranks that have
-    it at all, with their ranks; a rank without a finite number is named. None where none has it."""
+    """Return the least and greatest of a number, with their ranks, in the last step that has it on
+    all ranks that have it at all, and the ranks where it is not finite. None where none has it."""
     held = [{step.step: number(step) for step in status.ended} for status in statuses]
     known = [
         (status.rank, {step: value for step, value in own.items() if value is not None})

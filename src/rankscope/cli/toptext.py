@@ -19,15 +19,8 @@ _SLOW = 1.1
 def screen_lines(
     found: Mapping[str, Any], paint: Paint, columns: int, rows: int, keys: str = ""
 ) -> list[str]:
-    """Return the lines of one screen.
-
-    Args:
-        found: as of `TopSource.now`.
-        paint: colours.
-        columns: of the terminal, 0 for lines of any length.
-        rows: of the terminal, 0 for as many as there are.
-        keys: last line, on keys.
-    """
+    """Return the lines of one screen of what `TopSource.now` gives; 0 columns or rows are as many
+    as there are, `keys` is the last line."""
     checked = [*_check(found, paint, columns, is_screen=columns > 0 and rows > 0)]
     above = [*_job(found, paint), *checked, ""]
     below = ["", *_worst(found["worst"], paint)] if found["worst"] else []

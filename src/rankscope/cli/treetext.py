@@ -32,8 +32,7 @@ _ELEMENTS = frozenset(s.name for s in STATISTICS if s.is_element)
 _MAX_VALUES = 4
 """Distinct values listed below a slot whose ranks differ."""
 _LONG = 24
-"""Characters of a placement that rankscope does not interpret; a longer one is cut at its
-arguments."""
+"""Characters of an uninterpreted placement; a longer one is cut at its arguments."""
 _INTEGER = re.compile(r"u?int\d+")
 
 
@@ -68,11 +67,8 @@ class View:
 
 
 def parse_columns(text: str) -> tuple[str, ...] | None:
-    """Return the columns that the option --stats names; None for those of a value's dtype.
-
-    Raises:
-        SelectionError: there is none of that name.
-    """
+    """Return the columns that --stats names; None for those of a value's dtype. SelectionError:
+    there is none of that name."""
     words = tuple(c.strip() for c in text.split(",") if c.strip() and c.strip() != "none")
     for column in words:
         if column not in COLUMNS:
@@ -83,11 +79,8 @@ def parse_columns(text: str) -> tuple[str, ...] | None:
 
 
 def tree_lines(trace: Trace, view: View, paint: Paint) -> Iterator[str]:
-    """Yield the lines that show a trace.
-
-    Raises:
-        SelectionError: the trace has no such step, rank or path; says what it has.
-    """
+    """Yield the lines that show a trace; SelectionError says what it has where there is no such
+    step, rank or path."""
     groups = _groups(trace, view)
     if view.rank is not None and view.rank not in {rank["rank"] for rank in trace.run["ranks"]}:
         held = ranks_text(rank["rank"] for rank in trace.run["ranks"])
@@ -184,7 +177,6 @@ class _Levels:
         """Hold modules and are never called: a ModuleList is no level."""
 
     def of(self, path: str) -> int:
-        """Return the levels of a path."""
         if path in self._roots:
             return 0
         return sum(
@@ -210,7 +202,6 @@ class _Tree:
         self._left_out: Counter[Phase] = Counter()
 
     def lines(self, top: Node) -> Iterator[str]:
-        """Yield an outermost call and what is below it."""
         yield from self._lines(top, 1, self._levels.of(top.path))
 
     def left_out(self) -> Iterator[str]:

@@ -53,12 +53,8 @@ _NAMES = ("python", "rankscope", "torch", "GPU kernels", "start-up file", "start
 def interpreter_conditions(
     command: Sequence[str], environ: Mapping[str, str] = os.environ
 ) -> Iterator[Condition]:
-    """Yield what an interpreter says of itself.
-
-    Args:
-        command: how ranks call it: its path, and options such as `-I`.
-        environ: what it is started with; settings of rankscope's are left out.
-    """
+    """Yield what an interpreter says of itself. `command`: how ranks call it, with options such as
+    `-I`; settings of rankscope's in `environ` are left out."""
     called = shlex.join(command)
     found, complaint = _ask(command, environ)
     if found is None or found["no_site"]:

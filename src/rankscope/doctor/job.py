@@ -182,7 +182,6 @@ def _trace_folder(settings: Settings, hosts: int) -> Condition:
 
 
 def _collector(settings: Settings) -> Condition:
-    """Say whether the collector that was named can be reached."""
     address = settings.collector
     collection = Collection.asked(address)
     keyed = " --keys FILE" if is_tcp(address) else ""

@@ -73,7 +73,6 @@ class _ScriptRun:
         return min((rank.steps for rank in self.ranks.values()), default=0)
 
     def counted(self) -> str:
-        """Return what was compared, in words."""
         kinds = Counter(name.split(" ")[0] for r in self.ranks.values() for name, _ in r.values)
         words = (("loss", "losses"), ("gradient", "gradients"), ("parameter", "parameters"))
         said = [f"{kinds[one]} {one if kinds[one] == 1 else many}" for one, many in words]
@@ -81,12 +80,8 @@ class _ScriptRun:
 
 
 def script_conditions(question: ScriptQuestion) -> Iterator[Condition]:
-    """Yield each answer as soon as it is known: does the script run, is it the same twice, and is
-    it the same traced.
-
-    Raises:
-        SettingError: a setting that cannot be used, or no such script.
-    """
+    """Yield each answer as soon as it is known: does the script run, is it the same twice, is it
+    the same traced? SettingError: a setting that cannot be used, or no such script."""
     settings_from(question.settings)
     if not Path(question.script).is_file():
         raise SettingError(f"--script {question.script}: no such file")
@@ -170,7 +165,6 @@ def _of_options(question: ScriptQuestion, trouble: str) -> str:
 
 
 def _run(question: ScriptQuestion, folder: Path, out: Path | None = None) -> _ScriptRun:
-    """Run the script once, traced into `out` where that is given."""
     folder.mkdir()
     kept = {
         name: text

@@ -53,7 +53,6 @@ class _ScriptProbe:
         self._pid = os.getpid()
 
     def put_on(self) -> None:
-        """Watch optimizers and backward passes from now on."""
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         torch.autograd.backward = self._backward_from

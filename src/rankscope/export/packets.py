@@ -38,13 +38,7 @@ def track(uuid: int, parent: int, name: str, place: int) -> bytes:
 
 
 def begin(uuid: int, time_ns: int, content: bytes) -> bytes:
-    """Return the packet that begins a slice.
-
-    Args:
-        uuid: the track.
-        time_ns: wall clock.
-        content: name, category and arguments, made by `arguments`.
-    """
+    """Return the packet that begins a slice; `content` is what `arguments` makes."""
     return _event(uuid, time_ns, 1, content)
 
 

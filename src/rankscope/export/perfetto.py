@@ -117,7 +117,6 @@ class _Rank:
         return found
 
     def append(self, made: list[bytes]) -> None:
-        """Write packets behind what is there."""
         if not self.path.exists():
             life = f" (life {self.incarnation})" if self.incarnation else ""
             head = packets.process(self.uuid, self.pid, f"rank {self.rank}{life}")
@@ -160,7 +159,6 @@ def write(
 
 
 def _said(written: int, here: list[_Rank], left: list[str], limit: int) -> list[str]:
-    """Return the lines for the person who asked."""
     lines = [
         f"{written} events of ranks {ranks_text(life.rank for life in here)}; open it in "
         "https://ui.perfetto.dev or trace_processor, v58.2 or newer for host names"

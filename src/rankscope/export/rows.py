@@ -56,13 +56,7 @@ class ExportedStep:
     """One step, or some nodes of it on some ranks."""
 
     def __init__(self, step: Step, nodes: Iterable[Node] | None, ranks: frozenset[int]) -> None:
-        """Choose.
-
-        Args:
-            step: which.
-            nodes: of it; None for all.
-            ranks: whose calls and values.
-        """
+        """Choose nodes of a step, None for all, and the ranks whose calls and values count."""
         chosen = None if nodes is None else [*nodes]
         self.columns = chosen[0].step if chosen else step.columns()
         count = len(self.columns["nodes.id"])

@@ -68,14 +68,8 @@ class CallDetails:
         held: Collection[int] | bytearray,
         chosen: Collection[int] | None,
     ) -> None:
-        """Add a step.
-
-        Args:
-            step: its number on the page.
-            step_view: its calls.
-            held: for every slot of its calls, in order, whether it was held to others.
-            chosen: rows that are wanted, None for all.
-        """
+        """Add a step. `step`: its number on the page; `held`: for every slot of its calls, in
+        order, whether it was held to others; `chosen`: rows that are wanted, None for all."""
         links = _ValueLinks(step_view)
         place = 0
         judged = bytes(held)
@@ -134,7 +128,6 @@ class CallDetails:
 
 
 def _collective(ranks: str, facts: Mapping[str, Any]) -> str:
-    """Return what some ranks issued, in words."""
     more = (("group", "in group"), ("issuer", "issued by"), ("at", "at"))
     words = [*collective_words(facts), *(f"{word} {facts[n]}" for n, word in more if facts.get(n))]
     return f"{ranks_named(ranks)}: {visible(' '.join(words))}"
@@ -145,8 +138,6 @@ def _tenth(us: float | None) -> float | None:
 
 
 class _ValueEnd(NamedTuple):
-    """One end of a link."""
-
     call: CallView
     slot: str
 
@@ -197,8 +188,7 @@ class _ValueLinks:
             takers.append(taker)
 
     def producer(self, call: CallView, slot: str) -> _ValueEnd | None:
-        """Return what made an input, or the call that handed it down; None where bytes do not
-        tell."""
+        """Return what made an input, or handed it down; None where bytes do not tell."""
         return self._from.get((id(call), slot))
 
     def consumers(self, call: CallView, slot: str) -> list[_ValueEnd]:
@@ -225,12 +215,8 @@ def _around(call: CallView) -> list[CallView]:
 
 
 def slot_detail(values: SlotValues, marked: Collection[int] = ()) -> dict[str, Any]:
-    """Return a value as JSON data.
-
-    Args:
-        values: one slot of one call.
-        marked: ranks of findings: what they hold is always listed.
-    """
+    """Return a value as JSON data; what `marked` ranks, those of findings, hold is always
+    listed."""
     dtypes = " | ".join(dict.fromkeys(visible(view.dtype) for view in values.views))
     shown: dict[str, Any] = {"n": visible(values.slot), "d": dtypes}
     devices = {view.device for view in values.views}
@@ -252,7 +238,6 @@ def slot_detail(values: SlotValues, marked: Collection[int] = ()) -> dict[str, A
 
 
 def _python_detail(view: SlotView) -> dict[str, Any]:
-    """Return what was no tensor as JSON data."""
     notes = [fold.note or "" for fold in view.pieces[:_MOST_FOLDS]]
     return {
         "n": visible(view.slot),

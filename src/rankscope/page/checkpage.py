@@ -62,12 +62,9 @@ def check_page(
     """Return the page of a trace, and the verdict it shows.
 
     Args:
-        trace: an open trace.
-        layouts: declared layouts, as of `check`.
         path: glob on the modules whose values it should hold; the map shows all of them.
         steps: numbers of the steps whose values it should hold; () for all.
         most_bytes: how much data the page may hold; fewer values are taken until it does.
-        progress: told how far it is.
 
     Raises:
         LayoutError, TraceError: as of `check`.
@@ -103,7 +100,6 @@ def check_page(
 def _chosen(
     cells: _CheckCells, report: Report, path: str, wanted: tuple[range, ...], limit: float
 ) -> ValueChoice:
-    """Return whose values the page holds, where so many entries fit."""
     if path == "*" and not wanted:
         return cells.chosen(report, limit)
     paths = cells.rows.paths
@@ -199,7 +195,6 @@ class _CheckCells(PageMap):
         self.planes.close()
 
     def details(self, findings: Iterable[Finding], choice: ValueChoice) -> list[dict[str, Any]]:
-        """Return the values that were chosen."""
         marked: dict[int, set[int]] = {}
         for finding in findings:
             row = self.rows.known(finding.path)
@@ -239,7 +234,6 @@ class _CheckCharts:
     def __init__(self, rows: ModuleRows, world: int) -> None:
         self._rows, self._world = rows, world
         self._before: dict[tuple[int, str], Array] = {}
-        """Sketches of parameters as they were."""
         self._scalars: list[dict[tuple[str, str], list[float | None]]] = []
         self.steps: list[dict[str, Any]] = []
         """Of each step: {"grad": {row: norm}, "update": {row: ratio}, "ms": {phase: [world]},

@@ -41,11 +41,8 @@ _BY_DEPTH: Final = {
 def diff_page(
     ref: Trace, test: Trace, compare: Callable[..., Report] | None = None
 ) -> tuple[PageContent, Report]:
-    """Return the page of two traces, and the verdict it shows.
-
-    Args:
-        compare: `diff` of these traces with all its options but `each_step`; None for no options.
-    """
+    """Return the page of two traces, and the verdict it shows. `compare`: `diff` of these traces
+    with all its options but `each_step`; None for no options."""
     cells = _DiffCells(test)
     report = (compare or functools.partial(diff, ref, test))(each_step=cells.note)
     content = cells.content(
@@ -128,7 +125,6 @@ class _DiffCells(PageMap):
         self.entries[step][row] += 2
 
     def details(self, choice: ValueChoice) -> Iterator[dict[str, Any]]:
-        """Yield the values that were chosen."""
         for call in self._calls:
             wanted = choice.rows_of.get(call["t"], frozenset())
             if wanted is None or call["m"] in wanted:

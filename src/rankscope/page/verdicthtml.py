@@ -43,14 +43,8 @@ def verdict_html(
     report: Report, steps: PageSteps | None = None, *, layout: str = "", is_live: bool = False
 ) -> str:
     """Return the first lines: the word, what is wrong or lacks; of a fault what, where, how many
-    values follow, what to look at.
-
-    Args:
-        report: of `check` or `diff`.
-        steps: the steps of the page, for links to its cells; None for no links.
-        layout: the layout file the verdict rests on.
-        is_live: the job goes on.
-    """
+    values follow, what to look at. `steps`: those of the page, for links to its cells; `layout`:
+    the layout file the verdict rests on; `is_live`: the job goes on."""
     word, rest = report.verdict.value, verdict_rest(report, layout, is_live=is_live)
     lines = [f'<p class="verdict {word}"><strong>{word}</strong>{text(rest)}</p>']
     other = [told for _, is_same, told in report.preflight if is_same is False]

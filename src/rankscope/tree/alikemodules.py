@@ -124,14 +124,8 @@ class ModuleDifference:
 
 
 def module_outlines(nodes: Iterable[Node]) -> list[ModuleOutline]:
-    """Return the outermost modules of a step or a setup with all modules inside them.
-
-    Args:
-        nodes: its outermost calls.
-
-    Raises:
-        TraceError: the trace is damaged.
-    """
+    """Return the outermost modules of a step or a setup, of its outermost calls, with all modules
+    inside them. TraceError: the trace is damaged."""
     tops = list(nodes)
     roots = {node.path for node in tops}
     grown = _Branch("")
@@ -173,7 +167,6 @@ class _Branch:
         branch.nodes.append(node)
 
     def outline(self, kinds: dict[Hashable, int]) -> ModuleOutline:
-        """Return what has been gathered; modules inside first."""
         children = {name: branch.outline(kinds) for name, branch in self.inside.items()}
         return ModuleOutline(self.path, self.nodes, children, kinds)
 
@@ -253,13 +246,8 @@ def numbered_groups(
 
     Alike modules are in one group where they stand side by side. A row with more than `most` groups
     has one for each kind instead, wherever its modules stand; and where these are too many as well,
-    one for all of which the same is said.
-
-    Args:
-        modules: in the order they are to be shown; numbered ones come in order of their numbers.
-        standing: by path, what else is said of a module; modules share a group only where that is
-            equal. Those that are not in it are equal.
-        most: groups of a row.
+    one for all of which the same is said. `standing`: by path, what else is said of a module; only
+    modules of which that is equal share a group.
     """
     rows: dict[str, list[ModuleOutline]] = {}
     for module in modules:

@@ -27,13 +27,8 @@ _MOST_ROWS: Final = 1 << 14
 
 def combined(step: StepColumns, entry: int, meshes: Sequence[Mesh]) -> tuple[Combined, ...]:
     """Return the global statistics of a slot, one per mesh that gives another result; of the slots
-    behind it that lie as it does too, for whoever asks next.
-
-    Args:
-        step: its step.
-        entry: which of the entries of the step it is.
-        meshes: of the kind that its layout names.
-    """
+    behind it that lie as it does too, for whoever asks next. `entry`: which of the entries of the
+    step it is; `meshes`: of the kind that its layout names."""
     if entry not in step.combined:
         alike = step.alike_entries
         same = np.flatnonzero(alike[entry:] == alike[entry]) + entry

@@ -77,16 +77,9 @@ Array = NDArray[Any]
 
 
 def write_golden(trace: Trace, file: Path, *, has_samples: bool) -> int:
-    """Write a golden file; one that is there is replaced. Return its size in bytes.
-
-    Args:
-        trace: a finished one.
-        file: where; its folder is made.
-        has_samples: keep the sketches of single samples of every value.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a golden file, and return its size in bytes; one that is there is replaced.
+    `has_samples`: keep the sketches of single samples of every value. OSError: it cannot be
+    written."""
     kept = _Rows(has_samples=has_samples)
     body: dict[str, list[Any]] = {"setup": [], "steps": []}
     for step in (*trace.setup, *trace.steps):
@@ -126,12 +119,8 @@ class GoldenFile(OlderSteps):
     _began_ns = 0
 
     def __init__(self, file: Path) -> None:
-        """Read it.
-
-        Raises:
-            TraceError: it is damaged, or another compressed file.
-            TraceVersionError: of a newer format.
-        """
+        """Read it. TraceError: it is damaged, or another compressed file; TraceVersionError: of a
+        newer format."""
         self._file = file
         try:
             raw = _inflated(file.read_bytes())
@@ -185,11 +174,8 @@ def _filled(head: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _inflated(packed: bytes) -> bytes:
-    """Return what was compressed.
-
-    Raises:
-        LZMAError, ValueError: it is damaged, or more than a golden trace takes.
-    """
+    """Return what was compressed; LZMAError, ValueError: damaged, or more than a golden trace
+    takes."""
     inflating = lzma.LZMADecompressor(memlimit=_MOST_MEMORY)
     raw = inflating.decompress(packed, _MOST_BYTES)
     if not inflating.eof:
@@ -211,8 +197,6 @@ def _unpacked(listed: Any, data: bytes) -> Iterator[tuple[str, Array]]:
 
 
 class _Rows:
-    """Collects the rows of the values that are kept."""
-
     def __init__(self, *, has_samples: bool) -> None:
         self._has_samples = has_samples
         self._parts = {name: [filled(COLUMNS[name], 0)] for name in (*_OF_VALUES, _SKETCHES)}
@@ -237,7 +221,6 @@ class _Rows:
         return [begin, self._count]
 
     def columns(self) -> dict[str, Array]:
-        """Return the columns of the kept rows."""
         found = {name: np.concatenate(parts) for name, parts in self._parts.items()}
         return {name: _narrowed(column) for name, column in found.items()}
 

@@ -144,10 +144,6 @@ def how_ended(streams: Sequence[RankStream], end: JobEnd) -> dict[str, str] | No
 
     "interrupted": its launcher got a signal, or every rank was ended by KeyboardInterrupt.
     "killed": no rank said anything; all had ended the same step, and did nothing.
-
-    Args:
-        streams: in rank order.
-        end: what is known beside the records.
     """
     last = {stream.stream.rank: stream for stream in streams}.values()
     is_cut = [str((s.raised or {}).get("error", "")).startswith("KeyboardInterrupt") for s in last]
@@ -198,13 +194,9 @@ def _stood_still(streams: Iterable[RankStream], at_ns: int) -> bool:
 def completeness(
     streams: Sequence[RankStream], not_understood: Sequence[int], *, has_ended: bool = False
 ) -> dict[str, Any]:
-    """Return per rank what was committed, received and dropped, and how it ended.
-
-    Args:
-        streams: in rank order.
-        not_understood: per stream, values that name a call or definition which is not there.
-        has_ended: the job was ended from outside (`how_ended`): no rank has to say how it ended.
-    """
+    """Return per rank what was committed, received and dropped, and how it ended. `not_understood`:
+    per stream, values that name a call or definition which is not there; `has_ended`: the job was
+    ended from outside (`how_ended`), so no rank has to say how it ended."""
     world = _world_size(streams)
     missing = _missing(streams, world)
     ranks = [_state(stream, lost) for stream, lost in zip(streams, not_understood)]
@@ -399,8 +391,7 @@ def _note(stream: RankStream, number: int) -> Note:
 
 
 def step_notes(streams: Sequence[RankStream]) -> dict[Group, list[dict[str, Any]]]:
-    """Return, per group of nodes, what ranks noted when the step began, while it ran, or when it
-    ended."""
+    """Return, per group of nodes, what ranks noted when the step began, ran, or ended."""
     found: dict[Group, dict[Note, set[int]]] = {}
     for stream in streams:
         for event in stream.steps[stream.steps["text"] != 0]:

@@ -33,8 +33,7 @@ encoded = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=F
 
 
 def json_text(document: Mapping[str, Any]) -> list[str]:
-    """Return the text of a document in pieces to be joined; the lists under broken keys hold
-    objects."""
+    """Return a document as pieces of text to be joined; lists under broken keys hold objects."""
     pieces: list[str] = []
     _write_object(document, "\n ", pieces, by_member=True)
     pieces.append("\n")

@@ -37,13 +37,8 @@ _DIGEST: Final = ", ".join(
 
 
 def write_nodes(step: Step, pad: str, write: Write) -> None:
-    """Write the outermost nodes of a step as a JSON list, children inside.
-
-    Args:
-        step: of which.
-        pad: a line break and the spaces before a node.
-        write: takes text.
-    """
+    """Write the outermost nodes of a step as a JSON list, children inside. `pad`: a line break and
+    the spaces before a node."""
     nodes = step.fresh()
     if not nodes:
         write("[]")
@@ -89,7 +84,6 @@ class _NodesText:
         self._pieces.append("]")
 
     def node(self, node: Node, pad: str) -> None:
-        """Add one node with all that is in it."""
         pieces = self._pieces
         if len(pieces) > _PIECES:
             self.close()

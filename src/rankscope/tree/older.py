@@ -75,12 +75,8 @@ class OlderSteps(ABC):
     """Steps whose nodes are JSON, as the source of a trace."""
 
     def __init__(self, head: Data, groups: Sequence[Data]) -> None:
-        """Read none yet.
-
-        Args:
-            head: {"run", "completeness"}.
-            groups: heads of the steps, with nodes inside or the file of them.
-        """
+        """Read none yet. `head`: {"run", "completeness"}; `groups`: heads of the steps, with nodes
+        inside or the file of them."""
         self.head = head
         known, self.passed_over = known_entries(groups)
         self.heads = [found for found, _ in known]
@@ -104,11 +100,7 @@ class OlderSteps(ABC):
     def _began_ns(self) -> int: ...
 
     def step(self, group: int) -> StepColumns:
-        """Return the columns of a step.
-
-        Raises:
-            TraceError: it is damaged.
-        """
+        """Return the columns of a step; TraceError: it is damaged."""
         try:
             nodes = self._nodes(group)
             made = _Reader(self.heads[group], self._rows(nodes), self._meshes, self._world_size)
@@ -128,14 +120,8 @@ class OlderTrace(OlderSteps):
     def __init__(
         self, folder: Path, head: Data, groups: Sequence[Data], values: Sequence[Data]
     ) -> None:
-        """Read no step yet.
-
-        Args:
-            folder: of the trace.
-            head, groups: as of `OlderSteps`.
-            values: {"file", "values", "samples", "calls"} of each values file; of a single one the
-                name alone.
-        """
+        """Read no step yet. `values`: {"file", "values", "samples", "calls"} of each values file,
+        of a single one the name alone; the others as of `OlderSteps`."""
         super().__init__(head, groups)
         self._folder, self._values = folder, values
         self._opened = functools.lru_cache(MOST_OPEN)(self._columns)
@@ -173,11 +159,7 @@ class OlderTrace(OlderSteps):
         return listed_nodes(load_json(file, "nodes") if "nodes_file" in data else data, file)
 
     def _columns(self, number: int, *, is_checked: bool = False) -> Columns:
-        """Map a values file.
-
-        Raises:
-            TraceError: it is damaged, or holds other rows than the trace says.
-        """
+        """Map a values file; TraceError: it is damaged, or holds other rows than the trace says."""
         part = self._values[number]
         path = self._named(part["file"], _VALUES, "values")
         found = map_columns(path, self._world_size, is_checked=is_checked)
@@ -221,11 +203,7 @@ class OlderTrace(OlderSteps):
 
 
 def listed_nodes(holder: Data, file: Path) -> list[dict[str, Any]]:
-    """Return the nodes of a step in a trace.json, or of a nodes file.
-
-    Raises:
-        TraceError: there is no list of them.
-    """
+    """Return the nodes of a step in a trace.json, or of a nodes file; TraceError: it has none."""
     nodes = holder.get("nodes")
     if not isinstance(nodes, list):
         raise TraceError(f"{file}: has no list of nodes: the trace is damaged")
@@ -267,7 +245,6 @@ class _Reader:
         self._next_call: int | None = None
 
     def step(self, nodes: Sequence[Data], began_ns: int) -> StepColumns:
-        """Return the columns of the step."""
         for row, (data, parent) in enumerate(_walked(nodes)):
             self._add_node(data, parent, row)
         columns: dict[str, Array] = {

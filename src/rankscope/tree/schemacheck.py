@@ -45,16 +45,8 @@ _SHOWN: Final = 60
 
 
 def check_json(data: Any, definition: str, file: Path) -> None:
-    """Hold JSON data to one definition of the schema.
-
-    Args:
-        data: what was decoded.
-        definition: its name under `$defs`.
-        file: where it was read.
-
-    Raises:
-        TraceError: it is something else; says where.
-    """
+    """Hold JSON data to one definition under the schema's `$defs`; TraceError says where `file` is
+    something else."""
     try:
         wrong = _rule(definition)(data)
     except RecursionError:

@@ -301,12 +301,8 @@ def shapes_of(views: Iterable[SlotView]) -> dict[int, tuple[int, ...]]:
 
 
 def shape_text(slot: SlotView, rank: int | None = None) -> str:
-    """Return the shape of the whole tensor, or what is common to the ranks' own: `[2, 32, *]`.
-
-    Args:
-        slot: one entry of a slot.
-        rank: where the layout is unknown, this rank's own alone.
-    """
+    """Return the shape of the whole tensor, or what is common to the ranks' own: `[2, 32, *]`; with
+    `rank`, and where the layout is unknown, that rank's own."""
     if slot.global_shape is not None:
         return str(list(slot.global_shape))
     shapes = {piece.shape for piece in slot.pieces if rank is None or rank in piece.ranks}
@@ -317,13 +313,9 @@ def shape_text(slot: SlotView, rank: int | None = None) -> str:
 
 
 def is_bound_to_one_tensor(slot: SlotView, others: Iterable[SlotView]) -> bool:
-    """True where one mesh spans an entry and another of the same slot: its layout says that they
-    hold one tensor. Stages of a pipeline share a path and hold different things.
-
-    Args:
-        slot: one entry.
-        others: entries of the same slot, of ranks that differ from it.
-    """
+    """True where one mesh spans an entry and one of `others`, entries of the same slot on ranks
+    that differ from it: its layout says that they hold one tensor. Stages of a pipeline share a
+    path and hold different things."""
     mesh = slot.layout().mesh
     bound = set(mesh.ranks) if mesh else set()
     return any(other.placements and bound & set(other.ranks) for other in others)

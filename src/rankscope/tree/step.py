@@ -77,7 +77,6 @@ class LazyColumns(dict[str, Array]):
     """Columns that are each made when it is asked for."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Array]]) -> None:
-        """Make none yet."""
         super().__init__()
         self._makers = makers
 
@@ -220,7 +219,6 @@ class StepColumns:
     _rank_texts: dict[tuple[int, ...], str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Array:
-        """Return a column."""
         return self.columns[name]
 
     def once(self, name: str) -> Array:

@@ -43,17 +43,8 @@ _FILE: Final = re.compile(rf"{STEPS_FOLDER}/\d{{6,}}\.safetensors")
 def write_steps(
     folder: Path, number: int, steps: Sequence[StepColumns], *, is_synced: bool = True
 ) -> list[dict[str, Any]]:
-    """Write steps into one file, under another name until it is whole; return their entries.
-
-    Args:
-        folder: of the trace, with its `steps`.
-        number: of the file.
-        steps: which share their texts, or of which there is one.
-        is_synced: see that it is on disk.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write steps into one file, under another name until it is whole; return their entries. The
+    steps share their texts, or there is one. OSError: it cannot be written."""
     name = f"{STEPS_FOLDER}/{number:06d}.safetensors"
     texts = _used_texts(steps)
     lengths: dict[str, list[int]] = {}
@@ -90,11 +81,8 @@ def entry_of(head: StepHead) -> dict[str, Any]:
 
 
 def head_of(entry: Entry) -> StepHead | None:
-    """Return the head of an entry; None where only a newer rankscope knows its mode.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is none.
-    """
+    """Return the head of an entry; None where only a newer rankscope knows its mode. KeyError,
+    TypeError, ValueError: it is none."""
     word = str(entry.get("mode", Mode.TRAIN.word))
     if word.upper() not in Mode.__members__:
         return None
@@ -110,11 +98,8 @@ def head_of(entry: Entry) -> StepHead | None:
 def known_entries(
     entries: Sequence[Entry],
 ) -> tuple[list[tuple[StepHead, Entry]], frozenset[str]]:
-    """Return entries with their heads, and what of them only a newer rankscope knows.
-
-    Raises:
-        KeyError, TypeError, ValueError: one is none.
-    """
+    """Return entries with their heads, and what of them only a newer rankscope knows; errors as of
+    `head_of`."""
     read = [(head_of(each), each) for each in entries]
     newer = frozenset(f"mode {each['mode']!r}" for head, each in read if head is None)
     return [(head, each) for head, each in read if head is not None], newer
@@ -129,27 +114,15 @@ class StepFiles:
         self._file = functools.lru_cache(MOST_OPEN)(functools.partial(_opened, world_size))
 
     def path(self, entry: Entry) -> Path:
-        """Return the file of a step.
-
-        Raises:
-            TraceError: the one named is none that a trace has.
-        """
+        """Return the file of a step; TraceError: the one named is none that a trace has."""
         name = str(entry["file"])
         if not _FILE.fullmatch(name):
             raise TraceError(f"{self._folder}: {name!r} is no step file: the trace is damaged")
         return self._folder / name
 
     def step(self, entry: Entry, head: StepHead, began_ns: int) -> StepColumns:
-        """Return a step.
-
-        Args:
-            entry: where it lies.
-            head: of the entry.
-            began_ns: as of the step.
-
-        Raises:
-            TraceError: the file is damaged, or not there.
-        """
+        """Return the step of an entry with this head; TraceError: the file is damaged, or not
+        there."""
         path = self.path(entry)
         columns, texts = self._file(path)
         try:
@@ -240,11 +213,8 @@ def _in_file(column: Column, own: Array, texts: Array) -> Array:
 
 
 def _check(step: StepColumns, world_size: int) -> None:
-    """Refuse rows that name rows or texts that are not there, and ranks that nobody is.
-
-    Raises:
-        ValueError, KeyError: there are such.
-    """
+    """Refuse, with ValueError or KeyError, rows that name rows or texts that are not there, and
+    ranks that nobody is."""
     nodes, texts = len(step["nodes.id"]), len(step.texts)
     parent = step["nodes.parent"]
     if ((parent < -1) | (parent >= np.arange(nodes))).any():

@@ -47,12 +47,9 @@ def write_trace(
 
     Args:
         document: the trace, or what is left of it beside the steps of `tree`; closed here.
-        out: the trace folder.
         tree: what was written while the job ran, where anything was.
         wanted: whether tree.json is: "always", "never", or "auto", where it is not too large;
             default as the job was told.
-        limit_bytes: as `TREE_LIMIT_BYTES`.
-        progress: told how far it is.
 
     Raises:
         FolderError: a file cannot be written; names the folder.
@@ -94,14 +91,7 @@ def write_trace(
 
 
 def write_tree(trace: Trace, steps: Sequence[Step], say: Progress, write: Write) -> None:
-    """Write a tree.json: header, completeness, and every node of some steps.
-
-    Args:
-        trace: of which.
-        steps: which of its steps.
-        say: told how far it is.
-        write: takes pieces of text.
-    """
+    """Write a tree.json: header, completeness, and every node of some steps of a trace."""
     head = {"format": TREE_FORMAT, "run": trace.run, "completeness": trace.completeness}
     write("".join(json_text(head)).rstrip().removesuffix("}").rstrip())
     done = 0

@@ -41,8 +41,7 @@ _SILENT_S = 30.0
 
 def is_at_work(folder: Path, run: Mapping[str, Any]) -> bool:
     """True while a collector, or a rank, relay or launcher of this host, is at work on the run, or
-    another host's relay was just now.
-    """
+    another host's relay was just now."""
     if is_held(folder / COLLECTOR_LOCK_NAME):
         return True
     of_host = find_runs(spool_bases(run), str(run["id"]))
@@ -92,12 +91,8 @@ def spool_bases(run: Mapping[str, Any]) -> list[Path]:
 
 def begin_in(run_folders: Iterable[Path], ranks: Iterable[Mapping[str, Any]]) -> bool:
     """True where spools of this host hold as much as a trace of each rank that it has records of,
-    from the first byte on: a new trace of these spools lacks nothing of it.
-
-    Args:
-        run_folders: the host's folders of the run.
-        ranks: as `completeness` of the trace has them.
-    """
+    from the first byte on: a new trace of these spools lacks nothing of it. `ranks`: as
+    `completeness` of the trace has them."""
     held: dict[tuple[int, str], int] = {}
     for run_folder in run_folders:
         for stream in streams(run_folder):

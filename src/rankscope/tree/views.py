@@ -105,8 +105,7 @@ class TraceSource(Protocol):
 
 class TensorReaders(NamedTuple):
     """What makes tensors of the values of a trace; `rankscope.open_trace` gives them to it, because
-    this room knows no torch.
-    """
+    this room knows no torch."""
 
     local: Callable[[Value, int], torch.Tensor]
     """What one rank held."""
@@ -229,11 +228,9 @@ class Node:
     """The same call merged over ranks: a cursor over the columns of its step."""
 
     step: StepColumns = field(repr=False)
-    """The columns of its step."""
     row: int
     """Its row among the nodes of that."""
     trace: Trace = field(repr=False)
-    """The trace it is of."""
     _where: Whereabouts = field(repr=False)
 
     @property
@@ -456,7 +453,6 @@ class Step:
         self._source, self._group, self._trace = source, group, trace
         self._where = replace(where, file=source.file(group))
         head = self.head = source.heads[group]
-        """Which step it is."""
         self.is_setup, self.mode = head.is_setup, head.mode
         self.step, self.incarnation = head.step, head.incarnation
         self.notes = tuple(
@@ -780,16 +776,8 @@ _OF_ALL = (
 
 
 def number_setting(trace: Trace, name: str, form: str) -> int:
-    """Return a setting of a run that is a whole number; 0 where it has none.
-
-    Args:
-        trace: of the run.
-        name: as in the run header.
-        form: regular expression of the texts that are one.
-
-    Raises:
-        TraceError: something else stands there.
-    """
+    """Return a setting of a run that is a whole number, 0 where it has none; `form`: regular
+    expression of the texts that are one. TraceError: something else stands there."""
     text = trace.run["settings"].get(name, "0")
     if not re.fullmatch(form, text, re.ASCII):
         raise TraceError(f"{trace.path}: {name} is {text[:60]!r}: the trace is damaged")
