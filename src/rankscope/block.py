@@ -37,8 +37,6 @@ from rankscope.spool.replication import StreamEnd, replica_path, write_end
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 
-__all__ = ["OwnParts", "RankBlock", "begin_block", "begin_rank_block"]
-
 _MadeT = TypeVar("_MadeT")
 _TRACED_ALREADY = "not tracing this block: this process is traced already"
 _UNNAMED = (

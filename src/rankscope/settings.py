@@ -22,19 +22,6 @@ from rankscope.record.ranklists import ranks_text
 from rankscope.record.stepselection import LAST_HELP, StepSelection, number_ranges
 from rankscope.record.streams import MINIMUM_LIMIT_BYTES
 
-__all__ = [
-    "SETTINGS",
-    "Setting",
-    "Settings",
-    "as_keywords",
-    "as_variables",
-    "did_you_mean",
-    "is_enabled",
-    "misspelt_variables",
-    "parse_size",
-    "settings_from",
-    "settings_of_run",
-]
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?$", re.IGNORECASE)
 _MOST_RANKS = 1 << 20
 _MOST_ROUNDINGS = 16

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CallTable"]
-
 Array = NDArray[Any]
 Rows = NDArray[np.int64] | NDArray[np.bool_] | slice
 

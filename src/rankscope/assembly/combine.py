@@ -29,8 +29,6 @@ from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.statistics import STATISTICS, OverShards, finite_counts
 from rankscope.record.wholestatistics import Combined
 
-__all__ = ["CombinationPlan", "Combined", "apply_plan", "apply_to_all", "plan_rows"]
-
 PARTIAL_NOTE = "a partial is reduced later: only mean and sketch are linear"
 NO_OFFSETS_NOTE = "no offsets were recorded: the sketches of its shards do not add up"
 

@@ -26,8 +26,6 @@ from rankscope.layout.placement import LayoutSource, Mesh, Placement
 from rankscope.record.ranklists import ranks_text
 from rankscope.record.value import ValueFlag
 
-__all__ = ["declare_layouts", "described_slots", "layout_header", "placed_meshes"]
-
 T = TypeVar("T")
 _CALL: Final = ("incarnation", "mode", "step", "micro_batch", "phase", "path", "ordinal")
 _MOST_NOTES: Final = 20

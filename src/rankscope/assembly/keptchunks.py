@@ -39,8 +39,6 @@ from rankscope.record.streams import StreamId
 from rankscope.record.value import ValueFlag
 from rankscope.spool.origin import UNKNOWN
 
-__all__ = ["carry_chunks", "finish_kept", "with_places"]
-
 
 def finish_kept(out: Path, stream: RankStream) -> RankStream:
     """Finish the chunks of a stream whose rank has ended; return the stream with notes on them, and
@@ -82,7 +80,6 @@ def with_places(stream: RankStream) -> RankStream:
 
 
 def _below(out: Path, report: ChunkReport) -> str:
-    """Return the note of a chunk with its path as it is in the trace folder."""
     return report.note.replace(f"{out}{os.sep}", "")
 
 

@@ -26,8 +26,6 @@ from rankscope.layout.marks import AXIS_GROUPS, LayoutMark, Members, believed_gr
 from rankscope.layout.placement import LayoutSource, Mesh
 from rankscope.record.phases import Phase
 
-__all__ = ["mark_layouts"]
-
 _ISSUERS: Final = (Phase.FORWARD.word, Phase.RECOMPUTE.word)
 _OPS: Final = ("all_reduce", "all_gather", "reduce_scatter")
 """Of collectives inside a layer that is cut, by the word they begin with."""

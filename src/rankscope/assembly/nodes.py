@@ -22,8 +22,6 @@ from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.value import UNFOLDED_FLAGS
 
-__all__ = ["MAX_DEPTH", "Merged", "merge"]
-
 MAX_DEPTH = 50
 """Deeper nodes are hung onto their ancestor at this depth: readers of JSON recurse."""
 KEY_COLUMNS = ("incarnation", "mode", "step", "micro_batch", "phase", "path", "ordinal")
@@ -178,7 +176,6 @@ def _identities(heads: CallTable, paths: list[str]) -> NDArray[np.uint64]:
 
 
 def _slots(tables: Tables, vocabulary: Vocabulary, node: NDArray[np.int64]) -> dict[str, Any]:
-    """Sort values by entry, fold and rank."""
     stream = tables.calls["stream"][tables.call]
     shared: Interned[Any] = Interned()
     local: Interned[Any] = Interned()

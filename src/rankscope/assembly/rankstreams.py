@@ -33,14 +33,6 @@ from rankscope.spool.soundness import (
     sound_rows,
 )
 
-__all__ = [
-    "RankStream",
-    "SampleSketches",
-    "StreamBytes",
-    "definitions_in",
-    "read_stream",
-]
-
 Array = NDArray[Any]
 
 
@@ -119,7 +111,6 @@ class RankStream:
     received: int
     """Valid bytes of the stream: those at hand, and those let go once their step was written."""
     hidden_bytes: int = 0
-    """The latter."""
     dropped: int
     end: EndReason
     ended_ns: int = 0
@@ -279,7 +270,6 @@ def _gaps(rows: Array, *, is_open: bool) -> Array:
 
 
 def _set_aside(what: str, reasons: Counter[str]) -> Iterator[str]:
-    """Yield the note on what was set aside of a stream, where anything was."""
     if not reasons:
         return
     count = reasons.total()

@@ -13,8 +13,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["RootDefinition", "StreamRoots", "join_path", "name_roots"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootDefinition:

@@ -35,8 +35,6 @@ from rankscope.spool.settledprefix import NOTHING_SETTLED, lock_for_reading, rea
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.validprefix import as_cells, valid_prefix, valid_runs
 
-__all__ = ["find_streams", "origins_in"]
-
 _FIRST_BYTES = MAX_RECORD_CELLS * CELL_BYTES
 """The first record of a stream is whole in so many."""
 

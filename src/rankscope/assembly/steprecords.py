@@ -17,8 +17,6 @@ from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.spool.recordcolumns import Sequences, step_codes
 
-__all__ = ["Group", "StepRecords"]
-
 _MOST_ROWS: Final = 1 << 17
 """Calls and values of a part of several steps."""
 _SETUP: Final = -1

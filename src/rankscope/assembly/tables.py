@@ -24,8 +24,6 @@ from rankscope.record.value import ValueFlag
 from rankscope.spool.recordcolumns import Sequences
 from rankscope.spool.recordformat import NO_SEQUENCE
 
-__all__ = ["Tables", "build_tables", "factorize"]
-
 _MOST_SPARSE = 4
 """Numbers of a span for each row of a column whose values are counted and not sorted."""
 _PLACE = ("sequence", "slot", "ordinal", "phase")

@@ -20,8 +20,6 @@ from typer.core import TyperCommand, TyperGroup
 from rankscope.errors import RankscopeError, SettingError
 from rankscope.settings import did_you_mean
 
-__all__ = ["COMMANDS", "main"]
-
 COMMANDS = (
     "run",
     "doctor",

@@ -17,8 +17,6 @@ from rankscope.run.outfolder import typed
 from rankscope.settings import settings_from
 from rankscope.tree.reader import trace_folder
 
-__all__ = ["command"]
-
 EXIT_NOT_THERE = 1
 EXIT_INTERRUPTED = 130
 _LOOK_S = 0.2
@@ -116,7 +114,6 @@ def _follow(ordering: Ordering, seconds: float, *, has_wishes: bool) -> None:
 
 
 def _came(found: Progress) -> Iterator[str]:
-    """Yield which steps are there of which ranks."""
     if found.arrived:
         yield f"there: {_steps(found)} of {ranks_named(found.arrived)}"
     missed: dict[int, list[int]] = {}

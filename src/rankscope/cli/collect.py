@@ -36,8 +36,6 @@ from rankscope.run.outfolder import (
 from rankscope.settings import settings_from
 from rankscope.tree.reader import open_trace
 
-__all__ = ["command"]
-
 EXIT_INCOMPLETE = 1
 
 

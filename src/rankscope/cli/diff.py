@@ -35,8 +35,6 @@ from rankscope.run.outfolder import typed
 from rankscope.tree.summary import counted, extent
 from rankscope.tree.views import Trace
 
-__all__ = ["command"]
-
 EXIT_FINDING = 1
 _MOST_REASONS = 3
 

@@ -17,8 +17,6 @@ from rankscope.doctor.job import Question, examine
 from rankscope.doctor.script import ScriptQuestion, script_conditions
 from rankscope.errors import SettingError
 
-__all__ = ["command"]
-
 EXIT_FAILED = 1
 _COLORS = {"ok": "green", "note": "yellow", "failed": "red", "skipped": "dim"}
 

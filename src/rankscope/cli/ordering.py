@@ -26,8 +26,6 @@ from rankscope.run.orders import (
 from rankscope.run.ownership import own_subfolder
 from rankscope.tree.unfinished import is_at_work, received_bytes, spool_bases, status_in
 
-__all__ = ["Ordering", "Progress"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:

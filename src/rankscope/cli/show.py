@@ -56,8 +56,6 @@ from rankscope.tree.selection import parse_mode, parse_phase, parse_ranges
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Step, Trace
 
-__all__ = ["ROWS", "command"]
-
 ROWS = 40
 """What fits a terminal that is not large."""
 _MOST_NODES_BYTES = 32 << 20

@@ -29,8 +29,7 @@ __all__ = [
 ]  # fmt: skip
 
 _CODES: Final = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
-_PLAIN: Final = "\x1b[0m"
-"""Ends a style."""
+_END_OF_STYLE: Final = "\x1b[0m"
 _COLORS: Final = re.compile(f"(\x1b\\[(?:0|{'|'.join(_CODES.values())})m)")
 """What commands put around text, in a group of its own."""
 _PART = re.compile(r"( {2,}|^)((?:\S| (?! ))+)")
@@ -44,7 +43,7 @@ class Paint:
 
     def __call__(self, style: str, text: str) -> str:
         """Return the text in a style of `_CODES`."""
-        return f"\x1b[{_CODES[style]}m{text}{_PLAIN}" if self._is_on and text else text
+        return f"\x1b[{_CODES[style]}m{text}{_END_OF_STYLE}" if self._is_on and text else text
 
 
 def _has_colors(stream: TextIO) -> bool:
@@ -128,7 +127,7 @@ def cut(line: str, columns: int) -> str:
     left, kept, is_painted = max(columns - 3, 0), [], False
     for part in _COLORS.split(line):
         if _COLORS.fullmatch(part):
-            is_painted = part != _PLAIN
+            is_painted = part != _END_OF_STYLE
             kept.append(part)
         else:
             begin = _begin(part, left)
@@ -136,7 +135,7 @@ def cut(line: str, columns: int) -> str:
             left -= _length(begin)
             if begin != part:
                 break
-    return "".join(kept) + "..."[:columns] + (_PLAIN if is_painted else "")
+    return "".join(kept) + "..."[:columns] + (_END_OF_STYLE if is_painted else "")
 
 
 def _begin(text: str, columns: int) -> str:

@@ -23,8 +23,6 @@ from rankscope.cli.toptext import screen_lines
 from rankscope.errors import FolderError, RankscopeError, SettingError
 from rankscope.tree.reader import trace_folder
 
-__all__ = ["command"]
-
 EXIT_FINDING = 1
 _EVERY_S: Final = 1.0
 _SHARE: Final = 4

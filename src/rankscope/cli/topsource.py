@@ -31,8 +31,6 @@ from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.reader import open_trace
 from rankscope.tree.unfinished import is_at_work, received_bytes, status_in
 
-__all__ = ["SORTS", "TopSource"]
-
 FORMAT: Final = "rankscope.top/1"
 _MOST_WORST: Final = 10
 _OF_WORST: Final = (
@@ -50,9 +48,9 @@ SORTS: Final[dict[str, Callable[[Group], Any]]] = {
 }
 """Orders of groups, by name; groups alike in it stand in order of rank."""
 _WAIT_S: Final = 3.0
-"""One answer waits so long for a status that was written after the question, """
+"""For a status that was written after the question."""
 _FIRST_WAIT_S: Final = 10.0
-"""and so long for the first of a job that has just begun."""
+"""For the first status of a job that has just begun."""
 _POLL_S: Final = 0.05
 _VERDICT_S: Final = 600.0
 _MOST_JUDGED_BYTES: Final = 256 << 20

@@ -195,8 +195,6 @@ def _around(path: str) -> Iterator[str]:
 
 
 class _Tree:
-    """The lines of the calls of one step."""
-
     def __init__(self, view: View, paint: Paint, levels: _Levels) -> None:
         self._view, self._paint, self._levels = view, paint, levels
         self._left_out: Counter[Phase] = Counter()

@@ -24,8 +24,6 @@ from rankscope.tree.summary import ended_words, endings
 from rankscope.tree.unfinished import begin_in, spool_bases
 from rankscope.tree.views import Trace
 
-__all__ = ["command"]
-
 EXIT_INCOMPLETE = 1
 _ENDS = {
     "lost": "gone without an end record: killed by a signal, aborted, or left by os._exit",

@@ -41,8 +41,6 @@ from rankscope.run.outfolder import (
 from rankscope.run.prepare import Collection
 from rankscope.settings import Settings, as_variables, is_enabled, misspelt_variables, settings_from
 
-__all__ = ["Question", "examine", "job_conditions"]
-
 _CONNECT_S = 3.0
 _SPOOL_NAMES = ("spool folder", "spool disk", "spool space")
 _ON_SETTINGS = (*_SPOOL_NAMES, "trace folder", "collector")
@@ -58,7 +56,6 @@ class Question:
     """Ranks of this host; None for what a launcher's variables say, else 1."""
     hosts: int = 1
     python: tuple[str, ...] = (sys.executable,)
-    """How the ranks' interpreter is called."""
 
 
 def examine(question: Question) -> Iterator[Condition]:

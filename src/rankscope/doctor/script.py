@@ -47,7 +47,6 @@ class ScriptQuestion:
     all steps are traced."""
     python: tuple[str, ...] = (sys.executable,)
     limit_s: float = _LIMIT_S
-    """How long one run may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +61,6 @@ class _RankValues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ScriptRun:
-    """One run of the script."""
-
     ranks: Mapping[int, _RankValues]
     trouble: str
     """Why it cannot be used, "" where it can."""

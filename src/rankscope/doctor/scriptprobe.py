@@ -36,8 +36,6 @@ import rankscope
 
 
 class _ScriptProbe:
-    """What one rank computed so far."""
-
     def __init__(self, folder: Path, steps: int) -> None:
         self._path = folder / f"rank{os.environ.get('RANK', '0')}.json"
         self._steps = steps

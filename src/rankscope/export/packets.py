@@ -9,8 +9,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 
-__all__ = ["Argument", "arguments", "begin", "clock", "end", "instant", "process", "track"]
-
 Argument = bool | int | float | str | Mapping[str, "Argument"]
 _REALTIME = 1
 _SEQUENCE = 1

@@ -99,9 +99,7 @@ SAMPLES = pa.schema(
         ("sketch", _kind(COLUMNS["samples.sketch"])),
     ]
 )
-"""One sample of such a value."""
 CALLS = pa.schema([*_CALL, ("rank", pa.int32()), *_told("calls"), ("status", pa.string())])
-"""One call on one rank."""
 
 
 class StepRows(NamedTuple):

@@ -28,7 +28,6 @@ from rankscope.record.value import Digest
 from rankscope.run.filenames import Progress
 from rankscope.tree.views import Node, Step, Trace
 
-__all__ = ["MAX_EVENTS", "SliceEdge", "Span", "edges", "write"]
 T = TypeVar("T")
 
 

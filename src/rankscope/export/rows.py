@@ -20,8 +20,6 @@ from rankscope.record.value import is_form
 from rankscope.tree.slotview import flag_words
 from rankscope.tree.views import Node, Step
 
-__all__ = ["Cells", "ExportedStep", "mode_word"]
-
 Array = NDArray[Any]
 _SOURCES = frozenset(source.value for source in LayoutSource)
 

@@ -23,17 +23,12 @@ from rankscope.record.statistics import NUMBERS, STATISTICS
 from rankscope.record.visibletext import visible
 from rankscope.tree.slotview import SlotView, shapes_of
 
-__all__ = [
-    "NUMBER_NAMES", "ROWS_PER_BLOCK", "CallDetails", "packed_blocks", "packed_json", "slot_detail",
-]  # fmt: skip
-
 Array = NDArray[Any]
 ROWS_PER_BLOCK: Final = 32
 _MOST_ERROR: Final = 500
 _LINKED: Final = (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE)
 _MOST_TAKERS: Final = 6
 NUMBER_NAMES: Final = tuple(s.name for s in STATISTICS)
-"""What the numbers of a value are, in their order."""
 _MOST_FOLDS: Final = 6
 """Distinct values that are listed one by one; of more there are the extremes and a summary."""
 _MOST_NOTE: Final = 300

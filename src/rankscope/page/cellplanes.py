@@ -21,11 +21,6 @@ from rankscope.record.phases import Phase
 from rankscope.record.visibletext import visible
 from rankscope.tree.step import StepHead
 
-__all__ = [
-    "CALL_KIND", "CellClass", "CellPlanes", "DistanceClass", "MapClass", "ModuleRows", "PageSteps",
-    "slot_kind",
-]  # fmt: skip
-
 Array = NDArray[Any]
 CALL_KIND: Final = "call"
 """Kind of what is said of a call itself: it raised, it is missing."""

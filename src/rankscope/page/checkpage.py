@@ -31,8 +31,6 @@ from rankscope.tree.selection import nothing_matched
 from rankscope.tree.step import StepHead
 from rankscope.tree.views import Trace
 
-__all__ = ["check_page"]
-
 Array = NDArray[Any]
 _OF_STATUS: Final = {
     CallStatus.RAISED.word: CellClass.RAISED,

@@ -57,8 +57,6 @@ def diff_page(
 
 
 class _DiffCells(PageMap):
-    """Takes the differences of every step."""
-
     def __init__(self, test: Trace) -> None:
         super().__init__(test, DistanceClass)
         self.charts: list[dict[str, Any]] = []

@@ -27,8 +27,6 @@ from rankscope.tree.step import StepHead
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace
 
-__all__ = ["DATA_BYTES", "PageContent", "PageMap", "ValueChoice", "chosen_values", "fitting"]
-
 Array = NDArray[Any]
 DATA_BYTES: Final = 10_000_000
 """A page holds no more data than that."""

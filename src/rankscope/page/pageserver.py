@@ -208,8 +208,6 @@ def is_loopback(host: str) -> bool:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET of the page and of its data."""
-
     server: PageServer
     server_version = "rankscope"
     sys_version = ""

@@ -36,8 +36,6 @@ from rankscope.tree.header import completeness, how_ended, run_header, step_note
 from rankscope.tree.step import StepName
 from rankscope.tree.treewriter import write_trace
 
-__all__ = ["assemble", "build", "recover", "told_of_lost"]
-
 _MOST_FAULTS = 20
 _MOST_WAIT_S = 30.0
 _LOOK_S = 0.05

@@ -19,8 +19,6 @@ from rankscope.record.statistics import ADDED
 from rankscope.record.stepcolumns import COLUMNS, Column
 from rankscope.record.streams import MAX_RANKS
 
-__all__ = ["FileColumns", "check_columns", "filled", "map_columns"]
-
 _UNCHECKED = {"format": "rankscope.values/1"}
 """All that was said of a file before it had a checksum."""
 _WIDTHS = {name: column.width for name, column in COLUMNS.items() if column.width > 1}

@@ -19,8 +19,6 @@ from rankscope.record.wholestatistics import Combined
 from rankscope.tree.heldlayouts import layout_of
 from rankscope.tree.step import StepColumns
 
-__all__ = ["combined"]
-
 _MOST_ROWS: Final = 1 << 14
 """Values combined at a time."""
 

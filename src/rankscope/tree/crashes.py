@@ -11,8 +11,6 @@ from rankscope.record.phases import Phase
 from rankscope.record.streams import EndReason
 from rankscope.tree.views import Node, Step, Trace
 
-__all__ = ["Crash", "as_json", "crashes"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crash:
@@ -21,7 +19,6 @@ class Crash:
     rank: int
     incarnation: int
     pid: int
-    """Of the process."""
     mode: Mode | None
     """Of the last step the rank recorded, None where it recorded none."""
     step: int | None

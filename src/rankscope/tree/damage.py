@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 
 from rankscope.errors import TraceError
 
-__all__ = ["UNREADABLE", "damage", "damaged_is_trace_error"]
-
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
 """What reading columns or JSON of another shape than expected raises."""
 T = TypeVar("T")

@@ -25,8 +25,6 @@ from rankscope.record.statistics import STATISTICS
 from rankscope.record.streams import StreamId
 from rankscope.tree.step import LazyColumns, StepColumns, StepHead, StepTexts
 
-__all__ = ["Document"]
-
 Array = NDArray[Any]
 _PLACED: Final = sorted(Phase.having(lambda facts: facts.has_micro_batches))
 _OWN: Final = (

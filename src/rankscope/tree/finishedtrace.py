@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from rankscope.record.streams import StreamId
     from rankscope.tree.document import Document
 
-__all__ = ["WrittenSteps", "trace_files", "trace_of", "wait_for_collector"]
-
 _POLL_S = 0.1
 _OF_A_COLLECTOR = (COLLECTOR_LOG_NAME, COLLECTOR_LOCK_NAME, REPLICA_FOLDER)
 _FIRST_S = 10.0

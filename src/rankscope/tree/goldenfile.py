@@ -39,8 +39,6 @@ from rankscope.tree.step import StepColumns
 from rankscope.tree.stepfile import entry_of
 from rankscope.tree.views import Trace
 
-__all__ = ["GoldenFile", "is_golden", "write_golden"]
-
 GOLDEN_FORMAT: Final = "rankscope.golden/1"
 _OF_NODES: Final = "rankscope.trace/1"
 """The format whose nodes it holds."""

@@ -42,8 +42,6 @@ from rankscope.tree.views import Trace
 if TYPE_CHECKING:
     from rankscope.tree.document import Document
 
-__all__ = ["GrowingTree", "grown_in", "grown_steps", "step_name"]
-
 _PART_BYTES: Final = 4 << 20
 """Of one file, where that is more than one step."""
 _BYTES: Final = {"values.rank": 220, "calls.rank": 60, "samples.sketch": 32}
@@ -76,7 +74,6 @@ class GrowingTree:
         """Wall clock of the first call of the run, None before a part is written."""
         self._index = out / STEPS_FOLDER / INDEX_NAME
         self.next_file = 0
-        """Number of the step file that is written next."""
         self._unsynced: list[Path] = []
         self._older_lines: list[dict[str, Any]] = []
         self._lock = -1

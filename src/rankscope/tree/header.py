@@ -25,8 +25,6 @@ from rankscope.run.jobend import JobEnd
 from rankscope.spool.origin import origin_text
 from rankscope.spool.recordformat import NO_SEQUENCE, TO_ITS_END
 
-__all__ = ["completeness", "how_ended", "run_header", "step_notes", "stream_state"]
-
 
 def run_header(streams: Sequence[RankStream]) -> dict[str, Any]:
     """Return the run header; streams in rank order, later incarnations behind earlier ones."""

@@ -8,8 +8,6 @@ from typing import Final
 from rankscope.layout.placement import Layout, LayoutSource, Mesh, Placement, parse_placement
 from rankscope.record.descriptions import TensorFacts
 
-__all__ = ["layout_of", "placements_of", "source_of"]
-
 _SOURCES: Final = frozenset(source.value for source in LayoutSource)
 
 

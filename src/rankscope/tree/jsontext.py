@@ -7,8 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["encoded", "json_text", "number", "statistic"]
-
 _BROKEN = frozenset({"groups", "hosts", "meshes", "setup", "steps"})
 """Keys whose lists get one line per item, wherever they stand."""
 _SECTIONS = frozenset({"completeness", "run"})

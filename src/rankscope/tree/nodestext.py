@@ -20,8 +20,6 @@ from rankscope.tree.slotview import SlotView, flag_words
 from rankscope.tree.step import StepColumns
 from rankscope.tree.views import Node, Step
 
-__all__ = ["Write", "write_nodes"]
-
 Data = dict[str, Any]
 Write = Callable[[str], object]
 T = TypeVar("T")
@@ -49,8 +47,6 @@ def write_nodes(step: Step, pad: str, write: Write) -> None:
 
 
 class _NodesText:
-    """Writes nodes of one step."""
-
     def __init__(self, step: StepColumns, write: Write) -> None:
         self._step, self._write = step, write
         self._pieces: list[str] = []

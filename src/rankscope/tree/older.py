@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from rankscope.chunks.tensorfiles import TensorRecords
     from rankscope.record.streams import StreamId
 
-__all__ = ["FileRows", "OlderSteps", "OlderTrace", "is_older", "listed_nodes"]
-
 Array = NDArray[Any]
 Data = Mapping[str, Any]
 _NODES: Final = re.compile(rf"{STEPS_FOLDER}/\d{{6,}}\.json")

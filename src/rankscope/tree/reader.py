@@ -17,8 +17,6 @@ from rankscope.tree.finishedtrace import trace_files, wait_for_collector
 from rankscope.tree.growingtree import GrowingTree
 from rankscope.tree.views import Trace
 
-__all__ = ["Openable", "TraceLike", "newest_trace", "open_trace", "opened_trace", "trace_folder"]
-
 _HEAD_BYTES = 4096
 _OURS = TRACE_FORMAT.partition("/")[0].encode()
 """Stands in the first bytes of every trace.json of ours."""

@@ -17,8 +17,6 @@ from typing import Any, Final, NamedTuple
 
 from rankscope.errors import TraceError
 
-__all__ = ["check_json"]
-
 
 class Wrong(NamedTuple):
     """The first thing that leaves a schema."""
@@ -158,7 +156,6 @@ def _array(schema: Schema) -> Rule:
 
 
 def _other(value: Any) -> Wrong:
-    """Return that something else stands there than the schema says."""
     if isinstance(value, (dict, list)):
         return Wrong("", f"is a {type(value).__name__} of {len(value)}")
     text = repr(value if not isinstance(value, str) else value[:_SHOWN])

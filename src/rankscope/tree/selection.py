@@ -11,15 +11,6 @@ from rankscope.errors import SelectionError
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 
-__all__ = [
-    "default_phase",
-    "named",
-    "nothing_matched",
-    "parse_mode",
-    "parse_phase",
-    "parse_ranges",
-]
-
 _SHOWN = 5
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _PHASES = {slot: phase for phase in Phase for slot in phase.facts.slots}

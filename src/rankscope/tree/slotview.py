@@ -29,8 +29,6 @@ from rankscope.tree.damage import damaged_is_trace_error
 from rankscope.tree.heldlayouts import layout_of, placements_of, source_of
 from rankscope.tree.step import StepColumns
 
-__all__ = ["Fold", "SlotView", "Whereabouts", "flag_words", "is_bound_to_one_tensor", "shape_text"]
-
 _HIDDEN: Final = UNFOLDED_FLAGS | int(ValueFlag.PYTHON)
 """They say how a value was obtained; what was not kept stands in the entry, by rank."""
 

@@ -28,8 +28,6 @@ from rankscope.record.value import UNFOLDED_FLAGS, Digest
 from rankscope.record.wholestatistics import Combined
 from rankscope.tree.damage import UNREADABLE, damage
 
-__all__ = ["Columns", "LazyColumns", "StepColumns", "StepHead", "StepName", "StepTexts"]
-
 Array = NDArray[Any]
 Columns = Mapping[str, Array]
 _DIGEST: Final = (*COUNTS, *NUMBERS, "hash", "sketch")

@@ -27,8 +27,6 @@ from rankscope.tree.columns import filled, map_columns
 from rankscope.tree.damage import UNREADABLE, damage
 from rankscope.tree.step import StepColumns, StepHead, StepTexts
 
-__all__ = ["MOST_OPEN", "StepFiles", "entry_of", "head_of", "known_entries", "write_steps"]
-
 Array = NDArray[Any]
 Entry = Mapping[str, Any]
 """Of a step in trace.json, or in a line of the index."""

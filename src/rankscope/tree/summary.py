@@ -8,8 +8,6 @@ from typing import Any
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.streams import EndReason
 
-__all__ = ["counted", "ended_words", "endings", "extent"]
-
 _ENDED = {
     EndReason.RAISED.value: "raised",
     EndReason.LOST.value: "lost",

@@ -11,8 +11,6 @@ import rankscope
 from rankscope.errors import TraceError, TraceVersionError
 from rankscope.tree.schemacheck import check_json
 
-__all__ = ["load_json"]
-
 _FORMAT = re.compile(r"rankscope\.(trace|nodes)/([0-9]{1,9})")
 _NEWEST = {"trace": 3, "nodes": 1}
 

@@ -28,8 +28,6 @@ from rankscope.tree.views import Step, Trace
 if TYPE_CHECKING:
     from rankscope.tree.document import Document
 
-__all__ = ["TREE_LIMIT_BYTES", "write_trace", "write_tree"]
-
 TREE_LIMIT_BYTES: Final = 100 << 20
 """A larger tree.json is not written unless it is asked for."""
 

@@ -26,15 +26,6 @@ from rankscope.spool.origin import origin_text
 from rankscope.spool.replication import read_end, replica_path, replicated
 from rankscope.spool.streamreader import StreamReader
 
-__all__ = [
-    "begin_in",
-    "is_about_to_end",
-    "is_at_work",
-    "received_bytes",
-    "spool_bases",
-    "status_in",
-]
-
 _SILENT_S = 30.0
 """Relays of other hosts leave a word in a shared folder every second."""
 

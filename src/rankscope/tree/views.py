@@ -229,7 +229,7 @@ class Node:
 
     step: StepColumns = field(repr=False)
     row: int
-    """Its row among the nodes of that."""
+    """Among the nodes of the step."""
     trace: Trace = field(repr=False)
     _where: Whereabouts = field(repr=False)
 
