@@ -63,17 +63,13 @@ def plan_rows(held: Sequence[tuple[int, Piece]]) -> CombinationPlan | str:
     row_of = {rank: row for row, (rank, _) in enumerate(held)}
     if len(row_of) != len(held):
         return "a rank has several values here"
-    missing = [rank for rank in mesh.ranks if rank not in row_of]
-    if missing:
+    if missing := [rank for rank in mesh.ranks if rank not in row_of]:
         return f"no value from {ranks_named(missing)}"
-    outside = sorted(set(row_of) - set(mesh.ranks))
-    if outside:
+    if outside := sorted(set(row_of) - set(mesh.ranks)):
         return f"not in the mesh: {ranks_named(outside)}"
     pieces = pieces_of(mesh, layout.placements)
     parts = [*pieces.parts.values()]
-    first = [held[row_of[summands[0][0]]][1] for summands in parts]
-    problem = _coverage(whole, first)
-    if problem:
+    if problem := _coverage(whole, [held[row_of[summands[0][0]]][1] for summands in parts]):
         return problem
     kinds = {placement.pieces for placement in layout.placements}
     # by rank, whatever torch's order of reducing is: sums of sketches depend on it in the last bit

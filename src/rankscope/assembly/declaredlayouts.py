@@ -9,6 +9,7 @@ contradicts the file stays as it was recorded, and the run header says so.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeVar
@@ -97,37 +98,28 @@ def described_slots(
 ) -> Iterator[tuple[Tables, NDArray[np.int64], T, str]]:
     """Yield (tables, rows, what is known, name) of each slot of each call that `describe` knows
     something of; it is asked once for each (path, slot)."""
-    known = functools.cache(describe)
+    known_of = functools.cache(describe)
     for tables in steps:
-        for rows, found, name in _described(tables, vocabulary, known):
-            yield tables, rows, found, name
-
-
-def _described(
-    tables: Tables, vocabulary: Vocabulary, describe: Callable[[str, str], T | None]
-) -> Iterator[tuple[NDArray[np.int64], T, str]]:
-    path, slot = tables.calls["path"][tables.call], tables.slot
-    pair, count = factorize(path, slot)
-    first = np.full(count, len(pair), np.int64)
-    np.minimum.at(first, pair, np.arange(len(pair)))
-    found: dict[int, tuple[T, str]] = {}
-    for number, row in enumerate(first.tolist()):
-        names = vocabulary.paths.items[int(path[row])], vocabulary.slots.items[int(slot[row])]
-        known = describe(*names)
-        if known is not None:
-            found[number] = known, f"{names[0] or '(root)'}:{names[1]}"
-    is_tensor = np.array([d.dtype != "python" for d in vocabulary.descriptions.items], np.bool_)
-    wanted = np.isin(pair, [*found]) & (tables.column("flags") & _ABSENT == 0)
-    rows = np.flatnonzero(wanted & is_tensor[tables.description])
-    if not len(rows):
-        return
-    calls = tables.calls.chosen(tables.call[rows])
-    group, groups = factorize(*(calls[name] for name in _CALL), slot[rows])
-    order = np.lexsort((calls["stream"], group))
-    bounds = np.searchsorted(group[order], np.arange(groups + 1))
-    for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist()):
-        own = rows[order[begin:end]]
-        yield own, *found[int(pair[own[0]])]
+        path, slot = tables.calls["path"][tables.call], tables.slot
+        pair, count = factorize(path, slot)
+        first = np.full(count, len(pair), np.int64)
+        np.minimum.at(first, pair, np.arange(len(pair)))
+        found: dict[int, tuple[T, str]] = {}
+        for number, row in enumerate(first.tolist()):
+            names = vocabulary.paths.items[int(path[row])], vocabulary.slots.items[int(slot[row])]
+            known = known_of(*names)
+            if known is not None:
+                found[number] = known, f"{names[0] or '(root)'}:{names[1]}"
+        is_tensor = np.array([d.dtype != "python" for d in vocabulary.descriptions.items], np.bool_)
+        wanted = np.isin(pair, [*found]) & (tables.column("flags") & _ABSENT == 0)
+        rows = np.flatnonzero(wanted & is_tensor[tables.description])
+        calls = tables.calls.chosen(tables.call[rows])
+        group, groups = factorize(*(calls[name] for name in _CALL), slot[rows])
+        order = np.lexsort((calls["stream"], group))
+        bounds = np.searchsorted(group[order], np.arange(groups + 1))
+        for begin, end in itertools.pairwise(bounds.tolist()):
+            own = rows[order[begin:end]]
+            yield tables, own, *found[int(pair[own[0]])]
 
 
 def _declared(

@@ -129,11 +129,8 @@ class Vocabulary:
     descriptions: Interned[Description] = field(default_factory=Interned)
     texts: Interned[str] = field(default_factory=Interned)
     collectives: Interned[Collective] = field(default_factory=Interned)
-    module_lookup: list[Lookup] = field(default_factory=list)
-    slot_lookup: list[Lookup] = field(default_factory=list)
-    description_lookup: list[Lookup] = field(default_factory=list)
-    text_lookup: list[Lookup] = field(default_factory=list)
-    collective_lookup: list[Lookup] = field(default_factory=list)
+    lookups: list[dict[str, Lookup]] = field(default_factory=list)
+    """Of each stream, by the kind of definition (`_KINDS`)."""
 
 
 def common_numbers(lookup: Lookup, own: NDArray[Any]) -> Lookup:
@@ -176,11 +173,7 @@ def build_vocabulary(streams: Sequence[RankStream]) -> Vocabulary:
                     known[id(definition)] = item
                 if number < size:
                     lookup[number] = item
-        vocabulary.module_lookup.append(lookups["module"])
-        vocabulary.slot_lookup.append(lookups["slot"])
-        vocabulary.description_lookup.append(lookups["meta"])
-        vocabulary.text_lookup.append(lookups["text"])
-        vocabulary.collective_lookup.append(lookups["collective"])
+        vocabulary.lookups.append(lookups)
     paths = [vocabulary.paths.number(module.path) for module in vocabulary.modules.items]
     vocabulary.path_of = np.array(paths, np.int64)
     return vocabulary
@@ -280,12 +273,10 @@ def _module(definition: Mapping[str, Any], roots: Mapping[int, str]) -> ModuleNa
 def _description(
     definition: Mapping[str, Any], definitions: Mapping[int, Mapping[str, Any]]
 ) -> Description:
-    mesh = (
-        mesh_of(definitions[definition["mesh"]]) if definition.get("mesh") in definitions else None
-    )
     source = definition.get("source", "unknown")
     is_known = source in LayoutSource._value2member_map_  # a newer rankscope may have another
-    mesh = mesh if is_known else None
+    has_mesh = is_known and definition.get("mesh") in definitions
+    mesh = mesh_of(definitions[definition["mesh"]]) if has_mesh else None
     whole, ranges = definition.get("global_shape"), definition.get("ranges")
     placements = definition.get("placements") or () if mesh else ()
     piece = Piece(

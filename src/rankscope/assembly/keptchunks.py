@@ -27,7 +27,6 @@ from rankscope.chunks.chunkheader import (
     write_header,
 )
 from rankscope.chunks.finishing import (
-    ChunkReport,
     finish_chunks,
     read_header,
     recorded_tensors,
@@ -51,7 +50,7 @@ def finish_kept(out: Path, stream: RankStream) -> RankStream:
         reports = finish_chunks(folder, stream.stream, stream.tensors, stream.definitions)
     except ChunkError as error:
         return dataclasses.replace(stream, notes=(*stream.notes, str(error)))
-    noted = [(report, _below(out, report)) for report in reports if report.note]
+    noted = [(each, each.note.replace(f"{out}{os.sep}", "")) for each in reports if each.note]
     lost = {reference for report in reports for reference in report.lost}
     return dataclasses.replace(
         stream,
@@ -75,12 +74,7 @@ def with_places(stream: RankStream) -> RankStream:
         order = np.argsort(tensors["reference"], kind="stable")
         at = order[np.searchsorted(tensors["reference"][order], keys[keys != 0])]
         columns["chunk"][keys != 0] = tensors["chunk"][at]
-    values = ValueColumns({**stream.values.columns, **columns})
-    return dataclasses.replace(stream, values=values)
-
-
-def _below(out: Path, report: ChunkReport) -> str:
-    return report.note.replace(f"{out}{os.sep}", "")
+    return dataclasses.replace(stream, values=ValueColumns({**stream.values.columns, **columns}))
 
 
 def _without(stream: RankStream, lost: Iterable[int]) -> Array:

@@ -84,7 +84,7 @@ def mark_layouts(
 def _marks(vocabulary: Vocabulary, streams: Sequence[RankStream]) -> _Marks:
     found: dict[tuple[str, str], dict[int, LayoutMark]] = {}
     for number, stream in enumerate(streams):
-        lookup = vocabulary.module_lookup[number]
+        lookup = vocabulary.lookups[number]["module"]
         for definition in stream.defined("mark").values():
             try:
                 module = int(lookup[int(definition["module"])])

@@ -97,11 +97,8 @@ def _groups(calls: CallTable, first: NDArray[np.int64]) -> NDArray[np.int64]:
     """Number the groups: by incarnation, setup before steps, train before eval, by step."""
     heads = calls.chosen(first)
     setup = heads["phase"] == Phase.SETUP
-    columns = (
-        heads["incarnation"], ~setup, np.where(setup, Mode.TRAIN, heads["mode"]), np.where(setup, 0,
-        heads["step"])
-    )  # fmt: skip
-    return factorize(*columns)[0]
+    mode, step = np.where(setup, Mode.TRAIN, heads["mode"]), np.where(setup, 0, heads["step"])
+    return factorize(heads["incarnation"], ~setup, mode, step)[0]
 
 
 def _parents(
@@ -115,9 +112,8 @@ def _parents(
     # Ranks may contradict each other (one calls `a` inside `b`, another `b` inside `a`). Whatever
     # they say, the result must be a forest of nodes of one step: `_walk` would never end on a ring.
     # `count` stands for "no parent" while it is computed, so that it may be an index.
-    with_parent = by_node[calls["parent"][by_node] >= 0][
-        ::-1
-    ]  # reversed: the lowest rank writes last
+    # reversed: the lowest rank writes last
+    with_parent = by_node[calls["parent"][by_node] >= 0][::-1]
     parent = np.full(count + 1, -1, np.int64)
     parent[code[with_parent]] = code[calls["parent"][with_parent]]
     own = np.arange(count)
@@ -165,14 +161,8 @@ def _identities(heads: CallTable, paths: list[str]) -> NDArray[np.uint64]:
     columns = [heads[name].tolist() for name in KEY_COLUMNS]
     place = KEY_COLUMNS.index("path")
     columns[place] = [paths[i] for i in columns[place]]
-    hashed = xxhash.xxh3_64_intdigest
-    return np.array(
-        [
-            hashed("\0".join(map(str, key)).encode("utf-8", "backslashreplace"))
-            for key in zip(*columns)
-        ],
-        np.uint64,
-    )
+    keys = ("\0".join(map(str, key)).encode("utf-8", "backslashreplace") for key in zip(*columns))
+    return np.array([xxhash.xxh3_64_intdigest(key) for key in keys], np.uint64)
 
 
 def _slots(tables: Tables, vocabulary: Vocabulary, node: NDArray[np.int64]) -> dict[str, Any]:
@@ -201,10 +191,9 @@ def _slots(tables: Tables, vocabulary: Vocabulary, node: NDArray[np.int64]) -> d
     place = np.empty(folds, np.int64)
     place[by_place] = np.arange(folds)
     order = _by_stream(place[fold], stream)
-    nodes, streams = node[order], stream[order]
     at = np.empty(len(order), np.int64)
     at[order] = np.arange(len(order))
-    return {"place": at, "value_node": nodes, "value_stream": streams}
+    return {"place": at, "value_node": node[order], "value_stream": stream[order]}
 
 
 def _first_seen(

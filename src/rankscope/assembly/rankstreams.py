@@ -315,8 +315,7 @@ def _one_line(text: object) -> str:
 
 def _not_kept(definitions: dict[int, dict[str, Any]]) -> tuple[str, ...]:
     """Return what a rank noted of tensors it did not keep, the latest for each reason."""
-    latest = {str(d.get("reason")): str(d.get("text")) for d in definitions.values()}
-    return tuple(latest.values())
+    return tuple({str(d.get("reason")): str(d.get("text")) for d in definitions.values()}.values())
 
 
 def definitions_in(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from rankscope.run.locks import is_alive
 from rankscope.spool.origin import UNKNOWN, first_record, origin_of
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import CELL_BYTES, MAX_RECORD_CELLS
-from rankscope.spool.replication import StreamEnd, read_end, replica_path, replicated
+from rankscope.spool.replication import read_end, replica_path, replicated
 from rankscope.spool.settledprefix import NOTHING_SETTLED, lock_for_reading, read_replica
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.validprefix import as_cells, valid_prefix, valid_runs
@@ -251,7 +251,8 @@ def _join(found: _StreamCopies) -> StreamBytes:
             length = until
     elif lowest_of_all:
         notes.append(_missing(0, lowest_of_all))  # whose the records are stood there
-    marker = _latest(map(read_end, found.markers))
+    marked = [marker for marker in map(read_end, found.markers) if marker is not None]
+    marker = max(marked, key=lambda each: each.committed, default=None)
     if marker is not None:
         committed = max(committed or 0, marker.committed)
     end = marker.end if marker else None
@@ -312,8 +313,3 @@ def _late(count: int) -> Iterator[str]:
         yield "1 record came after its step was written: it is not in the tree"
     elif count:
         yield f"{count} records came after their step was written: they are not in the tree"
-
-
-def _latest(markers: Iterable[StreamEnd | None]) -> StreamEnd | None:
-    known = [marker for marker in markers if marker is not None]
-    return max(known, key=lambda m: m.committed, default=None)

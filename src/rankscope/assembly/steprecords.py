@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,7 +69,12 @@ class StepRecords:
             table = np.array([numbers.get(group, _NOWHERE) for group in groups], np.int64)
             part = np.append(table[of_call], _NOWHERE)  # the last for what is of no call
             found = {"values": part[of_values[number]], "enters": part[:-1]}
-            for name, records in _with_sequence(stream):
+            rest = (
+                ("exits", stream.exits),
+                ("samples", stream.samples.heads),
+                ("errors", stream.errors),
+            )
+            for name, records in rest:
                 found[name] = part[calls[number].find(records["sequence"])]
             self._rows.append({name: _ByPart(each) for name, each in found.items()})
 
@@ -100,8 +105,8 @@ class StepRecords:
     def _owners(self, number: int, calls: Sequences, vocabulary: Vocabulary) -> NDArray[np.int64]:
         """Return the row of each value's call, -1 where that or what it is was not found."""
         values = self._streams[number].values
-        slot = common_numbers(vocabulary.slot_lookup[number], values["slot"])
-        description = common_numbers(vocabulary.description_lookup[number], values["meta"])
+        slot = common_numbers(vocabulary.lookups[number]["slot"], values["slot"])
+        description = common_numbers(vocabulary.lookups[number]["meta"], values["meta"])
         found = calls.find(values["sequence"])
         found[(slot < 0) | (description < 0)] = -1
         # a value does not leave the setup or the step of its call: groups are those of calls
@@ -140,12 +145,6 @@ def _of_calls(stream: RankStream) -> tuple[list[Group], NDArray[np.int64]]:
         for code in distinct.tolist()
     ]
     return groups, numbers.reshape(-1)
-
-
-def _with_sequence(stream: RankStream) -> Iterator[tuple[str, NDArray[Any]]]:
-    yield "exits", stream.exits
-    yield "samples", stream.samples.heads
-    yield "errors", stream.errors
 
 
 def _cut(rows: Sequence[int]) -> list[int]:

@@ -287,7 +287,7 @@ def _called(module: ModuleOutline) -> Iterator[ModuleOutline]:
     """Yield the modules that stand one level below: what only holds others gives way to them, but
     numbered modules stand for themselves."""
     for name, child in module.children.items():
-        if child.is_called or (is_number(name) and child.children):
+        if child.ranks or (is_number(name) and child.children):
             yield child
         else:
             yield from _called(child)

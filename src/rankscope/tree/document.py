@@ -186,8 +186,7 @@ class Document:
 
         def samples() -> Array:
             rows = np.arange(int(counts.sum())) + np.repeat(starts - ends + counts, counts)
-            found: Array = tables.samples[rows]
-            return found
+            return np.asarray(tables.samples[rows])
 
         return {
             "values.node": lambda: merged.value_node[rows] - first_node,

@@ -97,8 +97,7 @@ def trace_files(folder: Path) -> TraceSource:
     head = load_json(folder / TRACE_NAME, "trace")
     if is_older(head):
         return OlderTrace.of(folder, head)
-    entries = [*head["setup"], *head["steps"]]
-    return WrittenSteps(folder, head, entries, int(head["began_ns"]))
+    return WrittenSteps(folder, head, [*head["setup"], *head["steps"]], int(head["began_ns"]))
 
 
 def wait_for_collector(

@@ -85,8 +85,8 @@ def write_golden(trace: Trace, file: Path, *, has_samples: bool) -> int:
         text: list[str] = []
         write_nodes(step, "\n", text.append)
         nodes = [*_nodes(json.loads("".join(text)), take)]
-        head = entry_of(step.head)
-        body["setup" if step.is_setup else "steps"].append({**head, "nodes": nodes})
+        entry = {**entry_of(step.head), "nodes": nodes}
+        body["setup" if step.is_setup else "steps"].append(entry)
     found = kept.columns()
     head = {
         "format": GOLDEN_FORMAT,
@@ -121,8 +121,7 @@ class GoldenFile(OlderSteps):
         newer format."""
         self._file = file
         try:
-            raw = _inflated(file.read_bytes())
-            line, _, rest = raw.partition(b"\n")
+            line, _, rest = _inflated(file.read_bytes()).partition(b"\n")
             head = json.loads(line)
             known, _, number = str(head["format"]).partition("/")
             if known != GOLDEN_FORMAT.partition("/")[0]:

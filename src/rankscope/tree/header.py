@@ -195,8 +195,7 @@ def completeness(
     """Return per rank what was committed, received and dropped, and how it ended. `not_understood`:
     per stream, values that name a call or definition which is not there; `has_ended`: the job was
     ended from outside (`how_ended`), so no rank has to say how it ended."""
-    world = _world_size(streams)
-    missing = _missing(streams, world)
+    missing = _missing(streams, _world_size(streams))
     ranks = [_state(stream, lost) for stream, lost in zip(streams, not_understood)]
     last = {s.stream.rank: s.stream.incarnation for s in streams}
     # a rank that was restarted ended without a word: what counts is that all it wrote has arrived
@@ -278,8 +277,8 @@ def _lacking(stream: RankStream, event: _AskedSteps) -> list[tuple[str, str]]:
             *_named(_both(asked, torn), "its spool was full, and it dropped records of them"),
         ]  # fmt: skip
     whole = _without(copied, torn if state["is_done"] else [*torn, (state["step"], state["step"])])
-    is_late = state["is_done"]
-    why = "asked for after its records were copied" if is_late else "its copy ends before their end"
+    late, early = "asked for after its records were copied", "its copy ends before their end"
+    why = late if state["is_done"] else early
     return _named(_without(asked, whole), why)
 
 
@@ -290,8 +289,7 @@ def _named(runs: _Runs, why: str) -> list[tuple[str, str]]:
 
 def _both(some: _Runs, others: _Runs) -> _Runs:
     """Return the steps that are in both."""
-    pairs = itertools.product(some, others)
-    runs = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in pairs]
+    runs = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in itertools.product(some, others)]
     return [(first, last) for first, last in runs if first <= last]
 
 
@@ -321,10 +319,8 @@ def _missing(streams: Sequence[RankStream], world: int) -> str:
 
 
 def _is_whole(state: Mapping[str, Any]) -> bool:
-    whole: bool = (
-        state["committed"] == state["received"] and not state["gaps"] and not state["notes"]
-    )
-    return whole
+    is_all_here = state["committed"] == state["received"]
+    return bool(is_all_here and not state["gaps"] and not state["notes"])
 
 
 def _state(stream: RankStream, lost: int) -> dict[str, Any]:

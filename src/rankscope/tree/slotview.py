@@ -86,14 +86,9 @@ class Fold:
         return self._step.digest(self._first)
 
     @property
-    def flag_bits(self) -> int:
-        """Bits of `ValueFlag` of the lowest rank."""
-        return int(self._step["values.flags"][self._first])
-
-    @property
     def flags(self) -> tuple[str, ...]:
-        """Words of its flags."""
-        return flag_words(self.flag_bits)
+        """Words of the `ValueFlag`s of the lowest rank."""
+        return flag_words(int(self._step["values.flags"][self._first]))
 
     @property
     def note(self) -> str | None:
@@ -193,11 +188,8 @@ class SlotView:
     @property
     def folds(self) -> tuple[Fold, ...]:
         """The distinct values."""
-        starts = self._fold_starts.tolist()
-        return tuple(
-            Fold(self.step, slice(begin, end), self._where)
-            for begin, end in itertools.pairwise(starts)
-        )
+        runs = itertools.pairwise(self._fold_starts.tolist())
+        return tuple(Fold(self.step, slice(begin, end), self._where) for begin, end in runs)
 
     @property
     def pieces(self) -> tuple[Fold, ...]:

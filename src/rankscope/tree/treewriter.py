@@ -38,7 +38,6 @@ def write_trace(
     *,
     tree: GrowingTree | None = None,
     wanted: str | None = None,
-    limit_bytes: int = TREE_LIMIT_BYTES,
     progress: Progress | None = None,
 ) -> None:
     """Write the files of a trace; trace.json appears last, by rename.
@@ -65,11 +64,10 @@ def write_trace(
         body = _by_kind(entries)
         began_ns = document.began_ns if tree.began_ns is None else tree.began_ns
         trace = tree.trace(head, [*body["setup"], *body["steps"]], began_ns)
-        limit = None if wanted == "always" else limit_bytes
-        ranks = int(document.run["world_size"])
+        limit = None if wanted == "always" else TREE_LIMIT_BYTES
         if wanted == "never":
             absent = f"it was not asked for (--rs-tree never); {_command(out)}"
-        elif limit is not None and _is_larger(entries, ranks, 2 * limit):
+        elif limit is not None and _is_larger(entries, int(document.run["world_size"]), 2 * limit):
             absent = _too_large(out, limit)
         else:
             absent = _write_tree(trace, out, limit, say)
