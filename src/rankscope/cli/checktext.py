@@ -108,11 +108,9 @@ def _evidence(finding: Finding) -> Iterator[str]:
     for name, value in finding.evidence.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             for each in value:
-                text = "  ".join(f"{key} {part}" for key, part in each.items())
-                yield f"    {name}: {text}"
+                yield f"    {name}: {'  '.join(f'{key} {part}' for key, part in each.items())}"
         elif value not in (None, [], ""):
-            text = value if isinstance(value, str) else json.dumps(value)
-            yield f"    {name}: {text}"
+            yield f"    {name}: {value if isinstance(value, str) else json.dumps(value)}"
     if finding.victims:
         yield f"    infected: {infected_line(finding)}"
 

@@ -129,8 +129,7 @@ def _traces(folder: Path, limit_s: float, live: Collection[Path]) -> Iterator[_R
             with (trace / names.TRACE_NAME).open("rb") as file:
                 begin = file.read(100)
         elif any((trace / names.REPLICA_FOLDER).glob(f"*{names.CELLS_SUFFIX}")):
-            told = recovering(trace, out=trace)
-            what = f"records that are in no finished trace: {told}"
+            what = f"records that are in no finished trace: {recovering(trace, out=trace)}"
         if age_s < limit_s or (what == "a trace" and b'"rankscope.trace/' not in begin):
             continue
         others = {path.name for path in trace.iterdir()} - _OF_A_TRACE

@@ -238,8 +238,7 @@ def _matrix_lines(ref: Path, found: Sequence[tuple[Path, Report]], paint: Paint)
 
 
 def _matrix_row(path: Path, report: Report) -> tuple[str, ...]:
-    compared = f"{report.compared:,} of {report.recorded:,}"
-    run = (str(path), report.verdict.value, compared)
+    run = (str(path), report.verdict.value, f"{report.compared:,} of {report.recorded:,}")
     if not report.origins:
         why = report.lacks or ("-" if report.verdict is Verdict.CLEAN else "records are missing")
         return (*run, "-", "-", why)

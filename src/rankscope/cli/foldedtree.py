@@ -111,8 +111,7 @@ class FoldedTree:
     def _take(self, finding: Finding) -> None:
         is_warning = finding.severity is Severity.WARNING
         if is_warning or (finding.is_origin and self._first is not None):
-            kind = finding.kind.value
-            self._say(finding.path, kind, finding.ranks, is_fault=not is_warning)
+            self._say(finding.path, finding.kind.value, finding.ranks, is_fault=not is_warning)
             return
         for standing in self._standings(finding.path):
             if self._first is None:

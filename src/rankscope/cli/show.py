@@ -113,8 +113,7 @@ def command(
     """Show a trace on one screen: how complete, what is wrong, where ranks differ, which modules.
     With --full, or with a selection, its tree call by call.
     """
-    given = {name for name in context.params if _is_given(context, name)}
-    if not given - {"trace"}:
+    if not {name for name in context.params if _is_given(context, name)} - {"trace"}:
         _show_summary(trace)
         return
     every = frozenset(Phase) - {Phase.SETUP}

@@ -134,11 +134,7 @@ def _groups(trace: Trace, view: View) -> list[Step]:
     if view.phases == {Phase.SETUP}:
         return setup
     if trace.steps and not chosen:
-        asked = (
-            f"{mode.word} step {', '.join(str(r.start) for r in view.steps)}"
-            if view.steps
-            else f"{mode.word} step"
-        )
+        asked = f"{mode.word} step {', '.join(str(r.start) for r in view.steps or ())}".rstrip()
         raise SelectionError(f"the trace holds no {asked}; it holds {steps_named(trace.steps)}")
     return [*setup, *chosen]
 
@@ -266,9 +262,9 @@ def _head(node: Node, paint: Paint) -> str:
 
 
 def _duration(us: float) -> str:
-    return (
-        f"{us:.0f} us" if us < 1000 else f"{us / 1e3:.1f} ms" if us < 1e6 else f"{us / 1e6:.2f} s"
-    )
+    if us < 1000:
+        return f"{us:.0f} us"
+    return f"{us / 1e3:.1f} ms" if us < 1e6 else f"{us / 1e6:.2f} s"
 
 
 def _outcome_lines(node: Node, paint: Paint) -> Iterator[str]:
@@ -278,8 +274,7 @@ def _outcome_lines(node: Node, paint: Paint) -> Iterator[str]:
     if not node.has_returned:
         for outcome in node.outcomes:
             if not outcome.has_returned:
-                color = "dim" if outcome.status in IN_ORDER else "red"
-                yield paint(color, visible(outcome.words))
+                yield paint("dim" if outcome.status in IN_ORDER else "red", visible(outcome.words))
     yield from (paint("yellow", visible(error.words)) for error in node.errors)
 
 
@@ -315,14 +310,10 @@ def _slot_lines(
 ) -> Iterator[str]:
     """Yield what is known of a slot; `others` are the entries of ranks that differ from it."""
     if slot.dtype == "python":
-        notes = [
-            visible(fold.note or "")
-            for fold in slot.folds
-            if view.rank is None or view.rank in fold.ranks
-        ]
-        yield f"{visible(slot.slot)} = {notes[0]}" + (
-            f"  {paint('yellow', 'ranks differ')}" if len(notes) > 1 else ""
-        )
+        shown = (f for f in slot.folds if view.rank is None or view.rank in f.ranks)
+        note, *more = [visible(fold.note or "") for fold in shown]
+        differ = f"  {paint('yellow', 'ranks differ')}" if more else ""
+        yield f"{visible(slot.slot)} = {note}{differ}"
         return
     folds, columns = slot.folds, view.columns_of(slot.dtype)
     parts = [f"{visible(slot.slot):<14} {slot.dtype}{shape_text(slot, view.rank)}"]

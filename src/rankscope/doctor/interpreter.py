@@ -58,10 +58,9 @@ def interpreter_conditions(
     called = shlex.join(command)
     found, complaint = _ask(command, environ)
     if found is None or found["no_site"]:
-        text = complaint if found is None else f"{called} runs without site-packages (-S)"
-        remedy = (
-            "start ranks without -S" if found else "name the interpreter of the ranks: --python"
-        )
+        text, remedy = complaint, "name the interpreter of the ranks: --python"
+        if found is not None:
+            text, remedy = f"{called} runs without site-packages (-S)", "start ranks without -S"
         yield Condition.failed("python", text, remedy)
         yield from (Condition.skipped(name, "python") for name in _NAMES[1:])
         return
@@ -85,10 +84,8 @@ def _ask(command: Sequence[str], environ: Mapping[str, str]) -> tuple[dict[str, 
     last_words = " ".join(done.stderr.split()[-40:])
     answers = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
     if not answers:
-        return (
-            None,
-            f"{shlex.join(command)} ended with {done.returncode}: {last_words or 'no word'}",
-        )
+        how = f"ended with {done.returncode}: {last_words or 'no word'}"
+        return None, f"{shlex.join(command)} {how}"
     return json.loads(answers[-1].removeprefix(_MARK)), last_words
 
 

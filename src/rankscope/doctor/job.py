@@ -80,8 +80,7 @@ def job_conditions(
     if settings is None:
         yield from (Condition.skipped(name, "settings") for name in _ON_SETTINGS)
     else:
-        traced_ranks = settings.traced_of(world_size)
-        yield from spool_conditions(settings, min(local_ranks, traced_ranks))
+        yield from spool_conditions(settings, min(local_ranks, settings.traced_of(world_size)))
         yield _trace_folder(settings, question.hosts)
         yield _collector(settings)
     yield kernel()

@@ -93,21 +93,18 @@ def _conditions(question: ScriptQuestion, folder: Path) -> Iterator[Condition]:
         yield from (Condition.skipped(name, "script") for name in _NAMES[1:])
         return
     yield _script(question, first)
-    second = _run(question, folder / "2")
-    difference = _difference(first, second)
+    difference = _difference(first, _run(question, folder / "2"))
     if difference:
         yield _not_repeatable(difference)
         yield Condition.skipped("traced", "repeatable")
         return
     out = folder / "trace"
-    traced = _run(question, folder / "3", out)
-    difference = _difference(first, traced)
-    if difference:  # before rankscope is blamed: was the script only lucky twice?
-        chance = _difference(first, _run(question, folder / "4"))
-        if chance:
-            yield _not_repeatable(chance)
-            yield Condition.skipped("traced", "repeatable")
-            return
+    difference = _difference(first, _run(question, folder / "3", out))
+    # before rankscope is blamed: was the script only lucky twice?
+    if difference and (chance := _difference(first, _run(question, folder / "4"))):
+        yield _not_repeatable(chance)
+        yield Condition.skipped("traced", "repeatable")
+        return
     yield Condition.ok("repeatable", f"untraced runs are bitwise the same: {first.counted()}")
     recorded, complaint = _recorded(out)
     if difference:
@@ -135,8 +132,7 @@ def _script(question: ScriptQuestion, run: _ScriptRun) -> Condition:
             "let it train: what counts is what the parameters become",
         )
     seed = "" if question.seed is None else f", random numbers seeded with {question.seed}"
-    is_short = run.steps < question.steps
-    how = "to its end, " if is_short else "until it had made "
+    how = "to its end, " if run.steps < question.steps else "until it had made "
     steps = f"{run.steps} optimizer step{'s' if run.steps > 1 else ''}"
     return Condition.ok("script", f"{name}{ranks} ran {how}{steps}{seed}")
 
@@ -178,16 +174,15 @@ def _run(question: ScriptQuestion, folder: Path, out: Path | None = None) -> _Sc
     code, said = _started(_command(question, folder), kept, folder, question.limit_s)
     ranks = {}
     for path in folder.glob("rank*.json"):
-        rank = int(path.stem.removeprefix("rank"))
-        ranks[rank] = _RankValues(**json.loads(path.read_bytes()))
+        found = _RankValues(**json.loads(path.read_bytes()))
+        ranks[int(path.stem.removeprefix("rank"))] = found
     trouble = ""
     well = ("stopped", "came to its end")
     broken = [f"rank {n}: {r.ended}" for n, r in sorted(ranks.items()) if r.ended not in well]
     if code is None:
         trouble = f"did not make {question.steps} steps in {question.limit_s:g} s"
     elif broken or len(ranks) < (question.ranks or 1):
-        words = "; ".join(broken) or f"ended with {code}"
-        trouble = f"{question.script} did not run: {words}"
+        trouble = f"{question.script} did not run: {'; '.join(broken) or f'ended with {code}'}"
         trouble += f"; its last words: {said}" if said else ""
     return _ScriptRun(ranks=ranks, trouble=trouble)
 
@@ -223,8 +218,7 @@ def _started(
         finally:
             if process.poll() is None:
                 _end(process)
-    words = log.read_text(errors="replace").split()
-    return code, " ".join(words[-_LAST_WORDS:])
+    return code, " ".join(log.read_text(errors="replace").split()[-_LAST_WORDS:])
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -250,15 +244,12 @@ def _difference(one: _ScriptRun, other: _ScriptRun) -> str:
             return f"rank {rank} ran once and once not"
         mine, yours = one.ranks[rank], other.ranks[rank]
         where = f" on rank {rank}" if len(one.ranks) > 1 else ""
-        for (name, value), (their_name, their_value) in zip(mine.values, yours.values):
-            if name == their_name and value == their_value:
-                continue
-            count += 1
-            if first:
-                continue
-            if name != their_name:
+        for own, other_own in zip(mine.values, yours.values):
+            name, their_name = own[0], other_own[0]
+            count += own != other_own
+            if not first and name != their_name:
                 first = f"{name} came where {their_name} did{where}"
-            else:
+            elif not first and own != other_own:
                 first = f"the {name}{where}{_numbers(name, mine, yours)}"
         if len(mine.values) != len(yours.values) and not first:
             first = f"{len(mine.values)} values and {len(yours.values)}{where}"

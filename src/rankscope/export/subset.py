@@ -60,15 +60,13 @@ class Selection:
     def groups(self, trace: Trace) -> list[Step]:
         """Return the setups and steps asked for; SelectionError: the trace holds none of them."""
         setup = list(trace.setup) if self.with_setup else []
-        if self.phases == {Phase.SETUP}:
-            steps = []
-        else:
-            steps = [
-                step
-                for step in trace.steps
-                if (self.mode is None or step.mode is self.mode)
-                and (not self.steps or any(step.step in wanted for wanted in self.steps))
-            ]
+        steps = [
+            step
+            for step in trace.steps
+            if self.phases != {Phase.SETUP}
+            and (self.mode is None or step.mode is self.mode)
+            and (not self.steps or any(step.step in wanted for wanted in self.steps))
+        ]
         if not setup and not steps:
             there = ", ".join(s.head.label for s in (*trace.setup, *trace.steps)[:20]) or "nothing"
             raise SelectionError(f"the trace holds no such step; it holds {there}")

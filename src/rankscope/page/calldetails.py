@@ -267,8 +267,7 @@ def _groups(values: SlotValues, shapes: Mapping[int, tuple[int, ...]]) -> list[A
     as_one = np.ascontiguousarray(keys).view(np.dtype((np.void, keys.shape[1] * 8))).ravel()
     _, labels = np.unique(as_one, return_inverse=True)
     order = np.argsort(labels, kind="stable")
-    bounds = np.cumsum(np.bincount(labels))[:-1]
-    groups = np.split(order, bounds)
+    groups = np.split(order, np.cumsum(np.bincount(labels))[:-1])
     return sorted(groups, key=lambda places: (-len(places), places[0]))
 
 
@@ -303,8 +302,7 @@ def _chosen(
     wanted = {int(groups[0][0])}
     if not np.isnan(norms).all():
         wanted |= {int(np.nanargmin(norms)), int(np.nanargmax(norms))}
-    nonfinite = np.flatnonzero(values.nonfinite)
-    wanted |= set(nonfinite[:1].tolist())
+    wanted |= set(np.flatnonzero(values.nonfinite)[:1].tolist())
     if marked:
         some = sorted(marked)[:_MOST_FOLDS]
         places = values.at(np.array(some, np.int64))

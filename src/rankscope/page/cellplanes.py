@@ -226,8 +226,7 @@ class CellPlanes:
         found = np.zeros((len(self._rows), self.world), np.uint8)
         for key in self.made():
             if key[:2] == (step, phase):
-                plane = self._whole(key)
-                np.maximum(found, plane, out=found)
+                np.maximum(found, self._whole(key), out=found)
         return found
 
     def deflated(self) -> dict[PlaneKey, bytes]:

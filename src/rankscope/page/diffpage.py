@@ -89,10 +89,8 @@ class _DiffCells(PageMap):
             is_judged = not compared.reason and (is_wrong or not compared.is_left)
             if is_judged and kind == _BY_DEPTH.get(compared.key.phase):
                 drawn = errors[compared.key.phase.word]
-                error = _finite(compared.error)
-                drawn["error"][row] = max(error, drawn["error"].get(row, 0.0))
-                noise = _finite(compared.allowed)
-                drawn["noise"][row] = max(noise, drawn["noise"].get(row, 0.0))
+                for what, own in (("error", compared.error), ("noise", compared.allowed)):
+                    drawn[what][row] = max(_finite(own), drawn[what].get(row, 0.0))
         for alone in (*found.aligned.only_ref, *found.aligned.only_test):
             row = self.rows.of(alone.path)
             every = slice(None)

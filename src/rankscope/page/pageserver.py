@@ -87,8 +87,8 @@ class PageSource:
         else:
             self._data = served_data(self._content)
             self._tag = f'"{hashlib.sha256(self._data).hexdigest()[:32]}"'
-        took = time.monotonic() - began
-        self._next = time.monotonic() + max(_LEAST_WAIT_S, _SHARE * took)
+        now = time.monotonic()
+        self._next = now + max(_LEAST_WAIT_S, _SHARE * (now - began))
 
 
 class PageServer(ThreadingHTTPServer):

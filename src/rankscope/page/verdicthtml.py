@@ -160,8 +160,7 @@ def table_html(head: Iterable[str], rows: Iterable[str], caption: str = "") -> s
 
 def wide(name: str, table: str) -> str:
     """Return a table that scrolls where it is wider than the page."""
-    label = text(name)
-    return f'<div class="wide" tabindex="0" role="group" aria-label="{label}">{table}</div>'
+    return f'<div class="wide" tabindex="0" role="group" aria-label="{text(name)}">{table}</div>'
 
 
 def _cell(value: Any) -> str:
@@ -228,8 +227,7 @@ def _model_size(trace: Trace) -> Iterator[str]:
             is_one = len(shapes) == 1 or (slot.distinct == 1 and any(slot.per_rank().values()))
             is_known &= slot.global_shape is not None or is_one
     if whole:
-        size = f"{whole:,} parameters" if is_known else f"{own:,} parameters on the lowest rank"
-        yield size
+        yield f"{whole:,} parameters" if is_known else f"{own:,} parameters on the lowest rank"
 
 
 def coverage_lines(report: Report) -> Iterator[str]:
