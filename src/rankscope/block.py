@@ -124,10 +124,7 @@ class RankBlock:
     which builds its tree, or by `end`, which returns its records instead."""
 
     def __init__(
-        self,
-        model: nn.Module | None,
-        settings: Settings,
-        parts: OwnParts | None = None,
+        self, model: nn.Module | None, settings: Settings, parts: OwnParts | None = None
     ) -> None:
         prepare_kernel(say)
         with ExitStack() as made:  # undone where anything in here fails

@@ -26,11 +26,7 @@ from rankscope.chunks.chunkheader import (
     rebuilt_json,
     write_header,
 )
-from rankscope.chunks.finishing import (
-    finish_chunks,
-    read_header,
-    recorded_tensors,
-)
+from rankscope.chunks.finishing import finish_chunks, read_header, recorded_tensors
 from rankscope.chunks.safetensors import LENGTH_BYTES, write_all
 from rankscope.chunks.tensorfiles import TensorFiles, standing_references
 from rankscope.errors import ChunkError

@@ -35,9 +35,7 @@ _Marks = Mapping[tuple[str, str], Mapping[int, LayoutMark]]
 
 
 def mark_layouts(
-    steps: Sequence[Tables],
-    vocabulary: Vocabulary,
-    streams: Sequence[RankStream],
+    steps: Sequence[Tables], vocabulary: Vocabulary, streams: Sequence[RankStream]
 ) -> None:
     """Give the values that a framework marked their layout: changes the descriptions in the tables,
     adds to those of `vocabulary`. `streams` are in the order of the tables' numbers."""

@@ -25,13 +25,7 @@ from rankscope.spool.definitions import Decoded, decode_definition
 from rankscope.spool.origin import origin_of
 from rankscope.spool.recordcolumns import VALUE_COLUMNS, Records, ending, records
 from rankscope.spool.recordformat import NO_SEQUENCE, RecordKind, StepEvent
-from rankscope.spool.soundness import (
-    KNOWN_MODES,
-    KNOWN_PHASES,
-    judged,
-    sound_digests,
-    sound_rows,
-)
+from rankscope.spool.soundness import KNOWN_MODES, KNOWN_PHASES, judged, sound_digests, sound_rows
 
 Array = NDArray[Any]
 

@@ -6,12 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from rankscope.cli.terminal import Paint
-from rankscope.diagnosis.verdictwords import (
-    infected_line,
-    lying_words,
-    verdict_rest,
-    where_line,
-)
+from rankscope.diagnosis.verdictwords import infected_line, lying_words, verdict_rest, where_line
 from rankscope.record.finding import Finding, Report, Verdict
 from rankscope.tree.summary import counted, extent
 from rankscope.tree.views import Trace

@@ -25,14 +25,7 @@ from rankscope.run.filenames import COLLECTOR_LOG_NAME, TRACE_NAME
 from rankscope.run.findingnotices import JobNotices
 from rankscope.run.folders import SHARED, RunHeader, write_run_header
 from rankscope.run.keyfile import read_keys
-from rankscope.run.outfolder import (
-    QUIET,
-    announced,
-    default_out,
-    free_out,
-    prepare_out,
-    recovering,
-)
+from rankscope.run.outfolder import QUIET, announced, default_out, free_out, prepare_out, recovering
 from rankscope.settings import settings_from
 from rankscope.tree.reader import open_trace
 

@@ -15,14 +15,7 @@ from rankscope.record.streams import EndReason
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.folders import SHARED, find_runs, streams
 from rankscope.run.jobstatus import RankStatus
-from rankscope.run.orders import (
-    Order,
-    TakenOrder,
-    order_in,
-    put_order,
-    seen_by,
-    taken_in,
-)
+from rankscope.run.orders import Order, TakenOrder, order_in, put_order, seen_by, taken_in
 from rankscope.run.ownership import own_subfolder
 from rankscope.tree.unfinished import is_at_work, received_bytes, spool_bases, status_in
 

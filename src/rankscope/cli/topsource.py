@@ -194,12 +194,7 @@ class TopSource:
 
 
 def _job_summary(
-    folder: Path,
-    status: JobStatus,
-    statuses: Sequence[RankStatus],
-    *,
-    state: str,
-    sort: str,
+    folder: Path, status: JobStatus, statuses: Sequence[RankStatus], *, state: str, sort: str
 ) -> dict[str, Any]:
     """Return what is known of a job; fields as in docs/commands/top.md. `statuses`: of its ranks
     that are to be shown; `state`: running, deserted or ended."""

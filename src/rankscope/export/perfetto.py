@@ -224,10 +224,7 @@ def _troubles(node: Node) -> list[Any]:
 
 
 def _write_step(
-    step: Step,
-    nodes: Sequence[Node],
-    lives: dict[tuple[int, int], _Rank],
-    ranks: frozenset[int],
+    step: Step, nodes: Sequence[Node], lives: dict[tuple[int, int], _Rank], ranks: frozenset[int]
 ) -> Iterator[int]:
     """Append a step to the files of its ranks; yield each rank that has it."""
     slices: dict[int, dict[str, list[Span[bytes]]]] = {rank: {} for rank in sorted(ranks)}
@@ -263,10 +260,7 @@ def _write_step(
 
 
 def _step_packets(
-    step: Step,
-    life: _Rank,
-    slices: dict[str, list[Span[bytes]]],
-    instants: list[tuple[int, bytes]],
+    step: Step, life: _Rank, slices: dict[str, list[Span[bytes]]], instants: list[tuple[int, bytes]]
 ) -> list[bytes]:
     made: list[bytes] = []
     every = [span for spans in slices.values() for span in spans]

@@ -12,13 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.page.calldetails import NUMBER_NAMES, ROWS_PER_BLOCK, packed_blocks, packed_json
-from rankscope.page.cellplanes import (
-    CellPlanes,
-    MapClass,
-    ModuleRows,
-    PageSteps,
-    slot_kind,
-)
+from rankscope.page.cellplanes import CellPlanes, MapClass, ModuleRows, PageSteps, slot_kind
 from rankscope.page.verdicthtml import coverage_lines, findings_html, text, verdict_html
 from rankscope.record.finding import Finding, Report
 from rankscope.record.ranklists import ranks_named, ranks_text

@@ -223,11 +223,7 @@ class _Reader:
     """Makes the columns of one step of its nodes."""
 
     def __init__(
-        self,
-        head: StepHead,
-        rows: FileRows,
-        meshes: Mapping[str, Sequence[Mesh]],
-        world_size: int,
+        self, head: StepHead, rows: FileRows, meshes: Mapping[str, Sequence[Mesh]], world_size: int
     ) -> None:
         self._head, self._meshes, self._world_size = head, meshes, world_size
         self._columns, self._first_value, self._first_sample = rows

@@ -93,9 +93,7 @@ def head_of(entry: Entry) -> StepHead | None:
     )
 
 
-def known_entries(
-    entries: Sequence[Entry],
-) -> tuple[list[tuple[StepHead, Entry]], frozenset[str]]:
+def known_entries(entries: Sequence[Entry]) -> tuple[list[tuple[StepHead, Entry]], frozenset[str]]:
     """Return entries with their heads, and what of them only a newer rankscope knows; errors as of
     `head_of`."""
     read = [(head_of(each), each) for each in entries]

@@ -12,14 +12,7 @@ from typing import Any
 from rankscope.assembly.sources import run_in
 from rankscope.errors import SpoolError
 from rankscope.run.filenames import COLLECTOR_LOCK_NAME, HOST_STATE_PREFIX, REPLICA_FOLDER
-from rankscope.run.folders import (
-    find_runs,
-    is_held,
-    relay_name,
-    spool_base,
-    stream_folder,
-    streams,
-)
+from rankscope.run.folders import find_runs, is_held, relay_name, spool_base, stream_folder, streams
 from rankscope.run.jobstatus import JobStatus, read_status
 from rankscope.run.locks import is_abandoned, is_alive
 from rankscope.spool.origin import origin_text
