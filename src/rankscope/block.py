@@ -231,8 +231,7 @@ class RankBlock:
     def finish(self) -> None:
         """Close the spool and build the tree; a failure is said, and the records stay where they
         are."""
-        error = attempt(self._finish)
-        if error is not None:
+        if (error := attempt(self._finish)) is not None:
             attempt(self._say_unfinished, error)
 
     def _finish(self) -> None:

@@ -72,8 +72,7 @@ def _parse_phases(text: str) -> tuple[str, ...]:
     if text == "all":
         return known
     chosen = _parse_globs(text)
-    wrong = sorted(set(chosen) - set(known))
-    if wrong:
+    if wrong := sorted(set(chosen) - set(known)):
         raise SettingError(f"unknown phase {wrong[0]!r}: choose from {', '.join(known)}")
     for phase in (Phase.BACKWARD.word, Phase.RECOMPUTE.word):
         if phase in chosen and Phase.FORWARD.word not in chosen:

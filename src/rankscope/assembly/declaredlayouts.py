@@ -107,8 +107,7 @@ def described_slots(
         found: dict[int, tuple[T, str]] = {}
         for number, row in enumerate(first.tolist()):
             names = vocabulary.paths.items[int(path[row])], vocabulary.slots.items[int(slot[row])]
-            known = known_of(*names)
-            if known is not None:
+            if (known := known_of(*names)) is not None:
                 found[number] = known, f"{names[0] or '(root)'}:{names[1]}"
         is_tensor = np.array([d.dtype != "python" for d in vocabulary.descriptions.items], np.bool_)
         wanted = np.isin(pair, [*found]) & (tables.column("flags") & _ABSENT == 0)

@@ -61,7 +61,7 @@ def command(
     """
     globs = settings_from({"paths": paths}, {}).paths if paths else ()
     kept = (settings_from({"tensors": tensors}, {}).tensors or ()) if tensors else ()
-    ordering = Ordering(trace_folder(trace))
+    ordering = _Ordering(trace_folder(trace))
     try:
         ordering.place(steps=steps, paths=globs, tensors=kept)
         besides = f", with the modules {','.join(globs)}" if globs else ""
@@ -77,7 +77,7 @@ def command(
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
-def _follow(ordering: Ordering, seconds: float, *, has_wishes: bool) -> None:
+def _follow(ordering: _Ordering, seconds: float, *, has_wishes: bool) -> None:
     began = time.monotonic()
     is_first_said = are_untold_said = False
     while True:
@@ -123,7 +123,7 @@ def _follow(ordering: Ordering, seconds: float, *, has_wishes: bool) -> None:
     raise typer.Exit(EXIT_NOT_THERE)
 
 
-def _came(found: Progress) -> Iterator[str]:
+def _came(found: _Progress) -> Iterator[str]:
     if found.arrived:
         yield f"there: {_steps(found)} of {ranks_named(found.arrived)}"
     missed: dict[int, list[int]] = {}
@@ -134,13 +134,13 @@ def _came(found: Progress) -> Iterator[str]:
         yield f"missed: {found.mode.word} step {step} by {who}"
 
 
-def _steps(found: Progress) -> str:
+def _steps(found: _Progress) -> str:
     if found.first == found.last:
         return f"{found.mode.word} step {found.first}"
     return f"{found.mode.word} steps {found.first}-{found.last}"
 
 
-def _reading(ordering: Ordering, found: Progress | None = None) -> str:
+def _reading(ordering: _Ordering, found: _Progress | None = None) -> str:
     """Return the command that reads what came."""
     line = f"read it: {typed('show', ordering.folder)}"
     if found is None:
@@ -150,7 +150,7 @@ def _reading(ordering: Ordering, found: Progress | None = None) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class _Progress:
     """What has become of an order."""
 
     mode: Mode = Mode.TRAIN
@@ -173,13 +173,10 @@ class Progress:
 
     @property
     def is_complete(self) -> bool:
-        """True where there is nothing to wait for."""
         return self.first >= 0 and bool(self.arrived) and not self.waited_for
 
 
-class Ordering:
-    """Orders for one running job."""
-
+class _Ordering:
     def __init__(self, folder: Path) -> None:
         """Look at the job; FolderError: no such folder, TraceError: no trace, or nobody at work on
         it."""
@@ -232,21 +229,19 @@ class Ordering:
         self._order = order
         return order
 
-    def look(self) -> Progress:
-        """Return what has become of the order by now."""
+    def look(self) -> _Progress:
         order = self._order
         assert order is not None  # placed before
         is_over = not is_at_work(self.folder, self._status.run)
         self._status = status_in(self.folder)
         statuses = self._status.ranks
-        held = self._held(order)
-        if held is not None:
+        if (held := self._held(order)) is not None:
             mode, first, last = held
             of_life, is_held = statuses, True
         else:
             taken = next((t for t in self._taken() if t.order.number == order.number), None)
             if taken is None or not taken.stands:
-                return Progress(untold=self._untold(order, statuses), is_job_over=is_over)
+                return _Progress(untold=self._untold(order, statuses), is_job_over=is_over)
             mode, first, last, is_held = taken.mode, taken.first, taken.last, False
             of_life = tuple(each for each in statuses if each.incarnation == taken.life)
         needed = last - 1 if is_held else last  # a step that is held may still run
@@ -255,7 +250,7 @@ class Ordering:
         coming = [
             s.rank for s in of_life if s.place.end == EndReason.RUNNING.value or s.unsent_bytes
         ]
-        return Progress(
+        return _Progress(
             mode=mode,
             first=first,
             last=last,

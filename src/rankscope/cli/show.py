@@ -270,8 +270,7 @@ def _verdict_lines(report: Report | None, unjudged: str, paint: Paint, place: st
 
 
 def _differing_lines(report: Report, paint: Paint) -> Iterator[str]:
-    lines = list(_finding_lines(report, paint))
-    if lines:
+    if lines := list(_finding_lines(report, paint)):
         yield paint("bold", "where")
         yield from (f"  {line}" for line in lines)
     elif report.compared > report.alone and not report.findings:
@@ -302,8 +301,7 @@ def _finding_lines(report: Report, paint: Paint) -> Iterator[str]:
     for origin in report.origins:  # several values of one call have the same victims
         where = (origin.path, origin.phase, origin.ranks)
         of_place[where] = max(of_place.get(where, 0), origin.victims)
-    victims = sum(of_place.values())
-    if victims:
+    if victims := sum(of_place.values()):
         by_phase: dict[str, list[str]] = {}
         for finding in report.findings:
             if not finding.is_origin and finding.severity is Severity.FAULT:

@@ -100,14 +100,12 @@ def _show_until_left(source: TopSource) -> None:
             if key == b"s":
                 names = [*SORTS]
                 source.sort = names[(names.index(source.sort) + 1) % len(names)]
-            elif key == b"/":
-                asked = _asked(keys, size.lines)
-                if asked is not None:
-                    try:
-                        source.choose(asked)
-                        note = f", ranks {asked}" if asked.strip() else ""
-                    except RankscopeError as error:
-                        note = f", {error}"
+            elif key == b"/" and (asked := _asked(keys, size.lines)) is not None:
+                try:
+                    source.choose(asked)
+                    note = f", ranks {asked}" if asked.strip() else ""
+                except RankscopeError as error:
+                    note = f", {error}"
 
 
 def _draw(lines: list[str]) -> None:

@@ -319,8 +319,7 @@ def _slot_lines(
     parts = [f"{visible(slot.slot):<14} {slot.dtype}{shape_text(slot, view.rank)}"]
     if slot.placements:
         parts.append(paint("cyan", layout_text(slot)))
-    flags = sorted({flag for fold in folds for flag in fold.flags})
-    if flags:
+    if flags := sorted({flag for fold in folds for flag in fold.flags}):
         parts.append(paint("yellow", ",".join(flags)))
     if slot.disagreement:
         parts.append(_disagreement(slot, others, paint))

@@ -116,8 +116,7 @@ def _ranks(environ: Mapping[str, str]) -> Condition:
 
 def _variables(environ: Mapping[str, str]) -> Condition:
     """Say which variables begin like ours and mean nothing."""
-    wrong = misspelt_variables(environ)
-    if wrong:
+    if wrong := misspelt_variables(environ):
         return Condition.failed("variables", wrong, "rename it or unset it; it has no effect")
     named = sorted(name for name in environ if name.startswith("RANKSCOPE"))
     return Condition.ok("variables", ", ".join(named) or "none of RANKSCOPE's is set")
@@ -265,8 +264,7 @@ def _space(folder: Path, spool_bytes: int, ranks: int) -> Condition:
 
 def kernel() -> Condition:
     """Say what takes the digests on CPU; compiles the kernel where that has not been done yet."""
-    path = build_kernel()
-    if path is not None:
+    if (path := build_kernel()) is not None:
         return Condition.ok("kernel", str(path))
     return Condition.note(
         "kernel",

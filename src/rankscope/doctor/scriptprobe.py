@@ -146,8 +146,7 @@ def _random_state() -> str:
 
 def _leave() -> NoReturn:
     """End this process here and now: nothing of the script that follows is run."""
-    arming = sys.modules.get("rankscope.agent.activation")
-    if arming is not None:
+    if (arming := sys.modules.get("rankscope.agent.activation")) is not None:
         arming.close()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:

@@ -64,8 +64,7 @@ class TracedTraining:
         self.path = close(EndReason.CLOSED)
         if self.path is None:
             return
-        error = attempt(_say_verdict, self.path)
-        if error is not None:
+        if (error := attempt(_say_verdict, self.path)) is not None:
             say(f"{self.path}: no verdict: {text_of(error)}")
 
 

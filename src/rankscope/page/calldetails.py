@@ -107,11 +107,9 @@ class CallDetails:
             made = slot_detail(values, marked)
             if is_held:
                 made["held"] = 1
-            producer = links.producer(call, slot)
-            if producer is not None:
+            if (producer := links.producer(call, slot)) is not None:
                 made["from"] = self._end(producer)
-            takers = links.consumers(call, slot)
-            if takers:
+            if takers := links.consumers(call, slot):
                 made["to"] = [self._end(taker) for taker in takers]
             slots.append(made)
         if slots:
@@ -162,8 +160,7 @@ class _ValueLinks:
 
     def _link(self, taker: _ValueEnd, makers: list[_ValueEnd], key: tuple[Phase, int, int]) -> None:
         around = set(_around(taker.call))
-        beside = [maker for maker in makers if maker.call not in around]
-        if beside:
+        if beside := [maker for maker in makers if maker.call not in around]:
             maker = beside[-1]
             outer = {each.call: each for each in beside}
             for call in _around(maker.call):
@@ -218,8 +215,7 @@ def slot_detail(values: SlotValues, marked: Collection[int] = ()) -> dict[str, A
     if devices != {"cpu"}:
         shown["dev"] = ", ".join(sorted(devices))
     shown["l"] = [_layout(view) for view in values.views]
-    kept = [rank for view in values.views for rank in view.references()]
-    if kept:
+    if kept := [rank for view in values.views for rank in view.references()]:
         shown["kept"] = ranks_text(kept)
     shapes = shapes_of(values.views)
     groups = _groups(values, shapes)

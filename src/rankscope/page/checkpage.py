@@ -162,8 +162,7 @@ class _CheckCells(PageMap):
                 self._last_of[rank] = step
         life = self.steps.all[step].incarnation
         for outcome in () if call.node.has_returned else call.node.outcomes:
-            cell = _OF_STATUS.get(outcome.status)
-            if cell is not None:
+            if (cell := _OF_STATUS.get(outcome.status)) is not None:
                 ranks = [r for r in outcome.ranks if self._ends.get((r, life)) not in ORDERLY]
                 planes.raise_to(step, phase, CALL_KIND, row, ranks, cell)
         held = bytearray()
@@ -195,8 +194,7 @@ class _CheckCells(PageMap):
     def details(self, findings: Iterable[Finding], choice: ValueChoice) -> list[dict[str, Any]]:
         marked: dict[int, set[int]] = {}
         for finding in findings:
-            row = self.rows.known(finding.path)
-            if row is not None:
+            if (row := self.rows.known(finding.path)) is not None:
                 marked.setdefault(row, set()).update(finding.ranks)
         details = CallDetails(self.rows, marked)
         for number, step in enumerate((*self._trace.setup, *self._trace.steps)):
@@ -254,11 +252,9 @@ class _CheckCharts:
             found["odd"] = sorted(odd)
         if gradients:
             found["grad"] = _roots(gradients)
-        updates = self._updates(step_view)
-        if updates:
+        if updates := self._updates(step_view):
             found["update"] = updates
-        times = self._times(step_view)
-        if times:
+        if times := self._times(step_view):
             found["ms"] = times
         self.steps.append(found)
         self._scalars.append(_scalars(step_view))
@@ -351,8 +347,7 @@ def _named(call: CallView, prefix: str) -> list[SlotValues]:
 def _whole(values: SlotValues) -> tuple[float | None, Array | None]:
     """Return norm and sketch of the whole value: what the shards add up to, else what the lowest
     rank holds."""
-    combined = values.views[0].combined
-    if combined:
+    if combined := values.views[0].combined:
         sketch = combined[0].sketch
         norm = combined[0].l2
         is_known = norm is not None and np.isfinite(norm)

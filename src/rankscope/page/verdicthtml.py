@@ -47,8 +47,7 @@ def verdict_html(
     the layout file the verdict rests on; `is_live`: the job goes on."""
     word, rest = report.verdict.value, verdict_rest(report, layout, is_live=is_live)
     lines = [f'<p class="verdict {word}"><strong>{word}</strong>{text(rest)}</p>']
-    other = [told for _, is_same, told in report.preflight if is_same is False]
-    if other:
+    if other := [told for _, is_same, told in report.preflight if is_same is False]:
         lines.append(f'<p class="before">Before any number: {text("; ".join(other))}</p>')
     for first in (*report.origins, *report.warnings)[:1]:
         lines.append(_first(first, steps))
@@ -197,8 +196,7 @@ def _facts(trace: Trace) -> Iterator[str]:
     if created := run.get("created"):
         yield text(f"{created[:19].replace('T', ' ')} UTC")
     last = {step.mode: step for step in trace.steps}.values()
-    times = [node.time for step in last for node in step.fresh()]
-    if times:
+    if times := [node.time for step in last for node in step.fresh()]:
         end_s = max(time.start_us + (time.max_us or 0.0) for time in times) / 1e6
         took = f"{end_s:.1f} s" if end_s < 600 else f"{end_s / 60:,.0f} min"
         yield f"{took} from the first traced call to the last"

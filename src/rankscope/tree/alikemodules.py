@@ -66,8 +66,7 @@ class ModuleOutline:
         slots = self._forward.slots if self._forward is not None else ()
         for name in ("returned", "output"):
             named = [slot for slot in slots if slot.slot.split(".")[0] == name]
-            tensors = [slot for slot in named if slot.dtype != _PYTHON]
-            if tensors:
+            if tensors := [slot for slot in named if slot.dtype != _PYTHON]:
                 return tuple(slot for slot in tensors if slot.slot == tensors[0].slot)
         return ()
 

@@ -75,12 +75,11 @@ def _crash(
     last: tuple[Step, Node] | None = None
     for mode in Mode:
         for step in reversed(trace.steps):
-            if step.mode is mode and step.incarnation == incarnation:
-                calls = [node for node in step.nodes if rank in node.ranks]
-                if calls:
-                    node = max(calls, key=_start)
-                    last = (step, node) if last is None or _start(last[1]) < _start(node) else last
-                    break
+            is_own = step.mode is mode and step.incarnation == incarnation
+            if is_own and (calls := [node for node in step.nodes if rank in node.ranks]):
+                node = max(calls, key=_start)
+                last = (step, node) if last is None or _start(last[1]) < _start(node) else last
+                break
     error = None if last is None else _error(last[1], rank)
     if last is None or error is None or ("raised" in state and error not in texts):
         if "raised" not in state:

@@ -17,7 +17,7 @@ from rankscope.errors import TraceError
 from rankscope.record.call import Mode
 from rankscope.record.notes import Note
 from rankscope.record.ranklists import others_text, parse_ranks, ranks_text
-from rankscope.record.streams import EndReason, StreamState
+from rankscope.record.streams import EndReason
 from rankscope.record.timetext import utc_text
 from rankscope.record.torchversions import untested
 from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
@@ -123,17 +123,6 @@ def _differing(streams: Sequence[RankStream]) -> list[dict[str, Any]]:
                 listed = [{"ranks": ranks_text(r), "value": value} for value, r in values.items()]
                 differing.append({"what": what, "name": name, "values": listed})
     return differing
-
-
-def stream_state(stream: RankStream) -> StreamState:
-    """Return what the trace holds of one stream."""
-    return StreamState(
-        stream=stream.stream,
-        committed=stream.committed,
-        received=stream.received,
-        dropped_records=stream.dropped,
-        end=stream.end,
-    )
 
 
 def how_ended(streams: Sequence[RankStream], end: JobEnd) -> dict[str, str] | None:
@@ -324,7 +313,6 @@ def _is_whole(state: Mapping[str, Any]) -> bool:
 
 
 def _state(stream: RankStream, lost: int) -> dict[str, Any]:
-    state = stream_state(stream)
     notes = list(stream.notes)
     if stream.end is not EndReason.RUNNING:
         notes += [
@@ -334,31 +322,32 @@ def _state(stream: RankStream, lost: int) -> dict[str, Any]:
         ]
     if lost:
         notes.append(f"{lost} values name a call or a description that is not there")
+    if stream.end is EndReason.SWITCHED_OFF:
+        notes.append("tracing was switched off on this rank: its errors say why")
+    is_complete = (
+        stream.committed == stream.received
+        and stream.dropped == 0
+        and stream.end in (EndReason.EXIT, EndReason.CLOSED, EndReason.RAISED)
+    )
     kept = {"tensors": list(stream.kept_notes)} if stream.kept_notes else {}
     raised = {"raised": stream.raised} if stream.raised else {}
-    is_off = stream.end is EndReason.SWITCHED_OFF
-    errors = [
-        _note(stream, int(e["text"])) for e in stream.errors if int(e["sequence"]) == NO_SEQUENCE
-    ]
-    """Failures inside rankscope that belong to no call."""
+    of_no_call = stream.errors[stream.errors["sequence"] == NO_SEQUENCE]
+    errors = [_note(stream, int(each["text"])) for each in of_no_call]
     facts = [note.fact for note in errors if note.fact is not None]
     return {
         "rank": stream.stream.rank,
         "incarnation": stream.stream.incarnation,
         "host": str(stream.identity.get("host", "")),
         "origin": origin_text(stream.origin),
-        "committed": state.committed,
-        "received": state.received,
-        "dropped": state.dropped_records,
-        "end": state.end.value,
-        "complete": state.is_complete and not notes,
+        "committed": stream.committed,
+        "received": stream.received,
+        "dropped": stream.dropped,
+        "end": stream.end.value,
+        "complete": is_complete and not notes,
         "gaps": [_gap(gap) for gap in stream.gaps],
         **_full_from(stream),
         "errors": [str(note) for note in errors],
-        "notes": [
-            *notes,
-            *(["tracing was switched off on this rank: its errors say why"] if is_off else []),
-        ],
+        "notes": notes,
         **({"facts": facts} if facts else {}),
         **kept,
         **raised,

@@ -156,8 +156,7 @@ class _NodesText:
                 if those:
                     self._pieces.append(f', "{name}": {encoded(ranks_text(those))}')
         self._member("values", range(*self._entry_folds[entry : entry + 2]), self._fold, pad)
-        combined = slot.combined
-        if combined:
+        if combined := slot.combined:
             self._member("combined", combined, self._combined, pad)
         self._pieces.append("}")
 
@@ -221,8 +220,7 @@ class _NodesText:
 
     def _fold_beginning(self, ranks: tuple[int, ...], tensor: int, bits: int) -> str:
         key = "fold", ranks, tensor, bits
-        known = self._beginnings.get(key)
-        if known is not None:
+        if (known := self._beginnings.get(key)) is not None:
             return str(known)
         facts, flags = self._step.texts.tensor(tensor), flag_words(bits)
         found: Data = {"ranks": self._step.ranks_text(ranks), "shape": list(facts.shape)}

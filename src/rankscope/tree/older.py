@@ -437,8 +437,7 @@ class _Reader:
     ) -> tuple[Ranges, ...] | None:
         """Return what of a whole a rank holds, as its placements say."""
         for each in self._meshes.get(mesh, ()):
-            at = each.coordinate(rank)
-            if at is not None:
+            if (at := each.coordinate(rank)) is not None:
                 by_axis = dict(placements)
                 placed = [parse_placement(by_axis[axis]) for axis in each.axes]
                 return global_ranges(whole, each.shape, at, placed)

@@ -155,8 +155,7 @@ def _unfinished(folder: Path, progress: Progress | None) -> Trace:
         began_ns=tree.began_ns,
         end=job_end([folder]),
     )
-    finished = _finished(folder)
-    if finished is not None:  # whose index is gone
+    if (finished := _finished(folder)) is not None:  # whose index is gone
         return finished
     at_work = is_at_work(folder, document.run)
     entries = [*tree.entries()]

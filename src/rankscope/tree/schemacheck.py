@@ -147,8 +147,7 @@ def _array(schema: Schema) -> Rule:
         if type(value) is not list:
             return _other(value)
         for number, item in enumerate(value):
-            wrong = rule(item)
-            if wrong is not None:
+            if (wrong := rule(item)) is not None:
                 return Wrong(f"/{number}{wrong.place}", wrong.what)
         return None if least <= len(value) <= most else _other(value)
 

@@ -149,8 +149,7 @@ class StepFiles:
                 if path not in sound:
                     map_columns(path, self._world_size, is_checked=True)
                     sound.add(path)
-                head = head_of(entry)
-                if head is not None:
+                if (head := head_of(entry)) is not None:
                     self.step(entry, head, 0)
             except TraceError as error:
                 yield str(error)

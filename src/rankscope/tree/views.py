@@ -730,8 +730,7 @@ class Trace:
                 f"{typed('show', self.path)} --path {path!r}"
             )
         for node in nodes:
-            found = node.value(slot)
-            if found is not None:
+            if (found := node.value(slot)) is not None:
                 return found
         self._refuse_another_phase(path, slot, wanted)
         raise nothing_matched(
