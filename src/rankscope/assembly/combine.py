@@ -144,9 +144,8 @@ class _Shards:
 
     def mean(self, name: str) -> list[float]:
         sums = _exact_sums(self.of_some(name, 0.0) * self.finite)
-        return [
-            part / count if count else math.nan for part, count in zip(sums, self.total.tolist())
-        ]
+        counts = self.total.tolist()
+        return [part / count if count else math.nan for part, count in zip(sums, counts)]
 
     def spread(self, name: str) -> list[float]:
         """Return the standard deviation over all, from those of the pieces and their means."""

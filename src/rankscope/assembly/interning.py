@@ -143,9 +143,8 @@ def build_vocabulary(streams: Sequence[RankStream]) -> Vocabulary:
     """Return the common numbers for the definitions of all streams (lowest rank first)."""
     vocabulary = Vocabulary()
     vocabulary.modules.number(UNKNOWN_MODULE)
-    names = name_roots(
-        [roots_of({**stream.defined("root"), **stream.defined("inside")}) for stream in streams]
-    )
+    defined = ({**each.defined("root"), **each.defined("inside")} for each in streams)
+    names = name_roots([roots_of(each) for each in defined])
     # ranks share the dicts of equal definitions: what was numbered once is known by identity
     seen: dict[object, dict[int, int]] = {}
     # and most ranks have the same under the same numbers as the one before them

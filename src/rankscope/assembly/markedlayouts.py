@@ -234,9 +234,7 @@ class _AxisGroups:
             if (least < greatest).any():
                 numbers = tables.calls["stream"][tables.call[rows]].tolist()
                 own = zip(numbers, hashes.tolist(), has_digest.tolist())
-                found.append(
-                    {self._streams[n].stream.rank: h for n, h, is_known in own if is_known}
-                )
+                found.append({self._streams[n].stream.rank: h for n, h, known in own if known})
         return found
 
 

@@ -342,31 +342,21 @@ def _samples(found: Records) -> tuple[SampleSketches, Counter[str]]:
     Return what was set aside too."""
     positions = found.positions(RecordKind.SAMPLES)
     starts, sizes = found.start[positions], found.size[positions]
-    head = recordformat.SAMPLES_DTYPE.itemsize
-    packed = np.ascontiguousarray(
-        found.cells.take(starts, axis=0)[
-            :, recordformat.HEADER_BYTES : recordformat.HEADER_BYTES + head
-        ]
-    )
+    begin, head = recordformat.HEADER_BYTES, recordformat.SAMPLES_DTYPE.itemsize
+    packed = np.ascontiguousarray(found.cells.take(starts, axis=0)[:, begin : begin + head])
     heads = packed.view(recordformat.SAMPLES_DTYPE).reshape(-1)
     counts = heads["count"].astype(np.int64)
-    fits = (heads["size"] == SKETCH_SIZE) & (
-        head + counts * SKETCH_SIZE * 4 <= sizes * recordformat.PAYLOAD_BYTES
-    )
+    ends = head + counts * SKETCH_SIZE * 4
+    fits = (heads["size"] == SKETCH_SIZE) & (ends <= sizes * recordformat.PAYLOAD_BYTES)
     wrong = Counter({"SAMPLES of another size than they say": int((~fits).sum())})
     heads, starts, sizes, counts = heads[fits], starts[fits], sizes[fits], counts[fits]
     rows = np.empty((int(counts.sum()), SKETCH_SIZE), np.float32)
     firsts = np.cumsum(counts) - counts
     for size, count in {*zip(sizes.tolist(), counts.tolist())}:
         chosen = np.flatnonzero((sizes == size) & (counts == count))
-        body = found.cells.take(starts[chosen, None] + np.arange(size), axis=0)[
-            :, :, recordformat.HEADER_BYTES :
-        ]
-        flat = np.ascontiguousarray(body).reshape(len(chosen), -1)[
-            :, head : head + count * SKETCH_SIZE * 4
-        ]
-        where = firsts[chosen, None] + np.arange(count)
-        rows[where] = (
-            np.ascontiguousarray(flat).view("<f4").reshape(len(chosen), count, SKETCH_SIZE)
-        )
+        cells = found.cells.take(starts[chosen, None] + np.arange(size), axis=0)
+        body = np.ascontiguousarray(cells[:, :, begin:]).reshape(len(chosen), -1)
+        flat = np.ascontiguousarray(body[:, head : head + count * SKETCH_SIZE * 4])
+        numbers = flat.view("<f4").reshape(len(chosen), count, SKETCH_SIZE)
+        rows[firsts[chosen, None] + np.arange(count)] = numbers
     return SampleSketches(heads, rows), +wrong

@@ -202,7 +202,7 @@ class _Ordering:
             run = self._status.run
             self._elsewhere = find_runs(spool_bases(run), run["id"])
 
-    def place(self, *, steps: int, paths: Sequence[str], tensors: Sequence[str] = ()) -> Order:
+    def place(self, *, steps: int, paths: tuple[str, ...], tensors: tuple[str, ...]) -> None:
         """Write an order; ranks and relays look for it by themselves.
 
         Raises:
@@ -210,9 +210,7 @@ class _Ordering:
             FolderBusyError: an order stands already.
             SpoolError: it cannot be written.
         """
-        order = Order(
-            number=time.time_ns(), steps=steps, paths=tuple(paths), tensors=tuple(tensors)
-        )
+        order = Order(number=time.time_ns(), steps=steps, paths=paths, tensors=tensors)
         hosts = {each.host for each in self._status.ranks if each.host}
         if self._is_elsewhere() and (len(hosts) > 1 or not self._elsewhere):
             where = "on several hosts" if len(hosts) > 1 else "on another host"
@@ -222,12 +220,10 @@ class _Ordering:
             )
         self._refuse_second()
         if not self._elsewhere:
-            replicas = own_subfolder(self.folder / REPLICA_FOLDER)
-            put_order(replicas, order)
+            put_order(own_subfolder(self.folder / REPLICA_FOLDER), order)
         for run_folder in self._elsewhere:
             put_order(run_folder, order)
         self._order = order
-        return order
 
     def look(self) -> _Progress:
         order = self._order
@@ -269,8 +265,7 @@ class _Ordering:
     # ---- the order --------------------------------------------------------------------------
 
     def _is_elsewhere(self) -> bool:
-        collector = str(self._status.run["settings"].get("collector", ""))
-        return collector not in ("", SHARED)
+        return str(self._status.run["settings"].get("collector", "")) not in ("", SHARED)
 
     def _places(self) -> list[Path]:
         return self._elsewhere or [self.folder / REPLICA_FOLDER]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -225,10 +226,8 @@ def _matrix_lines(ref: Path, found: Sequence[tuple[Path, Report]], paint: Paint)
     head = ("run", "verdict", "compared", "kind", "ranks", "first")
     rows = [_matrix_row(path, report) for path, report in found]
     widths = [max(map(len, column)) for column in zip(head, *rows)]
-    words = dict.fromkeys(report.verdict for _, report in found)
-    told = ", ".join(
-        f"{sum(report.verdict is word for _, report in found)} {word.value}" for word in words
-    )
+    counts = Counter(report.verdict.value for _, report in found)
+    told = ", ".join(f"{count} {word}" for word, count in counts.items())
     yield f"{counted(len(found), 'run')} held to {ref}: {told}"
     padded = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in (head, *rows)]
     yield paint("dim", "  ".join(padded[0]).rstrip())

@@ -198,9 +198,8 @@ class FoldedTree:
             model = max(row, key=lambda group: (group.kinds == 1, len(group.modules)))
             expanded = [group for group in row if group.kinds == 1][:1]
             for group in row:
-                is_expanded = (
-                    group in expanded and level < self._depth and any(_called(group.first))
-                )
+                is_open = group in expanded and level < self._depth
+                is_expanded = is_open and any(_called(group.first))
                 unlike = None
                 if group is not model and group.kinds == 1:
                     unlike = difference(group.first, model.first)

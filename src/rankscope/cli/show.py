@@ -293,9 +293,8 @@ def _finding_lines(report: Report, paint: Paint) -> Iterator[str]:
     rest = [*slots][_MOST_PLACES:]
     if rest:
         kinds = ", ".join(sorted({kind for *_, kind in rest}))
-        who = shortened(
-            ranks_named({rank for _, ranks, *_ in rest for rank in ranks}), _LONGEST_NAME
-        )
+        their_ranks = {rank for _, ranks, *_ in rest for rank in ranks}
+        who = shortened(ranks_named(their_ranks), _LONGEST_NAME)
         yield f"and in {counted(len(rest), 'more place', 'more places')}  {who}  {kinds}"
     of_place: dict[object, int] = {}
     for origin in report.origins:  # several values of one call have the same victims

@@ -111,9 +111,8 @@ def _listing_lines(trace: Trace, wanted: Wanted) -> Iterator[str]:
         chosen, notes = choose(trace, wanted)
         for line in notes:
             remark(line)
-        listing = list_tensors(
-            trace, ((each.value.node, view) for each in chosen for view in each.value.views)
-        )
+        views = ((each.value.node, view) for each in chosen for view in each.value.views)
+        listing = list_tensors(trace, views)
     else:
         listing = list_tensors(trace)
     if not listing.entries:

@@ -57,9 +57,8 @@ def shown(line: str, *, has_colors: bool = True) -> str:
         return line
     if not has_colors:
         return visible(line)
-    return "".join(
-        part if number % 2 else visible(part) for number, part in enumerate(_COLORS.split(line))
-    )
+    parts = enumerate(_COLORS.split(line))
+    return "".join(part if number % 2 else visible(part) for number, part in parts)
 
 
 def echo(text: str, *, err: bool = False, is_line: bool = True, end: str = "\n") -> None:

@@ -271,9 +271,7 @@ def _worst(statuses: Sequence[RankStatus]) -> list[dict[str, Any]]:
     """Return the ranks that took longest in their last step beside the median, slowest first."""
     compared = [status for status in statuses if status.beside_all is not None]
     compared.sort(key=lambda status: (-(status.beside_all or 0.0), -status.slow_steps))
-    return [
-        {name: getattr(status, name) for name in _OF_WORST} for status in compared[:_MOST_WORST]
-    ]
+    return [{name: getattr(each, name) for name in _OF_WORST} for each in compared[:_MOST_WORST]]
 
 
 def _spread(

@@ -106,9 +106,8 @@ def _lines(trace: Trace, paint: Paint) -> Iterator[str]:
         if not trace.steps:
             yield paint("yellow", "no step was traced")
     else:
-        yield paint(
-            "red", "incomplete" + (": the job may still be running" if trace.is_live else "")
-        )
+        more = ": the job may still be running" if trace.is_live else ""
+        yield paint("red", f"incomplete{more}")
         if not trace.is_live:
             yield from _what_to_add(trace)
 

@@ -300,9 +300,8 @@ def _call_content(step: Step, node: Node) -> bytes:
 
 def _trouble_content(node: Node, status: str, error: str) -> bytes:
     who = "rankscope failed" if status == "error" else status
-    return packets.arguments(
-        f"{who}: {node.path or '(root)'}", "error", {"path": node.path, "error": error}
-    )
+    values: dict[str, packets.Argument] = {"path": node.path, "error": error}
+    return packets.arguments(f"{who}: {node.path or '(root)'}", "error", values)
 
 
 def _results(node: Node, ranks: frozenset[int]) -> dict[int, dict[str, packets.Argument]]:

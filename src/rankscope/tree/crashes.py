@@ -112,10 +112,8 @@ def _error(node: Node, rank: int) -> str | None:
     """Return the text of the exception that left a rank's call, None where none did."""
     if node.has_returned:
         return None
-    raised = (
-        o.error for o in node.outcomes if o.status == CallStatus.RAISED.word and rank in o.ranks
-    )
-    text = next(raised, None)
+    own = (each for each in node.outcomes if rank in each.ranks)
+    text = next((each.error for each in own if each.status == CallStatus.RAISED.word), None)
     return None if text is None else " ".join(text.split())
 
 

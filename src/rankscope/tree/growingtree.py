@@ -248,9 +248,8 @@ class GrowingTree:
                 fields = json.loads(line)
                 if fields["format"] not in (INDEX_FORMAT, _OLDER_FORMAT):
                     raise ValueError(f"format {fields['format']}")
-                check_json(
-                    fields, "older_index" if _is_older(fields) else "index", Path(INDEX_NAME)
-                )
+                kind = "older_index" if _is_older(fields) else "index"
+                check_json(fields, kind, Path(INDEX_NAME))
                 for entry in fields["steps"]:
                     step_name(entry)
                 yield fields

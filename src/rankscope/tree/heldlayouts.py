@@ -29,6 +29,5 @@ def layout_of(facts: TensorFacts, mesh: Mesh | None) -> Layout:
     if mesh is None:
         return Layout(source=source_of(facts))
     placements = placements_of(facts)
-    return Layout(
-        source=source_of(facts), mesh=mesh, placements=tuple(placements[axis] for axis in mesh.axes)
-    )
+    placed = tuple(placements[axis] for axis in mesh.axes)
+    return Layout(source=source_of(facts), mesh=mesh, placements=placed)

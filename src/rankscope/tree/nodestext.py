@@ -61,9 +61,8 @@ class _NodesText:
         self._first = 0
         self._beginnings = step.texts.made
         flags = step["values.flags"]
-        self._has_tensors = bool(
-            step["values.reference"].any() or (flags & int(ValueFlag.NOT_KEPT)).any()
-        )
+        is_lost = (flags & int(ValueFlag.NOT_KEPT)) != 0
+        self._has_tensors = bool(step["values.reference"].any() or is_lost.any())
 
     def close(self) -> None:
         """Hand on what is left."""

@@ -229,9 +229,7 @@ class _Reader:
         self._columns, self._first_value, self._first_sample = rows
         self._items: list[object] = []
         self._numbers: dict[object, int] = {}
-        self._node: dict[str, list[int]] = {
-            name: [] for name in COLUMNS if name.startswith("nodes.")
-        }
+        self._node: dict[str, list[int]] = {n: [] for n in COLUMNS if n.startswith("nodes.")}
         self._call: dict[str, list[Array]] = {}
         self._failure: list[tuple[int, int, int]] = []
         self._value: dict[str, list[Array]] = {"node": [], "slot": [], "tensor": []}

@@ -64,16 +64,9 @@ def nothing_matched(what: str, glob: str, names: Iterable[str]) -> SelectionErro
     known = sorted(set(names))
     plain = glob.replace("*", "").strip(".")
     near = difflib.get_close_matches(plain, known, n=_SHOWN, cutoff=0.5)
-    near += [name for name in known if plain and plain in name and name not in near][
-        : _SHOWN - len(near)
-    ]
-    shown = near or known[:_SHOWN]
-    listed = ", ".join(name or "(root)" for name in shown)
-    kind = (
-        "the nearest are"
-        if near
-        else "there are"
-        if len(known) <= _SHOWN
-        else f"{len(known)} exist, such as"
-    )
+    others = [name for name in known if plain and plain in name and name not in near]
+    near += others[: _SHOWN - len(near)]
+    listed = ", ".join(name or "(root)" for name in near or known[:_SHOWN])
+    kind = "there are" if len(known) <= _SHOWN else f"{len(known)} exist, such as"
+    kind = "the nearest are" if near else kind
     return SelectionError(f"{what} {glob!r} matches nothing in this trace; {kind} {listed}")

@@ -177,9 +177,8 @@ class _FileTexts(Sequence[object]):
             begin, end = self._ends[number : number + 2]
             if not 0 <= begin <= end <= len(self._utf8):
                 raise ValueError(f"text {number} is not in the {len(self._utf8)} bytes of texts")
-            found = self._known[number] = (
-                self._utf8[begin:end].tobytes().decode(errors="surrogatepass")
-            )
+            raw = self._utf8[begin:end].tobytes()
+            found = self._known[number] = raw.decode(errors="surrogatepass")
         return found
 
 

@@ -193,9 +193,8 @@ class Value:
     @property
     def per_rank(self) -> dict[int, Digest | None]:
         """Each rank's numbers, None where a value was not digested."""
-        return dict(
-            sorted({rank: d for view in self.views for rank, d in view.per_rank().items()}.items())
-        )
+        digests = {rank: d for view in self.views for rank, d in view.per_rank().items()}
+        return dict(sorted(digests.items()))
 
     @property
     def samples(self) -> dict[int, Samples]:
@@ -733,9 +732,8 @@ class Trace:
             if (found := node.value(slot)) is not None:
                 return found
         self._refuse_another_phase(path, slot, wanted)
-        raise nothing_matched(
-            f"slot of {path or '(root)'}", slot, (view.slot for view in nodes[0].slots)
-        )
+        slots = (view.slot for view in nodes[0].slots)
+        raise nothing_matched(f"slot of {path or '(root)'}", slot, slots)
 
     def _refuse_another_phase(self, path: str, slot: str, wanted: Phase) -> None:
         """Raise where the slot is in other phases of the path alone; say in which."""
