@@ -69,12 +69,9 @@ class StepRecords:
             table = np.array([numbers.get(group, _NOWHERE) for group in groups], np.int64)
             part = np.append(table[of_call], _NOWHERE)  # the last for what is of no call
             found = {"values": part[of_values[number]], "enters": part[:-1]}
-            rest = (
-                ("exits", stream.exits),
-                ("samples", stream.samples.heads),
-                ("errors", stream.errors),
-            )
-            for name, records in rest:
+            heads = stream.samples.heads
+            others = ("exits", stream.exits), ("samples", heads), ("errors", stream.errors)
+            for name, records in others:
                 found[name] = part[calls[number].find(records["sequence"])]
             self._rows.append({name: _ByPart(each) for name, each in found.items()})
 

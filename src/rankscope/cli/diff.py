@@ -214,10 +214,7 @@ def _bitwise_lines(found: BitwiseReport, paint: Paint) -> Iterator[str]:
 
 
 def _bitwise_json(found: BitwiseReport) -> dict[str, Any]:
-    phases = {
-        phase.word: {"equal": equal, "compared": total}
-        for phase, (equal, total) in found.by_phase.items()
-    }
+    phases = {p.word: {"equal": n, "compared": total} for p, (n, total) in found.by_phase.items()}
     counts = {"equal": found.equal, "equal_before": found.equal_before, "by_phase": phases}
     return {**report_json(found.report), "exact": counts}
 

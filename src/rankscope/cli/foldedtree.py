@@ -92,11 +92,8 @@ class FoldedTree:
         self._columns = columns or _WIDE
         self._longest_name = min(_LONGEST_NAME, self._columns // 2)
         self._ranks = ranks_text(rank["rank"] for rank in trace.run["ranks"])
-        self._running = {
-            rank["rank"]
-            for rank in trace.completeness["ranks"]
-            if rank["end"] == EndReason.RUNNING.value
-        }
+        states = trace.completeness["ranks"]
+        self._running = {r["rank"] for r in states if r["end"] == EndReason.RUNNING.value}
         self._inside: dict[str, _Standing] = {}
         self._own: dict[str, _Standing] = {}
         self._depth = _DEPTH

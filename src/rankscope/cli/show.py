@@ -188,11 +188,8 @@ def _summary_rows(
     if report is not None and step is not None and len(trace.run["ranks"]) > 1:
         for line in _differing_lines(report, paint):
             rows += _rows(line, columns, 2)
-    more = [
-        row
-        for line in _more_lines(trace, report, step, paint, columns, named, is_short=named != place)
-        for row in _rows(line, columns, 4)
-    ]
+    lines = _more_lines(trace, report, step, paint, columns, named, is_short=named != place)
+    more = [row for line in lines for row in _rows(line, columns, 4)]
     if step is not None:
         left = max(ROWS - len(rows) - len(more), _LEAST_OF_TREE)
         rows += _rows(paint("bold", _step_title(trace, step, report)), columns, 1)
@@ -326,10 +323,8 @@ def _tops(paths: Iterable[str]) -> str:
         numbers.setdefault(stem, set()).update(() if at is None else [int(parts[at])])
     if len(numbers) > 1:
         numbers.pop("(root)", None)
-    named = [
-        shortened(f"{stem}.{ranks_text(own)}" if own else stem, _LONGEST_NAME)
-        for stem, own in numbers.items()
-    ]
+    names = (f"{stem}.{ranks_text(own)}" if own else stem for stem, own in numbers.items())
+    named = [shortened(name, _LONGEST_NAME) for name in names]
     return ", ".join([*named[:_MOST_PLACES], *(["..."] if len(named) > _MOST_PLACES else [])])
 
 

@@ -175,11 +175,8 @@ class _Levels:
     def of(self, path: str) -> int:
         if path in self._roots:
             return 0
-        return sum(
-            glob_matches(self._glob, around)
-            for around in _around(path)
-            if around not in self._containers
-        )
+        levels = (around for around in _around(path) if around not in self._containers)
+        return sum(glob_matches(self._glob, around) for around in levels)
 
 
 def _around(path: str) -> Iterator[str]:
@@ -326,11 +323,8 @@ def _slot_lines(
     numbers, is_one = _numbers(slot, view)
     if numbers is not None:
         parts.append(_statistics(numbers, slot.dtype, columns))
-    parts += [
-        paint("red", str(c.note))
-        for c in slot.combined
-        if c.note is not None and c.note.kind is NoteKind.REPLICAS_DIFFER
-    ]
+    notes = (each.note for each in slot.combined if each.note is not None)
+    parts += [paint("red", str(n)) for n in notes if n.kind is NoteKind.REPLICAS_DIFFER]
     if is_one or view.rank is not None:
         yield "  ".join(filter(None, parts))
         return

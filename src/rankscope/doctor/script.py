@@ -159,11 +159,9 @@ def _of_options(question: ScriptQuestion, trouble: str) -> str:
 
 def _run(question: ScriptQuestion, folder: Path, out: Path | None = None) -> _ScriptRun:
     folder.mkdir()
-    kept = {
-        name: text
-        for name, text in os.environ.items()
-        if out is not None or not name.startswith("RANKSCOPE")
-    }
+    kept = dict(os.environ)
+    if out is None:
+        kept = {name: text for name, text in kept.items() if not name.startswith("RANKSCOPE")}
     if question.seed is not None:
         kept.setdefault("PYTHONHASHSEED", "0")
     if out is not None:

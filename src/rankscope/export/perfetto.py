@@ -233,11 +233,8 @@ def _write_step(
     for node in nodes if ranks else ():
         shared, phase = _call_content(step, node), node.phase.word
         results = _results(node, ranks)
-        troubles = {
-            (rank, trouble.status): trouble.error
-            for trouble in _troubles(node)
-            for rank in trouble.ranks
-        }
+        by_rank = ((rank, each) for each in _troubles(node) for rank in each.ranks)
+        troubles = {(rank, each.status): each.error for rank, each in by_rank}
         rows = slice(*node.step.lists.first_call[node.row : node.row + 2])
         own = (node.step[f"calls.{name}"][rows].tolist() for name in names)
         for rank, start, duration, ended in zip(*own):

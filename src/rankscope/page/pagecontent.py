@@ -207,10 +207,7 @@ def _lines(
     for every module that was called."""
     keys = list(dict.fromkeys((step, phase) for step, phase, _ in planes.made()))
     phases = sorted({phase for _, phase in keys})
-    by_phase = {
-        phase: {step: planes.merged(step, phase) for step, own in keys if own is phase}
-        for phase in phases
-    }
+    by_phase = {p: {step: planes.merged(step, p) for step, own in keys if own is p} for p in phases}
     for row, path in enumerate(rows.paths):
         parts = []
         for phase, merged in by_phase.items():

@@ -240,10 +240,8 @@ def asked_steps(streams: Sequence[RankStream]) -> list[dict[str, Any]]:
 
 
 def _asked_of(stream: RankStream) -> list[_AskedSteps]:
-    return [
-        _AskedSteps(*(entry[name] for name in _AskedSteps._fields))
-        for entry in stream.defined("asked").values()
-    ]
+    events = stream.defined("asked").values()
+    return [_AskedSteps(*(each[name] for name in _AskedSteps._fields)) for each in events]
 
 
 def _lacking(stream: RankStream, event: _AskedSteps) -> list[tuple[str, str]]:

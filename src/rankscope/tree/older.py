@@ -242,10 +242,8 @@ class _Reader:
         columns: dict[str, Array] = {
             name: np.array(listed, COLUMNS[name].dtype) for name, listed in self._node.items()
         }
-        columns |= {
-            name: np.concatenate(parts).astype(COLUMNS[name].dtype)
-            for name, parts in self._call.items()
-        }
+        for name, parts in self._call.items():
+            columns[name] = np.concatenate(parts).astype(COLUMNS[name].dtype)
         failures = np.array(self._failure, np.int64).reshape(-1, 3)
         for place, name in enumerate(("node", "rank", "text")):
             columns[f"failures.{name}"] = failures[:, place]

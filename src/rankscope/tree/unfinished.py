@@ -86,8 +86,5 @@ def begin_in(run_folders: Iterable[Path], ranks: Iterable[Mapping[str, Any]]) ->
             ):
                 if not reader.lowest():
                     held[stream.rank, origin_text(reader.origin())] = reader.committed()
-    return all(
-        held.get((rank["rank"], rank["origin"]), 0) >= rank["received"]
-        for rank in ranks
-        if rank["received"]
-    )
+    in_trace = ((r["rank"], r["origin"], r["received"]) for r in ranks if r["received"])
+    return all(held.get((rank, origin), 0) >= count for rank, origin, count in in_trace)

@@ -336,11 +336,9 @@ class Node:
         for rank, *issued in zip(self.ranks, kinds.tolist(), numbers.tolist()):
             if issued[0] >= 0:
                 found.setdefault((issued[0], issued[1]), []).append(rank)
+        texts = self.step.texts
         return tuple(
-            (
-                self.step.ranks_text(tuple(ranks)),
-                {**self.step.texts.collective(kind), "sequence": number},
-            )
+            (self.step.ranks_text(tuple(ranks)), {**texts.collective(kind), "sequence": number})
             for (kind, number), ranks in found.items()
         )
 
@@ -454,13 +452,9 @@ class Step:
         head = self.head = source.heads[group]
         self.is_setup, self.mode = head.is_setup, head.mode
         self.step, self.incarnation = head.step, head.incarnation
-        self.notes = tuple(
-            RanksNote(
-                parse_ranks(each["ranks"], where.world_size),
-                Note.read(each["note"], each.get("fact")),
-            )
-            for each in head.notes
-        )
+        ranks = (parse_ranks(each["ranks"], where.world_size) for each in head.notes)
+        notes = (Note.read(each["note"], each.get("fact")) for each in head.notes)
+        self.notes = tuple(map(RanksNote, ranks, notes))
 
     def columns(self) -> StepColumns:
         """Return its columns, read anew: nothing here keeps them."""
@@ -613,22 +607,15 @@ class Trace:
     @property
     def default_mode(self) -> Mode:
         """Train, or eval where there is no train step."""
-        return (
-            Mode.TRAIN
-            if any(s.mode is Mode.TRAIN for s in self.steps) or not self.steps
-            else Mode.EVAL
-        )
+        has_train = not self.steps or any(step.mode is Mode.TRAIN for step in self.steps)
+        return Mode.TRAIN if has_train else Mode.EVAL
 
     @property
     def happened(self) -> list[str]:
         """Why the trace of a black box was made: `train step 8: black box: rank 1 raised`."""
-        found = (
-            f"{step.head.words}: {noted.note}"
-            for step in self.steps
-            for noted in step.notes
-            if str(noted.note).startswith(BLACK_BOX)
-        )
-        return list(dict.fromkeys(found))
+        notes = ((step.head.words, str(each.note)) for step in self.steps for each in step.notes)
+        told = (f"{words}: {note}" for words, note in notes if note.startswith(BLACK_BOX))
+        return list(dict.fromkeys(told))
 
     def close(self) -> None:
         """Let go of its files: each is unmapped with the last view of it. Nothing is read of the
