@@ -114,5 +114,4 @@ def left_out_lines(report: Report, words: str) -> Iterator[str]:
     """Yield why values were not compared, and what else must be known."""
     for skipped in report.skipped:
         yield f"{words}: {counted(skipped.count, 'value')}: {skipped.reason}"
-    for note in report.notes:
-        yield f"note: {note}"
+    yield from (f"note: {note}" for note in report.notes)

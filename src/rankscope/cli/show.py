@@ -233,8 +233,7 @@ def _job_lines(trace: Trace, paint: Paint, place: str) -> Iterator[str]:
     if trace.steps:
         count = len({(step.mode, step.step) for step in trace.steps})
         yield f"{counted(count, 'step')}: {steps_named(trace.steps)}"
-    for told in trace.happened[:2]:
-        yield paint("yellow", visible(told))
+    yield from (paint("yellow", visible(told)) for told in trace.happened[:2])
     lacking = [r for r in trace.completeness["ranks"] if not r["complete"]]
     if lacking and not trace.is_live and not trace.is_complete:
         who = ranks_named(rank["rank"] for rank in lacking)

@@ -226,8 +226,7 @@ def _job(found: Mapping[str, Any], paint: Paint) -> Iterator[str]:
     for words, name in (("loss", "loss"), ("gradient norm", "grad_norm")):
         if found[name] is not None:
             yield _spread(words, found[name])
-    for stall in found["stalls"]:
-        yield paint("yellow", stall)
+    yield from (paint("yellow", stall) for stall in found["stalls"])
 
 
 def _spread(name: str, found: Mapping[str, Any]) -> str:

@@ -247,8 +247,7 @@ def coverage_lines(report: Report) -> Iterator[str]:
         yield "<p>Why values were not held to others:</p>"
     for skipped in report.skipped:
         yield _bar(skipped.reason, skipped.count, report.recorded, "not-judged")
-    for note in report.notes:
-        yield f"<p>{text(note)}</p>"
+    yield from (f"<p>{text(note)}</p>" for note in report.notes)
 
 
 def _bar(label: str, count: int, whole: int, kind: str) -> str:
