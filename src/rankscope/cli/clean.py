@@ -123,15 +123,13 @@ def _runs(base: Path, limit_s: float, live: set[Path]) -> Iterator[_Remains]:
 
 
 def _traces(folder: Path, limit_s: float, live: Collection[Path]) -> Iterator[_Remains]:
-    """Yield the old traces in a folder."""
     for trace, age_s in _own_folders(folder):
         begin, what = b"", "a trace"
         if (trace / names.TRACE_NAME).is_file():
             with (trace / names.TRACE_NAME).open("rb") as file:
                 begin = file.read(100)
         elif any((trace / names.REPLICA_FOLDER).glob(f"*{names.CELLS_SUFFIX}")):
-            told = recovering(trace, out=trace)
-            what = f"records that are in no finished trace: {told}"
+            what = f"records that are in no finished trace: {recovering(trace, out=trace)}"
         if age_s < limit_s or (what == "a trace" and b'"rankscope.trace/' not in begin):
             continue
         others = {path.name for path in trace.iterdir()} - _OF_A_TRACE

@@ -80,24 +80,3 @@ class ProcessGroup:
     """Global ranks, in group order."""
     backend: str
     description: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamState:
-    """What a trace holds of one rank's spool."""
-
-    stream: StreamId
-    committed: int | None
-    """Bytes the rank committed, None where the spool itself was not reachable."""
-    received: int
-    dropped_records: int
-    end: EndReason
-
-    @property
-    def is_complete(self) -> bool:
-        """True where every committed byte arrived, nothing was dropped and the end is known."""
-        return (
-            self.committed == self.received
-            and self.dropped_records == 0
-            and self.end in (EndReason.EXIT, EndReason.CLOSED, EndReason.RAISED)
-        )
