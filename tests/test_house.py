@@ -29,17 +29,18 @@ ROOMS = {
     "capture": {"errors", "layout", "record", "run"},
     "agent": {
         *("errors", "globs", "layout", "record", "settings", "run"),
-        *("spool", "chunks", "capture"),
+        *("spool", "chunks", "capture", "words"),
     },
     "assembly": {"errors", "layout", "record", "run", "spool", "chunks"},
     "tree": {"errors", "globs", "layout", "record", "run", "spool", "chunks", "assembly"},
+    "words": {"record", "run", "tree"},
     "tensors": {"errors", "globs", "layout", "record", "run", "chunks", "tree"},
     "diagnosis": {"errors", "globs", "layout", "record", "run", "assembly", "tree", "tensors"},
-    "page": {"errors", "globs", "layout", "record", "run", "tree", "diagnosis"},
+    "page": {"errors", "globs", "layout", "record", "run", "tree", "diagnosis", "words"},
     "export": {"errors", "globs", "layout", "record", "run", "tree"},
     "companion": {
         *("errors", "record", "settings", "run", "spool", "chunks", "assembly", "tree"),
-        *("diagnosis", "export"),
+        *("diagnosis", "export", "words"),
     },
     "doctor": {"errors", "record", "settings", "run", "companion", "agent", "capture", "tree"},
     "block": {
@@ -52,15 +53,15 @@ ROOMS = {
     },
     "cli": {
         *("errors", "globs", "layout", "record", "settings", "run", "companion", "assembly"),
-        *("tree", "tensors", "diagnosis", "export", "doctor", "page", "compat"),
+        *("tree", "tensors", "diagnosis", "export", "doctor", "page", "compat", "words"),
     },
-    "testing": {"errors", "record", "tree", "diagnosis"},
+    "testing": {"errors", "record", "tree", "diagnosis", "words"},
     "replaying": {
         *("errors", "layout", "record", "capture", "agent", "tree", "tensors", "diagnosis"),
     },
     "tracing": {"errors", "settings", "agent", "block", "tree", "tensors"},
-    "report": {"errors", "layout", "record", "tree", "diagnosis", "page"},
-    "integrations": {"record", "agent", "diagnosis", "tracing"},
+    "report": {"errors", "layout", "record", "tree", "diagnosis", "page", "words"},
+    "integrations": {"record", "agent", "diagnosis", "tracing", "words"},
     "__init__": {"tracing", "tree", "diagnosis", "replaying"},
     "__main__": {"cli"},
 }

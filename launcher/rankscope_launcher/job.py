@@ -39,7 +39,6 @@ from rankscope.run.filenames import (
     REPLICA_FOLDER,
     TRACE_NAME,
 )
-from rankscope.run.findingnotices import JobNotices
 from rankscope.run.folders import (
     FolderLock,
     is_held,
@@ -52,8 +51,8 @@ from rankscope.run.jobend import note_job_end
 from rankscope.run.outfolder import remove_empty
 from rankscope.run.prepare import Collection, PreparedRun, RunRequest, prepare_run
 from rankscope.run.progressline import progress, say
-from rankscope.run.verdictline import verdict_line
 from rankscope.settings import Settings
+from rankscope.words.joblines import JobNotices, job_verdict
 from rankscope_launcher.companions import Companion
 from rankscope_launcher.ending import HostPart, failure_line, shown
 from rankscope_launcher.untraced import Reached, reached_by_processes, why_nothing
@@ -176,9 +175,7 @@ class TracedJob:
                 most_s = self._settings.finish_seconds
                 with progress() as show:
                     tick = functools.partial(show, "judging the trace", None)
-                    self._verdict = verdict_line(
-                        part.out, shown(part.out), most_s, is_hurried, tick
-                    )
+                    self._verdict = job_verdict(part.out, shown(part.out), most_s, is_hurried, tick)
             return line
 
     def _wait(self, companion: Companion, is_hurried: Callable[[], bool]) -> None:

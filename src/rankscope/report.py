@@ -20,15 +20,13 @@ from typing import Any, Final
 from rankscope.errors import TrackerError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.finding import Report
-from rankscope.record.visibletext import visible
 from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.views import Trace
+from rankscope.words.reports import tracker_fields
 
 __all__ = ["fragment", "to", "write"]
 
 _PAGE_NAME: Final = "rankscope-report"
-_LONGEST: Final = 2_000
-"""Characters of a text that a tracker is handed; MLflow takes no more than 5,000 in a tag."""
 
 
 def write(
@@ -80,7 +78,7 @@ def to(
     with opened_trace(trace) as found, tempfile.TemporaryDirectory(prefix="rankscope-") as folder:
         name = _PAGE_NAME if step is None else f"{_PAGE_NAME}-step{step}"
         page, report = _written(found, Path(folder) / f"{name}.html", layout)
-        send(_facts(found, report), page, step)
+        send(tracker_fields(report, str(found.path.absolute())), page, step)
     return report
 
 
@@ -105,23 +103,6 @@ def _written(trace: Trace, out: Path, layout: str | Path | None) -> tuple[Path, 
     layouts = None if layout is None else LayoutFile.load(Path(layout))
     content, report = check_page(trace, layouts)
     return write_file(content, out), report
-
-
-def _facts(trace: Trace, report: Report) -> dict[str, str | int | float]:
-    """Return what a tracker is told, by name."""
-    from rankscope.diagnosis.verdictwords import verdict_rest, where_line
-
-    facts: dict[str, str | int | float] = {
-        "verdict": report.verdict.value,
-        "summary": visible(f"{report.verdict.value}{verdict_rest(report)}")[:_LONGEST],
-        "findings": len(report.findings),
-        "coverage": round(report.coverage, 4),
-        "trace": visible(str(trace.path.absolute())),
-    }
-    for first in report.origins[:1]:
-        facts["first_finding"] = visible(first.message)[:_LONGEST]
-        facts["first_where"] = visible(where_line(first))[:_LONGEST]
-    return facts
 
 
 # ------------------------------------------------------------------------------------- trackers

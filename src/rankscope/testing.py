@@ -16,12 +16,11 @@ from pathlib import Path
 
 from rankscope.diagnosis.comparison.diff import diff
 from rankscope.errors import FolderError, TraceError
-from rankscope.record.finding import Report, Verdict
+from rankscope.record.finding import Verdict
 from rankscope.tree.reader import TraceLike, opened_trace
+from rankscope.words.reports import assertion_lines
 
 __all__ = ["assert_same", "save_golden"]
-
-_MOST = 5
 
 
 def assert_same(ref: TraceLike, test: TraceLike, *, paths: Sequence[str] = ()) -> None:
@@ -40,7 +39,7 @@ def assert_same(ref: TraceLike, test: TraceLike, *, paths: Sequence[str] = ()) -
     """
     report = diff(ref, test, paths=paths)
     if report.verdict is not Verdict.CLEAN:
-        raise AssertionError("\n".join(_lines(report)))
+        raise AssertionError("\n".join(assertion_lines(report)))
 
 
 def save_golden(
@@ -70,13 +69,3 @@ def save_golden(
             return write_golden(found, Path(file), has_samples=has_samples)
         except OSError as error:
             raise FolderError(f"{file}: cannot be written: {error.strerror}") from error
-
-
-def _lines(report: Report) -> list[str]:
-    judged = f"{report.compared} of {report.recorded} values compared"
-    lines = [f"{report.verdict.value}: {report.lacks or judged}"]
-    other = (text for _, is_same, text in report.preflight if is_same is False)
-    lines += [f"before any number: {text}" for text in other]
-    for finding in report.origins[:_MOST]:
-        lines.append(f"{finding.kind.value}: {finding.message} ({finding.victims} values follow)")
-    return lines

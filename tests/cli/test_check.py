@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from pathlib import Path
@@ -10,12 +9,11 @@ from pathlib import Path
 import pytest
 
 import rankscope as package
-from rankscope.cli.checktext import report_lines
-from rankscope.cli.terminal import Paint
 from rankscope.record.finding import Kind, Verdict
 from rankscope.record.notes import Note, NoteKind
 from rankscope.record.phases import Phase
 from rankscope.tree.build import build
+from rankscope.words.reports import report_lines
 from tests.cli.test_commands import rankscope
 from tests.diagnosis.paper import PAIR, event, module, numbers, setup
 from tests.tree.ranks_on_paper import PaperRank
@@ -285,7 +283,7 @@ def test_findings_of_one_event_are_folded(tmp_path: Path):
         rank.ship(tmp_path / "trace")
     build(tmp_path / "trace")
     trace = package.open_trace(tmp_path / "trace")
-    lines = [*report_lines(trace, package.check(trace), Paint(io.StringIO()))]
+    lines = [*report_lines(package.check(trace), [])]
     assert "  ... and 4 more of that kind in that step (--all)" in lines
     assert lines[0] == "fault: replica-mismatch, 9 origins (9 of 9 values judged)"
 

@@ -139,7 +139,7 @@ def test_where_a_rank_is_missing_top_check_and_the_page_say_the_same(launch: Sta
     screen = rankscope("top", job.out, "--once", "--ranks", "0,2").stdout
     assert "waits in all_reduce of ranks 0-3 for rank 1" in screen and "hang" in screen
     (finding,) = found["check"]["findings"]
-    place = f"train step 3, {ranks_named(finding['ranks'])}, {finding['phase']} of "
+    place = f"{finding['path']} {finding['slot']} {ranks_named(finding['ranks'])}, "
     narrow = Terminal("top", job.out, "--ranks", "0,2")
     try:
         narrow.read("hang: ")
@@ -147,7 +147,7 @@ def test_where_a_rank_is_missing_top_check_and_the_page_say_the_same(launch: Sta
     finally:
         narrow.close()
     plain = re.sub("\x1b\\[[0-9;?]*[A-Za-z]", "", narrow.text)
-    assert f"{place}{finding['path']}" in " ".join(plain.split())
+    assert f"{place}{finding['phase']} of train step 3" in " ".join(plain.split())
     (job.meeting / "go").touch()
     (job.meeting / "leave").touch()
     assert job.wait() == 0, job.logs
@@ -307,7 +307,8 @@ def test_the_screen_says_what_the_live_check_told_and_starts_no_process(
     notice = {"found": found, "notice": "some steps are not judged: they are too large"}
     finding = {"found": found, "kind": "replica-mismatch", "message": "they differ"}
     finding |= {"mode": "train", "step": 3, "phase": "forward", "path": "layers.0"}
-    finding |= {"slot": "output", "ranks": [1]}
+    finding |= {"slot": "output", "ranks": [1], "micro_batch": None, "origin": True}
+    finding |= {"severity": "fault", "victims": 0, "evidence": {}, "advice": ""}
     screen = Terminal("top", job.out)
     try:
         screen.read("check: the live check is off for this job")
@@ -317,7 +318,7 @@ def test_the_screen_says_what_the_live_check_told_and_starts_no_process(
         with told.open("a") as file:
             file.write(json.dumps(finding) + "\n{torn")
         screen.read("check \\(3h ago\\): replica-mismatch: they differ")
-        screen.read("train step 3, rank 1, forward of layers.0:output")
+        screen.read("layers.0  output  rank 1, forward of train step 3")
         assert children(screen.process.pid) == []
     finally:
         screen.close()

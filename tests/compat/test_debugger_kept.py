@@ -166,8 +166,8 @@ def test_without_room_it_says_so_and_goes_on(tmp_path: Path) -> None:
     assert rank.told == [
         "tensors are not kept: the disk budget is used up (--rs-tensor-budget)",
         "tensors are not kept: the spool is full (--rs-spool-bytes)",
-        "1 tensors (0.0 MB) were not kept: the disk budget is used up (--rs-tensor-budget)",
-        "1 tensors (0.0 MB) were not kept: the spool is full (--rs-spool-bytes)",
+        "1 tensor (0.0 MB) was not kept: the disk budget is used up (--rs-tensor-budget)",
+        "1 tensor (0.0 MB) was not kept: the spool is full (--rs-spool-bytes)",
         "tensors are not kept: the trace is closed",
     ]
     rank.store.close()

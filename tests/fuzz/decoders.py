@@ -46,7 +46,6 @@ from rankscope.run.filenames import (
     STEPS_FOLDER,
     TRACE_NAME,
 )
-from rankscope.run.findingnotices import told_in
 from rankscope.run.folders import RUN_NAME, RunHeader, read_run_header, write_run_header
 from rankscope.run.orders import Order, seen_by
 from rankscope.run.stallrecords import stalls_in
@@ -62,6 +61,7 @@ from rankscope.tree.growingtree import GrowingTree
 from rankscope.tree.reader import open_trace
 from rankscope.tree.treewriter import write_trace
 from rankscope.tree.views import Trace
+from rankscope.words.joblines import told_in
 from tests.companion.test_protocol import MESSAGES
 from tests.fuzz import samples
 from tests.fuzz.mutations import gentle, nested, raw, sealed

@@ -31,10 +31,10 @@ from typing import Any
 
 from rankscope.diagnosis.check import check
 from rankscope.diagnosis.comparison.diff import diff
-from rankscope.diagnosis.finalreport import report_json
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.tree.build import recover
 from rankscope.tree.reader import open_trace
+from rankscope.words.reportdata import report_json
 from tests.archives import pack, unpack
 
 __all__ = [

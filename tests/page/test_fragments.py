@@ -72,7 +72,13 @@ def test_a_trace_shows_verdict_first_finding_ranks_and_steps(tmp_path: Path):
     seen = safe(trace._repr_html_())
     for words in (
         *("fault", "nonfinite-origin, 1 origin", "middle:output", "its inputs were finite"),
-        *("forward of train step 0", "1 rank on 1 host", "complete", "all here", "2 train steps"),
+        *(
+            "forward of train step 0",
+            "1 rank on 1 host",
+            "complete",
+            "closed by the program",
+            "2 steps: train 0-1",
+        ),
     ):
         assert words in seen.text, words
 
@@ -112,7 +118,8 @@ def test_ranks_that_are_not_complete_stand_apart(tmp_path: Path):
     alike = [{**one, "rank": rank} for rank in (0, 2, 3)]
     trace.completeness = {"complete": False, "missing": "4-5", "ranks": [*alike, lost]}
     text = " ".join(safe(trace._repr_html_()).text.split())
-    assert "0,2-3" in text and "64 bytes missing" in text and "4-5 nothing arrived" in text
+    assert "ranks 0,2-3 closed by the program" in text and "rank 1 lost" in text
+    assert "incomplete" in text and "ranks 4-5 nothing came from them" in text
 
 
 @pytest.mark.skipif(

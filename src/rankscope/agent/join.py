@@ -36,11 +36,11 @@ from rankscope.run.outfolder import QUIET, announced, recovering, typed
 from rankscope.run.ownership import own_subfolder
 from rankscope.run.prepare import Collection
 from rankscope.run.processes import started_at
-from rankscope.run.verdictline import verdict_line
 from rankscope.settings import SETTINGS, Settings, settings_from
 from rankscope.spool.recordformat import FORMAT_VERSION
 from rankscope.spool.ringwriter import RingWriter
 from rankscope.spool.writer import SpoolWriter
+from rankscope.words.joblines import job_verdict
 
 RUN_FOLDER_VARIABLE = "RANKSCOPE_RUN_FOLDER"
 """Set by a launcher that has prepared the run folder and started the companion itself."""
@@ -96,7 +96,7 @@ class Joined(Opened):
             time.sleep(_POLL_S)
         say(announced(self.out))
         if sys.stderr is not None and sys.stderr.isatty():
-            verdict = verdict_line(self.out, str(self.out), self.finish_seconds)
+            verdict = job_verdict(self.out, str(self.out), self.finish_seconds)
             if verdict:
                 say(verdict)
         return True

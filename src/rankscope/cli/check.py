@@ -15,12 +15,12 @@ from rankscope.cli.arguments import (
     TraceArgument,
     part_of,
 )
-from rankscope.cli.checktext import coverage_line, report_lines
 from rankscope.cli.terminal import Paint, echo, echo_fitted, opened, progress, remark
 from rankscope.diagnosis.check import check
-from rankscope.diagnosis.finalreport import report_json
-from rankscope.diagnosis.verdictwords import layout_named
 from rankscope.record.finding import Verdict
+from rankscope.tree.summary import extent
+from rankscope.words.reportdata import report_json
+from rankscope.words.reports import coverage_line, report_lines
 
 EXIT_FINDING = 1
 
@@ -35,16 +35,15 @@ def command(
     """Say which module, on which rank, went wrong first; exit 1 where something did."""
     required = part_of(require_coverage)
     found = opened(trace)
-    given = layout_named(found.run, layout)
     with progress() as say:
         report = check(found, layout, progress=say)
     if as_json:
         echo(json.dumps(report_json(report)))
     else:
-        paint = Paint(sys.stdout)
-        echo_fitted(report_lines(found, report, paint, is_all=is_all, layout=given))
+        about = [f"{found.path}  {extent(found.run)}, {found.state}"]
+        echo_fitted(report_lines(report, about, Paint(sys.stdout), is_all=is_all))
     if report.verdict is not Verdict.CLEAN:
         raise typer.Exit(EXIT_FINDING)
     if report.coverage < required:
-        remark(coverage_line(report, required, given))
+        remark(coverage_line(report, required))
         raise typer.Exit(EXIT_COVERAGE)

@@ -22,12 +22,12 @@ from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.address import check_address, is_tcp
 from rankscope.run.companions import dataset_trouble, metrics_trouble
 from rankscope.run.filenames import COLLECTOR_LOG_NAME, TRACE_NAME
-from rankscope.run.findingnotices import JobNotices
 from rankscope.run.folders import SHARED, RunHeader, write_run_header
 from rankscope.run.keyfile import read_keys
 from rankscope.run.outfolder import QUIET, announced, default_out, free_out, prepare_out, recovering
 from rankscope.settings import settings_from
 from rankscope.tree.reader import open_trace
+from rankscope.words.joblines import JobNotices
 
 EXIT_INCOMPLETE = 1
 

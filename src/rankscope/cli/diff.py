@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,28 +12,20 @@ from typing import Annotated, Any
 import typer
 
 from rankscope.cli.arguments import EXIT_COVERAGE, CoverageOption, LayoutOption, part_of
-from rankscope.cli.checktext import (
-    STYLES,
-    first_lines,
-    left_out_lines,
-    listed_findings,
-    painted_verdict,
-)
 from rankscope.cli.terminal import Paint, echo, echo_fitted, opened, progress, remark
 from rankscope.compat.debugger.treefiles import trees_in
 from rankscope.diagnosis.comparison.alignment import PathMap
 from rankscope.diagnosis.comparison.bitwise import BitwiseReport, diff_bitwise
 from rankscope.diagnosis.comparison.diff import diff
-from rankscope.diagnosis.finalreport import report_json
-from rankscope.diagnosis.verdictwords import where_line
 from rankscope.errors import FolderError, SettingError
 from rankscope.page.diffpage import diff_page
 from rankscope.page.pagefile import write_file
 from rankscope.record.finding import Report, Verdict
-from rankscope.record.ranklists import ranks_text
 from rankscope.run.outfolder import typed
 from rankscope.tree.summary import counted, extent
 from rankscope.tree.views import Trace
+from rankscope.words.reportdata import report_json
+from rankscope.words.reports import STYLES, coverage_line, matrix_lines, report_lines, where_line
 
 EXIT_FINDING = 1
 _MOST_REASONS = 3
@@ -122,14 +113,16 @@ def command(
             else:
                 content, report = diff_page(reference, test, compare)
                 write_file(content, html)
-        lines = _difference_lines(reference, test, report, paint, is_all=is_all)
+        about = [f"{name:<5} {side.path}  {extent(side.run)}, {side.state}" for name, side in
+                 (("REF", reference), ("TEST", test))]  # fmt: skip
+        lines = report_lines(report, about, paint, is_all=is_all)
         return report, lines, report_json(report)
 
     found = [compared(test) for test in runs]
     reports = [report for report, _, _ in found]
     lines = found[0][1]
     if is_matrix:
-        lines = _matrix_lines(ref, [*zip(tests, reports)], paint)
+        lines = matrix_lines(str(ref), [*zip(map(str, tests), reports)], paint)
     if as_json:
         named = [{"run": str(test), **data} for test, (_, _, data) in zip(tests, found)]
         echo(json.dumps(named if is_matrix else found[0][2]))
@@ -139,12 +132,7 @@ def command(
         raise typer.Exit(EXIT_FINDING)
     report = min(reports, key=lambda each: each.coverage)
     if report.coverage < required:
-        told = (
-            f"{report.compared:,} of {report.recorded:,} values were compared "
-            f"({report.coverage:.1%}), --require-coverage asks for {required:.1%}: trace both runs "
-            f"with the same options, and say with --map and --layout what their names do not"
-        )
-        remark(told)
+        remark(coverage_line(report, required))
         raise typer.Exit(EXIT_COVERAGE)
 
 
@@ -168,33 +156,11 @@ def _opened(paths: Sequence[Path], *, takes_printed: bool) -> list[Trace]:
         return [trace_of_files(path, say, takes_printed=takes_printed) for path in paths]
 
 
-def _difference_lines(
-    ref: Trace, test: Trace, report: Report, paint: Paint, *, is_all: bool = False
-) -> Iterator[str]:
-    """Yield the lines of a report: the first five are the answer."""
-    yield painted_verdict(report, paint)
-    by_answer: dict[bool | None, list[str]] = {False: [], None: [], True: []}
-    for _, is_same, text in report.preflight:
-        by_answer[is_same].append(text)
-    other, same = by_answer[False], by_answer[True]
-    if other:
-        yield f"  before any number: {paint('bold', '; '.join(other))}"
-    elif same:
-        yield f"  before any number: {'; '.join(same)}"
-    yield from first_lines(report, paint)
-    yield paint("dim", f"REF   {ref.path}  {extent(ref.run)}, {ref.state}")
-    yield paint("dim", f"TEST  {test.path}  {extent(test.run)}, {test.state}")
-    yield from listed_findings(report, is_all=is_all, paint=paint)
-    yield ""
-    yield from (f"the same: {text}" for text in same if other)
-    yield from (f"not told: {text}" for text in by_answer[None])
-    yield from left_out_lines(report, "not compared")
-
-
 def _bitwise_lines(found: BitwiseReport, paint: Paint) -> Iterator[str]:
     report, first = found.report, found.first
     start = paint(STYLES[report.verdict], report.verdict.value)
-    equal = f"{found.equal:,} of {counted(report.compared, 'value')} are bitwise equal"
+    compared = counted(report.compared, "value is", "values are")
+    equal = f"{found.equal:,} of {compared} bitwise equal"
     yield f"{start}: {f'{report.lacks}; ' if report.lacks else ''}{equal}"
     if first is None:
         yield "  first: none differs"
@@ -217,30 +183,3 @@ def _bitwise_json(found: BitwiseReport) -> dict[str, Any]:
     phases = {p.word: {"equal": n, "compared": total} for p, (n, total) in found.by_phase.items()}
     counts = {"equal": found.equal, "equal_before": found.equal_before, "by_phase": phases}
     return {**report_json(found.report), "exact": counts}
-
-
-def _matrix_lines(ref: Path, found: Sequence[tuple[Path, Report]], paint: Paint) -> Iterator[str]:
-    head = ("run", "verdict", "compared", "kind", "ranks", "first")
-    rows = [_matrix_row(path, report) for path, report in found]
-    widths = [max(map(len, column)) for column in zip(head, *rows)]
-    counts = Counter(report.verdict.value for _, report in found)
-    told = ", ".join(f"{count} {word}" for word, count in counts.items())
-    yield f"{counted(len(found), 'run')} held to {ref}: {told}"
-    padded = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in (head, *rows)]
-    yield paint("dim", "  ".join(padded[0]).rstrip())
-    for row, (_, report) in zip(padded[1:], found):
-        row[1] = paint(STYLES[report.verdict], row[1])
-        yield "  ".join(row).rstrip()
-
-
-def _matrix_row(path: Path, report: Report) -> tuple[str, ...]:
-    run = (str(path), report.verdict.value, f"{report.compared:,} of {report.recorded:,}")
-    if not report.origins:
-        why = report.lacks or ("-" if report.verdict is Verdict.CLEAN else "records are missing")
-        return (*run, "-", "-", why)
-    first = report.origins[0]
-    place = f"{first.path or '(root)'}{f':{first.slot}' if first.slot else ''}"
-    when = f"{first.phase.word} of {first.mode.word} step {first.step}"
-    more = len(report.origins) - 1
-    others = f" and {counted(more, 'more origin')}" if more else ""
-    return (*run, first.kind.value, ranks_text(first.ranks), f"{place}, {when}{others}")

@@ -14,6 +14,7 @@ from rankscope.cli.terminal import echo, opened, say_unread
 from rankscope.diagnosis.layoutproposal import LayoutProposal, propose_layout
 from rankscope.errors import LayoutError
 from rankscope.run.replacing import new_file
+from rankscope.tree.summary import counted
 
 
 def command(
@@ -52,7 +53,9 @@ def proposal_lines(proposal: LayoutProposal, source: str) -> Iterator[str]:
     if proposal.lacks:
         yield f"# The trace does not show a whole run ({proposal.lacks}): what it lacks may speak"
         yield "# against lines of this file. Better propose one from a run that went well."
-    yield f"# {proposal.undecided} slots are left out: nothing shows how they lie."
+    lie = "it lies" if proposal.undecided == 1 else "they lie"
+    left = counted(proposal.undecided, "slot is", "slots are")
+    yield f"# {left} left out: nothing shows how {lie}."
     yield from (f"# {reason}" for reason in proposal.axis_reasons)
     listed = ",".join(f"{axis}={size}" for axis, size in proposal.axes.items())
     yield f"axes = {json.dumps(listed)}"

@@ -13,7 +13,6 @@ from typing import Annotated
 import typer
 
 from rankscope.cli.arguments import TraceArgument
-from rankscope.cli.checktext import painted_verdict
 from rankscope.cli.foldedtree import FoldedTree, shortened
 from rankscope.cli.terminal import (
     Paint,
@@ -33,7 +32,6 @@ from rankscope.cli.treetext import (
     group_name,
     header_lines,
     parse_columns,
-    steps_named,
     tree_lines,
 )
 from rankscope.diagnosis.check import check
@@ -54,7 +52,8 @@ from rankscope.run.filepieces import bytes_on_disk
 from rankscope.tree.alikemodules import is_number, module_outlines
 from rankscope.tree.selection import parse_mode, parse_phase, parse_ranges
 from rankscope.tree.summary import counted
-from rankscope.tree.views import Step, Trace
+from rankscope.tree.views import Step, Trace, steps_named
+from rankscope.words.reports import answer_parts, verdict_line, when_text
 
 ROWS = 40
 """What fits a terminal that is not large."""
@@ -254,11 +253,12 @@ def _verdict_lines(report: Report | None, unjudged: str, paint: Paint, place: st
     if report is None:
         yield f"{paint('yellow', 'not judged')}: {visible(unjudged)}: {_typed('check', place)}"
         return
-    yield painted_verdict(report, paint)
+    yield verdict_line(report, paint)
     for first in report.origins[:1]:
-        if first.kind is not Kind.CRASH:  # the second line of all has it
-            yield f"  first: {visible(first.message)}"
-        yield f"  look at: {visible(first.advice)}"
+        # the second line of all has the exception that ended a rank
+        shown = ("look at",) if first.kind is Kind.CRASH else ("first", "look at")
+        parts = answer_parts(first)
+        yield from (f"  {title}: {visible(parts[title])}" for title in shown)
     if report.findings and not report.origins:
         yield f"  {visible(report.findings[0].message)}"
     for note in report.notes[:1] if report.verdict is not Verdict.CLEAN else ():
@@ -276,8 +276,7 @@ def _differing_lines(report: Report, paint: Paint) -> Iterator[str]:
 def _finding_lines(report: Report, paint: Paint) -> Iterator[str]:
     slots: dict[tuple[str, tuple[int, ...], str, str], list[str]] = {}
     for origin in report.origins:
-        when = f"{origin.phase.word} of {origin.mode.word} step {origin.step}"
-        place = (origin.path, origin.ranks, when, origin.kind.value)
+        place = (origin.path, origin.ranks, when_text(origin), origin.kind.value)
         slots.setdefault(place, []).append(visible(origin.slot))
     are_many = len({kind for *_, kind in slots}) > 1
     for (path, ranks, when, kind), own in [*slots.items()][:_MOST_PLACES]:

@@ -17,6 +17,7 @@ from rankscope.tensors.ask import asked_tensors, printed, save_tensors
 from rankscope.tensors.listing import Kept, list_tensors
 from rankscope.tensors.tensornames import Wanted, choose
 from rankscope.tree.selection import default_phase, parse_mode, parse_phase
+from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace
 
 _MOST_SHAPES = 3
@@ -122,8 +123,8 @@ def _listing_lines(trace: Trace, wanted: Wanted) -> Iterator[str]:
             "rankscope run --rs-tensors 'PATH:SLOT' (or '**' for all), tensors= in code"
         )
     yield from _table([_HEADINGS, *map(_row, listing.entries.values())])
-    held, stored = size_text(listing.nbytes), size_text(listing.stored)
-    yield f"{listing.values} tensors, {held}; equal ones of a rank are stored once: {stored}"
+    tensors = f"{counted(listing.values, 'tensor')}, {size_text(listing.nbytes)}"
+    yield f"{tensors}; equal ones of a rank are stored once: {size_text(listing.stored)}"
 
 
 def _row(entry: Kept) -> tuple[str, ...]:

@@ -25,6 +25,9 @@ from rankscope.errors import FolderError, RankscopeError, SettingError
 from rankscope.record.ranklists import ranks_named
 from rankscope.run.jobstatus import OLD_S
 from rankscope.tree.reader import trace_folder
+from rankscope.tree.summary import counted
+from rankscope.words.reportdata import finding_of
+from rankscope.words.reports import where_line
 
 EXIT_FINDING = 1
 _EVERY_S: Final = 1.0
@@ -182,7 +185,7 @@ def screen_lines(
     table = [paint("bold", _HEAD)]
     for number, lines in enumerate(groups):
         if len(table) - 1 + len(lines) > max(room, 4):
-            table.append(f"and {len(groups) - number} groups of ranks more")
+            table.append(f"and {counted(len(groups) - number, 'more group')} of ranks")
             break
         table += lines
     return [cut(line, columns) if columns else line for line in [*above, *table, *below]]
@@ -196,7 +199,7 @@ def _job(found: Mapping[str, Any], paint: Paint) -> Iterator[str]:
     states = states or nothing
     count = sum(found["ranks_by_state"].values())
     world = found["world_size"] or count
-    hosts = f" on {found['hosts']} host{'s' * (found['hosts'] != 1)}" if found["hosts"] else ""
+    hosts = f" on {counted(found['hosts'], 'host')}" if found["hosts"] else ""
     name = paint("bold", found["trace"].rstrip("/").rpartition("/")[2])
     yield f"{name}  {count} of {world} ranks{hosts}: {states}  {time.strftime('%H:%M:%S')}"
     if found["state"] == "deserted":
@@ -250,20 +253,19 @@ def _check(
         yield cut(line, 3 * columns) if is_screen else line
     if check["verdict"] is None:
         return
-    origins = [f for f in check["findings"] if f["origin"]]
+    origins = [each for each in check["findings"] if each["origin"]]
     if not origins:
         steps = "" if "judged" in check else " in the steps judged while the job runs"
         yield f"check ({_seconds(check['age_s'])} ago): no fault so far{steps}"
-    for finding in origins[:_MOST_FINDINGS]:
-        ago = f"{_seconds(finding.get('age_s', check['age_s']))} ago"
-        line = paint("red", f"check ({ago}): {finding['kind']}: {finding['message']}")
+    for data in origins[:_MOST_FINDINGS]:
+        finding = finding_of(data)
+        ago = f"{_seconds(data.get('age_s', check['age_s']))} ago"
+        line = paint("red", f"check ({ago}): {finding.kind.value}: {finding.message}")
         yield cut(line, columns) if is_screen else line
-        step, ranks = f"{finding['mode']} step {finding['step']}", ranks_named(finding["ranks"])
-        name = ":".join(filter(None, (finding["path"] or "(root)", finding["slot"])))
-        place = f"  {step}, {ranks}, {finding['phase']} of {name}"
+        place = f"  {where_line(finding)}"
         yield from wrap(place, columns or len(place), subsequent_indent="    ")
-    if len(origins) > _MOST_FINDINGS:
-        yield f"and {len(origins) - _MOST_FINDINGS} origins more: rankscope check"
+    if (more := len(origins) - _MOST_FINDINGS) > 0:
+        yield f"and {counted(more, 'more origin')}: rankscope check"
 
 
 def _group(group: Mapping[str, Any], paint: Paint) -> Iterator[str]:

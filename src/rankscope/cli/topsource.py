@@ -15,7 +15,6 @@ from statistics import median
 from typing import Any, Final
 
 from rankscope.diagnosis.check import check
-from rankscope.diagnosis.finalreport import report_json
 from rankscope.errors import RankscopeError, TraceError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.page.rankplaces import places_in
@@ -23,13 +22,14 @@ from rankscope.record.call import Mode
 from rankscope.record.ranklists import ranks_text
 from rankscope.record.timetext import utc_text
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
-from rankscope.run.findingnotices import told_in
 from rankscope.run.jobstatus import EndedStep, JobStatus, RankStatus, fullest_spool
 from rankscope.run.stallrecords import stalls_in
 from rankscope.settings import settings_from
 from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.reader import open_trace
 from rankscope.tree.unfinished import is_at_work, received_bytes, status_in
+from rankscope.words.joblines import told_in
+from rankscope.words.reportdata import is_finding, report_json
 
 FORMAT: Final = "rankscope.top/1"
 _MOST_WORST: Final = 10
@@ -57,8 +57,6 @@ _MOST_JUDGED_BYTES: Final = 256 << 20
 """Records that one answer judges. Of more the live check tells."""
 _NICE: Final = 10
 _NO_VERDICT: Final[dict[str, Any]] = {"verdict": None, "age_s": None, "trouble": "", "findings": []}
-_FINDING: Final = {"kind", "message", "mode", "step", "ranks", "phase", "path", "slot"}
-"""Fields that are shown of one."""
 
 
 class TopSource:
@@ -157,7 +155,7 @@ class TopSource:
             what = "is off for this job" if is_off else "has judged no step"
             said += (f"the live check {what}; rankscope check judges what has come",)
         said += tuple(str(each["notice"]) for each in told[::-1] if "notice" in each)
-        findings = [{**each, "origin": True} for each in told if each.keys() >= _FINDING]
+        findings = [each for each in told if is_finding(each)]
         verdict = "fault" if findings else None if said else "incomplete"
         trouble = "; ".join(said)
         return {"verdict": verdict, "age_s": age_s, "trouble": trouble, "findings": findings}
@@ -177,10 +175,8 @@ class TopSource:
             if is_judged:
                 raise
             return self._status, _NO_VERDICT  # nothing but a status is there
-        answer = _NO_VERDICT
-        if is_judged:
-            report = check(trace, self._layouts)
-            answer = {**answer, **report_json(report), "age_s": 0.0}
+        judged = report_json(check(trace, self._layouts)) if is_judged else {}
+        answer = {**_NO_VERDICT, **judged, **({"age_s": 0.0} if is_judged else {})}
         hosts = {int(each["rank"]): str(each["host"]) for each in trace.run["ranks"]}
         known = {each.rank: each for each in self._status.ranks}
         ranks = tuple(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,8 @@ from rankscope.record.wholestatistics import Combined
 from rankscope.tree.crashes import crashes
 from rankscope.tree.selection import nothing_matched
 from rankscope.tree.slotview import SlotView, is_bound_to_one_tensor, shape_text
-from rankscope.tree.summary import ended_words, endings, extent
-from rankscope.tree.views import Node, Step, Trace
+from rankscope.tree.summary import ended_words, endings, extent, said_by_ranks
+from rankscope.tree.views import Node, Step, Trace, steps_named
 
 COLUMNS = (*COUNTS, *NUMBERS, "hash")
 _ELEMENTS = frozenset(s.name for s in STATISTICS if s.is_element)
@@ -115,12 +115,9 @@ def group_name(trace: Trace, group: Step) -> str:
 
 def complaint_lines(trace: Trace, paint: Paint) -> Iterator[str]:
     """Yield what ranks could not do as they were asked, and that belongs to no call."""
-    ranks_by_text: dict[str, list[int]] = {}
-    for rank in trace.completeness["ranks"]:
-        for text in rank["errors"]:
-            ranks_by_text.setdefault(text, []).append(rank["rank"])
-    for text, ranks in ranks_by_text.items():
-        yield paint("yellow", visible(f"{ranks_named(ranks)}: {text}"))
+    ranks = trace.completeness["ranks"]
+    for line in said_by_ranks((rank["rank"], text) for rank in ranks for text in rank["errors"]):
+        yield paint("yellow", visible(line))
 
 
 def _groups(trace: Trace, view: View) -> list[Step]:
@@ -137,14 +134,6 @@ def _groups(trace: Trace, view: View) -> list[Step]:
         asked = f"{mode.word} step {', '.join(str(r.start) for r in view.steps or ())}".rstrip()
         raise SelectionError(f"the trace holds no {asked}; it holds {steps_named(trace.steps)}")
     return [*setup, *chosen]
-
-
-def steps_named(steps: Iterable[Step]) -> str:
-    """Return `train 0-2, eval 0`."""
-    by_mode: dict[str, list[int]] = {}
-    for step in steps:
-        by_mode.setdefault(step.mode.word, []).append(step.step)
-    return ", ".join(f"{mode} {ranks_text(numbers)}" for mode, numbers in by_mode.items())
 
 
 def header_lines(trace: Trace, paint: Paint) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ from rankscope.run.folders import find_runs, streams
 from rankscope.run.outfolder import typed
 from rankscope.tensors.listing import missing_chunks, tensor_faults
 from rankscope.tree.crashes import as_json, crashes
-from rankscope.tree.summary import ended_words, endings
+from rankscope.tree.summary import NO_STEP, counted, ended_words, endings, said_by_ranks
 from rankscope.tree.unfinished import begin_in, spool_bases
 from rankscope.tree.views import Trace
 
@@ -77,6 +78,8 @@ def _report(trace: Trace, damaged: list[str]) -> dict[str, Any]:
 
 def _lines(trace: Trace, paint: Paint) -> Iterator[str]:
     state = trace.completeness
+    said = [(rank["rank"], text) for rank in state["ranks"] for text in _remarks(rank)]
+    counts = Counter(text for _, text in said)
     left = {(crash.rank, crash.incarnation): crash for crash in crashes(trace)}
     yield paint(
         "dim", f"{'rank':>6} {'life':>4} {'committed':>12} {'received':>12} {'dropped':>8}  end"
@@ -90,10 +93,12 @@ def _lines(trace: Trace, paint: Paint) -> Iterator[str]:
         yield line if rank["complete"] else paint("red", line)
         crash = left.get((rank["rank"], rank["incarnation"]))
         texts = [*([f"raised: {crash}"] if crash else ()), *_remarks(rank)]
-        yield from (f"{'':>6} {text}" for text in texts)
+        yield from (f"{'':>6} {text}" for text in texts if counts[text] < 2)
+    yield from said_by_ranks(each for each in dict.fromkeys(said) if counts[each[1]] > 1)
     for event in state.get("asked", ()):
         asked = f"{event['text']}: {event['mode']} steps {event['first']}-{event['last']} asked for"
-        lack = "; ".join(f"ranks {m['ranks']} lack {m['steps']}" for m in event["missing"])
+        lacking = (f"{ranks_named(m['ranks'])} without {m['steps']}" for m in event["missing"])
+        lack = "; ".join(lacking)
         yield paint("red", f"{asked}, {lack}") if lack else f"{asked}, and there"
     if state["missing"]:
         yield paint("red", f"nothing at all from {ranks_named(state['missing'])}")
@@ -104,7 +109,7 @@ def _lines(trace: Trace, paint: Paint) -> Iterator[str]:
         elif ended := endings(trace.completeness):
             yield paint("red", f"but the job did not end in order: {'; '.join(ended)}")
         if not trace.steps:
-            yield paint("yellow", "no step was traced")
+            yield paint("yellow", NO_STEP)
     else:
         more = ": the job may still be running" if trace.is_live else ""
         yield paint("red", f"incomplete{more}")
@@ -152,17 +157,13 @@ def _what_to_add(trace: Trace) -> Iterator[str]:
 def _remarks(rank: Mapping[str, Any]) -> Iterator[str]:
     for gap in rank["gaps"]:
         if gap["last_step"] is None:
-            yield (
-                f"spool full: of {gap['mode']} steps from {gap['first_step']} on records are lost; "
-                + (
-                    "how many is not said yet"
-                    if rank["end"] == "running"
-                    else "the rank ended before it could say how many"
-                )
-            )
+            ended = "the rank ended before it could say how many"
+            how = "how many is not said yet" if rank["end"] == "running" else ended
+            since = f"of {gap['mode']} steps from {gap['first_step']} on"
+            yield f"spool full: {since} records are lost; {how}"
             continue
         steps = f"{gap['first_step']}-{gap['last_step']}"
-        lost = f"{gap['records']} records ({gap['bytes']} bytes)"
+        lost = f"{counted(gap['records'], 'record')} ({counted(gap['bytes'], 'byte')})"
         yield f"spool full: {gap['mode']} steps {steps} lost {lost}"
     if rank["end"] in _ENDS:
         yield _ENDS[rank["end"]]

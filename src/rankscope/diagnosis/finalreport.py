@@ -20,11 +20,11 @@ from rankscope.record.finding import (
 )
 from rankscope.record.notes import NoteKind
 from rankscope.record.ranklists import ranks_named
+from rankscope.tree.summary import NO_STEP
 from rankscope.tree.views import Trace
 
 _MOST_EVENTS = 2_000
 """Events that are put in order; what comes later by clock than that many counts as a victim."""
-FORMAT = "rankscope.report/1"
 _HANDED_UNEQUAL: Final = (
     "These ranks were handed different values: look at what made them: the data, the loss, code "
     "between modules, hooks, and weights."
@@ -39,7 +39,7 @@ def made_report(
     warnings = [s for s in candidates if s.severity is Severity.WARNING]
     findings = _ordered(faults, joins)
     findings += [_finding(w, is_origin=False, victims=[]) for w in warnings]
-    coverage = context.coverage
+    coverage, declared = context.coverage, context.layouts.declared
     skipped = tuple(Skipped(reason=r, count=n) for r, n in sorted(coverage.skipped.items()))
     unmatched = _unmatched_globs(trace)
     lacks = "" if findings else _lacks(trace, coverage, unmatched)
@@ -55,6 +55,8 @@ def made_report(
         findings=tuple(findings),
         notes=(*unmatched, *coverage.unjudged(), *coverage.notes),
         lacks=lacks,
+        layout=declared.name if declared else str(trace.run.get("layout", {}).get("file", "")),
+        is_live=trace.is_live,
     )
 
 
@@ -85,7 +87,7 @@ def _lacks(trace: Trace, coverage: Coverage, unmatched: Sequence[str]) -> str:
     lacking = (NoteKind.NO_STEP_REACHED, NoteKind.NO_STEP_BEGUN)
     is_lacking = any(note.kind in lacking for notes in trace.error_notes for note in notes)
     if not trace.steps and (is_lacking or not coverage.compared):
-        return "no step was traced: choose steps that the job reaches (--rs-steps)"
+        return f"{NO_STEP}: choose steps that the job reaches (--rs-steps)"
     if coverage.compared:
         return ""
     if not coverage.recorded:
@@ -171,43 +173,3 @@ def _finding(
         "advice": candidate.advice or usual,
     }
     return Finding(**{each.name: getattr(candidate, each.name) for each in fields(Finding)} | told)
-
-
-def report_json(report: Report) -> dict[str, Any]:
-    """Return a report as JSON data (docs/commands/check.md)."""
-    preflight: dict[str, Any] = {}
-    if report.preflight:
-        lines = [{"what": w, "same": same, "text": text} for w, same, text in report.preflight]
-        preflight = {"preflight": lines, "unpaired": report.unpaired}
-    return {
-        "format": FORMAT,
-        "command": report.command,
-        "verdict": report.verdict.value,
-        **preflight,
-        "judged": report.judged,
-        "compared": report.compared,
-        "skipped": [{"reason": s.reason, "count": s.count} for s in report.skipped],
-        "recorded": report.recorded,
-        "notes": list(report.notes),
-        "findings": [finding_json(finding) for finding in report.findings],
-    }
-
-
-def finding_json(finding: Finding) -> dict[str, Any]:
-    """Return one finding as JSON data."""
-    return {
-        "kind": finding.kind.value,
-        "phase": finding.phase.word,
-        "step": finding.step,
-        "micro_batch": finding.micro_batch,
-        "path": finding.path,
-        "slot": finding.slot,
-        "ranks": list(finding.ranks),
-        "origin": finding.is_origin,
-        "severity": finding.severity.value,
-        "mode": finding.mode.word,
-        "victims": finding.victims,
-        "evidence": dict(finding.evidence),
-        "message": finding.message,
-        "advice": finding.advice,
-    }

@@ -8,8 +8,8 @@ from pathlib import Path
 from rankscope.agent.activation import attach, close, current_session
 from rankscope.agent.guard import attempt, say, text_of
 from rankscope.diagnosis.check import check
-from rankscope.diagnosis.verdictwords import verdict_rest, where_line
 from rankscope.record.streams import EndReason
+from rankscope.words.reports import spoken_lines
 
 __all__ = ["TracedTraining"]
 
@@ -74,8 +74,5 @@ whose cell was interrupted."""
 
 
 def _say_verdict(path: Path) -> None:
-    report = check(path)
-    say(f"{report.verdict.value}{verdict_rest(report)}")
-    for first in report.origins[:1]:
-        say(f"first: {first.message}")
-        say(f"where: {where_line(first)}")
+    for line in spoken_lines(check(path)):
+        say(line)

@@ -14,7 +14,6 @@ from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.endings import ends_of
 from rankscope.diagnosis.lastcalls import ORDERLY
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView, step_view_of
-from rankscope.diagnosis.verdictwords import layout_named
 from rankscope.globs import glob_matches
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.page.calldetails import CallDetails
@@ -83,7 +82,6 @@ def check_page(
         title=trace.path.name,
         job=job_html("", trace),
         ranks=ranks_html(trace),
-        layout=layout_named(trace.run, layouts),
     )
 
     def choose(limit: float) -> ValueChoice:

@@ -110,10 +110,10 @@ class PageMap:
         return chosen_values(entries, found, near, {s for s in steps if s is not None}, limit)
 
     def content(
-        self, report: Report, charts: Any, *, title: str, job: str, ranks: str, layout: str = ""
+        self, report: Report, charts: Any, *, title: str, job: str, ranks: str
     ) -> PageContent:
         """Return the page without the values behind its cells. `title` stands behind the word of
-        the verdict; `job` and `ranks` are HTML; `layout` is the file that the verdict rests on."""
+        the verdict; `job` and `ranks` are HTML."""
         trace, rows, steps, planes = self._trace, self.rows, self.steps, self.planes
         words = [each.word for each in self._classes]
         packed: dict[str, bytes] = {}
@@ -148,7 +148,7 @@ class PageMap:
         }
         sections = {
             "job": job,
-            "verdict": verdict_html(report, steps, layout=layout, is_live=trace.is_live),
+            "verdict": verdict_html(report, steps),
             "findings": findings_html(report, steps),
             "ranks": ranks,
             "coverage": "".join(coverage_lines(report)),
@@ -196,7 +196,7 @@ def _map_text(planes: CellPlanes, rows: ModuleRows, steps: PageSteps, words: Seq
         else:
             left += 1
     if left:
-        kept.append(f"and {left:,} modules more: rankscope show lists them")
+        kept.append(f"and {counted(left, 'more module')}: rankscope show lists them")
     return "\n".join(kept)
 
 

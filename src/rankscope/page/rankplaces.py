@@ -8,9 +8,10 @@ from typing import Final
 from rankscope.diagnosis.endings import ends_of
 from rankscope.diagnosis.lastcalls import LastCall, last_calls
 from rankscope.diagnosis.stepview import step_view_of
-from rankscope.page.verdicthtml import table_html, text, wide
+from rankscope.page.verdicthtml import table_html
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.rankplace import NOTHING, RankPlace, alike_places, step_label
+from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace
 
 _LAST_STEPS: Final = 3
@@ -38,19 +39,19 @@ def ranks_html(trace: Trace, *, reads_calls: bool = True) -> str:
     now_ns = time.time_ns()
     rows = []
     for place, ranks in lines[:_MOST_LINES]:
-        said = (place.state, place.step or NOTHING, place.where, place.waits_in)
-        cells = [ranks_named(ranks), *said]
+        cells = [ranks_named(ranks), place.state, place.step or NOTHING]
+        cells += [place.where, place.waits_in]
         if trace.is_live:
             ages = [(now_ns - began[rank]) / 1e9 for rank in ranks if rank in began]
             cells.append(_age(min(ages), max(ages)) if ages else NOTHING)
-        rows.append("".join(f"<td>{text(cell, 200)}</td>" for cell in cells))
+        rows.append(cells)
     if trace.is_live:
         head.append("last call began")
     if missing:
-        rows.append(f"<td>{text(ranks_named(missing))}</td><td>nothing came from them</td>")
+        rows.append([ranks_named(missing), "nothing came from them"])
     if len(lines) > _MOST_LINES:
-        rows.append(f"<td>and {len(lines) - _MOST_LINES} groups of ranks more</td>")
-    return wide("ranks", table_html(head, rows))
+        rows.append([f"and {counted(len(lines) - _MOST_LINES, 'more group')} of ranks"])
+    return table_html(head, rows, "ranks")
 
 
 def _place(end: str, last: LastCall | None) -> RankPlace:

@@ -6,20 +6,26 @@ Everything that comes from a trace is made visible and escaped here, at one plac
 from __future__ import annotations
 
 import html
-import json
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, Final
 from urllib.parse import quote
 
-from rankscope.diagnosis.verdictwords import infected_line, verdict_rest, where_line
 from rankscope.page.cellplanes import PageSteps
-from rankscope.record.finding import Finding, Report, Severity
-from rankscope.record.ranklists import ranks_named, ranks_text
+from rankscope.record.finding import Finding, Report
 from rankscope.record.visibletext import visible
 from rankscope.tree.summary import counted, extent
-from rankscope.tree.views import Trace
+from rankscope.tree.views import Trace, steps_named
+from rankscope.words.reports import (
+    answer_parts,
+    cell_text,
+    coverage_parts,
+    different_before,
+    evidence_parts,
+    verdict_rest,
+    where_line,
+)
 
 _LONGEST: Final = 2_000
 _LONGEST_COMMAND: Final = 300
@@ -28,7 +34,6 @@ _MOST_LISTED: Final = 50
 _FEW: Final = 4
 """So many origins are listed unfolded."""
 _MOST_ROWS: Final = 16
-_RANK_LISTS: Final = ("missing", "ranks", "members")
 
 
 def text(value: object, longest: int = _LONGEST) -> str:
@@ -39,31 +44,25 @@ def text(value: object, longest: int = _LONGEST) -> str:
     return html.escape(found, quote=True)
 
 
-def verdict_html(
-    report: Report, steps: PageSteps | None = None, *, layout: str = "", is_live: bool = False
-) -> str:
+def verdict_html(report: Report, steps: PageSteps | None = None) -> str:
     """Return the first lines: the word, what is wrong or lacks; of a fault what, where, how many
-    values follow, what to look at. `steps`: those of the page, for links to its cells; `layout`:
-    the layout file the verdict rests on; `is_live`: the job goes on."""
-    word, rest = report.verdict.value, verdict_rest(report, layout, is_live=is_live)
-    lines = [f'<p class="verdict {word}"><strong>{word}</strong>{text(rest)}</p>']
-    if other := [told for _, is_same, told in report.preflight if is_same is False]:
-        lines.append(f'<p class="before">Before any number: {text("; ".join(other))}</p>')
+    values follow, what to look at. `steps`: those of the page, for links to its cells."""
+    word = report.verdict.value
+    lines = [f'<p class="verdict {word}"><strong>{word}</strong>{text(verdict_rest(report))}</p>']
+    if other := different_before(report):
+        lines.append(f'<p class="before">Before any number: {text(other)}</p>')
     for first in (*report.origins, *report.warnings)[:1]:
         lines.append(_first(first, steps))
     return "\n".join(lines)
 
 
 def _first(first: Finding, steps: PageSteps | None) -> str:
-    title = "warning" if first.severity is Severity.WARNING else "first"
-    parts = [
-        (title, f"<strong>{text(first.message)}</strong>"),
-        ("where", text(where_line(first)) + _to_map(first, steps)),
-        ("infected", text(infected_line(first))),
-        ("look at", text(first.advice)),
-    ]
-    listed = "".join(f"<dt>{name}</dt><dd>{said}</dd>" for name, said in parts)
-    seen, *more = _evidence(first.evidence) or [""]
+    parts = {name: text(words) for name, words in answer_parts(first).items()}
+    title = next(iter(parts))
+    parts[title] = f"<strong>{parts[title]}</strong>"
+    parts["where"] += _to_map(first, steps)
+    listed = "".join(f"<dt>{name}</dt><dd>{words}</dd>" for name, words in parts.items())
+    seen, *more = _evidence(first) or [""]
     return f'<dl class="first {title}">{listed}</dl>{seen}{_folded(more)}'
 
 
@@ -95,7 +94,7 @@ def _listed(title: str, findings: Sequence[Finding], steps: PageSteps, *, is_ope
     items = []
     for finding in findings[:_MOST_LISTED]:
         place = text(where_line(finding)) + _to_map(finding, steps)
-        evidence = _folded(_evidence(finding.evidence)) if finding.is_origin else ""
+        evidence = _folded(_evidence(finding)) if finding.is_origin else ""
         items.append(
             f'<li><span class="kind">{finding.kind.value}</span> {place}'
             f"<br>{text(finding.message)}{evidence}</li>"
@@ -116,67 +115,49 @@ def _folded(evidence: Sequence[str]) -> str:
     return f"<details><summary>evidence</summary>{''.join(evidence)}</details>"
 
 
-def _evidence(evidence: Mapping[str, Any]) -> list[str]:
-    """Return what a finding rests on, numbers side by side first."""
+def _evidence(finding: Finding) -> list[str]:
+    """Return what a finding rests on, tables first."""
     tables, parts = [], []
-    pairs = [{"": name, **value} for name, value in evidence.items() if isinstance(value, Mapping)]
-    if pairs:
-        tables.append(_table("side by side", pairs))
-    for name, value in evidence.items():
-        if isinstance(value, Mapping):
-            continue
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            tables.append(_table(name, value))
-        elif value not in (None, [], ""):
-            is_list = isinstance(value, list) and all(type(each) is int for each in value)
-            said = ranks_named(value) if is_list and name in _RANK_LISTS else _cell(value)
-            parts.append(
-                f'<p class="evidence"><span>{text(name.replace("_", " "))}</span> {text(said)}</p>'
-            )
+    for name, part in evidence_parts(finding.evidence):
+        if isinstance(part, str):
+            parts.append(f'<p class="evidence"><span>{text(name)}</span> {text(part)}</p>')
+        else:
+            tables.append(_table(name, part))
     return [*tables, *parts]
 
 
 def _table(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    lines = ["".join(_cell_html(row.get(key, "")) for key in columns) for row in rows[:_MOST_ROWS]]
-    told = f" (the first {_MOST_ROWS} of {len(rows):,})" if len(rows) > len(lines) else ""
-    head = [key.replace("_", " ") for key in columns]
-    return wide(name, table_html(head, lines, f"{text(name.replace('_', ' '))}{told}"))
+    cells = [[row.get(key, "") for key in columns] for row in rows[:_MOST_ROWS]]
+    told = f" (the first {_MOST_ROWS} of {len(rows):,})" if len(rows) > len(cells) else ""
+    return table_html([key.replace("_", " ") for key in columns], cells, name, f"{name}{told}")
 
 
-def _cell_html(value: Any) -> str:
-    kind = "" if isinstance(value, (int, float)) else ' class="text"'
-    return f"<td{kind}>{text(_cell(value))}</td>"
-
-
-def table_html(head: Iterable[str], rows: Iterable[str], caption: str = "") -> str:
-    """Return a table: titles as text, the cells of each row and the caption as HTML."""
+def table_html(
+    head: Sequence[str], rows: Sequence[Sequence[Any]], name: str = "", caption: str = ""
+) -> str:
+    """Return a table; one with a name, which is read to who does not see it, scrolls where it is
+    wider than the page. A row may be shorter than the head: its last cell is the rest of it."""
+    lines = "".join(f"<tr>{_cells_html(row, len(head))}</tr>" for row in rows)
     titles = "".join(f'<th scope="col">{text(title)}</th>' for title in head)
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
-    named = f"<caption>{caption}</caption>" if caption else ""
-    return f"<table>{named}<thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def wide(name: str, table: str) -> str:
-    """Return a table that scrolls where it is wider than the page."""
+    above = f"<caption>{text(caption)}</caption>" if caption else ""
+    table = f"<table>{above}<thead><tr>{titles}</tr></thead><tbody>{lines}</tbody></table>"
+    if not name:
+        return table
     return f'<div class="wide" tabindex="0" role="group" aria-label="{text(name)}">{table}</div>'
 
 
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, list) and value and all(type(each) is int for each in value):
-        return ranks_text(value)
-    if isinstance(value, list) and all(isinstance(each, str) for each in value):
-        return ", ".join(each or "(root)" for each in value)
-    if isinstance(value, list) and all(isinstance(each, float) for each in value):
-        return " to ".join(f"{each:.6g}" for each in value)
-    return value if isinstance(value, str) else json.dumps(value)
+def _cells_html(row: Sequence[Any], width: int) -> str:
+    kinds = ["" if isinstance(value, (int, float)) else ' class="text"' for value in row]
+    if len(row) < width:
+        kinds[-1] += f' colspan="{width - len(row) + 1}"'
+    return "".join(f"<td{kind}>{text(cell_text(value))}</td>" for kind, value in zip(kinds, row))
 
 
 def job_html(name: str, trace: Trace) -> str:
     """Return a line that says which trace it is, how big the job was and how complete it is."""
     steps = counted(len(trace.steps), "step")
+    steps += f": {steps_named(trace.steps)}" if trace.steps else ""
     state = "" if trace.is_complete else ' class="not-complete"'
     happened = "".join(f"<p>{text(told)}</p>" for told in trace.happened[:_FEW])
     return (
@@ -230,19 +211,10 @@ def _model_size(trace: Trace) -> Iterator[str]:
 
 def coverage_lines(report: Report) -> Iterator[str]:
     """Yield how much was judged, and why the rest was not, as bars and words in HTML."""
-    held = report.compared - report.alone
-    judged = "held to others" if report.command == "check" else "compared with the reference"
-    parts = [
-        (judged, held, "alike"),
-        ("searched for NaN and infinity alone", report.alone - report.undeclared, "not-judged"),
-        ("searched alone, because nobody declared their layout", report.undeclared, "not-judged"),
-        ("in one run alone", report.unpaired, "not-judged"),
-        ("not looked at", report.recorded - report.compared - report.unpaired, "not-judged"),
-    ]
-    yield f"<p>{report.recorded:,} values were recorded. Of these</p>"
-    for label, count, kind in parts:
+    yield f"<p>{counted(report.recorded, 'value was', 'values were')} recorded. Of these</p>"
+    for number, (label, count) in enumerate(coverage_parts(report)):
         if count > 0:
-            yield _bar(label, count, report.recorded, kind)
+            yield _bar(label, count, report.recorded, "not-judged" if number else "alike")
     if report.skipped:
         yield "<p>Why values were not held to others:</p>"
     for skipped in report.skipped:

@@ -163,6 +163,10 @@ class Report:
     the traces do not tell), in words; what differs first."""
     lacks: str = ""
     """Why nothing could be judged, and what to do about it; "" where something was."""
+    layout: str = ""
+    """Of `check`: name of the layout file that was given now, or to the job."""
+    is_live: bool = False
+    """The job goes on, and its trace with it."""
 
     @property
     def judged(self) -> int:

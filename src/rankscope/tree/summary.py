@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
 
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.streams import EndReason
 
-_ENDED = {
+NO_STEP: Final = "no step was traced"
+_ENDED: Final = {
     EndReason.RAISED.value: "raised",
     EndReason.LOST.value: "lost",
     EndReason.SWITCHED_OFF.value: "switched off",
@@ -18,8 +19,8 @@ _ENDED = {
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Return `1 rank`, `2 ranks`."""
-    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+    """Return `1 rank`, `2,000 ranks`."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def extent(run: Mapping[str, Any]) -> str:
@@ -31,6 +32,14 @@ def extent(run: Mapping[str, Any]) -> str:
         *(["; ".join(f"mesh {mesh['name']}" for mesh in run["meshes"])] if run["meshes"] else []),
     ]
     return ", ".join(parts)
+
+
+def said_by_ranks(said: Iterable[tuple[int, str]]) -> Iterator[str]:
+    """Yield `ranks 0-3: text` of pairs of a rank and a text, each text once."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in said:
+        ranks_of.setdefault(text, []).append(rank)
+    yield from (f"{ranks_named(ranks)}: {text}" for text, ranks in ranks_of.items())
 
 
 def ended_words(run: Mapping[str, Any]) -> str:

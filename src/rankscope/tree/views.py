@@ -20,7 +20,7 @@ from rankscope.record.call import CallKey, CallStatus, Mode
 from rankscope.record.descriptions import ModuleName
 from rankscope.record.notes import BLACK_BOX, Note, RanksNote
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import parse_ranks, ranks_named
+from rankscope.record.ranklists import parse_ranks, ranks_named, ranks_text
 from rankscope.record.statistics import STATISTICS
 from rankscope.record.stepcolumns import COLUMNS
 from rankscope.record.value import Digest, Samples
@@ -32,7 +32,7 @@ from rankscope.tree.damage import damaged_is_trace_error
 from rankscope.tree.selection import default_phase, named, nothing_matched
 from rankscope.tree.slotview import SlotView, Whereabouts, shape_text
 from rankscope.tree.step import Columns, LazyColumns, StepColumns, StepHead
-from rankscope.tree.summary import ended_words, endings, extent
+from rankscope.tree.summary import NO_STEP, ended_words, endings, extent
 
 if TYPE_CHECKING:
     import torch
@@ -563,7 +563,7 @@ class Trace:
     def state(self) -> str:
         """Whether all of it is here, and what else must be known before any number is read."""
         word = "complete" if self.is_complete else "incomplete"
-        no_step = [] if self.steps else ["no step was traced"]
+        no_step = [] if self.steps else [NO_STEP]
         ended = [words] if (words := ended_words(self.run)) else endings(self.completeness)
         return "; ".join([word, *ended, *no_step])
 
@@ -744,6 +744,14 @@ class Trace:
         import rankscope  # by the public name: rendering stands above this room
 
         return rankscope.report.fragment(self)
+
+
+def steps_named(steps: Iterable[Step]) -> str:
+    """Return `train 0-2, eval 0`."""
+    by_mode: dict[str, list[int]] = {}
+    for step in steps:
+        by_mode.setdefault(step.mode.word, []).append(step.step)
+    return ", ".join(f"{mode} {ranks_text(numbers)}" for mode, numbers in by_mode.items())
 
 
 _PHASES = {phase.word: phase for phase in Phase}

@@ -154,7 +154,8 @@ class TensorStore:
     def notes(self) -> list[str]:
         """Return a line for each reason for which tensors were not kept: how many, how large."""
         return [
-            f"{count} tensors ({size / 1e6:.1f} MB) were not kept: {reason}"
+            f"{count} {'tensor' if count == 1 else 'tensors'} ({size / 1e6:.1f} MB) "
+            f"{'was' if count == 1 else 'were'} not kept: {reason}"
             for reason, (count, size) in self._missed.items()
         ]
 

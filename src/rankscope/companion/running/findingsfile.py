@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope.companion.running.splitstream import StepKey
-from rankscope.diagnosis.finalreport import finding_json
 from rankscope.record.finding import Finding
-from rankscope.record.ranklists import ranks_named
 from rankscope.record.timetext import utc_text
-from rankscope.record.visibletext import visible
 from rankscope.run.filenames import FINDINGS_FORMAT, FINDINGS_NAME
-from rankscope.run.findingnotices import told_in
 from rankscope.run.outfolder import typed
+from rankscope.words.joblines import told_in
+from rankscope.words.reportdata import finding_json
+from rankscope.words.reports import notice_line
 
 _MOST_NOTICES: Final = 16
 _MOST_NAMED: Final = 100
@@ -194,15 +193,12 @@ class FindingsFile:
 
 def _line(findings: Sequence[Finding], now_ns: int, ended_ns: int) -> str:
     first, *others = findings
-    place = visible(" ".join(filter(None, (first.path or "(root)", first.slot))))
-    more = f" and {len(others)} more" if others else ""
     named = [{"path": each.path, "slot": each.slot} for each in others[:_MOST_NAMED]]
     fields: dict[str, Any] = {
         "format": FINDINGS_FORMAT,
         "found": utc_text(now_ns),
         "step_ended": utc_text(ended_ns) if ended_ns else None,
-        "text": f"{first.mode.word} step {first.step}: {first.kind.value} at {place}{more}, "
-        f"{ranks_named(first.ranks)}",
+        "text": notice_line(findings),
         **finding_json(first),
         "others": named,
     }

@@ -1,0 +1,97 @@
+"""Reports and findings as JSON data (docs/commands/check.md), and read from such data."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from rankscope.record.call import Mode
+from rankscope.record.finding import Finding, Kind, Report, Severity, Skipped, Verdict
+from rankscope.record.phases import Phase
+
+_FORMAT: Final = "rankscope.report/1"
+_Readers = Mapping[str, Callable[[Any], Any]]
+_FINDING: Final[_Readers] = {
+    "kind": Kind,
+    "phase": {phase.word: phase for phase in Phase}.__getitem__,
+    "step": int,
+    "micro_batch": lambda number: None if number is None else int(number),
+    "path": str,
+    "slot": str,
+    "ranks": lambda ranks: tuple(map(int, ranks)),
+    "is_origin": bool,
+    "severity": Severity,
+    "mode": {mode.word: mode for mode in Mode}.__getitem__,
+    "victims": int,
+    "evidence": dict,
+    "message": str,
+    "advice": str,
+}
+"""What is written of a finding, and how it is read; `is_origin` is `origin` there. The names of
+victims are not written."""
+_REPORT: Final[_Readers] = {
+    "command": str,
+    "verdict": Verdict,
+    "preflight": lambda lines: tuple((each["what"], each["same"], each["text"]) for each in lines),
+    "unpaired": int,
+    "judged": int,
+    "compared": int,
+    "skipped": lambda skipped: tuple(Skipped(**each) for each in skipped),
+    "recorded": int,
+    "alone": int,
+    "undeclared": int,
+    "lacks": str,
+    "layout": str,
+    "is_live": bool,
+    "notes": tuple,
+    "findings": lambda findings: tuple(map(finding_of, findings)),
+}
+"""The same of a report; `judged` follows from others."""
+
+
+def report_json(report: Report) -> dict[str, Any]:
+    """Return a report as JSON data; what was looked at before any number stands in that of `diff`
+    alone."""
+    data = {name: _plain(getattr(report, name)) for name in _REPORT}
+    data["preflight"] = [{"what": w, "same": same, "text": t} for w, same, t in report.preflight]
+    data["skipped"] = [{"reason": each.reason, "count": each.count} for each in report.skipped]
+    data["findings"] = [finding_json(finding) for finding in report.findings]
+    left_out = () if report.preflight else ("preflight", "unpaired")
+    return {"format": _FORMAT, **{name: data[name] for name in data if name not in left_out}}
+
+
+def report_of(data: Mapping[str, Any]) -> Report:
+    """Return the report of `report_json`; KeyError, TypeError, ValueError: the data is none."""
+    given = {"preflight": (), "unpaired": 0, **data}
+    return Report(**{name: read(given[name]) for name, read in _REPORT.items() if name != "judged"})
+
+
+def finding_json(finding: Finding) -> dict[str, Any]:
+    """Return one finding as JSON data."""
+    return {name.removeprefix("is_"): _plain(getattr(finding, name)) for name in _FINDING}
+
+
+def finding_of(data: Mapping[str, Any]) -> Finding:
+    """Return the finding of `finding_json`, or of a line of findings.jsonl; KeyError, TypeError,
+    ValueError: the data is none."""
+    return Finding(
+        **{name: read(data[name.removeprefix("is_")]) for name, read in _FINDING.items()}
+    )
+
+
+def is_finding(data: Mapping[str, Any]) -> bool:
+    """True for the data of a finding that this version knows how to read."""
+    try:
+        return bool(finding_of(data))
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
+def _plain(value: Any) -> Any:
+    """Return an enum's word, a list for a tuple, a dict for a map, and other values as they are."""
+    if isinstance(value, enum.Enum):
+        return getattr(value, "word", value.value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    return [*value] if isinstance(value, tuple) else value

@@ -1,0 +1,314 @@
+"""A finding, and the report of `check` or `diff`, in words."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from rankscope.record.finding import Finding, Report, Severity, Verdict
+from rankscope.record.ranklists import ranks_named, ranks_text
+from rankscope.record.visibletext import visible
+from rankscope.tree.summary import counted
+
+Style = Callable[[str, str], str]
+"""Puts a style (`bold`, `dim`, a colour) around a text."""
+STYLES: Final = {Verdict.CLEAN: "green", Verdict.FAULT: "red", Verdict.INCOMPLETE: "yellow"}
+_LONGEST: Final = 2_000
+"""Characters of a text that a tracker is handed; MLflow takes no more than 5,000 in a tag."""
+_MOST: Final = 5
+"""Findings of one kind and event that are listed one by one."""
+_RANK_LISTS: Final = ("missing", "ranks", "members")
+"""Evidence that is lists of ranks."""
+
+
+def when_text(finding: Finding) -> str:
+    """Return `forward of train step 3`."""
+    return f"{finding.phase.word} of {finding.mode.word} step {finding.step}"
+
+
+def where_line(finding: Finding) -> str:
+    """Return path, slot, ranks and step."""
+    micro = "" if finding.micro_batch is None else f", micro-batch {finding.micro_batch}"
+    return (
+        f"{finding.path or '(root)'}  {finding.slot or ''}  {ranks_named(finding.ranks)}, "
+        f"{when_text(finding)}{micro}"
+    )
+
+
+def infected_line(finding: Finding) -> str:
+    """Return how many values are wrong because of a finding, and the first of them."""
+    if not finding.victims:
+        return "nothing else that was judged"
+    names = ", ".join(finding.victim_names)
+    more = ", ..." if finding.victims > len(finding.victim_names) else ""
+    return f"{counted(finding.victims, 'value')}{f': {names}{more}' if names else ''}"
+
+
+def answer_parts(first: Finding) -> dict[str, str]:
+    """Return what there is to know of the first finding, by its title."""
+    return {
+        "warning" if first.severity is Severity.WARNING else "first": first.message,
+        "where": where_line(first),
+        "infected": infected_line(first),
+        "look at": first.advice,
+    }
+
+
+def notice_line(findings: Sequence[Finding]) -> str:
+    """Return the line on findings of one kind on the same ranks, made while the job runs."""
+    first, *others = findings
+    place = visible(" ".join(filter(None, (first.path or "(root)", first.slot))))
+    more = f" and {len(others)} more" if others else ""
+    return (
+        f"{first.mode.word} step {first.step}: {first.kind.value} at {place}{more}, "
+        f"{ranks_named(first.ranks)}"
+    )
+
+
+def evidence_parts(
+    evidence: Mapping[str, Any],
+) -> Iterator[tuple[str, str | Sequence[Mapping[str, Any]]]]:
+    """Yield what a finding rests on by name, as text or as the rows of a table: numbers that belong
+    beside each other first, in one table."""
+    pairs = {name: value for name, value in evidence.items() if isinstance(value, Mapping)}
+    if pairs:
+        yield "side by side", [{"": name, **value} for name, value in pairs.items()]
+    for name, value in evidence.items():
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            yield name.replace("_", " "), value
+        elif name not in pairs and value not in (None, [], ""):
+            is_ranks = name in _RANK_LISTS and _kinds(value) == {int}
+            yield name.replace("_", " "), ranks_named(value) if is_ranks else cell_text(value)
+
+
+def cell_text(value: Any) -> str:
+    """Return one value of evidence; a list of whole numbers is one of ranks or steps."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if (kinds := _kinds(value)) == {int}:
+        return ranks_text(value)
+    if kinds == {str}:
+        return ", ".join(each or "(root)" for each in value)
+    if kinds == {float}:
+        return " to ".join(f"{each:.6g}" for each in value)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _kinds(value: Any) -> set[type]:
+    return set(map(type, value)) if isinstance(value, list) else set()
+
+
+def _plain(style: str, text: str) -> str:
+    return text
+
+
+def verdict_line(report: Report, paint: Style = _plain) -> str:
+    """Return the first line of a report: the verdict, and what stands behind it."""
+    return f"{paint(STYLES[report.verdict], report.verdict.value)}{verdict_rest(report)}"
+
+
+def verdict_rest(report: Report) -> str:
+    """Return what stands behind the word of the verdict in its line: what is wrong or lacks, how
+    much was judged, warnings."""
+    verb = "compared" if report.command == "diff" else "judged"
+    judged = f"{report.judged:,} of {counted(report.recorded, 'value')} {verb}"
+    if report.unpaired:
+        judged += f"; {counted(report.unpaired, 'is', 'are')} in one trace alone"
+    if report.command == "check" and (alone := report.alone - report.undeclared):
+        judged += f", {alone:,} of them for NaN and infinity alone"
+    if report.undeclared:
+        judged += f"; {_undeclared(report)}{'' if report.layout else ': rankscope layout'}"
+    if warnings := dict.fromkeys(each.kind.value for each in report.warnings):
+        judged += f"; {counted(len(report.warnings), 'warning')}: {', '.join(warnings)}"
+    return f"{_wrong_or_lacking(report)} ({judged})"
+
+
+def _wrong_or_lacking(report: Report) -> str:
+    if report.origins:
+        kinds = ", ".join(dict.fromkeys(f.kind.value for f in report.origins))
+        return f": {kinds}, {counted(len(report.origins), 'origin')}"
+    is_difference = report.command == "diff"
+    if report.lacks:
+        is_any = is_difference or report.judged
+        return f": {report.lacks}" if is_any else f": nothing was judged: {report.lacks}"
+    if report.verdict is not Verdict.INCOMPLETE:
+        return ""
+    if report.is_live:
+        return ": no fault so far; the job goes on"
+    what = "difference" if is_difference else "fault"
+    return f": no {what} in what is here, but records are missing (rankscope verify)"
+
+
+def _undeclared(report: Report) -> str:
+    """Return how many values lie in a layout that nothing describes."""
+    lacking = f"that {report.layout} does not describe" if report.layout else "nobody declared"
+    return f"{counted(report.undeclared, 'lies', 'lie')} in a layout {lacking}"
+
+
+def coverage_parts(report: Report) -> list[tuple[str, int]]:
+    """Return what became of the recorded values and of how many: first those held to others."""
+    is_difference = report.command == "diff"
+    lacking = f"{report.layout} does not describe" if report.layout else "nobody declared"
+    return [
+        ("compared with the reference" if is_difference else "held to others",
+         report.compared - report.alone),
+        ("searched for NaN and infinity alone", report.alone - report.undeclared),
+        (f"searched alone, because {lacking} their layout", report.undeclared),
+        ("in one trace alone", report.unpaired),
+        ("not looked at", report.recorded - report.compared - report.unpaired),
+    ]  # fmt: skip
+
+
+def coverage_line(report: Report, required: float) -> str:
+    """Return why a clean verdict is not enough for `--require-coverage`, and what to do."""
+    is_difference = report.command == "diff"
+    line = (
+        f"{report.judged:,} of {counted(report.recorded, 'value was', 'values were')} "
+        f"{'compared' if is_difference else 'judged'} ({report.coverage:.1%}), "
+        f"--require-coverage asks for {required:.1%}"
+    )
+    if is_difference:
+        return (
+            f"{line}: trace both runs with the same options, and say with --map and --layout what "
+            "their names do not"
+        )
+    if report.undeclared and report.layout:
+        more = ", ..." if report.undeclared > len(report.undeclared_names) else ""
+        names = f"{', '.join(report.undeclared_names)}{more}"
+        return (
+            f"{line}: {_undeclared(report)} ({names}): add [[layout]] entries for them to that "
+            "file (docs/commands/tensor.md), and give it with --layout"
+        )
+    if report.undeclared:
+        return (
+            f"{line}: {_undeclared(report)}: write a proposal with "
+            f"`rankscope layout TRACE --out layout.toml`, look it over, and give it with --layout"
+        )
+    return f"{line}: trace with --rs-digest full, --rs-phases all and without --rs-paths"
+
+
+def different_before(report: Report) -> str:
+    """Return what two runs did not have in common before any number; "" for nothing."""
+    return "; ".join(text for _, is_same, text in report.preflight if is_same is False)
+
+
+def report_lines(
+    report: Report, traces: Sequence[str], paint: Style = _plain, *, is_all: bool = False
+) -> Iterator[str]:
+    """Yield the lines of a report, the first five of them the answer. `traces`: a line for each
+    that it speaks of; `is_all`: list every finding."""
+    yield verdict_line(report, paint)
+    same = [text for _, is_same, text in report.preflight if is_same]
+    other = different_before(report)
+    if other or same:
+        yield f"  before any number: {paint('bold', other) if other else '; '.join(same)}"
+    for first in report.origins[:1]:
+        parts = answer_parts(first)
+        parts["first"] = paint("bold", parts["first"])
+        yield from (f"  {title}: {text}" for title, text in parts.items())
+    yield from (paint("dim", line) for line in traces)
+    yield from _listed("origins", report.origins, paint, is_all=is_all)
+    yield from _listed("warnings", report.warnings, paint, is_all=is_all)
+    if is_all and report.command == "check":
+        yield from _listed("victims", report.victims, paint, is_all=True)
+    left = [f"the same: {text}" for text in same if other]
+    left += [f"not told: {text}" for _, is_same, text in report.preflight if is_same is None]
+    between = " between ranks" if report.command == "check" else ""
+    for skipped in report.skipped:
+        values = counted(skipped.count, "value")
+        left.append(f"not compared{between}: {values}: {skipped.reason}")
+    left += [f"note: {note}" for note in report.notes]
+    yield from ["", *left] if left else ()
+
+
+def _listed(
+    title: str, findings: Sequence[Finding], paint: Style, *, is_all: bool
+) -> Iterator[str]:
+    """Yield findings, those of one kind and step together."""
+    if not findings:
+        return
+    yield ""
+    yield paint("bold", title)
+    groups: dict[tuple[object, ...], list[Finding]] = {}
+    for finding in findings:
+        key = (finding.kind, finding.phase, finding.mode, finding.step, finding.micro_batch)
+        groups.setdefault(key, []).append(finding)
+    for group in groups.values():
+        shown = group if is_all else group[:_MOST]
+        for finding in shown:
+            yield f"  {finding.kind.value}  {where_line(finding)}"
+            yield f"    {finding.message}"
+            if finding.is_origin and finding is group[0]:
+                for name, part in evidence_parts(finding.evidence):
+                    rows = [{"": part}] if isinstance(part, str) else part
+                    for row in rows:
+                        cells = (f"{key} {cell_text(value)}" for key, value in row.items())
+                        yield f"    {name}: {'  '.join(map(str.lstrip, cells))}"
+                if finding.victims:
+                    yield f"    infected: {infected_line(finding)}"
+        if len(group) > len(shown):
+            yield f"  ... and {len(group) - len(shown)} more of that kind in that step (--all)"
+
+
+def assertion_lines(report: Report) -> Iterator[str]:
+    """Yield what a test that fails says."""
+    yield verdict_line(report)
+    if other := different_before(report):
+        yield f"before any number: {other}"
+    for finding in report.origins[:_MOST]:
+        after = counted(finding.victims, "value follows", "values follow")
+        yield f"{finding.kind.value}: {finding.message} ({after})"
+
+
+def matrix_lines(
+    ref: str, reports: Sequence[tuple[str, Report]], paint: Style = _plain
+) -> Iterator[str]:
+    """Yield a table of the reports on several runs, each with the name of its run."""
+    rows = [("run", "verdict", "compared", "kind", "ranks", "first")]
+    rows += [_matrix_row(run, report) for run, report in reports]
+    counts = Counter(report.verdict.value for _, report in reports)
+    words = ", ".join(f"{count} {word}" for word, count in counts.items())
+    yield f"{counted(len(reports), 'run')} held to {ref}: {words}"
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    head, *padded = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in rows]
+    yield paint("dim", "  ".join(head).rstrip())
+    for row, (_, report) in zip(padded, reports):
+        row[1] = paint(STYLES[report.verdict], row[1])
+        yield "  ".join(row).rstrip()
+
+
+def _matrix_row(run: str, report: Report) -> tuple[str, str, str, str, str, str]:
+    begin = (run, report.verdict.value, f"{report.compared:,} of {report.recorded:,}")
+    if not report.origins:
+        why = "-" if report.verdict is Verdict.CLEAN else "records are missing"
+        return (*begin, "-", "-", report.lacks or why)
+    first, *others = report.origins
+    more = f" and {counted(len(others), 'more origin')}" if others else ""
+    place = f"{first.path or '(root)'}{f':{first.slot}' if first.slot else ''}"
+    where = f"{place}, {when_text(first)}{more}"
+    return (*begin, first.kind.value, ranks_text(first.ranks), where)
+
+
+def spoken_lines(report: Report) -> Iterator[str]:
+    """Yield what a training says at its end: the verdict, the first finding and where it is."""
+    yield verdict_line(report)
+    for first in report.origins[:1]:
+        parts = answer_parts(first)
+        yield from (f"{title}: {parts[title]}" for title in ("first", "where"))
+
+
+def tracker_fields(report: Report, trace: str) -> dict[str, str | int | float]:
+    """Return what an experiment tracker is told, by name; `trace` is the trace folder."""
+    fields: dict[str, str | int | float] = {
+        "verdict": report.verdict.value,
+        "summary": visible(verdict_line(report))[:_LONGEST],
+        "findings": len(report.findings),
+        "coverage": round(report.coverage, 4),
+        "trace": visible(trace),
+    }
+    for first in report.origins[:1]:
+        fields["first_finding"] = visible(first.message)[:_LONGEST]
+        fields["first_where"] = visible(where_line(first))[:_LONGEST]
+    return fields
