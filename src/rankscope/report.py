@@ -13,12 +13,18 @@ from __future__ import annotations
 import importlib
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope.errors import TrackerError
+from rankscope.diagnosis.check import check
+from rankscope.errors import RankscopeError, TrackerError
 from rankscope.layout.layoutfile import LayoutFile
+from rankscope.page.checkpage import check_page
+from rankscope.page.pagefile import write_file
+from rankscope.page.rankplaces import ranks_html
+from rankscope.page.verdicthtml import job_html, table_html, text, verdict_html
 from rankscope.record.finding import Report
 from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.views import Trace
@@ -27,6 +33,21 @@ from rankscope.words.reports import tracker_fields
 __all__ = ["fragment", "to", "write"]
 
 _PAGE_NAME: Final = "rankscope-report"
+_MOST_JUDGED: Final = 200_000
+"""Values of a trace that is judged to be shown: `check` takes a few seconds for so many."""
+_MOST_ROWS: Final = 12
+_STYLE: Final = """
+.rankscope-piece { border-left: 4px solid #8888; padding-left: 0.8em; max-width: 60em }
+.rankscope-piece:has(.verdict.fault) { border-color: #d33 }
+.rankscope-piece:has(.verdict.incomplete) { border-color: #c80 }
+.rankscope-piece:has(.verdict.clean) { border-color: #3a5 }
+.rankscope-piece p, .rankscope-piece dl { margin: 0.3em 0 }
+.rankscope-piece dt { float: left; clear: left; width: 5em; opacity: 0.7 }
+.rankscope-piece dd { margin: 0 0 0 5.5em; overflow-wrap: anywhere }
+.rankscope-piece table { border-collapse: collapse; margin: 0.3em 0 }
+.rankscope-piece caption { text-align: left; opacity: 0.7 }
+.rankscope-piece :is(td, th) { text-align: left; padding: 0.1em 1em 0.1em 0 }
+"""
 
 
 def write(
@@ -83,23 +104,44 @@ def to(
 
 
 def fragment(shown: TraceLike | Report) -> str:
-    """Return a trace or a report as a piece of HTML without script, as notebooks show it.
+    """Return a trace or a report as a piece of HTML without script, as notebooks show it: light or
+    dark ones, and those that take styles out.
 
     Raises:
         FolderError, TraceError: no trace is there, or a damaged one.
     """
-    from rankscope.page.fragments import report_fragment, trace_fragment
-
     if isinstance(shown, Report):
-        return report_fragment(shown)
+        return _report_fragment(shown)
     with opened_trace(shown) as trace:
-        return trace_fragment(trace)
+        ranks = ranks_html(trace, reads_calls=False)
+        return _framed([_verdict_of(trace), job_html("", trace), ranks])
+
+
+def _report_fragment(report: Report) -> str:
+    parts = [verdict_html(report)]
+    kinds = Counter((f.kind.value, "origin" if f.is_origin else "follows") for f in report.findings)
+    if len(report.findings) > 1:
+        rows = [(*each, f"{number:,}") for each, number in kinds.most_common(_MOST_ROWS)]
+        parts.append(table_html(("finding", "place", "count"), rows))
+    parts += [f"<p>{text(note)}</p>" for note in report.notes[:_MOST_ROWS]]
+    return _framed(parts)
+
+
+def _verdict_of(trace: Trace) -> str:
+    values = sum(len(s.columns()["values.rank"]) for s in (*trace.setup, *trace.steps))
+    if values > _MOST_JUDGED:
+        return f"<p>not judged here ({values:,} values): rankscope.check(trace)</p>"
+    try:
+        return verdict_html(check(trace))
+    except RankscopeError as error:
+        return f"<p>not judged: {text(error)}</p>"
+
+
+def _framed(parts: Sequence[str]) -> str:
+    return f'<div class="rankscope-piece"><style>{_STYLE}</style>{"".join(parts)}</div>'
 
 
 def _written(trace: Trace, out: Path, layout: str | Path | None) -> tuple[Path, Report]:
-    from rankscope.page.checkpage import check_page
-    from rankscope.page.pagefile import write_file
-
     layouts = None if layout is None else LayoutFile.load(Path(layout))
     content, report = check_page(trace, layouts)
     return write_file(content, out), report

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rankscope
-from rankscope.page import fragments
+from rankscope import report
 
 HOSTILE = "</td><script>alert(1)</script><img src=x onerror=alert(2)>\u202e\x00"
 OPEN = {"br", "img"}
@@ -105,7 +105,7 @@ def test_a_large_trace_is_shown_without_being_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     trace = traced(tmp_path / "trace", DividesByZero())
-    monkeypatch.setattr(fragments, "_MOST_JUDGED", 3)
+    monkeypatch.setattr(report, "_MOST_JUDGED", 3)
     seen = safe(trace._repr_html_())
     assert "rankscope.check(trace)" in seen.text and "nonfinite" not in seen.text
     assert "1 rank on 1 host" in seen.text
