@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +22,6 @@ from rankscope.cli.checktext import (
 from rankscope.cli.terminal import Paint, echo, echo_fitted, opened, progress, remark
 from rankscope.compat.debugger.treefiles import trees_in
 from rankscope.diagnosis.comparison.alignment import PathMap
-from rankscope.diagnosis.comparison.bitwise import BitwiseReport, diff_bitwise
 from rankscope.diagnosis.comparison.diff import diff
 from rankscope.diagnosis.finalreport import report_json
 from rankscope.diagnosis.verdictwords import where_line
@@ -30,6 +29,7 @@ from rankscope.errors import FolderError, SettingError
 from rankscope.page.diffpage import diff_page
 from rankscope.page.pagefile import write_file
 from rankscope.record.finding import Report, Verdict
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_text
 from rankscope.run.outfolder import typed
 from rankscope.tree.summary import counted, extent
@@ -93,8 +93,6 @@ def command(
 ) -> None:
     """Say where TEST first differs from REF: module, ranks, how much; exit 1 where it does."""
     required = part_of(require_coverage)
-    if is_exact and noise is not None:
-        raise SettingError("--exact compares hashes, --noise is about distances: give one of both")
     if len(tests) > 1 and not is_matrix:
         raise SettingError(
             f"{len(tests)} runs are to be held to {ref}", "give --matrix for a table"
@@ -108,34 +106,28 @@ def command(
     again = None if noise is None else runs.pop()
     paint = Paint(sys.stdout)
 
-    def compared(test: Trace) -> tuple[Report, Iterator[str], dict[str, Any]]:
+    def compared(test: Trace) -> Report:
         paths = PathMap(rules or ()) if map_file is None else PathMap.load(map_file, rules or ())
         with progress() as say:
-            if is_exact:
-                exact = diff_bitwise(reference, test, paths=paths, layouts=layout, progress=say)
-                return exact.report, _bitwise_lines(exact, paint), _bitwise_json(exact)
             compare = functools.partial(
                 diff, reference, test, paths=paths, layouts=layout, noise=again, tensors=tensors,
-                progress=say,
+                exact=is_exact, progress=say,
             )  # fmt: skip
             if html is None:
-                report = compare()
-            else:
-                content, report = diff_page(reference, test, compare)
-                write_file(content, html)
-        lines = _difference_lines(reference, test, report, paint, is_all=is_all)
-        return report, lines, report_json(report)
+                return compare()
+            content, report = diff_page(reference, test, compare)
+            write_file(content, html)
+        return report
 
-    found = [compared(test) for test in runs]
-    reports = [report for report, _, _ in found]
-    lines = found[0][1]
-    if is_matrix:
-        lines = _matrix_lines(ref, [*zip(tests, reports)], paint)
+    reports = [compared(test) for test in runs]
     if as_json:
-        named = [{"run": str(test), **data} for test, (_, _, data) in zip(tests, found)]
-        echo(json.dumps(named if is_matrix else found[0][2]))
+        data = [_report_json(report) for report in reports]
+        named = [{"run": str(test), **each} for test, each in zip(tests, data)]
+        echo(json.dumps(named if is_matrix else data[0]))
+    elif is_matrix:
+        echo_fitted(_matrix_lines(ref, [*zip(tests, reports)], paint))
     else:
-        echo_fitted(lines)
+        echo_fitted(_difference_lines(reference, runs[0], reports[0], paint, is_all=is_all))
     if any(report.verdict is not Verdict.CLEAN for report in reports):
         raise typer.Exit(EXIT_FINDING)
     report = min(reports, key=lambda each: each.coverage)
@@ -177,7 +169,10 @@ def _difference_lines(
     ref: Trace, test: Trace, report: Report, paint: Paint, *, is_all: bool = False
 ) -> Iterator[str]:
     """Yield the lines of a report: the first five are the answer, then which traces these were, all
-    origins, and what could not be compared."""
+    origins, and what could not be compared. Of hashes the answer is all."""
+    if report.equal is not None:
+        yield from _equality_lines(report, report.equal, paint)
+        return
     yield painted_verdict(report, paint)
     by_answer: dict[bool | None, list[str]] = {False: [], None: [], True: []}
     for _, is_same, text in report.preflight:
@@ -197,37 +192,45 @@ def _difference_lines(
     yield from left_out_lines(report, "not compared")
 
 
-def _bitwise_lines(found: BitwiseReport, paint: Paint) -> Iterator[str]:
-    """Yield the five lines of `diff --exact`."""
-    report, first = found.report, found.first
-    start = paint(STYLES[report.verdict], report.verdict.value)
-    equal = f"{found.equal:,} of {counted(report.compared, 'value')} are bitwise equal"
-    yield f"{start}: {f'{report.lacks}; ' if report.lacks else ''}{equal}"
-    if first is None:
-        yield "  first: none differs"
-        yield "  where: nowhere"
-    else:
-        before = counted(found.equal_before, "value")
+def _equality_lines(
+    report: Report, equal: Mapping[Phase, tuple[int, int]], paint: Paint
+) -> Iterator[str]:
+    lacks = f"{report.lacks}; " if report.lacks else ""
+    told = f"{_equal_count(equal):,} of {counted(report.compared, 'value')} are bitwise equal"
+    yield f"{paint(STYLES[report.verdict], report.verdict.value)}: {lacks}{told}"
+    for first in report.findings:
+        before = counted(first.evidence["equal_before"], "value")
         yield f"  first: {paint('bold', first.message)} ({before} before it equal)"
         yield f"  where: {where_line(first)}"
-    phases = [f"{p.word} {equal:,} of {total:,}" for p, (equal, total) in found.by_phase.items()]
+    if not report.findings:
+        yield "  first: none differs"
+        yield "  where: nowhere"
+    phases = [f"{phase.word} {own:,} of {total:,}" for phase, (own, total) in equal.items()]
     yield f"  equal by phase: {', '.join(phases) or 'none was compared'}"
-    reasons = [f"{each.count:,}: {each.reason}" for each in report.skipped[:_MOST_REASONS]]
-    if len(report.skipped) > _MOST_REASONS:
-        reasons.append("...")
+    skipped = sorted(report.skipped, key=lambda each: -each.count)
+    reasons = [f"{each.count:,}: {each.reason}" for each in skipped[:_MOST_REASONS]]
+    reasons += ["..."] if len(skipped) > _MOST_REASONS else []
     if report.unpaired:
         reasons.append(f"{report.unpaired:,}: in one trace alone")
     yield f"  not comparable: {'; '.join(reasons) or 'none'}"
 
 
-def _bitwise_json(found: BitwiseReport) -> dict[str, Any]:
-    """Return the report of `diff --exact` as JSON data: that of `diff`, and what is equal."""
+def _equal_count(equal: Mapping[Phase, tuple[int, int]]) -> int:
+    return sum(own for own, _ in equal.values())
+
+
+def _report_json(report: Report) -> dict[str, Any]:
+    """Return a report as JSON data, with how much is bitwise equal where hashes were compared."""
+    if report.equal is None:
+        return report_json(report)
+    equal = _equal_count(report.equal)
+    before = [finding.evidence["equal_before"] for finding in report.findings]
     phases = {
-        phase.word: {"equal": equal, "compared": total}
-        for phase, (equal, total) in found.by_phase.items()
+        phase.word: {"equal": own, "compared": total}
+        for phase, (own, total) in report.equal.items()
     }
-    counts = {"equal": found.equal, "equal_before": found.equal_before, "by_phase": phases}
-    return {**report_json(found.report), "exact": counts}
+    counts = {"equal": equal, "equal_before": min(before, default=equal), "by_phase": phases}
+    return {**report_json(report), "exact": counts}
 
 
 def _matrix_lines(ref: Path, found: Sequence[tuple[Path, Report]], paint: Paint) -> Iterator[str]:

@@ -7,9 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 from rankscope.diagnosis.comparison.difference import Batches
-from rankscope.diagnosis.comparison.rollouts import StepPair
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
-from rankscope.diagnosis.comparison.tracesides import StepKey
+from rankscope.diagnosis.comparison.tracesides import StepKey, StepPair
 from rankscope.record.call import Mode
 from rankscope.record.notes import NoteKind, read_options
 from rankscope.tree.summary import counted
@@ -19,14 +18,22 @@ _TELLING: Final = ("torch", "cuda", "nccl", "transformers", "numpy")
 _MOST: Final = 4
 
 
+_WHATS: Final = ("samples", "steps", "start", "dtypes", "optimizer", "versions")
+
+
 class PreflightLine(NamedTuple):
     """One thing that was looked at before any number."""
 
     what: str
-    """"samples", "start", "dtypes", "steps", "optimizer", "versions"."""
+    """One of `_WHATS`."""
     is_same: bool | None
     """None where the traces do not tell."""
     text: str
+
+
+def preflight_order(line: PreflightLine) -> tuple[int, int]:
+    """Return where a line stands among others: what differs first."""
+    return (False, None, True).index(line.is_same), _WHATS.index(line.what)
 
 
 def run_lines(ref: Mapping[str, Any], test: Mapping[str, Any]) -> list[PreflightLine]:

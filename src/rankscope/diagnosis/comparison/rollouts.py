@@ -10,90 +10,18 @@ of the sequence; of calls with several tokens behind the first one they do not.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from rankscope.assembly.combine import CombinationPlan, apply_plan
 from rankscope.diagnosis.comparison.alignment import whole_shape
-from rankscope.diagnosis.comparison.tracesides import StepKey, TraceSide
+from rankscope.diagnosis.comparison.lostranks import LostRanks
 from rankscope.diagnosis.comparison.wholevalues import Wholes, WholeValues, combined_row
+from rankscope.diagnosis.replicas import Layouts
 from rankscope.diagnosis.stepview import Array, SlotValues, StepView
-from rankscope.record.call import Mode
 from rankscope.record.sketchfactors import factors
 
 _TOKENS_DIM = 1
-
-
-@dataclass(frozen=True, slots=True)
-class StepPair:
-    """Steps that are compared with each other: one on each side, or calls that make one."""
-
-    ref: tuple[StepKey, ...]
-    test: tuple[StepKey, ...]
-
-    @property
-    def is_of_forwards(self) -> bool:
-        """True where no more than forwards can be compared."""
-        return self.ref != self.test
-
-
-def paired_steps(ref: TraceSide, test: TraceSide) -> list[StepPair]:
-    """Return which steps are compared: those of the same mode and number.
-
-    Where there are none, or eval steps of one number worked on unlike many tokens, eval steps stand
-    beside the steps of the other run in their order, several of them where these together have as
-    many tokens.
-    """
-    common = [key for key in ref.steps if key in test.steps]
-    evaluated = next((key for key in common if key[0] is Mode.EVAL), None)
-    is_in_parts = evaluated is not None and _tokens(ref, evaluated) != _tokens(test, evaluated)
-    if common and not is_in_parts:
-        return [StepPair((key,), (key,)) for key in common]
-    found = [StepPair((key,), (key,)) for key in common if key[0] is Mode.TRAIN]
-    sides = [
-        [key for key in side.steps if not found or key[0] is Mode.EVAL] for side in (ref, test)
-    ]
-    while all(sides):
-        pair = _next_pair((ref, test), sides)
-        if pair is None:
-            break
-        found.append(pair)
-    return found
-
-
-def _next_pair(traces: tuple[TraceSide, TraceSide], left: list[list[StepKey]]) -> StepPair | None:
-    """Take steps off both lists that worked on as many tokens; None where none do."""
-    taken: tuple[list[StepKey], list[StepKey]] = ([left[0].pop(0)], [left[1].pop(0)])
-    counts = [_tokens(trace, own[0]) for trace, own in zip(traces, taken)]
-    while counts[0] != counts[1]:
-        if counts[0] is None or counts[1] is None:
-            return None
-        short = 0 if counts[0] < counts[1] else 1
-        if not left[short] or left[short][0][0] is not Mode.EVAL:
-            return None
-        key = left[short].pop(0)
-        more = _tokens(traces[short], key)
-        if more is None or taken[short][0][0] is not Mode.EVAL:
-            return None
-        taken[short].append(key)
-        counts[short] = (counts[short] or 0) + more
-    is_alike = taken[0][0][0] is taken[1][0][0] and len(taken[0]) == len(taken[1]) == 1
-    if is_alike and taken[0] != taken[1]:
-        return None  # steps of one mode and other numbers are other steps
-    return StepPair(tuple(taken[0]), tuple(taken[1]))
-
-
-def _tokens(side: TraceSide, key: StepKey) -> int | None:
-    return next(iter(token_counts(side.view((key,)))), None)
-
-
-def wholes_of(side: TraceSide, keys: Sequence[StepKey], step_view: StepView) -> WholeValues:
-    """Return what composes the values of steps that are read as one."""
-    if len(keys) == 1:
-        return side.wholes
-    # each call is a step of its own: a proof of every one would cost more than it tells
-    return TokenWholes(WholeValues(side.layouts, side.lost), token_counts(step_view))
 
 
 def token_counts(step_view: StepView) -> list[int]:
@@ -109,17 +37,11 @@ def token_counts(step_view: StepView) -> list[int]:
 
 
 class TokenWholes(WholeValues):
-    """Composes what consecutive calls hold of the tokens that they were given."""
+    """Composes what the calls of one rollout hold, which were given so many tokens each."""
 
-    def __init__(self, one: WholeValues, tokens: Sequence[int]) -> None:
-        """Compose calls of one rollout that were given so many tokens each; `one` composes a value
-        of a single call."""
-        self._one, self._tokens = one, tokens
-        self._starts = [sum(tokens[:index]) for index in range(len(tokens))]
-
-    def of(self, values: SlotValues, places: Array | None) -> Wholes | str:
-        """Return the wholes of one call."""
-        return self._one.of(values, places)
+    def __init__(self, layouts: Layouts, lost: LostRanks, tokens: Sequence[int]) -> None:
+        super().__init__(layouts, lost)
+        self._tokens = tokens
 
     def of_all(
         self, by_call: Mapping[int, SlotValues], places: Array | None
@@ -127,15 +49,15 @@ class TokenWholes(WholeValues):
         """Return the wholes of all calls together, as those of call 0."""
         if set(by_call) != set(range(len(self._tokens))):
             return {0: "not in every call of the rollout"}
-        shapes = [whole_shape(by_call[index]) for index in range(len(self._tokens))]
+        calls = [by_call[index] for index in range(len(self._tokens))]
+        shapes = [whole_shape(values) for values in calls]
         rest = {shape[:_TOKENS_DIM] + shape[_TOKENS_DIM + 1 :] for shape in shapes}
-        if len(rest) != 1 or [shape[_TOKENS_DIM : _TOKENS_DIM + 1] for shape in shapes] != [
-            (count,) for count in self._tokens
-        ]:
+        counts = [shape[_TOKENS_DIM : _TOKENS_DIM + 1] for shape in shapes]
+        if len(rest) != 1 or counts != [(count,) for count in self._tokens]:
             return {0: "no value of each token in every call of the rollout"}
         made: list[Wholes] = []
-        for index in range(len(self._tokens)):
-            own = self._one.of(by_call[index], places)
+        for values in calls:
+            own = self.of(values, places)
             if isinstance(own, str):
                 return {0: own}
             made.append(own)
@@ -143,16 +65,13 @@ class TokenWholes(WholeValues):
 
     def _joined(self, calls: list[Wholes]) -> Wholes | str:
         first = calls[0]
-        if any(
-            len(each) != len(first)
-            or not np.array_equal(each.places, first.places)
-            or any(not np.array_equal(a, b) for a, b in zip(each.members, first.members))
-            for each in calls
-        ):
-            return "ranks hold other values in some calls of the rollout"
+        for other in calls[1:]:
+            same_places = np.array_equal(other.places, first.places)
+            if not same_places or not all(map(np.array_equal, other.members, first.members)):
+                return "ranks hold other values in some calls of the rollout"
         if any(count > 1 for count in self._tokens[1:]):
             return "several tokens at once behind the first call of the rollout"
-        scales = [_scale(start) for start in self._starts]
+        scales = [_scale(sum(self._tokens[:index])) for index in range(len(calls))]
         plan = CombinationPlan(
             ranks=tuple(range(len(calls))),
             index=np.arange(len(calls))[:, None],

@@ -6,15 +6,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
 from rankscope.diagnosis.comparison.alignment import AlignedStep, PathMap, SlotKey
-from rankscope.diagnosis.comparison.preflight import PreflightLine
 from rankscope.diagnosis.comparison.tracesides import TraceSide
-from rankscope.diagnosis.finalreport import verdict_of
 from rankscope.globs import glob_matches, slot_matches
-from rankscope.record.finding import Finding, Report, Skipped
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace
 
@@ -62,7 +59,7 @@ class Tally:
     """Counts over the steps of a comparison what was compared, and collects what has no partner."""
 
     def __init__(self, ref: TraceSide, test: TraceSide, paths: PathMap) -> None:
-        self._sides, self._paths = (ref, test), paths
+        self._paths = paths
         self._recorded = _RecordedPart(ref.trace), _RecordedPart(test.trace)
         self._only_ref: dict[SlotKey, str] = {}
         """Values without a partner, with the option of the other trace that left each out, "" for
@@ -92,37 +89,41 @@ class Tally:
         """Values that both traces hold."""
         return self.compared + self.skipped.total()
 
-    @property
-    def is_enough(self) -> bool:
-        """True where a verdict may rest on what was compared."""
-        return 0 < self.compared >= _FEWEST_COMPARED * self.in_both
+    def lacks(self, too_few: str) -> str:
+        """Return why so few values were compared that the rest says nothing about the runs, and
+        what to do; "" where enough were.
 
-    def report(
-        self,
-        findings: Sequence[Finding],
-        *,
-        reasons: Iterable[tuple[str, int]],
-        lacks: str,
-        notes: Iterable[str],
-        lines: Iterable[PreflightLine],
-    ) -> Report:
-        """Return the report of `diff`, with the reasons of `skipped` in order."""
-        is_complete = all(side.trace.is_complete for side in self._sides)
-        return Report(
-            command="diff",
-            verdict=verdict_of(findings, lacks, is_complete=is_complete),
-            compared=self.compared,
-            skipped=tuple(Skipped(reason=r, count=n) for r, n in reasons),
-            recorded=self.in_both + self.unpaired,
-            unpaired=self.unpaired,
-            alone=0,
-            findings=tuple(findings),
-            notes=tuple(notes),
-            lacks=lacks,
-            preflight=tuple(lines),
-        )
+        Args:
+            too_few: how that is said where most values that both traces hold were left out: names
+                `compared`, `both`, `count` and `reason`.
+        """
+        for alone, whose, other in (
+            (self._only_ref, "REF", "TEST"),
+            (self._only_test, "TEST", "REF"),
+        ):
+            for noun, fewest, is_meant in (
+                ("parameter", _FEWEST, _is_parameter),
+                ("value", _FEWEST_VALUES, bool),
+            ):
+                met = {(k.path, k.slot) for k in self._both if is_meant(k)}
+                lost = {(k.path, k.slot) for k, why in alone.items() if not why and is_meant(k)}
+                missing, whole = len(lost - met), len(lost | met)
+                if missing and len(met) < fewest * whole:
+                    return (
+                        f"{missing:,} of {counted(whole, noun)} of {whose} "
+                        f"{'has' if missing == 1 else 'have'} no partner in {other}: "
+                        f"{self._remedy()}"
+                    )
+        if 0 < self.compared >= _FEWEST_COMPARED * self.in_both:
+            return ""
+        if self.in_both:
+            ((reason, count),) = self.skipped.most_common(1)
+            both = counted(self.in_both, "value")
+            return too_few.format(compared=self.compared, both=both, count=count, reason=reason)
+        why = self._left_out() or "no value was recorded in one of them"
+        return f"the traces have no value in common: {why}"
 
-    def left_out(self) -> str:
+    def _left_out(self) -> str:
         """Return with which options both traces were taken that left values of the other one out;
         "" for none."""
         told = []
@@ -131,28 +132,6 @@ class Tally:
             if options:
                 told.append(f"{other} was taken with {' and '.join(options)}")
         return f"{', '.join(told)}: trace both with the same options" if told else ""
-
-    @property
-    def lacks(self) -> str:
-        """Why so few values have a partner that the rest says nothing about the runs, and what to
-        do; "" where enough have one."""
-        for alone, whose in ((self._only_ref, "REF"), (self._only_test, "TEST")):
-            for noun, fewest, is_meant in (
-                ("parameter", _FEWEST, _is_parameter),
-                ("value", _FEWEST_VALUES, bool),
-            ):
-                found = {(k.path, k.slot) for k in self._both if is_meant(k)}
-                met = len(found)
-                lost = {(k.path, k.slot) for k, why in alone.items() if not why and is_meant(k)}
-                missing = len(lost - found)
-                if missing and met < fewest * (met + missing):
-                    other = "TEST" if whose == "REF" else "REF"
-                    have = "has" if missing == 1 else "have"
-                    return (
-                        f"{missing:,} of {counted(met + missing, noun)} of {whose} {have} no "
-                        f"partner in {other}: {self._remedy()}"
-                    )
-        return ""
 
     def _remedy(self) -> str:
         alone = (*self._only_ref, *self._only_test)
