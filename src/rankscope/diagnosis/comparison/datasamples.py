@@ -67,12 +67,14 @@ class StepSamples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleMatch:
-    """Which sample of the reference each sample of the test is."""
+class Batches:
+    """The batches of one step on both sides, and which sample is which."""
 
+    ref: StepSamples
+    test: StepSamples
     partner: Array
     """[samples of the test] positions among the reference's, -1 for those it has not."""
-    is_by_order: bool
+    is_by_order: bool = False
     """True where nothing tells samples apart, and their order was believed."""
     lost: int = 0
     """Samples of the reference that the test has not."""
@@ -82,9 +84,29 @@ class SampleMatch:
     """Samples of the test that it has once more than the reference."""
 
     @property
+    def are_of_other_samples(self) -> bool:
+        """True where one side has a sample that the other has not."""
+        return bool(self.lost or self.unknown)
+
+    @property
     def is_in_order(self) -> bool:
         """True where the samples come in the reference's order."""
         return bool((self.partner == np.arange(len(self.partner))).all())
+
+    @property
+    def are_the_same(self) -> bool:
+        """True where every unit of the test works on the samples of the reference's unit of that
+        number, in that order."""
+        ref, test = self.ref, self.test
+        same = ref.sizes == test.sizes
+        if ref.keys is None or test.keys is None:
+            same = ref.micro_batches == test.micro_batches and ref.place_count == test.place_count
+        return same and self.is_in_order
+
+    def units_with_others(self) -> set[Unit]:
+        """Return the units of the test that have samples which the reference has not."""
+        starts, sizes = self.test.starts, self.test.sizes
+        return {u for u, at in starts.items() if (self.partner[at : at + sizes[u]] < 0).any()}
 
 
 # ---- who has which batch -------------------------------------------------------------------------
@@ -232,7 +254,7 @@ def _telling_slot(roots: list[Any]) -> tuple[str, bool] | None:
     return (next(iter(slots)), False) if slots else None
 
 
-def match_samples(ref: StepSamples, test: StepSamples) -> SampleMatch:
+def match_samples(ref: StepSamples, test: StepSamples) -> Batches:
     """Return which sample of the reference each one of the test is.
 
     Where either trace kept no samples, ranks hold a part of each sample (of its sequence), or the
@@ -244,8 +266,8 @@ def match_samples(ref: StepSamples, test: StepSamples) -> SampleMatch:
         or ref.elements != test.elements
         or not (np.isfinite(ref.keys).all() and np.isfinite(test.keys).all())
     ):
-        count = max(test.total, ref.total)
-        return SampleMatch(partner=np.arange(count), is_by_order=True)
+        order = np.arange(max(test.total, ref.total))
+        return Batches(ref=ref, test=test, partner=order, is_by_order=True)
     allowed = _SAME_TOKENS if ref.is_of_integers and test.is_of_integers else _SAME_FLOATS
     norms = np.sqrt(np.mean(ref.keys**2, axis=1))
     scale = allowed * max(float(norms.max(initial=0.0)), 1e-30)
@@ -258,24 +280,20 @@ def match_samples(ref: StepSamples, test: StepSamples) -> SampleMatch:
     repeated = 0
     for index, (start, stop) in enumerate(zip(low.tolist(), high.tolist())):
         every = order[start:stop]
-        near = every[~used[every]]
-        if not len(near):
-            apart = np.sqrt(np.mean((ref.keys[every] - test.keys[index]) ** 2, axis=1))
-            if len(every) and apart.min() <= scale:
-                partner[index] = int(every[int(apart.argmin())])
-                repeated += 1
-            continue
+        left = every[~used[every]]
+        near = left if len(left) else every
         apart = np.sqrt(np.mean((ref.keys[near] - test.keys[index]) ** 2, axis=1))
-        if index in near and apart[near == index][0] <= scale:
-            best = index  # equal samples keep their order
-        elif apart.min() <= scale:
-            best = int(near[int(apart.argmin())])
-        else:
+        if apart.min(initial=np.inf) > scale:
             continue
-        partner[index], used[best] = best, True
+        is_same_place = index in near and apart[near == index][0] <= scale
+        # equal samples keep their order
+        best = index if len(left) and is_same_place else int(near[int(apart.argmin())])
+        partner[index] = best
+        repeated += not len(left)
+        used[best] = True
     lost, unknown = int((~used).sum()), int((partner < 0).sum())
     if unknown == len(partner):  # other data: what follows is compared in its order all the same
         partner = np.arange(len(partner)) % max(len(ref.keys), 1)
-    return SampleMatch(
-        partner=partner, is_by_order=False, lost=lost, unknown=unknown, repeated=repeated
+    return Batches(
+        ref=ref, test=test, partner=partner, lost=lost, unknown=unknown, repeated=repeated
     )

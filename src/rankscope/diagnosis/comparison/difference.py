@@ -14,12 +14,7 @@ from typing import Final
 import numpy as np
 
 from rankscope.diagnosis.comparison.alignment import AlignedValue, SlotKey
-from rankscope.diagnosis.comparison.datasamples import (
-    SampleMatch,
-    StepSamples,
-    Unit,
-    match_samples,
-)
+from rankscope.diagnosis.comparison.datasamples import Unit
 from rankscope.diagnosis.stepview import Array
 from rankscope.record.statistics import NONFINITE
 
@@ -213,38 +208,6 @@ class Difference:
         """Return the ranks that hold the chosen parts, sorted."""
         listed = [m for m, is_in in zip(self.members, chosen.tolist()) if is_in]
         return np.unique(np.concatenate(listed)) if listed else np.zeros(0, np.int64)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batches:
-    """The batches of one step on both sides."""
-
-    ref: StepSamples
-    test: StepSamples
-    match: SampleMatch
-
-    @classmethod
-    def of(cls, ref: StepSamples, test: StepSamples) -> Batches:
-        """Return the batches with the samples of one matched to those of the other."""
-        return cls(ref=ref, test=test, match=match_samples(ref, test))
-
-    @property
-    def are_the_same(self) -> bool:
-        """True where every unit of the test works on the samples of the reference's unit of that
-        number, in that order."""
-        same = self.ref.sizes == self.test.sizes
-        if self.ref.keys is None or self.test.keys is None:
-            same = (self.ref.micro_batches, self.ref.place_count) == (
-                self.test.micro_batches,
-                self.test.place_count,
-            )
-        return same and self.match.is_in_order
-
-    def units_with_others(self) -> set[Unit]:
-        """Return the units of the test that have samples which the reference has not."""
-        partners = {unit: self.match.partner[at:] for unit, at in self.test.starts.items()}
-        sizes = self.test.sizes
-        return {unit for unit, own in partners.items() if (own[: sizes[unit]] < 0).any()}
 
 
 def _fit(dots: Array, norm: float) -> tuple[float, float]:

@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from rankscope.diagnosis.comparison.datasamples import Batches
 from rankscope.diagnosis.comparison.difference import (
     CHI_SQUARE_RANGE,
-    Batches,
     ComparedValue,
     Difference,
     Measured,

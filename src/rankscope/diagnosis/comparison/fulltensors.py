@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from rankscope.diagnosis.comparison.alignment import AlignedValue
-from rankscope.diagnosis.comparison.datasamples import Unit
-from rankscope.diagnosis.comparison.difference import Batches, Difference, Measured, Totals
+from rankscope.diagnosis.comparison.datasamples import Batches, Unit
+from rankscope.diagnosis.comparison.difference import Difference, Measured, Totals
 from rankscope.diagnosis.comparison.wholevalues import Wholes, WholeValues
 from rankscope.diagnosis.stepview import Array, SlotValues
 from rankscope.errors import LayoutError, SelectionError, TraceError
@@ -187,7 +187,7 @@ class FullTensors:
         from rankscope.tensors.exactdistance import joined, same_rows
 
         mine = _first_of_units(ref)
-        if len({part.unit for part in test}) < len(test) and batches.match.is_by_order:
+        if len({part.unit for part in test}) < len(test) and batches.is_by_order:
             return None  # pieces of a batch, in a layout that nobody declared
         tensors = [mine[unit].tensor.movedim(self._batch_dims[0], 0) for unit in sorted(mine)]
         made = [(part, part.tensor.movedim(self._batch_dims[1], 0)) for part in test]
@@ -196,15 +196,15 @@ class FullTensors:
         if len(shapes) > 1 or sum(rows.values()) != sum(map(len, tensors)):
             return None
         whole = joined(tensors)
-        if batches.match.is_by_order:
+        if batches.is_by_order:
             if value.is_root_input and self._partner is None:
                 by_unit = dict(reversed([(part.unit, tensor) for part, tensor in made]))
                 self._partner = same_rows(whole, joined([by_unit[u] for u in sorted(by_unit)]))
             partner = self._partner
             self._is_matched |= partner is not None
         else:
-            is_known = not (batches.match.lost or batches.match.unknown)
-            partner = batches.match.partner if is_known else None
+            is_known = not batches.are_of_other_samples
+            partner = batches.partner if is_known else None
         if partner is None or not len(partner) or len(whole) % len(partner):
             return None
         each = len(whole) // len(partner)

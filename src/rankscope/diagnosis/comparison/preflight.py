@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
-from rankscope.diagnosis.comparison.difference import Batches
+from rankscope.diagnosis.comparison.datasamples import Batches
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.tracesides import StepKey, StepPair
 from rankscope.record.call import Mode
@@ -157,25 +157,25 @@ def dtype_line(found: Iterable[StepDifferences]) -> PreflightLine:
 
 def batch_line(batches: Batches, mode: Mode, step: int) -> PreflightLine:
     """Return whether a step worked on the same samples, and how they were split."""
-    ref, test, match = batches.ref, batches.test, batches.match
+    ref, test = batches.ref, batches.test
     split = f"{_split(test)}, the reference {_split(ref)}"
-    if match.is_by_order:
+    if batches.is_by_order:
         text = f"samples cannot be told apart, their order is believed ({split})"
         return PreflightLine("samples", None, text)
     where = f"{mode.word} step {step}"
-    if match.lost or match.unknown:
+    if batches.are_of_other_samples:
         parts = [
-            f"{match.unknown} of {test.total} samples are not in the reference",
-            f"{match.lost} of the reference's {ref.total} samples are missing",
-            f"{match.repeated} of {test.total} samples come once more",
+            f"{batches.unknown} of {test.total} samples are not in the reference",
+            f"{batches.lost} of the reference's {ref.total} samples are missing",
+            f"{batches.repeated} of {test.total} samples come once more",
         ]
-        counts = (match.unknown, match.lost, match.repeated)
+        counts = (batches.unknown, batches.lost, batches.repeated)
         said = ", ".join(part for part, count in zip(parts, counts) if count)
         text = f"{where}: {said} ({split})"
         return PreflightLine("samples", False, text)
     is_one = len(ref.sizes) == len(test.sizes) == 1
     same = f"the same {counted(ref.total, 'sample')}"
-    if is_one and not match.is_in_order:
+    if is_one and not batches.is_in_order:
         return PreflightLine("samples", False, f"{where}: {same} in another order")
     return PreflightLine("samples", True, f"{same} ({split})")
 

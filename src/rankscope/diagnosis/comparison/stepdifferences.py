@@ -19,8 +19,8 @@ from typing import Final
 import numpy as np
 
 from rankscope.diagnosis.comparison.alignment import AlignedStep, AlignedValue, SlotKey, whole_shape
-from rankscope.diagnosis.comparison.datasamples import Unit
-from rankscope.diagnosis.comparison.difference import Batches, ComparedValue, Difference, Measured
+from rankscope.diagnosis.comparison.datasamples import Batches, Unit
+from rankscope.diagnosis.comparison.difference import ComparedValue, Difference, Measured
 from rankscope.diagnosis.comparison.fulltensors import FullTensors
 from rankscope.diagnosis.comparison.tolerances import Tolerances
 from rankscope.diagnosis.comparison.wholedistances import compare_wholes
@@ -356,17 +356,17 @@ class StepDifferences:
 
 def _take_samples(compared: ComparedValue, difference: Difference, batches: Batches) -> None:
     """Judge the input that tells samples apart by those that only one of both runs has."""
-    ref, test, match = batches.ref, batches.test, batches.match
+    ref, test = batches.ref, batches.test
     others = batches.units_with_others()
     is_bad = np.array([unit in others for unit in difference.units])
-    share = max(match.lost, match.unknown) / ref.total if ref.total else 0.0
+    share = max(batches.lost, batches.unknown) / ref.total if ref.total else 0.0
     missing = np.where(is_bad if is_bad.any() else True, share, 0.0)
     compared.errors = np.maximum(compared.errors, missing)
-    compared.other_samples = (match.lost, match.unknown)
+    compared.other_samples = (batches.lost, batches.unknown)
     # ranks that were handed the same may have been meant to have all of the reference's
     copies = len(compared.value.test_ranks) // test.place_count
     is_handed_to_all = copies > 1 and test.total * copies == ref.total
-    compared.is_repeated = match.repeated > 0 or is_handed_to_all
+    compared.is_repeated = batches.repeated > 0 or is_handed_to_all
 
 
 def _common_factor(fits: Sequence[tuple[tuple[float, float], float]]) -> float | None:

@@ -17,12 +17,13 @@ from rankscope.diagnosis.comparison.alignment import (
     align,
 )
 from rankscope.diagnosis.comparison.datasamples import (
+    Batches,
     data_places,
+    match_samples,
     places_by_inputs,
     samples_of_step,
     stages_of,
 )
-from rankscope.diagnosis.comparison.difference import Batches
 from rankscope.diagnosis.comparison.lostranks import LostRanks
 from rankscope.diagnosis.comparison.rollouts import TokenWholes, token_counts
 from rankscope.diagnosis.comparison.wholevalues import WholeValues
@@ -173,14 +174,14 @@ class PairedStep:
         """Who worked on which samples."""
         places = self._places()
         ref = samples_of_step(self.ref, places[0], self.wholes[0])
-        batches = Batches.of(ref, samples_of_step(self.test, places[1], self.wholes[1]))
-        if not batches.match.lost or batches.test.place_count > 1:
+        batches = match_samples(ref, samples_of_step(self.test, places[1], self.wholes[1]))
+        if not batches.lost or batches.test.place_count > 1:
             return batches
         # ranks may have been handed other batches though nothing shows them to be data-parallel
         test = self._sides[1]
         handed = places_by_inputs(self.test, test.world)
-        found = Batches.of(ref, samples_of_step(self.test, handed, test.wholes))
-        is_better = found.match.lost < batches.match.lost and not found.match.unknown
+        found = match_samples(ref, samples_of_step(self.test, handed, test.wholes))
+        is_better = found.lost < batches.lost and not found.unknown
         return found if is_better else batches
 
     def _places(self) -> list[Array]:
@@ -200,7 +201,7 @@ class PairedStep:
             return False
         keys = zip(self._sides, (self.pair.ref, self.pair.test))
         is_cut = any(side.lost.is_cut(*key) for side, own in keys for key in own)
-        return is_cut and bool(self.batches.match.lost or self.batches.match.unknown)
+        return is_cut and bool(self.batches.are_of_other_samples)
 
 
 def paired_steps(ref: TraceSide, test: TraceSide) -> list[StepPair]:

@@ -11,10 +11,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from rankscope.diagnosis.comparison.datasamples import StepSamples, Unit
+from rankscope.diagnosis.comparison.datasamples import Batches, StepSamples, Unit
 from rankscope.diagnosis.comparison.difference import (
     TINY,
-    Batches,
     Difference,
     Measured,
     Totals,
@@ -312,7 +311,7 @@ def _sample_by_sample(
         or any(len(own) != count * mine.shape[1] for own, (_, count) in zip(held, places))
     ):  # a mask of the least number that a dtype has is too large to sketch
         return _by_statistics(ours, left, batches)
-    partner = np.concatenate([batches.match.partner[at : at + count] for at, count in places])
+    partner = np.concatenate([batches.partner[at : at + count] for at, count in places])
     is_known = np.repeat(partner >= 0, mine.shape[1])[:, None]
     a = np.where(is_known, mine[partner].reshape(-1, mine.shape[2]), 0.0)
     b = np.where(is_known, np.concatenate(held), 0.0).astype(np.float64)
@@ -373,7 +372,7 @@ def _sample_matrix(units: _Units, samples: StepSamples) -> Array | None:
 
 def _by_statistics(ours: _Units, left: _Units, batches: Batches) -> Difference | str:
     """Compare what batches hold together, where their samples were not sketched."""
-    if batches.match.lost or batches.match.unknown:
+    if batches.are_of_other_samples:
         return "other samples, and no sketches of single ones"
     ref, test = _first_rows(ours), _first_rows(left)
     total = Totals.of(ref)
