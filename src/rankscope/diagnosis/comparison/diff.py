@@ -244,9 +244,9 @@ class _DistanceMeasure:
         reads_tensors: bool = True,
     ) -> None:
         ref, test = sides
-        self._ref, self._noise, self._measured_by = ref, noise or {}, measured_by
+        self._ref, self._test = ref, test
+        self._noise, self._measured_by = noise or {}, measured_by
         self._each_step, self._reads_tensors = each_step, reads_tensors
-        self._stages = test.stages
         self._search = OriginSearch()
         self._tensors = FullTensors((ref.trace, test.trace), (ref.wholes, test.wholes))
         self._exact = self._below_resolution = self._by_statistics = 0
@@ -306,16 +306,13 @@ class _DistanceMeasure:
         return found
 
     def _differences(self, step: PairedStep) -> StepDifferences:
-        reads_tensors = self._reads_tensors and not step.is_joined
         return StepDifferences(
-            step.aligned,
-            step.wholes,
-            None if step.pair is None else step.batches,
+            step,
             self._before,
-            None if step.pair is None else self._noise.get(step.pair.ref[0]),
+            {} if step.pair is None else self._noise.get(step.pair.ref[0], {}),
             self._left_out,
-            self._tensors if reads_tensors else None,
-            self._stages,
+            self._tensors if self._reads_tensors and not step.is_joined else None,
+            self._test.stages,
             sum(0.5 * 10.0**-digits for digits in self._printed),
         )
 

@@ -64,7 +64,9 @@ def compare_wholes(
         if left:
             may_add_up = phase not in (Phase.SETUP, Phase.PARAMS)  # nothing reduces those later
             parts = _held_to(ours, left, allowed, may_add_up=may_add_up)
-            return _difference(parts, _first_rows(ours, left), _first_rows(left))
+            return _difference(
+                parts, _first_rows({unit: ours[unit] for unit in left}), _first_rows(left)
+            )
         if batches is None:
             return _other_size(first)
     is_gradient = phase is Phase.BACKWARD
@@ -132,11 +134,10 @@ def _of_size(units: _Units, count_of: Mapping[Unit, int]) -> _Units:
     return found
 
 
-def _first_rows(units: _Units, chosen: Iterable[Unit] | None = None) -> Array:
-    """Return the row of one whole of each unit, or of each of some."""
+def _first_rows(units: _Units) -> Array:
+    """Return the row of one whole of each unit: those of one call are taken at once."""
     at: dict[int, tuple[Wholes, list[int]]] = {}
-    for unit in units if chosen is None else chosen:
-        wholes, among = units[unit]
+    for wholes, among in units.values():
         at.setdefault(id(wholes), (wholes, []))[1].append(among[0])
     return np.concatenate([wholes.rows[own] for wholes, own in at.values()])
 
@@ -175,12 +176,6 @@ class _HeldPart(NamedTuple):
     def length(self) -> float:
         """Norm of the reference's part."""
         return self.norm if math.isfinite(self.norm) else math.sqrt(max(self.dots[1], 0.0))
-
-    def is_right(self, allowed: float) -> bool:
-        """True where it is the reference's by itself."""
-        cross, own, theirs = self.dots.tolist()
-        apart = math.sqrt(max(theirs - 2 * cross + own, 0.0))
-        return self.is_exact or apart <= allowed * self.length
 
 
 def _part(ref: Wholes, own: int, test: Wholes, index: int, unit: Unit) -> _HeldPart:
@@ -223,8 +218,11 @@ def _or_their_sum(
 ) -> list[_HeldPart]:
     """Return parts of a unit, as one where `dots` of their sum say that it, or their average, is
     right, and none of them is by itself."""
-    if any(part.is_right(allowed) for part in parts):
-        return parts
+    for part in parts:
+        cross, own, theirs = part.dots.tolist()
+        apart = math.sqrt(max(theirs - 2 * cross + own, 0.0))
+        if part.is_exact or apart <= allowed * part.length:
+            return parts
     members = np.unique(np.concatenate([part.members for part in parts]))
     cross, own, theirs = dots.tolist()
     for op, count in (("sum", 1), ("avg", len(members))):
