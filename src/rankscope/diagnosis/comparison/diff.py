@@ -251,7 +251,7 @@ class _DistanceMeasure:
         self._tensors = FullTensors((ref.trace, test.trace), (ref.wholes, test.wholes))
         self._exact = self._below_resolution = self._by_statistics = 0
         """Values that are bitwise the reference's, and that agree as far as sketches tell."""
-        self._degrees = Degrees.of(ref.trace, test.trace)
+        self._degrees = Degrees(ref.trace, test.trace)
         self._before: dict[tuple[str, str], tuple[Array, Array]] = {}
         self._printed = [side.printed_digits for side in sides if side.printed_digits]
         self._last_step = -1

@@ -68,7 +68,7 @@ class Totals:
 
     @property
     def variance(self) -> float:
-        """Mean squared distance of the elements from their mean."""
+        """Of the elements, divisor n."""
         return max(self.l2**2 / self.count - self.mean**2, 0.0) if self.count else math.nan
 
     def has_numbers_of(self, other: Totals) -> bool:
@@ -146,7 +146,6 @@ class Difference:
 
     @property
     def _squared_distance(self) -> float:
-        """Of all parts together, as sketches tell it."""
         cross, own, theirs = self.dots.sum(0).tolist()
         return max(float(own + theirs - 2 * cross), 0.0)
 
@@ -240,7 +239,7 @@ class ComparedValue:
     scales: Array | float = 1.0
     """The legal factors, by part."""
     other_samples: tuple[int, int] = (0, 0)
-    """Of the root's input: samples that are missing, and samples that the reference has not."""
+    """Of the root's input: samples that are missing, and those that the reference has not."""
     is_repeated: bool = False
     """Of the root's input: True where samples are missing because others came twice."""
     is_missing: bool = False

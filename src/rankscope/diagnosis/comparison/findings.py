@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -25,42 +24,33 @@ from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace
 
 
-@dataclass(slots=True, kw_only=True)
 class Degrees:
     """Numbers of the two jobs that a factor may equal, by name."""
 
-    by_name: dict[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, ref: Trace, test: Trace) -> Degrees:
-        """Return the degrees that the run headers tell."""
-        found = cls()
+    def __init__(self, ref: Trace, test: Trace) -> None:
+        self._by_name: dict[str, int] = {}
         for trace in (test, ref):
             for mesh in trace.run["meshes"]:
                 for axis, size in zip(mesh["axes"], mesh["shape"]):
-                    found._add(f"{axis}={size}", size)
+                    self._by_name[f"{axis}={size}"] = size
         for trace, whose in ((test, ""), (ref, "the reference's ")):
             world = int(trace.run["world_size"])
-            found._add(f"{whose}number of ranks, {world}", world)
-        return found
-
-    def _add(self, name: str, degree: int) -> None:
-        if degree > 1:
-            self.by_name[name] = float(degree)
+            self._by_name[f"{whose}number of ranks, {world}"] = world
 
     def take(self, batches: Batches) -> None:
         """Add what a step shows: data-parallel ranks and micro-batches."""
         for samples, whose in ((batches.test, ""), (batches.ref, "the reference's ")):
             places, micro_batches = samples.place_count, samples.micro_batches
-            self._add(f"{whose}data-parallel ranks, {places}", places)
-            self._add(f"{whose}micro-batches, {micro_batches}", micro_batches)
+            self._by_name[f"{whose}data-parallel ranks, {places}"] = places
+            self._by_name[f"{whose}micro-batches, {micro_batches}"] = micro_batches
 
     def named(self, factor: float) -> list[str]:
-        """Return the degrees that a factor, or one over it, equals."""
+        """Return the degrees above 1 that a factor, or one over it, equals."""
         if factor == 0:
             return []
         size = max(abs(factor), 1 / abs(factor))
-        return [name for name, degree in self.by_name.items() if abs(size / degree - 1) < 0.02]
+        own = self._by_name.items()
+        return [name for name, degree in own if degree > 1 and abs(size / degree - 1) < 0.02]
 
 
 _LEAST_FACTOR: Final = 0.02
@@ -196,7 +186,7 @@ def _advice_of_input(origin: Origin) -> str:
 
 
 def _described(origin: Origin, degrees: Degrees, evidence: dict[str, Any]) -> tuple[Kind, str]:
-    """Return what kind it is, and the sentence; add to the evidence what they rest on."""
+    """Return kind and sentence; add to the evidence what they rest on."""
     compared, difference = origin.compared, origin.compared.difference
     if difference is None:
         return Kind.DIVERGENCE, "has no gradient here, and has one in the reference"
@@ -297,7 +287,6 @@ def _scaled(
 
 
 def _off(origin: Origin, difference: Difference, evidence: dict[str, Any]) -> tuple[Kind, str]:
-    """Describe a value that is another one."""
     compared, bad = origin.compared, origin.bad_parts
     if difference.has_other_nonfinite:
         nan = sum(difference.test.nonfinite)
@@ -328,7 +317,6 @@ def _off(origin: Origin, difference: Difference, evidence: dict[str, Any]) -> tu
 
 
 def _flips(compared: ComparedValue, difference: Difference, evidence: dict[str, Any]) -> str:
-    """Say how many choices are other ones."""
     is_mask = compared.value.is_mask
     flips = max(round(difference.flips(is_mask=is_mask)), 1)
     evidence |= {"flips": flips, "choices": difference.ref.count}
@@ -375,5 +363,4 @@ def _short(number: float) -> Any:
 
 
 def _are(number: int, noun: str) -> str:
-    """Return `1 sample is`, `2 samples are`."""
     return f"{counted(number, noun)} {'is' if number == 1 else 'are'}"

@@ -239,7 +239,6 @@ def _first_of_units(parts: Iterable[_HeldWhole]) -> dict[Unit, _HeldWhole]:
 
 
 def _held_to(partners: Mapping[Unit, _HeldWhole], test: list[_HeldWhole]) -> Difference | None:
-    """Hold each part of the test to the reference's for its unit; None where shapes differ."""
     pairs: list[_Pair] = [
         (partners[part.unit].tensor, part.tensor, partners[part.unit].row, part) for part in test
     ]

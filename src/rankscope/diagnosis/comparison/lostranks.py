@@ -26,7 +26,6 @@ class LostRanks:
         self._trace = trace
         self.world = int(run["world_size"])
         self.untraced = frozenset(range(self.world)) - {each["rank"] for each in run["ranks"]}
-        """Ranks of which the trace holds nothing."""
         self.is_partial = bool(self.untraced)
         """True where values are skipped because of them."""
         self.broken = sorted(
@@ -34,7 +33,6 @@ class LostRanks:
             for each in completeness["ranks"]
             if each["incarnation"] == incarnation and each["end"] not in ORDERLY
         )
-        """Ranks that did not end in order."""
         self._expected: defaultdict[str, set[int]] = defaultdict(set)
         self._cut_from: dict[Mode, int] = {}
         if self.broken:

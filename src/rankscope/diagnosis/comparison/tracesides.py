@@ -25,8 +25,7 @@ from rankscope.diagnosis.comparison.datasamples import (
     stages_of,
 )
 from rankscope.diagnosis.comparison.lostranks import LostRanks
-from rankscope.diagnosis.comparison.rollouts import TokenWholes, token_counts
-from rankscope.diagnosis.comparison.wholevalues import WholeValues
+from rankscope.diagnosis.comparison.wholevalues import TokenWholes, WholeValues, token_counts
 from rankscope.diagnosis.replicas import Layouts
 from rankscope.diagnosis.stepview import Array, CallView, StepView, step_view_of
 from rankscope.layout.layoutfile import LayoutFile

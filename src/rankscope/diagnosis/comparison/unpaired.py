@@ -29,30 +29,21 @@ _FLAT: Final = ":_flat_param"
 """What FSDP1 makes of the parameters that it wraps together, unless told to keep theirs."""
 
 
-class _RecordedPart:
-    """What one trace was told to record."""
-
-    def __init__(self, trace: Trace) -> None:
-        settings = trace.run.get("settings", {})
-        self._has_digests = settings.get("digest") != "none"
-        self._options = {
-            name: [word.strip() for word in str(settings.get(name, "")).split(",") if word.strip()]
-            for name in ("phases", "paths", "slots")
-        }
-
-    def refuses(self, key: SlotKey) -> str:
-        """Return the option that kept a value out of this trace; "" for none."""
-        if not self._has_digests:
-            return "--rs-digest none"
-        takes = {
-            "phases": lambda word: word in (key.phase.word, "all"),
-            "paths": lambda word: glob_matches(word, key.path),
-            "slots": lambda word: slot_matches(word, key.slot),
-        }
-        for name, words in self._options.items():
-            if words and not any(map(takes[name], words)):
-                return f"--rs-{name} {','.join(words)}"
-        return ""
+def _refusing_option(trace: Trace, key: SlotKey) -> str:
+    """Return the option that kept a value out of a trace; "" for none."""
+    settings = trace.run.get("settings", {})
+    if settings.get("digest") == "none":
+        return "--rs-digest none"
+    takes = {
+        "phases": lambda word: word in (key.phase.word, "all"),
+        "paths": lambda word: glob_matches(word, key.path),
+        "slots": lambda word: slot_matches(word, key.slot),
+    }
+    for name, is_taken in takes.items():
+        words = [word for part in str(settings.get(name, "")).split(",") if (word := part.strip())]
+        if words and not any(map(is_taken, words)):
+            return f"--rs-{name} {','.join(words)}"
+    return ""
 
 
 class Tally:
@@ -60,7 +51,7 @@ class Tally:
 
     def __init__(self, ref: TraceSide, test: TraceSide, paths: PathMap) -> None:
         self._paths = paths
-        self._recorded = _RecordedPart(ref.trace), _RecordedPart(test.trace)
+        self._traces = ref.trace, test.trace
         self._only_ref: dict[SlotKey, str] = {}
         """Values without a partner, with the option of the other trace that left each out, "" for
         none."""
@@ -78,11 +69,11 @@ class Tally:
         self._both.update(dict.fromkeys(value.key for value in aligned.values))
         for key in aligned.only_ref:
             if key not in self._only_ref:
-                self._only_ref[key] = self._recorded[1].refuses(key)
+                self._only_ref[key] = _refusing_option(self._traces[1], key)
         for key in aligned.only_test:
             if key not in self._only_test:
                 mapped = key._replace(path=self._paths(key.path))
-                self._only_test[key] = self._recorded[0].refuses(mapped)
+                self._only_test[key] = _refusing_option(self._traces[0], mapped)
 
     @property
     def in_both(self) -> int:

@@ -143,12 +143,10 @@ def _first_rows(units: _Units) -> Array:
 
 
 def _counts(units: _Units) -> dict[Unit, int]:
-    """Return the elements of one whole of each unit."""
     return {unit: wholes.counts[among[0]] for unit, (wholes, among) in units.items()}
 
 
 def _members(units: _Units) -> Array:
-    """Return the ranks that hold any of these, sorted."""
     held = [wholes.members[i] for wholes, among in units.values() for i in among]
     return np.unique(np.concatenate(held))
 
@@ -179,7 +177,6 @@ class _HeldPart(NamedTuple):
 
 
 def _part(ref: Wholes, own: int, test: Wholes, index: int, unit: Unit) -> _HeldPart:
-    """Hold one whole of the test to one of the reference."""
     row, other = ref.rows[own], test.rows[index]
     is_exact = bool(ref.is_hashed[own] and test.is_hashed[index] and row["hash"] == other["hash"])
     a, b = ref.sketches[own], test.sketches[index]
@@ -291,7 +288,6 @@ def _per_sample(samples: StepSamples, counts: Mapping[Unit, int]) -> float | Non
 
 
 def _has_all(samples: StepSamples, units: Iterable[Unit]) -> bool:
-    """True where these units have all samples of the step."""
     return sum(samples.span(unit)[1] for unit in units) == samples.total
 
 
@@ -339,7 +335,6 @@ def _sample_by_sample(
 
 
 def _of_no_sample(sketch: Array) -> Array:
-    """Return the products of what nothing of the reference belongs to."""
     square = float(np.square(sketch).mean())
     return np.array([0.0, square, square])
 
