@@ -15,7 +15,6 @@ from rankscope.diagnosis.comparison.difference import (
     Measured,
 )
 from rankscope.diagnosis.comparison.valueflow import Origin
-from rankscope.diagnosis.stepview import Array
 from rankscope.record.finding import NAMED_VICTIMS, Finding, Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
@@ -88,6 +87,8 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
     if difference is not None and len(ranks) > 1 and len(difference.members) == 1:
         evidence["rank_resolution"] = "none"
     names = dict.fromkeys(v.value.first_test.name for v in origin.victims)
+    units = [] if difference is None else difference.units
+    wrong = [unit[0] for unit, is_bad in zip(units, origin.bad_parts.tolist()) if is_bad]
     has_micro_batch = key.phase.facts.has_micro_batches
     severity = Severity.WARNING if origin.is_legal else Severity.FAULT
     place = f"{path or '(root)'}{f':{slot}' if slot else ''}"
@@ -97,7 +98,7 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
         phase=key.phase,
         mode=origin.mode,
         step=origin.step,
-        micro_batch=_micro_batch(origin) if has_micro_batch else None,
+        micro_batch=min(wrong, default=0) if has_micro_batch else None,
         path=path,
         slot=slot,
         ranks=tuple(sorted(int(rank) for rank in ranks)),
@@ -108,13 +109,6 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
         message=f"{place}: {text}",
         advice=_advice(origin, kind),
     )
-
-
-def _micro_batch(origin: Origin) -> int:
-    difference = origin.compared.difference
-    units = [] if difference is None else difference.units
-    wrong = [unit[0] for unit, is_bad in zip(units, origin.bad_parts.tolist()) if is_bad]
-    return min(wrong, default=0)
 
 
 def _advice(origin: Origin, kind: Kind) -> str:
@@ -250,7 +244,10 @@ def _scaled(
     compared = origin.compared
     if difference.has_other_nonfinite or difference.at_least is not None:
         return None
-    factors, rest = _factors(compared.scales, difference, origin.bad_parts)
+    bad = origin.bad_parts
+    fits = difference.fits()[bad]
+    factors = fits[:, 0] / np.broadcast_to(np.asarray(compared.scales, np.float64), len(bad))[bad]
+    rest = float(fits[:, 1].max())
     factor = float(np.median(factors))
     if not np.isfinite(factors).all():
         return None
@@ -326,14 +323,6 @@ def _flips(compared: ComparedValue, difference: Difference, evidence: dict[str, 
 
 def _noun(origin: Origin) -> str:
     return "its update" if origin.compared.is_update else "the value"
-
-
-def _factors(scales: Array | float, difference: Difference, bad: Array) -> tuple[Array, float]:
-    """Return the factors beyond the legal ones that the wrong parts have, and the most that one of
-    them leaves."""
-    fits = difference.fits()[bad]
-    legal = np.broadcast_to(np.asarray(scales, np.float64), (len(bad),))[bad]
-    return fits[:, 0] / legal, float(fits[:, 1].max())
 
 
 def _evidence(origin: Origin, difference: Difference) -> dict[str, Any]:

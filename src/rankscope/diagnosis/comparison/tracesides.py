@@ -227,20 +227,18 @@ def paired_steps(ref: TraceSide, test: TraceSide) -> list[StepPair]:
 
 def _next_pair(traces: tuple[TraceSide, TraceSide], left: list[list[StepKey]]) -> StepPair | None:
     """Take steps off both lists that worked on as many tokens; None where none do."""
-    taken: tuple[list[StepKey], list[StepKey]] = ([left[0].pop(0)], [left[1].pop(0)])
+    taken = [[own.pop(0)] for own in left]
     counts = [trace.tokens(own[0]) for trace, own in zip(traces, taken)]
     while counts[0] != counts[1]:
         if counts[0] is None or counts[1] is None:
             return None
         short = 0 if counts[0] < counts[1] else 1
-        if not left[short] or left[short][0][0] is not Mode.EVAL:
+        following = left[short][:1]
+        if any(mode is not Mode.EVAL for mode, _ in (*taken[short], *following)) or not following:
             return None
-        key = left[short].pop(0)
-        more = traces[short].tokens(key)
-        if more is None or taken[short][0][0] is not Mode.EVAL:
-            return None
-        taken[short].append(key)
-        counts[short] = (counts[short] or 0) + more
+        taken[short].append(left[short].pop(0))
+        more = traces[short].tokens(taken[short][-1])
+        counts[short] = None if more is None else (counts[short] or 0) + more
     is_alike = taken[0][0][0] is taken[1][0][0] and len(taken[0]) == len(taken[1]) == 1
     if is_alike and taken[0] != taken[1]:
         return None  # steps of one mode and other numbers are other steps

@@ -179,22 +179,17 @@ def _plans_by_mesh(pieces: Mapping[int, Piece], at: Array, ranks: Array) -> list
     for index, rank in enumerate(ranks.tolist()):
         if rank in pieces:
             by_mesh.setdefault(pieces[rank].layout.mesh, []).append(index)
-    found = []
+    plans = []
     for mesh, members in by_mesh.items():
-        held = [(int(ranks[index]), pieces[int(ranks[index])]) for index in members]
-        refusal = next((piece.refusal for _, piece in held if piece.refusal), "")
-        whole = held[0][1].global_shape
-        plan: CombinationPlan | str
-        if refusal:
-            plan = refusal
-        elif mesh is None or whole is None:
-            plan = "layout unknown"
-        else:
-            plan = plan_rows(held)
+        held = [(rank, pieces[rank]) for rank in ranks[members].tolist()]
+        plan: CombinationPlan | str = next((p.refusal for _, p in held if p.refusal), "")
+        if not plan:
+            is_known = mesh is not None and held[0][1].global_shape is not None
+            plan = plan_rows(held) if is_known else "layout unknown"
         rows = [] if isinstance(plan, str) else plan.index[:, 0].tolist()
-        firsts = tuple(held[row][1] for row in rows)
-        found.append(_MeshPlan(at=at[members], ranks=ranks[members], plan=plan, pieces=firsts))
-    return found
+        own = tuple(held[row][1] for row in rows)
+        plans.append(_MeshPlan(at=at[members], ranks=ranks[members], plan=plan, pieces=own))
+    return plans
 
 
 class _HeldValues:
@@ -399,15 +394,10 @@ class TokenWholes(WholeValues):
             known = [own * scale for own, scale in zip(kept, scales) if own is not None]
             is_whole = len(known) == len(calls) and len({len(each) for each in known}) == 1
             samples.append(np.sum(known, axis=0) if is_whole else None)
-        return Wholes(
-            rows=np.concatenate(rows),
-            is_hashed=np.zeros(len(first), bool),
-            places=first.places,
-            members=first.members,
-            samples=samples,
-            is_described=first.is_described,
-            reason=next((each.reason for each in calls if each.reason), ""),
-        )
+        reason = next((each.reason for each in calls if each.reason), "")
+        is_hashed = np.zeros(len(first), bool)
+        rows_of_all = np.concatenate(rows)
+        return replace(first, rows=rows_of_all, is_hashed=is_hashed, samples=samples, reason=reason)
 
 
 def _scale(start: int) -> Array:
