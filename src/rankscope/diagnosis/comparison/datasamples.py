@@ -204,39 +204,33 @@ def samples_of_step(step_view: StepView, places: Array, wholes: WholeValues) -> 
     roots = [call for call in step_view.roots if call.path == ""]
     micro_batches = sorted({call.micro_batch or 0 for call in roots})
     found = StepSamples(
-        places=places,
-        place_count=int(places.max()) + 1,
-        micro_batches=max(len(micro_batches), 1),
+        places=places, place_count=int(places.max()) + 1, micro_batches=max(len(micro_batches), 1)
     )
     chosen = _telling_slot(roots)
     if chosen is None:
         return found
-    slot, found.is_of_integers = chosen
-    found.slot = slot
+    found.slot, found.is_of_integers = chosen
     kept: dict[Unit, Array] = {}
-    by_call = {call.micro_batch or 0: call.slots[slot] for call in roots if slot in call.slots}
-    made_of = wholes.of_all(by_call, places)
-    found.micro_batches = min(found.micro_batches, max(len(made_of), 1))
-    for micro_batch, made in made_of.items():
+    having = (call for call in roots if found.slot in call.slots)
+    by_call = {call.micro_batch or 0: call.slots[found.slot] for call in having}
+    wholes_of_calls = wholes.of_all(by_call, places)
+    found.micro_batches = min(found.micro_batches, max(len(wholes_of_calls), 1))
+    for micro_batch, made in wholes_of_calls.items():
         if isinstance(made, str):
             continue
-        values = by_call[micro_batch]
-        integers = [np.array(v.ranks) for v in values.views if is_whole_number(v.dtype)]
+        views = by_call[micro_batch].views
+        integers = [np.array(view.ranks) for view in views if is_whole_number(view.dtype)]
         # later stages of a pipeline received something else: the first stage is that of rank 0
         for index in sorted(range(len(made)), key=lambda each: int(made.members[each].min())):
-            own = made.samples[index]
+            own, members = made.samples[index], made.members[index]
             unit = (micro_batch, max(int(made.places[index]), 0))
-            if found.is_of_integers and not any(
-                np.isin(made.members[index], ranks).all() for ranks in integers
-            ):
-                continue  # what a later stage of a pipeline received
-            if own is not None and unit not in kept:
+            is_handed = any(np.isin(members, ranks).all() for ranks in integers)
+            if own is not None and unit not in kept and (is_handed or not found.is_of_integers):
                 kept[unit] = own
                 found.elements = made.counts[index] / max(len(own), 1)
-    if not kept:
-        return found
-    found.sizes = {unit: len(kept[unit]) for unit in sorted(kept)}
-    found.keys = np.concatenate([kept[unit] for unit in found.sizes]).astype(np.float64)
+    if kept:
+        found.sizes = {unit: len(kept[unit]) for unit in sorted(kept)}
+        found.keys = np.concatenate([kept[unit] for unit in found.sizes]).astype(np.float64)
     return found
 
 
@@ -248,10 +242,7 @@ def _telling_slot(roots: list[Any]) -> tuple[str, bool] | None:
             is_whole = any(is_whole_number(view.dtype) for view in values.views)
             if (values.column("sample_row") >= 0).any():
                 slots[values.slot] = slots.get(values.slot, False) or is_whole
-    of_integers = [slot for slot, is_whole in slots.items() if is_whole]
-    if of_integers:
-        return of_integers[0], True
-    return (next(iter(slots)), False) if slots else None
+    return max(slots.items(), key=lambda each: each[1], default=None)
 
 
 def match_samples(ref: StepSamples, test: StepSamples) -> Batches:

@@ -104,8 +104,8 @@ class FullTensors:
         if self._is_matched:
             yield "samples were told apart by the bytes of the root's inputs, which were kept"
         if self._unread:
-            (reason, _), *_ = self._unread.most_common(1)
-            told = counted(sum(self._unread.values()), "value")
+            ((reason, _),) = self._unread.most_common(1)
+            told = counted(self._unread.total(), "value")
             yield f"the kept tensors of {told} could not be compared: {reason}"
 
     def exactly(
@@ -126,13 +126,12 @@ class FullTensors:
             allowed: relative distance that counts as none.
         """
         if isinstance(estimated, str):
-            if estimated not in _WITHOUT_SAMPLES or batches is None:
-                return estimated
-        elif (
-            estimated.measured == Measured.BYTES or estimated.partial or estimated.is_of_local_batch
-        ):
-            return estimated
-        if not (_is_kept(value.ref) and _is_kept(value.test)):
+            is_final = estimated not in _WITHOUT_SAMPLES or batches is None
+        else:
+            is_final = bool(estimated.partial) or estimated.is_of_local_batch
+            is_final |= estimated.measured == Measured.BYTES
+        values = (*value.ref.values(), *value.test.values())
+        if is_final or not all(view.references() for held in values for view in held.views):
             return estimated
         try:
             found = self._difference(value, sides, estimated, batches, allowed)
@@ -152,32 +151,25 @@ class FullTensors:
         batches: Batches | None,
         allowed: float,
     ) -> Difference | None:
-        ref, test = (
-            [*_parts(composing, own, by_micro_batch)]
-            for composing, own, by_micro_batch in zip(
-                self._composing, (value.ref, value.test), sides
-            )
-        )
+        (ours, theirs), (own, other) = self._composing, sides
+        ref, test = _parts(ours, value.ref, own), _parts(theirs, value.test, other)
         if batches is None or not value.key.phase.facts.is_activation:
-            first = min(sides[1])  # what all data-parallel ranks have is in every micro-batch
+            first = min(other)  # what all data-parallel ranks have is in every micro-batch
             alike = [part for part in test if part.unit[0] == first]
             return _held_to({part.unit: ref[0] for part in alike}, alike)
         if batches is not self._batches:
             self._batches, self._partner = batches, None
-        if isinstance(estimated, str):
+        if isinstance(estimated, str) or estimated.measured == Measured.SAMPLES:
             return self._by_sample(value, ref, test, batches)
-        measured = estimated.measured
-        if measured != Measured.SAMPLES:
-            units = [{part.unit for part in side} for side in (ref, test)]
-            if batches.are_the_same and units[0] == units[1]:
-                return _held_to(_first_of_units(ref), test)
-            is_gradient = value.key.phase is Phase.BACKWARD
-            common = None if is_gradient else _held_to({p.unit: ref[0] for p in test}, test)
-            is_near = common is not None and bool((common.errors() <= allowed).all())
-            if is_near:
-                return common
-            if measured == Measured.SKETCHES:  # else of the average over units, or their sum
-                return common if units[1].issuperset(estimated.units) else None
+        units = [{part.unit for part in side} for side in (ref, test)]
+        if batches.are_the_same and units[0] == units[1]:
+            return _held_to(_first_of_units(ref), test)
+        is_gradient = value.key.phase is Phase.BACKWARD
+        common = None if is_gradient else _held_to({p.unit: ref[0] for p in test}, test)
+        if common is not None and (common.errors() <= allowed).all():
+            return common
+        if estimated.measured == Measured.SKETCHES:  # else of the average over units, or their sum
+            return common if units[1].issuperset(estimated.units) else None
         return self._by_sample(value, ref, test, batches)
 
     def _by_sample(
@@ -219,16 +211,14 @@ class FullTensors:
         return _measured(pairs, [mine[unit].row for unit in sorted(mine)])
 
 
-def _is_kept(side: Mapping[int, SlotValues]) -> bool:
-    return all(view.references() for values in side.values() for view in values.views)
-
-
 def _parts(
-    composing: WholeValues, values: Mapping[int, SlotValues], sides: Mapping[int, Wholes]
-) -> Iterator[_HeldWhole]:
-    for micro_batch, wholes in sorted(sides.items()):
-        for index, place in enumerate(wholes.places.tolist()):
-            yield _HeldWhole(composing, values[micro_batch], wholes, index, (micro_batch, place))
+    composing: WholeValues, values: Mapping[int, SlotValues], wholes: Mapping[int, Wholes]
+) -> list[_HeldWhole]:
+    return [
+        _HeldWhole(composing, values[micro_batch], own, index, (micro_batch, place))
+        for micro_batch, own in sorted(wholes.items())
+        for index, place in enumerate(own.places.tolist())
+    ]
 
 
 def _first_of_units(parts: Iterable[_HeldWhole]) -> dict[Unit, _HeldWhole]:

@@ -9,13 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rankscope.diagnosis.comparison.alignment import (
-    COMPARED,
-    FORWARDS,
-    AlignedStep,
-    PathMap,
-    align,
-)
+from rankscope.diagnosis.comparison.alignment import COMPARED, FORWARDS, AlignedStep, PathMap, align
 from rankscope.diagnosis.comparison.datasamples import (
     Batches,
     data_places,

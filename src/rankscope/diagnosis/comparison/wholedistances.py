@@ -12,13 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from rankscope.diagnosis.comparison.datasamples import Batches, StepSamples, Unit
-from rankscope.diagnosis.comparison.difference import (
-    TINY,
-    Difference,
-    Measured,
-    Totals,
-    dots_of,
-)
+from rankscope.diagnosis.comparison.difference import TINY, Difference, Measured, Totals, dots_of
 from rankscope.diagnosis.comparison.wholevalues import EVERY_PLACE, Wholes
 from rankscope.diagnosis.stepview import Array
 from rankscope.record.phases import Phase
