@@ -40,34 +40,33 @@ def run_lines(ref: Mapping[str, Any], test: Mapping[str, Any]) -> list[Preflight
     """Return what the run headers say of versions."""
     ours, theirs = ref["versions"], test["versions"]
     if not (ours or theirs):
-        return [PreflightLine(what="versions", is_same=None, text="the versions of both runs")]
+        return [PreflightLine("versions", None, "the versions of both runs")]
+    names = sorted({*ours, *theirs}, key=lambda name: (name not in _TELLING, name))
     differ = [
         f"{name} {ours.get(name, 'absent')} and {theirs.get(name, 'absent')}"
-        for name in sorted({*ours, *theirs}, key=lambda n: (n not in _TELLING, n))
+        for name in names
         if ours.get(name) != theirs.get(name)
     ]
-    text = "; ".join(differ[:_MOST]) + ("; ..." if len(differ) > _MOST else "")
     same = f"the same versions (torch {ours.get('torch', 'unknown')})"
-    return [PreflightLine("versions", not differ, text or same)]
+    return [PreflightLine("versions", not differ, _listed(differ, "; ") or same)]
+
+
+def _listed(words: list[str], between: str) -> str:
+    return between.join(words[:_MOST] + ["..."] * (len(words) > _MOST))
 
 
 def step_line(ref: Collection[StepKey], test: Collection[StepKey]) -> PreflightLine:
     """Return which steps both traces have."""
     shared = Counter(mode for mode, step in ref if (mode, step) in test)
-    sides = [Counter(mode for mode, _ in steps) for steps in (ref, test)]
+    ours, theirs = (Counter(mode for mode, _ in steps) for steps in (ref, test))
     parts = []
-    is_same = True
     for mode in Mode:
-        own = [side[mode] for side in sides]
-        if not any(own):
-            continue
-        is_same &= own[0] == own[1] == shared[mode]
-        parts.append(
-            f"{counted(shared[mode], f'{mode.word} step')}"
-            if own[0] == own[1] == shared[mode]
-            else f"{own[0]} and {own[1]} {mode.word} steps, {shared[mode]} in common"
-        )
-    return PreflightLine("steps", is_same, ", ".join(parts) or "no step")
+        if ours[mode] == theirs[mode] == shared[mode]:
+            parts += [counted(shared[mode], f"{mode.word} step")] if shared[mode] else []
+        else:
+            own = f"{ours[mode]} and {theirs[mode]} {mode.word} steps"
+            parts.append(f"{own}, {shared[mode]} in common")
+    return PreflightLine("steps", ours == theirs == shared, ", ".join(parts) or "no step")
 
 
 def optimizer_lines(
@@ -77,22 +76,21 @@ def optimizer_lines(
 
     Optimizers of another class with the same options, such as one that wraps another, are alike.
     """
-    found: list[PreflightLine] = []
+    lines: list[PreflightLine] = []
     for key in sorted(ref.keys() & test.keys(), key=lambda key: key[1]):
         ours, theirs = _options_of(ref[key]), _options_of(test[key])
         if not ours or not theirs:
             continue
-        differ = [
-            f"{name} {theirs.get(name, 'absent')} for {ours.get(name, 'absent')}"
-            for name in dict.fromkeys((*ours, *theirs))
-            if ours.get(name) != theirs.get(name)
-        ]
-        if any(ours.get(name) != theirs.get(name) for name in {*ours, *theirs} - {"class"}):
-            listed = ", ".join(differ[:_MOST]) + (", ..." if len(differ) > _MOST else "")
-            text = f"{key[0].word} step {key[1]}: the optimizer steps with {listed}"
+        names = [n for n in dict.fromkeys((*ours, *theirs)) if ours.get(n) != theirs.get(n)]
+        if any(name != "class" for name in names):
+            differ = [
+                f"{name} {theirs.get(name, 'absent')} for {ours.get(name, 'absent')}"
+                for name in names
+            ]
+            text = f"{key[0].word} step {key[1]}: the optimizer steps with {_listed(differ, ', ')}"
             return [PreflightLine("optimizer", False, text)]
-        found = [PreflightLine("optimizer", True, "the same optimizer options")]
-    return found
+        lines = [PreflightLine("optimizer", True, "the same optimizer options")]
+    return lines
 
 
 def _options_of(step: Step) -> dict[str, str]:
@@ -117,10 +115,9 @@ def forward_line(pairs: Iterable[StepPair]) -> PreflightLine | None:
     others = [pair for pair in pairs if pair.is_of_forwards]
     if not others:
         return None
-    first = others[0]
     sides = [
         counted(len(own), f"{own[0][0].word} step") + (" together" if len(own) > 1 else "")
-        for own in (first.test, first.ref)
+        for own in (others[0].test, others[0].ref)
     ]
     text = f"forwards alone: {sides[0]} beside {sides[1]} of the reference"
     times = len(others) - 1
@@ -142,17 +139,14 @@ def start_line(setup: StepDifferences | None) -> PreflightLine:
 
 def dtype_line(found: Iterable[StepDifferences]) -> PreflightLine:
     """Return which dtypes stand beside which other ones."""
-    pairs: Counter[tuple[str, str]] = Counter()
-    for each in found:
-        for compared in each.compared:
-            value = compared.value
-            pairs[value.first_ref.dtype, value.first_test.dtype] += 1
-    other = {pair: count for pair, count in pairs.items() if pair[0] != pair[1]}
-    if not other:
-        return PreflightLine("dtypes", True, "the same dtypes")
-    listed = [f"{theirs} for {ours} in {counted(n, 'value')}" for (ours, theirs), n in
-              sorted(other.items(), key=lambda item: -item[1])]  # fmt: skip
-    return PreflightLine("dtypes", False, "; ".join(listed[:_MOST]))
+    values = [compared.value for each in found for compared in each.compared]
+    pairs = Counter((value.first_ref.dtype, value.first_test.dtype) for value in values)
+    listed = [
+        f"{theirs} for {ours} in {counted(count, 'value')}"
+        for (ours, theirs), count in pairs.most_common()
+        if ours != theirs
+    ]
+    return PreflightLine("dtypes", not listed, "; ".join(listed[:_MOST]) or "the same dtypes")
 
 
 def batch_line(batches: Batches, mode: Mode, step: int) -> PreflightLine:
@@ -164,15 +158,13 @@ def batch_line(batches: Batches, mode: Mode, step: int) -> PreflightLine:
         return PreflightLine("samples", None, text)
     where = f"{mode.word} step {step}"
     if batches.are_of_other_samples:
-        parts = [
-            f"{batches.unknown} of {test.total} samples are not in the reference",
-            f"{batches.lost} of the reference's {ref.total} samples are missing",
-            f"{batches.repeated} of {test.total} samples come once more",
-        ]
-        counts = (batches.unknown, batches.lost, batches.repeated)
-        said = ", ".join(part for part, count in zip(parts, counts) if count)
-        text = f"{where}: {said} ({split})"
-        return PreflightLine("samples", False, text)
+        parts = (
+            (batches.unknown, f"of {test.total} samples are not in the reference"),
+            (batches.lost, f"of the reference's {ref.total} samples are missing"),
+            (batches.repeated, f"of {test.total} samples come once more"),
+        )
+        told = ", ".join(f"{count} {text}" for count, text in parts if count)
+        return PreflightLine("samples", False, f"{where}: {told} ({split})")
     is_one = len(ref.sizes) == len(test.sizes) == 1
     same = f"the same {counted(ref.total, 'sample')}"
     if is_one and not batches.is_in_order:

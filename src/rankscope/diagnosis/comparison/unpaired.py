@@ -139,19 +139,18 @@ class Tally:
     def _rule(self) -> tuple[str, int]:
         """Return the rule that changes how paths of the test begin and makes most of them meet, and
         how many then do; ("", 0) where none makes half of those meet that could."""
-        theirs = {self._paths(key.path) for key, why in self._only_test.items() if not why} - {""}
-        ours = {key.path for key, why in self._only_ref.items() if not why} - {""}
-        known = {key.path for key in self._both}
-        theirs, ours = theirs - known, ours - known
-        candidates: Counter[tuple[str, str]] = Counter()
+        known = {key.path for key in self._both} | {""}
+        theirs = {self._paths(k.path) for k, why in self._only_test.items() if not why} - known
+        ours = {k.path for k, why in self._only_ref.items() if not why} - known
         heads: defaultdict[str, list[str]] = defaultdict(list)
         for path in ours:
             for head, tail in _cuts(path):
                 heads[tail].append(head)
+        candidates: Counter[tuple[str, str]] = Counter()
         for path in theirs:
             for head, tail in _cuts(path):
-                if 0 < len(heads.get(tail, ())) <= _MOST_PREFIXES:
-                    candidates.update((head, other) for other in heads[tail])
+                if len(heads.get(tail, ())) <= _MOST_PREFIXES:
+                    candidates.update((head, other) for other in heads.get(tail, ()))
         best, most = "", 0
         for (head, other), _ in candidates.most_common(_TRIED):
             rule = _rule_of(head, other)
