@@ -154,7 +154,6 @@ def _compared(
     measure: BitwiseMeasure | _DistanceMeasure,
     progress: Progress | None,
 ) -> Report:
-    """Compare setup and every step that both have."""
     ref, test = sides
     is_alike = (ref.lost.world, ref.lost.untraced) == (test.lost.world, test.lost.untraced)
     for side in sides:
@@ -292,7 +291,6 @@ class _DistanceMeasure:
         return True
 
     def _of_setup(self, step: PairedStep) -> StepDifferences:
-        """Compare what the runs began with."""
         found = self._differences(step)
         self._left_out = renumbered_modules(found.compared, step.ref, step.wholes[0])
         if self._left_out:
@@ -317,17 +315,14 @@ class _DistanceMeasure:
         )
 
     def findings(self) -> list[Finding]:
-        """Return the origins, and the first difference that a right program may have."""
         origins = [origin for origin in self._search.origins if not origin.is_legal]
         legal = [origin for origin in self._search.origins if origin.is_legal]
         return [finding_of(origin, self._degrees) for origin in (*origins, *legal[:1])]
 
     def lines(self) -> list[PreflightLine]:
-        """Return what there is to say of samples, begin and dtypes."""
         return [*self._batch_lines, self._start, dtype_line(self._shown)]
 
     def notes(self, compared: int) -> Iterator[str]:
-        """Yield how exactly values agree, and how that was measured."""
         if self._measured_by:
             yield self._measured_by
         yield (

@@ -188,24 +188,8 @@ def _described(origin: Origin, degrees: Degrees, evidence: dict[str, Any]) -> tu
         return Kind.DIVERGENCE, "drew other random numbers than the reference"
     if any(compared.other_samples):
         return _of_samples(compared, evidence)
-    if origin.is_of_batch:
-        what = "is made of all samples" if difference.is_of_local_batch else "has statistics"
-        text = f"{what} of its local batch, which the reference splits in another way"
-        return Kind.DIVERGENCE, text
-    if origin.is_choice and compared.is_of_choices:
-        return (
-            Kind.DIVERGENCE,
-            f"{_flips(compared, difference, evidence)}, as rounding can flip them",
-        )
-    if origin.is_choice:
-        text = "may have sent some tokens to other experts than the reference, as rounding can"
-        return Kind.DIVERGENCE, text
-    if origin.is_of_most:
-        text = f"{counted(origin.alike + 1, 'final gradient')} differ, by no factor that they share"
-        if origin.is_blind:
-            return Kind.DIVERGENCE, f"{text}, and nothing that they follow from could be compared"
-        agree = "the gradients of activations that they are made of agree"
-        return Kind.DIVERGENCE, f"{text}, and {agree}"
+    if origin.is_legal or origin.is_of_most:
+        return Kind.DIVERGENCE, _of_legal_or_most(origin, difference, evidence)
     if compared.is_left_behind:
         alike = _alike(origin, "parameter")
         return Kind.PARAMETER, f"stays as it was, and the reference's is updated{alike}"
@@ -217,6 +201,20 @@ def _described(origin: Origin, degrees: Degrees, evidence: dict[str, Any]) -> tu
         )
         return Kind.GRADIENT if compared.key.phase is Phase.GRADS else Kind.REPLICA, text
     return _scaled(origin, difference, degrees, evidence) or _off(origin, difference, evidence)
+
+
+def _of_legal_or_most(origin: Origin, difference: Difference, evidence: dict[str, Any]) -> str:
+    if origin.is_of_batch:
+        what = "is made of all samples" if difference.is_of_local_batch else "has statistics"
+        return f"{what} of its local batch, which the reference splits in another way"
+    if origin.is_choice and origin.compared.is_of_choices:
+        return f"{_flips(origin.compared, difference, evidence)}, as rounding can flip them"
+    if origin.is_choice:
+        return "may have sent some tokens to other experts than the reference, as rounding can"
+    text = f"{counted(origin.alike + 1, 'final gradient')} differ, by no factor that they share"
+    if origin.is_blind:
+        return f"{text}, and nothing that they follow from could be compared"
+    return f"{text}, and the gradients of activations that they are made of agree"
 
 
 def _of_samples(compared: ComparedValue, evidence: dict[str, Any]) -> tuple[Kind, str]:
@@ -269,18 +267,14 @@ def _scaled(
     if names:
         evidence["equals"] = names
     listed = "; or ".join(names)
-    like = f", as large as {listed}" if names and factor > 1 else ""
-    like = f", one over {listed}" if names and factor < 1 else like
+    size = "as large as" if factor > 1 else "one over"
+    times = f"{factor:.4g} times the reference's{f', {size} {listed}' if names else ''}"
     if origin.is_of_all and compared.is_update:
-        text = f"all updates are {factor:.4g} times the reference's{like}"
-    elif origin.is_of_all:
-        text = (
-            f"all final gradients are {factor:.4g} times the reference's{like}; those of "
-            f"activations have no such factor"
-        )
-    else:
-        text = f"{_noun(origin)} is {factor:.4g} times the reference's{like}{_alike(origin)}"
-    return Kind.SCALE, text
+        return Kind.SCALE, f"all updates are {times}"
+    if origin.is_of_all:
+        alone = "those of activations have no such factor"
+        return Kind.SCALE, f"all final gradients are {times}; {alone}"
+    return Kind.SCALE, f"{_noun(origin)} is {times}{_alike(origin)}"
 
 
 def _off(origin: Origin, difference: Difference, evidence: dict[str, Any]) -> tuple[Kind, str]:

@@ -56,13 +56,8 @@ class _HeldWhole:
 
     @cached_property
     def tensor(self) -> torch.Tensor:
-        """The tensor.
-
-        Raises:
-            SelectionError: its bytes, or those of a piece, were not kept.
-            LayoutError: its pieces make no whole.
-            TraceError: its bytes are damaged.
-        """
+        """Raises SelectionError where its bytes were not kept, LayoutError where its pieces make no
+        whole, TraceError where bytes are damaged."""
         first, *_ = ranks = self.members.tolist()
         view = next(view for view in self._values.views if first in view.ranks)
         value = Value((view,), self._values.call.node)

@@ -186,7 +186,6 @@ def _listed(keys: Collection[SlotKey]) -> str:
 
 
 def _cuts(path: str) -> Iterable[tuple[str, str]]:
-    """Yield how a path can be cut in two, from the whole path on."""
     parts = path.split(".")
     return ((".".join(parts[:at]), ".".join(parts[at:])) for at in range(len(parts)))
 

@@ -131,8 +131,7 @@ class ValueFlow:
         key, call = each.key, each.value.call
         found = GiverState()
         if key.phase is Phase.PARAMS:
-            own = self._gradients.get(key.parameter)
-            found.take(own or self._so_far[Phase.GRADS])
+            found.take(self._gradients.get(key.parameter) or self._so_far[Phase.GRADS])
             found.take(self._owned[key.path])
             return found
         if key.phase is Phase.GRADS:

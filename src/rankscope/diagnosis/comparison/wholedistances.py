@@ -88,7 +88,6 @@ def compare_wholes(
 
 
 def _other_size(test: Wholes) -> str:
-    """Return why two values of unlike sizes are not compared."""
     if test.is_described or len(test) == 1:
         return "of another size than the reference's"
     return "layout unknown"
@@ -119,7 +118,7 @@ def _units(by_micro_batch: Mapping[int, Wholes]) -> _Units:
 
 
 def _of_size(units: _Units, count_of: Mapping[Unit, int]) -> _Units:
-    """Return the wholes that have as many elements as is said of their unit."""
+    """Return the wholes that have the elements that are said of their unit."""
     found: _Units = {}
     for unit, (wholes, among) in units.items():
         left = [i for i in among if wholes.counts[i] == count_of.get(unit)]
@@ -342,7 +341,7 @@ def _norm(dots: Array, length: float) -> float:
 
 
 def _sample_matrix(units: _Units, samples: StepSamples) -> Array | None:
-    """Return [samples, rows of each, K] sketches of the reference's samples."""
+    """Return [samples, rows of each, K] of the reference."""
     found: Array | None = None
     for unit, (wholes, among) in units.items():
         own, (start, size) = wholes.samples[among[0]], samples.span(unit)
