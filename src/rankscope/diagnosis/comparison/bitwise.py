@@ -45,7 +45,8 @@ class BitwiseMeasure:
         self._victims: list[str] = []
 
     def take(self, step: PairedStep, tally: Tally) -> bool:
-        """Compare the values of two steps, or setups."""
+        """Compare the values of two steps, or setups; no step is left out."""
+        tally.take(step.aligned)
         partners: defaultdict[SlotKey, list[dict[int, SlotValues]]] = defaultdict(list)
         for value in step.aligned.values:
             partners[value.key].append(value.test)

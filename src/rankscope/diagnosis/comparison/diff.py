@@ -159,19 +159,15 @@ def _compared(
     for side in sides:
         side.lost.is_partial = bool(side.lost.untraced) and not is_alike
     tally = Tally(ref, test, paths)
+    # no name holds a step: it is gone before the next one is read
+    if ref.setup is not None and test.setup is not None:
+        measure.take(PairedStep(sides, paths, None), tally)
     pairs = paired_steps(ref, test)
     cut: list[str] = []
-    if ref.setup is not None and test.setup is not None:
-        step = PairedStep(sides, paths)
-        measure.take(step, tally)
-        tally.take(step.aligned)
     for number, pair in enumerate(pairs):
         if progress is not None:
             progress("comparing", number / len(pairs))
-        step = PairedStep(sides, paths, pair)
-        if measure.take(step, tally):
-            tally.take(step.aligned)
-        else:
+        if not measure.take(PairedStep(sides, paths, pair), tally):
             mode, index = pair.test[0]
             cut.append(f"{mode.word} step {index}")
     lines = [
@@ -279,6 +275,7 @@ class _DistanceMeasure:
             if not self._batch_lines or not line.is_same:
                 self._batch_lines.append(line)
         self._shown = [*self._shown[:1], found]
+        tally.take(step.aligned)
         known = [(c, d) for c in found.compared if (d := c.difference) and not c.reason]
         by_elements = [c for c, d in known if d.measured != Measured.STATISTICS]
         tally.compared += len(known)

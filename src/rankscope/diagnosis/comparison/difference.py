@@ -74,13 +74,14 @@ class Totals:
     def has_numbers_of(self, other: Totals) -> bool:
         """True where norm, mean and extrema are those of the same elements in some order."""
         size = max(abs(other.least), abs(other.greatest), TINY)
-        return (
-            math.isfinite(self.l2)
-            and abs(self.l2 - other.l2) <= _SAME_NUMBERS * other.l2
-            and abs(self.mean - other.mean) <= _SAME_NUMBERS * size
-            and abs(self.least - other.least) <= _SAME_NUMBERS * size
-            and abs(self.greatest - other.greatest) <= _SAME_NUMBERS * size
+        elements = (
+            (self.mean, other.mean),
+            (self.least, other.least),
+            (self.greatest, other.greatest),
         )
+        is_as_long = abs(self.l2 - other.l2) <= _SAME_NUMBERS * other.l2
+        is_like = all(abs(own - theirs) <= _SAME_NUMBERS * size for own, theirs in elements)
+        return math.isfinite(self.l2) and is_as_long and is_like
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -100,6 +101,9 @@ class Difference:
     """One of `Measured`."""
     ref: Totals
     test: Totals
+    rows: list[tuple[Array, Array] | None]
+    """[p] digests of the reference's part and of the test's, None where only all parts together are
+    known."""
     at_least: Array | None = None
     """[p] relative distances that follow from statistics, NaN for parts that have sketches; None
     where all have."""
@@ -108,24 +112,16 @@ class Difference:
     partial: str = ""
     """"sum" or "avg" where that of what ranks hold is the reference's value, though nothing says
     so; "" where not."""
-    ref_rows: list[Array | None] = field(default_factory=list)
-    """[p] digests of the reference's parts, None where only all parts together are known."""
-    test_rows: list[Array | None] = field(default_factory=list)
     is_of_local_batch: bool = False
     """True where units hold a value made of all their samples (a loss, a balance of experts), which
     neither its average nor its sum makes the reference's: those split the batch in another way."""
 
     def is_permuted(self, chosen: Array) -> bool:
         """True where the chosen parts have the reference's norm, mean and extrema."""
-        pairs = [
-            (a, b) for a, b, is_in in zip(self.ref_rows, self.test_rows, chosen.tolist()) if is_in
-        ]
-        if pairs and all(a is not None and b is not None for a, b in pairs):
-            return all(
-                Totals.of(b[None]).has_numbers_of(Totals.of(a[None]))
-                for a, b in pairs
-                if a is not None and b is not None
-            )
+        pairs = [pair for pair, is_in in zip(self.rows, chosen.tolist()) if is_in]
+        known = [pair for pair in pairs if pair is not None]
+        if known and len(known) == len(pairs):
+            return all(Totals.of(b[None]).has_numbers_of(Totals.of(a[None])) for a, b in known)
         return bool(chosen.all()) and self.test.has_numbers_of(self.ref)
 
     @property
@@ -178,9 +174,8 @@ class Difference:
         zero = np.where(apart == 0, 0.0, apart + np.inf)  # NaN stays NaN
         found = np.divide(apart, norms, out=zero, where=norms > 0)
         judged: Array = np.where(self.is_exact & (np.asarray(scales) == 1.0), 0.0, found)
-        if self.at_least is not None:
-            judged = np.where(np.isnan(self.at_least), judged, self.at_least)
-        return judged
+        least = self.at_least
+        return judged if least is None else np.where(np.isnan(least), judged, least)
 
     def fit(self) -> tuple[float, float]:
         """Return the factor that fits all parts best, and the relative distance it leaves."""
@@ -195,13 +190,11 @@ class Difference:
         at = np.flatnonzero(chosen).tolist()
         self.dots, self.norms, self.is_exact = self.dots[at], self.norms[at], self.is_exact[at]
         self.members, self.units = [self.members[i] for i in at], [self.units[i] for i in at]
+        self.rows = [self.rows[i] for i in at]
         if self.at_least is not None:
             self.at_least = self.at_least[at]
         if self.squares is not None:
             self.squares = self.squares[at]
-        if self.ref_rows:
-            self.ref_rows = [self.ref_rows[i] for i in at]
-            self.test_rows = [self.test_rows[i] for i in at]
 
     def ranks(self, chosen: Array) -> Array:
         """Return the ranks that hold the chosen parts, sorted."""

@@ -239,7 +239,6 @@ def _measured(pairs: list[_Pair], ref_rows: list[Array]) -> Difference:
 
     apart: list[ExactDistance] = [exact_distance(own, theirs) for own, theirs, _, _ in pairs]
     parts = [part for *_, part in pairs]
-    is_known = all(row is not None for _, _, row, _ in pairs)
     first = _first_of_units(parts)
     return Difference(
         dots=np.array([[each.cross, each.own, each.theirs] for each in apart]),
@@ -251,6 +250,5 @@ def _measured(pairs: list[_Pair], ref_rows: list[Array]) -> Difference:
         measured=Measured.TENSORS,
         ref=Totals.of(np.stack(ref_rows)),
         test=Totals.of(np.stack([first[unit].row for unit in sorted(first)])),
-        ref_rows=[row for _, _, row, _ in pairs],
-        test_rows=[part.row if is_known else None for part in parts],
+        rows=[None if row is None else (row, part.row) for _, _, row, part in pairs],
     )

@@ -406,8 +406,8 @@ def renumbered_modules(
     for each, difference in suspects:
         siblings = np.array(known[sibling_path(each.key.path), each.key.slot])
         bad = np.flatnonzero(each.errors > each.allowed)
-        rows = [difference.test_rows[index] for index in bad.tolist()]
-        if all(row is not None and _is_among(row, siblings) for row in rows):
+        pairs = [difference.rows[index] for index in bad.tolist()]
+        if all(pair is not None and _is_among(pair[1], siblings) for pair in pairs):
             parts = each.key.path.split(".")
             number = max((i for i, part in enumerate(parts) if part.isdecimal()), default=-1)
             if number >= 0:

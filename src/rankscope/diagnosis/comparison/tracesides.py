@@ -133,7 +133,7 @@ class PairedStep:
     """The values of a pair of steps, or of both setups where there is no pair."""
 
     def __init__(
-        self, sides: tuple[TraceSide, TraceSide], paths: PathMap, pair: StepPair | None = None
+        self, sides: tuple[TraceSide, TraceSide], paths: PathMap, pair: StepPair | None
     ) -> None:
         self._sides, self._paths, self.pair = sides, paths, pair
         ref, test = sides

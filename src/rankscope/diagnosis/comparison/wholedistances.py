@@ -159,8 +159,8 @@ class _HeldPart(NamedTuple):
     is_sketched: bool = True
     """False where only statistics tell how far it is off."""
     at_least: float = math.nan
-    ref_row: Array | None = None
-    test_row: Array | None = None
+    rows: tuple[Array, Array] | None = None
+    """Digests of both sides."""
     partial: str = ""
 
     @property
@@ -182,7 +182,7 @@ def _part(ref: Wholes, own: int, test: Wholes, index: int, unit: Unit) -> _HeldP
             a = b = np.zeros(len(a))
     return _HeldPart(
         dots_of(a, b), float(row["l2"]), test.members[index], unit,
-        is_exact=is_exact, is_sketched=is_sketched, at_least=least, ref_row=row, test_row=other,
+        is_exact=is_exact, is_sketched=is_sketched, at_least=least, rows=(row, other),
     )  # fmt: skip
 
 
@@ -242,8 +242,7 @@ def _difference(
         ref=Totals.of(ref),
         test=Totals.of(test),
         partial=next((part.partial for part in reversed(parts) if part.partial), ""),
-        ref_rows=[part.ref_row for part in parts],
-        test_rows=[part.test_row for part in parts],
+        rows=[part.rows for part in parts],
     )
     if not all(part.is_sketched for part in parts):
         found.measured = Measured.STATISTICS
@@ -314,8 +313,12 @@ def _sample_by_sample(
     for unit, (wholes, among) in left.items():
         parts = []
         for index in among:
-            own = dots[at] if has_known[at] else _of_no_sample(wholes.sketches[index])
-            norm = _norm(own, wholes.rows["l2"][index]) if has_known[at] else math.nan
+            own, norm = dots[at], math.nan
+            if has_known[at]:
+                norm = _norm(own, wholes.rows["l2"][index])
+            else:  # nothing of the reference belongs to it
+                square = float(np.square(wholes.sketches[index]).mean())
+                own = np.array([0.0, square, square])
             parts.append(_HeldPart(own, norm, wholes.members[index], unit))
             at += 1
         if len(among) > 1 and not wholes.is_described and has_known[at - 1]:
@@ -325,11 +328,6 @@ def _sample_by_sample(
             parts = _or_their_sum(parts, whole, math.sqrt(max(float(whole[1]), 0.0)), allowed)
         found += parts
     return _difference(found, _first_rows(ours), _first_rows(left), Measured.SAMPLES)
-
-
-def _of_no_sample(sketch: Array) -> Array:
-    square = float(np.square(sketch).mean())
-    return np.array([0.0, square, square])
 
 
 def _norm(dots: Array, length: float) -> float:
