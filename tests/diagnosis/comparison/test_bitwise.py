@@ -122,3 +122,17 @@ def test_noise_is_refused_beside_hashes(tmp_path: Path) -> None:
     alone = one_process(tmp_path / "alone")
     with pytest.raises(SettingError, match="give one of both"):
         rankscope.diff(alone, alone, exact=True, noise=alone)
+
+
+def test_without_a_step_in_common_equal_weights_are_no_clean_verdict(tmp_path: Path) -> None:
+    for step in "01":
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with rankscope.trace(model, out=tmp_path / step, steps=step):
+            for _ in range(2):
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+    report = rankscope.diff(tmp_path / "0", tmp_path / "1", exact=True)
+    assert report.verdict.value == "incomplete"
+    assert report.lacks.startswith("the traces have no step in common (train 0 and train 1)")
