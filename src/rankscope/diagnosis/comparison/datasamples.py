@@ -155,11 +155,8 @@ def stages_of(setup: StepView | None, world: int, declared: Mesh | None) -> list
 
 
 def data_places(stages: list[Stage], setup: StepView | None, step: StepView, world: int) -> Array:
-    """Return [world] each rank's place along the data-parallel axes of its stage.
-
-    Which axes these are is what `layout/infer.py` says of parameters at setup and of the root's
-    inputs in this step.
-    """
+    """Return [world] each rank's place along the data-parallel axes of its stage: those that
+    `layout/infer.py` finds by parameters at setup and by the root's inputs in this step."""
     places = np.zeros(world, np.int64)
     wrappers = {w for call in (setup.calls if setup else ()) for w in call.node.wrappers}
     inputs = [

@@ -152,13 +152,9 @@ class Difference:
         return all(both) and both[0] != both[1]
 
     def errors(self, scales: Array | float = 1.0, floor: float = 0.0) -> Array:
-        """Return [p] relative L2 distances of the parts, after division by `scales`; NaN where
-        nothing tells how far a part is off.
-
-        Args:
-            scales: factor of each part, or of all.
-            floor: least norm that a distance is taken relative to.
-        """
+        """Return [p] relative L2 distances of the parts, after division by `scales` (the factor of
+        each part, or of all); NaN where nothing tells how far a part is off. `floor` is the least
+        norm that a distance is taken relative to."""
         if self.at_least is not None and not np.isnan(self.at_least).any():
             return self.at_least
         if self.has_other_nonfinite:

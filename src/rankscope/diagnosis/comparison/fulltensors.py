@@ -111,15 +111,10 @@ class FullTensors:
         batches: Batches | None,
         allowed: float,
     ) -> Difference | str:
-        """Return the difference of a value by its full tensors; what was estimated of it where
-        these were not kept, or where it is known to the bit.
-
-        Args:
-            sides: what digests compose of it, by micro-batch.
-            estimated: its difference by digests, or why there is none.
-            batches: who worked on which samples; None where no batch goes through it.
-            allowed: relative distance that counts as none.
-        """
+        """Return the difference of a value by its full tensors; what was `estimated` by digests (or
+        why nothing was) where these were not kept, or where that is known to the bit. `sides` is
+        what digests compose of it, by micro-batch; `allowed` the relative distance that counts as
+        none."""
         if isinstance(estimated, str):
             is_final = estimated not in _WITHOUT_SAMPLES or batches is None
         else:

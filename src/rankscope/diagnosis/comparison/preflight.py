@@ -94,11 +94,8 @@ def optimizer_lines(
 
 
 def _options_of(step: Step) -> dict[str, str]:
-    """Return the options of a step's optimizers by name, `class` among them.
-
-    Several optimizers of one class, each for a part of the parameters, are told as one: a pipeline
-    or a group of parameters may have one of its own.
-    """
+    """Return the options of a step's optimizers by name, `class` among them. Several optimizers are
+    told as one: a pipeline or a group of parameters may have one of its own."""
     found: dict[str, set[str]] = {}
     for each in step.notes:
         if each.note.kind is NoteKind.OPTIMIZER_OPTIONS:

@@ -222,8 +222,8 @@ class StepDifferences:
         return found
 
     def _held_alike(self, scales: dict[Unit, float]) -> dict[Unit, float]:
-        """Return the factors of units, or one for all of them where they differ and most final
-        gradients are wrong: then units weigh otherwise than in the reference."""
+        """Return the factors of units, or one for all where they differ and most final gradients
+        are wrong: then units weigh otherwise than in the reference."""
         own = self._of(Phase.GRADS)
         errors = [d.errors(self.gradient_scale).max(initial=0.0) for _, d in own]
         off = sum(error > 3 * c.allowed for error, (c, _) in zip(errors, own))

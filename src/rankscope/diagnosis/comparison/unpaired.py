@@ -82,12 +82,8 @@ class Tally:
 
     def lacks(self, too_few: str) -> str:
         """Return why so few values were compared that the rest says nothing about the runs, and
-        what to do; "" where enough were.
-
-        Args:
-            too_few: how that is said where most values that both traces hold were left out: names
-                `compared`, `both`, `count` and `reason`.
-        """
+        what to do; "" where enough were. `too_few` says it where most values that both traces hold
+        were left out: it names `compared`, `both`, `count` and `reason`."""
         for alone, whose, other in (
             (self._only_ref, "REF", "TEST"),
             (self._only_test, "TEST", "REF"),

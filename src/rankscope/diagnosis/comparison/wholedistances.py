@@ -31,7 +31,7 @@ def compare_wholes(
     allowed: float,
     phase: Phase,
 ) -> Difference | str:
-    """Compare one slot.
+    """Return the difference of one slot, or why nothing can be said.
 
     Args:
         ref: the reference's wholes by micro-batch; `test` are the test's.
@@ -39,9 +39,6 @@ def compare_wholes(
             which is in every micro-batch.
         allowed: relative distance that counts as none, and that replicas of the reference may have.
         phase: gradients of what has no samples add up over units.
-
-    Returns:
-        The difference, or why nothing can be said.
     """
     if batches is None:
         ref, test = ({0: side[min(side)]} for side in (ref, test))
@@ -226,12 +223,8 @@ def _or_their_sum(
 def _difference(
     parts: Sequence[_HeldPart], ref: Array, test: Array, measured: str = Measured.SKETCHES
 ) -> Difference:
-    """Return the difference that has these parts.
-
-    Args:
-        ref: rows of the reference's values.
-        test: rows of the test's, one for each part that is no replica of another.
-    """
+    """Return the difference that has these parts. `ref` are the rows of the reference's values,
+    `test` those of the test's, one for each part that is no replica of another."""
     found = Difference(
         dots=np.array([part.dots for part in parts]),
         norms=np.array([part.length for part in parts]),
@@ -371,12 +364,9 @@ def _reduced_over_units(
     ours: _Units, theirs: _Units, batches: Batches, common: Difference, allowed: float
 ) -> Difference | None:
     """Compare what is made of all samples of a batch, such as a loss, where runs split that batch
-    unlike: the average over samples, or the sum over units, may be the reference's.
-
-    Returns:
-        The difference of the average or the sum; `common` with `is_of_local_batch` where neither is
-        the reference's; None where every unit holds the same, or units lack samples.
-    """
+    unlike: by the average over samples or the sum over units, where one is the reference's, else
+    `common` with `is_of_local_batch`. None where every unit holds the same, or units lack
+    samples."""
     ref, test = _weighted(ours, batches.ref), _weighted(theirs, batches.test)
     if ref is None or test is None:
         return None
