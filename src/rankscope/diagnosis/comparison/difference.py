@@ -40,7 +40,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """What is known of all elements of a value together."""
+    """Numbers over all elements of a value."""
 
     count: int
     nonfinite: tuple[int, ...]
@@ -215,7 +215,7 @@ def dots_of(a: Array, b: Array) -> Array:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ComparedValue:
-    """One value of both traces with what is known of their distance."""
+    """One value of both traces, and how far apart the two are."""
 
     value: AlignedValue
     allowed: float
@@ -269,7 +269,7 @@ class ComparedValue:
 
     @property
     def is_of_choices(self) -> bool:
-        """True for a mask, and for indices of which each comes many times, as those of experts do:
+        """True for a mask, and for indices that come many times each, as those of experts do:
         positions come once."""
         if self.difference is None or not self.value.is_discrete:
             return False

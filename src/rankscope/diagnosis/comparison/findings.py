@@ -53,7 +53,7 @@ class Degrees:
 
 
 _LEAST_FACTOR: Final = 0.02
-"""A value that is so near the reference's is not called scaled: constants inside a module leave
+"""A value this near the reference's is not called scaled: constants inside a module leave
 differences that look alike."""
 _LEAST_PERMUTED: Final = 0.01
 """Relative distance from which equal norm, mean and extrema are no consequence of being near."""

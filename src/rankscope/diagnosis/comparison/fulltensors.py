@@ -90,7 +90,7 @@ class FullTensors:
         self._batch_dims = [trace.batch_dim for trace in traces]
         self._compared = 0
         self._unread: Counter[str] = Counter()
-        """Why values of which something was kept could not be read."""
+        """Why values could not be read though a part of them was kept."""
 
     def notes(self) -> Iterator[str]:
         """Yield how many distances are exact by tensors, and why others are not."""

@@ -207,7 +207,7 @@ class _StepSearch:
         return origin
 
     def judged(self, each: ComparedValue, givers: GiverState) -> GiverState:
-        """Return what is known of a value, given what is known of its givers."""
+        """Return how wrong a value is, given how wrong its givers are."""
         error = each.error
         origin: Origin | None = None
         given = 0.0 if each.value.is_discrete else _AMPLIFICATION * givers.error
@@ -337,8 +337,8 @@ def _is_choice(each: ComparedValue, inherited: float) -> bool:
 
 
 def _is_flipped(origin: Origin) -> bool:
-    """True for indices or a mask of which no more are other ones than rounding can flip: what they
-    were made of is not exactly the reference's."""
+    """True for indices or a mask with no more other elements than rounding can flip: what they were
+    made of is not exactly the reference's."""
     each, difference = origin.compared, origin.compared.difference
     is_choice = each.key.phase is Phase.FORWARD and each.is_of_choices
     if not is_choice or difference is None or origin.inherited == 0 or difference.is_shifted:

@@ -37,7 +37,7 @@ def preflight_order(line: PreflightLine) -> tuple[int, int]:
 
 
 def run_lines(ref: Mapping[str, Any], test: Mapping[str, Any]) -> list[PreflightLine]:
-    """Return what the run headers say of versions."""
+    """Return whether both runs had the same versions."""
     ours, theirs = ref["versions"], test["versions"]
     if not (ours or theirs):
         return [PreflightLine("versions", None, "the versions of both runs")]
@@ -107,7 +107,7 @@ def _options_of(step: Step) -> dict[str, str]:
 
 
 def forward_line(pairs: Iterable[StepPair]) -> PreflightLine | None:
-    """Return which steps were held to other ones, of which forwards alone compare; None where all
+    """Return which steps were held to other ones, so that forwards alone compare; None where all
     are of the same mode and number."""
     others = [pair for pair in pairs if pair.is_of_forwards]
     if not others:

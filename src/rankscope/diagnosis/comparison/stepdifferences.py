@@ -52,7 +52,7 @@ _SHARE: Final = 0.8
 """A factor is that of a phase where so many of its values have it."""
 _SAME_FACTOR: Final = 0.05
 _NO_FACTOR: Final = 1e-3
-"""A factor that is so near 1 is none, however exact the dtype."""
+"""A factor this near 1 is none, however exact the dtype."""
 
 
 class StepDifferences:
@@ -354,8 +354,8 @@ def _take_samples(compared: ComparedValue, difference: Difference, batches: Batc
 
 
 def _common_factor(fits: Sequence[tuple[tuple[float, float], float]]) -> float | None:
-    """Return the factor that most values have, None where there is none, from what `fit` says of
-    each and how much a factor may leave of it."""
+    """Return the factor of most values, None where they share none, from the `fit` of each and how
+    much a factor may leave of it."""
     factors = [factor for (factor, rest), most in fits if rest <= most]
     if not factors:
         return None

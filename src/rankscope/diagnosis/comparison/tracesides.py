@@ -69,8 +69,8 @@ class TraceSide:
         }
 
     def is_late(self, call: CallView) -> bool:
-        """True for a call of setup behind the first training step: what it has was made by steps,
-        as a moving average of weights is that is first called then."""
+        """True for a call of setup behind the first training step: steps made what it has, as of a
+        moving average of weights that is first called then."""
         first = next((step for (mode, _), step in self.steps.items() if mode is Mode.TRAIN), None)
         ended = max((n.time.start_us for n in first.fresh()), default=0.0) if first else 0.0
         return 0.0 < ended < call.node.time.start_us

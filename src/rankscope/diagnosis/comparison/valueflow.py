@@ -45,7 +45,7 @@ class Origin:
     is_isolated: bool = False
     """True where its call was given what the reference's was, to the bit."""
     alike: int = 0
-    """Further gradients of which the same is to be said."""
+    """Further gradients that the same sentence says."""
     holders: list[Array] = field(default_factory=list)
     """Ranks that hold their wrong parts, one array for each."""
     is_of_all: bool = False
@@ -80,7 +80,7 @@ class Origin:
 
 @dataclass(slots=True, eq=False)
 class GiverState:
-    """What is known of some values together."""
+    """How wrong some values are together."""
 
     error: float = 0.0
     origin: Origin | None = None
