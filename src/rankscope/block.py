@@ -37,8 +37,6 @@ from rankscope.spool.replication import StreamEnd, replica_path, write_end
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 
-__all__ = ["OwnParts", "RankBlock", "begin_block", "begin_rank_block"]
-
 _MadeT = TypeVar("_MadeT")
 _TRACED_ALREADY = "not tracing this block: this process is traced already"
 _UNNAMED = (
@@ -84,11 +82,8 @@ def _begin(model: nn.Module | None, given: Mapping[str, object]) -> Begun:
 
 
 def _guarded(begin: Callable[[], _MadeT]) -> tuple[_MadeT | None, str]:
-    """Return what `begin` made and ""; where it fails, say why once and return None and that.
-
-    All that happens before a block runs happens in here, so nothing of it can be raised into the
-    program.
-    """
+    """Return what `begin` made and ""; where it fails, say why once and return None and that:
+    nothing before a block runs may be raised into the program."""
     made: list[_MadeT] = []
     error = attempt(lambda: made.append(begin()))
     if error is None:
@@ -120,12 +115,7 @@ def begin_rank_block(
     model: nn.Module, given: Mapping[str, object], parts: OwnParts
 ) -> RankBlock | None:
     """Begin to trace this process alone; None where that could not begin, and why was said.
-
-    Args:
-        model: the root whose path is "".
-        given: settings; `out` is of this rank alone.
-        parts: of the block.
-    """
+    `model`: the root whose path is ""; `out` of `given` is of this rank alone."""
     return _guarded(lambda: RankBlock(model, _settings(given), parts))[0]
 
 
@@ -134,10 +124,7 @@ class RankBlock:
     which builds its tree, or by `end`, which returns its records instead."""
 
     def __init__(
-        self,
-        model: nn.Module | None,
-        settings: Settings,
-        parts: OwnParts | None = None,
+        self, model: nn.Module | None, settings: Settings, parts: OwnParts | None = None
     ) -> None:
         prepare_kernel(say)
         with ExitStack() as made:  # undone where anything in here fails
@@ -202,12 +189,7 @@ class RankBlock:
         path.unlink()
 
     def look(self) -> StreamBytes:
-        """Return what `end` would if it came now.
-
-        Raises:
-            SpoolError: the records cannot be read.
-            OSError: those that were moved away cannot be.
-        """
+        """Return what `end` would if it came now; errors as of `end`."""
         self.session.settle()
         for _ in range(_MOST_LOOKS - 1):
             try:
@@ -248,10 +230,8 @@ class RankBlock:
 
     def finish(self) -> None:
         """Close the spool and build the tree; a failure is said, and the records stay where they
-        are.
-        """
-        error = attempt(self._finish)
-        if error is not None:
+        are."""
+        if (error := attempt(self._finish)) is not None:
             attempt(self._say_unfinished, error)
 
     def _finish(self) -> None:

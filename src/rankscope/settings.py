@@ -19,22 +19,9 @@ from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.graceseconds import DRAIN_SECONDS, FINISH_SECONDS, STALL_SECONDS
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_text
-from rankscope.record.stepselection import LAST_HELP, StepSelection, number_ranges
+from rankscope.record.stepselection import LAST_HELP, StepSelection, rank_ranges
 from rankscope.record.streams import MINIMUM_LIMIT_BYTES
 
-__all__ = [
-    "SETTINGS",
-    "Setting",
-    "Settings",
-    "as_keywords",
-    "as_variables",
-    "did_you_mean",
-    "is_enabled",
-    "misspelt_variables",
-    "parse_size",
-    "settings_from",
-    "settings_of_run",
-]
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?$", re.IGNORECASE)
 _MOST_RANKS = 1 << 20
 _MOST_ROUNDINGS = 16
@@ -42,11 +29,8 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that `256M`, `1.5GiB` or `4096` mean (powers of 1024).
-
-    Raises:
-        SettingError: not a size.
-    """
+    """Return the bytes that `256M`, `1.5GiB` or `4096` mean (powers of 1024); SettingError: no
+    size."""
     found = _SIZE.match(text.strip())
     if not found:
         raise SettingError(f"{text!r} is not a size: write 256M, 1.5G or a number of bytes")
@@ -73,7 +57,7 @@ def _parse_ranks(text: str) -> tuple[int, ...] | None:
     if text == "all":
         return None
     chosen: set[int] = set()
-    for first, last in number_ranges("ranks", text):
+    for first, last in rank_ranges(text):
         if last >= _MOST_RANKS:
             raise SettingError(
                 f"rank {last} is out of range: no job has more than {_MOST_RANKS} ranks; write all "
@@ -88,8 +72,7 @@ def _parse_phases(text: str) -> tuple[str, ...]:
     if text == "all":
         return known
     chosen = _parse_globs(text)
-    wrong = sorted(set(chosen) - set(known))
-    if wrong:
+    if wrong := sorted(set(chosen) - set(known)):
         raise SettingError(f"unknown phase {wrong[0]!r}: choose from {', '.join(known)}")
     for phase in (Phase.BACKWARD.word, Phase.RECOMPUTE.word):
         if phase in chosen and Phase.FORWARD.word not in chosen:
@@ -301,7 +284,6 @@ class Settings:
         metavar="PORT",
         help="serve metrics for Prometheus at 127.0.0.1:PORT of the head host; default none",
     )
-    """Port of the collector's metrics, None for none."""
     live_check: bool = _setting(
         parse=_parse_bool,
         default="1",
@@ -331,7 +313,6 @@ class Settings:
         metavar="auto|always|never",
         help="tree.json, for jq and people: auto writes it where it takes up to 100 MB",
     )
-    """"auto", "always" or "never"."""
     finish_seconds: float = _setting(
         parse=_parse_seconds,
         default=f"{FINISH_SECONDS:g}",
@@ -357,13 +338,11 @@ class Settings:
         help="full tensors to keep: path:slot globs such as 'layers.0.*:output', without a slot "
         "all of a path, '**' everything; default none",
     )
-    """None where no full tensor is kept."""
     tensor_budget: int | None = _setting(
         parse=parse_size,
         metavar="SIZE",
         help="disk a rank may use for full tensors; default its share of half the free disk",
     )
-    """None for a share of the free disk."""
     tensor_memory: int = _setting(
         parse=parse_size,
         default="256M",
@@ -412,8 +391,7 @@ def _as_text(value: object) -> str:
 def settings_from(
     texts: Mapping[str, object] | None = None, environ: Mapping[str, str] = os.environ
 ) -> Settings:
-    """Return the settings: given texts (keywords) first, then `RANKSCOPE_*` variables, then
-    defaults.
+    """Return the settings: given texts (keywords) first, then `RANKSCOPE_*`, then defaults.
 
     Raises:
         SettingError: a value that cannot be read or does not fit another, or a keyword that is no
@@ -452,11 +430,7 @@ def settings_from(
 
 def settings_of_run(texts: Mapping[str, str]) -> Settings:
     """Return the settings that `run.json` says, whatever the variables of this process say; without
-    the layout, whose file the ranks have read.
-
-    Raises:
-        SettingError: one cannot be read.
-    """
+    the layout, whose file the ranks have read. SettingError: one cannot be read."""
     rest = {name.replace("-", "_"): text for name, text in texts.items()}
     rest.pop("layout", None)
     steps = rest.pop("steps", "")

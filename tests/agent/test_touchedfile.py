@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope.agent.steps.touchedfile import LEAD, TouchedFile
+from rankscope.agent.steps.chosen import LEAD, TouchedFile
 from rankscope.errors import SettingError
 from rankscope.record.call import Mode
 from rankscope.record.stepselection import StepSelection

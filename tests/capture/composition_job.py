@@ -73,7 +73,7 @@ def read(case: Case, describer: Describer, digester: Digester) -> dict[str, Any]
     name, value, whole = case
     with invisible():
         described, local = describer.describe(value)
-        reading = digester.read(local, described.ranges, samples=False)
+        reading = digester.read(local, described.meta.ranges, samples=False)
     with torch.no_grad():
         reference = Digester().read(whole.detach(), None, samples=False)
     meta = described.meta
@@ -124,8 +124,8 @@ def outside(describer: Describer) -> dict[str, Any]:
     described, local = describer.describe(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
     return {
         "note": described.meta.note,
-        "ranges": described.ranges,
-        "count": Digester().read(local, described.ranges, samples=False).count,
+        "ranges": described.meta.ranges,
+        "count": Digester().read(local, described.meta.ranges, samples=False).count,
     }
 
 

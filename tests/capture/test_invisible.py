@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 def on_host(x: torch.Tensor) -> ValueNumbers:
     with invisible():
         described, local = Describer(0).describe(walk("output", x)[0][1])  # type: ignore[arg-type]
-        return Digester().read(local, described.ranges, samples=True)
+        return Digester().read(local, described.meta.ranges, samples=True)
 
 
 def by_torch(x: torch.Tensor) -> ValueNumbers:

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from rankscope.cli.terminal import Paint
-from rankscope.cli.toptext import screen_lines
+from rankscope.cli.top import screen_lines
 from rankscope.diagnosis.check import check
 from rankscope.page.rankplaces import places_in
 from rankscope.record.ranklists import parse_ranks, ranks_named, ranks_text

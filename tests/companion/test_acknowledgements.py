@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import zmq
 
-from rankscope.companion.chunkshipping import ChunkShipment
 from rankscope.companion.collector import Intake
 from rankscope.companion.protocol import (
     PROTOCOL_VERSION,
@@ -24,7 +23,7 @@ from rankscope.companion.protocol import (
     decode,
     encode,
 )
-from rankscope.companion.shipping import GO_BACK_S, Shipment
+from rankscope.companion.shipping import GO_BACK_S, ChunkShipment, Shipment
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.folders import segment_indexes, stream_folder
 from rankscope.spool.recordformat import RecordKind

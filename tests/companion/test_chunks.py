@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.companion.chunkshipping import GO_BACK_S, ChunkShipment
 from rankscope.companion.chunkstore import ReceivedChunks
 from rankscope.companion.protocol import (
     CHUNK_FRAME_BYTES,
@@ -19,6 +18,7 @@ from rankscope.companion.protocol import (
     decode,
     encode,
 )
+from rankscope.companion.shipping import GO_BACK_S, ChunkShipment
 from rankscope.record.streams import StreamId
 
 STREAM = StreamId(rank=3, incarnation=1)

@@ -223,7 +223,7 @@ def test_a_copy_that_is_taken_up_again_and_again_has_every_record_once(run_folde
 def test_a_step_that_is_read_in_pieces_is_copied_whole_when_the_ring_is_read_again(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(heldstream, "_UNIT", 4096)
+    monkeypatch.setattr(heldstream, "_READ_BYTES", 4096)
     rank = Rank(run_folder, steps=30)
     for step in range(30):
         rank.step(step, calls=40)

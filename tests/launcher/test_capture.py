@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.agent.steps.touchedfile import LEAD
+from rankscope.agent.steps.chosen import LEAD
 from rankscope.run.filenames import ORDER_NAME
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace

@@ -1,3 +1,1 @@
-"""Life inside a rank: switching tracing on, the session, and what it joins: hooks, steps, values
-and collectives.
-"""
+"""Life inside a rank: switching tracing on, the session, its hooks, steps, values, collectives."""

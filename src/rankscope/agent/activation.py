@@ -15,21 +15,13 @@ from torch.utils.data import get_worker_info
 from rankscope.agent.ending import forget_exits, note_exits, what_ends_the_program
 from rankscope.agent.guard import attempt, say, text_of
 from rankscope.agent.identity import placed
-from rankscope.agent.join import (
-    RUN_FOLDER_VARIABLE,
-    Joined,
-    join_run,
-    settings_here,
-    who_am_i,
-)
+from rankscope.agent.join import RUN_FOLDER_VARIABLE, Joined, join_run, settings_here, who_am_i
 from rankscope.agent.session import Opened, Session
 from rankscope.agent.steps.compiled import HIDDEN
 from rankscope.capture.torch_internals.compiling import dynamo_has_compiled
 from rankscope.errors import FolderError, RankscopeError, SettingError
 from rankscope.record.streams import EndReason
 from rankscope.settings import Settings, as_keywords, as_variables, misspelt_variables
-
-__all__ = ["arm", "attach", "close", "current_session", "folder_taken", "hold"]
 
 _OWNER_VARIABLE = "RANKSCOPE_OWNER"
 """rank/local rank:pid of a process that traces, for those it starts."""
@@ -43,7 +35,6 @@ _joined: Joined | None = None
 _given: dict[str, object] | None = None
 """Keywords of the session that is armed; None where there is none, or it is somebody else's."""
 _tell: Callable[..., object] | None = None
-"""Takes how far this process came, where a launcher waits for that."""
 _is_forked = False
 _watches_forks = False
 
@@ -74,16 +65,11 @@ def attach(given: Mapping[str, object] | None = None) -> None:
 def arm(
     given: Mapping[str, object] | None = None, tell: Callable[..., object] | None = None
 ) -> Session | None:
-    """Arm tracing in this process; what is wrong with the settings is said once, and the job goes
-    on untraced.
+    """Arm tracing in this process, unless its settings are wrong: said once, and None is returned.
 
     Args:
-        given: settings by keyword; the rest comes from the run that a launcher has prepared, or
-            from `RANKSCOPE_*` variables, and defaults.
-        tell: takes how far this process comes that opens no spool (`rankscope_launcher.untraced`).
-
-    Returns:
-        the session, None where the settings cannot be used.
+        given: settings by keyword; the rest comes from a prepared run, or `RANKSCOPE_*` variables.
+        tell: takes how far a process comes that opens no spool (`rankscope_launcher.untraced`).
     """
     global _session, _given, _watches_forks, _tell
     if _session is not None:
@@ -112,11 +98,8 @@ def arm(
 
 
 def _after_fork() -> None:
-    """Arm a forked child anew: under the start method `fork` it may become a rank of its own.
-
-    The session it inherited has taken its hooks off. A child of a process that traces stays
-    untraced, and so does one that is in no process group by its first module call.
-    """
+    """Arm a forked child anew: it may become a rank of its own. A child of a process that traces
+    stays untraced, and so does one that is in no process group by its first module call."""
     global _session, _joined, _given, _is_forked
     given, has_joined = _given, _joined is not None
     _session = _joined = _given = None
@@ -150,11 +133,8 @@ def _open(settings: Settings) -> Opened | None:
 
 
 def close(reason: EndReason = EndReason.EXIT) -> Path | None:
-    """End the session, then wait for the tree where no launcher does. Called at exit; safe to call
-    again. What fails is said, never raised.
-
-    Returns:
-        the trace folder on the one rank that waited until the tree was there, None on all others.
+    """End the session, then wait for the tree where no launcher does; safe to call again. What
+    fails is said, never raised. Returns the trace folder on the one rank that waited for the tree.
     """
     found: list[Path | None] = []
     error = attempt(lambda: found.append(_close(reason)))
@@ -186,7 +166,6 @@ def _close(reason: EndReason) -> Path | None:
 
 
 def _say_why_not(error: RankscopeError, given: Mapping[str, object] | None) -> None:
-    """Say why nothing is traced, in the words of whoever asked for it."""
     text = f"not tracing: {error}"
     _tell_stage("refused", text)
     if given:
@@ -221,12 +200,10 @@ def _owner() -> tuple[str, str]:
 
 
 def _is_child_of_a_rank() -> bool:
-    """True in a process that a rank started: it must not pose as one, whatever it inherited.
-
-    A rank leaves its own name in the environment for those it starts. A name without a local rank
-    may be that of a launcher that was itself given a RANK (the number of its node): ranks under it
-    have local ranks, and only what has exactly its name is its child.
-    """
+    """True in a process that a rank started: it must not pose as one, whatever it inherited. A rank
+    leaves its name in the environment of its children. A name without a local rank may be that of a
+    launcher that was itself given a RANK (the number of its node): only a process with exactly that
+    name is its child."""
     rank = os.environ.get("RANK")
     mine = "" if rank is None else f"{rank}/{os.environ.get('LOCAL_RANK', '')}"
     name, pid = _owner()

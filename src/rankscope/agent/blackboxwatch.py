@@ -1,13 +1,10 @@
-"""What a rank that holds its last steps back sees happen.
+"""What a rank that holds its last steps back sees happen, and tells on the board of events.
 
-It is handed the records of a step in batches, and looks at the numbers that were written anyway: a
-value that is not finite, and a gradient norm far beyond those of the steps before, are told on the
-board.
-
-So is a value that the user named and that leaps. What is compared is its root mean square, over the
-finite elements, which does not depend on the size of a batch; of a scalar that is its magnitude.
-Where a step has several (micro-batches, a module that is called again), its largest counts. The
-step is that of the call, also where an accelerator hands the digest out later.
+It looks at the numbers in the records of a step, which were written anyway: a value that is not
+finite, a gradient norm far beyond those of the steps before, a value that the user named and that
+leaps. Of a named value the root mean square over the finite elements is compared, which does not
+depend on the size of a batch; of several in a step (micro-batches, several calls) the largest, in
+the step of its call, also where an accelerator hands the digest out later.
 """
 
 from __future__ import annotations
@@ -35,17 +32,13 @@ from rankscope.spool.recordcolumns import Records, Structured, ValueRows
 from rankscope.spool.recordformat import RecordKind, StepEvent
 from rankscope.spool.ringwriter import RingWriter
 
-__all__ = ["BlackBoxWatch", "RunningMedian"]
-
 _WATCHED: Final = np.isin(np.arange(256), (Phase.FORWARD, Phase.PARAMS))
 """Phases in which NaN and +inf are told, besides gradients before the optimizer. Not backward: a
 GradScaler may be about to skip what comes of it. Not collectives: they pad with anything."""
 _OF_SCALER = int(ValueFlag.SKIPPED | ValueFlag.SCALED)
 """What a GradScaler scales or skips: its size says nothing."""
 _MEDIAN_STEPS: Final = 32
-"""Steps whose magnitudes make the running median."""
-_FEWEST: Final = 8
-"""Nothing leaps before so many are known."""
+_FEWEST_STEPS: Final = 8
 _RISING: Final = 2.0
 """Times the median beyond which a step may be one of those over which a run diverges."""
 _LEAST: Final = 0.01
@@ -57,8 +50,7 @@ _MOST_MODULES: Final = 1 << 14
 """Of a program that makes models all the time, the oldest are forgotten."""
 _LATE: Final = 8
 """Steps that an accelerator may be behind with the digests of a call."""
-_UNTIL_TOLD: Final = 16
-"""Steps after which it is said which globs took nothing."""
+_STEPS_UNTIL_TOLD: Final = 16
 
 
 class RunningMedian:
@@ -67,14 +59,11 @@ class RunningMedian:
     __slots__ = ("_factor", "_highest", "_last", "limit", "median")
 
     def __init__(self, factor: float) -> None:
-        """Know no step yet; a magnitude `factor` times the median leaps."""
         self._factor = factor
         self._last: deque[float] = deque(maxlen=_MEDIAN_STEPS)
         self._highest = 0.0
         self.median = 0.0
-        """Of the last steps."""
         self.limit = math.inf
-        """A magnitude of the next step leaps where it is beyond this; inf where nothing is."""
 
     def add(self, magnitude: float) -> None:
         """Take what a step had; finite, 0 or more.
@@ -87,7 +76,7 @@ class RunningMedian:
         """
         last = self._last
         last.append(magnitude)
-        if len(last) < _FEWEST:
+        if len(last) < _FEWEST_STEPS:
             return
         self.median = statistics.median(last)
         self._highest = max(self._highest, self.median)
@@ -113,16 +102,6 @@ class BlackBoxWatch:
         rank: int,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        """Watch for what the selection asks for.
-
-        Args:
-            recorder: of this rank; its records are looked at in batches.
-            ring: holds the steps.
-            selection: the setting `steps`.
-            board: where everybody is told.
-            rank: of this process.
-            say: tells the user which globs of `watch:` took nothing; None where another rank does.
-        """
         self._recorder = recorder
         self._ring = ring
         self._steps = selection.last
@@ -132,7 +111,6 @@ class BlackBoxWatch:
         """The step that counts: a train step, or an eval step of a program that has not trained."""
         self._has_trained = False
         self._spoiled_at: int | None = None
-        """Last step with a value that is not finite."""
         self._squares = 0.0
         factor = selection.given[Trigger.SPIKE][-1]
         self._norms = RunningMedian(factor) if factor else None
@@ -178,7 +156,6 @@ class BlackBoxWatch:
             self._spoil(_slot_names(self._recorder)[int(slots[bad[0]])])
 
     def _spoil(self, slot: str) -> None:
-        """Tell of a value that is not finite, unless one of the steps that are held had one."""
         last, self._spoiled_at = self._spoiled_at, self._step
         if last is None or self._step - last > self._steps:
             self.tell(Trigger.NONFINITE, self.mode, self._step, slot=slot)
@@ -193,8 +170,7 @@ class BlackBoxWatch:
         self._norms.add(norm)
 
     def tell(self, trigger: Trigger, mode: Mode, step: int, **fields: object) -> None:
-        """Tell what happened, unless a step that is held with it had its like; `fields`: those of
-        the trigger's sentence, besides `rank` and `step`."""
+        """Tell what happened, unless a step that is held with it had its like."""
         text = trigger.text(rank=self._rank, step=step, **fields)
         event = Happening(trigger=trigger, mode=mode, step=step, text=text)
         try:
@@ -209,18 +185,14 @@ class BlackBoxWatch:
 
 
 def _slot_names(recorder: Recorder) -> dict[int, str]:
-    """Return the names of slots by number."""
     return {number: name for name, number in recorder.slots.items()}
 
 
 def _rows(table: Structured, *names: str) -> Iterator[tuple[int, ...]]:
-    """Return some columns of records by row, as plain numbers."""
     return zip(*(table[name].tolist() for name in names))
 
 
 class _WatchedValue:
-    """One slot of one module, step by step."""
-
     __slots__ = ("history", "largest", "name", "step")
 
     def __init__(self, name: str, factor: float) -> None:
@@ -228,10 +200,8 @@ class _WatchedValue:
         self.history = RunningMedian(factor)
         self.step = -1
         self.largest = 0.0
-        """Of that step, so far."""
 
     def leaps(self, step: int, magnitude: float) -> bool:
-        """Take one magnitude; True where it is beyond those of the steps before."""
         if step > self.step:
             if self.step >= 0:
                 self.history.add(self.largest)
@@ -243,8 +213,6 @@ class _WatchedValue:
 
 @dataclass(slots=True)
 class _WatchedModule:
-    """A module of whose path a glob speaks."""
-
     path: str
     slots: tuple[tuple[int, str], ...]
     """(number of the glob, what it says of slots)."""
@@ -253,8 +221,6 @@ class _WatchedModule:
 
 
 class _LeapWatch:
-    """Tells when a value that the user named leaps."""
-
     def __init__(
         self,
         box: BlackBoxWatch,
@@ -269,32 +235,29 @@ class _LeapWatch:
         self._board = board
         self._say = say
         self._recorder = recorder
-        self._uncalled = recorder.modules = {}
-        """Paths of the modules that were not called yet, by number."""
-        self._modules: dict[int, _WatchedModule] = {}
-        """Those of whose path a glob speaks, by number."""
+        self._uncalled_paths = recorder.modules = {}
+        self._watched: dict[int, _WatchedModule] = {}
         self._calls: dict[int, tuple[_WatchedModule, Mode, int]] = {}
         """Calls of watched modules, in the order in which they began, with their steps."""
-        self._seen: set[int] = set()
-        """Globs that took something here."""
+        self._matched_globs: set[int] = set()
         self._begun = 0
 
     def look(self, calls: Structured, values: ValueRows) -> None:
         """Look at the calls of a batch, then at its values: they come after their call."""
-        while len(self._uncalled) > _MOST_MODULES:
-            del self._uncalled[next(iter(self._uncalled))]
-        for number in self._uncalled.keys() & {*calls["module"].tolist()}:
-            path = self._uncalled.pop(number)
+        while len(self._uncalled_paths) > _MOST_MODULES:
+            del self._uncalled_paths[next(iter(self._uncalled_paths))]
+        for number in self._uncalled_paths.keys() & {*calls["module"].tolist()}:
+            path = self._uncalled_paths.pop(number)
             places = map(split_place, self._globs)
             slots = tuple((i, s) for i, (p, s) in enumerate(places) if glob_matches(p, path))
             if slots:
-                self._modules[number] = _WatchedModule(path, slots)
-            if len(self._modules) > _MOST_MODULES:
-                del self._modules[next(iter(self._modules))]
+                self._watched[number] = _WatchedModule(path, slots)
+            if len(self._watched) > _MOST_MODULES:
+                del self._watched[next(iter(self._watched))]
         is_watched = _CALLS_WATCHED[calls["phase"]] & (calls["mode"] == self._box.mode)
-        is_watched &= np.isin(calls["module"], [*self._modules])
+        is_watched &= np.isin(calls["module"], [*self._watched])
         for sequence, number, step in _rows(calls[is_watched], "sequence", "module", "step"):
-            self._calls[sequence] = self._modules[number], self._box.mode, step
+            self._calls[sequence] = self._watched[number], self._box.mode, step
         if self._calls:
             self._compare(values)
 
@@ -305,13 +268,13 @@ class _LeapWatch:
                 break
             self._calls.pop(sequence, None)
         self._begun += 1
-        if self._begun == _UNTIL_TOLD + 1 and self._say is not None:
+        if self._begun == _STEPS_UNTIL_TOLD + 1 and self._say is not None:
             for number, glob in enumerate(self._globs):
-                if number not in self._seen and not self._board.has_taken(number):
+                if number not in self._matched_globs and not self._board.has_taken(number):
                     self._say(
-                        f"watch:{glob} took nothing in {_UNTIL_TOLD} steps: no rank seen from here "
-                        "recorded numbers of such a value. Write path:slot as `rankscope show` "
-                        "prints them, such as lm_head:output"
+                        f"watch:{glob} took nothing in {_STEPS_UNTIL_TOLD} steps: no rank seen "
+                        "from here recorded numbers of such a value. Write path:slot as `rankscope "
+                        "show` prints them, such as lm_head:output"
                     )
 
     def _compare(self, values: ValueRows) -> None:
@@ -335,11 +298,16 @@ class _LeapWatch:
                 self._tell_leap(watched, mode, step, magnitude, is_scalar=count == 1)
 
     def _watched_value(self, module: _WatchedModule, mode: Mode, slot: str) -> _WatchedValue | None:
-        try:
+        if (mode, slot) in module.values:
             return module.values[mode, slot]
-        except KeyError:
-            watched = module.values[mode, slot] = self._begin_to_watch(module, slot)
-            return watched
+        taking = {number for number, glob in module.slots if slot_matches(glob, slot)}
+        for number in taking - self._matched_globs:
+            self._matched_globs.add(number)
+            with contextlib.suppress(OSError):
+                self._board.tell_taken(number)
+        watched = _WatchedValue(f"{module.path}:{slot}", self._factor) if taking else None
+        module.values[mode, slot] = watched
+        return watched
 
     def _tell_leap(
         self, watched: _WatchedValue, mode: Mode, step: int, magnitude: float, *, is_scalar: bool
@@ -348,12 +316,3 @@ class _LeapWatch:
         value = watched.name if is_scalar else f"the root mean square of {watched.name}"
         numbers = {"magnitude": magnitude, "times": magnitude / median, "median": median}
         self._box.tell(Trigger.WATCHED, mode, step, value=value, **numbers)
-
-    def _begin_to_watch(self, module: _WatchedModule, slot: str) -> _WatchedValue | None:
-        """Return where the magnitudes of a slot go; None where no glob takes it."""
-        taking = {number for number, glob in module.slots if slot_matches(glob, slot)}
-        for number in taking - self._seen:
-            self._seen.add(number)
-            with contextlib.suppress(OSError):
-                self._board.tell_taken(number)
-        return _WatchedValue(f"{module.path}:{slot}", self._factor) if taking else None

@@ -11,11 +11,8 @@ from typing import NoReturn
 from rankscope.agent.guard import attempt, describe_error
 from rankscope.agent.hooks.pythonstack import call_site, raise_site
 
-__all__ = ["Raised", "forget_exits", "note_exits", "uncaught", "what_ends_the_program"]
-
 _MOST_CAUSES = 8
 _UNREMARKABLE = (None, 0)
-"""Exit codes of a program that ended in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +20,6 @@ class Raised:
     """The exception that ends a program, in words: the exception itself would keep tensors."""
 
     error: str
-    """Its type and the beginning and end of its text."""
     causes: tuple[str, ...]
     """The same of what it was raised from, or while handling; the nearest first."""
     where: str
@@ -31,11 +27,9 @@ class Raised:
 
 
 def what_ends_the_program() -> Raised | None:
-    """Return the uncaught exception, or the exit code other than 0, that ends this process.
-
-    The interpreter notes an exception before it runs `atexit`, but not a SystemExit; the end of a
-    process of `multiprocessing` comes while either is being handled.
-    """
+    """Return the uncaught exception, or the exit code other than 0, that ends this process. The
+    interpreter notes an exception before it runs `atexit`, but not a SystemExit; a process of
+    `multiprocessing` ends while either is being handled."""
     running = uncaught()
     if running is None:
         return _exiting
@@ -54,12 +48,6 @@ def uncaught() -> BaseException | None:
 
 
 def _raised_of(error: BaseException, at: str = "") -> Raised:
-    """Put an exception into words.
-
-    Args:
-        error: what ends the program.
-        at: where that was raised, if it was not raised to here.
-    """
     causes = [*_causes(error)]
     # an exit because of an exception tells no more than that exception's place
     blamed = causes[0] if causes and isinstance(error, SystemExit) else error
@@ -91,12 +79,9 @@ _exit = sys.exit
 
 
 class _Mark:
-    """Lives as long as the traceback of one SystemExit.
-
-    Nothing can be asked of a SystemExit at the end: the interpreter takes it before `atexit`. Where
-    the program catches one, the traceback goes while a line of Python runs; where nobody does, it
-    goes when none is left.
-    """
+    """Lives as long as the traceback of one SystemExit. The interpreter takes a SystemExit before
+    `atexit`. Where the program catches one, its traceback goes while a line of Python runs; where
+    nobody does, it goes when none is left."""
 
     __slots__ = ("_raised",)
 

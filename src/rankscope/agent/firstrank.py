@@ -1,7 +1,5 @@
-"""The first rank that starts on a host, where no launcher did it before, prepares the run there:
-the hosts agree through the job's store on a run and a trace folder, and the rank starts the host's
-companion. The ranks after it find the run folder.
-"""
+"""The first rank that starts on a host without a launcher of ours prepares the run there: the hosts
+agree through the job's store, and the rank starts the host's companion."""
 
 from __future__ import annotations
 
@@ -17,13 +15,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # lazy
 
 from rankscope.agent.guard import say
 from rankscope.agent.identity import placed, restarts_left
-from rankscope.agent.rendezvous import (
-    Rendezvous,
-    agree,
-    find_store,
-    lookup,
-    publish,
-)
+from rankscope.agent.rendezvous import Rendezvous, agree, find_store, lookup, publish
 from rankscope.capture.device.hostgpus import compilers_of_host
 from rankscope.capture.kernel import prepare as prepare_kernel
 from rankscope.errors import FolderBusyError, SpoolError
@@ -60,10 +52,7 @@ from rankscope.run.processes import is_process_alive, launcher_of, process_name
 from rankscope.run.replacing import write_by_rename
 from rankscope.settings import Settings
 
-__all__ = ["ELASTIC_RUN", "find_or_prepare_run"]
-
 ELASTIC_RUN = "TORCHELASTIC_RUN_ID"
-"""Variable of every rank that an elastic agent started."""
 _SHARED_BY_HOSTS = (
     "MASTER_ADDR",
     "MASTER_PORT",
@@ -77,13 +66,11 @@ _SHARED_BY_HOSTS = (
 _START_S = 45.0
 _POLL_S = 0.05
 
-_begun: Counter[str] = Counter()
-"""Traces that this process has begun, by folder."""
+_begun_traces: Counter[str] = Counter()
 
 
 def find_or_prepare_run(settings: Settings, identity: RankIdentity) -> Path:
-    """Return the run folder of this host; the first rank to ask prepares it, and starts the
-    companion.
+    """Return the run folder of this host; the first rank to ask prepares it and its companion.
 
     Raises:
         RankscopeError: the run cannot be prepared here, or another rank does not get on with it.
@@ -111,15 +98,12 @@ def find_or_prepare_run(settings: Settings, identity: RankIdentity) -> Path:
 
 
 def _which_trace(settings: Settings) -> str:
-    """Return what tells this trace from others of the same launch.
-
-    A rank may leave one block and enter the next while another rank still finishes the first: by
-    the launch alone it would join the trace that is ending. Ranks agree by counting, per trace
-    folder, the traces that each of them has begun.
-    """
+    """Return what tells this trace from others of the same launch. A rank may enter the next block
+    while another still finishes the first, whose trace it must not join. So ranks count, per trace
+    folder, the traces that each of them has begun."""
     out = "" if settings.out is None else str(settings.out)
-    begun = _begun[out]
-    _begun[out] += 1
+    begun = _begun_traces[out]
+    _begun_traces[out] += 1
     return f":{out}:{begun}" if out or begun else ""
 
 
@@ -152,14 +136,12 @@ def _run_name(identity: RankIdentity, store: Store | None) -> str:
 
 
 def _starter(identity: RankIdentity) -> str:
-    """Name the process after whose end no rank of this host begins any more."""
     if identity.world_size == 1 and not restarts_left():
         return process_name(identity.pid)  # what started it may be a shell
     return _launcher(identity)
 
 
 def _launcher(identity: RankIdentity) -> str:
-    """Name the process that started the ranks of this host."""
     found = placed()
     if found is None or found.rank != identity.rank:
         return process_name(os.getppid())
@@ -167,7 +149,6 @@ def _launcher(identity: RankIdentity) -> str:
 
 
 def _is_placed(identity: RankIdentity) -> bool:
-    """True where a launcher's variables say where on its host this rank stands."""
     found = placed()
     return (
         found is not None
@@ -178,17 +159,11 @@ def _is_placed(identity: RankIdentity) -> bool:
 
 
 def _prepare(
-    settings: Settings,
-    identity: RankIdentity,
-    run_folder: Path,
-    store: Store | None,
-    which: str,
+    settings: Settings, identity: RankIdentity, run_folder: Path, store: Store | None, which: str
 ) -> None:
-    """Prepare the run; on several hosts the head chooses the trace folder for all.
-
-    The head is the host of rank 0 under an elastic agent, which counts the ranks of a host in a
-    row; else the host that asks first.
-    """
+    """Prepare the run; on several hosts the head chooses the trace folder for all. The head is the
+    host of rank 0 under an elastic agent, which counts the ranks of a host in a row; else the host
+    that asks first."""
     is_alone = identity.local_world_size >= identity.world_size and (
         identity.world_size == 1 or _is_placed(identity)
     )
@@ -214,21 +189,14 @@ def _prepare(
         agent=_starter(identity),
         collects=0 if collection.is_elsewhere else settings.traced_of(identity.world_size),
     )
-    if is_head or store is None:
-        _prepare_at_head(request, identity, store, which)
-    else:
+    if not (is_head or store is None):
         _prepare_beside_head(request, identity, settings, store, which)
-
-
-def _prepare_at_head(
-    request: RunRequest, identity: RankIdentity, store: Store | None, which: str
-) -> None:
-    """Prepare a run that begins here, and tell the other hosts of it."""
+        return
 
     def announce(out: Path, line: str) -> None:
         say(line)
         if store is not None:
-            head = Rendezvous(run_id=request.run_id, out=str(out), host=identity.host)
+            head = Rendezvous(run_id=run_id, out=str(out), host=identity.host)
             publish(store, head, which)
 
     prepare_run(request, announce)
@@ -237,9 +205,7 @@ def _prepare_at_head(
 def _prepare_beside_head(
     request: RunRequest, identity: RankIdentity, settings: Settings, store: Store, which: str
 ) -> None:
-    """Prepare this host's part of a run that began on the head host: in the head's trace folder
-    where this host sees it, else in a folder of its own.
-    """
+    """Prepare this host's part of a run that began on the head host."""
     head = lookup(store, which)
     if head is None:
         raise SpoolError(
@@ -248,11 +214,7 @@ def _prepare_beside_head(
         )
     out = Path(head.out)
     request = replace(
-        request,
-        run_id=head.run_id,
-        settings=replace(settings, out=out),
-        collects=0,
-        is_joined=True,
+        request, run_id=head.run_id, settings=replace(settings, out=out), collects=0, is_joined=True
     )
     if request.collection.is_elsewhere or is_visible(out, head.run_id):
         prepare_run(request)
@@ -278,7 +240,6 @@ def _prepare_beside_head(
 
 
 def _ensure_companion(settings: Settings, run_folder: Path, header: RunHeader) -> None:
-    """Start the companion of this host, where none is there."""
     if _has_companion(run_folder):
         return
     if not header.collects:
@@ -292,11 +253,9 @@ def _ensure_companion(settings: Settings, run_folder: Path, header: RunHeader) -
 
 
 def _has_companion(run_folder: Path) -> bool:
-    """True while the companion lives that a rank started last, or another one holds its lock.
-
-    It takes the lock only once Python and its modules are loaded. A second one, started meanwhile,
-    may find that lock free again, after the whole run.
-    """
+    """True while the companion lives that a rank started last, or another holds its lock. A
+    companion takes the lock once its modules are loaded. A second one, started meanwhile, may find
+    that lock free again after the whole run."""
     with contextlib.suppress(OSError):
         if is_process_alive((run_folder / COMPANION_STARTED_NAME).read_text()):
             return True

@@ -14,22 +14,11 @@ from rankscope.capture.torch_internals.compiling import is_compiling
 from rankscope.record.secretwords import without_known_secrets
 from rankscope.run.progressline import write_to_stderr
 
-__all__ = [
-    "MAX_FAILURES",
-    "Guard",
-    "GuardedHook",
-    "attempt",
-    "describe_error",
-    "say",
-    "text_of",
-]
-
 MAX_FAILURES = 20
 """Failures inside hooks after which tracing is switched off on this rank, visibly."""
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _MAX_ERROR_CHARACTERS = 500
 _END_CHARACTERS = 200
-"""Of them so many stand at the end of a text that is longer."""
 
 
 def say(text: str) -> None:
@@ -39,10 +28,8 @@ def say(text: str) -> None:
 
 class GuardedHook:
     """A function as a hook that never raises and does nothing while a graph is being compiled.
-
-    torch is handed `run`. In a copy of a module, and in a file it is saved to, stands a hook that
-    does nothing in place of ours; to read the file takes no rankscope.
-    """
+    torch is handed `run`. A copied or saved module has a hook that does nothing in its place, and
+    the file can be read without rankscope."""
 
     __slots__ = ("_guard", "body")
 
@@ -51,11 +38,7 @@ class GuardedHook:
         self.body = body
 
     def run(self, *arguments: object) -> None:
-        """Call `body`.
-
-        Dynamo sees `is_compiling()` as a constant, so a guarded hook leaves one graph where an
-        unguarded one would split it.
-        """
+        """Call `body`. Dynamo sees `is_compiling()` as a constant, so the hook splits no graph."""
         if is_compiling():
             return
         try:
@@ -76,7 +59,7 @@ class GuardedHook:
         return contextlib.nullcontext, ()
 
     def __deepcopy__(self, memo: object) -> GuardedHook:
-        return GuardedHook(self._guard, _nothing)
+        return GuardedHook(self._guard, do_nothing)
 
 
 class Guard:
@@ -125,27 +108,19 @@ def attempt(work: Callable[..., object], *arguments: object) -> Exception | None
     return None
 
 
-def _nothing(*arguments: object) -> None:
-    """Be the body of a copied hook."""
+def do_nothing(*arguments: object) -> None:
+    """Be the body of a hook that does nothing."""
 
 
 def _is_of_a_signal_handler(error: Exception) -> bool:
-    """True for what a signal handler of the program raised while a hook of ours ran: a time limit
-    must reach the program.
-    """
-    handlers = _codes_of_signal_handlers()
-    return any(frame.f_code in handlers for frame, _ in walk_tb(error.__traceback__))
-
-
-def _codes_of_signal_handlers() -> set[object]:
-    """Return the code of every function that is a signal handler now."""
+    """True for what a signal handler of the program raised inside a hook: it must get through."""
     codes: set[object] = set()
     for number in signal.valid_signals():
         handler: Any = signal.getsignal(number)
         if callable(handler):
             with contextlib.suppress(Exception):  # an object of the program may refuse to be asked
                 codes.add(_code_of(handler))
-    return codes - {None}
+    return any(frame.f_code in codes for frame, _ in walk_tb(error.__traceback__))
 
 
 def _code_of(handler: Any) -> object:
@@ -157,11 +132,8 @@ def _code_of(handler: Any) -> object:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return a bounded, address-free text of the user's exception.
-
-    Of a long one the beginning and the end: where an exception of another process is raised again,
-    what happened stands in its last line.
-    """
+    """Return a bounded, address-free text of an exception: of a long one beginning and end, since
+    an exception that another process raised again tells what happened in its last line."""
     text = _ADDRESS.sub("0x…", without_known_secrets(text_of(error)))
     if len(text) <= _MAX_ERROR_CHARACTERS:
         return text

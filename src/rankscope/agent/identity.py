@@ -1,6 +1,4 @@
-"""Who this process is in the job: rank, world, host, incarnation. Read from the environment, or the
-process group.
-"""
+"""Who this process is in the job: rank, world, host, incarnation."""
 
 from __future__ import annotations
 
@@ -11,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rankscope.record.streams import RankIdentity
-
-__all__ = ["Placed", "identify", "placed", "restarts_left"]
 
 _RANK_VARIABLES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -41,11 +37,9 @@ class Placed:
     """What a launcher's variables say of this process."""
 
     variables: Mapping[str, str]
-    """Those that number this process: its rank and, where it is said, its local rank."""
     rank: int
     world_size: int
     local_rank: int | None
-    """None where the launcher does not say."""
     local_world_size: int | None
 
 
@@ -70,13 +64,7 @@ def placed(environ: Mapping[str, str] = os.environ) -> Placed | None:
 def identify(
     group: tuple[int, int] | None = None, environ: Mapping[str, str] = os.environ
 ) -> RankIdentity:
-    """Return who this process is.
-
-    Args:
-        group: (rank, world size) of the default process group once it exists; it wins over
-        variables.
-        environ: where the launchers' variables are looked up.
-    """
+    """Return who this process is: as its `group` (rank, world size) says, else the variables."""
     found = placed(environ)
     rank, world_size = (found.rank, found.world_size) if found else (0, 1)
     local_rank = found.local_rank if found else None

@@ -19,10 +19,7 @@ from rankscope.agent.firstrank import ELASTIC_RUN, find_or_prepare_run
 from rankscope.agent.guard import say
 from rankscope.agent.identity import identify, restarts_left
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.rendezvous import (
-    agree_on_life,
-    find_agents_store,
-)
+from rankscope.agent.rendezvous import agree_on_life, find_agents_store
 from rankscope.agent.session import Opened
 from rankscope.agent.steps.chosen import Agreement
 from rankscope.agent.values.tensorstore import make_tensor_store
@@ -31,12 +28,7 @@ from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.secretwords import without_secrets
 from rankscope.record.streams import MAX_INCARNATIONS, EndReason, RankIdentity, StreamId
 from rankscope.run.eventboard import EventBoard, event_folder, seen_by_all
-from rankscope.run.filenames import (
-    HELD_FOLDER,
-    ORDER_NAME,
-    STEP_TRIGGER_FOLDER,
-    TRACE_NAME,
-)
+from rankscope.run.filenames import HELD_FOLDER, ORDER_NAME, STEP_TRIGGER_FOLDER, TRACE_NAME
 from rankscope.run.folders import RunHeader, read_run_header, stream_folder, streams
 from rankscope.run.locks import is_alive
 from rankscope.run.orders import agreement_folder
@@ -50,20 +42,10 @@ from rankscope.spool.recordformat import FORMAT_VERSION
 from rankscope.spool.ringwriter import RingWriter
 from rankscope.spool.writer import SpoolWriter
 
-__all__ = [
-    "RUN_FOLDER_VARIABLE",
-    "Joined",
-    "define_rank",
-    "join_run",
-    "settings_here",
-    "who_am_i",
-]
-
 RUN_FOLDER_VARIABLE = "RANKSCOPE_RUN_FOLDER"
 """Set by a launcher that has prepared the run folder and started the companion itself."""
 _POLL_S = 0.05
-_LAYOUT_PIECE = 8192
-"""Characters of a layout file in one record."""
+_LAYOUT_PIECE_CHARACTERS = 8192
 _ENVIRONMENT_SHOWN = (
     "CUDA_VISIBLE_DEVICES",
     "OMP_NUM_THREADS",
@@ -81,20 +63,15 @@ class Joined(Opened):
     out: Path
     finish_seconds: float
     collection: Collection
-    """Where the tree is written: in `out`, unless that is elsewhere."""
     must_wait: bool
     """True on the one rank that speaks for the run, where no launcher waits for the tree."""
     holds_back: bool
     """A trace is made of the last steps, and only where something happened."""
 
     def wait_for_tree(self, reason: EndReason) -> bool:
-        """Poll for `trace.json`, at most `finish_seconds`; the end record is committed by now. True
-        where it is there.
-
-        Where an elastic agent may start the ranks again nobody waits: whether it will is known once
-        they are all gone. Nor after an exception: ranks that hang in a collective only learn of it
-        when this process is gone.
-        """
+        """Poll for `trace.json`, at most `finish_seconds`; True where it is there. Nobody waits
+        where an elastic agent may start the ranks again, nor after an exception: ranks that hang in
+        a collective only learn of it when this process is gone."""
         if not self.must_wait:
             return False
         if self.collection.is_elsewhere:
@@ -125,7 +102,6 @@ class Joined(Opened):
         return True
 
     def _has_run_gone(self) -> bool:
-        """True where relay and collector have left, and left nothing."""
         run_folder = self.writer.folder.parents[1]
         return not run_folder.exists() and not (self.out.is_dir() and any(self.out.iterdir()))
 
@@ -139,8 +115,7 @@ def who_am_i() -> RankIdentity:
 
 
 def settings_here(given: Mapping[str, object] | None) -> Settings:
-    """Return the settings of this process: keywords first, then what `run.json` says where a
-    launcher has prepared the run, else `RANKSCOPE_*` variables; then defaults.
+    """Return the settings: keywords first, then `run.json` of a prepared run, else variables.
 
     Raises:
         RankscopeError: a setting, or `run.json`, cannot be read.
@@ -153,11 +128,8 @@ def settings_here(given: Mapping[str, object] | None) -> Settings:
 
 
 def join_run(settings: Settings) -> Joined | None:
-    """Open this rank's spool in the run it belongs to.
-
-    Returns:
-        None where this process is not to be traced: its rank is not selected, or a parent process
-        traces under the same rank.
+    """Open this rank's spool in the run it belongs to; None where the rank is not selected, or a
+    parent process traces under the same rank.
 
     Raises:
         RankscopeError: the spool or the trace folder cannot be used.
@@ -211,11 +183,7 @@ def join_run(settings: Settings) -> Joined | None:
 def _open_spool(
     settings: Settings, identity: RankIdentity, folder: Path, board: EventBoard, *, speaks: bool
 ) -> tuple[SpoolWriter, Recorder]:
-    """Open the spool of this rank; `speaks`: it says what concerns all ranks.
-
-    Raises:
-        SpoolError: it cannot be used.
-    """
+    """Open the spool of this rank; `speaks`: it says what concerns all ranks."""
     if not settings.steps.last:
         writer = SpoolWriter(folder, limit_bytes=settings.spool_bytes)
         return writer, Recorder(writer)
@@ -228,11 +196,9 @@ def _open_spool(
 
 
 def _life(identity: RankIdentity, earlier: Sequence[StreamId]) -> int:
-    """Return the number of this life of the rank: on several hosts the one that they agree on.
-
-    Where they cannot, it is what the agent of this host counts, or the next that has no records
-    here: two programs one after the other, or a restart that another host began.
-    """
+    """Return the number of this life of the rank: on several hosts the one that they agree on. Else
+    it is what the agent of this host counts, or the next without records here: two programs in a
+    row, or a restart that another host began."""
     free = max((one.incarnation + 1 for one in earlier), default=0)
     if ELASTIC_RUN in os.environ and identity.world_size > identity.local_world_size:
         store = find_agents_store()
@@ -244,7 +210,6 @@ def _life(identity: RankIdentity, earlier: Sequence[StreamId]) -> int:
 def _agreement(
     settings: Settings, identity: RankIdentity, run_folder: Path, header: RunHeader
 ) -> Agreement:
-    """Return where the traced ranks agree on a step: all of them see it."""
     life = identity.incarnation
     is_alone = settings.traced_of(identity.world_size) == 1
     folder = seen_by_all(run_folder, header)
@@ -288,9 +253,10 @@ def define_rank(
 
 
 def _define_layout(recorder: Recorder, identity: RankIdentity, layout: LayoutFile) -> None:
-    """Write down what a layout file declares, in pieces that fit a frame each."""
-    for at in range(0, max(len(layout.text), 1), _LAYOUT_PIECE):
-        recorder.define("layout", file=layout.name, text=layout.text[at : at + _LAYOUT_PIECE])
+    for at in range(0, max(len(layout.text), 1), _LAYOUT_PIECE_CHARACTERS):
+        recorder.define(
+            "layout", file=layout.name, text=layout.text[at : at + _LAYOUT_PIECE_CHARACTERS]
+        )
     try:
         if identity.world_size > 1:
             layout.mesh(identity.world_size)

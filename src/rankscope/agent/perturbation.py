@@ -19,14 +19,10 @@ from rankscope.agent.guard import attempt, say, text_of
 from rankscope.capture.torch_internals.autograd import current_graph_task
 from rankscope.capture.torch_internals.compiling import is_compiling
 
-__all__ = ["Perturbation"]
-
 _DTYPES: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 class _Calls(threading.local):
-    """The module calls of one thread."""
-
     depth = 0
     is_expected = False
     """The outermost call was given no floating input: the first floating output is due."""
@@ -34,11 +30,9 @@ class _Calls(threading.local):
 
 class Perturbation:
     """Multiplies the floating inputs of every outermost module call by 1 plus or minus some
-    roundings; where it has none, the first floating output of a module inside.
-
-    The sign of each element follows from its value: the random numbers of the program stay.
-    Keyword inputs and what recomputation runs again are left alone.
-    """
+    roundings; where it has none, the first floating output of a module inside. The sign of each
+    element follows from its value, so the random numbers of the program stay. Keyword inputs and
+    what recomputation runs again are left alone."""
 
     def __init__(self, roundings: int) -> None:
         """Put the hooks on; `roundings` is in units of `torch.finfo(dtype).eps`."""
@@ -88,7 +82,6 @@ class Perturbation:
         return None
 
     def _first_off(self, output: Any) -> Any:
-        """Return an output with its first floating tensor off; None where it has none."""
         if isinstance(output, Tensor):
             changed = self._off(output)
             return None if changed is output else changed
@@ -106,7 +99,6 @@ class Perturbation:
         return None
 
     def _off(self, value: Any) -> Any:
-        """Return a floating tensor off by the roundings; anything else as it is."""
         if not isinstance(value, Tensor) or value.dtype not in _DTYPES:
             return value
         with torch.no_grad():

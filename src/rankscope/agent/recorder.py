@@ -1,6 +1,4 @@
-"""Writes what hooks saw into the spool: definitions once, then fixed-size records that refer to
-them by number.
-"""
+"""Writes what hooks saw into the spool: definitions once, then records that refer to them."""
 
 from __future__ import annotations
 
@@ -41,8 +39,6 @@ from rankscope.spool.recordformat import (
 from rankscope.spool.ringwriter import RingWriter
 from rankscope.spool.writer import SpoolWriter
 
-__all__ = ["Recorder"]
-
 _MAX_TEXTS = 10_000
 """Distinct reprs and error texts interned per rank; later ones are replaced by a fixed text."""
 _ENTER, _EXIT, _VALUE = int(RecordKind.ENTER), int(RecordKind.EXIT), int(RecordKind.VALUE)
@@ -61,14 +57,10 @@ class Recorder:
     """One rank's pen: numbers definitions and calls, packs records, hands them to the spool."""
 
     def __init__(self, writer: SpoolWriter) -> None:
-        """Write to `writer`; what has to stay of a ring goes into what that never lets go."""
         self.batch_dim = 0
-        """Dimension that counts the samples of a value."""
         self.slots: dict[str, int] = {}
-        """Name of a slot -> number of its definition."""
         self.modules: dict[int, str] | None = None
-        """Number of the definition of a module -> its path, where an observer asks for that by a
-        table here: modules may be made anew for ever."""
+        """Number of a module's definition -> its path, where an observer puts a table here."""
         self._writer = writer
         self._ring = writer if isinstance(writer, RingWriter) else None
         self._kept = writer if self._ring is None else self._ring.kept
@@ -87,8 +79,7 @@ class Recorder:
         self._threads: dict[int, int] = {}
 
     def define(self, kind: str, **fields: object) -> int:
-        """Commit a definition and return its number: where it is never let go, unless its like
-        grows with the steps."""
+        """Commit a definition and return its number; a ring lets go of _GROWING kinds alone."""
         writer = self._writer if kind in _GROWING and not self._keeps_all else self._kept
         with self._defining:
             number = next(self._numbers)
@@ -130,9 +121,7 @@ class Recorder:
         return self.slots.get(name) or self._intern(self.slots, name, "slot", {"name": name})
 
     def text(self, said: Note | str) -> int:
-        """Return the number of a text (an error, a reason), with the fact of a note, defining it on
-        first sight.
-        """
+        """Return the number of a text or note, defining it on first sight."""
         text, fact = str(said), said.fact if isinstance(said, Note) else None
         if text not in self._texts and len(self._texts) >= _MAX_TEXTS:
             text, fact = "(further texts are not kept)", None
@@ -197,12 +186,10 @@ class Recorder:
         collective: int = 0,
         number: int = 0,
     ) -> int:
-        """Record that a call began; return its sequence number. (By position: this is the hot
-        path.)
+        """Record that a call began; return its sequence number. (By position: hot path.)
 
         Args:
-            module: definition of what is called, or issues a collective; the others are of the
-                call.
+            module: definition of what is called, or issues a collective.
             time_ns: when it began on the monotonic clock, 0 for now.
             collective: definition of a collective that is about to be issued; 0 for none.
             number: how many of its channel came before in this step.
@@ -306,9 +293,7 @@ class Recorder:
         )
 
     def not_kept(self, reason: str, text: str) -> None:
-        """Note what is not kept of the full tensors that were asked for; a later note replaces an
-        earlier one of the same reason.
-        """
+        """Note why full tensors are not kept; a later note of a reason replaces an earlier one."""
         self.define("not_kept", reason=reason, text=text)
 
     def step(self, event: StepEvent, mode: Mode, step: int, note: Note | None = None) -> None:

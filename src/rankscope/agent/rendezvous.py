@@ -14,16 +14,6 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from rankscope.capture.torch_internals.distributed import default_store
 from rankscope.errors import SpoolError
 
-__all__ = [
-    "Rendezvous",
-    "agree",
-    "agree_on_life",
-    "find_agents_store",
-    "find_store",
-    "lookup",
-    "publish",
-]
-
 _PREFIX = "rankscope"
 _KEY = "rendezvous"
 _LIFE = "life"
@@ -37,15 +27,11 @@ class Rendezvous:
 
     run_id: str
     out: str
-    """Absolute path of the trace folder on the head host."""
     host: str
 
 
 def find_store() -> Store | None:
-    """Return the job's store: the launching agent's where it has one, else the process group's.
-
-    The agent's comes first because every rank finds it, with or without a process group.
-    """
+    """Return the job's store: the launching agent's, which every rank finds, else the group's."""
     store = find_agents_store()
     if store is None and dist.is_available() and dist.is_initialized():
         store = default_store()
@@ -64,7 +50,7 @@ def find_agents_store() -> Store | None:
 
 
 def agree(store: Store, key: str, value: str) -> str:
-    """Return what the first process of the job to ask said under this key: everybody gets the same.
+    """Return what the first process of the job to ask said under this key.
 
     Raises:
         SpoolError: the store does not answer.
@@ -73,7 +59,6 @@ def agree(store: Store, key: str, value: str) -> str:
 
 
 def _compared(store: Store, key: str, expected: str, proposed: str) -> str:
-    """Return what stands under a key once `proposed` has taken the place of `expected`."""
     try:
         found = PrefixStore(_PREFIX, store).compare_set(key, expected, proposed)
     except RuntimeError as error:
@@ -84,13 +69,13 @@ def _compared(store: Store, key: str, expected: str, proposed: str) -> str:
 def agree_on_life(store: Store, *, at_least: int, started_at: float) -> int:
     """Return the number of the life that all ranks of this round of the job have.
 
-    Agents count restarts each for itself, and none tells its ranks which round this is. But all
-    ranks of a round are started before the first of them calls a module, and those of the next one
-    are started after: whoever finds a life that began before its own process begins the next.
+    Agents count restarts each for itself. But all ranks of a round are started before the first of
+    them calls a module, and those of the next round after: a rank that finds a life which began
+    before its own process begins the next.
 
     Args:
         store: outlives the ranks.
-        at_least: the first life that this host has no records of yet, of this rank.
+        at_least: the first life of this rank that this host has no records of.
         started_at: when this process was started, by the host's clock.
 
     Raises:

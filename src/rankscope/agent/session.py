@@ -1,7 +1,7 @@
 """One session: from the first module call of a process to its end record.
 
-The session opens and closes. `Stepping` begins and ends steps, as the step machine says, and turns
-hooks on and off; the tracer records calls; the parameter events record whole roots.
+The session opens and closes; `Stepping` begins and ends steps and turns hooks on and off; the
+tracer records calls, and the parameter events whole roots.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ from rankscope.record.streams import EndReason, RankIdentity
 from rankscope.settings import Settings
 from rankscope.spool.writer import SpoolWriter
 
-__all__ = ["Opened", "Session"]
-
 _Call = Callable[..., object]
 
 
@@ -52,9 +50,7 @@ class Opened:
     writer: SpoolWriter
     recorder: Recorder
     agreement: Agreement = field(default_factory=Agreement)
-    """Where the traced ranks agree on a step that is asked for while they run."""
     make_tensor_store: Callable[[], TensorStore | None] = lambda: None
-    """Makes what keeps full tensors: called where the settings, or an order, ask for the first."""
     is_launched: bool = False
     """A launcher of ours has the last word on the trace."""
 
@@ -69,21 +65,13 @@ class Session:
         preferred_root: nn.Module | None = None,
         options: CallOptions | None = None,
     ) -> None:
-        """Arm a session; nothing is opened before the first module call.
-
-        Args:
-            settings: what to trace.
-            start: opens the spool at the first root forward and writes who this rank is; None
-                where this process is not to be traced (and says so itself).
-            preferred_root: the module whose path is to be "", by default the largest root called.
-            options: what is wanted of calls beyond the settings; nothing by default.
-        """
+        """`start` opens the spool at the first root forward; None where this process is not traced.
+        `preferred_root` is the module with path "", by default the largest root called."""
         self._settings = settings
         self._options = options or CallOptions()
         self._start = start
         self._beginning = threading.RLock()
-        """Held by the thread that opens the session or begins a step: others' forwards may come at
-        the same moment."""
+        """Held to open the session or begin a step: several threads may run forwards."""
         self._opened: Opened | None = None
         self._is_open = False
         """Set when all that an open spool gives is there."""
@@ -129,7 +117,6 @@ class Session:
         return True
 
     def _record_into(self, opened: Opened) -> None:
-        """Make what works together while a spool is open."""
         settings, steps, table = self._settings, self._steps, self._table
         self._rank, self._recorder = opened.identity.rank, opened.recorder
         recorder = opened.recorder
@@ -155,12 +142,7 @@ class Session:
             return replace(scope, is_muted=True)
 
     def close(self, reason: EndReason = EndReason.EXIT, raised: Raised | None = None) -> None:
-        """End the open step, commit the end record and take every hook off; safe to call again.
-
-        Args:
-            reason: how the stream ends.
-            raised: the exception that ends the program.
-        """
+        """End the open step, commit the end record and take every hook off; safe to call again."""
         if self._is_closed:
             self._hooks.remove_all()  # which a hook could only ask for
             return
@@ -200,14 +182,13 @@ class Session:
                 if self._rank == 0:
                     say(f"{note} Globs match the whole path: write '*.name' or 'layers.0.*'")
 
-        for glob in () if tensor_store is None else tensor_store.unmatched_globs():
+        for glob in () if tensor_store is None else tensor_store.unmatched_globs:
             text = f"tensors: {glob!r} took nothing: no traced slot of any module has that name"
             self._recorder.not_kept(glob, text)
             if self._rank == 0:
                 say(f"{text}. Write path:slot, such as 'layers.0.*:output' or '**:param:*'")
 
     def _report_no_step(self, *, is_launched: bool) -> None:
-        """Say that the job ended before any step it was to trace."""
         machine = self._steps.machine
         note = self._steps.chosen.none_traced(machine.train, machine.eval)
         if note is not None:
@@ -281,10 +262,8 @@ class Session:
     def call(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], forward: _Call
     ) -> object:
-        """Call a module's `forward` as `Module.__call__` does, but for its own hooks.
-
-        For a program that calls `forward` itself: no hook of torch's sees that.
-        """
+        """Call a module's `forward` as `Module.__call__` does, without the module's own hooks: for
+        a program that calls `forward` itself, which no hook of torch's sees."""
         self._hooks.enter(module, args, kwargs)
         ended: tuple[object, ...] = (None,)  # as torch tells a hook that `forward` raised
         try:
@@ -296,7 +275,6 @@ class Session:
 
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-"""Those of this process."""
 
 
 def _disarm_in_child() -> None:

@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["StandIns"]
-
 _Function = Callable[..., Any]
 
 
@@ -16,14 +14,10 @@ class StandIns:
 
     def __init__(self) -> None:
         self._restores: dict[tuple[int, str], Callable[[], None]] = {}
-        """By (owner, name) of what is replaced."""
         self.is_on = False
-        """Functions of ours stand somewhere."""
 
     def put(self, owner: Any, name: str, around: Callable[[_Function], _Function]) -> None:
-        """Put what `around` makes of the original in its place; nothing where this torch has no
-        such name, or ours stands there already.
-        """
+        """Put `around(original)` in its place, once, where this torch has such a name."""
         kept = vars(owner).get(name)
         if kept is None or (id(owner), name) in self._restores:
             return
@@ -39,9 +33,8 @@ class StandIns:
         self.is_on = True
 
     def take_off(self) -> None:
-        """Put the originals back, but where somebody else has put theirs over ours since: ours is
-        called from there on, so each of ours asks whether this is on.
-        """
+        """Put the originals back. Where somebody else has put theirs over ours since, ours is still
+        called: each of ours asks whether this is on."""
         self.is_on = False
         restores, self._restores = self._restores, {}
         for restore in restores.values():

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CallTable"]
-
 Array = NDArray[Any]
 Rows = NDArray[np.int64] | NDArray[np.bool_] | slice
 
@@ -34,7 +32,6 @@ class CallTable:
     __slots__ = ("_columns", "_count", "_of", "_rows")
 
     def __init__(self, columns: dict[str, Array], count: int) -> None:
-        """Hold these columns, all of them unless `chosen` makes the table."""
         self._columns = columns
         self._count = count
         self._of: CallTable | None = None
@@ -46,11 +43,9 @@ class CallTable:
         return cls({name: np.zeros(count, dtype) for name, dtype in _COLUMNS.items()}, count)
 
     def __len__(self) -> int:
-        """Calls."""
         return self._count
 
     def __getitem__(self, name: str) -> Array:
-        """Return a column, [calls]."""
         column = self._columns.get(name)
         if column is None:
             if self._of is None:
@@ -59,7 +54,6 @@ class CallTable:
         return column
 
     def __setitem__(self, name: str, values: Any) -> None:
-        """Put values into a column, broadcast."""
         self[name][...] = values
 
     def chosen(self, rows: Rows) -> CallTable:

@@ -29,8 +29,6 @@ from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.statistics import STATISTICS, OverShards, finite_counts
 from rankscope.record.wholestatistics import Combined
 
-__all__ = ["CombinationPlan", "Combined", "apply_plan", "apply_to_all", "plan_rows"]
-
 PARTIAL_NOTE = "a partial is reduced later: only mean and sketch are linear"
 NO_OFFSETS_NOTE = "no offsets were recorded: the sketches of its shards do not add up"
 
@@ -44,7 +42,6 @@ class CombinationPlan:
     index: NDArray[np.int64]
     """[pieces, replicas] row numbers; replicas of a piece hold the same values."""
     is_partial: bool
-    """True where the pieces are summands of what they will be reduced to."""
     summands: int
     """Pieces that add up to one element (product of the Partial axes), 1 without a partial."""
     divisor: float
@@ -54,13 +51,9 @@ class CombinationPlan:
 
 
 def plan_rows(held: Sequence[tuple[int, Piece]]) -> CombinationPlan | str:
-    """Return how rows of numbers make up those of the global tensor, or why they do not.
-
-    Numbers are combined only where every rank of the mesh has recorded its piece.
-
-    Args:
-        held: the rank of each row and its piece; all of one mesh, with one layout.
-    """
+    """Return how rows of numbers make up those of the global tensor, or why they do not: every rank
+    of the mesh must have recorded its piece. `held`: rank and piece of each row, all of one mesh,
+    with one layout."""
     layout, whole = held[0][1].layout, held[0][1].global_shape
     mesh = layout.mesh
     assert mesh is not None and whole is not None
@@ -70,17 +63,13 @@ def plan_rows(held: Sequence[tuple[int, Piece]]) -> CombinationPlan | str:
     row_of = {rank: row for row, (rank, _) in enumerate(held)}
     if len(row_of) != len(held):
         return "a rank has several values here"
-    missing = [rank for rank in mesh.ranks if rank not in row_of]
-    if missing:
+    if missing := [rank for rank in mesh.ranks if rank not in row_of]:
         return f"no value from {ranks_named(missing)}"
-    outside = sorted(set(row_of) - set(mesh.ranks))
-    if outside:
+    if outside := sorted(set(row_of) - set(mesh.ranks)):
         return f"not in the mesh: {ranks_named(outside)}"
     pieces = pieces_of(mesh, layout.placements)
     parts = [*pieces.parts.values()]
-    first = [held[row_of[summands[0][0]]][1] for summands in parts]
-    problem = _coverage(whole, first)
-    if problem:
+    if problem := _coverage(whole, [held[row_of[summands[0][0]]][1] for summands in parts]):
         return problem
     kinds = {placement.pieces for placement in layout.placements}
     # by rank, whatever torch's order of reducing is: sums of sketches depend on it in the last bit
@@ -97,19 +86,13 @@ def plan_rows(held: Sequence[tuple[int, Piece]]) -> CombinationPlan | str:
 
 
 def apply_plan(plan: CombinationPlan, rows: NDArray[Any]) -> Combined:
-    """Return the statistics of one whole, from digest rows in the order of the plan's ranks, as of
-    `apply_to_all`."""
+    """Return the statistics of one whole; `rows`: [ranks], else as of `apply_to_all`."""
     return apply_to_all(plan, rows[None])[0]
 
 
 def apply_to_all(plan: CombinationPlan, rows: NDArray[Any]) -> list[Combined]:
-    """Return the statistics of many wholes that lie in one way.
-
-    Args:
-        plan: what `plan_rows` made for the rows of each.
-        rows: [wholes, ranks] structured array with the digest fields of spool/recordformat.py's
-            VALUE_DTYPE; ranks in the order of the plan's.
-    """
+    """Return the statistics of many wholes that lie in one way. `rows`: [wholes, ranks] of
+    spool/recordformat.py's VALUE_DTYPE, ranks in the order of the plan's."""
     hashes, counts = rows["hash"][:, plan.index], rows["count"][:, plan.index]
     differ = ((hashes != hashes[:, :, :1]) | (counts != counts[:, :, :1])).any(axis=2)
     pieces = rows[:, plan.index[:, 0]]
@@ -124,8 +107,7 @@ def apply_to_all(plan: CombinationPlan, rows: NDArray[Any]) -> list[Combined]:
 
 
 def _coverage(whole: tuple[int, ...], pieces: Sequence[Piece]) -> str | None:
-    """Return what is wrong where the pieces are not exactly the whole: every element once. Of
-    pieces without a place only their number is known."""
+    """Return why pieces do not tile the whole; pieces without a place are only counted."""
     elements, wanted = sum(math.prod(piece.shape) for piece in pieces), math.prod(whole)
     if elements != wanted:
         return f"the shards hold {elements} elements, the whole tensor {wanted}"
@@ -147,13 +129,11 @@ def _sketches(plan: CombinationPlan, rows: NDArray[Any]) -> list[tuple[float, ..
 
 
 class _Shards:
-    """Pieces of wholes, [wholes, pieces], that hold different elements of them: what combination
-    needs of them."""
+    """Pieces of wholes, [wholes, pieces], that hold different elements of them."""
 
     def __init__(self, rows: NDArray[Any]) -> None:
         self.rows = rows
         self.finite = finite_counts(rows).astype(np.float64)
-        """Finite elements of each piece."""
         self.has_some = self.finite > 0
         self.total = np.array(_exact_sums(self.finite))
         """Finite elements of all."""
@@ -163,11 +143,9 @@ class _Shards:
         return np.where(self.has_some, self.rows[name], otherwise)
 
     def mean(self, name: str) -> list[float]:
-        """Return the mean of means."""
         sums = _exact_sums(self.of_some(name, 0.0) * self.finite)
-        return [
-            part / count if count else math.nan for part, count in zip(sums, self.total.tolist())
-        ]
+        counts = self.total.tolist()
+        return [part / count if count else math.nan for part, count in zip(sums, counts)]
 
     def spread(self, name: str) -> list[float]:
         """Return the standard deviation over all, from those of the pieces and their means."""
@@ -179,11 +157,9 @@ class _Shards:
         return [math.sqrt(part / (count - 1)) if count > 1 else math.nan for part, count in sums]
 
     def least(self, name: str) -> list[float]:
-        """Return the least."""
         return self._where_any(self.of_some(name, math.inf).min(axis=1))
 
     def greatest(self, name: str) -> list[float]:
-        """Return the greatest."""
         return self._where_any(self.of_some(name, -math.inf).max(axis=1))
 
     def _where_any(self, numbers: NDArray[np.float64]) -> list[float]:

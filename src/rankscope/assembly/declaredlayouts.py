@@ -9,6 +9,7 @@ contradicts the file stays as it was recorded, and the run header says so.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeVar
@@ -25,8 +26,6 @@ from rankscope.layout.layoutfile import layout_given
 from rankscope.layout.placement import LayoutSource, Mesh, Placement
 from rankscope.record.ranklists import ranks_text
 from rankscope.record.value import ValueFlag
-
-__all__ = ["declare_layouts", "described_slots", "layout_header", "placed_meshes"]
 
 T = TypeVar("T")
 _CALL: Final = ("incarnation", "mode", "step", "micro_batch", "phase", "path", "ordinal")
@@ -57,15 +56,9 @@ def _given(stream: RankStream) -> tuple[str, str] | None:
 def declare_layouts(
     steps: Sequence[Tables], vocabulary: Vocabulary, run: dict[str, Any], ranks: NDArray[np.int64]
 ) -> None:
-    """Give the values that the run's layout file describes their layout. Changes the descriptions
-    in the tables, adds to those of `vocabulary` and to the notes of `run`.
-
-    Args:
-        steps: calls and values of all ranks.
-        vocabulary: what the numbers in them mean.
-        run: the run header.
-        ranks: rank of each stream.
-    """
+    """Give the values that the run's layout file describes their layout: changes the descriptions
+    in the tables, adds to those of `vocabulary` and to the notes of `run`. `ranks`: rank of each
+    stream."""
     given = layout_given(run)
     if given is None:
         return
@@ -103,45 +96,29 @@ def declare_layouts(
 def described_slots(
     steps: Iterable[Tables], vocabulary: Vocabulary, describe: Callable[[str, str], T | None]
 ) -> Iterator[tuple[Tables, NDArray[np.int64], T, str]]:
-    """Yield the rows of each slot of each call that something is known of, in which table, what is
-    known, and what the slot is called.
-
-    Args:
-        steps: calls and values of all ranks.
-        vocabulary: what the numbers in them mean.
-        describe: says what is known of (path, slot), None for nothing; asked once for each.
-    """
-    known = functools.cache(describe)
+    """Yield (tables, rows, what is known, name) of each slot of each call that `describe` knows
+    something of; it is asked once for each (path, slot)."""
+    known_of = functools.cache(describe)
     for tables in steps:
-        for rows, found, name in _described(tables, vocabulary, known):
-            yield tables, rows, found, name
-
-
-def _described(
-    tables: Tables, vocabulary: Vocabulary, describe: Callable[[str, str], T | None]
-) -> Iterator[tuple[NDArray[np.int64], T, str]]:
-    path, slot = tables.calls["path"][tables.call], tables.slot
-    pair, count = factorize(path, slot)
-    first = np.full(count, len(pair), np.int64)
-    np.minimum.at(first, pair, np.arange(len(pair)))
-    found: dict[int, tuple[T, str]] = {}
-    for number, row in enumerate(first.tolist()):
-        names = vocabulary.paths.items[int(path[row])], vocabulary.slots.items[int(slot[row])]
-        known = describe(*names)
-        if known is not None:
-            found[number] = known, f"{names[0] or '(root)'}:{names[1]}"
-    is_tensor = np.array([d.dtype != "python" for d in vocabulary.descriptions.items], np.bool_)
-    wanted = np.isin(pair, [*found]) & (tables.column("flags") & _ABSENT == 0)
-    rows = np.flatnonzero(wanted & is_tensor[tables.description])
-    if not len(rows):
-        return
-    calls = tables.calls.chosen(tables.call[rows])
-    group, groups = factorize(*(calls[name] for name in _CALL), slot[rows])
-    order = np.lexsort((calls["stream"], group))
-    bounds = np.searchsorted(group[order], np.arange(groups + 1))
-    for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist()):
-        own = rows[order[begin:end]]
-        yield own, *found[int(pair[own[0]])]
+        path, slot = tables.calls["path"][tables.call], tables.slot
+        pair, count = factorize(path, slot)
+        first = np.full(count, len(pair), np.int64)
+        np.minimum.at(first, pair, np.arange(len(pair)))
+        found: dict[int, tuple[T, str]] = {}
+        for number, row in enumerate(first.tolist()):
+            names = vocabulary.paths.items[int(path[row])], vocabulary.slots.items[int(slot[row])]
+            if (known := known_of(*names)) is not None:
+                found[number] = known, f"{names[0] or '(root)'}:{names[1]}"
+        is_tensor = np.array([d.dtype != "python" for d in vocabulary.descriptions.items], np.bool_)
+        wanted = np.isin(pair, [*found]) & (tables.column("flags") & _ABSENT == 0)
+        rows = np.flatnonzero(wanted & is_tensor[tables.description])
+        calls = tables.calls.chosen(tables.call[rows])
+        group, groups = factorize(*(calls[name] for name in _CALL), slot[rows])
+        order = np.lexsort((calls["stream"], group))
+        bounds = np.searchsorted(group[order], np.arange(groups + 1))
+        for begin, end in itertools.pairwise(bounds.tolist()):
+            own = rows[order[begin:end]]
+            yield tables, own, *found[int(pair[own[0]])]
 
 
 def _declared(
@@ -150,14 +127,8 @@ def _declared(
     placements: Mapping[str, Placement],
     numbers: Sequence[tuple[int, int]],
 ) -> NDArray[np.int32] | str:
-    """Return the numbers of the descriptions that values have which lie so, or why they do not.
-
-    Args:
-        vocabulary: gets the new descriptions.
-        mesh: the declared axes over all ranks.
-        placements: along them.
-        numbers: rank and description of each value.
-    """
+    """Return the numbers of the descriptions of values that lie so, added to `vocabulary`, or why
+    they do not lie so. `numbers`: rank and description of each value."""
     descriptions = vocabulary.descriptions
     unchanged = np.array([number for _, number in numbers], np.int32)
     held = {rank: descriptions.items[number] for rank, number in numbers}

@@ -43,8 +43,7 @@ class Interned(Generic[T]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshFamily:
-    """Meshes of the same axes and shape over different ranks, such as the tp meshes of each dp
-    row."""
+    """Meshes of the same axes and shape over different ranks: the tp meshes of each dp row."""
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
@@ -113,7 +112,6 @@ UNKNOWN_MODULE = ModuleName(
 """What calls are charged to whose module's definition is missing; always number 0."""
 
 _KINDS = ("module", "slot", "meta", "text", "collective")
-"""Of the definitions that get common numbers."""
 
 Lookup = NDArray[np.int64]
 """A stream's own definition numbers -> common numbers, -1 where it has none."""
@@ -131,11 +129,8 @@ class Vocabulary:
     descriptions: Interned[Description] = field(default_factory=Interned)
     texts: Interned[str] = field(default_factory=Interned)
     collectives: Interned[Collective] = field(default_factory=Interned)
-    module_lookup: list[Lookup] = field(default_factory=list)
-    slot_lookup: list[Lookup] = field(default_factory=list)
-    description_lookup: list[Lookup] = field(default_factory=list)
-    text_lookup: list[Lookup] = field(default_factory=list)
-    collective_lookup: list[Lookup] = field(default_factory=list)
+    lookups: list[dict[str, Lookup]] = field(default_factory=list)
+    """Of each stream, by the kind of definition (`_KINDS`)."""
 
 
 def common_numbers(lookup: Lookup, own: NDArray[Any]) -> Lookup:
@@ -148,9 +143,8 @@ def build_vocabulary(streams: Sequence[RankStream]) -> Vocabulary:
     """Return the common numbers for the definitions of all streams (lowest rank first)."""
     vocabulary = Vocabulary()
     vocabulary.modules.number(UNKNOWN_MODULE)
-    names = name_roots(
-        [roots_of({**stream.defined("root"), **stream.defined("inside")}) for stream in streams]
-    )
+    defined = ({**each.defined("root"), **each.defined("inside")} for each in streams)
+    names = name_roots([roots_of(each) for each in defined])
     # ranks share the dicts of equal definitions: what was numbered once is known by identity
     seen: dict[object, dict[int, int]] = {}
     # and most ranks have the same under the same numbers as the one before them
@@ -178,11 +172,7 @@ def build_vocabulary(streams: Sequence[RankStream]) -> Vocabulary:
                     known[id(definition)] = item
                 if number < size:
                     lookup[number] = item
-        vocabulary.module_lookup.append(lookups["module"])
-        vocabulary.slot_lookup.append(lookups["slot"])
-        vocabulary.description_lookup.append(lookups["meta"])
-        vocabulary.text_lookup.append(lookups["text"])
-        vocabulary.collective_lookup.append(lookups["collective"])
+        vocabulary.lookups.append(lookups)
     paths = [vocabulary.paths.number(module.path) for module in vocabulary.modules.items]
     vocabulary.path_of = np.array(paths, np.int64)
     return vocabulary
@@ -282,12 +272,10 @@ def _module(definition: Mapping[str, Any], roots: Mapping[int, str]) -> ModuleNa
 def _description(
     definition: Mapping[str, Any], definitions: Mapping[int, Mapping[str, Any]]
 ) -> Description:
-    mesh = (
-        mesh_of(definitions[definition["mesh"]]) if definition.get("mesh") in definitions else None
-    )
     source = definition.get("source", "unknown")
     is_known = source in LayoutSource._value2member_map_  # a newer rankscope may have another
-    mesh = mesh if is_known else None
+    has_mesh = is_known and definition.get("mesh") in definitions
+    mesh = mesh_of(definitions[definition["mesh"]]) if has_mesh else None
     whole, ranges = definition.get("global_shape"), definition.get("ranges")
     placements = definition.get("placements") or () if mesh else ()
     piece = Piece(

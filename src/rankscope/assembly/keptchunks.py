@@ -26,12 +26,7 @@ from rankscope.chunks.chunkheader import (
     rebuilt_json,
     write_header,
 )
-from rankscope.chunks.finishing import (
-    ChunkReport,
-    finish_chunks,
-    read_header,
-    recorded_tensors,
-)
+from rankscope.chunks.finishing import finish_chunks, read_header, recorded_tensors
 from rankscope.chunks.safetensors import LENGTH_BYTES, write_all
 from rankscope.chunks.tensorfiles import TensorFiles, standing_references
 from rankscope.errors import ChunkError
@@ -39,13 +34,10 @@ from rankscope.record.streams import StreamId
 from rankscope.record.value import ValueFlag
 from rankscope.spool.origin import UNKNOWN
 
-__all__ = ["carry_chunks", "finish_kept", "with_places"]
-
 
 def finish_kept(out: Path, stream: RankStream) -> RankStream:
-    """Finish the chunks of a stream whose rank has ended; return the stream with what is to be said
-    of them, and without the records of tensors that are not there.
-    """
+    """Finish the chunks of a stream whose rank has ended; return the stream with notes on them, and
+    without the records of tensors that are not there."""
     folder = chunk_folder(out, stream.stream)
     if not len(stream.tensors) and not folder.is_dir():
         return stream
@@ -54,7 +46,7 @@ def finish_kept(out: Path, stream: RankStream) -> RankStream:
         reports = finish_chunks(folder, stream.stream, stream.tensors, stream.definitions)
     except ChunkError as error:
         return dataclasses.replace(stream, notes=(*stream.notes, str(error)))
-    noted = [(report, _below(out, report)) for report in reports if report.note]
+    noted = [(each, each.note.replace(f"{out}{os.sep}", "")) for each in reports if each.note]
     lost = {reference for report in reports for reference in report.lost}
     return dataclasses.replace(
         stream,
@@ -78,13 +70,7 @@ def with_places(stream: RankStream) -> RankStream:
         order = np.argsort(tensors["reference"], kind="stable")
         at = order[np.searchsorted(tensors["reference"][order], keys[keys != 0])]
         columns["chunk"][keys != 0] = tensors["chunk"][at]
-    values = ValueColumns({**stream.values.columns, **columns})
-    return dataclasses.replace(stream, values=values)
-
-
-def _below(out: Path, report: ChunkReport) -> str:
-    """Return the note of a chunk with its path as it is in the trace folder."""
-    return report.note.replace(f"{out}{os.sep}", "")
+    return dataclasses.replace(stream, values=ValueColumns({**stream.values.columns, **columns}))
 
 
 def _without(stream: RankStream, lost: Iterable[int]) -> Array:
@@ -125,17 +111,9 @@ def _adopt(folder: Path, records: RankStream) -> None:
 def carry_chunks(
     folders: Iterable[Path], out: Path, lives: Mapping[tuple[int, int], StreamId]
 ) -> None:
-    """Put the chunks of several folders into a new trace folder, each chunk once, as a hard link
-    where that can be.
-
-    Args:
-        folders: trace folders and run folders.
-        out: the new one.
-        lives: {(rank, origin): stream} as the records are told apart in it.
-
-    Raises:
-        OSError: one cannot be read or written.
-    """
+    """Put the chunks of trace and run folders into a new trace folder, each chunk once, as a hard
+    link where that can be. `lives`: {(rank, origin): stream} as the records are told apart there.
+    OSError: one cannot be read or written."""
     best: dict[Path, Path] = {}
     moved: set[Path] = set()
     for folder in folders:

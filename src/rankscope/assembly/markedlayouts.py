@@ -26,8 +26,6 @@ from rankscope.layout.marks import AXIS_GROUPS, LayoutMark, Members, believed_gr
 from rankscope.layout.placement import LayoutSource, Mesh
 from rankscope.record.phases import Phase
 
-__all__ = ["mark_layouts"]
-
 _ISSUERS: Final = (Phase.FORWARD.word, Phase.RECOMPUTE.word)
 _OPS: Final = ("all_reduce", "all_gather", "reduce_scatter")
 """Of collectives inside a layer that is cut, by the word they begin with."""
@@ -37,18 +35,10 @@ _Marks = Mapping[tuple[str, str], Mapping[int, LayoutMark]]
 
 
 def mark_layouts(
-    steps: Sequence[Tables],
-    vocabulary: Vocabulary,
-    streams: Sequence[RankStream],
+    steps: Sequence[Tables], vocabulary: Vocabulary, streams: Sequence[RankStream]
 ) -> None:
-    """Give the values that a framework marked their layout. Changes the descriptions in the tables,
-    and adds to those of `vocabulary`.
-
-    Args:
-        steps: calls and values of all ranks.
-        vocabulary: what the numbers in them mean.
-        streams: the records, in the order of the tables' numbers.
-    """
+    """Give the values that a framework marked their layout: changes the descriptions in the tables,
+    adds to those of `vocabulary`. `streams` are in the order of the tables' numbers."""
     marks = _marks(vocabulary, streams)
     if not marks:
         return
@@ -92,7 +82,7 @@ def mark_layouts(
 def _marks(vocabulary: Vocabulary, streams: Sequence[RankStream]) -> _Marks:
     found: dict[tuple[str, str], dict[int, LayoutMark]] = {}
     for number, stream in enumerate(streams):
-        lookup = vocabulary.module_lookup[number]
+        lookup = vocabulary.lookups[number]["module"]
         for definition in stream.defined("mark").values():
             try:
                 module = int(lookup[int(definition["module"])])
@@ -134,16 +124,9 @@ def _placed(
     held: tuple[tuple[int, int], ...],
     without: tuple[int, ...],
 ) -> list[int]:
-    """Return the numbers of the descriptions of values that lie as a mark says; those they have
-    where a layout is known, or where their shapes contradict the mark.
-
-    Args:
-        vocabulary: gets the new descriptions.
-        mark: what it says.
-        members: the ranks along its axis.
-        held: of some of them rank and description.
-        without: ranks that hold an empty piece, and recorded none.
-    """
+    """Return the numbers of the descriptions of values that lie as a mark says, added to
+    `vocabulary`; unchanged where a layout is known, or shapes contradict the mark. `held`: rank and
+    description; `without`: ranks that hold an empty piece, and recorded none."""
     descriptions = vocabulary.descriptions
     unchanged = [number for _, number in held]
     before = {rank: descriptions.items[number] for rank, number in held}
@@ -219,8 +202,8 @@ class _AxisGroups:
         return found
 
     def _issued(self, paths: set[str]) -> dict[int, set[Members]]:
-        """Return {stream: members of each group} of collectives that these modules issue as they
-        run forward."""
+        """Return {stream: members of each group} of collectives that these modules issue in
+        forward."""
         kinds = self._vocabulary.collectives.items
         numbers = [n for n, path in enumerate(self._vocabulary.paths.items) if path in paths]
         wanted = [n for n, k in enumerate(kinds) if k.issuer in _ISSUERS and k.op.startswith(_OPS)]
@@ -251,9 +234,7 @@ class _AxisGroups:
             if (least < greatest).any():
                 numbers = tables.calls["stream"][tables.call[rows]].tolist()
                 own = zip(numbers, hashes.tolist(), has_digest.tolist())
-                found.append(
-                    {self._streams[n].stream.rank: h for n, h, is_known in own if is_known}
-                )
+                found.append({self._streams[n].stream.rank: h for n, h, known in own if known})
         return found
 
 

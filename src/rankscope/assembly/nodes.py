@@ -22,8 +22,6 @@ from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.value import UNFOLDED_FLAGS
 
-__all__ = ["MAX_DEPTH", "Merged", "merge"]
-
 MAX_DEPTH = 50
 """Deeper nodes are hung onto their ancestor at this depth: readers of JSON recurse."""
 KEY_COLUMNS = ("incarnation", "mode", "step", "micro_batch", "phase", "path", "ordinal")
@@ -50,9 +48,7 @@ class Merged:
     parent: NDArray[np.int64]
     """[nodes] node number of the parent, -1 at the top."""
     group: NDArray[np.int64]
-    """[nodes] number of the node's group."""
     identity: NDArray[np.uint64]
-    """[nodes] stable id."""
     place: NDArray[np.int64]
     """[values] where each value of the tables stands, sorted by entry, fold, rank."""
     failures: NDArray[np.int64]
@@ -62,12 +58,7 @@ class Merged:
 
 
 def merge(tables: Tables, vocabulary: Vocabulary) -> Merged:
-    """Return the nodes that the calls of all streams make together.
-
-    Args:
-        tables: calls and values; streams in rank order.
-        vocabulary: what the numbers in them mean.
-    """
+    """Return the nodes that the calls of all streams, in rank order, make together."""
     calls = tables.calls
     code, count = factorize(*(calls[name] for name in KEY_COLUMNS))
     by_node = _by_stream(code, calls["stream"])
@@ -103,15 +94,11 @@ def _by_stream(node: NDArray[np.int64], stream: NDArray[Any]) -> NDArray[np.int6
 
 
 def _groups(calls: CallTable, first: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Number the groups: setup before steps, train before eval, by step; one incarnation after
-    another."""
+    """Number the groups: by incarnation, setup before steps, train before eval, by step."""
     heads = calls.chosen(first)
     setup = heads["phase"] == Phase.SETUP
-    columns = (
-        heads["incarnation"], ~setup, np.where(setup, Mode.TRAIN, heads["mode"]), np.where(setup, 0,
-        heads["step"])
-    )  # fmt: skip
-    return factorize(*columns)[0]
+    mode, step = np.where(setup, Mode.TRAIN, heads["mode"]), np.where(setup, 0, heads["step"])
+    return factorize(heads["incarnation"], ~setup, mode, step)[0]
 
 
 def _parents(
@@ -125,9 +112,8 @@ def _parents(
     # Ranks may contradict each other (one calls `a` inside `b`, another `b` inside `a`). Whatever
     # they say, the result must be a forest of nodes of one step: `_walk` would never end on a ring.
     # `count` stands for "no parent" while it is computed, so that it may be an index.
-    with_parent = by_node[calls["parent"][by_node] >= 0][
-        ::-1
-    ]  # reversed: the lowest rank writes last
+    # reversed: the lowest rank writes last
+    with_parent = by_node[calls["parent"][by_node] >= 0][::-1]
     parent = np.full(count + 1, -1, np.int64)
     parent[code[with_parent]] = code[calls["parent"][with_parent]]
     own = np.arange(count)
@@ -171,23 +157,15 @@ def _walk(
 
 
 def _identities(heads: CallTable, paths: list[str]) -> NDArray[np.uint64]:
-    """Return a 64-bit id per node that depends on its key alone, so it is the same in every
-    trace."""
+    """Return a 64-bit id per node, of its key alone: the same in every trace."""
     columns = [heads[name].tolist() for name in KEY_COLUMNS]
     place = KEY_COLUMNS.index("path")
     columns[place] = [paths[i] for i in columns[place]]
-    hashed = xxhash.xxh3_64_intdigest
-    return np.array(
-        [
-            hashed("\0".join(map(str, key)).encode("utf-8", "backslashreplace"))
-            for key in zip(*columns)
-        ],
-        np.uint64,
-    )
+    keys = ("\0".join(map(str, key)).encode("utf-8", "backslashreplace") for key in zip(*columns))
+    return np.array([xxhash.xxh3_64_intdigest(key) for key in keys], np.uint64)
 
 
 def _slots(tables: Tables, vocabulary: Vocabulary, node: NDArray[np.int64]) -> dict[str, Any]:
-    """Sort values by entry, fold and rank."""
     stream = tables.calls["stream"][tables.call]
     shared: Interned[Any] = Interned()
     local: Interned[Any] = Interned()
@@ -213,17 +191,15 @@ def _slots(tables: Tables, vocabulary: Vocabulary, node: NDArray[np.int64]) -> d
     place = np.empty(folds, np.int64)
     place[by_place] = np.arange(folds)
     order = _by_stream(place[fold], stream)
-    nodes, streams = node[order], stream[order]
     at = np.empty(len(order), np.int64)
     at[order] = np.arange(len(order))
-    return {"place": at, "value_node": nodes, "value_stream": streams}
+    return {"place": at, "value_node": node[order], "value_stream": stream[order]}
 
 
 def _first_seen(
     pair: NDArray[np.int64], pairs: int, stream: NDArray[np.int32], time: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Return per slot of a node its place by lowest rank and time: the order slots are listed
-    in."""
+    """Return the place of each slot of a node by lowest rank, then time: how slots are listed."""
     # ranks have clocks of their own: slots only later ranks have come behind those of the lowest
     lowest = _lowest(stream, pair, pairs)
     of_lowest = stream == lowest[pair]
@@ -234,7 +210,6 @@ def _first_seen(
 
 
 def _lowest(column: NDArray[Any], group: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
-    """Return the smallest number in each group."""
     lowest = np.full(groups, np.iinfo(np.int64).max)
     np.minimum.at(lowest, group, column)
     return lowest

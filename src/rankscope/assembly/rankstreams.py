@@ -25,21 +25,7 @@ from rankscope.spool.definitions import Decoded, decode_definition
 from rankscope.spool.origin import origin_of
 from rankscope.spool.recordcolumns import VALUE_COLUMNS, Records, ending, records
 from rankscope.spool.recordformat import NO_SEQUENCE, RecordKind, StepEvent
-from rankscope.spool.soundness import (
-    KNOWN_MODES,
-    KNOWN_PHASES,
-    judged,
-    sound_digests,
-    sound_rows,
-)
-
-__all__ = [
-    "RankStream",
-    "SampleSketches",
-    "StreamBytes",
-    "definitions_in",
-    "read_stream",
-]
+from rankscope.spool.soundness import KNOWN_MODES, KNOWN_PHASES, judged, sound_digests, sound_rows
 
 Array = NDArray[Any]
 
@@ -101,7 +87,6 @@ class RankStream:
     """The definition of kind "rank"; {} where not even that arrived."""
     definitions: dict[int, dict[str, Any]]
     by_kind: Mapping[str, Mapping[int, dict[str, Any]]]
-    """The same, of each kind by itself."""
     enters: Array
     exits: Array
     values: ValueColumns
@@ -120,7 +105,6 @@ class RankStream:
     received: int
     """Valid bytes of the stream: those at hand, and those let go once their step was written."""
     hidden_bytes: int = 0
-    """The latter."""
     dropped: int
     end: EndReason
     ended_ns: int = 0
@@ -157,13 +141,8 @@ class RankStream:
 def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStream:
     """Return the records of one stream; what follows the first damaged cell is left out.
 
-    Args:
-        source: the bytes.
-        decoded: definitions already decoded, by their bytes, filled here: ranks of one job define
-            mostly the same, and then share the same dicts.
-
-    Raises:
-        TraceVersionError: the rank wrote a newer record format than this reader knows.
+    Ranks of one job define mostly the same, and share the dicts of `decoded`: definitions by their
+    bytes, added to here. TraceVersionError: the rank wrote a newer format than this reader knows.
     """
     data = source.data if isinstance(source.data, bytes) else source.data.view(np.ndarray)
     found = records(data, is_verified=source.is_verified)
@@ -231,13 +210,8 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
 def _calls_and_values(
     found: Records, identity: Mapping[str, Any], notes: list[str]
 ) -> tuple[Array, ValueColumns, Counter[str]]:
-    """Return calls, values, and what was set aside for which reason.
-
-    Args:
-        found: records.
-        identity: the definition of kind "rank".
-        notes: one is added where a newer rankscope wrote some of them.
-    """
+    """Return calls, values, and what was set aside for which reason; adds to `notes` where a newer
+    rankscope wrote some of them. `identity`: the definition of kind "rank"."""
     begins = found.positions(RecordKind.ENTER)
     enters, left_out = _known_calls(found.rows_at(begins, RecordKind.ENTER))
     values = found.values_at(found.positions(RecordKind.VALUE))
@@ -290,7 +264,6 @@ def _gaps(rows: Array, *, is_open: bool) -> Array:
 
 
 def _set_aside(what: str, reasons: Counter[str]) -> Iterator[str]:
-    """Yield the note on what was set aside of a stream, where anything was."""
     if not reasons:
         return
     count = reasons.total()
@@ -336,19 +309,14 @@ def _one_line(text: object) -> str:
 
 def _not_kept(definitions: dict[int, dict[str, Any]]) -> tuple[str, ...]:
     """Return what a rank noted of tensors it did not keep, the latest for each reason."""
-    latest = {str(d.get("reason")): str(d.get("text")) for d in definitions.values()}
-    return tuple(latest.values())
+    return tuple({str(d.get("reason")): str(d.get("text")) for d in definitions.values()}.values())
 
 
 def definitions_in(
     found: Records, decoded: Decoded
 ) -> tuple[dict[int, dict[str, Any]], Counter[str]]:
-    """Return the definitions by number, and how many were set aside for which reason.
-
-    Args:
-        found: records.
-        decoded: as of `read_stream`.
-    """
+    """Return the definitions by number, and how many were set aside for which reason; `decoded` as
+    of `read_stream`."""
     positions = found.positions(RecordKind.DEFINITION)
     raw = found.cells_of(positions)[:, recordformat.HEADER_BYTES :].tobytes()
     definitions: dict[int, dict[str, Any]] = {}
@@ -374,31 +342,21 @@ def _samples(found: Records) -> tuple[SampleSketches, Counter[str]]:
     Return what was set aside too."""
     positions = found.positions(RecordKind.SAMPLES)
     starts, sizes = found.start[positions], found.size[positions]
-    head = recordformat.SAMPLES_DTYPE.itemsize
-    packed = np.ascontiguousarray(
-        found.cells.take(starts, axis=0)[
-            :, recordformat.HEADER_BYTES : recordformat.HEADER_BYTES + head
-        ]
-    )
+    begin, head = recordformat.HEADER_BYTES, recordformat.SAMPLES_DTYPE.itemsize
+    packed = np.ascontiguousarray(found.cells.take(starts, axis=0)[:, begin : begin + head])
     heads = packed.view(recordformat.SAMPLES_DTYPE).reshape(-1)
     counts = heads["count"].astype(np.int64)
-    fits = (heads["size"] == SKETCH_SIZE) & (
-        head + counts * SKETCH_SIZE * 4 <= sizes * recordformat.PAYLOAD_BYTES
-    )
+    ends = head + counts * SKETCH_SIZE * 4
+    fits = (heads["size"] == SKETCH_SIZE) & (ends <= sizes * recordformat.PAYLOAD_BYTES)
     wrong = Counter({"SAMPLES of another size than they say": int((~fits).sum())})
     heads, starts, sizes, counts = heads[fits], starts[fits], sizes[fits], counts[fits]
     rows = np.empty((int(counts.sum()), SKETCH_SIZE), np.float32)
     firsts = np.cumsum(counts) - counts
     for size, count in {*zip(sizes.tolist(), counts.tolist())}:
         chosen = np.flatnonzero((sizes == size) & (counts == count))
-        body = found.cells.take(starts[chosen, None] + np.arange(size), axis=0)[
-            :, :, recordformat.HEADER_BYTES :
-        ]
-        flat = np.ascontiguousarray(body).reshape(len(chosen), -1)[
-            :, head : head + count * SKETCH_SIZE * 4
-        ]
-        where = firsts[chosen, None] + np.arange(count)
-        rows[where] = (
-            np.ascontiguousarray(flat).view("<f4").reshape(len(chosen), count, SKETCH_SIZE)
-        )
+        cells = found.cells.take(starts[chosen, None] + np.arange(size), axis=0)
+        body = np.ascontiguousarray(cells[:, :, begin:]).reshape(len(chosen), -1)
+        flat = np.ascontiguousarray(body[:, head : head + count * SKETCH_SIZE * 4])
+        numbers = flat.view("<f4").reshape(len(chosen), count, SKETCH_SIZE)
+        rows[firsts[chosen, None] + np.arange(count)] = numbers
     return SampleSketches(heads, rows), +wrong

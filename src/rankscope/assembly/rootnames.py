@@ -13,8 +13,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["RootDefinition", "StreamRoots", "join_path", "name_roots"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootDefinition:
@@ -59,8 +57,7 @@ def name_roots(streams: Sequence[StreamRoots]) -> list[dict[int, str]]:
         named: dict[int, str] = {}
         seen: Counter[tuple[str, int]] = Counter()
         for root in sorted(roots, key=lambda r: r.number):
-            is_first = root is top and (root.is_preferred or _signature(root) not in minor)
-            if is_first:
+            if root is top and (root.is_preferred or _signature(root) not in minor):
                 named[root.number] = ""
                 continue
             of_class = numbers.setdefault(root.class_name, {})

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,10 @@ from rankscope.run.locks import is_alive
 from rankscope.spool.origin import UNKNOWN, first_record, origin_of
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import CELL_BYTES, MAX_RECORD_CELLS
-from rankscope.spool.replication import StreamEnd, read_end, replica_path, replicated
+from rankscope.spool.replication import read_end, replica_path, replicated
 from rankscope.spool.settledprefix import NOTHING_SETTLED, lock_for_reading, read_replica
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.validprefix import as_cells, valid_prefix, valid_runs
-
-__all__ = ["find_streams", "origins_in"]
 
 _FIRST_BYTES = MAX_RECORD_CELLS * CELL_BYTES
 """The first record of a stream is whole in so many."""
@@ -60,7 +58,6 @@ class _StreamCopies:
     """Why files of it cannot be read, and which have the name of another stream."""
 
     def add(self, entry: Path, length: _Length, *, is_misnamed: bool = False) -> None:
-        """Add a replica of this valid length, one that cannot be read, or a stream folder."""
         if is_misnamed:
             self.faults.append(
                 f"{entry}: its first record says that it is of {self.stream.name}; it was moved or "
@@ -76,16 +73,12 @@ class _StreamCopies:
 
 
 def find_streams(folders: Sequence[Path]) -> list[StreamBytes]:
-    """Return the bytes of every stream found in the folders, lowest rank first.
-
-    Args:
-        folders: trace folders, spool folders of a host's run, or folders of replicas.
+    """Return the bytes of every stream found in trace, spool and replica folders, lowest rank
+    first; a file that cannot be read is named in the notes of its stream.
 
     Raises:
-        FolderError: one of them does not exist.
+        FolderError: one of the folders does not exist.
         SpoolError: a folder cannot be listed.
-
-    A file that cannot be read is named in the notes of its stream.
     """
     entries = []
     for folder in folders:
@@ -207,7 +200,6 @@ def _told_apart(streams: Sequence[StreamBytes]) -> list[StreamBytes]:
 
 
 def _began_ns(data: Array | bytes) -> int:
-    """Return when the process of a stream says it began; 0 where its first record does not."""
     began = _first_definition(data).get("wall_ns", 0)
     return began if isinstance(began, int) else 0
 
@@ -259,7 +251,8 @@ def _join(found: _StreamCopies) -> StreamBytes:
             length = until
     elif lowest_of_all:
         notes.append(_missing(0, lowest_of_all))  # whose the records are stood there
-    marker = _latest(map(read_end, found.markers))
+    marked = [marker for marker in map(read_end, found.markers) if marker is not None]
+    marker = max(marked, key=lambda each: each.committed, default=None)
     if marker is not None:
         committed = max(committed or 0, marker.committed)
     end = marker.end if marker else None
@@ -281,13 +274,8 @@ def _missing(begin: int, end: int) -> str:
 
 
 def _behind_holes(found: _StreamCopies, length: int) -> Iterator[tuple[int, int, Array]]:
-    """Yield what is held of a stream behind the bytes that are whole, in order: the begin and the
-    end of each run of whole records in the stream, and its bytes.
-
-    Args:
-        found: where the stream lies.
-        length: so many bytes of it are whole.
-    """
+    """Yield (begin, end, bytes) of each run of whole records in the stream, in order, behind its
+    first `length` bytes, which are whole."""
     runs: list[tuple[int, int, Array]] = []
     for path, _ in found.replicas:
         runs += _runs_in(path, 0, length)
@@ -325,8 +313,3 @@ def _late(count: int) -> Iterator[str]:
         yield "1 record came after its step was written: it is not in the tree"
     elif count:
         yield f"{count} records came after their step was written: they are not in the tree"
-
-
-def _latest(markers: Iterable[StreamEnd | None]) -> StreamEnd | None:
-    known = [marker for marker in markers if marker is not None]
-    return max(known, key=lambda m: m.committed, default=None)

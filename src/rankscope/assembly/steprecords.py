@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,6 @@ from rankscope.assembly.rankstreams import RankStream, SampleSketches
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.spool.recordcolumns import Sequences, step_codes
-
-__all__ = ["Group", "StepRecords"]
 
 _MOST_ROWS: Final = 1 << 17
 """Calls and values of a part of several steps."""
@@ -46,13 +44,7 @@ class StepRecords:
         vocabulary: Vocabulary,
         without: Collection[tuple[int, int, int]] = (),
     ) -> None:
-        """Sort the records of all streams by step.
-
-        Args:
-            streams: in the order of the vocabulary's lookups.
-            vocabulary: what their numbers mean.
-            without: incarnation, mode and step of steps to leave out.
-        """
+        """Sort the records of all streams by step, without these (incarnation, mode, step)."""
         self._streams = streams
         self.orphans: list[int] = []
         """Per stream, values whose call, slot or description was not found."""
@@ -77,7 +69,9 @@ class StepRecords:
             table = np.array([numbers.get(group, _NOWHERE) for group in groups], np.int64)
             part = np.append(table[of_call], _NOWHERE)  # the last for what is of no call
             found = {"values": part[of_values[number]], "enters": part[:-1]}
-            for name, records in _with_sequence(stream):
+            heads = stream.samples.heads
+            others = ("exits", stream.exits), ("samples", heads), ("errors", stream.errors)
+            for name, records in others:
                 found[name] = part[calls[number].find(records["sequence"])]
             self._rows.append({name: _ByPart(each) for name, each in found.items()})
 
@@ -86,8 +80,8 @@ class StepRecords:
         self._streams, self._rows, self._first_samples = (), [], []
 
     def streams(self, part: int) -> Iterator[tuple[int, RankStream]]:
-        """Yield the streams that have calls of a part, with nothing else in them, and their
-        numbers."""
+        """Yield (number, stream) of the streams that have calls of a part, with nothing else in
+        them."""
         for number, (stream, rows) in enumerate(zip(self._streams, self._rows)):
             enters = stream.enters[rows["enters"].of(part)]
             if len(enters):
@@ -108,8 +102,8 @@ class StepRecords:
     def _owners(self, number: int, calls: Sequences, vocabulary: Vocabulary) -> NDArray[np.int64]:
         """Return the row of each value's call, -1 where that or what it is was not found."""
         values = self._streams[number].values
-        slot = common_numbers(vocabulary.slot_lookup[number], values["slot"])
-        description = common_numbers(vocabulary.description_lookup[number], values["meta"])
+        slot = common_numbers(vocabulary.lookups[number]["slot"], values["slot"])
+        description = common_numbers(vocabulary.lookups[number]["meta"], values["meta"])
         found = calls.find(values["sequence"])
         found[(slot < 0) | (description < 0)] = -1
         # a value does not leave the setup or the step of its call: groups are those of calls
@@ -148,12 +142,6 @@ def _of_calls(stream: RankStream) -> tuple[list[Group], NDArray[np.int64]]:
         for code in distinct.tolist()
     ]
     return groups, numbers.reshape(-1)
-
-
-def _with_sequence(stream: RankStream) -> Iterator[tuple[str, NDArray[Any]]]:
-    yield "exits", stream.exits
-    yield "samples", stream.samples.heads
-    yield "errors", stream.errors
 
 
 def _cut(rows: Sequence[int]) -> list[int]:

@@ -24,8 +24,6 @@ from rankscope.record.value import ValueFlag
 from rankscope.spool.recordcolumns import Sequences
 from rankscope.spool.recordformat import NO_SEQUENCE
 
-__all__ = ["Tables", "build_tables", "factorize"]
-
 _MOST_SPARSE = 4
 """Numbers of a span for each row of a column whose values are counted and not sorted."""
 _PLACE = ("sequence", "slot", "ordinal", "phase")
@@ -39,7 +37,6 @@ class Tables:
 
     calls: CallTable
     rows: list[ValueColumns]
-    """The values of each stream."""
     call: NDArray[np.int64]
     """Row of `calls` each value belongs to."""
     slot: NDArray[np.int32]
@@ -110,12 +107,8 @@ def _numbered(column: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
 
 
 def build_tables(parts: Iterable[tuple[int, RankStream]], vocabulary: Vocabulary) -> Tables:
-    """Return the two tables of some steps.
-
-    Args:
-        parts: streams with the records of these steps, and their numbers; at least one.
-        vocabulary: what their numbers mean.
-    """
+    """Return the two tables of some steps; `parts`: number and records of each stream, at least
+    one."""
     parts = [*parts]
     calls = CallTable.zeros(sum(len(stream.enters) for _, stream in parts))
     columns: list[dict[str, NDArray[Any]]] = []
@@ -129,7 +122,7 @@ def build_tables(parts: Iterable[tuple[int, RankStream]], vocabulary: Vocabulary
         standing, found = _values(number, stream, vocabulary, recorded, first_row, first_sample)
         rows.append(standing)
         columns.append(found)
-        texts = common_numbers(vocabulary.text_lookup[number], stream.errors["text"])
+        texts = common_numbers(vocabulary.lookups[number]["text"], stream.errors["text"])
         of_call = recorded.find(stream.errors["sequence"]) + first_row
         errors += [(number, row, text) for row, text in zip(of_call.tolist(), texts.tolist())]
         first_row += len(own)
@@ -161,8 +154,8 @@ def _fill(
     recorded: Sequences,
     first_row: int,
 ) -> None:
-    """Fill the rows of a stream's calls."""
     enters, exits, offset = stream.enters, stream.exits, stream.clock_offset_ns
+    lookups = vocabulary.lookups[number]
     parent = recorded.find(enters["parent"])
     parent[enters["parent"] == NO_SEQUENCE] = -1
     own["stream"], own["sequence"] = number, enters["sequence"]
@@ -170,23 +163,21 @@ def _fill(
     own["parent"] = np.where(parent >= 0, parent + first_row, -1)
     own["start"] = enters["time_ns"] + offset
     own["end"] = own["start"]
-    own["module"] = np.maximum(
-        common_numbers(vocabulary.module_lookup[number], enters["module"]), 0
-    )
+    own["module"] = np.maximum(common_numbers(lookups["module"], enters["module"]), 0)
     own["path"] = vocabulary.path_of[own["module"]]
     own["step"], own["ordinal"] = enters["step"], enters["ordinal"]
     own["micro_batch"] = enters["micro_batch"].astype(np.int64)
     own["micro_batch"][enters["micro_batch"] == 0xFFFF_FFFF] = -1
     own["phase"], own["mode"] = enters["phase"], enters["mode"]
     own["status"], own["text"] = CallStatus.UNFINISHED, -1
-    own["collective"] = common_numbers(vocabulary.collective_lookup[number], enters["collective"])
+    own["collective"] = common_numbers(lookups["collective"], enters["collective"])
     own["number"] = enters["number"]
     issuers = [kind.issuer == "backward" for kind in vocabulary.collectives.items]
     own["is_backward"] = np.array([*issuers, False])[own["collective"]]
     at = recorded.find(exits["sequence"])
     own["end"][at] = exits["time_ns"] + offset
     own["status"][at], own["issued"][at] = exits["status"], exits["issued"]
-    own["text"][at] = common_numbers(vocabulary.text_lookup[number], exits["text"])
+    own["text"][at] = common_numbers(lookups["text"], exits["text"])
 
 
 def _values(
@@ -210,8 +201,8 @@ def _values(
         found = at >= 0
         start[at[found]], count[at[found]] = firsts[found], heads["count"][found]
         dim[at[found]] = heads["dim"][found]
-    slot = common_numbers(vocabulary.slot_lookup[number], values["slot"])
-    description = common_numbers(vocabulary.description_lookup[number], values["meta"])
+    slot = common_numbers(vocabulary.lookups[number]["slot"], values["slot"])
+    description = common_numbers(vocabulary.lookups[number]["meta"], values["meta"])
     return values, {
         "call": recorded.find(values["sequence"]) + first_row,
         "slot": slot.astype(np.int32),
@@ -269,12 +260,7 @@ def _fold_event_owners(tables: Tables) -> None:
 
 
 def _renumber_repeats(calls: CallTable) -> None:
-    """Give calls of one stream that share a key (two losses of one class) ordinals in order of
-    their sequence.
-
-    Args:
-        calls: those of the stream.
-    """
+    """Give calls of one stream that share a key (two losses of one class) ordinals by sequence."""
     names = ("mode", "step", "micro_batch", "phase", "path")
     group, _ = factorize(*(calls[name] for name in names))
     if factorize(group, calls["ordinal"])[1] == len(calls):
@@ -317,11 +303,8 @@ def _derive_calls(tables: Tables, clock_offset: NDArray[np.int64]) -> None:
     offset = clock_offset[derived["stream"]]
     derived["start"], derived["end"] = first + offset, last + offset
     derived["status"], derived["text"] = CallStatus.RETURNED, -1
-    derived["parent"] = np.where(
-        derived["phase"] == Phase.COLLECTIVE,
-        origin,
-        _derived_parents(calls, keys, origin, kind, span),
-    )
+    parents = _derived_parents(calls, keys, origin, kind, span)
+    derived["parent"] = np.where(derived["phase"] == Phase.COLLECTIVE, origin, parents)
     derived["collective"], derived["number"] = -1, 0
     _number_passes(derived)
     # The values move to their new rows; nothing may look `calls` up by `tables.call[away]` after.
@@ -379,5 +362,4 @@ def _number_passes(derived: CallTable) -> None:
     codes, count = factorize(group, derived["pass"], derived["ordinal"])
     group_of = np.zeros(count, np.int64)
     group_of[codes] = group
-    starts = np.searchsorted(group_of, group_of)
-    derived["ordinal"] = (np.arange(count) - starts)[codes]
+    derived["ordinal"] = (np.arange(count) - np.searchsorted(group_of, group_of))[codes]

@@ -4,12 +4,11 @@ torch keeps these in the module of the device (`torch.cuda`, `torch.xpu`, `torch
 that a backend of its own registers), and not every device has all of them:
 
     streams and events    CUDA, ROCm, XPU, MTIA: a copy runs behind the work of its stream
-    events alone          MPS: one queue, of which nobody needs to know the stream
+    events alone          MPS: one queue, whose stream nobody needs to know
     neither               a copy to the host blocks until it is done
 
-A stream and an event of these modules are used instead of `torch.Stream` and `torch.Event`, because
-torch before 2.10 does not have the generic ones on every device, and a backend that is written in
-Python does not have them at all.
+Not `torch.Stream` and `torch.Event`: torch before 2.10 lacks them on some devices, and a backend
+that is written in Python has none.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ _MOST_PAUSE_S: Final = 0.002
 
 
 class HostCopy(NamedTuple):
-    """A copy to the host that may be on its way."""
+    """A copy to the host that may be on its way; `is_done` raises RuntimeError on a device in
+    error."""
 
     is_done: Callable[[], bool]
-    """Asks without waiting. Raises RuntimeError once the device is in error."""
 
     def wait(self) -> None:
         """Wait for the device, as long as a working one needs.
@@ -73,8 +72,7 @@ class Accelerator:
 
     def is_capturing(self) -> bool:
         """True while a graph is captured on the current stream. What is enqueued then becomes part
-        of the graph; and to ask an event or to pin memory breaks the capture.
-        """
+        of the graph; and to ask an event or to pin memory breaks the capture."""
         return self._capturing is not None and bool(self._capturing())
 
     def current_stream(self) -> Any:
@@ -97,16 +95,12 @@ class Accelerator:
 
     def host_memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return host memory for `copy_to_host`: pinned where the device can write to it late.
-
-        Raises:
-            RuntimeError: there is no memory to be had.
-        """
-        if is_host(self._device) or self._event is None:
-            return torch.empty(count, dtype=dtype, device="cpu")
-        try:
-            return torch.empty(count, dtype=dtype, device="cpu", pin_memory=True)
-        except NotImplementedError:  # a backend that pins nothing: its copies block
-            return torch.empty(count, dtype=dtype, device="cpu")
+        Raises RuntimeError where there is no memory to be had."""
+        if not is_host(self._device) and self._event is not None:
+            # a backend that pins nothing refuses: its copies block
+            with contextlib.suppress(NotImplementedError):
+                return torch.empty(count, dtype=dtype, device="cpu", pin_memory=True)
+        return torch.empty(count, dtype=dtype, device="cpu")
 
     def to_device(self, table: torch.Tensor) -> torch.Tensor:
         """Return a copy of a host tensor on the device, behind the work of the current stream."""
@@ -116,17 +110,13 @@ class Accelerator:
         return pinned.copy_(table).to(self._device, non_blocking=True)
 
     def copy_to_host(self, source: torch.Tensor, target: torch.Tensor, stream: Any) -> HostCopy:
-        """Start copying to memory made by `host_memory`, behind the work of this stream.
-
-        Args:
-            source: keep it, and let nobody else write to it, until the copy is done.
-            target: as large.
-            stream: what `current_stream` or `new_stream` gave.
-        """
+        """Start copying to memory of the same size made by `host_memory`, behind the work of a
+        stream that `current_stream` or `new_stream` gave. Keep `source` unchanged until the copy is
+        done."""
         if is_host(self._device) or self._event is None:
             target.copy_(source)
             return _DONE
-        with self._within(stream) if self._has_streams else contextlib.nullcontext():
+        with self._within(stream) if self._has_streams else _NOTHING:
             target.copy_(source, non_blocking=True)
             done = self._event()
             done.record()

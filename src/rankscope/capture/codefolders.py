@@ -42,7 +42,7 @@ def no_folder() -> str:
 
 
 def made_folders() -> Iterator[Path]:
-    """Yield those of `code_folders` that could be made, and in which nobody else can write."""
+    """Yield those of `code_folders` that exist now, and in which nobody else can write."""
     for folder in code_folders():
         try:
             for part in (folder.parent, folder):
@@ -54,12 +54,10 @@ def made_folders() -> Iterator[Path]:
 
 
 def _is_safe(folder: Path) -> bool:
-    """True where nobody else can put code, nor put another folder in place of this one."""
-    return _is_ours(folder.parent) and _is_ours(folder)
+    return _is_ours(folder.parent) and _is_ours(folder)  # else another folder could take its place
 
 
 def _is_ours(path: Path) -> bool:
-    """True for a folder or file of this user that nobody else can write, and no link."""
     try:
         status = path.lstat()
     except OSError:

@@ -38,17 +38,15 @@ _OBJECTS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a call names its tensors: positions, None where it has none."""
+    """How a call names its tensors (positions, None for none), and its parameters as keywords."""
 
     op: str
     outputs: int | None
     inputs: int | None
     names: tuple[str, ...]
-    """Of the parameters, as keywords."""
     extra: int
     """Position of the options, or of the root or reduction in their place."""
     root: str = ""
-    """What the root of it is called: "src", "dst" or, between two ranks, "peer"."""
 
 
 _IN_PLACE = ("tensors",)
@@ -89,7 +87,6 @@ METHODS: Final[dict[str, Form]] = {
     "recv": Form("recv", 0, None, ("tensors", "srcRank", "tag"), 3, "peer"),
     "recv_anysource": Form("recv", 0, None, ("tensors", "tag"), 2, "peer"),
 }
-"""Methods of a process group that issue something."""
 
 FUNCTIONAL: Final[dict[tuple[str, str], str]] = {
     ("_c10d_functional", "all_reduce"): "all_reduce",
@@ -112,12 +109,11 @@ group, the one before it (if any) the reduction."""
 
 
 class Where(NamedTuple):
-    """What a call does not say of itself."""
+    """What a call does not say of itself: one of `record.collective.ISSUERS`, and the line of the
+    program that made it."""
 
     issuer: str
-    """One of `record.collective.ISSUERS`."""
     at: str
-    """The line of the program that made it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +123,7 @@ class Issued:
     collective: Collective
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
-    """What it writes: for a functional collective nothing before it has returned."""
+    """What the call writes: for a functional collective nothing before it has returned."""
     number: int
     """Which of its group's it is by torch's own count, from 1; 0 where torch does not say."""
 
@@ -152,23 +148,10 @@ class Groups:
 
 
 def read_method(
-    name: str,
-    group: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    groups: Groups,
-    where: Where,
+    name: str, group: Any, args: Sequence[Any], kwargs: dict[str, Any], groups: Groups, where: Where
 ) -> Issued:
-    """Return what a call of a process group's method says.
-
-    Args:
-        name: one of METHODS.
-        group: the process group.
-        args: behind it.
-        kwargs: of the call.
-        groups: names and members.
-        where: what is known beside the call itself.
-    """
+    """Return what a call of a process group's method, one of METHODS, says; `args` follow the
+    group."""
     form = METHODS[name]
     taken = [*args, *(kwargs[key] for key in form.names[len(args) :] if key in kwargs)]
     # a single tensor in place of a list of them comes under another keyword
@@ -180,20 +163,18 @@ def read_method(
         reduce = _reduction_among(taken[1:])
     callers = _public_callers()
     is_between_two = form.root == "peer"
-    root = None
+    fields: dict[str, Any] = {}
     if form.root:
         root = getattr(extra, "rootRank", None)
-        if root is None:
-            root = _root_among(name, taken, kwargs)
-    fields: dict[str, Any] = {form.root: _global(members, root)} if form.root else {}
+        fields[form.root] = _global(
+            members, _root_among(name, taken, kwargs) if root is None else root
+        )
     if is_between_two:
         fields["tag"] = int(taken[-1] if name != "send" or len(taken) > 2 else kwargs["tag"])
-    is_object = not callers.isdisjoint(_OBJECTS)
-    inputs = _tensors(taken, form.inputs)
-    if is_between_two:
         is_async = callers.isdisjoint({"send", "recv"})
     else:
         is_async = bool(getattr(extra, "asyncOp", name != "monitored_barrier"))
+    inputs = _tensors(taken, form.inputs)
     return Issued(
         Collective(
             op=form.op,
@@ -201,7 +182,7 @@ def read_method(
             group=group_name,
             members=members,
             is_async=is_async,
-            is_object=is_object,
+            is_object=not callers.isdisjoint(_OBJECTS),
             issuer=where.issuer,
             at=where.at,
             **fields,
@@ -218,11 +199,12 @@ _REDUCING: Final = frozenset(op for op, facts in OPS.items() if "reduce" in fact
 def read_functional(
     op: str, args: Sequence[Any], kwargs: dict[str, Any], groups: Groups, where: Where
 ) -> Issued:
-    """Return what a call of a functional collective's operator says; its word is one of
-    FUNCTIONAL's, the rest as of `read_method`."""
+    """Return what a call of a functional collective's operator says; `op` is a word of
+    FUNCTIONAL's."""
     taken = [*args, *kwargs.values()]
     texts = [value for value in taken if isinstance(value, str)]
-    named = next(value for value in reversed(taken) if _is_group(value))
+    group_kinds = (str, torch.distributed.ProcessGroup)
+    named = next(value for value in reversed(taken) if isinstance(value, group_kinds))
     group = group_named(named) if isinstance(named, str) else named
     name, members = groups.find(group)
     src = None
@@ -247,13 +229,9 @@ def read_functional(
 
 
 def unread(op: str, where: Where) -> Issued:
-    """Return what is known of a call that could not be read: its op, and where it was made."""
+    """Return what is known of a call that could not be read."""
     collective = Collective(op=op, group="", members=(), issuer=where.issuer, at=where.at)
     return Issued(collective, (), (), 0)
-
-
-def _is_group(value: object) -> bool:
-    return isinstance(value, (str, torch.distributed.ProcessGroup))
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
@@ -277,7 +255,7 @@ def _number(group: Any, inputs: Sequence[torch.Tensor]) -> int:
 
 
 def _global(members: tuple[int, ...], rank: int | None) -> int | None:
-    """Return the global rank of a group's own number; of one it does not have that number."""
+    """Return the global rank of a group's own number, or the number where the group lacks it."""
     if rank is None:
         return None
     number = int(rank)
@@ -299,12 +277,11 @@ def _reduction_among(taken: Sequence[Any]) -> Any:
 
 
 def _reduction(reduce: Any) -> str:
-    """Return the word of a reduction: "sum" where none was named, as torch takes it."""
     kind = getattr(reduce, "op", reduce)
     return str(getattr(kind, "name", "SUM")).lower()
 
 
-def _public_callers() -> frozenset[str]:
+def _public_callers() -> set[str]:
     """Return the names of torch.distributed's functions between a process group and the program."""
     frame: FrameType | None = sys._getframe(1)
     names = set()
@@ -319,4 +296,4 @@ def _public_callers() -> frozenset[str]:
         elif is_inside and module not in _BETWEEN:
             break
         frame = frame.f_back
-    return frozenset(names)
+    return names

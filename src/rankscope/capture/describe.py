@@ -1,16 +1,16 @@
 """What a tensor is, without its numbers: dtype, shapes, layout, and whether it has a digest.
 
-Descriptions are cached by what they are made of, so that the same kind of value is described once
-and is then known by its identity. Everything about a DTensor is read off its local tensor and its
-spec; no collective is issued, nothing is waited for. A value that a collective may still be writing
-is `pending`.
+Descriptions are cached by what they are made of: the same kind of value is described once and is
+then known by its identity. Everything about a DTensor is read off its local tensor and its spec; no
+collective is issued, nothing is waited for. A value that a collective may still be writing is
+`pending`.
 """
 
 from __future__ import annotations
 
 import enum
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -55,8 +55,6 @@ _UNKNOWN: Final = Layout(source=LayoutSource.UNKNOWN)
 
 
 class _TensorKind(enum.Enum):
-    """What a tensor class means for us."""
-
     PLAIN = enum.auto()
     DTENSOR = enum.auto()
     ASYNC = enum.auto()
@@ -70,18 +68,13 @@ class Described:
     meta: ValueMeta
     requires_grad: bool = False
     can_digest: bool = False
-    """True where `capture.digest` may read it; where nothing may, `meta.note` says why."""
+    """`capture.digest` may read it; where nothing may, `meta.note` says why."""
     can_digest_on_device: bool = False
-    """True for accelerator memory, which `capture.device` reads."""
+    """`capture.device` may: it is accelerator memory."""
     is_pending: bool = False
     """A collective may still be writing it: never waited for, never read."""
     allows_samples: bool = False
     """False for what only repeats a peer's samples."""
-
-    @property
-    def ranges(self) -> tuple[Ranges, ...] | None:
-        """Per dim the global indices held, None where the layout is unknown."""
-        return self.meta.ranges
 
 
 class _MeshTable:
@@ -92,7 +85,7 @@ class _MeshTable:
         self._numbers: dict[Mesh, int] = {}
 
     def find(self, device_mesh: Any) -> tuple[int, Mesh]:
-        """Return a number that stands for this mesh, and its record. Equal meshes share both."""
+        """Return a number that stands for this mesh, and its record; equal meshes share both."""
         known = self._known.get(id(device_mesh))
         if known is not None and known[0]() is device_mesh:
             return known[1], known[2]
@@ -120,9 +113,7 @@ class Describer:
 
     def describe(self, tensor: torch.Tensor) -> tuple[Described, torch.Tensor]:
         """Return the description, and the tensor to digest: a DTensor's local one, else itself.
-
-        Never raises for any tensor: what cannot even be described gets its class name as a note.
-        """
+        Never raises: what cannot be described gets its class name as a note."""
         kind = self._kinds.get(type(tensor)) or self._kind(type(tensor))
         try:
             if kind is _TensorKind.PLAIN:
@@ -136,7 +127,8 @@ class Describer:
                         found = self._unread(tensor, key, problem)
                 return found, tensor
             if kind is _TensorKind.DTENSOR:
-                return self._distributed(tensor)
+                inner, memory = self.describe(dtensor_parts(tensor)[0])
+                return self._around(tensor, inner), memory
         except RuntimeError:
             # nested, lazy and functorch tensors refuse to tell their shape or memory
             return self._structure(tensor, describe_leaf(tensor)), tensor
@@ -144,18 +136,13 @@ class Describer:
             result, is_done = async_collective_result(tensor)
             if is_done:
                 return self.describe(result)
-            return self._structure(
-                tensor, "a collective may still be writing it", is_pending=True
-            ), tensor
+            note = "a collective may still be writing it"
+            return self._structure(tensor, note, is_pending=True), tensor
         return self._structure(tensor, f"tensor subclass {describe_leaf(tensor)}"), tensor
 
     def describe_result(self, tensor: torch.Tensor) -> tuple[Described, torch.Tensor] | None:
-        """Describe what a pending value will be, without looking at its memory.
-
-        Returns:
-            as `describe`, to be digested once no collective is outstanding; None where it cannot be
-            told.
-        """
+        """Describe what a pending value will be, as `describe` does, without looking at its memory.
+        It may be digested once no collective is outstanding; None where it cannot be told."""
         is_distributed = self._kinds.get(type(tensor)) is _TensorKind.DTENSOR
         waiting = dtensor_parts(tensor)[0] if is_distributed else tensor
         result, _ = async_collective_result(waiting)
@@ -169,11 +156,11 @@ class Describer:
         return self.describe_text(describe_leaf(value))
 
     def describe_text(self, note: str) -> Described:
-        """Return the description of a value that is no tensor, said in these words."""
-        known = self._known.get(("python", note))
-        if known is not None:
-            return known
-        return self._keep(("python", note), Described(meta=_meta("python", "", (), note)))
+        """Return the description of a value that is no tensor, in these words."""
+        key = ("python", note)
+        return self._known.get(key) or self._keep(
+            key, Described(meta=_meta("python", "", (), note))
+        )
 
     def _kind(self, kind: type) -> _TensorKind:
         found = _TensorKind.PLAIN
@@ -232,72 +219,48 @@ class Describer:
             key, Described(meta=meta, requires_grad=requires_grad, is_pending=is_pending)
         )
 
-    def _distributed(self, tensor: torch.Tensor) -> tuple[Described, torch.Tensor]:
-        inner, memory = self.describe(dtensor_parts(tensor)[0])
-        return self._around(tensor, inner), memory
-
     def _around(self, tensor: torch.Tensor, inner: Described) -> Described:
-        """Return the description of a DTensor whose local tensor is described by `inner`."""
         _, spec = dtensor_parts(tensor)
         number, mesh = self._meshes.find(spec.mesh)
         placements = tuple(p if placement_class(p) else describe_leaf(p) for p in spec.placements)
         shape = tensor.shape if spec.tensor_meta is None else spec.tensor_meta.shape
         key = (number, placements, shape, id(inner), tensor.requires_grad, shard_order(spec))
-        found = self._known.get(key)
-        if found is None:
-            found = self._keep(
-                key, self._with_layout(inner, mesh, spec, tuple(shape), tensor.requires_grad)
-            )
-        return found
+        return self._known.get(key) or self._keep(
+            key, self._with_layout(inner, mesh, spec, tuple(shape), tensor.requires_grad)
+        )
 
     def _with_layout(
         self, inner: Described, mesh: Mesh, spec: Any, shape: tuple[int, ...], requires_grad: bool
     ) -> Described:
         placements = tuple(placement_of(p, len(shape)) for p in spec.placements)
         coordinate = mesh.coordinate(self._rank)
-        ranges, note = None, inner.meta.note
-        if coordinate is None:
-            note = note or "this rank is not in the mesh"
-        else:
+        ranges: tuple[Ranges, ...] | None = None
+        problem: str | None = "this rank is not in the mesh"
+        if coordinate is not None:
             ranges, problem = _ranges(
                 shape, mesh, coordinate, placements, shard_order(spec), inner.meta.shape
             )
-            note = note or problem
-        meta = ValueMeta(
-            dtype=inner.meta.dtype,
-            device=inner.meta.device,
-            shape=inner.meta.shape,
+        meta = replace(
+            inner.meta,
             global_shape=shape,
             layout=Layout(source=LayoutSource.DTENSOR, mesh=mesh, placements=placements),
             ranges=ranges,
-            note=note,
+            note=inner.meta.note or problem,
         )
         is_first = coordinate is not None and not any(
             index
             for index, p in zip(coordinate, placements, strict=True)
             if p.kind is PlacementKind.REPLICATE
         )
-        return Described(
-            meta=meta,
-            requires_grad=requires_grad,
-            can_digest=inner.can_digest,
-            is_pending=inner.is_pending,
-            allows_samples=inner.allows_samples and is_first,
-            can_digest_on_device=inner.can_digest_on_device,
-        )
+        allows_samples = inner.allows_samples and is_first
+        return replace(inner, meta=meta, requires_grad=requires_grad, allows_samples=allows_samples)
 
 
 def _meta(dtype: str, device: str, shape: tuple[int, ...], note: str | None) -> ValueMeta:
-    """Return the description of a value whose layout is not known."""
     return ValueMeta(
-        dtype=dtype,
-        device=device,
-        shape=shape,
-        global_shape=None,
-        layout=_UNKNOWN,
-        ranges=None,
+        dtype=dtype, device=device, shape=shape, global_shape=None, layout=_UNKNOWN, ranges=None,
         note=note,
-    )
+    )  # fmt: skip
 
 
 def placement_of(placement: Any, dims: int) -> Placement:
@@ -381,7 +344,6 @@ def _problem_of_memory(tensor: torch.Tensor) -> str | None:
 
 
 def _why_not(tensor: torch.Tensor) -> str | None:
-    """Return why a plain tensor has no digest, None where it has one."""
     if tensor.layout is not torch.strided:
         return f"layout {str(tensor.layout).removeprefix('torch.')}"
     if tensor.is_nested:

@@ -1,7 +1,7 @@
 """The digest of a CPU tensor: statistics, hash and sketch in a nanosecond an element or less.
 
 This is the hot path of rankscope: it runs for every value of a traced step. It uses no torch
-operation at all, so nothing that watches torch, no checkpointing, autocast, mode or default device,
+operation at all, so nothing that watches torch (checkpointing, autocast, a mode, a default device)
 can see it or change it: xxhash, and `rankscope.capture.reading`, read the tensor's own memory.
 
 Statistics and sketch are reused for an object of the same identity, address, version *and hash*:
@@ -38,10 +38,10 @@ _MOST_REMEMBERED: Final = 1 << 16
 
 
 class _RememberedTensor(NamedTuple):
-    """What is remembered of a tensor object, by its identity, until the step ends."""
+    """What is remembered of a tensor by its identity; the address is 0 where it was not read in
+    place."""
 
     address: int
-    """Of memory read where it lies, 0 of other."""
     version: int
     raw_hash: int
     kind: ValueForm
@@ -49,11 +49,9 @@ class _RememberedTensor(NamedTuple):
 
 
 class Digester:
-    """Reads digests of CPU tensors, and remembers them until the step ends. One serves any number
-    of threads: autograd has its own.
-
-    Call `read` with torch's function modes out of the way (`rankscope.capture.invisible`).
-    """
+    """Reads digests of CPU tensors, and remembers them until the step ends; serves any number of
+    threads. Call `read` with torch's function modes out of the way
+    (`rankscope.capture.invisible`)."""
 
     def __init__(self, batch_dim: int = 0) -> None:
         self._batch_dim = batch_dim
@@ -151,7 +149,7 @@ class Digester:
 
 
 def _added(values: Floats) -> tuple[float, ...]:
-    """Return the statistics that are computed in Python, from elements finite or not."""
+    """Return the statistics that are computed in Python, of finite elements."""
     finite = values[np.isfinite(values)].astype(np.float64, copy=False)
     if not finite.size:
         return ADDED_UNKNOWN

@@ -31,13 +31,11 @@ class Storage:
     """Type its values are computed in: float32 where that holds them exactly, else float64."""
     is_complex: bool = False
     is_native: bool = False
-    """The stored words are already `floats`."""
     widen: Callable[[Array], Floats] | None = None
     """Stored words to values; None where a plain conversion does it."""
     kernel_kind: str = ""
-    """What `rankscope.capture.kernel` knows the stored words by; "" where it does not."""
+    """Name of the stored words in `rankscope.capture.kernel`; "" where it does not read them."""
     table: npt.NDArray[np.float32] | None = None
-    """The values of all 256 words of an 8-bit float."""
     normalize: Callable[[Array], Array] | None = None
     """A normalized copy of stored words, None for dtypes without -0 and NaN."""
 
@@ -121,7 +119,6 @@ def _tabled(values: list[float]) -> Storage:
 
 
 def _integer(dtype: str, floats: str, **more: Any) -> Storage:
-    """Return the storage of words that numpy knows as numbers."""
     word = np.dtype(dtype)
     kernel_kind = word.name if floats == "<f4" else ""
     return Storage(dtype=word, floats=np.dtype(floats), kernel_kind=kernel_kind, **more)
@@ -169,11 +166,7 @@ def storage_of(dtype: torch.dtype) -> Storage | None:
 
 
 def storage_of_digested(dtype: torch.dtype) -> Storage:
-    """Return how a dtype is stored that `describe` said can be digested.
-
-    Raises:
-        TypeError: it cannot be.
-    """
+    """Return how a dtype is stored that `describe` said can be digested, else raise TypeError."""
     storage = storage_of(dtype)
     if storage is None:
         raise TypeError(f"{dtype} tensors have no digest: ask capture.describe before reading one")
@@ -186,12 +179,10 @@ def memory_type(count: int, storage: Storage) -> type[ctypes.Array[ctypes.c_char
 
 
 def stored_words(tensor: torch.Tensor, storage: Storage) -> Array:
-    """Return the memory of a non-empty strided CPU tensor, conjugate and negative bits left alone.
+    """Return the memory of a non-empty strided CPU tensor as an array of its shape and strides (a
+    complex one has a last dim of 2 more), conjugate and negative bits left alone.
 
     The array keeps nothing alive: use it while the tensor is.
-
-    Returns:
-        An array of the tensor's shape and strides, a complex one with a last dim of 2 more.
     """
     size = storage.dtype.itemsize
     shape = list(tensor.shape)

@@ -29,11 +29,9 @@ BLOCK_ELEMENTS = 1 << 19
 BLOCK_ROWS = 8192
 """Rows of a block at most: OpenBLAS starts threads for dot products above 10,000."""
 MULTIPLY_ELEMENTS = 1 << 15
-"""Elements of one product with 8 columns: OpenBLAS starts threads above 2**18 operations.
-
-Whoever trains with this process did not ask for threads of ours, and limiting OpenBLAS through its
-own calls would be process-wide. Batches of this size cost no measurable time.
-"""
+"""Elements of one product with 8 columns: OpenBLAS starts threads above 2**18 operations. The
+program did not ask for threads of ours, and limiting OpenBLAS through its own calls would be
+process-wide. Batches of this size cost no measurable time."""
 TINY_ELEMENTS = 2048
 """Up to here all dims make columns: one product, no row weights."""
 _ENOUGH_INNER = 256
@@ -49,12 +47,10 @@ Floats = npt.NDArray[np.floating]
 
 @dataclass(frozen=True, kw_only=True)
 class FoldSegment:
-    """A box of the tensor in which one fold holds."""
+    """A box of the tensor (None: all of it) in which one fold holds: `inner` columns, and rows."""
 
     where: tuple[slice, ...] | None
-    """The box; None for the whole tensor."""
     inner: int
-    """Columns."""
     rows: int
     matrix: npt.NDArray[np.float32]
     """[inner, 8] factors of the trailing dims."""
@@ -98,20 +94,20 @@ class FoldSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldPlan:
-    """How values of one shape, layout and dtype are folded."""
+    """How values of one shape, layout and dtype are folded; the batch dim is None without
+    samples."""
 
     count: int
     shape: tuple[int, ...]
     """Shape of the array to fold; a scalar is (1,), a complex tensor has a last dim of 2."""
     segments: tuple[FoldSegment, ...]
     batch_factors: npt.NDArray[np.float64] | None
-    """[samples, 8] factors of the batch dim, None where samples are not kept apart."""
+    """[samples, 8] factors of the batch dim."""
     batch_dim: int | None
-    """Counted from the front; None where samples are not kept apart."""
     whole: FoldSegment | None = None
     """The whole tensor as one segment, where its rows are few enough to weigh them from a table."""
     batch_rows: tuple[int, int, int] | None = None
-    """Rows of `whole` as (before, samples, after); None where samples are not kept apart."""
+    """Rows of `whole` as (before, samples, after)."""
     is_simple: bool = False
     """One segment, one block: the hot path."""
     is_per_sample: bool = False
@@ -139,11 +135,11 @@ def make_plan(
     batch_dim: int | None,
     is_complex: bool = False,
 ) -> FoldPlan:
-    """Return the plan for local `shape` at global `ranges` (None: as if it began at index 0).
+    """Return the plan for a local shape.
 
     Args:
         shape: local shape.
-        ranges: per dim the global indices held; their lengths are the local shape.
+        ranges: per dim the global indices held; None: as if each began at 0.
         batch_dim: dim whose samples are kept apart where there are few enough, from the back where
             it is negative; None for no samples.
         is_complex: the array has a last dim of 2 for real and imaginary parts.
@@ -251,14 +247,10 @@ def _segment(
     if cut:
         columns.insert(0, (begin, piece.columns))
     matrix = np.ascontiguousarray(product_factors(columns).T)
-    outer = []
-    for dim in range(begin):
-        if dim == batch_dim:
-            outer.append(
-                np.ones((SKETCH_SIZE, 1 if sample is not None else sizes[dim]), dtype=np.float32)
-            )
-        else:
-            outer.append(factors(dim, held[dim]))
+    outer = [factors(dim, held[dim]) for dim in range(begin) if dim != batch_dim]
+    if batch_dim is not None and batch_dim < begin:
+        samples = sizes[batch_dim] if sample is None else 1
+        outer.insert(batch_dim, np.ones((SKETCH_SIZE, samples), dtype=np.float32))
     if piece.rows is not None:
         outer.append(piece.rows)
     where: list[slice] | None = None
@@ -290,10 +282,7 @@ def _batch_rows(sizes: list[int], batch_dim: int | None, rows: int) -> tuple[int
 
 def contiguous_runs(view: npt.NDArray[np.generic]) -> Iterator[npt.NDArray[np.generic]]:
     """Yield the elements of an array of any strides in row-major order, in flat contiguous pieces.
-
-    Pieces that had to be copied have at most BLOCK_ELEMENTS elements, and end at whole rows of a
-    fold.
-    """
+    Copied pieces have at most BLOCK_ELEMENTS elements, and end at whole rows of a fold."""
     if view.flags.c_contiguous:
         yield view.reshape(-1)
         return
@@ -311,10 +300,8 @@ def contiguous_runs(view: npt.NDArray[np.generic]) -> Iterator[npt.NDArray[np.ge
 
 
 def flat_copy(view: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
-    """Return the elements of an array in row-major order, flat and contiguous.
-
-    A transposed one is copied in tiles: whole rows of it would touch a page for every element.
-    """
+    """Return the elements of an array in row-major order, flat and contiguous. A transposed one is
+    copied in tiles: whole rows of it would touch a page for every element."""
     if view.ndim < 2 or abs(view.strides[-1]) <= abs(view.strides[-2]):
         return np.ascontiguousarray(view).reshape(-1)
     copy = np.empty(view.shape, view.dtype)

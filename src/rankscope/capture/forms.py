@@ -21,45 +21,26 @@ from typing import Any, Final
 
 import torch
 
-from rankscope.capture.pytree import (
-    children_of,
-    describe_leaf,
-    is_plain_text,
-    is_tensor,
-    key_names,
-)
+from rankscope.capture.pytree import children_of, describe_leaf, is_plain_text, is_tensor, key_names
 from rankscope.capture.torch_internals.dtensor import dtensor_parts, is_dtensor
 
-__all__ = ["call_form", "form_of", "plain_text_of", "result_form"]
-
 _MOST_DEPTH: Final = 24
-_MOST_TEXT: Final = 1 << 18
-"""A form that takes more is left out."""
+_MOST_TEXT: Final = 1 << 18  # a form that takes more is left out
 _MOST_SAID: Final = 1 << 14
 _MOST_KEY: Final = 100
 _ADDRESS: Final = re.compile(r"\bat 0x[0-9A-Fa-f]+")
 _TRUSTED: Final = "transformers."
 """Its caches and configurations: what their repr says, they only read."""
 _CONSTANT_KEYS: Final = {"True": "true", "False": "false", "None": "null"}
-"""How JSON spells such keys of a dict."""
 _encode: Final = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 _OUTPUT: Final = _encode({"slot": "output"})
-Say = Callable[[object], str]
-"""Returns the text of what is no tensor and no container."""
+Say = Callable[[object], str]  # the text of what is no tensor and no container
 
 
 def call_form(args: object, kwargs: object, modules: int, say: Say) -> str | None:
-    """Return the form of the arguments of a call.
-
-    Args:
-        args: positional arguments, whose slots are `input.0` and so on.
-        kwargs: keyword arguments, whose slots are `input.name`.
-        modules: how many modules the called one holds.
-        say: text of a leaf.
-
-    Returns:
-        `{"args": [...], "kwargs": {...}, "modules": 2}`; None where it would be too long.
-    """
+    """Return the form of the arguments of a call, with how many modules the called one holds:
+    `{"args": [...], "kwargs": {...}, "modules": 2}`; None where it would be too long. Slots are
+    `input.0`, `input.name`."""
     if not kwargs and type(args) is tuple and all(map(_is_usual, args)):
         return _of_usual(len(args), modules)
     held = form_of("input", kwargs, say)
@@ -73,7 +54,6 @@ def result_form(value: object, say: Say) -> str | None:
 
 
 def _is_usual(value: object) -> bool:
-    """True for what most arguments are: a plain tensor on the host, in row-major order."""
     return type(value) is torch.Tensor and value.is_cpu and _is_row_major(value)
 
 
@@ -96,11 +76,8 @@ def form_of(slot: str, value: object, say: Say) -> Any:
 
 
 def plain_text_of(value: object) -> str:
-    """Return what stands for a leaf where no line of the program's own code may run.
-
-    That is its repr, without addresses, where that is of Python, torch or transformers; else its
-    class.
-    """
+    """Return what stands for a leaf where no line of the program's own code may run: its repr,
+    without addresses, where that is of Python, torch or transformers; else its class."""
     kind = type(value)
     if is_plain_text(kind):
         return repr(value)[:_MOST_SAID]
@@ -137,8 +114,8 @@ def _form(slot: str, value: Any, say: Say, path: list[int]) -> Any:
     try:
         if issubclass(kind, (tuple, list)):
             named = children_of(value)
-            base = tuple if issubclass(kind, tuple) else list
             if named is None:  # a shape, or a long row of numbers
+                base = tuple if issubclass(kind, tuple) else list
                 return [say(item) for item in base.__iter__(value)]
             return [_form(f"{slot}.{name}", item, say, path) for name, item in named]
         if issubclass(kind, dict):
@@ -158,22 +135,17 @@ def _items(slot: str, value: dict[object, object], say: Say, path: list[int]) ->
 
 
 def _text_of_key(key: object, name: str) -> str:
-    """Return what a key of a dict is written as: a tuple as Python writes it.
-
-    Args:
-        key: of any type but text.
-        name: what stands for it in the names of slots.
-    """
+    """Return what a key of a dict is written as: a tuple as Python writes it, else its name in
+    slots."""
     is_plain = type(key) is tuple and all(is_plain_text(type(each)) for each in key)
     text = repr(key) if is_plain else name
     return text if len(text) <= _MOST_KEY else name
 
 
 def _opened(slot: str, value: object, say: Say, path: list[int]) -> Any:
-    """Return the form of any other container: its parts if a tensor is among them, else its repr.
-
-    A cache and other registered nodes are said by their repr, as the debugger of transformers does.
-    """
+    """Return the form of any other container: its parts if a tensor is among them, else its repr. A
+    cache and other registered nodes are said by their repr, as the debugger of transformers
+    does."""
     kind = type(value)
     if kind.__module__.startswith(_TRUSTED) and UserDict not in kind.__mro__:
         return say(value)

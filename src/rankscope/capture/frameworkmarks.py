@@ -1,6 +1,6 @@
 """What frameworks say of how a parameter or an activation lies: read off plain attributes, without
-importing a framework or running code of the program's (`layout/marks.py` says what is made of it).
-"""
+importing a framework or running code of the program's (`layout/marks.py` says what is made of
+it)."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ class ParameterMarks:
     * Megatron-core and Transformer Engine mark what is cut over the tensor-parallel ranks with
       `tensor_model_parallel`, `partition_dim` and `partition_stride`. A parameter that has
       `sequence_parallel`, or `tensor_model_parallel = False`, is whole on all of them.
-      `allreduce = False` says that it is an expert's, whose axis is another one.
+      `allreduce = False` marks an expert's, whose axis is another one.
     * FSDP1 with `use_orig_params=True` keeps of each parameter a run of its elements on each rank.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self._flat: dict[int, LayoutMark] = {}
-        """By identity of the parameter."""
         for parameter, group in sharded_originals(modules):
             members = group_ranks(group)
             if members is not None:
@@ -91,9 +90,9 @@ def activation_marks(module: torch.nn.Module) -> Iterator[tuple[str, LayoutMark]
     each with the name of its slot.
 
     Where the plan is applied, it replaces the `forward` of the module: what a call is handed and
-    hands out is what the style says. Style and mesh are read where the new `forward` has them, so
-    that they are those that were applied, whatever the plan says. An older transformers hooks the
-    module instead: nothing is said of it, because a value may be read before its hook.
+    hands out is what the style says. Style and mesh are read where the new `forward` has them: they
+    are those that were applied, whatever the plan says. An older transformers hooks the module
+    instead: nothing is yielded, because a value may be read before its hook.
     """
     theirs = getattr(sys.modules.get(_TP_STYLES), "__dict__", {})
     forward = module.__dict__.get("forward")

@@ -19,10 +19,7 @@ from rankscope.capture.fold import BLOCK_ELEMENTS, contiguous_runs
 from rankscope.record.dtypes import STORED_TYPES
 from rankscope.record.value import ValueMeta
 
-__all__ = ["PIECE_BYTES", "byte_pieces", "own_bytes", "why_not_stored"]
-
-PIECE_BYTES: Final = BLOCK_ELEMENTS * 8
-"""The largest piece that is copied."""
+PIECE_BYTES: Final = BLOCK_ELEMENTS * 8  # the largest piece that is copied
 _MOST_DIMS: Final = 64
 _NOTHING: Final = np.empty(0, np.uint8)
 _bytes_at: Final[Any] = np.frombuffer
@@ -30,12 +27,8 @@ ByteArray = npt.NDArray[np.uint8]
 
 
 def why_not_stored(meta: ValueMeta, *, can_read: bool) -> str | None:
-    """Return why the bytes of a value cannot be stored, None where they can.
-
-    Args:
-        meta: its description.
-        can_read: it lies in memory that the host or an accelerator may read.
-    """
+    """Return why the bytes of a value cannot be stored, None where they can; `can_read`: it lies in
+    memory that the host or an accelerator may read."""
     if not can_read:
         return meta.note or "it cannot be read"
     if meta.dtype not in STORED_TYPES:
@@ -46,10 +39,8 @@ def why_not_stored(meta: ValueMeta, *, can_read: bool) -> str | None:
 
 
 def own_bytes(tensor: torch.Tensor) -> ByteArray | None:
-    """Return a strided CPU tensor's memory where it lies in row-major order; None elsewhere.
-
-    It keeps nothing alive: use it while the tensor is.
-    """
+    """Return a strided CPU tensor's memory where it lies in row-major order, None elsewhere. It
+    keeps nothing alive: use it while the tensor is."""
     if not tensor.is_contiguous() or tensor.is_neg():
         return None
     if tensor.is_complex() and tensor.is_conj():
@@ -63,10 +54,8 @@ def own_bytes(tensor: torch.Tensor) -> ByteArray | None:
 
 
 def byte_pieces(tensor: torch.Tensor) -> Iterator[ByteArray]:
-    """Yield a non-empty strided CPU tensor's bytes in row-major order, PIECE_BYTES at a time.
-
-    They are copies: what another thread writes into the tensor meanwhile does not reach them.
-    """
+    """Yield copies of a non-empty strided CPU tensor's bytes in row-major order, PIECE_BYTES at a
+    time. What another thread writes into the tensor meanwhile does not reach them."""
     storage = storage_of_digested(tensor.dtype)
     is_negative = tensor.is_neg()
     is_conjugate = tensor.is_complex() and tensor.is_conj()

@@ -39,13 +39,11 @@ _TOLD: Final[set[str]] = set()
 
 
 def build() -> Path | None:
-    """Return the kernel compiled for this machine, compiling it where that has not been done yet.
+    """Return the library compiled for this machine, compiling it where that has not been done yet;
+    None where there is no compiler, no safe folder, or no working result.
 
-    Takes a second, ten at most; safe in many processes at once, each of which may compile, and
-    the last of which gives its name. Meant for whoever starts ranks, never for a rank.
-
-    Returns:
-        The library; None where there is no compiler, no safe folder, or no working result.
+    Takes a second, ten at most; safe in many processes at once, each of which may compile, and the
+    last of which gives its name. For whoever starts ranks, never for a rank.
     """
     if is_off():
         return None
@@ -83,11 +81,8 @@ def why_none() -> str:
 
 
 def load() -> Kernel | None:
-    """Return the kernel that `build` left on this host, None where there is none to be trusted.
-
-    A library is trusted when it and its folder belong to this user alone and it gives the numbers
-    of numpy.
-    """
+    """Return the kernel that `build` left on this host, None where there is none to be trusted:
+    library and folder belong to this user alone, and it gives the numbers of numpy."""
     if is_off():
         return None
     name = _library_name()
@@ -99,10 +94,8 @@ def load() -> Kernel | None:
 
 @functools.cache
 def _library_name() -> str | None:
-    """Return the name for this source on this kind of machine, None without the source.
-
-    A home shared by machines of several kinds holds one library for each.
-    """
+    """Return the name for this source on this kind of machine, None without the source. A home
+    shared by machines of several kinds holds one library for each."""
     try:
         source = _SOURCE.read_bytes()
     except OSError:
@@ -145,13 +138,9 @@ def _compile(compiler: list[str], path: Path, deadline: float) -> bool:
     try:
         for target in _TARGETS:
             command = [*compiler, *_FLAGS, *target, "-x", "c", "-", "-o", draft]
+            left_s, quiet = max(deadline - time.monotonic(), 0.0), subprocess.DEVNULL
             done = subprocess.run(
-                command,
-                input=source,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=max(deadline - time.monotonic(), 0.0),
-                check=False,
+                command, input=source, stdout=quiet, stderr=quiet, timeout=left_s, check=False
             )
             if done.returncode == 0:
                 os.chmod(draft, 0o700)

@@ -14,12 +14,9 @@ import numpy.typing as npt
 
 from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
 
-__all__ = ["BoundKernel", "Kernel", "Workspace", "gives_numpys_numbers"]
-
 Doubles = npt.NDArray[np.float64]
 
-_PADDING: Final = 16
-"""Columns of factors are a multiple of this: the widest vectors hold 16 floats."""
+_PADDING: Final = 16  # columns of factors are a multiple of it: the widest vectors hold 16 floats
 _ALIGNMENT: Final = 64
 _MOST_WITH_LOCK: Final = 1 << 15
 """Elements up to which giving the interpreter to other threads costs more than it brings."""
@@ -74,12 +71,9 @@ class BoundKernel:
         self._held = (plan, held)
 
     def look(self, address: int, into: Workspace) -> tuple[Any, ...] | None:
-        """Look at the contiguous stored words at `address`.
-
-        Returns:
-            low, high, mean, std, norm, deviation, the sketch's 8 numbers, zeros, has -0; None where
-            the value has to be looked at carefully: NaN, infinities, extreme magnitudes.
-        """
+        """Look at the contiguous stored words at `address`: return low, high, mean, std, norm,
+        deviation, the sketch's 8 numbers, zeros, has -0; None where the value has to be looked at
+        carefully: NaN, infinities, extreme magnitudes."""
         if self._look(self._plan, address, into.address):
             return None
         return _NUMBERS.unpack_from(into.memory)
@@ -89,12 +83,8 @@ class Kernel:
     """A compiled kernel."""
 
     def __init__(self, path: Path) -> None:
-        """Load the library.
-
-        Raises:
-            OSError: it cannot be loaded.
-            AttributeError: it is not this library.
-        """
+        """Load the library. Raises OSError where that fails, AttributeError where it is another
+        one."""
         self.path = path
         library = ctypes.CDLL(str(path))
         self._alone: Any = library.rankscope_look
@@ -191,7 +181,6 @@ def gives_numpys_numbers(kernel: Kernel) -> bool:
 def _specimens(
     words: npt.NDArray[np.int64], table: npt.NDArray[np.float32]
 ) -> Iterator[tuple[str, npt.NDArray[Any], Doubles]]:
-    """Yield (kind, stored words, their values)."""
     floats = (words - 101.0).astype(np.float32) / np.float32(8)
     floats[words == 7] = -0.0
     yield "float32", floats, floats.astype(np.float64)
@@ -205,7 +194,6 @@ def _specimens(
 
 
 def _aligned(shape: tuple[int, int], dtype: type[np.floating]) -> npt.NDArray[Any]:
-    """Return zeros that begin at a cache line."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT

@@ -25,8 +25,6 @@ import torch
 
 from rankscope.capture.torch_internals.pytrees import registered_children
 
-__all__ = ["children_of", "describe_leaf", "is_plain_text", "is_tensor", "key_names", "walk"]
-
 Leaves = list[tuple[str, object]]
 
 _MOST_DEPTH: Final = 24
@@ -54,12 +52,9 @@ def is_plain_text(kind: type) -> bool:
 
 
 def walk(prefix: str, value: object) -> Leaves:
-    """Return (slot, leaf) of every leaf of a value, in order; an empty or absent value has none.
-
-    Args:
-        prefix: slot of the value itself: "output", "input" ...
-        value: any nesting. It is only read; cycles and excessive depth or width end as leaves.
-    """
+    """Return (slot, leaf) of every leaf of a value of any nesting, in order; an empty or absent
+    value has none. The value is only read; cycles and excessive depth or width end as leaves.
+    `prefix` is the slot of the value itself."""
     if type(value) is torch.Tensor:
         return [(prefix, value)]
     if type(value) is tuple and all(type(item) is torch.Tensor for item in value):
@@ -116,7 +111,6 @@ def children_of(value: Any) -> Leaves | None:
 
 
 def _of_data(data: Any) -> Leaves | None:
-    """Return the parts of what a wrapper around a dict or list stores."""
     if issubclass(type(data), dict):
         return _named(dict.items(data))
     if issubclass(type(data), list):
@@ -126,8 +120,7 @@ def _of_data(data: Any) -> Leaves | None:
 
 def _stored(value: object, name: str) -> object:
     """Return what is stored under a name: in the object itself, a slot, or as its class's default;
-    None where it would have to be computed.
-    """
+    None where it would have to be computed."""
     try:
         held = object.__getattribute__(value, "__dict__")
     except AttributeError:  # slots only
@@ -154,7 +147,6 @@ def _of_sequence(kind: type, items: tuple[object, ...]) -> Leaves | None:
 
 
 def _named(items: object) -> Leaves:
-    """Return items with slot names for keys; keys that read alike get their position."""
     pairs: tuple[tuple[object, object], ...] = tuple(items)  # type: ignore[arg-type]  # of any mapping
     return list(zip(key_names(key for key, _ in pairs), (child for _, child in pairs)))
 

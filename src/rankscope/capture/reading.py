@@ -1,13 +1,16 @@
 """The numbers of one array of stored words: by the kernel in one pass, or by numpy.
 
 The kernel (`rankscope.capture.kernel`) takes values of float32 and narrower types in one pass.
-Where there is none, or it refuses a value, numpy takes minimum, maximum and sums first, and only a
-block they do not prove finite is looked at again. Both agree to the last digits of float32 sums.
+Where there is none, or it refuses a value, numpy takes them by blocks, to the same last digits of
+float32 sums. `_measure` works in a block's own float32 or float64 at memory speed; row sums are
+combined in float64. It declines a block for which that is not exact enough (NaN, infinities,
+magnitudes whose squares leave the range of the type), and `_measure_carefully` takes that one.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import threading
 from typing import Any, Final, NamedTuple
@@ -28,32 +31,167 @@ from rankscope.capture.fold import (
 )
 from rankscope.capture.kernel import load
 from rankscope.capture.kernelcalls import BoundKernel, Kernel, Workspace
-from rankscope.capture.moments import (
-    NO_VALUES,
-    Flags,
-    ValueBlock,
-    combined,
-    measure,
-    measure_carefully,
-    measure_small,
-)
 from rankscope.record.statistics import ADDED_UNKNOWN
 from rankscope.record.value import SKETCH_SIZE
-
-__all__ = ["Arithmetic", "ValueForm", "ValueNumbers", "empty_reading", "words_at"]
 
 Doubles = npt.NDArray[np.float64]
 
 # the stubs know neither the `axis` of vecdot nor that ctypes memory and arrays are buffers
 _vecdot: Final[Any] = np.vecdot
-words_at: Final[Any] = np.frombuffer
-"""The words in ctypes memory, as (memory, dtype)."""
+words_at: Final[Any] = np.frombuffer  # (ctypes memory, dtype)
 
 _SMALL_ELEMENTS: Final = 1 << 13
 """Up to here everything is done in float64; also below OpenBLAS's threshold for threads."""
 _LEAST_COLUMNS: Final = 16
 _MOST_SHORT_ROWS: Final = 256
 """More rows than these with fewer columns than those are no work for the kernel."""
+_LARGE: Final = {4: 1e15, 8: 1e150}
+_SMALL: Final = {4: 1e-12, 8: 1e-150}
+_CANCELLATION: Final = 0.25
+"""Below this share of the sum of squares, squared deviations are summed around the mean."""
+_minimum = np.minimum.reduce
+_maximum = np.maximum.reduce
+_add = np.add.reduce
+_ones: Final = functools.lru_cache(maxsize=256)(np.ones)
+
+
+class _ValueBlock(NamedTuple):
+    """What one block adds to a digest. Deviation is the root of the sum of squared deviations from
+    the mean, norm the root of the sum of squares."""
+
+    finite: int
+    nan: int
+    posinf: int
+    neginf: int
+    zero: int
+    min: float
+    max: float
+    mean: float
+    deviation: float
+    norm: float
+
+
+_NO_VALUES: Final = _ValueBlock(0, 0, 0, 0, 0, math.nan, math.nan, math.nan, 0.0, 0.0)
+
+
+class _Flags:
+    """Booleans of one thread, searched as bytes: finding none is faster than counting."""
+
+    def __init__(self) -> None:
+        self._held = bytearray(1 << 17)
+        self._array = np.frombuffer(self._held, dtype=np.bool_)
+
+    def count_zeros(self, flat: Floats) -> int:
+        count = flat.size
+        if count > self._array.size:
+            self._held = bytearray(count)
+            self._array = np.frombuffer(self._held, dtype=np.bool_)
+        is_zero = self._array[:count]
+        np.equal(flat, 0, out=is_zero)
+        return 0 if self._held.find(1, 0, count) < 0 else int(np.count_nonzero(is_zero))
+
+
+def _measure(flat: Floats, width: int, flags: _Flags) -> _ValueBlock | None:
+    """Return the moments of a non-empty flat array ([n] float32 or float64), None where it has to
+    be looked at carefully.
+
+    `width`, a divisor of n, is the length of the rows whose sums are taken in the array's own type;
+    `flags` are scratch of this thread.
+    """
+    size = flat.dtype.itemsize
+    low, high = float(_minimum(flat)), float(_maximum(flat))
+    reach = high if high > -low else -low
+    # a NaN makes every comparison false
+    if not reach < _LARGE[size] or 0.0 < reach < _SMALL[size]:
+        return None
+    count = flat.size
+    zero = 0 if low > 0.0 or high < 0.0 else flags.count_zeros(flat)
+    rows = flat.reshape(-1, width)
+    ones = _ones(width, flat.dtype)
+    total = float(_add(np.vecdot(rows, ones), dtype=np.float64))
+    squares = float(_add(np.vecdot(rows, rows), dtype=np.float64))
+    mean = total / count
+    around = squares - total * mean
+    if around < _CANCELLATION * squares:
+        center = flat.dtype.type(mean)
+        away = rows - center
+        rest = float(_add(np.vecdot(away, ones), dtype=np.float64))
+        around = max(
+            0.0, float(_add(np.vecdot(away, away), dtype=np.float64)) - rest * rest / count
+        )
+        mean = float(center) + rest / count
+    return _ValueBlock(count, 0, 0, 0, zero, low, high, mean, math.sqrt(around), math.sqrt(squares))
+
+
+def _measure_small(flat: npt.NDArray[np.float64]) -> _ValueBlock | None:
+    """Return the moments of a few thousand float64 values at most, None as `_measure` does."""
+    low, high = float(_minimum(flat)), float(_maximum(flat))
+    reach = high if high > -low else -low
+    if not reach < 1e150 or 0.0 < reach < 1e-150:
+        return None
+    count = flat.size
+    zero = 0 if low > 0.0 or high < 0.0 else count - int(np.count_nonzero(flat))
+    mean = float(_add(flat)) / count
+    away = flat - mean
+    deviation, norm = math.sqrt(np.vecdot(away, away)), math.sqrt(np.vecdot(flat, flat))
+    return _ValueBlock(count, 0, 0, 0, zero, low, high, mean, deviation, norm)
+
+
+def _measure_carefully(flat: Floats) -> tuple[_ValueBlock, npt.NDArray[np.float64], float]:
+    """Return the moments of any flat values, and what to project: the values as float64, with 0 for
+    those that are not finite, divided by a scale; and that scale, a power of two."""
+    values = flat.astype(np.float64)
+    finite = np.isfinite(values)
+    count = int(np.count_nonzero(finite))
+    nan = int(np.count_nonzero(np.isnan(values)))
+    posinf = int(np.count_nonzero(values == np.inf))
+    neginf = flat.size - count - nan - posinf
+    zero = int(np.count_nonzero(values == 0))
+    if count == 0:
+        values[:] = 0.0
+        return _NO_VALUES._replace(nan=nan, posinf=posinf, neginf=neginf), values, 1.0
+    low = float(_minimum(np.where(finite, values, np.inf)))
+    high = float(_maximum(np.where(finite, values, -np.inf)))
+    values = np.where(finite, values, 0.0)
+    scale = _scale(max(-low, high))
+    if scale != 1.0:
+        values /= scale
+    mean = float(_add(values)) / count
+    away = np.where(finite, values - mean, 0.0) if count != flat.size else values - mean
+    deviation, norm = math.sqrt(_squares(away)) * scale, math.sqrt(_squares(values)) * scale
+    block = _ValueBlock(count, nan, posinf, neginf, zero, low, high, mean * scale, deviation, norm)
+    return block, values, scale
+
+
+def _scale(reach: float) -> float:
+    if reach == 0.0 or _SMALL[8] < reach < _LARGE[8]:
+        return 1.0
+    # two below the largest power keeps the scale itself and its inverse in range
+    return math.ldexp(1.0, max(-1020, min(1020, math.frexp(reach)[1])))
+
+
+def _squares(values: npt.NDArray[np.float64]) -> float:
+    return float(_add(np.square(values)))
+
+
+def _combined(one: _ValueBlock, other: _ValueBlock) -> _ValueBlock:
+    """Return the moments of two blocks together (pairwise update: Chan, Golub, LeVeque 1979). Roots
+    are combined by hypot, so that nothing overflows before the result itself does."""
+    if not one.finite:
+        one, other = other, one
+    low, high, mean, deviation, norm = one[5:]
+    both = one.finite + other.finite
+    if other.finite:
+        apart = other.mean - mean
+        between = abs(apart) * math.sqrt(one.finite * (other.finite / both))
+        deviation = math.hypot(deviation, other.deviation, between)
+        norm = math.hypot(norm, other.norm)
+        mean += apart * (other.finite / both)
+        low, high = min(low, other.min), max(high, other.max)
+    return _ValueBlock(
+        both, one.nan + other.nan, one.posinf + other.posinf, one.neginf + other.neginf,
+        one.zero + other.zero, low, high, mean, deviation, norm,
+    )  # fmt: skip
 
 
 class ValueNumbers(NamedTuple):
@@ -81,7 +219,7 @@ class ValueNumbers(NamedTuple):
 
 
 class ValueForm(NamedTuple):
-    """What is the same for all values of one dtype, shape and layout."""
+    """What is the same for all values of one dtype, shape and layout; `samples` are kept apart."""
 
     plan: FoldPlan
     storage: Storage
@@ -89,21 +227,18 @@ class ValueForm(NamedTuple):
     dtype: np.dtype[np.generic]
     is_complex: bool
     bound: BoundKernel | None
-    """The kernel for a whole value of this kind."""
     samples: int
-    """How many are kept apart, 0 for none."""
 
 
 class _ThreadBuffers(threading.local):
     """Buffers of one thread: hooks run on autograd's threads too."""
 
     def __init__(self) -> None:
-        self.flags = Flags()
+        self.flags = _Flags()
         self.workspace = Workspace()
         self._products = np.empty((1 << 10, SKETCH_SIZE), dtype=np.float32)
 
     def products(self, rows: int) -> npt.NDArray[np.float32]:
-        """Return [rows, 8] float32."""
         if rows > len(self._products):
             self._products = np.empty((rows, SKETCH_SIZE), dtype=np.float32)
         return self._products[:rows]
@@ -158,7 +293,9 @@ class Arithmetic:
             segment = plan.segments[0]
             block, products, scale = self._look(storage.values(array), segment, segment.sum_width)
             if plan.batch_factors is None:
-                sketch = _fold(products, segment) if segment.outer else products[0]
+                sketch = products[0]
+                if segment.outer:
+                    sketch = _vecdot(products, segment.weights(0, segment.rows), axis=0)
             else:
                 rows = products if plan.is_per_sample else _per_sample(products, segment, plan)
                 sketch = _vecdot(rows, plan.batch_factors, axis=0)
@@ -175,20 +312,20 @@ class Arithmetic:
 
     def _look(
         self, values: Floats, segment: FoldSegment, width: int
-    ) -> tuple[ValueBlock, Floats, float]:
+    ) -> tuple[_ValueBlock, Floats, float]:
         """Return moments, [rows, 8] products with the segment's columns, and the scale of these."""
         scale = 1.0
         if values.size <= _SMALL_ELEMENTS:
             doubles = values.astype(np.float64)
-            block = measure_small(doubles)
+            block = _measure_small(doubles)
             if block is None:
                 with np.errstate(all="ignore"):
-                    block, doubles, scale = measure_carefully(values)
+                    block, doubles, scale = _measure_carefully(values)
             return block, doubles.reshape(-1, segment.inner) @ segment.matrix64, scale
-        block = measure(values, width, self._scratch.flags)
+        block = _measure(values, width, self._scratch.flags)
         if block is None:
             with np.errstate(all="ignore"):
-                block, values, scale = measure_carefully(values)
+                block, values, scale = _measure_carefully(values)
         rows = values.size // segment.inner
         at_once = (
             segment.multiply_rows if rows == segment.rows else multiply_rows(rows, segment.inner)
@@ -196,20 +333,15 @@ class Arithmetic:
         if values.dtype.itemsize == 4:
             out: Floats = self._scratch.products(rows)
             return block, _multiply(values, segment.matrix, rows, at_once, out), scale
-        return (
-            block,
-            _multiply(values, segment.matrix64, rows, at_once, np.empty((rows, SKETCH_SIZE))),
-            scale,
-        )
+        out = np.empty((rows, SKETCH_SIZE))
+        return block, _multiply(values, segment.matrix64, rows, at_once, out), scale
 
     def _blockwise(
         self, array: Array, plan: FoldPlan, storage: Storage
-    ) -> tuple[ValueBlock, Doubles, Doubles | None]:
-        """Return moments, sketch and rows of a tensor of any size and strides by blocks."""
-        moments, shaped = NO_VALUES, array.reshape(plan.shape)
-        parts = np.zeros(
-            (1 if plan.batch_factors is None else len(plan.batch_factors), SKETCH_SIZE)
-        )
+    ) -> tuple[_ValueBlock, Doubles, Doubles | None]:
+        moments, shaped = _NO_VALUES, array.reshape(plan.shape)
+        samples = 1 if plan.batch_factors is None else len(plan.batch_factors)
+        parts = np.zeros((samples, SKETCH_SIZE))
         for segment in plan.segments:
             row = 0
             most = max(1, min(BLOCK_ROWS, BLOCK_ELEMENTS // segment.inner))
@@ -217,7 +349,7 @@ class Arithmetic:
                 for start in range(0, run.size, most * segment.inner):
                     words = run[start : start + most * segment.inner]
                     block, part = self._look_at_block(words, segment, row, storage)
-                    moments = combined(moments, block)
+                    moments = _combined(moments, block)
                     parts[segment.sample] += part
                     row += words.size // segment.inner
         if plan.batch_factors is None:
@@ -226,8 +358,7 @@ class Arithmetic:
 
     def _look_at_block(
         self, words: Array, segment: FoldSegment, row: int, storage: Storage
-    ) -> tuple[ValueBlock, Doubles]:
-        """Return the moments and the sketch of whole rows of a segment, from `row` on."""
+    ) -> tuple[_ValueBlock, Doubles]:
         rows = words.size // segment.inner
         weights = segment.weights(row, row + rows)
         if self._kernel is not None and _pays(storage, segment.inner, rows):
@@ -237,7 +368,9 @@ class Arithmetic:
             found = bound.look(words.ctypes.data, self._scratch.workspace)
             if found is not None:
                 low, high, mean, _, norm, deviation = found[:6]
-                block = ValueBlock(words.size, 0, 0, 0, found[14], low, high, mean, deviation, norm)
+                block = _ValueBlock(
+                    words.size, 0, 0, 0, found[14], low, high, mean, deviation, norm
+                )
                 return block, np.array(found[6:14])
         width = sum_width(rows, segment.inner)
         block, products, scale = self._look(storage.values(words), segment, width)
@@ -245,7 +378,6 @@ class Arithmetic:
 
 
 def _pays(storage: Storage, inner: int, rows: int) -> bool:
-    """True where the kernel knows the stored words and has enough columns to work on."""
     return bool(storage.kernel_kind) and (inner >= _LEAST_COLUMNS or rows <= _MOST_SHORT_ROWS)
 
 
@@ -259,11 +391,6 @@ def _multiply(values: Floats, matrix: Floats, rows: int, at_once: int, out: Floa
     return out
 
 
-def _fold(products: Floats, segment: FoldSegment) -> Doubles:
-    sketch: Doubles = _vecdot(products, segment.weights(0, segment.rows), axis=0)
-    return sketch
-
-
 def _per_sample(products: Floats, segment: FoldSegment, plan: FoldPlan) -> Doubles:
     assert plan.batch_rows is not None
     shape = (*plan.batch_rows, SKETCH_SIZE)
@@ -274,32 +401,22 @@ def _per_sample(products: Floats, segment: FoldSegment, plan: FoldPlan) -> Doubl
 
 
 def _reading(
-    plan: FoldPlan, block: ValueBlock, digest: int, sketch: Doubles, rows: Floats | None
+    plan: FoldPlan, block: _ValueBlock, digest: int, sketch: Doubles, rows: Floats | None
 ) -> ValueNumbers:
-    finite = block.finite
+    finite, nan, posinf, neginf, zero, low, high, mean, deviation, norm = block
+    std = deviation / math.sqrt(finite - 1) if finite > 1 else math.nan
+    samples = None if rows is None else rows.astype(np.float32)
     return ValueNumbers(
-        plan.count,
-        digest,
-        block.nan,
-        block.posinf,
-        block.neginf,
-        block.zero,
-        block.min,
-        block.max,
-        block.mean,
-        block.deviation / math.sqrt(finite - 1) if finite > 1 else math.nan,
-        block.norm,
-        tuple(sketch.tolist()),
-        None if rows is None else rows.astype(np.float32),
-        False,
-    )
+        plan.count, digest, nan, posinf, neginf, zero, low, high, mean, std, norm,
+        tuple(sketch.tolist()), samples, False,
+    )  # fmt: skip
 
 
 def empty_reading(plan: FoldPlan) -> ValueNumbers:
     """Return the reading of a tensor without elements."""
     rows = None if plan.batch_factors is None else np.zeros(plan.batch_factors.shape)
     none = np.zeros(SKETCH_SIZE)
-    return _reading(plan, NO_VALUES, xxhash.xxh3_64_intdigest(b""), none, rows)
+    return _reading(plan, _NO_VALUES, xxhash.xxh3_64_intdigest(b""), none, rows)
 
 
 def has_minus_zero(array: Array, storage: Storage) -> bool:
@@ -321,7 +438,5 @@ def hash_words(array: Array, storage: Storage | None = None) -> int:
     for run in contiguous_runs(array):
         for start in range(0, run.size, BLOCK_ELEMENTS):
             part = run[start : start + BLOCK_ELEMENTS]
-            state.update(
-                storage.normalize(part) if storage is not None and storage.normalize else part
-            )
+            state.update(storage.normalize(part) if storage and storage.normalize else part)
     return int(state.intdigest())

@@ -1,9 +1,9 @@
 """Full tensors from an accelerator to the host, without ever waiting for it.
 
-On the caller's stream the tensor is copied into memory of our own, so that what arrives is the
-value at the call, whatever happens to the tensor afterwards. From there a side stream copies it
-into a ring of pinned host memory and records an event; `arrived` gives what has passed its event.
-Copies and ring are bounded by one limit: what does not fit is not kept.
+On the caller's stream the tensor is copied into memory of our own: what arrives is the value at the
+call. From there a side stream copies it into a ring of pinned host memory and records an event;
+`arrived` gives what has passed its event. Copies and ring are bounded by one limit: what does not
+fit is not kept.
 
 Nothing in a hook synchronizes; only `arrived(wait=True)`, at the end of a trace, waits. On the CPU
 the same code runs without streams, so that it can be tested there.
@@ -23,22 +23,18 @@ import torch
 from rankscope.capture.accelerator import Accelerator, HostCopy
 from rankscope.capture.invisible import invisible_operations
 
-__all__ = ["DeviceStaging"]
-
 _ALIGNMENT: Final = 64
 ByteArray = npt.NDArray[np.uint8]
 
 
 class _TensorInTransfer(NamedTuple):
-    """One tensor on its way."""
+    """One tensor on its way: its place in the ring, and its source, kept until the copy is done."""
 
     ticket: int
     start: int
     stop: int
-    """Its place in the ring."""
     nbytes: int
     source: torch.Tensor
-    """Kept until the copy is done."""
     copy: HostCopy
 
 
@@ -46,12 +42,8 @@ class DeviceStaging:
     """Carries tensors of one device to the host. For one thread at a time."""
 
     def __init__(self, device: torch.device, limit_bytes: int) -> None:
-        """Prepare; the ring is made with the first tensor.
-
-        Args:
-            device: where the tensors lie.
-            limit_bytes: size of the ring, and at most as much is held on the device.
-        """
+        """Prepare; at most `limit_bytes` are held, in the ring (made with the first tensor) and on
+        the device."""
         self._device = device
         self._accelerator = Accelerator(device)
         self._limit_bytes = limit_bytes - limit_bytes % _ALIGNMENT
@@ -62,7 +54,6 @@ class DeviceStaging:
         self._ring: torch.Tensor | None = None
         self._side: Any = None
         self.failure = ""
-        """Why nothing comes back any more; "" while the device works."""
 
     @property
     def held_bytes(self) -> int:
@@ -78,8 +69,8 @@ class DeviceStaging:
 
         Returns:
             The ticket under which `arrived` gives its bytes; None where it does not fit beside what
-            is on its way, where there is no memory for the copy, while a CUDA graph is captured, of
-            which the copy would become part, or once the device failed.
+            is on its way, where there is no memory for the copy, once the device failed, and while
+            a CUDA graph is captured, which the copy would become part of.
         """
         if self.failure or self.is_capturing():
             return None
@@ -89,12 +80,13 @@ class DeviceStaging:
             return None
         try:
             with invisible_operations():
-                ring = self._ring if self._ring is not None else self._make_ring()
+                if self._ring is None:
+                    self._ring = self._accelerator.host_memory(self._limit_bytes, torch.uint8)
                 source = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
                 if nbytes:
                     # a copy also resolves conjugate and negative bits
                     source.view(local.dtype).view(local.shape).copy_(local.detach())
-                copy = self._send(source, ring[place[0] : place[0] + nbytes])
+                copy = self._send(source, self._ring[place[0] : place[0] + nbytes])
         except RuntimeError:  # out of memory there or here: the program needs it more than we do
             if self._ring is None:
                 self._limit_bytes = 0  # and none to pin: do not try again
@@ -106,12 +98,8 @@ class DeviceStaging:
 
     def arrived(self, *, wait: bool = False) -> Iterator[tuple[int, ByteArray]]:
         """Yield (ticket, bytes) of every tensor that has arrived, in the order they were staged.
-
-        The bytes are good until the next one is asked for.
-
-        Args:
-            wait: wait for the device. Only at the end of a trace.
-        """
+        The bytes are good until the next one is asked for. `wait` for the device at the end of a
+        trace only."""
         if self.is_capturing():
             return
         while self._flights and self._is_there(self._flights[0].copy, wait=wait):
@@ -138,7 +126,6 @@ class DeviceStaging:
         self._ring = self._side = None
 
     def _place_for(self, size: int) -> tuple[int, int] | None:
-        """Return a free piece of the ring, None where there is none."""
         if not self._flights:
             return (0, size) if size <= self._limit_bytes else None
         tail = self._flights[0].start
@@ -147,10 +134,6 @@ class DeviceStaging:
                 return self._head, self._head + size
             return (0, size) if size <= tail else None
         return (self._head, self._head + size) if self._head + size <= tail else None
-
-    def _make_ring(self) -> torch.Tensor:
-        self._ring = self._accelerator.host_memory(self._limit_bytes, torch.uint8)
-        return self._ring
 
     def _bytes(self, flight: _TensorInTransfer) -> ByteArray:
         if not flight.nbytes:
@@ -162,7 +145,6 @@ class DeviceStaging:
         return data
 
     def _send(self, source: torch.Tensor, target: torch.Tensor) -> HostCopy:
-        """Copy to the host on the side stream, behind the work of the current one."""
         if self._side is None:
             self._side = self._accelerator.new_stream()
         self._accelerator.follow_current(self._side)

@@ -36,8 +36,7 @@ from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS, StreamId
 from rankscope.run.filenames import TENSOR_FOLDER
 
 CHUNK_FORMAT: Final = "rankscope.tensors/1"
-CHUNK_TEXT_BYTES: Final = 256
-"""More than the header takes without entries and checksums."""
+CHUNK_TEXT_BYTES: Final = 256  # more than the header takes without entries and checksums
 _CHUNK_NAME: Final = re.compile(r"(\d{6,9})\.safetensors")
 _FOLDER_NAME: Final = re.compile(r"rank(\d{5,8})(?:\.([1-9]\d{0,4}))?")
 _UNRECORDED: Final = "unrecorded."
@@ -45,18 +44,15 @@ _REFERENCE: Final = re.compile(r"[1-9][0-9]{0,19}")
 
 
 class HeldTensor(NamedTuple):
-    """One tensor of a chunk."""
+    """One tensor of a chunk: its reference (0 for bytes that no record accounts for), torch's name
+    of its dtype, its place from the end of the header region, and xxh3_64 of the stored bytes."""
 
     reference: int
-    """0 for bytes that no record accounts for."""
     dtype: str
-    """torch's name."""
     shape: tuple[int, ...]
     begin: int
-    """First byte, counted from the end of the header region."""
     end: int
     checksum: int
-    """xxh3_64 of the bytes as stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +86,7 @@ def chunk_path(folder: Path, number: int) -> Path:
 
 def chunk_numbers(folder: Path) -> list[int]:
     """Numbers of the chunks in a stream's folder, ascending; [] where there is no such folder.
-
-    Raises:
-        ChunkError: the folder cannot be listed.
-    """
+    Raises ChunkError where the folder cannot be listed."""
     try:
         found = [_CHUNK_NAME.fullmatch(path.name) for path in folder.iterdir()]
     except FileNotFoundError:
@@ -116,8 +109,7 @@ def header_json(stream: StreamId, number: int, texts: Sequence[str], checksums: 
 
 
 def begun_chunk(stream: StreamId, number: int, region_bytes: int) -> bytes:
-    """Return what a chunk begins with while it is written to: its header region says whose it is,
-    and begins with a zero."""
+    """Return what an unfinished chunk begins with: a header region whose first byte is a zero."""
     header = b"\0" + header_json(stream, number, (), "")[1:]
     return framed(header.ljust(region_bytes, b"\0"), region_bytes)
 
@@ -144,18 +136,14 @@ def rebuilt_json(stream: StreamId, number: int, tensors: Iterable[HeldTensor]) -
 
 
 def write_header(descriptor: int, text: bytes, region_bytes: int) -> None:
-    """Fill the header region of a chunk; its first byte last, for with that it is finished."""
+    """Fill the header region of a chunk; the first byte last, as it marks the chunk as finished."""
     write_all(descriptor, text[1:].ljust(region_bytes - 1, b" "), LENGTH_BYTES + 1)
     write_all(descriptor, text[:1], LENGTH_BYTES)
 
 
 def parse_header(text: bytes, data_bytes: int) -> ChunkHeader:
-    """Read the header of a finished chunk; everything in it is checked against the bytes
-    that follow it in the file.
-
-    Raises:
-        ChunkError: it is no header of ours, or does not fit the file.
-    """
+    """Return the header of a finished chunk, checked against the bytes that follow it in the file.
+    Raises ChunkError where it is no header of ours, or does not fit the file."""
     try:
         about, found = parse_entries(text, data_bytes)
         if about["format"] != CHUNK_FORMAT:
@@ -177,7 +165,6 @@ def parse_header(text: bytes, data_bytes: int) -> ChunkHeader:
 
 
 def _reference(key: str) -> int:
-    """Return the reference that a key is, 0 for bytes that no record accounts for."""
     if key.startswith(_UNRECORDED):
         return 0
     if _REFERENCE.fullmatch(key) is None:

@@ -40,8 +40,6 @@ from rankscope.errors import ChunkError
 from rankscope.record.dtypes import STORED_TYPES
 from rankscope.record.streams import StreamId
 
-__all__ = ["ChunkReport", "damaged", "finish_chunks", "read_header", "recorded_tensors"]
-
 _UNFINISHED: Final = b"\0"
 """First byte of a header region that was never filled in."""
 Array = npt.NDArray[Any]
@@ -49,11 +47,10 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkReport:
-    """What became of one chunk."""
+    """What became of one chunk; `tensors` counts the readable ones."""
 
     path: Path
     tensors: int = 0
-    """Readable ones."""
     lost: tuple[int, ...] = ()
     """References whose bytes are not there, or not as they were recorded."""
     note: str = ""
@@ -63,13 +60,8 @@ class ChunkReport:
 def recorded_tensors(
     tensors: Array, definitions: Mapping[int, Mapping[str, Any]], number: int
 ) -> list[HeldTensor]:
-    """Return what TENSOR records say of one chunk, each place once, in the order of the data.
-
-    Args:
-        tensors: TENSOR_DTYPE, in the order they were committed.
-        definitions: the stream's definitions by number.
-        number: the chunk.
-    """
+    """Return what TENSOR records of a stream (TENSOR_DTYPE, in the order of their commits) say of
+    one chunk, each place once, in the order of the data."""
     rows = tensors[tensors["chunk"] == number]
     _, firsts = np.unique(rows["index"], return_index=True)
     found = []
@@ -90,10 +82,8 @@ def read_header(
 ) -> tuple[MappedFile, ChunkHeader | None]:
     """Return a chunk, mapped, and what its header says, None where it is unfinished.
 
-    Args:
-        path: of the chunk.
-        place: the stream and the number by which it is read. An unfinished chunk may be of another
-            life of that rank: its records tell whether its bytes are theirs.
+    An unfinished chunk may be of another life of the rank of `place`: its records tell whether its
+    bytes are theirs.
 
     Raises:
         ChunkError: it cannot be read, is no chunk, or says that it is of another place.
@@ -116,18 +106,10 @@ def read_header(
 
 
 def finish_chunks(
-    folder: Path,
-    stream: StreamId,
-    tensors: Array,
-    definitions: Mapping[int, Mapping[str, Any]],
+    folder: Path, stream: StreamId, tensors: Array, definitions: Mapping[int, Mapping[str, Any]]
 ) -> list[ChunkReport]:
-    """Finish every chunk of a stream whose rank has ended; safe to call again.
-
-    Args:
-        folder: the stream's chunks.
-        stream: whose they are.
-        tensors: its TENSOR records, TENSOR_DTYPE.
-        definitions: its definitions by number.
+    """Finish every chunk of a stream whose rank has ended, by its TENSOR records; safe to call
+    again.
 
     Returns:
         One report a chunk, also for chunks that records name and that are not there.
@@ -214,8 +196,8 @@ def _set_aside(path: Path, data_bytes: int) -> ChunkReport:
 def _whole_tensors(
     descriptor: int, start: int, data_bytes: int, held: Sequence[HeldTensor]
 ) -> tuple[list[HeldTensor], tuple[int, ...]]:
-    """Return the tensors that are in the file as recorded, holes between them filled, and the
-    references of those that are not."""
+    """Return the recorded tensors that are in the file, holes filled, and the references of the
+    others."""
 
     def checksum(begin: int, end: int) -> int:
         return checksum_of(descriptor, start + begin, start + end)
@@ -237,12 +219,8 @@ def _whole_tensors(
 
 
 def damaged(path: Path, place: tuple[StreamId, int] | None = None) -> list[int]:
-    """Return the references of a finished chunk whose bytes are not what its checksums say;
-    `path` and `place` as of `read_header`.
-
-    Raises:
-        ChunkError: the chunk cannot be read, is unfinished, or says that it is of another place.
-    """
+    """Return the references of a finished chunk whose bytes are not what its checksums say. Raises
+    as `read_header`, and ChunkError where the chunk is unfinished."""
     chunk, header = read_header(path, place)
     if header is None:
         raise ChunkError(f"{path}: is unfinished; rankscope recover finishes it")
@@ -264,11 +242,6 @@ class _StillWrittenError(ChunkError):
 
 @contextmanager
 def _held_alone(path: Path) -> Iterator[int]:
-    """Open a chunk that no living rank writes.
-
-    Raises:
-        ChunkError: its rank is alive.
-    """
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         try:

@@ -29,15 +29,13 @@ from rankscope.run.diskspace import reserve
 from rankscope.run.replacing import replacing
 
 LENGTH_BYTES: Final = 8
-MOST_HEADER_BYTES: Final = 100_000_000
-"""What safetensors itself reads at most."""
+MOST_HEADER_BYTES: Final = 100_000_000  # what safetensors itself reads at most
 CHECKSUM_DIGITS: Final = 16
 _METADATA: Final = "__metadata__"
 _CHECKSUM: Final = "xxh3_64"
 """Of all bytes behind the header, and then of the header with `_NOT_YET` in its place."""
 _NOT_YET: Final = "0" * CHECKSUM_DIGITS
-_MANY: Final = 10**15
-"""More rows, or bytes, no file has."""
+_MANY: Final = 10**15  # more rows, or bytes, no file has
 _MOST_DIMS: Final = 64
 _WORTH_RESERVING: Final = 128 << 10
 _PIECE_BYTES: Final = 4 << 20
@@ -68,15 +66,8 @@ def framed(header: bytes, room: int = 0) -> bytes:
 
 
 def write_tensors(path: Path, tensors: Sequence[Outgoing]) -> int:
-    """Write tensors that are made one after the other, one in memory at a time, under another name
-    until the file is whole; one that is there is replaced.
-
-    Returns:
-        its size.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write tensors, one in memory at a time, under another name until the file is whole; one that
+    is there is replaced. Return its size. Raises OSError where it cannot be written."""
     entries, offset = [], 0
     for key, dtype, shape, _ in tensors:
         stored, begin = STORED_TYPES[dtype], offset
@@ -99,14 +90,9 @@ def write_arrays(
     *,
     is_synced: bool = True,
 ) -> None:
-    """Write arrays of shapes that are not known before, otherwise as `write_tensors` does: the
-    header, which says where they are, is written last and has a checksum of all the file.
-
-    Args:
-        path: of the file.
-        arrays: what makes each; called once.
-        about: the metadata, without the checksum.
-        is_synced: see that it is on disk.
+    """Write arrays of shapes that are not known before, otherwise as `write_tensors`: each is made
+    once, and the header, which says where they are, is written last and has a checksum of all the
+    file.
 
     Raises:
         OSError: it cannot be written.
@@ -139,15 +125,9 @@ def write_tensor(
     data: NDArray[np.uint8],
     written: str | None = None,
 ) -> None:
-    """Write a file of one tensor under the key `data`; one that has its name is removed before, for
-    its bytes may be those of another name too.
-
-    Args:
-        path: of the file.
-        dtype: torch's name.
-        shape: of the tensor.
-        data: its bytes in row-major order.
-        written: a file of the same tensor, which gets one more name where the file system can.
+    """Write a file of one tensor under the key `data`. A file of that name is removed before, not
+    overwritten: its bytes may be those of another name too. `written`, a file of the same tensor,
+    gets one more name where the file system can.
 
     Raises:
         OSError: it cannot be written.
@@ -176,16 +156,11 @@ def write_all(descriptor: int, data: bytes | memoryview, at: int) -> None:
 
 
 class MappedFile:
-    """A file whose header is read as it stands there, with its blanks, and whose other bytes are
-    mapped."""
+    """A file whose header is read with its blanks, and whose other bytes are mapped."""
 
     def __init__(self, path: Path, error: type[RankscopeError]) -> None:
-        """Open and close it.
-
-        Args:
-            path: of the file.
-            error: what is raised where it cannot be read, or its header does not fit its size.
-        """
+        """Read and map; `error` is raised where that fails, or the header does not fit the file's
+        size."""
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
@@ -210,15 +185,11 @@ class MappedFile:
 
 
 def parse_entries(text: bytes, data_bytes: int) -> tuple[dict[str, str], list[Entry]]:
-    """Return the metadata of a header and what it says of each tensor, in its order; all of it is
-    checked against the file.
-
-    Args:
-        text: the header, with its blanks.
-        data_bytes: what follows it in the file.
+    """Return the metadata of a header (with its blanks) and what it says of each tensor, in its
+    order.
 
     Raises:
-        ValueError: it is no header, or does not fit the file.
+        ValueError: it is no header, or does not fit the `data_bytes` that follow it in the file.
     """
     try:
         # json looks at blanks one by one, and most of a header may be blanks
@@ -250,7 +221,7 @@ def _checked(key: str, entry: Any) -> Entry:
 
 
 def fits(dtype: str, shape: object, nbytes: int) -> bool:
-    """True where a tensor of torch's name of a dtype may have this shape, and then these bytes."""
+    """True where a tensor of a dtype (torch's name) may have this shape, and then these bytes."""
     return (
         isinstance(shape, (list, tuple))
         and len(shape) <= _MOST_DIMS
@@ -260,11 +231,8 @@ def fits(dtype: str, shape: object, nbytes: int) -> bool:
 
 
 def as_array(data: NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> NDArray[Any]:
-    """Return the bytes of a tensor as an array over them.
-
-    Raises:
-        TraceError: numpy has no such dtype (bfloat16, the 8-bit floats).
-    """
+    """Return the bytes of a tensor as an array over them. Raises TraceError where numpy has no such
+    dtype (bfloat16, the 8-bit floats)."""
     if dtype.startswith(("bfloat", "float8")):
         raise TraceError(f"numpy has no {dtype}: read its bytes, or open it with torch")
     found: NDArray[Any] = data.view(np.dtype(dtype).newbyteorder("<")).reshape(shape)
@@ -272,8 +240,7 @@ def as_array(data: NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> NDArr
 
 
 def checksum_of(descriptor: int, begin: int = 0, end: int = sys.maxsize) -> int:
-    """Return xxh3_64 of a file's bytes from `begin` up to `end` or to its own end, read in
-    pieces."""
+    """Return xxh3_64 of a file's bytes from `begin` to `end` or its own end, read in pieces."""
     state: Any = xxhash.xxh3_64()
     while piece := os.pread(descriptor, min(_PIECE_BYTES, end - begin), begin):
         state.update(piece)

@@ -4,7 +4,7 @@
     files = TensorFiles(folder, {stream: (tensors, definitions)})     unfinished ones too
     files.find(rank, incarnation, reference)         dtype, shape, mapped bytes
 
-A chunk is opened when something in it is asked for. One that its rank left unfinished is read from
+A chunk is opened when something in it is asked for. One that its rank left unfinished is read by
 the records, where there are any, and listed by `problems`.
 """
 
@@ -39,19 +39,15 @@ _xxh3: Final[Any] = xxhash.xxh3_64_intdigest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """One tensor as a rank held it."""
+    """One tensor as a rank held it: torch's name of its dtype, its bytes in row-major order, mapped
+    from `offset` of the chunk at `path`, and xxh3_64 of them when they were written."""
 
     dtype: str
-    """torch's name."""
     shape: tuple[int, ...]
     data: NDArray[np.uint8]
-    """Its bytes in row-major order, mapped from the file."""
     checksum: int
-    """xxh3_64 of these bytes when they were written."""
     path: Path
-    """The chunk they are in."""
     offset: int
-    """Where in that file they begin."""
 
     @property
     def is_intact(self) -> bool:
@@ -59,11 +55,7 @@ class StoredTensor:
         return int(_xxh3(self.data)) == self.checksum
 
     def array(self) -> NDArray[Any]:
-        """Return the tensor as a read-only array over the mapped bytes.
-
-        Raises:
-            TraceError: numpy has no such dtype (bfloat16, the 8-bit floats).
-        """
+        """Return the tensor as a read-only array over the mapped bytes; raises as `as_array`."""
         return as_array(self.data, self.dtype, self.shape)
 
 
@@ -83,7 +75,6 @@ def _stored(path: Path, file: MappedFile, tensors: Iterable[HeldTensor]) -> _Chu
 
 
 _Chunk = dict[int, StoredTensor]
-"""The tensors of one opened chunk by their references."""
 
 
 class TensorFiles:
@@ -92,8 +83,7 @@ class TensorFiles:
     def __init__(
         self, folder: Path, records: Mapping[StreamId, TensorRecords] | None = None
     ) -> None:
-        """Look at a trace folder; nothing is opened yet. The records are what the spools say, for
-        chunks that were left unfinished."""
+        """Look at a trace folder; `records` of its spools are for unfinished chunks."""
         self._folder = folder
         self._records = records or {}
         self._unopened: dict[StreamId, list[int]] = {}
@@ -107,11 +97,8 @@ class TensorFiles:
         return sorted(stream for stream in found if stream is not None)
 
     def find(self, rank: int, incarnation: int, reference: int) -> StoredTensor:
-        """Return one tensor.
-
-        Raises:
-            TraceError: no chunk of that rank holds it; says what is wrong with those chunks.
-        """
+        """Return one tensor. Raises TraceError, which says what is wrong with that rank's
+        chunks."""
         stream = StreamId(rank=rank, incarnation=incarnation)
         for chunk in self._chunks(stream):
             if reference in chunk:
@@ -138,7 +125,6 @@ class TensorFiles:
         return list(self._problems.values())
 
     def _chunks(self, stream: StreamId) -> Iterator[_Chunk]:
-        """Yield the chunks of a stream that are open, then open and yield one after the other."""
         folder = chunk_folder(self._folder, stream)
         opened = self._opened.setdefault(stream, [])
         yield from [*opened]
@@ -152,13 +138,12 @@ class TensorFiles:
         while left:
             path = chunk_path(folder, left[0])
             try:
-                opened.append(self._open(path, stream, left[0]))
+                chunk = self._open(path, stream, left[0])
             except ChunkError as error:
-                self._problems[path] = str(error)
-                del left[0]
-                continue
+                self._problems[path], chunk = str(error), {}
             del left[0]
-            yield opened[-1]
+            opened.append(chunk)
+            yield chunk
 
     def _open(self, path: Path, stream: StreamId, number: int) -> _Chunk:
         file, header = read_header(path, (stream, number))
@@ -187,10 +172,8 @@ def standing_references(
 ) -> NDArray[np.uint64]:
     """Return under which key the bytes of each value of one stream lie, 0 where they never arrived.
 
-    Args:
-        references: as the VALUE records have them, 0 for none.
-        tensors: the stream's TENSOR records, in the order they were committed: of several that
-            name one place the first is the key.
+    `references` are those of VALUE records, 0 for none; of several TENSOR records (in the order of
+    their commits) that name one place the first is the key.
     """
     standing = np.zeros(len(references), np.uint64)
     if not len(tensors):

@@ -47,8 +47,7 @@ HEADER_BYTES: Final = (1 << 20) - LENGTH_BYTES
 """Reserved per chunk: 8,192 tensors of the usual number of dims. The data behind it begins at a
 MiB: the page cache takes blocks that lie so in two thirds of the time."""
 _LEAST_HEADER_BYTES: Final = 4096
-_AHEAD_BYTES: Final = 8 << 20
-"""Reserved on disk beyond what is written."""
+_AHEAD_BYTES: Final = 8 << 20  # reserved on disk beyond what is written
 ByteArray = npt.NDArray[np.uint8]
 # the stubs do not know that arrays are buffers
 _xxh3: Final[Any] = xxhash.xxh3_64
@@ -57,21 +56,18 @@ _writers: weakref.WeakSet[ChunkWriter] = weakref.WeakSet()
 
 
 class ChunkEntry(NamedTuple):
-    """Where the bytes of one tensor are, as its TENSOR record says."""
+    """Where the bytes of one tensor are: place among the chunk's tensors, first byte from the end
+    of the header region, xxh3_64 of the stored bytes, its text in the header and the header's end
+    with it."""
 
     reference: int
     chunk: int
     index: int  # type: ignore[assignment]  # nobody looks for an entry as in a tuple
-    """Place among the chunk's tensors."""
     begin: int
-    """First byte, counted from the end of the header region."""
     nbytes: int
     checksum: int
-    """xxh3_64 of the bytes as stored."""
     text: str
-    """What the header will say of it."""
     header_end: int
-    """Bytes of the header up to here."""
 
     @property
     def end(self) -> int:
@@ -97,7 +93,6 @@ class ChunkWriter:
         Args:
             limit_bytes: what all chunks of the stream may occupy on disk.
             chunk_bytes: data of a chunk at most; a larger tensor has a chunk of its own.
-            chunk_tensors: tensors of a chunk at most.
             header_bytes: reserved in each chunk; one that would need more ends earlier.
         """
         if header_bytes < _LEAST_HEADER_BYTES or header_bytes % 8:
@@ -111,23 +106,15 @@ class ChunkWriter:
         self._data_start = LENGTH_BYTES + header_bytes
         self._number = 0
         self._file: OwnFile | None = None
-        """The open chunk."""
         self._reserved_end = 0
-        """Up to where the open chunk has blocks on disk; beyond every file where it can have none
-        before they are written."""
+        """Where the open chunk's blocks on disk end; `sys.maxsize` where none can be had ahead."""
         self._entries: list[ChunkEntry] = []
         """Committed in the open chunk: the only thing that says where it ends."""
         self._spent_bytes = 0
-        """Size of the chunks behind the open one."""
-        self._is_over = False
-        self.trouble = ""
-        """Why nothing is written any more, empty while there is no trouble."""
-        _writers.add(self)
-
-    @property
-    def is_open(self) -> bool:
+        self.is_open = True
         """False after `finish`, after trouble, and in a forked child."""
-        return not self._is_over
+        self.trouble = ""
+        _writers.add(self)
 
     @property
     def spent_bytes(self) -> int:
@@ -167,7 +154,7 @@ class ChunkWriter:
             ChunkFullError: it would go beyond the limit; nothing was written.
             ChunkError: the disk refused it. From then on every write returns None.
         """
-        if self._is_over:
+        if not self.is_open:
             return None
         stored = STORED_TYPES[dtype]
         nbytes = stored.nbytes(shape)
@@ -209,21 +196,17 @@ class ChunkWriter:
             del self._entries[-1]
 
     def finish(self) -> None:
-        """Finish the open chunk and write no more. Does nothing twice, or in a forked child.
-
-        Raises:
-            ChunkError: the disk refused it; the chunk can still be finished from the records.
-        """
-        if self._is_over:
+        """Finish the open chunk and write no more. Does nothing twice, or in a forked child. Raises
+        ChunkError where the disk refuses; the chunk can still be finished from the records."""
+        if not self.is_open:
             return
         try:
             self._finish_chunk()
         except OSError as error:
             raise self._give_up(error) from error
-        self._is_over = True
+        self.is_open = False
 
     def _is_full_for(self, nbytes: int, text_bytes: int) -> bool:
-        """True where the open chunk must not take this tensor."""
         if not self._entries:
             return False  # alone it may be larger than a chunk, and its header always fits
         text_bytes += 1 + CHECKSUM_DIGITS
@@ -246,7 +229,6 @@ class ChunkWriter:
     def _put(
         self, number: int, pieces: Iterable[ByteArray], at: int, checksum: int | None
     ) -> tuple[int, int]:
-        """Write pieces from `at` on; return how many bytes, and their checksum."""
         start = at
         state = _xxh3() if checksum is None else None
         for piece in pieces:
@@ -257,7 +239,6 @@ class ChunkWriter:
         return at - start, state.intdigest() if state is not None else checksum or 0
 
     def _next_chunk(self) -> None:
-        """Finish the open chunk and make the next one, its header region on disk."""
         self._finish_chunk()
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._number += 1
@@ -281,10 +262,7 @@ class ChunkWriter:
 
     def _finish_chunk(self) -> None:
         """Cut the file behind the last tensor and fill the header in; a chunk of none is removed.
-
-        Raises:
-            OSError: the file is left as far as it got.
-        """
+        Where the disk refuses, the file is left as far as it got."""
         file = self._file
         if file is None:
             return
@@ -310,8 +288,7 @@ class ChunkWriter:
             os.close(descriptor)
 
     def _give_up(self, error: OSError) -> ChunkError:
-        """Save what is finished and write no more; return what to raise."""
-        self._is_over = True
+        self.is_open = False
         self.trouble = f"{self._folder}: {error.strerror or error}"
         try:
             self._finish_chunk()
@@ -322,19 +299,15 @@ class ChunkWriter:
         )
 
     def _forget_in_child(self) -> None:
-        """A forked child has no part in its parent's chunks."""
         file, self._file = self._file, None
-        self._is_over = True
+        self.is_open = False
         if file is not None:
             file.close()
 
 
 def _hold(descriptor: int) -> None:
     """Lock a chunk for as long as it is open, where the file system can: nobody finishes it then.
-
-    Raises:
-        OSError: somebody else holds it.
-    """
+    Raises OSError where somebody else holds it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

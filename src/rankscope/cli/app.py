@@ -20,8 +20,6 @@ from typer.core import TyperCommand, TyperGroup
 from rankscope.errors import RankscopeError, SettingError
 from rankscope.settings import did_you_mean
 
-__all__ = ["COMMANDS", "main"]
-
 COMMANDS = (
     "run",
     "doctor",
@@ -78,11 +76,6 @@ class _SaysWhichOption:
     """Says which option may have been meant by one that a command does not have."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read a command line.
-
-        Raises:
-            SettingError: an option that there is not.
-        """
         try:
             parsed: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]  # a mixin
         except _UsageError as error:
@@ -99,8 +92,6 @@ class _SaysWhichOption:
 
 
 class _Command(_SaysWhichOption, TyperCommand):
-    """One command."""
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read a command line; what follows `--script FILE` is the script's own."""
         has_script = any("--script" in parameter.opts for parameter in self.get_params(ctx))
@@ -114,11 +105,6 @@ class _Commands(_SaysWhichOption, TyperGroup):
     """Imports a command's module only when that command is asked for."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command that a command line names.
-
-        Raises:
-            SettingError: there is none of that name.
-        """
         if args[0] not in COMMANDS:
             raise SettingError(
                 f"no command {args[0]!r}; {did_you_mean(args[0], COMMANDS)}"
@@ -130,11 +116,9 @@ class _Commands(_SaysWhichOption, TyperGroup):
         """Print no second list: the help has one, and asking each command would import it."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of all commands."""
         return [*COMMANDS]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command by name, None where there is none."""
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"rankscope.cli.{cmd_name}")
@@ -176,11 +160,7 @@ def _root(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; always leaves by SystemExit.
-
-    Args:
-        arguments: without the program's name; default those of the process.
-    """
+    """Run the command line (default that of the process); always leaves by SystemExit."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["run"]:  # its frames alone stand in the traceback of a job that failed
         from rankscope_launcher.runcommand import main as run

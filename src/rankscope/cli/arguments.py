@@ -42,11 +42,7 @@ CoverageOption = Annotated[
 
 
 def part_of(text: str) -> float:
-    """Return the part of all values that `--require-coverage` asks for, 0.0 to 1.0.
-
-    Raises:
-        SettingError: it is none.
-    """
+    """Return the part that `--require-coverage` asks for, 0.0 to 1.0; SettingError: it is none."""
     from rankscope.errors import SettingError
 
     word = text.strip()

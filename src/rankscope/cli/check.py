@@ -22,8 +22,6 @@ from rankscope.diagnosis.finalreport import report_json
 from rankscope.diagnosis.verdictwords import layout_named
 from rankscope.record.finding import Verdict
 
-__all__ = ["command"]
-
 EXIT_FINDING = 1
 
 

@@ -6,12 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from rankscope.cli.terminal import Paint
-from rankscope.diagnosis.verdictwords import (
-    infected_line,
-    lying_words,
-    verdict_rest,
-    where_line,
-)
+from rankscope.diagnosis.verdictwords import infected_line, lying_words, verdict_rest, where_line
 from rankscope.record.finding import Finding, Report, Verdict
 from rankscope.tree.summary import counted, extent
 from rankscope.tree.views import Trace
@@ -108,11 +103,9 @@ def _evidence(finding: Finding) -> Iterator[str]:
     for name, value in finding.evidence.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             for each in value:
-                text = "  ".join(f"{key} {part}" for key, part in each.items())
-                yield f"    {name}: {text}"
+                yield f"    {name}: {'  '.join(f'{key} {part}' for key, part in each.items())}"
         elif value not in (None, [], ""):
-            text = value if isinstance(value, str) else json.dumps(value)
-            yield f"    {name}: {text}"
+            yield f"    {name}: {value if isinstance(value, str) else json.dumps(value)}"
     if finding.victims:
         yield f"    infected: {infected_line(finding)}"
 
@@ -121,5 +114,4 @@ def left_out_lines(report: Report, words: str) -> Iterator[str]:
     """Yield why values were not compared, and what else must be known."""
     for skipped in report.skipped:
         yield f"{words}: {counted(skipped.count, 'value')}: {skipped.reason}"
-    for note in report.notes:
-        yield f"note: {note}"
+    yield from (f"note: {note}" for note in report.notes)

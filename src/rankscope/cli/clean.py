@@ -21,7 +21,7 @@ from rankscope.errors import SettingError, SpoolError
 from rankscope.run import filenames as names
 from rankscope.run.folders import is_held, read_run_header, spool_base
 from rankscope.run.locks import is_abandoned
-from rankscope.run.outfolder import OF_A_COLLECTOR, recovering
+from rankscope.run.outfolder import recovering
 from rankscope.run.processes import is_process_alive
 
 _JUST_BEGUN_S = 60.0
@@ -29,7 +29,7 @@ _JUST_BEGUN_S = 60.0
 _UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 _SUFFIXES = {"", ".json", ".jsonl", ".safetensors", ".parquet", ".cells", ".settled", ".log"}
 """Of files inside the folders of a trace."""
-_OF_A_TRACE = OF_A_COLLECTOR | {
+_OF_A_TRACE = names.OF_A_COLLECTOR | {
     *(names.TRACE_NAME, names.TREE_NAME, names.VALUES_NAME, "report.html"),
 }
 
@@ -123,15 +123,13 @@ def _runs(base: Path, limit_s: float, live: set[Path]) -> Iterator[_Remains]:
 
 
 def _traces(folder: Path, limit_s: float, live: Collection[Path]) -> Iterator[_Remains]:
-    """Yield the old traces in a folder."""
     for trace, age_s in _own_folders(folder):
         begin, what = b"", "a trace"
         if (trace / names.TRACE_NAME).is_file():
             with (trace / names.TRACE_NAME).open("rb") as file:
                 begin = file.read(100)
         elif any((trace / names.REPLICA_FOLDER).glob(f"*{names.CELLS_SUFFIX}")):
-            told = recovering(trace, out=trace)
-            what = f"records that are in no finished trace: {told}"
+            what = f"records that are in no finished trace: {recovering(trace, out=trace)}"
         if age_s < limit_s or (what == "a trace" and b'"rankscope.trace/' not in begin):
             continue
         others = {path.name for path in trace.iterdir()} - _OF_A_TRACE

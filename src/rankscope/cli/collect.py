@@ -25,18 +25,9 @@ from rankscope.run.filenames import COLLECTOR_LOG_NAME, TRACE_NAME
 from rankscope.run.findingnotices import JobNotices
 from rankscope.run.folders import SHARED, RunHeader, write_run_header
 from rankscope.run.keyfile import read_keys
-from rankscope.run.outfolder import (
-    QUIET,
-    announced,
-    default_out,
-    free_out,
-    prepare_out,
-    recovering,
-)
+from rankscope.run.outfolder import QUIET, announced, default_out, free_out, prepare_out, recovering
 from rankscope.settings import settings_from
 from rankscope.tree.reader import open_trace
-
-__all__ = ["command"]
 
 EXIT_INCOMPLETE = 1
 
@@ -143,10 +134,7 @@ def _collect(header: RunHeader, *, has_dataset: bool) -> int:
     with progress() as show:
 
         class Terminal(Observer):
-            """Says where it listens, and shows the rest where a person looks on."""
-
             def quiet(self) -> None:
-                """Nothing happened."""
                 happened_nothing.append(True)
 
             def listening(self, addresses: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,8 +35,6 @@ from rankscope.record.ranklists import ranks_text
 from rankscope.run.outfolder import typed
 from rankscope.tree.summary import counted, extent
 from rankscope.tree.views import Trace
-
-__all__ = ["command"]
 
 EXIT_FINDING = 1
 _MOST_REASONS = 3
@@ -142,11 +141,7 @@ def command(
 
 
 def _opened(paths: Sequence[Path], *, takes_printed: bool) -> list[Trace]:
-    """Open traces, or what a module debugger wrote: not one beside the other.
-
-    Raises:
-        FolderError: both are among them.
-    """
+    """Open traces, or what a module debugger wrote; FolderError: both are among them."""
     is_files = [bool(trees_in(path)) for path in paths]
     if not any(is_files):
         return [opened(path, takes_golden=True) for path in paths]
@@ -168,8 +163,7 @@ def _opened(paths: Sequence[Path], *, takes_printed: bool) -> list[Trace]:
 def _difference_lines(
     ref: Trace, test: Trace, report: Report, paint: Paint, *, is_all: bool = False
 ) -> Iterator[str]:
-    """Yield the lines of a report: the first five are the answer, then which traces these were, all
-    origins, and what could not be compared. Of hashes the answer is all."""
+    """Yield the lines of a report: the first five are the answer, of hashes all that is said."""
     if report.equal is not None:
         yield from _equality_lines(report, report.equal, paint)
         return
@@ -225,23 +219,17 @@ def _report_json(report: Report) -> dict[str, Any]:
         return report_json(report)
     equal = _equal_count(report.equal)
     before = [finding.evidence["equal_before"] for finding in report.findings]
-    phases = {
-        phase.word: {"equal": own, "compared": total}
-        for phase, (own, total) in report.equal.items()
-    }
+    phases = {p.word: {"equal": n, "compared": total} for p, (n, total) in report.equal.items()}
     counts = {"equal": equal, "equal_before": min(before, default=equal), "by_phase": phases}
     return {**report_json(report), "exact": counts}
 
 
 def _matrix_lines(ref: Path, found: Sequence[tuple[Path, Report]], paint: Paint) -> Iterator[str]:
-    """Yield the table of `diff --matrix`: a row for each run."""
     head = ("run", "verdict", "compared", "kind", "ranks", "first")
     rows = [_matrix_row(path, report) for path, report in found]
     widths = [max(map(len, column)) for column in zip(head, *rows)]
-    words = dict.fromkeys(report.verdict for _, report in found)
-    told = ", ".join(
-        f"{sum(report.verdict is word for _, report in found)} {word.value}" for word in words
-    )
+    counts = Counter(report.verdict.value for _, report in found)
+    told = ", ".join(f"{count} {word}" for word, count in counts.items())
     yield f"{counted(len(found), 'run')} held to {ref}: {told}"
     padded = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in (head, *rows)]
     yield paint("dim", "  ".join(padded[0]).rstrip())
@@ -251,8 +239,7 @@ def _matrix_lines(ref: Path, found: Sequence[tuple[Path, Report]], paint: Paint)
 
 
 def _matrix_row(path: Path, report: Report) -> tuple[str, ...]:
-    compared = f"{report.compared:,} of {report.recorded:,}"
-    run = (str(path), report.verdict.value, compared)
+    run = (str(path), report.verdict.value, f"{report.compared:,} of {report.recorded:,}")
     if not report.origins:
         why = report.lacks or ("-" if report.verdict is Verdict.CLEAN else "records are missing")
         return (*run, "-", "-", why)

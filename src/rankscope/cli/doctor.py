@@ -17,8 +17,6 @@ from rankscope.doctor.job import Question, examine
 from rankscope.doctor.script import ScriptQuestion, script_conditions
 from rankscope.errors import SettingError
 
-__all__ = ["command"]
-
 EXIT_FAILED = 1
 _COLORS = {"ok": "green", "note": "yellow", "failed": "red", "skipped": "dim"}
 
@@ -41,8 +39,7 @@ def command(
     ] = None,
     nnodes: Annotated[int, typer.Option(min=1, help="Hosts of the job.")] = 1,
     python: Annotated[
-        str,
-        typer.Option(metavar="COMMAND", help="Interpreter of the ranks; default this one."),
+        str, typer.Option(metavar="COMMAND", help="Interpreter of the ranks; default this one.")
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     script_steps: Annotated[
@@ -97,10 +94,7 @@ def command(
     else:
         conditions = examine(
             Question(
-                settings=settings,
-                local_ranks=nproc_per_node,
-                hosts=nnodes,
-                python=python_of_ranks,
+                settings=settings, local_ranks=nproc_per_node, hosts=nnodes, python=python_of_ranks
             )
         )
     if script:  # what it started ends with it, however it is ended

@@ -92,11 +92,8 @@ class FoldedTree:
         self._columns = columns or _WIDE
         self._longest_name = min(_LONGEST_NAME, self._columns // 2)
         self._ranks = ranks_text(rank["rank"] for rank in trace.run["ranks"])
-        self._running = {
-            rank["rank"]
-            for rank in trace.completeness["ranks"]
-            if rank["end"] == EndReason.RUNNING.value
-        }
+        states = trace.completeness["ranks"]
+        self._running = {r["rank"] for r in states if r["end"] == EndReason.RUNNING.value}
         self._inside: dict[str, _Standing] = {}
         self._own: dict[str, _Standing] = {}
         self._depth = _DEPTH
@@ -111,8 +108,7 @@ class FoldedTree:
     def _take(self, finding: Finding) -> None:
         is_warning = finding.severity is Severity.WARNING
         if is_warning or (finding.is_origin and self._first is not None):
-            kind = finding.kind.value
-            self._say(finding.path, kind, finding.ranks, is_fault=not is_warning)
+            self._say(finding.path, finding.kind.value, finding.ranks, is_fault=not is_warning)
             return
         for standing in self._standings(finding.path):
             if self._first is None:
@@ -168,8 +164,7 @@ class FoldedTree:
         return [cut(line, self._columns) for line in lines][:most]
 
     def _deepest(self) -> int:
-        """Return the level below the first numbered modules: in many models they stand deeper than
-        the first level."""
+        """Return the level below the first numbered modules, which in many models stand deeper."""
         inside, level = list(self._roots), 0
         while inside and level < _DEEPEST - 1:
             inside, level = [child for module in inside for child in _called(module)], level + 1
@@ -184,7 +179,6 @@ class FoldedTree:
         return "  ".join([f"{pad}{name}{gap}", *filter(None, row.parts)]).rstrip()
 
     def _shown(self, root: ModuleOutline) -> Iterator[_TreeRow]:
-        """Yield the rows of a root and of the modules inside it."""
         group, is_expanded = AlikeModules(modules=(root,)), any(_called(root))
         yield self._row(group, 0, "", self._ranks, is_expanded=is_expanded)
         yield from self._below(root, 1, root.ranks or self._ranks, is_quiet=False)
@@ -201,9 +195,8 @@ class FoldedTree:
             model = max(row, key=lambda group: (group.kinds == 1, len(group.modules)))
             expanded = [group for group in row if group.kinds == 1][:1]
             for group in row:
-                is_expanded = (
-                    group in expanded and level < self._depth and any(_called(group.first))
-                )
+                is_open = group in expanded and level < self._depth
+                is_expanded = is_open and any(_called(group.first))
                 unlike = None
                 if group is not model and group.kinds == 1:
                     unlike = difference(group.first, model.first)
@@ -289,7 +282,7 @@ def _called(module: ModuleOutline) -> Iterator[ModuleOutline]:
     """Yield the modules that stand one level below: what only holds others gives way to them, but
     numbered modules stand for themselves."""
     for name, child in module.children.items():
-        if child.is_called or (is_number(name) and child.children):
+        if child.ranks or (is_number(name) and child.children):
             yield child
         else:
             yield from _called(child)

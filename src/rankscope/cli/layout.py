@@ -53,15 +53,13 @@ def proposal_lines(proposal: LayoutProposal, source: str) -> Iterator[str]:
         yield f"# The trace does not show a whole run ({proposal.lacks}): what it lacks may speak"
         yield "# against lines of this file. Better propose one from a run that went well."
     yield f"# {proposal.undecided} slots are left out: nothing shows how they lie."
-    for reason in proposal.axis_reasons:
-        yield f"# {reason}"
+    yield from (f"# {reason}" for reason in proposal.axis_reasons)
     listed = ",".join(f"{axis}={size}" for axis, size in proposal.axes.items())
     yield f"axes = {json.dumps(listed)}"
     for entry in proposal.entries:
         yield ""
         yield "[[layout]]"
-        for reason in entry.reasons:
-            yield f"# {reason}"
+        yield from (f"# {reason}" for reason in entry.reasons)
         yield f"path = {json.dumps(entry.path, ensure_ascii=False)}"
         yield f"slot = {json.dumps(entry.slot, ensure_ascii=False)}"
         placed = ", ".join(f'{axis} = "{each}"' for axis, each in entry.placements.items())

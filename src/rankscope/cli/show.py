@@ -56,8 +56,6 @@ from rankscope.tree.selection import parse_mode, parse_phase, parse_ranges
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Step, Trace
 
-__all__ = ["ROWS", "command"]
-
 ROWS = 40
 """What fits a terminal that is not large."""
 _MOST_NODES_BYTES = 32 << 20
@@ -115,8 +113,7 @@ def command(
     """Show a trace on one screen: how complete, what is wrong, where ranks differ, which modules.
     With --full, or with a selection, its tree call by call.
     """
-    given = {name for name in context.params if _is_given(context, name)}
-    if not given - {"trace"}:
+    if not {name for name in context.params if _is_given(context, name)} - {"trace"}:
         _show_summary(trace)
         return
     every = frozenset(Phase) - {Phase.SETUP}
@@ -176,16 +173,8 @@ def _size(files: list[Path]) -> int:
 def _summary_rows(
     trace: Trace, report: Report | None, unjudged: str, paint: Paint, columns: int, place: str
 ) -> list[str]:
-    """Return the rows of a summary.
-
-    Args:
-        trace: an open trace.
-        report: what `check` says of it, None where it was not asked.
-        unjudged: why not.
-        paint: gives colour.
-        columns: of the terminal; 0 where rows may be of any length.
-        place: the trace as it may be typed; "" where commands find it without.
-    """
+    """Return the rows of a summary. `unjudged`: why there is no report; `columns`: 0 where rows may
+    be of any length; `place`: the trace as it may be typed, or nothing where commands find it."""
     step = _step_shown(trace, report)
     roots = [] if step is None else module_outlines(step.nodes)
     named = "TRACE" if len(place) > (columns or _PLAIN_COLUMNS) // 2 else place
@@ -199,11 +188,8 @@ def _summary_rows(
     if report is not None and step is not None and len(trace.run["ranks"]) > 1:
         for line in _differing_lines(report, paint):
             rows += _rows(line, columns, 2)
-    more = [
-        row
-        for line in _more_lines(trace, report, step, paint, columns, named, is_short=named != place)
-        for row in _rows(line, columns, 4)
-    ]
+    lines = _more_lines(trace, report, step, paint, columns, named, is_short=named != place)
+    more = [row for line in lines for row in _rows(line, columns, 4)]
     if step is not None:
         left = max(ROWS - len(rows) - len(more), _LEAST_OF_TREE)
         rows += _rows(paint("bold", _step_title(trace, step, report)), columns, 1)
@@ -244,12 +230,10 @@ def _step_title(trace: Trace, step: Step, report: Report | None) -> str:
 
 
 def _job_lines(trace: Trace, paint: Paint, place: str) -> Iterator[str]:
-    """Yield which steps there are, why, and what is known to be missing."""
     if trace.steps:
         count = len({(step.mode, step.step) for step in trace.steps})
         yield f"{counted(count, 'step')}: {steps_named(trace.steps)}"
-    for told in trace.happened[:2]:
-        yield paint("yellow", visible(told))
+    yield from (paint("yellow", visible(told)) for told in trace.happened[:2])
     lacking = [r for r in trace.completeness["ranks"] if not r["complete"]]
     if lacking and not trace.is_live and not trace.is_complete:
         who = ranks_named(rank["rank"] for rank in lacking)
@@ -282,9 +266,7 @@ def _verdict_lines(report: Report | None, unjudged: str, paint: Paint, place: st
 
 
 def _differing_lines(report: Report, paint: Paint) -> Iterator[str]:
-    """Yield where ranks differ: modules, ranks, phases."""
-    lines = list(_finding_lines(report, paint))
-    if lines:
+    if lines := list(_finding_lines(report, paint)):
         yield paint("bold", "where")
         yield from (f"  {line}" for line in lines)
     elif report.compared > report.alone and not report.findings:
@@ -307,16 +289,14 @@ def _finding_lines(report: Report, paint: Paint) -> Iterator[str]:
     rest = [*slots][_MOST_PLACES:]
     if rest:
         kinds = ", ".join(sorted({kind for *_, kind in rest}))
-        who = shortened(
-            ranks_named({rank for _, ranks, *_ in rest for rank in ranks}), _LONGEST_NAME
-        )
+        their_ranks = {rank for _, ranks, *_ in rest for rank in ranks}
+        who = shortened(ranks_named(their_ranks), _LONGEST_NAME)
         yield f"and in {counted(len(rest), 'more place', 'more places')}  {who}  {kinds}"
     of_place: dict[object, int] = {}
     for origin in report.origins:  # several values of one call have the same victims
         where = (origin.path, origin.phase, origin.ranks)
         of_place[where] = max(of_place.get(where, 0), origin.victims)
-    victims = sum(of_place.values())
-    if victims:
+    if victims := sum(of_place.values()):
         by_phase: dict[str, list[str]] = {}
         for finding in report.findings:
             if not finding.is_origin and finding.severity is Severity.FAULT:
@@ -342,10 +322,8 @@ def _tops(paths: Iterable[str]) -> str:
         numbers.setdefault(stem, set()).update(() if at is None else [int(parts[at])])
     if len(numbers) > 1:
         numbers.pop("(root)", None)
-    named = [
-        shortened(f"{stem}.{ranks_text(own)}" if own else stem, _LONGEST_NAME)
-        for stem, own in numbers.items()
-    ]
+    names = (f"{stem}.{ranks_text(own)}" if own else stem for stem, own in numbers.items())
+    named = [shortened(name, _LONGEST_NAME) for name in names]
     return ", ".join([*named[:_MOST_PLACES], *(["..."] if len(named) > _MOST_PLACES else [])])
 
 
@@ -359,7 +337,6 @@ def _more_lines(
     *,
     is_short: bool,
 ) -> Iterator[str]:
-    """Yield what to type next."""
     title = "see more" + (" (TRACE is the folder named in the first line)" if is_short else "")
     yield paint("bold", title)
     asked: list[tuple[str, str]] = []

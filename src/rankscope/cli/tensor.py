@@ -106,18 +106,13 @@ def command(
 
 
 def _listing_lines(trace: Trace, wanted: Wanted) -> Iterator[str]:
-    """Yield the lines that list what was kept: all of it, or what the names mean.
-
-    Raises:
-        SelectionError: nothing of it was kept; says how to keep tensors.
-    """
+    """Yield the lines that list what was kept of `wanted`, or all; SelectionError: nothing was."""
     if wanted.names:
         chosen, notes = choose(trace, wanted)
         for line in notes:
             remark(line)
-        listing = list_tensors(
-            trace, ((each.value.node, view) for each in chosen for view in each.value.views)
-        )
+        views = ((each.value.node, view) for each in chosen for view in each.value.views)
+        listing = list_tensors(trace, views)
     else:
         listing = list_tensors(trace)
     if not listing.entries:

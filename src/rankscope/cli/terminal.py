@@ -29,8 +29,7 @@ __all__ = [
 ]  # fmt: skip
 
 _CODES: Final = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
-_PLAIN: Final = "\x1b[0m"
-"""Ends a style."""
+_END_OF_STYLE: Final = "\x1b[0m"
 _COLORS: Final = re.compile(f"(\x1b\\[(?:0|{'|'.join(_CODES.values())})m)")
 """What commands put around text, in a group of its own."""
 _PART = re.compile(r"( {2,}|^)((?:\S| (?! ))+)")
@@ -44,7 +43,7 @@ class Paint:
 
     def __call__(self, style: str, text: str) -> str:
         """Return the text in a style of `_CODES`."""
-        return f"\x1b[{_CODES[style]}m{text}{_PLAIN}" if self._is_on and text else text
+        return f"\x1b[{_CODES[style]}m{text}{_END_OF_STYLE}" if self._is_on and text else text
 
 
 def _has_colors(stream: TextIO) -> bool:
@@ -58,9 +57,8 @@ def shown(line: str, *, has_colors: bool = True) -> str:
         return line
     if not has_colors:
         return visible(line)
-    return "".join(
-        part if number % 2 else visible(part) for number, part in enumerate(_COLORS.split(line))
-    )
+    parts = enumerate(_COLORS.split(line))
+    return "".join(part if number % 2 else visible(part) for number, part in parts)
 
 
 def echo(text: str, *, err: bool = False, is_line: bool = True, end: str = "\n") -> None:
@@ -87,9 +85,7 @@ def size_text(count: float) -> str:
 
 
 def width() -> int:
-    """Return the columns of the terminal, or of the variable COLUMNS; 0 where lines may be of any
-    length.
-    """
+    """Return the columns of the terminal, or of COLUMNS; 0 where lines may be of any length."""
     return shutil.get_terminal_size((0, 0)).columns
 
 
@@ -130,7 +126,7 @@ def cut(line: str, columns: int) -> str:
     left, kept, is_painted = max(columns - 3, 0), [], False
     for part in _COLORS.split(line):
         if _COLORS.fullmatch(part):
-            is_painted = part != _PLAIN
+            is_painted = part != _END_OF_STYLE
             kept.append(part)
         else:
             begin = _begin(part, left)
@@ -138,7 +134,7 @@ def cut(line: str, columns: int) -> str:
             left -= _length(begin)
             if begin != part:
                 break
-    return "".join(kept) + "..."[:columns] + (_PLAIN if is_painted else "")
+    return "".join(kept) + "..."[:columns] + (_END_OF_STYLE if is_painted else "")
 
 
 def _begin(text: str, columns: int) -> str:

@@ -1,4 +1,5 @@
-"""`rankscope top`: where the ranks of a running job are, whom they wait for, how fast they are."""
+"""`rankscope top`: where the ranks of a running job are, whom they wait for, how fast they are. Its
+screen is made of what it gives as JSON."""
 
 from __future__ import annotations
 
@@ -11,19 +12,19 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterator
-from typing import Annotated, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from textwrap import wrap
+from typing import Annotated, Any, Final
 
 import typer
 
 from rankscope.cli.arguments import LayoutOption, TraceArgument
-from rankscope.cli.terminal import Paint, echo, shown, width
+from rankscope.cli.terminal import Paint, cut, echo, fitted, shown, size_text, width
 from rankscope.cli.topsource import SORTS, TopSource
-from rankscope.cli.toptext import screen_lines
 from rankscope.errors import FolderError, RankscopeError, SettingError
+from rankscope.record.ranklists import ranks_named
+from rankscope.run.jobstatus import OLD_S
 from rankscope.tree.reader import trace_folder
-
-__all__ = ["command"]
 
 EXIT_FINDING = 1
 _EVERY_S: Final = 1.0
@@ -83,7 +84,6 @@ def command(
 
 
 def _show_until_left(source: TopSource) -> None:
-    """Show a job until q, Ctrl-C or the end of the input."""
     paint = Paint(sys.stdout)
     note = ""
     with contextlib.suppress(KeyboardInterrupt), _screen() as keys:
@@ -100,14 +100,12 @@ def _show_until_left(source: TopSource) -> None:
             if key == b"s":
                 names = [*SORTS]
                 source.sort = names[(names.index(source.sort) + 1) % len(names)]
-            elif key == b"/":
-                asked = _asked(keys, size.lines)
-                if asked is not None:
-                    try:
-                        source.choose(asked)
-                        note = f", ranks {asked}" if asked.strip() else ""
-                    except RankscopeError as error:
-                        note = f", {error}"
+            elif key == b"/" and (asked := _asked(keys, size.lines)) is not None:
+                try:
+                    source.choose(asked)
+                    note = f", ranks {asked}" if asked.strip() else ""
+                except RankscopeError as error:
+                    note = f", {error}"
 
 
 def _draw(lines: list[str]) -> None:
@@ -158,3 +156,176 @@ def _screen() -> Iterator[Keys]:
         sys.stdout.flush()
         if before is not None:
             termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+# ---- the screen ----------------------------------------------------------------------------------
+
+_HEAD = f"{'ranks':<12} {'step':<9} {'age':>6} {'time':>7} {'all':>5} {'own':>5}  last in"
+_MOST_FINDINGS = 3
+_SLOW = 1.1
+
+
+def screen_lines(
+    found: Mapping[str, Any], paint: Paint, columns: int, rows: int, keys: str = ""
+) -> list[str]:
+    """Return the lines of one screen of what `TopSource.now` gives; 0 columns or rows are as many
+    as there are, `keys` is the last line."""
+    checked = [*_check(found, paint, columns, is_screen=columns > 0 and rows > 0)]
+    above = [*_job(found, paint), *checked, ""]
+    below = ["", *_worst(found["worst"], paint)] if found["worst"] else []
+    if keys:
+        below += ["", paint("dim", keys)]
+    above = [row for line in above for row in fitted(line, columns)]
+    below = [row for line in below for row in fitted(line, columns)]
+    groups = [[*_group(group, paint)] for group in found["groups"]]
+    room = rows - len(above) - len(below) - 2 if rows else sum(map(len, groups))
+    table = [paint("bold", _HEAD)]
+    for number, lines in enumerate(groups):
+        if len(table) - 1 + len(lines) > max(room, 4):
+            table.append(f"and {len(groups) - number} groups of ranks more")
+            break
+        table += lines
+    return [cut(line, columns) if columns else line for line in [*above, *table, *below]]
+
+
+def _job(found: Mapping[str, Any], paint: Paint) -> Iterator[str]:
+    states = ", ".join(f"{n} {state}" for state, n in found["ranks_by_state"].items())
+    nothing = "nothing has come yet"
+    if found["received_bytes"]:
+        nothing = f"{size_text(found['received_bytes'])} of records have come, nobody has read them"
+    states = states or nothing
+    count = sum(found["ranks_by_state"].values())
+    world = found["world_size"] or count
+    hosts = f" on {found['hosts']} host{'s' * (found['hosts'] != 1)}" if found["hosts"] else ""
+    name = paint("bold", found["trace"].rstrip("/").rpartition("/")[2])
+    yield f"{name}  {count} of {world} ranks{hosts}: {states}  {time.strftime('%H:%M:%S')}"
+    if found["state"] == "deserted":
+        yield paint("red", "nobody is at work on this trace: rankscope recover builds its tree")
+    age_s = found["status_age_s"]
+    if found["state"] == "running" and age_s is not None and age_s > OLD_S:
+        yield paint("yellow", f"this is what was so {_seconds(age_s)} ago: nobody has looked since")
+    parts = []
+    if found["step"] is not None:
+        parts.append(f"train step {found['step']}")
+    if found["step_s"] is not None:
+        parts.append(f"{_seconds(found['step_s'])} a traced step")
+    if found["records_per_s"] is not None:
+        parts.append(
+            f"{found['records_per_s']:,.0f} records/s, {size_text(found['bytes_per_s'])}/s"
+        )
+    yield "  ".join(parts)
+    parts = []
+    if found["spool"] is not None:
+        spool = found["spool"]
+        text = f"spool {spool['fill']:.0%} full"
+        parts.append(f"{text} (rank {spool['rank']})" if spool["fill"] >= 0.01 else text)
+    lost = found["lost_records"]
+    if lost or found["received_bytes"] == 0 or found["ranks_by_state"]:
+        parts.append(paint("red", f"{lost:,} records lost") if lost else "nothing lost")
+    yield "  ".join(parts)
+    for words, name in (("loss", "loss"), ("gradient norm", "grad_norm")):
+        if found[name] is not None:
+            yield _spread(words, found[name])
+    yield from (paint("yellow", stall) for stall in found["stalls"])
+
+
+def _spread(name: str, found: Mapping[str, Any]) -> str:
+    where = f", step {found['step']}"
+    wrong = f", not finite on {ranks_named(found['not_finite'])}" if found["not_finite"] else ""
+    if found["min"] is None:
+        return f"{name}{wrong.lstrip(',')}{where}"
+    if found["min"] == found["max"]:
+        return f"{name} {found['min']:.6g}{wrong}{where}"
+    low, high = (f"{found[end]:.6g} (rank {found[f'{end}_rank']})" for end in ("min", "max"))
+    return f"{name} {low} to {high}{wrong}{where}"
+
+
+def _check(
+    found: Mapping[str, Any], paint: Paint, columns: int, *, is_screen: bool
+) -> Iterator[str]:
+    """Yield what `check` found: on a screen a line of each message, and its whole place."""
+    check = found["check"]
+    if check["trouble"] or check["verdict"] is None:
+        line = f"check: {check['trouble'] or 'not judged yet'}"
+        yield cut(line, 3 * columns) if is_screen else line
+    if check["verdict"] is None:
+        return
+    origins = [f for f in check["findings"] if f["origin"]]
+    if not origins:
+        steps = "" if "judged" in check else " in the steps judged while the job runs"
+        yield f"check ({_seconds(check['age_s'])} ago): no fault so far{steps}"
+    for finding in origins[:_MOST_FINDINGS]:
+        ago = f"{_seconds(finding.get('age_s', check['age_s']))} ago"
+        line = paint("red", f"check ({ago}): {finding['kind']}: {finding['message']}")
+        yield cut(line, columns) if is_screen else line
+        step, ranks = f"{finding['mode']} step {finding['step']}", ranks_named(finding["ranks"])
+        name = ":".join(filter(None, (finding["path"] or "(root)", finding["slot"])))
+        place = f"  {step}, {ranks}, {finding['phase']} of {name}"
+        yield from wrap(place, columns or len(place), subsequent_indent="    ")
+    if len(origins) > _MOST_FINDINGS:
+        yield f"and {len(origins) - _MOST_FINDINGS} origins more: rankscope check"
+
+
+def _group(group: Mapping[str, Any], paint: Paint) -> Iterator[str]:
+    step = group["step"].removeprefix("train step ") or "-"
+    if group["step_over"]:
+        step = f"{step} done"
+    where = _last(group["where"], 29)
+    if group["state"] != "running":
+        style = "red" if group["state"] in ("lost", "raised") else "dim"
+        where = f"{paint(style, group['state'])}, {_last(group['where'], 20)}"
+    numbers = (
+        f"{_range(group['age_s'], _seconds):>6} {_range(group['step_s'], _seconds):>7} "
+        f"{_ratio(group['beside_all'], paint)} {_ratio(group['beside_history'], paint)}"
+    )
+    yield f"{_short(group['ranks'], 12):<12} {_short(step, 9):<9} {numbers}  {where}"
+    if group["waits_in"]:
+        whom = f" for {ranks_named(group['waits_for'])}" if group["waits_for"] else ""
+        yield f"{' ' * 23}waits in {group['waits_in']}{paint('yellow', whom)}"
+
+
+def _worst(worst: Sequence[Mapping[str, Any]], paint: Paint) -> Iterator[str]:
+    slow = [each for each in worst if each["beside_all"] >= _SLOW]
+    if not slow:
+        yield "slowest ranks: none took 10 % longer than the median of all in its last step"
+        return
+    listed = [
+        f"rank {each['rank']} {_seconds(each['own_s'])} "
+        f"x{each['beside_all']:.2f} ({each['slow_steps']} of {each['compared_steps']} steps)"
+        for each in slow
+    ]
+    yield f"slowest ranks:  {'  '.join(listed)}"
+
+
+def _range(numbers: Sequence[float] | None, text: Any) -> str:
+    """Return the greatest number: the group is as slow as the slowest of it."""
+    return text(numbers[-1]) if numbers else "-"
+
+
+def _ratio(numbers: Sequence[float] | None, paint: Paint) -> str:
+    if not numbers:
+        return f"{'-':>5}"
+    text = f"{min(numbers[-1], 999):>5.2f}" if numbers[-1] < 100 else f"{numbers[-1]:>5.0f}"
+    return paint("yellow", text) if numbers[-1] >= _SLOW else text
+
+
+def _seconds(seconds: float) -> str:
+    """Return a time in at most six characters."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f}ms"
+    if seconds < 100:
+        return f"{seconds:.1f}s"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f}min"
+    return f"{seconds / 3600:.0f}h"
+
+
+def _short(text: str, columns: int) -> str:
+    return text if len(text) <= columns else f"{text[: columns - 2]}.."
+
+
+def _last(where: str, columns: int) -> str:
+    """Return phase and module with the begin of a long path left out."""
+    phase, of, path = where.partition(" of ")
+    room = columns - len(phase) - len(of)
+    return where if len(path) <= room or room < 6 else f"{phase}{of}..{path[2 - room :]}"

@@ -31,8 +31,6 @@ from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.reader import open_trace
 from rankscope.tree.unfinished import is_at_work, received_bytes, status_in
 
-__all__ = ["SORTS", "TopSource"]
-
 FORMAT: Final = "rankscope.top/1"
 _MOST_WORST: Final = 10
 _OF_WORST: Final = (
@@ -50,9 +48,9 @@ SORTS: Final[dict[str, Callable[[Group], Any]]] = {
 }
 """Orders of groups, by name; groups alike in it stand in order of rank."""
 _WAIT_S: Final = 3.0
-"""One answer waits so long for a status that was written after the question, """
+"""For a status that was written after the question."""
 _FIRST_WAIT_S: Final = 10.0
-"""and so long for the first of a job that has just begun."""
+"""For the first status of a job that has just begun."""
 _POLL_S: Final = 0.05
 _VERDICT_S: Final = 600.0
 _MOST_JUDGED_BYTES: Final = 256 << 20
@@ -67,11 +65,8 @@ class TopSource:
     """One trace folder, and what of it is shown."""
 
     def __init__(self, folder: Path, layout: LayoutFile | None, *, judges: bool) -> None:
-        """Look at it for the first time; `layout` is for the verdict, which `judges` asks for.
-
-        Raises:
-            TraceError: there is nothing in the folder, and nobody at work on it.
-        """
+        """Look at it for the first time; TraceError: there is nothing in the folder, and nobody at
+        work on it. `layout` is for the verdict, which `judges` asks for."""
         self.sort = "rank"
         self._ranks: tuple[int, ...] | None = None
         self._folder, self._layouts, self._judges = folder, layout, judges
@@ -87,11 +82,7 @@ class TopSource:
                 )
 
     def choose(self, ranks: str) -> None:
-        """Show these ranks alone: `0-3,8` or `all`.
-
-        Raises:
-            SettingError: this is no list of ranks.
-        """
+        """Show these ranks alone, `0-3,8` or `all`; SettingError: this is no list of ranks."""
         self._ranks = settings_from({"ranks": ranks.strip() or "all"}, {}).ranks
 
     def one(self) -> dict[str, Any]:
@@ -203,22 +194,10 @@ class TopSource:
 
 
 def _job_summary(
-    folder: Path,
-    status: JobStatus,
-    statuses: Sequence[RankStatus],
-    *,
-    state: str,
-    sort: str,
+    folder: Path, status: JobStatus, statuses: Sequence[RankStatus], *, state: str, sort: str
 ) -> dict[str, Any]:
-    """Return what is known of a job; fields as in docs/commands/top.md.
-
-    Args:
-        folder: the trace folder.
-        status: of the job.
-        statuses: of its ranks that are to be shown.
-        state: "running", "deserted" or "ended".
-        sort: one of `SORTS`.
-    """
+    """Return what is known of a job; fields as in docs/commands/top.md. `statuses`: of its ranks
+    that are to be shown; `state`: running, deserted or ended."""
     seen = [status.rank for status in statuses]
     hosts = {status.host for status in statuses if status.host}
     steps = [s.step for s in statuses if s.step is not None and s.mode is Mode.TRAIN]
@@ -292,16 +271,14 @@ def _worst(statuses: Sequence[RankStatus]) -> list[dict[str, Any]]:
     """Return the ranks that took longest in their last step beside the median, slowest first."""
     compared = [status for status in statuses if status.beside_all is not None]
     compared.sort(key=lambda status: (-(status.beside_all or 0.0), -status.slow_steps))
-    return [
-        {name: getattr(status, name) for name in _OF_WORST} for status in compared[:_MOST_WORST]
-    ]
+    return [{name: getattr(each, name) for name in _OF_WORST} for each in compared[:_MOST_WORST]]
 
 
 def _spread(
     statuses: Sequence[RankStatus], number: Callable[[EndedStep], float | None]
 ) -> dict[str, Any] | None:
-    """Return the least and greatest of a number in the last step that has it on all ranks that have
-    it at all, with their ranks; a rank without a finite number is named. None where none has it."""
+    """Return the least and greatest of a number, with their ranks, in the last step that has it on
+    all ranks that have it at all, and the ranks where it is not finite. None where none has it."""
     held = [{step.step: number(step) for step in status.ended} for status in statuses]
     known = [
         (status.rank, {step: value for step, value in own.items() if value is not None})

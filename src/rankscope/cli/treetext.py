@@ -32,8 +32,7 @@ _ELEMENTS = frozenset(s.name for s in STATISTICS if s.is_element)
 _MAX_VALUES = 4
 """Distinct values listed below a slot whose ranks differ."""
 _LONG = 24
-"""Characters of a placement that rankscope does not interpret; a longer one is cut at its
-arguments."""
+"""Characters of an uninterpreted placement; a longer one is cut at its arguments."""
 _INTEGER = re.compile(r"u?int\d+")
 
 
@@ -68,11 +67,8 @@ class View:
 
 
 def parse_columns(text: str) -> tuple[str, ...] | None:
-    """Return the columns that the option --stats names; None for those of a value's dtype.
-
-    Raises:
-        SelectionError: there is none of that name.
-    """
+    """Return the columns that --stats names; None for those of a value's dtype. SelectionError:
+    there is none of that name."""
     words = tuple(c.strip() for c in text.split(",") if c.strip() and c.strip() != "none")
     for column in words:
         if column not in COLUMNS:
@@ -83,11 +79,8 @@ def parse_columns(text: str) -> tuple[str, ...] | None:
 
 
 def tree_lines(trace: Trace, view: View, paint: Paint) -> Iterator[str]:
-    """Yield the lines that show a trace.
-
-    Raises:
-        SelectionError: the trace has no such step, rank or path; says what it has.
-    """
+    """Yield the lines that show a trace; SelectionError says what it has where there is no such
+    step, rank or path."""
     groups = _groups(trace, view)
     if view.rank is not None and view.rank not in {rank["rank"] for rank in trace.run["ranks"]}:
         held = ranks_text(rank["rank"] for rank in trace.run["ranks"])
@@ -141,11 +134,7 @@ def _groups(trace: Trace, view: View) -> list[Step]:
     if view.phases == {Phase.SETUP}:
         return setup
     if trace.steps and not chosen:
-        asked = (
-            f"{mode.word} step {', '.join(str(r.start) for r in view.steps)}"
-            if view.steps
-            else f"{mode.word} step"
-        )
+        asked = f"{mode.word} step {', '.join(str(r.start) for r in view.steps or ())}".rstrip()
         raise SelectionError(f"the trace holds no {asked}; it holds {steps_named(trace.steps)}")
     return [*setup, *chosen]
 
@@ -184,14 +173,10 @@ class _Levels:
         """Hold modules and are never called: a ModuleList is no level."""
 
     def of(self, path: str) -> int:
-        """Return the levels of a path."""
         if path in self._roots:
             return 0
-        return sum(
-            glob_matches(self._glob, around)
-            for around in _around(path)
-            if around not in self._containers
-        )
+        levels = (around for around in _around(path) if around not in self._containers)
+        return sum(glob_matches(self._glob, around) for around in levels)
 
 
 def _around(path: str) -> Iterator[str]:
@@ -203,14 +188,11 @@ def _around(path: str) -> Iterator[str]:
 
 
 class _Tree:
-    """The lines of the calls of one step."""
-
     def __init__(self, view: View, paint: Paint, levels: _Levels) -> None:
         self._view, self._paint, self._levels = view, paint, levels
         self._left_out: Counter[Phase] = Counter()
 
     def lines(self, top: Node) -> Iterator[str]:
-        """Yield an outermost call and what is below it."""
         yield from self._lines(top, 1, self._levels.of(top.path))
 
     def left_out(self) -> Iterator[str]:
@@ -277,9 +259,9 @@ def _head(node: Node, paint: Paint) -> str:
 
 
 def _duration(us: float) -> str:
-    return (
-        f"{us:.0f} us" if us < 1000 else f"{us / 1e3:.1f} ms" if us < 1e6 else f"{us / 1e6:.2f} s"
-    )
+    if us < 1000:
+        return f"{us:.0f} us"
+    return f"{us / 1e3:.1f} ms" if us < 1e6 else f"{us / 1e6:.2f} s"
 
 
 def _outcome_lines(node: Node, paint: Paint) -> Iterator[str]:
@@ -289,8 +271,7 @@ def _outcome_lines(node: Node, paint: Paint) -> Iterator[str]:
     if not node.has_returned:
         for outcome in node.outcomes:
             if not outcome.has_returned:
-                color = "dim" if outcome.status in IN_ORDER else "red"
-                yield paint(color, visible(outcome.words))
+                yield paint("dim" if outcome.status in IN_ORDER else "red", visible(outcome.words))
     yield from (paint("yellow", visible(error.words)) for error in node.errors)
 
 
@@ -326,32 +307,24 @@ def _slot_lines(
 ) -> Iterator[str]:
     """Yield what is known of a slot; `others` are the entries of ranks that differ from it."""
     if slot.dtype == "python":
-        notes = [
-            visible(fold.note or "")
-            for fold in slot.folds
-            if view.rank is None or view.rank in fold.ranks
-        ]
-        yield f"{visible(slot.slot)} = {notes[0]}" + (
-            f"  {paint('yellow', 'ranks differ')}" if len(notes) > 1 else ""
-        )
+        shown = (f for f in slot.folds if view.rank is None or view.rank in f.ranks)
+        note, *more = [visible(fold.note or "") for fold in shown]
+        differ = f"  {paint('yellow', 'ranks differ')}" if more else ""
+        yield f"{visible(slot.slot)} = {note}{differ}"
         return
     folds, columns = slot.folds, view.columns_of(slot.dtype)
     parts = [f"{visible(slot.slot):<14} {slot.dtype}{shape_text(slot, view.rank)}"]
     if slot.placements:
         parts.append(paint("cyan", layout_text(slot)))
-    flags = sorted({flag for fold in folds for flag in fold.flags})
-    if flags:
+    if flags := sorted({flag for fold in folds for flag in fold.flags}):
         parts.append(paint("yellow", ",".join(flags)))
     if slot.disagreement:
         parts.append(_disagreement(slot, others, paint))
     numbers, is_one = _numbers(slot, view)
     if numbers is not None:
         parts.append(_statistics(numbers, slot.dtype, columns))
-    parts += [
-        paint("red", str(c.note))
-        for c in slot.combined
-        if c.note is not None and c.note.kind is NoteKind.REPLICAS_DIFFER
-    ]
+    notes = (each.note for each in slot.combined if each.note is not None)
+    parts += [paint("red", str(n)) for n in notes if n.kind is NoteKind.REPLICAS_DIFFER]
     if is_one or view.rank is not None:
         yield "  ".join(filter(None, parts))
         return

@@ -24,8 +24,6 @@ from rankscope.tree.summary import ended_words, endings
 from rankscope.tree.unfinished import begin_in, spool_bases
 from rankscope.tree.views import Trace
 
-__all__ = ["command"]
-
 EXIT_INCOMPLETE = 1
 _ENDS = {
     "lost": "gone without an end record: killed by a signal, aborted, or left by os._exit",
@@ -108,9 +106,8 @@ def _lines(trace: Trace, paint: Paint) -> Iterator[str]:
         if not trace.steps:
             yield paint("yellow", "no step was traced")
     else:
-        yield paint(
-            "red", "incomplete" + (": the job may still be running" if trace.is_live else "")
-        )
+        more = ": the job may still be running" if trace.is_live else ""
+        yield paint("red", f"incomplete{more}")
         if not trace.is_live:
             yield from _what_to_add(trace)
 

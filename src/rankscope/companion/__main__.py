@@ -14,8 +14,6 @@ from rankscope.errors import RankscopeError
 from rankscope.run.companions import ExitOutcome
 from rankscope.run.processes import watch_signals
 
-__all__ = ["main"]
-
 _FILES_WANTED = 65536
 
 

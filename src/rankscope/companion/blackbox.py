@@ -1,13 +1,12 @@
-"""The black box of one host: sees what happens to its ranks, and what others saw, and has the last
-steps of all of them copied.
+"""The black box of one host: sees what happens to its ranks, and has the last steps of all copied.
 
 A rank that ended otherwise than in order, a job that stands still, a touch of the watched file and
 an order are seen here; what stands in values is seen by the ranks. All of it goes on one board for
-each life of the job (`run.eventboard`), which says at which step it was: that is all hosts agree
-on. Hosts without a folder that all of them see tell each other by the collector (`hear`).
+each life of the job (`run.eventboard`), with the step at which it was: that is all hosts agree on.
+Hosts without a folder that all of them see tell each other by the collector (`hear`).
 
-A box is *quiet* once the ranks of its host have ended in order and nothing was told: then nothing
-is copied. What they held stays until the collector knows that all hosts are quiet.
+A box is *quiet* once the ranks of its host have ended in order and nothing was told: nothing is
+copied. What they held stays until the collector knows that all hosts are quiet.
 """
 
 from __future__ import annotations
@@ -26,22 +25,13 @@ from rankscope.record.ranklists import ranks_named
 from rankscope.record.stepselection import StepSelection
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.record.triggers import Trigger
-from rankscope.run.eventboard import (
-    ABSENT,
-    EventBoard,
-    Happening,
-    Window,
-    event_folder,
-    file_time,
-)
+from rankscope.run.eventboard import ABSENT, EventBoard, Happening, Window, event_folder, file_time
 from rankscope.run.filenames import HELD_FOLDER
 from rankscope.run.folders import RunHeader, read_run_header, streams
 from rankscope.run.jobend import job_end
 from rankscope.run.orders import Order
 from rankscope.run.stallrecords import Stall
 from rankscope.settings import settings_of_run
-
-__all__ = ["BlackBox", "black_box_of", "copy_what_is_held"]
 
 _LOOK_S = 0.1
 _SETTLED_S = 3.0
@@ -57,12 +47,7 @@ def black_box_of(run_folder: Path, header: RunHeader) -> BlackBox | None:
 
 
 def copy_what_is_held(run_folder: Path) -> None:
-    """Copy the last steps of ranks whose relay is gone: those before anything that happened, else
-    the last.
-
-    Raises:
-        SpoolError: it is not known what the run was, or the disk takes nothing.
-    """
+    """Copy the last steps of ranks whose relay is gone, or raise SpoolError."""
     box = black_box_of(run_folder, read_run_header(run_folder))
     if box is None:
         return
@@ -80,28 +65,20 @@ class BlackBox:
     """All held streams of one host."""
 
     def __init__(self, run_folder: Path, header: RunHeader, selection: StepSelection) -> None:
-        """Look at nothing yet; the selection says how many steps are asked for, and which file is
-        watched."""
-        self._run_folder = run_folder
-        self._header = header
-        self._steps = selection.last
-        self._file = selection.file
+        self._run_folder, self._header = run_folder, header
+        self._steps, self._file = selection.last, selection.file
         self._look_at_file: Callable[[], int] | None = None
         self.streams: dict[StreamId, HeldStream] = {}
         self._boards: dict[int, EventBoard] = {}
         self._judged: set[StreamId] = set()
-        self._logged: dict[int, int] = {}
-        """How many events of each life the log has."""
+        self._logged_events: dict[int, int] = {}
         self._looked_at = float("-inf")
         self._alive_at = time.monotonic()
         self.order: Order | None = None
-        """The last order of `rankscope capture`."""
         self.answer = ""
         """What was done about it: "steps 16-20", as far as this host is asked."""
         self.trouble = ""
-        """What goes wrong now; empty where all goes well."""
         self.trouble_at: float | None = None
-        """Monotonic time since when it does."""
         self.quiet_ranks = 0
         """Ranks of this host where all of them ended in order and nothing happened; else 0."""
 
@@ -121,22 +98,13 @@ class BlackBox:
         return [(life, event.entry) for life, board in boards for event in board.events()]
 
     def hear(self, trigger: Trigger, text: str = "") -> None:
-        """Tell here what happened elsewhere, at the furthest step of this host's ranks.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Tell what happened elsewhere at the furthest step of this host, or raise OSError."""
         if self.streams:
             self._tell(trigger, self._of_last_life(), text=text)
             self.quiet_ranks, self._looked_at = 0, float("-inf")
 
     def hear_entry(self, life: int, entry: str) -> None:
-        """Take over an entry of another host's board.
-
-        Raises:
-            OSError: it cannot be written.
-            ValueError: it is none.
-        """
+        """Take over an entry of another host's board; raise ValueError for none, or OSError."""
         board = self._boards.setdefault(life, self._board(life))
         event = Happening.read(entry)
         if event not in board.events():
@@ -144,13 +112,7 @@ class BlackBox:
         self.quiet_ranks = 0
 
     def look(self, now: float, job: JobState, stall: Stall | None) -> bool:
-        """See what happened, and copy what is asked for; True where there is more to copy now.
-
-        Args:
-            now: monotonic seconds.
-            job: what this host knows of its job.
-            stall: the last one that was noticed here.
-        """
+        """See what happened, and copy what is asked for; True where there is more to copy now."""
         if now - self._looked_at < _LOOK_S:
             return False
         self._looked_at = now
@@ -172,8 +134,7 @@ class BlackBox:
             self.quiet_ranks = len({stream.rank for stream in self.streams}) if is_quiet else 0
             for stream, held in self.streams.items() if not is_quiet else ():
                 try:
-                    if held.copy(windows[stream.incarnation], is_final=is_final):
-                        has_more = True
+                    has_more |= held.copy(windows[stream.incarnation], is_final=is_final)
                 except (OSError, SpoolError) as error:  # a full disk: tried again
                     trouble = str(error)
         except (OSError, SpoolError) as error:
@@ -208,20 +169,19 @@ class BlackBox:
         return EventBoard(event_folder(self._run_folder, self._header, life))
 
     def _windows(self, life: int) -> list[Window]:
-        """Return which steps of one life are asked for by now."""
         events = self._boards[life].events()
-        for event in events[self._logged.get(life, 0) :]:
+        for event in events[self._logged_events.get(life, 0) :]:
             log(f"{event.text} at {event.mode.word} step {event.step}")
-        self._logged[life] = len(events)
+        self._logged_events[life] = len(events)
         return [event.window(self._steps) for event in events]
 
     def _of_last_life(self, *, alive: bool = False) -> dict[StreamId, HeldStream]:
-        """Return the streams of the last life of the job; `alive`: of ranks that live."""
         life = max((stream.incarnation for stream in self.streams), default=0)
-        own = {stream: held for stream, held in self.streams.items() if stream.incarnation == life}
-        return {stream: held for stream, held in own.items() if held.is_alive or not alive}
-
-    # ---- what happens --------------------------------------------------------------------------
+        return {
+            stream: held
+            for stream, held in self.streams.items()
+            if stream.incarnation == life and (held.is_alive or not alive)
+        }
 
     def _tell(
         self, trigger: Trigger, ranks: Mapping[StreamId, HeldStream], /, **fields: object
@@ -236,7 +196,6 @@ class BlackBox:
             board.tell(Happening(trigger=trigger, mode=mode, step=step, text=text))
 
     def _see_ends(self) -> None:
-        """Tell of ranks that ended otherwise than in order: of the first in each life."""
         ended: dict[int, dict[StreamId, HeldStream]] = {}
         for stream, held in self.streams.items():
             if stream not in self._judged and not held.is_done and not held.is_alive:
@@ -253,14 +212,12 @@ class BlackBox:
             self._judged.update(those)
 
     def _see_untold(self) -> None:
-        """Tell what ranks saw that could not write it on the board."""
         for stream, held in self.streams.items():
             for event in held.untold():
                 if event not in self._boards[stream.incarnation].events():
                     self._boards[stream.incarnation].tell(event)
 
     def _see_interruption(self) -> None:
-        """Tell that a signal ended the job, where its ranks ended in order all the same."""
         name = job_end([self._header.out]).signal
         if name and not any(board.events() for board in self._boards.values()):
             self._tell(Trigger.INTERRUPTED, self._of_last_life(), signal=name)
@@ -272,7 +229,6 @@ class BlackBox:
             self._tell(Trigger.STALLED, alive, ranks=ranks)
 
     def _see_touch(self) -> None:
-        """Tell of a touch of the watched file; what it looked like at first counts as untouched."""
         if self._file is None or not self.streams:
             return
         if self._look_at_file is None:
@@ -284,7 +240,6 @@ class BlackBox:
             self._tell(Trigger.TOUCHED, alive, file=self._file, time=seen)
 
     def _see_order(self) -> None:
-        """Tell of an order; the board keeps it apart from those before it."""
         if self.order is None or not self.streams:
             return
         text = Trigger.ORDERED.text(number=self.order.number)
@@ -298,7 +253,6 @@ class BlackBox:
 
 
 def _furthest(held: Mapping[StreamId, HeldStream]) -> tuple[Mode, int]:
-    """Return the step that the furthest of these ranks is in."""
     steps = []
     for each in held.values():
         with contextlib.suppress(SpoolError):

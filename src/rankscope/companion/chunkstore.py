@@ -24,8 +24,6 @@ from rankscope.companion.protocol import (
 from rankscope.record.streams import StreamId
 from rankscope.run.replacing import sync_by_name
 
-__all__ = ["ReceivedChunks"]
-
 DEFAULT_QUOTA_BYTES = 1 << 40
 _PART_SUFFIX = ".part"
 MOST_CHUNKS = 100_000
@@ -40,22 +38,13 @@ class ReceivedChunks:
     """Writes the chunks of one trace folder; one file is open for each stream that sends."""
 
     def __init__(self, out: Path, *, quota_bytes: int = DEFAULT_QUOTA_BYTES) -> None:
-        """Nothing is made before the first chunk; the quota is that of one stream."""
-        self._out = out
-        self._quota_bytes = quota_bytes
+        self._out, self._quota_bytes = out, quota_bytes
         self._open: dict[StreamId, tuple[int, int]] = {}
-        """Chunk and descriptor."""
         self._whole: dict[StreamId, int] = {}
-        """Bytes of the chunks that are whole."""
 
     def answer(self, message: Question, place: StreamId | None = None) -> tuple[Answer, bool]:
-        """Do what a relay asks for; return the answer, and whether anything new is here.
-
-        Args:
-            message: what it says.
-            place: the life whose chunks these are here, where another process was the same rank
-                in the same life before; default the message's own.
-        """
+        """Do what a relay asks for; return the answer, and whether anything new is here. `place` is
+        the life whose chunks these are here, where another process was the same rank before."""
         asked, stream, chunk = message.stream, place or message.stream, message.chunk
         try:
             if self._is_whole(stream, chunk):
@@ -84,11 +73,6 @@ class ReceivedChunks:
             self._forget(stream)
 
     def _append(self, stream: StreamId, descriptor: int, length: int, frame: Frame) -> int:
-        """Write a frame if it begins at the end; return the length afterwards either way.
-
-        Raises:
-            OSError: the disk or the quota refuses it.
-        """
         if frame.offset != length:
             return length
         if self._whole_bytes(stream) + length + len(frame.body) > self._quota_bytes:
@@ -131,11 +115,7 @@ class ReceivedChunks:
         return descriptor
 
     def _make_room(self, part: Path) -> None:
-        """See that a stream has no more than one chunk that is not whole, and few open files.
-
-        Raises:
-            OSError: the stream has as many chunks as one may have.
-        """
+        """See that a stream has no more than one chunk that is not whole, and few open files."""
         names = os.listdir(part.parent)
         if len(names) > MOST_CHUNKS:
             raise OSError(0, f"more than {MOST_CHUNKS} chunks of one stream")
@@ -146,7 +126,6 @@ class ReceivedChunks:
             self._forget(next(iter(self._open)))
 
     def _whole_bytes(self, stream: StreamId) -> int:
-        """Bytes of the chunks of a stream that are whole, also of those before a restart."""
         if stream not in self._whole:
             folder = chunk_folder(self._out, stream)
             sizes = (chunk_path(folder, number).stat().st_size for number in chunk_numbers(folder))

@@ -11,22 +11,7 @@ from rankscope.chunks.chunkheader import chunk_folder, chunk_numbers
 from rankscope.companion.heldstream import HeldStream
 from rankscope.errors import ChunkError, SpoolError
 from rankscope.record.streams import StreamId
-from rankscope.run.filenames import (
-    COMPANION_LOCK_NAME,
-    COMPANION_LOG_NAME,
-    COMPANION_STARTED_NAME,
-    EVENT_FOLDER,
-    HELD_FOLDER,
-    JOB_OVER_NAME,
-    LAUNCHER_LOCK_NAME,
-    ORDER_FOLDER,
-    ORDER_NAME,
-    REACHED_NAME,
-    RUN_NAME,
-    START_LOCK_NAME,
-    STEP_TRIGGER_FOLDER,
-    TENSOR_FOLDER,
-)
+from rankscope.run import filenames as names
 from rankscope.run.folders import remove_run_folder, stream_folder, streams
 from rankscope.run.locks import is_alive
 from rankscope.run.removal import Place, Reach, Removable, may_remove
@@ -34,40 +19,22 @@ from rankscope.run.stallrecords import remove_stalls
 from rankscope.spool.origin import origin_text
 from rankscope.spool.streamreader import StreamReader
 
-__all__ = ["is_in_tree", "kept_stream", "remove_run"]
-
-_OURS = (
-    RUN_NAME,
-    JOB_OVER_NAME,
-    LAUNCHER_LOCK_NAME,
-    START_LOCK_NAME,
-    COMPANION_LOG_NAME,
-    COMPANION_LOCK_NAME,
-    COMPANION_STARTED_NAME,
-    ORDER_NAME,
-    REACHED_NAME,
-)
-"""Files of a run folder that go with it."""
-
 
 def remove_run(
     run_folder: Path, is_elsewhere: Callable[[StreamId], bool], *, is_quiet: bool = False
 ) -> StreamId | None:
-    """Remove a run folder whose streams are all elsewhere; else keep it, and return the first not.
-
-    Args and errors are those of `kept_stream`.
-    """
+    """Remove a run folder; where it has to stay, return why, as of `kept_stream`."""
     if (kept := kept_stream(run_folder, is_elsewhere, is_quiet=is_quiet)) is not None:
         return kept
     for stream in streams(run_folder):
         shutil.rmtree(stream_folder(run_folder, stream), ignore_errors=True)
-    shutil.rmtree(run_folder / TENSOR_FOLDER, ignore_errors=True)
-    shutil.rmtree(run_folder / HELD_FOLDER, ignore_errors=True)
-    for name in (STEP_TRIGGER_FOLDER, EVENT_FOLDER, ORDER_FOLDER):
+    shutil.rmtree(run_folder / names.TENSOR_FOLDER, ignore_errors=True)
+    shutil.rmtree(run_folder / names.HELD_FOLDER, ignore_errors=True)
+    for name in (names.STEP_TRIGGER_FOLDER, names.EVENT_FOLDER, names.ORDER_FOLDER):
         for folder in run_folder.glob(f"{name}.*"):
             shutil.rmtree(folder, ignore_errors=True)
     remove_stalls(run_folder)
-    for name in _OURS:
+    for name in names.OF_A_RUN:
         (run_folder / name).unlink(missing_ok=True)
     remove_run_folder(run_folder)
     return None
@@ -78,16 +45,12 @@ def kept_stream(
 ) -> StreamId | None:
     """Return the first stream for which a run folder has to stay, None where it may go.
 
-    Args:
-        run_folder: of a host.
-        is_elsewhere: says of a stream whether all of it, and its end, is on disk elsewhere.
-        is_quiet: no host of the job asks for what its ranks held back.
-
-    Raises:
-        SpoolError: the folder cannot be listed.
+    `is_elsewhere` is True for a stream all of which, and whose end, is on disk elsewhere;
+    `is_quiet`: no host of the job asks for what its ranks held back. Raise SpoolError for no
+    folder.
     """
-    found = streams(run_folder)
-    held = run_folder / HELD_FOLDER
+    sent = streams(run_folder)
+    held = run_folder / names.HELD_FOLDER
     for stream in streams(held) if held.is_dir() else ():
         place = Place(
             reach=_reach_of_copy(run_folder, stream),
@@ -96,18 +59,15 @@ def kept_stream(
         )
         if not may_remove(Removable.HELD, place):
             return stream
-    for stream in found:
-        place = Place(
-            reach=Reach.DURABLE if is_elsewhere(stream) else Reach.BEGUN,
-            has_writer=is_alive(stream_folder(run_folder, stream)),
-        )
+    for stream in sent:
+        reach = Reach.DURABLE if is_elsewhere(stream) else Reach.BEGUN
+        place = Place(reach=reach, has_writer=is_alive(stream_folder(run_folder, stream)))
         if not may_remove(Removable.STREAM, place):
             return stream
     return None
 
 
 def _reach_of_copy(run_folder: Path, stream: StreamId) -> Reach:
-    """Return how far the copy of a held stream goes."""
     try:
         copy = HeldStream(run_folder, stream)
     except SpoolError:

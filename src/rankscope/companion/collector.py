@@ -41,8 +41,7 @@ from rankscope.companion.protocol import (
     decode,
     encode,
 )
-from rankscope.companion.replica import ReplicaFiles
-from rankscope.companion.replicasync import BackgroundSync
+from rankscope.companion.replica import BackgroundSync, ReplicaFiles
 from rankscope.companion.waitingrule import HostState, JobState, PeerState, StreamSource
 from rankscope.errors import BindError, FolderError, SpoolError, WireError
 from rankscope.record.streams import EndReason, StreamId
@@ -51,12 +50,9 @@ from rankscope.run.keyfile import CurveKeys
 from rankscope.run.stallrecords import Stall, keep_stall
 from rankscope.spool.replication import StreamEnd, read_end, replica_path, replicated, write_end
 
-__all__ = ["Intake"]
-
 _RECEIVE_QUEUE = 2
 """Messages zmq holds for each relay before it stops reading: bounds memory at any world size."""
 _BATCH = 256
-"""Messages taken before anything else is looked at."""
 _FAREWELL_S = 3.0
 _ANOTHER_RUN = (
     "this collector gathers another run: give each run a trace folder and a collector of its own"
@@ -66,14 +62,11 @@ _LEAST_PEERS = 64
 _PEERS_A_RANK = 4
 """Relays that may be known: one a host, and some for hosts that were replaced."""
 _GONE_S = 60.0
-"""A relay that was silent for so long makes room for another."""
 _MOST_BROKEN = 10
 _MOST_COMPLAINTS = 100
-"""Lines in the log about messages that break the protocol, and about others that are refused."""
 _MOST_EVENTS = 4096
 """Of all lives of a job; a relay tells at most 256 of each."""
 _MOST_REJECTED = 100
-"""Relays of other runs that are remembered, so that each is logged once."""
 
 
 @dataclass(slots=True)
@@ -82,8 +75,8 @@ class _Peer:
     state: HostState = field(default_factory=lambda: HostState(alive=0, job=JobState.UNKNOWN))
     stall: Stall | None = None
     is_admitted: bool = False
-    """Its run is the one gathered here. Until the disk takes the name of that run nobody knows:
-    then a relay is heard, and nothing it brings is taken."""
+    """Its run is the one gathered here. Until the disk takes the name of that run nobody knows: the
+    relay is heard, and nothing it brings is taken."""
     has_left: bool = False
     events: set[tuple[int, str]] = field(default_factory=set)
     """What its host knows of what happened before black boxes."""
@@ -95,7 +88,7 @@ class Intake(StreamSource):
     def __init__(
         self, out: Path, bind: Sequence[str], *, world_size: int, keys: CurveKeys | None = None
     ) -> None:
-        """Bind, and pick up the replicas that are there; the keys are those of TCP addresses.
+        """Bind, and pick up the replicas that are there; `keys`: for TCP addresses.
 
         Raises:
             BindError: an address may not or cannot be bound.
@@ -104,10 +97,8 @@ class Intake(StreamSource):
         """
         for address in bind:
             check_address(address, has_keys=keys is not None)
-        self._out = out
-        self._world_size = world_size
-        self._replicas = ReplicaFiles(out)
-        self._chunks = ReceivedChunks(out)
+        self._out, self._world_size = out, world_size
+        self._replicas, self._chunks = ReplicaFiles(out), ReceivedChunks(out)
         self._sync: BackgroundSync[tuple[bytes, StreamId]] = BackgroundSync()
         """For a relay, and what it calls the stream."""
         self._ends: dict[StreamId, EndReason | None] = {}
@@ -115,14 +106,10 @@ class Intake(StreamSource):
             marker = read_end(replica_path(out, stream))
             self._ends[stream] = marker.end if marker else None
         self._peers: dict[bytes, _Peer] = {}
-        self._broken = FewLines(_MOST_BROKEN)
-        self._complaints = FewLines(_MOST_COMPLAINTS)
+        self._broken, self._complaints = FewLines(_MOST_BROKEN), FewLines(_MOST_COMPLAINTS)
         self._rejected: set[bytes] = set()
         self._events: set[tuple[int, str]] = set()
-        """All that relays told of what happened: the life of the job, and an entry of a board."""
-        self._vanished = ""
-        """What quiet hosts are told of one that is gone."""
-        self._trouble = ""
+        self._vanished = self._trouble = ""
         self.progress_at = time.monotonic()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -179,15 +166,12 @@ class Intake(StreamSource):
 
     @property
     def trouble(self) -> str:
-        """What the disk said to the last frame, or to the last small file."""
+        """Why the disk takes nothing just now."""
         return self._replicas.trouble or self._trouble
 
     def farewell(self, *, is_quiet: bool) -> None:
-        """Say Done to every relay until all have left, for a few seconds at most.
-
-        Told so a relay removes its spools: what it sent has to outlast a loss of power by then.
-        Where the disk refuses, nothing is said.
-        """
+        """Say Done to every relay until all have left, for a few seconds at most; nothing where the
+        disk refuses: a relay that is told removes its spools."""
         self._sync.close()
         self._tell_synced()
         is_on_disk = self._replicas.sync_all()
@@ -220,9 +204,8 @@ class Intake(StreamSource):
     def _bind(self, address: str) -> str:
         try:
             if address.startswith("ipc://"):
-                Path(address.removeprefix("ipc://")).parent.mkdir(
-                    mode=0o700, parents=True, exist_ok=True
-                )
+                folder = Path(address.removeprefix("ipc://")).parent
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._socket.setsockopt(zmq.IPV6, is_ipv6(address))
             self._socket.bind(address)
         except (zmq.ZMQError, OSError) as error:
@@ -230,10 +213,8 @@ class Intake(StreamSource):
         return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def _take(self, identity: bytes, parts: list[bytes]) -> None:
-        """Handle one message; one that breaks the protocol is counted and changes nothing."""
         try:
-            message = decode(parts)
-            answer = self._answer(identity, message)
+            answer = self._answer(identity, decode(parts))
         except WireError as error:
             self._broken.log(f"refused a message: {error}")
             return
@@ -283,50 +264,37 @@ class Intake(StreamSource):
     def _answer_of_stream(
         self, identity: bytes, message: OpenStream | Frame | Sync | Ended | ChunkEnded
     ) -> Message | None:
-        """Do what is asked of a stream or its chunks.
-
-        Raises:
-            WireError: nobody opened it, or it cannot be so.
-            FolderError: nothing of it can be taken.
-            SpoolError: nothing can be taken, now.
-        """
+        if isinstance(message, OpenStream) and not message.chunk:
+            return self._open(message)
+        place = self._opened(message.stream, message.origin)
         match message:
             case Frame(chunk=0):
-                return self._append(message)
-            case OpenStream(stream, origin, chunk=0):
-                return self._open(stream, origin)
-            case Sync(stream, origin):
-                place = self._opened(stream, origin)
+                return self._append(message, place)
+            case Sync(stream):
                 self._sync.begin(place, (identity, stream), self._replicas.to_sync)
                 return None
             case Ended():
-                return self._end(message)
-        place = self._opened(message.stream, message.origin)
+                return self._end(message, place)
         answer, has_grown = self._chunks.answer(message, place)
         if has_grown:
             self.progress_at = time.monotonic()
         return answer
 
     def _greet(self, identity: bytes, hello: Hello) -> Message | None:
-        """Take a relay in, unless it brings records of another run than the one gathered here.
-
-        The log here says which run that is; the answer does not. A relay that comes while the disk
-        is full is heard all the same: who else would say that its job is over?
-        """
+        """Take a relay in, unless it brings records of another run than the one gathered here,
+        which the log names and the answer does not. A relay is heard while the disk is full: nobody
+        else says that its job is over."""
         peer = self._peers.get(identity)
         if peer is not None and peer.is_admitted:
             return None
         name = f"relay {identity.decode(errors='replace')} on {hello.host or 'unknown host'}"
         if peer is None and not self._has_room_for_a_peer():
-            self._complaints.log(
-                f"{name} is not heard: {len(self._peers)} relays are known already"
-            )
+            most = len(self._peers)
+            self._complaints.log(f"{name} is not heard: {most} relays are known already")
             return None
         if hello.version != PROTOCOL_VERSION:
-            reason = (
-                f"{name} speaks protocol {hello.version}, not {PROTOCOL_VERSION}: "
-                f"use one version of rankscope everywhere"
-            )
+            reason = f"{name} speaks protocol {hello.version}, not {PROTOCOL_VERSION}"
+            reason += ": use one version of rankscope everywhere"
             return self._reject(identity, name, reason, reason)
         try:
             self._replicas.claim(hello.run_id)
@@ -345,7 +313,6 @@ class Intake(StreamSource):
         return None
 
     def _has_room_for_a_peer(self) -> bool:
-        """True where another relay may be known; one that fell silent is forgotten for it."""
         if len(self._peers) < max(_LEAST_PEERS, _PEERS_A_RANK * self._world_size):
             return True
         oldest = min(self._peers, key=lambda one: self._peers[one].heard_at)
@@ -355,16 +322,16 @@ class Intake(StreamSource):
         return True
 
     def _reject(self, identity: bytes, name: str, noted: str, told: str) -> Rejected:
-        """Turn a relay away; each is logged once."""
         if identity not in self._rejected and len(self._rejected) < _MOST_REJECTED:
             self._rejected.add(identity)
             log(f"{name} was turned away: {noted}")
         return Rejected(told)
 
-    def _open(self, stream: StreamId, origin: int) -> Message | None:
+    def _open(self, asked: OpenStream) -> Message:
+        stream = asked.stream
         if stream.rank >= self._world_size:
             return Refused(stream, f"rank {stream.rank} in a world of {self._world_size}")
-        place = self._replicas.place(stream, origin)
+        place = self._replicas.place(stream, asked.origin)
         length = self._replicas.length(place)
         self._trouble = ""
         if place not in self._ends:
@@ -372,43 +339,35 @@ class Intake(StreamSource):
             self.progress_at = time.monotonic()
         return StreamOffset(stream, length)
 
-    def _append(self, frame: Frame) -> Message:
-        stream, offset = frame.stream, frame.offset
-        place = self._opened(stream, frame.origin)
-        length = self._replicas.append(place, offset, frame.body)
-        if length == offset + len(frame.body):
+    def _append(self, frame: Frame, place: StreamId) -> Message:
+        length = self._replicas.append(place, frame.offset, frame.body)
+        if length == frame.offset + len(frame.body):
             self.progress_at = time.monotonic()
-        return StreamOffset(stream, length)
+        return StreamOffset(frame.stream, length)
 
     def _tell_synced(self) -> None:
         for (identity, stream), length in self._sync.finished():
             self._send(identity, Synced(stream, length))
 
     def _opened(self, stream: StreamId, origin: int) -> StreamId:
-        """Return where the records of a stream go that a relay opened, here or before a restart.
-
-        Raises:
-            WireError: nobody opened it.
-            FolderError: its replica cannot be read.
-        """
+        """Return where the records of an opened stream go; raise WireError for any other."""
         place = self._replicas.placed(stream, origin)
         if place not in self._ends:
             raise WireError(f"a word about {stream.name}, which nobody opened")
         return place
 
-    def _end(self, ended: Ended) -> Message:
-        stream, committed, reason = ended.stream, ended.committed, ended.reason
-        place = self._opened(stream, ended.origin)
+    def _end(self, ended: Ended, place: StreamId) -> Message:
+        name, committed, reason = ended.stream.name, ended.committed, ended.reason
         length = self._replicas.length(place)
         if committed < length or reason is EndReason.RUNNING:
-            raise WireError(f"{stream.name} ended {reason.value} at {committed}, {length} are here")
+            raise WireError(f"{name} ended {reason.value} at {committed}, {length} are here")
         end = StreamEnd(committed=committed, end=reason)
         if write_end(replica_path(self._out, place), end):
             self._trouble = ""
             self._ends[place] = reason
             self.progress_at = time.monotonic()
             log(f"{place.name} ended ({reason.value}), {length} of {committed} bytes")
-        return EndedSeen(stream)
+        return EndedSeen(ended.stream)
 
     def _note_stall(self, identity: bytes, message: Stall) -> None:
         peer = self._peers[identity]
@@ -420,7 +379,6 @@ class Intake(StreamSource):
             peer.stall = message
 
     def _note_trouble(self, text: str) -> None:
-        """Log it once: the relays ask again and again."""
         if text != self._trouble:
             log(text)
         self._trouble = text

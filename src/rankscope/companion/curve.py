@@ -18,8 +18,6 @@ from rankscope.errors import KeysError
 from rankscope.run.address import is_ipv6
 from rankscope.run.keyfile import CurveKeys
 
-__all__ = ["Admission", "Handshake", "handshake_trouble", "new_keys"]
-
 _DOMAIN: Final = b"rankscope"
 _MOST_LOGGED: Final = 10
 _FAILURES: Final[dict[int, str]] = {
@@ -45,11 +43,7 @@ class Admission:
     """Has a collector's socket take connections of this run's relays alone."""
 
     def __init__(self, socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
-        """Set the socket up, for what it is bound to from here on.
-
-        Raises:
-            KeysError: the pair of the collector is none.
-        """
+        """Set up what the socket is bound to from here on; raise KeysError for no pair of keys."""
         _check_pair(keys.collector_public, keys.collector_secret, "collector")
         self._relay_public = keys.relay_public.encode()
         self._authenticator = ThreadAuthenticator(socket.context)
@@ -91,32 +85,21 @@ class Admission:
 
 
 class Handshake:
-    """Connects a relay's socket with keys, again and again; says why that fails.
-
-    libzmq gives up for good where a collector refuses a key, and tries thirty times a second where
-    the collector is another.
-    """
+    """Connects a relay's socket with keys, again and again, and says why that fails: libzmq gives
+    up for good where a collector refuses a key, and tries another one thirty times a second."""
 
     def __init__(self, socket: zmq.Socket[bytes], address: str, keys: CurveKeys) -> None:
-        """Connect, which never waits.
-
-        Raises:
-            KeysError: the pair of the relay is none.
-        """
+        """Connect, which never waits; raise KeysError for no pair of keys."""
         _check_pair(keys.relay_public, keys.relay_secret, "relay")
         socket.setsockopt(zmq.IPV6, is_ipv6(address))
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.collector_public.encode())
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.relay_public.encode())
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.relay_secret.encode())
         self._socket, self._address = socket, address
-        self._events = socket.get_monitor_socket(
-            sum(_FAILURES, start=int(zmq.EVENT_HANDSHAKE_SUCCEEDED))
-        )
+        self._events = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED + sum(_FAILURES))
         self._due_at = float("inf")
         self.is_done = False
-        """Each side knows the other, as far as is known."""
         self.trouble = ""
-        """Why it failed the last time, "" where it did not."""
         socket.connect(address)
 
     def look(self, now: float) -> None:
@@ -145,11 +128,7 @@ class Handshake:
 
 
 def handshake_trouble(address: str, keys: CurveKeys, seconds: float) -> str:
-    """Return why a relay with these keys would not be taken at an address, "" where it would.
-
-    Raises:
-        KeysError: the pair of the relay is none.
-    """
+    """Return why a relay with these keys is not taken, "" where it is, or raise KeysError."""
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)

@@ -16,13 +16,7 @@ from rankscope.companion.collector import Intake
 from rankscope.companion.log import log
 from rankscope.companion.readerprocess import ReaderProcess
 from rankscope.companion.sharedwatch import SharedWatch
-from rankscope.companion.waitingrule import (
-    Decision,
-    HostState,
-    JobState,
-    StreamSource,
-    decide,
-)
+from rankscope.companion.waitingrule import Decision, HostState, JobState, StreamSource, decide
 from rankscope.errors import FolderError
 from rankscope.record.graceseconds import FINISH_SECONDS
 from rankscope.record.streams import EndReason, StreamId
@@ -48,11 +42,8 @@ from rankscope.run.ownership import check_folder_found
 from rankscope.settings import Settings
 from rankscope.spool.replication import replicated
 
-__all__ = ["FIRST_RELAY_S", "CollectorOptions", "Observer", "Turns", "gathering"]
-
 Ended = TypeVar("Ended")
 Turns = Generator[None, None, Ended]
-"""Work in turns, and how it ended."""
 
 _LOOK_S = 0.05
 _AWAY_S = 1.0
@@ -80,7 +71,7 @@ class CollectorOptions:
 
 
 class Observer:
-    """Is told how far a collector has come; this one, the daemons', has nobody to pass it on to."""
+    """Is told how far a collector has come; this one, the daemons', does nothing about it."""
 
     def listening(self, addresses: Sequence[str]) -> None:
         """The collector is ready; no address: it watches a shared folder."""
@@ -103,15 +94,11 @@ def gathering(
     wait_s: float = _LOOK_S,
     own_host: Callable[[], HostState | None] | None = None,
 ) -> Turns[ExitOutcome]:
-    """Gather a run, build its tree, tell the relays; return how it ended. What works in this
-    process besides has its turn whenever this yields.
-
-    When all went well the folder's `collector.log` is removed: there is nothing in it to learn.
+    """Gather a run, build its tree, tell the relays; return how it ended. Other work of this
+    process has its turn at each yield. A `collector.log` that says nothing of trouble is removed.
 
     Args:
-        options: where, from whom, how long.
         is_stopped: true once somebody asked for an end (SIGTERM): finish with what is there.
-        observer: who wants to know how far it is.
         wait_s: how long a turn may wait for something to come.
         own_host: as of `SharedWatch`.
 
@@ -159,7 +146,7 @@ def gathering(
                 outcome = yield from _finish(options, source, decision, watching, wait_s)
                 is_quiet = decision is Decision.QUIET
         source.farewell(is_quiet=is_quiet)
-        source.close()  # nobody waits for a dataset but who asked for it
+        source.close()  # relays need not wait for the dataset
         source = None
         has_news = intake is not None and intake.has_refused_keys
         has_dataset = yield from _finish_dataset(options)
@@ -190,7 +177,6 @@ def _finish(
     observer: Observer,
     wait_s: float,
 ) -> Turns[ExitOutcome]:
-    """Make of what was gathered what the decision says."""
     log(f"{len(source.streams())} streams, {decision.value}")
     if decision is Decision.INCOMPLETE and not any(replicated(options.out).values()):
         log("no rank sent a record: there is nothing to build a tree from")
@@ -199,11 +185,11 @@ def _finish(
         (peer.held and not peer.quiet) or (peer.alive and peer.job is not JobState.OVER)
         for peer in source.peers()
     )
-    if decision is Decision.NOTHING and has_lost:
-        log("a host with ranks is gone, or could not send what they recorded: no record came")
-        return ExitOutcome.NO_ROOM if source.trouble else ExitOutcome.UNFINISHED
-    if decision is Decision.NOTHING:  # or nothing could be taken
-        return ExitOutcome.NO_ROOM if source.trouble else ExitOutcome.DONE
+    if decision is Decision.NOTHING:
+        if has_lost:
+            log("a host with ranks is gone, or could not send what they recorded: no record came")
+        outcome = ExitOutcome.UNFINISHED if has_lost else ExitOutcome.DONE
+        return ExitOutcome.NO_ROOM if source.trouble else outcome
     if decision is Decision.QUIET:
         shutil.rmtree(options.out / REPLICA_FOLDER, ignore_errors=True)  # holds no record
         observer.quiet()
@@ -222,7 +208,6 @@ def _gather(
     wait_s: float,
     is_in_place: Callable[[], bool],
 ) -> Turns[Decision | None]:
-    """Gather until something is to be decided; None where the trace folder is gone."""
     settings = options.settings
     started = looked = seen = time.monotonic()
     while True:
@@ -272,9 +257,7 @@ def _listen(source: StreamSource, wait_s: float) -> Turns[None]:
 def _build(
     options: CollectorOptions, source: StreamSource, observer: Observer, wait_s: float
 ) -> Turns[ExitOutcome]:
-    """Have the tree built by a process of its own, which may take what memory and time it needs,
-    and once more where a signal ended it; whatever goes wrong with it leaves the replicas for
-    `rankscope recover`."""
+    """Have the tree built by another process; where that fails `rankscope recover` can do it."""
     out, started = options.out, time.monotonic()
     try:
         code = yield from _builder(options, source, observer, wait_s)
@@ -296,11 +279,6 @@ def _build(
 def _builder(
     options: CollectorOptions, source: StreamSource, observer: Observer, wait_s: float
 ) -> Turns[int]:
-    """Run the process that builds the tree; return its exit code.
-
-    Raises:
-        OSError: it cannot be started.
-    """
     command = tree_command(options.out, keep_spool=options.settings.keep_spool)
     with start_child(command, options.out, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -322,8 +300,7 @@ def _builder(
 
 
 def _finish_dataset(options: CollectorOptions) -> Turns[bool]:
-    """Have what the dataset lacks written; True where it is whole, or none was asked for, or there
-    is no tree to write it from."""
+    """Have what the dataset lacks written; False where it is not whole then."""
     if not options.settings.parquet or not os.path.exists(options.out / TRACE_NAME):
         return True
     most_s = max(options.settings.finish_seconds, FINISH_SECONDS)
@@ -336,12 +313,11 @@ def _finish_dataset(options: CollectorOptions) -> Turns[bool]:
         while (code := process.poll()) is None and time.monotonic() < deadline:
             yield
             time.sleep(_LOOK_S)
+        trouble = f"its process ended with {code}" if code else ""
         if code is None:
             process.kill()
             process.wait()
-        trouble = f"it took longer than {most_s:g} s" if code is None else ""
-        if code:
-            trouble = f"its process ended with {code}"
+            trouble = f"it took longer than {most_s:g} s"
     if trouble:
         whole = f"{typed('export', options.out, out='NEW')} --format parquet"
         log(f"{options.out / PARQUET_FOLDER} is not whole: {trouble}; a whole one: {whole}")

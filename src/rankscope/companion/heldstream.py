@@ -1,13 +1,12 @@
 """One stream that its rank holds back, and what is made of it once something happened.
 
 The records of the steps that are asked for are copied, with every definition, into a stream of the
-usual kind, which is then shipped like any other. The copy grows by whole segments: each is filled
-beside its place and renamed to it, and ends with a note of how far it goes. So a relay that was
-killed goes on where its predecessor was, and nobody ever sees half of a segment.
+usual kind, which is shipped like any other. The copy grows by whole segments: each is filled beside
+its place, ends with a note of how far the copy goes, and is renamed to its place. So a relay goes
+on where a killed one was, and nobody sees half of a segment.
 
 A copy says two things beside the records: what was asked for (definitions of kind "asked"), and
-which steps it has and which its rank no longer had (kind "copied", the last of them). A trace says
-by these, of each step that an event asked for, whether it is there.
+which steps it has and which its rank no longer had (the last definition of kind "copied").
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgpack  # type: ignore[import-untyped]  # ships no annotations
 import numpy as np
@@ -37,7 +37,7 @@ from rankscope.run.locks import StreamLock, is_alive
 from rankscope.spool.mappedsegment import Segment
 from rankscope.spool.origin import first_record
 from rankscope.spool.packing import Closed, put
-from rankscope.spool.recordcolumns import Records, records
+from rankscope.spool.recordcolumns import Records, call_sequences, records
 from rankscope.spool.recordformat import (
     CELL_BYTES,
     DEFINITION_LENGTH,
@@ -45,7 +45,6 @@ from rankscope.spool.recordformat import (
     END_REASONS,
     NO_SEQUENCE,
     PAYLOAD_BYTES,
-    SAMPLES_DTYPE,
     STEP,
     TO_ITS_END,
     RecordKind,
@@ -53,45 +52,32 @@ from rankscope.spool.recordformat import (
 )
 from rankscope.spool.streamreader import StreamReader
 
-__all__ = ["HeldStream"]
-
-_COPIED: Final = "copied"
-"""Kind of the definition that says how far a copy goes."""
+_COPIED_KIND: Final = "copied"
 _LAST_NUMBER: Final = 0xFFFF_FFFF
-"""Definitions that are made here are numbered from above, where no rank ever comes."""
+"""Definitions that are made here are numbered from above, where no rank comes."""
 _SEGMENT_BYTES: Final = 4 << 20
-_ROOM: Final = 256 << 10
-"""Bytes of a segment left for the note."""
-_UNIT: Final = 1 << 20
-_BUDGET: Final = 16 << 20
+_NOTE_ROOM_BYTES: Final = 256 << 10
+_READ_BYTES: Final = 1 << 20
+_LOOK_BYTES: Final = 16 << 20
 """Bytes looked at in one go, so that the relay answers in between."""
-_ALL: Final = 1 << 62
-"""Beyond every offset."""
-_PAUSE_S: Final = 1.0
-"""Between two segments that are not full."""
-
-
+_BEYOND_ALL_BYTES: Final = 1 << 62
+_SEGMENT_PAUSE_S: Final = 1.0
 _Runs = list[list[int]]
 """Runs of steps, each [mode, first, last], in order and apart."""
 
 
 @dataclass(slots=True)
 class _State:
-    """How far a copy goes; stands in its last segment."""
-
     kept: int = 0
-    """Read so far of what is never let go."""
     ring: int = -1
-    """Read so far of the ring; -1 for nothing."""
+    """Bytes read of the ring; -1 for none."""
     high: int = 0
     """Where the ring was read for the first time."""
     step: int = -1
-    """The step whose records come next, and its mode."""
     mode: int = int(Mode.EVAL)
     is_taken: bool = False
     """These records are copied: the step is asked for, and was not copied before this pass."""
     copied: _Runs = field(default_factory=list)
-    """Steps whose records were copied, as far as `high`."""
     gone: _Runs = field(default_factory=list)
     """Steps that the ring no longer had when it was read."""
     torn: _Runs = field(default_factory=list)
@@ -103,11 +89,9 @@ class _State:
     calls: list[list[int]] = field(default_factory=list)
     """First and last number of the calls of runs of records copied since `ring` last began anew."""
     windows: int = 0
-    """How many windows were known then."""
     noted: int = 0
     """Of how many it was said what happened."""
     numbers: int = 0
-    """Definitions made here."""
     is_done: bool = False
 
 
@@ -115,11 +99,7 @@ class HeldStream:
     """The held stream of one rank, and its copy."""
 
     def __init__(self, run_folder: Path, stream: StreamId) -> None:
-        """Look at it, and go on with a copy that an earlier relay of this host has begun.
-
-        Raises:
-            SpoolError: another process makes that copy, or it cannot be read.
-        """
+        """Go on with a copy that was begun; raise SpoolError where another process makes it."""
         self.stream = stream
         self.folder = stream_folder(run_folder / HELD_FOLDER, stream)
         self.definitions = StreamReader(self.folder / KEPT_FOLDER)
@@ -130,15 +110,11 @@ class HeldStream:
         self._buffer = bytearray()
         self._index = 0
         self._asked: Sequence[Window] = ()
-        """What is asked for so far."""
         self._marked = (0, 0)
-        """What the rank was told last of how far this copy goes."""
         self._written_at = float("-inf")
         self._end: EndReason | None = None
         if segment_indexes(self._target):
             self._take_up()
-
-    # ---- as the stall monitor sees it ---------------------------------------------------------
 
     @property
     def sent(self) -> int:
@@ -154,8 +130,6 @@ class HeldStream:
     def has_sent(self, end: int) -> bool:
         """True: nothing is ever waited for."""
         return True
-
-    # ---- what it is ---------------------------------------------------------------------------
 
     @property
     def is_done(self) -> bool:
@@ -185,37 +159,27 @@ class HeldStream:
         last = Mode.TRAIN, 0
         for index in reversed(segment_indexes(self.folder)):
             with contextlib.suppress(SpoolError):
-                found = self._steps_begun(index * self._ring.segment_bytes)
-                if Mode.TRAIN in found:
-                    return Mode.TRAIN, found[Mode.TRAIN]
-                if Mode.EVAL in found and last[0] is Mode.TRAIN:
-                    last = Mode.EVAL, found[Mode.EVAL]
+                begun = self._steps_begun(index * self._ring.segment_bytes)
+                if Mode.TRAIN in begun:
+                    return Mode.TRAIN, begun[Mode.TRAIN]
+                if Mode.EVAL in begun and last[0] is Mode.TRAIN:
+                    last = Mode.EVAL, begun[Mode.EVAL]
         return last
 
     def _steps_begun(self, offset: int) -> dict[Mode, int]:
-        """Return the step of each mode that began last in the segment at this offset."""
         found: dict[Mode, int] = {}
         end = offset + self._ring.segment_bytes
-        while offset < end and (chunk := self._ring.read_from(offset, _UNIT)):
+        while offset < end and (chunk := self._ring.read_from(offset, _READ_BYTES)):
             rows = records(chunk, is_verified=True).columns(RecordKind.STEP)[1]
             for row in rows[rows["event"] == int(StepEvent.BEGIN)]:
                 found[Mode(int(row["mode"]))] = int(row["step"])
             offset += len(chunk)
         return found
 
-    # ---- the copy -----------------------------------------------------------------------------
-
     def copy(self, windows: Sequence[Window], *, is_final: bool) -> bool:
-        """Copy what is there of the steps asked for; True where more is there already.
-
-        Args:
-            windows: all that were ever asked for in this life, in their order.
-            is_final: the rank has ended, and nothing more will be asked for.
-
-        Raises:
-            SpoolError: the disk takes nothing, or a segment cannot be read.
-            OSError: the same.
-        """
+        """Copy what is there of the steps asked for; True where more is there already. `windows`
+        are all of this life, in their order; `is_final`: the rank has ended, and nothing more will
+        be asked for. Raise SpoolError or OSError where the disk takes or gives nothing."""
         if self._state.is_done or not (windows or is_final):
             return False
         if windows:
@@ -229,14 +193,13 @@ class HeldStream:
                 return True
         if is_final:
             self._finish(windows)
-        elif self._buffer and time.monotonic() - self._written_at > _PAUSE_S:
+        elif self._buffer and time.monotonic() - self._written_at > _SEGMENT_PAUSE_S:
             self._write_segment()
         else:
             self._tell_rank()
         return False
 
     def _begin_anew(self, windows: Sequence[Window]) -> None:
-        """Look at the whole ring once more, unless all that is asked for lies ahead."""
         state = self._state
         is_behind = any(
             not _has(state.copied, window.mode, step)
@@ -249,7 +212,7 @@ class HeldStream:
             state.ring, state.step, state.calls = lowest, -1, []
             state.mode = int(Mode.EVAL)
             state.hole, state.dropping = 0 if lowest else -1, []
-        after = self._copied_state()
+        after = deepcopy(self._state)
         asked = b""
         for window in windows[state.windows :]:
             first, last = window.asked
@@ -259,13 +222,13 @@ class HeldStream:
         self._add(asked, after)
 
     def _copy_some(self, windows: Sequence[Window]) -> bool:
-        """Copy records; True where more may be there."""
         state, looked_at = self._state, 0
         self._asked = windows
-        while looked_at < _BUDGET:
+        while looked_at < _LOOK_BYTES:
             if self._is_past(windows):
                 return False
-            size = _UNIT if state.ring >= state.high else min(_UNIT, state.high - state.ring)
+            to_high = state.high - state.ring
+            size = min(_READ_BYTES, to_high) if to_high > 0 else _READ_BYTES
             try:
                 chunk = self._ring.read_from(state.ring, size)
             except SpoolError:
@@ -288,8 +251,8 @@ class HeldStream:
         return True
 
     def _is_past(self, windows: Sequence[Window]) -> bool:
-        """True where no record that follows is asked for by now. Eval steps are asked for by
-        themselves before the first train step alone."""
+        """True where no record that follows is asked for by now."""
+        # eval steps are asked for by themselves before the first train step alone
         state = self._state
         last = max((w.last for w in windows if w.mode == state.mode), default=-1)
         is_last_mode = state.mode == Mode.TRAIN or all(w.mode is Mode.EVAL for w in windows)
@@ -297,19 +260,15 @@ class HeldStream:
         return bool(windows) and is_last_mode and state.step > last + 1
 
     def _copy_kept(self) -> None:
-        while chunk := self.definitions.read_from(self._state.kept, _UNIT):
+        while chunk := self.definitions.read_from(self._state.kept, _READ_BYTES):
             found = records(chunk, is_verified=True)
             is_end = np.isin(found.kind, (RecordKind.END, RecordKind.FILLER))
-            after = self._copied_state()
+            after = deepcopy(self._state)
             after.kept += len(chunk)
             self._add(_cells(found, ~is_end), after)
 
-    def _copied_state(self) -> _State:
-        return _State(**asdict(self._state))
-
     def _chosen(self, found: Records, windows: Sequence[Window]) -> tuple[bytes, _State]:
-        """Return the cells of a chunk that are asked for, and the state after it."""
-        after = self._copied_state()
+        after = deepcopy(self._state)
         is_known = after.ring < after.high  # it was read before: what was copied is not again
         positions, rows = found.columns(RecordKind.STEP)
         begins = rows["event"] == int(StepEvent.BEGIN)
@@ -322,7 +281,7 @@ class HeldStream:
         if after.hole >= 0 and len(steps) > 1:
             self._note_gone(after, modes, steps)
         wanted = np.zeros(len(found), bool)
-        sequences = _sequences(found)
+        sequences = call_sequences(found)
         for number, (begin, end, step) in enumerate(zip(bounds, bounds[1:], steps)):
             if number or step < 0:  # else it goes on with the step of the piece before
                 after.step, after.mode = int(step), int(modes[number])
@@ -355,13 +314,8 @@ class HeldStream:
         return _cells(found, chosen) + notes, after
 
     def _note_gone(self, after: _State, modes: Sequence[int], steps: Sequence[int]) -> None:
-        """Note which steps were let go before the first ones that begin here, of either mode.
-
-        Args:
-            after: the state, which is changed.
-            modes: of the step that goes on, and of those that begin.
-            steps: their numbers.
-        """
+        """Note in `after` which steps were let go before the first ones that begin here; `modes`
+        and `steps` are of the step that goes on, and of those that begin."""
         if modes[1] == Mode.EVAL:  # the next train step says what is gone of those
             after.gone = _with(after.gone, Mode.EVAL, after.hole, steps[1] - 1)
         elif modes[0] == Mode.EVAL:
@@ -387,8 +341,7 @@ class HeldStream:
         return said
 
     def _add(self, cells: bytes, after: _State) -> None:
-        """Take cells into the segment that is next, and what the state is after them."""
-        if len(self._buffer) + len(cells) + _ROOM > _SEGMENT_BYTES:
+        if len(self._buffer) + len(cells) + _NOTE_ROOM_BYTES > _SEGMENT_BYTES:
             self._write_segment()
         self._buffer += cells
         self._state = after
@@ -400,8 +353,8 @@ class HeldStream:
         if windows:
             self._copy_kept()
         else:  # nothing happened in this life
-            self._buffer[:] = first_record(self.definitions.read_from(0, _UNIT))
-        earlier, state = self._state, self._copied_state()
+            self._buffer[:] = first_record(self.definitions.read_from(0, _READ_BYTES))
+        earlier, state = self._state, deepcopy(self._state)
         if state.hole >= 0 and windows:
             for mode in {int(window.mode) for window in windows}:
                 least = state.hole if mode == state.mode else 0
@@ -423,7 +376,6 @@ class HeldStream:
         self.close()
 
     def _write_segment(self, end: bytes = b"") -> None:
-        """Put a segment in its place: the buffer, how far it goes, and the END record if any."""
         self._take_lock()
         draft = self._target / "draft"
         shutil.rmtree(draft, ignore_errors=True)
@@ -433,7 +385,7 @@ class HeldStream:
             segment.map[: len(self._buffer)] = bytes(self._buffer)
             segment.at = len(self._buffer)
             number = _LAST_NUMBER - self._state.numbers - 1
-            fields = {"id": number, "kind": _COPIED, **asdict(self._state)}
+            fields = {"id": number, "kind": _COPIED_KIND, **asdict(self._state)}
             packed = msgpack.packb(fields)
             put(segment, RecordKind.DEFINITION, DEFINITION_LENGTH.pack(len(packed)) + packed)
             if end:
@@ -452,8 +404,8 @@ class HeldStream:
 
     def _tell_rank(self) -> None:
         """Mark beside the ring how far the copy goes, so that its rank may let go of that."""
-        state = self._state
-        mark = state.windows, _ALL if self._is_past(self._asked) else max(0, state.ring)
+        is_past, ring = self._is_past(self._asked), self._state.ring
+        mark = self._state.windows, _BEYOND_ALL_BYTES if is_past else max(0, ring)
         if mark != self._marked and not self._buffer:
             with contextlib.suppress(OSError):  # a full disk: the rank holds more than it needs to
                 mark_copied(self.folder, *mark)
@@ -466,15 +418,15 @@ class HeldStream:
             self._lock = StreamLock(self._target)
 
     def _take_up(self) -> None:
-        """Go on behind the last segment of a copy."""
         self._take_lock()
         self._index = segment_indexes(self._target)[-1] + 1
         state: _State | None = None
         with StreamReader(self._target) as reader:
             for chunk in reader.chunks((self._index - 1) * reader.segment_bytes):
                 for entry in records(chunk, is_verified=True).definitions():
-                    if entry["kind"] == _COPIED:
-                        state = _state(entry)
+                    if entry["kind"] == _COPIED_KIND:
+                        del entry["id"], entry["kind"]
+                        state = _State(**entry)
         if state is None:
             raise SpoolError(f"{self._target}: its last segment does not say how far it goes")
         self._state = state
@@ -490,31 +442,8 @@ class HeldStream:
             self._lock = None
 
 
-def _state(entry: dict[str, Any]) -> _State:
-    return _State(**{name: value for name, value in entry.items() if name not in ("id", "kind")})
-
-
 def _cells(found: Records, chosen: NDArray[np.bool_]) -> bytes:
-    """Return the cells of the chosen records, in their order."""
-    return found.cells[np.repeat(chosen, found.size)].tobytes()
-
-
-_WITH_CALL: Final = (
-    RecordKind.ENTER,
-    RecordKind.EXIT,
-    RecordKind.VALUE,
-    RecordKind.SAMPLES,
-    RecordKind.ERROR,
-)
-"""Records that begin with the number of a call."""
-assert SAMPLES_DTYPE.names and SAMPLES_DTYPE.names[0] == "sequence"
-
-
-def _sequences(found: Records) -> NDArray[np.uint64]:
-    """[R] The call each record belongs to, NO_SEQUENCE for none."""
-    heads = found.cells.take(found.start, axis=0)[:, CELL_BYTES - PAYLOAD_BYTES :]
-    numbers: NDArray[np.uint64] = np.ascontiguousarray(heads[:, :8]).view("<u8").reshape(-1)
-    return np.where(np.isin(found.kind, _WITH_CALL), numbers, np.uint64(NO_SEQUENCE))
+    return found.cells_of(np.flatnonzero(chosen)).tobytes()
 
 
 def _merged(runs: list[list[int]]) -> list[list[int]]:
@@ -538,7 +467,6 @@ def _has(runs: _Runs, mode: int, step: int) -> bool:
 
 
 def _note_dropped(state: _State, found: Records) -> None:
-    """Note the steps of which the rank dropped records."""
     for row in found.columns(RecordKind.GAP)[1]:
         mode, first, last = int(row["mode"]), int(row["first_step"]), int(row["last_step"])
         if last == TO_ITS_END and not row["records"]:
@@ -550,7 +478,6 @@ def _note_dropped(state: _State, found: Records) -> None:
 
 
 def _gaps(found: Records, windows: Sequence[Window]) -> NDArray[np.bool_]:
-    """[R] True for what says that records of steps that are asked for were dropped."""
     chosen = np.zeros(len(found), bool)
     positions, rows = found.columns(RecordKind.GAP)
     for window in windows:
@@ -560,7 +487,6 @@ def _gaps(found: Records, windows: Sequence[Window]) -> NDArray[np.bool_]:
 
 
 def _defined(state: _State, kind: str, **fields: object) -> bytes:
-    """Return the cells of a definition that is made here, which takes the next number."""
     number = _LAST_NUMBER - state.numbers
     state.numbers += 1
     packed = msgpack.packb(
@@ -569,15 +495,8 @@ def _defined(state: _State, kind: str, **fields: object) -> bytes:
     return _record(RecordKind.DEFINITION, DEFINITION_LENGTH.pack(len(packed)) + packed)
 
 
-class _Loose(Closed):
-    """A place for one record outside of any segment."""
-
-    def __init__(self, size: int) -> None:
-        self.map = bytearray(size)
-
-
 def _record(kind: RecordKind, payload: bytes) -> bytes:
-    """Return the cells of one record."""
-    place = _Loose((-(-len(payload) // PAYLOAD_BYTES) or 1) * CELL_BYTES)
-    put(place, kind, payload)
-    return bytes(place.map)
+    outside = Closed()  # of any segment
+    outside.map = bytearray((-(-len(payload) // PAYLOAD_BYTES) or 1) * CELL_BYTES)
+    put(outside, kind, payload)
+    return bytes(outside.map)

@@ -41,8 +41,7 @@ from rankscope.companion.protocol import (
     decode,
     encode,
 )
-from rankscope.companion.replica import ReplicaFiles
-from rankscope.companion.replicasync import BackgroundSync
+from rankscope.companion.replica import BackgroundSync, ReplicaFiles
 from rankscope.companion.sharedwatch import write_host_state
 from rankscope.companion.shipping import Shipment
 from rankscope.companion.waitingrule import HostState, JobState
@@ -58,13 +57,10 @@ from rankscope.run.locks import is_alive
 from rankscope.run.stallrecords import Stall, keep_stall
 from rankscope.spool.replication import StreamEnd, replica_path, write_end
 
-__all__ = ["FolderLink", "Link", "SocketLink"]
-
 _BEAT_S = 0.25
 _SHARED_BEAT_S = 1.0
 _SEND_QUEUE = 64
 _BATCH = 1024
-"""Answers taken before anything is sent."""
 _MOST_REFUSED_LOGGED = 10
 _SILENT_S = 5.0
 """A collector answers every beat; one that says nothing for so long is connected to again."""
@@ -76,28 +72,19 @@ class Link(ABC):
     """One of the two, as the relay's loop sees it."""
 
     def __init__(self, header: RunHeader, name: str, box: BlackBox | None) -> None:
-        self._header = header
-        self._name = name
-        self._box = box
+        self._header, self._name, self._box = header, name, box
         self._job = JobState.UNKNOWN
-        self._beat_at = float("-inf")
-        self._sent: Stall | None = None
-        """What was told last: of the job, when, and of a stall."""
-        self.heard_at = float("-inf")
-        """Monotonic time of the other side's last word."""
+        self._beat_at = self.heard_at = float("-inf")
+        self._told_stall: Stall | None = None
         self.is_reached = False
         """What is sent finds its way to somebody."""
         self.rejection = ""
-        """Why nothing of this run is taken; empty as long as it is."""
         self.stall: Stall | None = None
-        """The last one noticed on this host, to be told."""
         self.state: HostState | None = None
-        """What was told of this host last."""
         self.is_quiet = False
         """Nothing happened on any host: what ranks held back is not asked for. Known at the end."""
         self.trouble_at: float | None = None
-        """Monotonic time since when this side can write nothing of what is to be written; None
-        where it can, or where the other side does the writing."""
+        """Monotonic time since when this side cannot write what it has to; None where it can."""
 
     @property
     @abstractmethod
@@ -106,8 +93,7 @@ class Link(ABC):
 
     @property
     def strangeness(self) -> str:
-        """Why the other side is not who it should be, or does not know this one; empty as long as
-        that is not known."""
+        """Why the other side is not who it should be, or does not know this one."""
         return ""
 
     @abstractmethod
@@ -120,7 +106,7 @@ class Link(ABC):
 
     def is_on_disk(self) -> bool:
         """True where what was sent outlasts a loss of power; asked once, at the end."""
-        return True  # as the other side has made sure before it said that all is done
+        return True  # a collector made sure before it said that all is done
 
     @abstractmethod
     def close(self) -> None:
@@ -129,8 +115,7 @@ class Link(ABC):
     def _held(self, shipments: dict[StreamId, Shipment]) -> int:
         """Return how many streams of this host were not refused, those held back among them."""
         refused = sum(shipment.is_refused for shipment in shipments.values())
-        box = self._box
-        return len({*shipments, *(() if box is None else box.streams)}) - refused
+        return len({*shipments, *(self._box.streams if self._box else ())}) - refused
 
     def _state(self, shipments: dict[StreamId, Shipment], job: JobState) -> HostState:
         box = self._box
@@ -173,16 +158,15 @@ class SocketLink(Link):
         self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         self._socket.setsockopt(zmq.LINGER, 500)
         keys = header.settings.get("keys")
-        self._address = address = check_address(header.collector, has_keys=bool(keys))
+        self._address = check_address(header.collector, has_keys=bool(keys))
         self._connected_at = time.monotonic()
         self._handshake: Handshake | None = None
-        if keys and is_tcp(address):
-            self._handshake = Handshake(
-                self._socket, address, read_keys(Path(keys), is_collector=False)
-            )
+        if keys and is_tcp(self._address):
+            curve_keys = read_keys(Path(keys), is_collector=False)
+            self._handshake = Handshake(self._socket, self._address, curve_keys)
         else:
-            self._socket.connect(address)
-        self._bound = MemoryBound([header.collector], peers=lambda: 1)
+            self._socket.connect(self._address)
+        self._bound = MemoryBound([self._address], peers=lambda: 1)
         log(f"relaying run {header.run_id} to {header.collector}")
 
     @property
@@ -203,12 +187,12 @@ class SocketLink(Link):
         if now - max(self.heard_at, self._connected_at) > _SILENT_S:
             self._connect_again(now)
         held = self._held(shipments)
-        has_news = job is not self._job or self.stall != self._sent or held != self._told_held
+        has_news = job is not self._job or self.stall != self._told_stall or held != self._told_held
         if now - self._beat_at > _BEAT_S or has_news:
             self.state = self._state(shipments, job)
             if not self._greet(self.state):
                 return was_busy
-            self._job, self._told_held, self._sent = job, held, self.stall
+            self._job, self._told_held, self._told_stall = job, held, self.stall
             self._beat_at = now
         return self._pump(list(shipments.values()), now) or was_busy
 
@@ -227,8 +211,8 @@ class SocketLink(Link):
         self._context.term()
 
     def _connect_again(self, now: float) -> None:
-        """Begin anew: libzmq never does where what it read was no message (a flipped bit), and
-        nobody tells it that the other side of a connection is gone without a word."""
+        """Begin anew: libzmq never does after it read what was no message (a flipped bit), or where
+        the other side of a connection is gone without a word."""
         self._connected_at = now
         if self.strangeness:
             return  # the handshake is tried again by itself
@@ -237,21 +221,16 @@ class SocketLink(Link):
         self._socket.connect(self._address)
 
     def _greet(self, state: HostState) -> bool:
-        """Say who this is and what it holds; False where that cannot be sent now.
-
-        Before any word about a stream: the collector takes none from a relay it does not know, and
-        may be through with the streams it knows before it hears of another.
-        """
+        """Say who this is and what it holds; False where that cannot be sent now. Before any word
+        about a stream: the collector takes none from a relay it does not know, and may be through
+        with the streams it knows before it hears of another."""
         hello = Hello(PROTOCOL_VERSION, socket.gethostname(), self._header.run_id)
-        if not (self._send(hello) and self._send(state)):
-            return False
-        for event in () if self._box is None else self._box.happened():
-            if not self._send(Happened(*event)):
-                return False
-        return self.stall is None or self._send(self.stall)  # ever again: any of them may be lost
+        events = [] if self._box is None else self._box.happened()
+        stalls = [] if self.stall is None else [self.stall]  # ever again: any of them may be lost
+        messages: list[Message] = [hello, state, *(Happened(*event) for event in events), *stalls]
+        return all(self._send(message) for message in messages)
 
     def _pump(self, waiting: list[Shipment], now: float) -> bool:
-        """Send one message of each stream in turn, as long as the window allows."""
         was_busy = False
         window = WINDOW_BYTES - sum(shipment.in_flight for shipment in waiting)
         self._first += 1
@@ -301,7 +280,6 @@ class SocketLink(Link):
                 self._is_done, self.is_quiet = True, is_quiet
 
     def _hear(self, message: Happened | BeatSeen) -> None:
-        """Let the box know what happened elsewhere; where that cannot be noted it is told again."""
         if self._box is None:
             return
         try:
@@ -329,11 +307,7 @@ class FolderLink(Link):
     def __init__(
         self, header: RunHeader, name: str, box: BlackBox | None = None, *, is_shared: bool = True
     ) -> None:
-        """Open the folder; where other hosts see it, what is told of this one stands in it too.
-
-        Raises:
-            FolderError: it cannot be made.
-        """
+        """Open the folder, or raise FolderError; if `is_shared`, this host's state stands there."""
         super().__init__(header, name, box)
         self._out = header.out
         self._is_shared = is_shared
@@ -387,8 +361,7 @@ class FolderLink(Link):
         time.sleep(timeout_s)
 
     def is_on_disk(self) -> bool:
-        """Wait until what is held, and the tree, outlasts a loss of power; False where it may
-        not."""
+        """Wait until what is held, and the tree, outlasts a loss of power; True where it does."""
         self._sync.close()
         return not self._sync.has_lost and self._replicas.sync_all()
 
@@ -398,14 +371,13 @@ class FolderLink(Link):
         self._replicas.close()
 
     def _tell(self) -> None:
-        if self.stall is None or self.stall == self._sent:
+        if self.stall is None or self.stall == self._told_stall:
             return
         with contextlib.suppress(SpoolError):  # the disk is full: tried again
             keep_stall(self._out, self._name, self.stall)
-            self._sent = self.stall
+            self._told_stall = self.stall
 
     def _hear(self) -> None:
-        """Let a quiet box know that another host is gone without a word."""
         if self._box is not None and self._box.quiet_ranks:
             text = agreed(self._out / REPLICA_FOLDER, VANISHED_NAME)
             if text is not None:
@@ -426,7 +398,6 @@ class FolderLink(Link):
         return True
 
     def _note_trouble(self, text: str, now: float) -> None:
-        """Log it once: it is tried again and again."""
         if text and text != self._trouble:
             log(text)
         self._trouble = text
@@ -434,7 +405,6 @@ class FolderLink(Link):
             self.trouble_at = now
 
     def _ship(self, shipment: Shipment, now: float) -> bool:
-        """Write what a shipment has to send; True where it was written."""
         message = shipment.next_message(now, WINDOW_BYTES)
         if message is None:
             return False

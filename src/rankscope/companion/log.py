@@ -10,9 +10,6 @@ from pathlib import Path
 
 from rankscope.record.visibletext import visible
 
-__all__ = ["FewLines", "log", "log_into"]
-
-
 _files: list[Path] = []
 
 
@@ -38,7 +35,6 @@ class FewLines:
     def __init__(self, most: int) -> None:
         self._most = most
         self.count = 0
-        """How many there were."""
 
     def log(self, line: str) -> None:
         """Write one more line, as long as there were few."""

@@ -23,8 +23,6 @@ from rankscope.run.findingnotices import told_in
 from rankscope.run.jobstatus import RankStatus, fullest_spool, read_status
 from rankscope.run.stallrecords import stalls_in
 
-__all__ = ["served_metrics"]
-
 _END_S: Final = 30.0
 
 
@@ -49,14 +47,11 @@ def served_metrics(out: Path, port: int, *, world_size: int) -> Iterator[None]:
 
 
 class _RunMetrics:
-    """Says what is known of a run."""
-
     def __init__(self, out: Path, world_size: int) -> None:
         self._out, self._world_size = out, world_size
         self._received_bytes = 0
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the families, for `prometheus_client`."""
         status = read_status(self._out)
         totals, statuses = status.totals, status.ranks
         self._received_bytes = max(self._received_bytes, totals.received_bytes)
@@ -71,7 +66,11 @@ class _RunMetrics:
         yield _gauge("world_size", "ranks of the job", self._world_size)
         yield _counts("ranks", "ranks by state", "state", STATES.values(), states)
         yield from _steps(running)
-        yield from _spools(statuses)
+        spool = fullest_spool(statuses)
+        if spool is not None:
+            unsent, fill = spool["unsent_bytes"], spool["fill"]
+            yield _gauge("unsent_bytes", "bytes in spools of this host, not received yet", unsent)
+            yield _gauge("spool_fill_ratio", "part of the fullest spool of this host", fill)
         if status.age_s is not None:
             yield _gauge("status_age_seconds", "since the records were read last", status.age_s)
         yield _gauge("stalls", "hosts whose ranks stand still", standing)
@@ -79,7 +78,6 @@ class _RunMetrics:
             yield from self._findings()
 
     def _findings(self) -> Iterator[Metric]:
-        """Yield what the live check found, by kind, once it has judged a step."""
         told, age_s = told_in(self._out)
         if age_s is None:
             return
@@ -89,7 +87,6 @@ class _RunMetrics:
 
 
 def _steps(running: Sequence[RankStatus]) -> Iterator[Metric]:
-    """Yield where the ranks that run are, how far apart, and how fast."""
     steps = [s.step for s in running if s.step is not None and s.mode is Mode.TRAIN]
     if steps:
         yield _gauge("newest_step", "train step of the rank that is ahead", max(steps))
@@ -104,15 +101,6 @@ def _steps(running: Sequence[RankStatus]) -> Iterator[Metric]:
     slow = [status.beside_all for status in running if status.beside_all is not None]
     if slow:
         yield _gauge("slowest_rank_ratio", "time outside collectives beside median", max(slow))
-
-
-def _spools(statuses: Sequence[RankStatus]) -> Iterator[Metric]:
-    """Yield what lies in the spools of this host."""
-    spool = fullest_spool(statuses)
-    if spool is not None:
-        unsent, fill = spool["unsent_bytes"], spool["fill"]
-        yield _gauge("unsent_bytes", "bytes in spools of this host, not received yet", unsent)
-        yield _gauge("spool_fill_ratio", "part of the fullest spool of this host", fill)
 
 
 def _counts(

@@ -46,7 +46,6 @@ FRAME_BYTES = 64 << 10
 WINDOW_BYTES = 1 << 20
 """Unacknowledged bytes a relay keeps in flight, all its streams together."""
 CHUNK_FRAME_BYTES = 256 << 10
-"""Bytes of a chunk of full tensors in one frame at most."""
 CHUNK_WINDOW_BYTES = 1 << 20
 """Unacknowledged bytes of chunks in flight, for each stream."""
 LONGEST_BODY = MAX_RECORD_CELLS * CELL_BYTES
@@ -56,6 +55,7 @@ LONGEST_MESSAGE = LONGEST_BODY + _LONGEST_HEADER
 LONGEST_ANSWER = _LONGEST_HEADER
 """Of one part of a message to a relay, which has no body."""
 MOST_PARTS = 2
+_HEADER_LIMITS = {"max_array_len": 8, "max_map_len": 0, "max_bin_len": 0, "max_ext_len": 0}
 _CRC_BYTES = 4
 _LONGEST_TEXT = 256
 _LONGEST_ENTRY = 600
@@ -89,7 +89,6 @@ class Frame:
     origin: int
     offset: int
     crc: int
-    """CRC-32 of the body."""
     body: bytes
     chunk: int = 0
 
@@ -129,14 +128,11 @@ class ChunkEnded:
     chunk: int
     size: int
     checksum: int
-    """xxh3_64 of the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """An event of a black box: told with every beat of a relay that knows it, and to all that do
-    not. Hosts of such a job may have no folder that all of them see.
-    """
+    """An event of a black box, told with every beat of a relay, and to all that do not know it."""
 
     incarnation: int
     entry: str
@@ -197,25 +193,11 @@ class Done:
     """Nothing happened on any host: what ranks held back is not asked for."""
 
 
-Message = (
-    Hello
-    | OpenStream
-    | Frame
-    | Sync
-    | Synced
-    | Ended
-    | HostState
-    | Happened
-    | Stall
-    | Bye
-    | StreamOffset
-    | EndedSeen
-    | BeatSeen
-    | Refused
-    | Rejected
-    | Done
-    | ChunkEnded
+_FromRelay = (
+    Hello | OpenStream | Frame | Sync | Ended | ChunkEnded | HostState | Happened | Stall | Bye
 )
+_FromCollector = StreamOffset | Synced | EndedSeen | BeatSeen | Refused | Rejected | Done
+Message = _FromRelay | _FromCollector
 
 
 def encode(message: Message) -> list[bytes]:
@@ -228,11 +210,7 @@ def encode(message: Message) -> list[bytes]:
 
 
 def decode(parts: Sequence[bytes]) -> Message:
-    """Return the message these parts are.
-
-    Raises:
-        WireError: they are no message of this protocol, or a number is out of range.
-    """
+    """Return the message these parts are; raise WireError for none, or a number out of range."""
     if not 1 <= len(parts) <= MOST_PARTS or not _CRC_BYTES < len(parts[0]) <= _LONGEST_HEADER:
         raise WireError(f"a message of {len(parts)} parts, expected a header and at most a body")
     verb, *rest = _unpack(parts[0])
@@ -262,14 +240,7 @@ def _unpack(part: bytes) -> list[object]:
             "a header whose crc is wrong: damaged on its way, or of another version of rankscope"
         )
     try:
-        unpacked = msgpack.unpackb(
-            header,
-            max_ext_len=0,
-            max_array_len=8,
-            max_map_len=0,
-            max_bin_len=0,
-            max_str_len=_LONGEST_HEADER,
-        )
+        unpacked = msgpack.unpackb(header, max_str_len=_LONGEST_HEADER, **_HEADER_LIMITS)
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
         raise WireError(f"a header of {len(header)} bytes that is no msgpack array") from error
     if not isinstance(unpacked, list) or not unpacked:
@@ -287,9 +258,6 @@ def _check_body(frame: Frame) -> None:
         raise WireError(f"a frame of {len(body)} bytes: expected 1 to {MAX_RECORD_CELLS} cells")
     if zlib.crc32(body) != frame.crc:
         raise WireError(f"a frame of {frame.stream.name} at {frame.offset} whose crc is wrong")
-
-
-# ---- what stands in a header ----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +292,6 @@ def _number(limit: int) -> _Field:
 
 
 def _member(members: Sequence[object]) -> _Field:
-    """One of a fixed list, as its number in it."""
     return _Field(
         lambda value: members.index(value), lambda place: members[_checked(place, len(members))]
     )
@@ -344,7 +311,6 @@ def _read_stream(place: object) -> StreamId:
 
 
 def _text(most: int) -> _Field:
-    """A text that is cut where it is longer."""
 
     def read(place: object) -> str:
         if not isinstance(place, str) or len(place) > most:

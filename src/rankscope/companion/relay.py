@@ -8,28 +8,35 @@ this host sees it writes replicas and end markers itself, with the collector's o
 from __future__ import annotations
 
 import os
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rankscope.companion.blackbox import black_box_of
 from rankscope.companion.cleanup import is_in_tree, remove_run
 from rankscope.companion.links import FolderLink, Link, SocketLink
 from rankscope.companion.log import log
-from rankscope.companion.orderwatch import OrderWatch
 from rankscope.companion.shipping import Shipment
 from rankscope.companion.stallmonitor import StallMonitor
 from rankscope.companion.waitingrule import HostState, JobState
+from rankscope.errors import SpoolError
 from rankscope.record.streams import StreamId
 from rankscope.run.companions import ExitOutcome
-from rankscope.run.filenames import JOB_OVER_NAME, LAUNCHER_LOCK_NAME, TRACE_NAME
+from rankscope.run.eventboard import ABSENT, file_time
+from rankscope.run.filenames import (
+    JOB_OVER_NAME,
+    LAUNCHER_LOCK_NAME,
+    ORDER_NAME,
+    REPLICA_FOLDER,
+    TRACE_NAME,
+)
 from rankscope.run.folders import RunHeader, is_held, relay_name, streams
 from rankscope.run.locks import is_alive
+from rankscope.run.orders import Order, OrderSeen, order_in, orders_come_to, put_order, tell_seen
 from rankscope.run.prepare import Collection
 from rankscope.run.processes import is_process_alive
 from rankscope.settings import settings_of_run
-
-__all__ = ["Relay"]
 
 _DISCOVER_S = 0.1
 _PATIENCE_S = 300.0
@@ -38,29 +45,72 @@ _ABANDONED_S = 10.0
 """The same where nobody is left who would start that collector again."""
 _SILENT_S = 2.0
 _FIRST_STREAM_S = 3600.0
+_ORDERS_S = 0.2
+
+
+class OrderWatch:
+    """Hands orders of `rankscope capture` from the trace folder to the run folder, where ranks
+    look. Where a relay sees no trace folder, `rankscope capture` writes into the run folder."""
+
+    def __init__(self, run_folder: Path, header: RunHeader, relay: str) -> None:
+        self._run_folder, self._out, self._relay = run_folder, header.out, relay
+        self._folder = orders_come_to(run_folder, header)
+        self._is_elsewhere = Collection.of_run(header).is_elsewhere
+        self._file_time = file_time(self._folder / ORDER_NAME)
+        self._seen = ABSENT
+        self._looked_at = float("-inf")
+        self._said: OrderSeen | None = None
+        self._trouble = ""
+        self.order: Order | None = None
+
+    def look(self, now: float, streams: Iterable[StreamId], told: str = "") -> None:
+        """Hand an order to the ranks, and say that it was seen; `told`: by a black box."""
+        if now - self._looked_at < _ORDERS_S:
+            return
+        self._looked_at = now
+        try:
+            self._take()
+            if self.order is not None and not self._is_elsewhere:
+                self._say(self.order, streams, told)
+        except SpoolError as error:  # a full disk: tried again
+            if str(error) != self._trouble:
+                log(f"an order was not handed on: {error}")
+            self._trouble = str(error)
+
+    def _take(self) -> None:
+        seen = self._file_time()
+        if seen in (ABSENT, self._seen):
+            return
+        order = order_in(self._folder)
+        if order is None:
+            log(f"{self._folder / ORDER_NAME} is no order, and is ignored: use rankscope capture")
+        elif order_in(self._run_folder) != order:
+            put_order(self._run_folder, order)
+            log(f"handed an order to the ranks: {order.text}")
+        self._seen = seen
+        self.order = order or self.order
+
+    def _say(self, order: Order, streams: Iterable[StreamId], told: str) -> None:
+        ranks = tuple(sorted({stream.rank for stream in streams}))
+        seen = OrderSeen(number=order.number, host=socket.gethostname(), ranks=ranks, told=told)
+        if seen != self._said and (self._out / REPLICA_FOLDER).is_dir():  # gone with its job
+            tell_seen(self._out, self._relay, seen)
+            self._said = seen
 
 
 class Relay:
     """The streams of one host on their way, a turn at a time."""
 
     def __init__(
-        self,
-        run_folder: Path,
-        header: RunHeader,
-        is_stopped: Callable[[], bool],
-        *,
-        is_alone: bool,
+        self, run_folder: Path, header: RunHeader, is_stopped: Callable[[], bool], *, is_alone: bool
     ) -> None:
-        """Send nothing yet.
+        """Send nothing yet, or raise RankscopeError where the other side cannot be reached.
 
         Args:
-            run_folder: the host's spool folder of one run.
+            run_folder: of this host.
             header: its `run.json`.
             is_stopped: true once somebody asked for an end (SIGTERM): as if the job were over.
-            is_alone: the run is gathered by another process, which may never come.
-
-        Raises:
-            RankscopeError: the other side may not or cannot be reached.
+            is_alone: another process gathers the run, and may never come.
         """
         self._run_folder = run_folder
         self._header = header
@@ -74,41 +124,29 @@ class Relay:
         self._is_over = False
         """What others were told last of a job that holds steps back."""
         self._tree = header.out / TRACE_NAME
-        self._collection = Collection.of_run(header)
-        self._name = relay_name(run_folder)
-        self._stalls = StallMonitor(run_folder, header, self._name)
+        collection, name = Collection.of_run(header), relay_name(run_folder)
+        self._has_own_chunks = collection.is_elsewhere
+        self._stalls = StallMonitor(run_folder, header, name)
         self._box = black_box_of(run_folder, header)
-        """Where the ranks hold their last steps back."""
-        self._orders = OrderWatch(run_folder, header, self._name)
+        self._orders = OrderWatch(run_folder, header, name)
         self._link: Link
-        if self._collection.is_elsewhere:
-            self._link = SocketLink(header, self._name, self._box)
+        if collection.is_elsewhere:
+            self._link = SocketLink(header, name, self._box)
         else:
-            is_shared = self._collection.is_shared
-            self._link = FolderLink(header, self._name, self._box, is_shared=is_shared)
+            self._link = FolderLink(header, name, self._box, is_shared=collection.is_shared)
         self.outcome: ExitOutcome | None = None
-        """How it ended; None while there is more to do."""
 
     @property
     def state(self) -> HostState | None:
         """What was told of this host last."""
         return self._link.state
 
-    def turn(self) -> bool:
-        """Do what can be done at once; True where that was anything."""
-        now = time.monotonic()
-        was_busy = self._exchange(now)
-        if not was_busy:
-            self.outcome = self._outcome(now)
-        return was_busy
-
     def wait(self, timeout_s: float) -> None:
         """Wait for an answer, or for time to pass."""
         self._link.wait(timeout_s)
 
     def close(self, outcome: ExitOutcome) -> None:
-        """Leave; of a run that is finished remove what this host had of it, once what it sent
-        outlasts a loss of power."""
+        """Leave; of a finished run remove what this host has, once what it sent is on disk."""
         is_durable = outcome is ExitOutcome.DONE and self._link.is_on_disk()
         is_quiet = self._link.is_done and self._link.is_quiet
         self._link.close()
@@ -123,17 +161,25 @@ class Relay:
         else:
             log(f"the records of this host stay in {self._run_folder}")
 
-    def _exchange(self, now: float) -> bool:
+    def turn(self) -> bool:
+        """Do what can be done at once; True where that was anything."""
+        now = time.monotonic()
         self._discover(now)
         box, link = self._box, self._link
         self._stalls.look(self._shipments if box is None else box.streams, now)
         link.stall = self._stalls.latest
-        self._look_for_orders(now)
+        if box is None:
+            self._orders.look(now, self._shipments)
+        else:
+            self._orders.look(now, box.streams, box.answer)
+            box.order = self._orders.order
         was_busy = box is not None and box.look(now, self._job, link.stall)
-        return link.exchange(self._shipments, now, self._told_job()) or was_busy
+        was_busy = link.exchange(self._shipments, now, self._told_job()) or was_busy
+        if not was_busy:
+            self.outcome = self._outcome(now)
+        return was_busy
 
     def _outcome(self, now: float) -> ExitOutcome | None:
-        """Return how it ends: it was told that the run is finished, or nobody is there to tell."""
         link = self._link
         if link.is_done and self.is_alone:  # else who gathers in this process says it
             return ExitOutcome.DONE
@@ -145,13 +191,15 @@ class Relay:
             return ExitOutcome.NO_ROOM
         if not self.is_alone:
             return None
-        if self._sees_tree(now - link.heard_at):
-            return ExitOutcome.DONE
+        is_silent = now - link.heard_at > _SILENT_S
+        if is_silent and os.path.exists(self._tree) and not self._has_alive():
+            return ExitOutcome.DONE  # the collector may have gone before its Done arrived
         silent_s = now - max(link.heard_at, self._alive_at)
         if silent_s > _SILENT_S and self._has_alive():
             self._alive_at = now  # as long as a rank lives nobody is waited for in vain
             return None
-        if link.strangeness and silent_s > _ABANDONED_S and not self._has_work_left():
+        is_launched = self._job is JobState.LAUNCHED
+        if link.strangeness and silent_s > _ABANDONED_S and not is_launched:
             log(f"nothing was sent: {link.strangeness}")
             return ExitOutcome.STRANGE
         if self._is_abandoned(silent_s):
@@ -163,35 +211,17 @@ class Relay:
             return ExitOutcome.UNFINISHED
         return None
 
-    def _look_for_orders(self, now: float) -> None:
-        box = self._box
-        if box is None:
-            self._orders.look(now, self._shipments)
-        else:
-            self._orders.look(now, box.streams, box.answer)
-            box.order = self._orders.order
-
     def _has_no_room(self, now: float) -> bool:
-        """True where a trace folder that this host writes takes nothing of a job that is over."""
-        link = self._link
-        if link.trouble_at is None or self._job is not JobState.OVER or link.is_done:
+        since = self._link.trouble_at
+        if since is None or self._job is not JobState.OVER or self._link.is_done:
             return False
-        return now - link.trouble_at >= self._settings.drain_seconds and not self._has_alive()
-
-    def _sees_tree(self, silent_s: float) -> bool:
-        """The collector may have gone before its Done arrived: on its own host the tree tells."""
-        return silent_s > _SILENT_S and os.path.exists(self._tree) and not self._has_alive()
+        return now - since >= self._settings.drain_seconds and not self._has_alive()
 
     def _is_abandoned(self, silent_s: float) -> bool:
-        """True where this silence since the last rank means that no collector will come."""
         is_over = self._job is JobState.OVER
         if is_over and not self._link.is_reached:  # who listens may be building the tree
             return silent_s > min(max(self._settings.finish_seconds, _SILENT_S), _PATIENCE_S)
         return silent_s > _PATIENCE_S
-
-    def _has_work_left(self) -> bool:
-        """True while ranks run, or may come."""
-        return self._has_alive() or self._job is JobState.LAUNCHED
 
     def _told_job(self) -> JobState:
         """What others are told of the job: it is not over while a black box has more to say."""
@@ -218,44 +248,33 @@ class Relay:
             return
         self._discovered_at = now
         self._job = self._job_state()
-        for stream in streams(self._run_folder):
-            if stream not in self._shipments:
-                self._shipments[stream] = Shipment(
-                    self._run_folder, stream, has_own_chunks=self._collection.is_elsewhere
-                )
+        folder, has_own_chunks = self._run_folder, self._has_own_chunks
+        for stream in sorted({*streams(folder)} - self._shipments.keys()):
+            self._shipments[stream] = Shipment(folder, stream, has_own_chunks=has_own_chunks)
 
     def _job_state(self) -> JobState:
-        """A launcher of ours holds a lock while it lives, any other is a process that lives; ranks
-        that outlive a killed one say the rest."""
         if self._is_stopped() or (self._run_folder / JOB_OVER_NAME).exists():
             return JobState.OVER
         lock = self._run_folder / LAUNCHER_LOCK_NAME
-        if not lock.exists():
-            if self._may_restart():
+        if lock.exists():  # a launcher of ours holds it while it lives
+            if is_held(lock):
                 return JobState.LAUNCHED
-            agent = self._header.agent
-            has_agent = not agent or is_process_alive(agent)
-            return JobState.UNKNOWN if has_agent or self._has_alive() else JobState.OVER
-        if is_held(lock):
-            return JobState.LAUNCHED
+            return JobState.UNKNOWN if self._has_alive() else JobState.OVER
+        agent = self._header.agent
+        if not agent:
+            return JobState.UNKNOWN
+        if is_process_alive(agent):  # it restarts ranks while it has restarts left for them
+            streams_here = [*self._shipments, *(() if self._box is None else self._box.streams)]
+            life = max((stream.incarnation for stream in streams_here), default=0)
+            return JobState.LAUNCHED if life < self._header.max_restarts else JobState.UNKNOWN
         return JobState.UNKNOWN if self._has_alive() else JobState.OVER
 
-    def _may_restart(self) -> bool:
-        """True while an agent of somebody else's lives that has restarts left for these ranks."""
-        agent = self._header.agent
-        if not agent or not is_process_alive(agent):
-            return False
-        known = [*self._shipments, *(() if self._box is None else self._box.streams)]
-        return max((stream.incarnation for stream in known), default=0) < self._header.max_restarts
-
     def _clean(self, *, is_quiet: bool) -> None:
-        """Remove what was shipped; a stream that is not all over there stays for `recover`."""
 
         def is_delivered(stream: StreamId) -> bool:
             shipment = self._shipments.get(stream)
-            return (shipment is not None and shipment.is_delivered()) or is_in_tree(
-                self._run_folder, stream, self._tree
-            )
+            is_shipped = shipment is not None and shipment.is_delivered()
+            return is_shipped or is_in_tree(self._run_folder, stream, self._tree)
 
         is_quiet = is_quiet and self._box is not None and self._box.quiet_ranks > 0
         kept = remove_run(self._run_folder, is_delivered, is_quiet=is_quiet)

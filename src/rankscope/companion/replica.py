@@ -2,9 +2,9 @@
 
 The length of a replica is the collector's whole state: it is opened by cutting it to its valid
 prefix (a kill may have torn the last write; what is settled of it counts as valid, `settledprefix`)
-and grows only at exactly its own end. Paths are built
-from integers only and never followed through links. One folder holds replicas of one run only, and
-a replica records of one process only: another one of the same rank and life has the next life.
+and grows only at exactly its own end. Paths are built from integers only and never followed through
+links. One folder holds replicas of one run only, and a replica records of one process only: another
+one of the same rank and life has the next life.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ import os
 import resource
 import socket
 import stat
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Generic, TypeVar
 
 from rankscope.chunks.safetensors import write_all
 from rankscope.companion.log import log
-from rankscope.companion.replicasync import Unsynced
 from rankscope.errors import FolderError, SpoolError
 from rankscope.record.streams import MAX_INCARNATIONS, StreamId
 from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER, RUN_ID_NAME
@@ -33,10 +36,7 @@ from rankscope.spool.recordformat import CELL_BYTES
 from rankscope.spool.replication import replica_path, replicated
 from rankscope.spool.validprefix import valid_prefix
 
-__all__ = ["ReplicaFiles"]
-
 DEFAULT_QUOTA_BYTES = 64 << 30
-"""Of the disk, for all lives of a rank together."""
 MOST_LIVES = 256
 """Streams of one rank, whatever their numbers: more restarts are a fault, or somebody's attack."""
 _OPEN_FILES = 256
@@ -48,6 +48,87 @@ _PASSING = (errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOSPC, errno.EDQUOT)
 """What a disk says that is full, failed, went read-only or was remounted: it may come back."""
 
 
+Asker = TypeVar("Asker")
+
+
+@dataclass(frozen=True, slots=True)
+class Unsynced:
+    """Bytes of a replica that may be in the memory of this host only."""
+
+    stream: StreamId
+    length: int
+    descriptor: int
+    """One of its own, which is closed afterwards."""
+    new: Path | None
+    """The replica's path where its name has to be put on disk too."""
+
+    def put_on_disk(self) -> None:
+        """Wait for the disk; raise OSError: what it refused once it may have forgotten."""
+        try:
+            os.fdatasync(self.descriptor)
+            if self.new is not None:
+                for path in (self.new.with_suffix(".origin"), self.new.parent):
+                    with contextlib.suppress(FileNotFoundError):
+                        sync_by_name(path)
+        finally:
+            os.close(self.descriptor)
+
+
+class BackgroundSync(Generic[Asker]):
+    """Puts replicas on disk in a thread of its own, for which who takes records does not wait: a
+    spool is freed only once what the collector has of it is there."""
+
+    def __init__(self) -> None:
+        self._waiting: SimpleQueue[Unsynced | None] = SimpleQueue()
+        self._finished: SimpleQueue[tuple[Unsynced, str]] = SimpleQueue()
+        self._askers: dict[StreamId, Asker] = {}
+        self._lost: set[StreamId] = set()
+        """Replicas of which the disk lost something: no segment of theirs is freed any more."""
+        self._thread = threading.Thread(target=self._work, name="sync", daemon=True)
+        self._thread.start()
+
+    @property
+    def has_lost(self) -> bool:
+        """True once a disk said that it lost something; it says that only once."""
+        return bool(self._lost)
+
+    def begin(self, place: StreamId, asker: Asker, to_sync: Callable[[StreamId], Unsynced]) -> None:
+        """Have a replica put on disk, opened by `to_sync`, where that is not under way or vain."""
+        if place in self._lost or place in self._askers:
+            return
+        with contextlib.suppress(OSError):  # too many open files: it is asked for again
+            self._waiting.put(to_sync(place))
+            self._askers[place] = asker
+
+    def finished(self) -> Iterator[tuple[Asker, int]]:
+        """Yield who asked, and how many bytes of the replica are on disk."""
+        with contextlib.suppress(Empty):
+            while True:
+                unsynced, trouble = self._finished.get_nowait()
+                asker = self._askers.pop(unsynced.stream)
+                if not trouble:
+                    yield asker, unsynced.length
+                    continue
+                self._lost.add(unsynced.stream)
+                name = unsynced.stream.name
+                log(f"{name}: cannot be put on disk: {trouble}; its host keeps all of it")
+
+    def close(self) -> None:
+        """Finish what was begun; nothing may be begun any more."""
+        if self._thread.is_alive():
+            self._waiting.put(None)
+            self._thread.join()
+
+    def _work(self) -> None:
+        while (unsynced := self._waiting.get()) is not None:
+            try:
+                unsynced.put_on_disk()
+            except OSError as error:
+                self._finished.put((unsynced, str(error.strerror)))
+            else:
+                self._finished.put((unsynced, ""))
+
+
 def _origin_path(out: Path, stream: StreamId) -> Path:
     return out / REPLICA_FOLDER / f"{stream.name}.origin"
 
@@ -56,20 +137,13 @@ class ReplicaFiles:
     """The replicas of one trace folder, with a bounded number of files open at a time."""
 
     def __init__(self, out: Path, *, quota_bytes: int = DEFAULT_QUOTA_BYTES) -> None:
-        """Make `<out>/spool` (0700).
-
-        Raises:
-            FolderError: it cannot be made.
-        """
-        self._out = out
-        self._quota_bytes = quota_bytes
+        """Make `<out>/spool` (0700), or raise FolderError."""
+        self._out, self._quota_bytes = out, quota_bytes
         self._lengths: dict[StreamId, int] = {}
         self._open: OrderedDict[StreamId, int] = OrderedDict()
         self._places: dict[tuple[StreamId, int], StreamId] = {}
-        self._named: set[StreamId] = set()
-        """Whose files have their names on disk."""
-        self._counts: dict[int, int] = {}
-        """Lives of a rank that are here."""
+        self._named_on_disk: set[StreamId] = set()
+        self._life_counts: dict[int, int] = {}
         self._held: dict[int, int] = {}
         """Bytes of a rank on disk, or more where some were freed since they were counted."""
         self._run_id = ""
@@ -121,22 +195,15 @@ class ReplicaFiles:
                     f"{stream.name}: {MOST_LIVES} lives of this rank are here, no more are taken"
                 )
             _first_word(_origin_path(self._out, free), origin_text(origin))
-            self._counts[stream.rank] += 1
+            self._life_counts[stream.rank] += 1
             place = self.placed(stream, origin)  # another host may have been quicker
             if place not in (None, stream):
-                log(
-                    f"another process wrote {stream.name} before: the records of this one are "
-                    f"kept as {place.name}"
-                )
+                before = f"another process wrote {stream.name} before"
+                log(f"{before}: the records of this one are kept as {place.name}")
         return place
 
     def placed(self, stream: StreamId, origin: int) -> StreamId | None:
-        """Return where these records were placed, now or before a restart; None where nowhere.
-
-        Raises:
-            FolderError: every life is taken, or a replica cannot be read.
-            SpoolError: it cannot be read, now.
-        """
+        """Return where these records were placed, None where nowhere; errors as of `place`."""
         place = self._places.get((stream, origin))
         if place is not None:
             return place
@@ -150,11 +217,6 @@ class ReplicaFiles:
         return None
 
     def _lives(self, stream: StreamId) -> Iterator[StreamId]:
-        """Yield a stream and its later lives.
-
-        Raises:
-            FolderError: when there are no more.
-        """
         for life in range(stream.incarnation, MAX_INCARNATIONS):
             yield StreamId(rank=stream.rank, incarnation=life)
         raise FolderError(f"{stream.name}: every life of this rank is taken")
@@ -167,12 +229,7 @@ class ReplicaFiles:
         return origin_text(origin) if origin else None
 
     def length(self, stream: StreamId) -> int:
-        """Bytes held of a stream; opens its replica the first time.
-
-        Raises:
-            FolderError: the replica cannot be opened.
-            SpoolError: the same, now.
-        """
+        """Bytes held of a stream; opens its replica the first time, with errors as of `place`."""
         if stream not in self._lengths:
             self._descriptor(stream)
         return self._lengths[stream]
@@ -189,9 +246,8 @@ class ReplicaFiles:
             return length
         descriptor = self._descriptor(stream)
         if not self._has_room(stream.rank, len(body)):
-            raise FolderError(
-                f"{stream.name}: would exceed {self._quota_bytes} bytes, the quota of one rank"
-            )
+            quota = f"{self._quota_bytes} bytes, the quota of one rank"
+            raise FolderError(f"{stream.name}: would exceed {quota}")
         try:
             write_all(descriptor, body, length)
         except OSError as error:
@@ -209,20 +265,15 @@ class ReplicaFiles:
         return self._lengths[stream]
 
     def to_sync(self, stream: StreamId) -> Unsynced:
-        """Return what is to be put on disk for what is held of a stream to outlast a crash.
-
-        Raises:
-            FolderError: its replica cannot be opened.
-        """
+        """Return what has to be on disk for a stream to outlast a crash; errors as of `length`."""
         descriptor = os.dup(self._descriptor(stream))
         path = replica_path(self._out, stream)
-        is_new = stream not in self._named
-        self._named.add(stream)
+        is_new = stream not in self._named_on_disk
+        self._named_on_disk.add(stream)
         return Unsynced(stream, self._lengths[stream], descriptor, path if is_new else None)
 
     def sync_all(self) -> bool:
-        """Wait until every replica that is left is on disk, and the name of the tree; False where
-        one is not, which is logged."""
+        """Wait until all replicas, and the name of the tree, are on disk; log what is not."""
         is_on_disk = True
         folder = self._out / REPLICA_FOLDER
         try:
@@ -241,11 +292,8 @@ class ReplicaFiles:
         return is_on_disk
 
     def _take_back(self, stream: StreamId, descriptor: int, length: int) -> None:
-        """Undo half a write; where even that fails, the file is opened anew for the next one.
-
-        A file system that failed, or went read-only, is of no use to whoever has files of it open;
-        what it holds once it is back may be less.
-        """
+        """Undo half a write; where that fails, open the file anew: after a failure, or a remount
+        that made it read-only, files that were open on a file system are of no use."""
         try:
             os.ftruncate(descriptor, length)
         except OSError:
@@ -258,23 +306,21 @@ class ReplicaFiles:
             os.close(self._open.popitem()[1])
 
     def _count(self, rank: int) -> int:
-        """How many lives of a rank are here."""
-        if rank not in self._counts:
-            names = _files_of(self._out, rank)
-            self._counts[rank] = len({name.rpartition(".")[0] for name in names})
-        return self._counts[rank]
+        if rank not in self._life_counts:
+            self._life_counts[rank] = len(
+                {n.rpartition(".")[0] for n in _files_of(self._out, rank)}
+            )
+        return self._life_counts[rank]
 
     def _has_room(self, rank: int, more_bytes: int) -> bool:
-        """True where the replicas of a rank may occupy more of the disk. Their settled begin may
-        have been freed since they were counted, so that is done again before anything is refused.
-        """
+        """True where the replicas of a rank may occupy more of the disk, which are measured again
+        before anything is refused: their settled begin may have been freed."""
         if rank not in self._held or self._held[rank] + more_bytes > self._quota_bytes:
             folder, held = self._out / REPLICA_FOLDER, 0
             for name in _files_of(self._out, rank):
-                if not name.endswith(CELLS_SUFFIX):
-                    continue
-                with contextlib.suppress(OSError):
-                    held += bytes_on_disk((folder / name).lstat())
+                if name.endswith(CELLS_SUFFIX):
+                    with contextlib.suppress(OSError):
+                        held += bytes_on_disk((folder / name).lstat())
             self._held[rank] = held
         return self._held[rank] + more_bytes <= self._quota_bytes
 
@@ -304,12 +350,10 @@ class ReplicaFiles:
                 except OSError as error:
                     os.close(descriptor)
                     raise _trouble(f"{path}: cannot be cut: {error.strerror}", error) from error
-                log(
-                    f"{path}: cut from {status.st_size} to {whole} valid bytes"
-                    if whole < status.st_size
-                    else f"{path}: {status.st_size} bytes survived a crash of the host; it goes on "
-                    f"behind the {whole} that were settled"
-                )
+                size, cut = status.st_size, f"cut from {status.st_size} to {whole} valid bytes"
+                behind = f"it goes on behind the {whole} that were settled"
+                survived = f"{size} bytes survived a crash of the host; {behind}"
+                log(f"{path}: {cut if whole < size else survived}")
             self._lengths[stream] = whole
         self._open[stream] = descriptor
         while len(self._open) > self._most_open:
@@ -330,7 +374,6 @@ class ReplicaFiles:
 
 
 def _files_of(out: Path, rank: int) -> list[str]:
-    """Names of the files that belong to replicas of a rank."""
     stem = StreamId(rank=rank, incarnation=0).name.rpartition(".")[0]
     try:
         names = os.listdir(out / REPLICA_FOLDER)
@@ -340,11 +383,7 @@ def _files_of(out: Path, rank: int) -> list[str]:
 
 
 def _first_word(path: Path, word: str) -> str:
-    """Write a small file unless there is one; return what stands in it: the first word decides.
-
-    Raises:
-        SpoolError: it cannot be written, now.
-    """
+    """Write a small file unless there is one; return what stands in it: the first word decides."""
     draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.new")
     try:
         with draft.open("w") as file:
@@ -368,12 +407,7 @@ def _first_word(path: Path, word: str) -> str:
 
 
 def _origin_in(replica: Path) -> int:
-    """Return whose records a replica begins with; UNKNOWN where there are none.
-
-    Raises:
-        FolderError: it cannot be read.
-        SpoolError: the same, now.
-    """
+    """Return whose records a replica begins with; UNKNOWN where there are none."""
     try:
         with replica.open("rb") as file:
             begin = file.read(CELL_BYTES)
@@ -385,6 +419,5 @@ def _origin_in(replica: Path) -> int:
 
 
 def _trouble(text: str, cause: BaseException | None) -> FolderError | SpoolError:
-    """Return the error to raise: one that passes where the disk may come back."""
     is_passing = isinstance(cause, OSError) and cause.errno in _PASSING
     return SpoolError(text) if is_passing else FolderError(text)

@@ -19,15 +19,9 @@ from rankscope.run.filenames import HOST_STATE_PREFIX, REPLICA_FOLDER, VANISHED_
 from rankscope.run.replacing import read_json_map, write_by_rename
 from rankscope.spool.replication import read_end, replica_path, replicated
 
-__all__ = ["SharedWatch", "read_host_states", "write_host_state"]
-
 
 def write_host_state(out: Path, relay: str, beat: int, state: HostState) -> None:
-    """Leave the state of one relay; `beat` is another number each time, so that it is seen to live.
-
-    Raises:
-        SpoolError: it cannot be written.
-    """
+    """Leave the state of one relay, or raise SpoolError; another `beat` shows that it lives."""
     path = out / REPLICA_FOLDER / f"{HOST_STATE_PREFIX}{relay}.json"
     fields = {"beat": beat, **asdict(state), "job": int(state.job)}
     write_by_rename(path, json.dumps(fields) + "\n")
@@ -41,30 +35,20 @@ def read_host_states(out: Path) -> dict[str, tuple[int, HostState]]:
     except OSError:
         return {}
     for name in names:
-        if not (name.startswith(HOST_STATE_PREFIX) and name.endswith(".json")):
-            continue
-        try:
-            fields = read_json_map(out / REPLICA_FOLDER / name)
-            beat, job = int(fields.pop("beat")), JobState(fields.pop("job"))
-            counts = {field: int(count) for field, count in fields.items()}
-            states[name] = beat, HostState(job=job, **counts)
-        except (SpoolError, KeyError, TypeError, ValueError):
-            continue
+        if name.startswith(HOST_STATE_PREFIX) and name.endswith(".json"):
+            with contextlib.suppress(SpoolError, KeyError, TypeError, ValueError):
+                fields = read_json_map(out / REPLICA_FOLDER / name)
+                beat, job = int(fields.pop("beat")), JobState(fields.pop("job"))
+                counts = {field: int(count) for field, count in fields.items()}
+                states[name] = beat, HostState(job=job, **counts)
     return states
 
 
 class SharedWatch(StreamSource):
-    """Streams that relays write into a trace folder by themselves; they say in their own logs what
-    goes wrong, and see the tree appear."""
+    """Streams that relays write into a trace folder by themselves."""
 
     def __init__(self, out: Path, own_host: Callable[[], HostState | None] | None = None) -> None:
-        """Watch.
-
-        Args:
-            out: the trace folder.
-            own_host: says what the relay in this process tells of its host, where no other host
-                writes into the folder.
-        """
+        """Watch; `own_host` has the state of this host where no other writes into the folder."""
         self._out, self._own_host = out, own_host
         self._seen: dict[StreamId, tuple[int, EndReason | None]] = {}
         self._beats: dict[str, tuple[int, float]] = {}

@@ -1,22 +1,31 @@
 """One stream on its way: what was sent, what was acknowledged, when to go back. No sockets.
 
 A shipment asks for the offset the other side holds, sends whole records from there with a bounded
-amount in flight, and asks again after a time without progress. The acknowledged offset is all it
-ever believes, and that only where it fits what was sent or what lies here, so a lost or damaged
-message, a restarted collector or a restarted relay costs time only. A segment is freed once the
-other side says that its records are on disk over there.
+amount in flight, and asks again after a time without progress. It believes the acknowledged offset
+alone, where it fits what was sent or lies here: a lost or damaged message, a restarted collector or
+relay costs time only. A segment is freed once its records are on disk over there.
+
+Full tensors of a host that does not see the trace folder are sent chunk by chunk in the same way,
+each once it is finished, and removed here once it is there. A chunk that a dead rank left
+unfinished is sent as it is, and finished where the tree is built.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import zlib
 from pathlib import Path
 
-from rankscope.companion.chunkshipping import GO_BACK_S, ChunkShipment
+from rankscope.chunks.chunkheader import chunk_folder, chunk_numbers, chunk_path
+from rankscope.chunks.safetensors import LENGTH_BYTES, checksum_of
 from rankscope.companion.log import log
 from rankscope.companion.protocol import (
+    CHUNK_FRAME_BYTES,
+    CHUNK_WINDOW_BYTES,
     FRAME_BYTES,
+    ChunkEnded,
     Ended,
     EndedSeen,
     Frame,
@@ -27,7 +36,7 @@ from rankscope.companion.protocol import (
     Sync,
     Synced,
 )
-from rankscope.errors import SpoolError
+from rankscope.errors import ChunkError, SpoolError
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.folders import stream_folder
 from rankscope.run.locks import is_alive
@@ -35,47 +44,151 @@ from rankscope.run.removal import Place, Reach, Removable, may_remove
 from rankscope.spool.origin import UNKNOWN
 from rankscope.spool.streamreader import StreamReader
 
-__all__ = ["GO_BACK_S", "Shipment"]
-
 _MOST_DISBELIEVED = 3
 """How often a dead rank's shipment is told of an offset that cannot be before it gives way."""
+
+
+GO_BACK_S = 0.5
+_LOOK_S = 0.1
+
+
+class ChunkShipment:
+    """The sending side of one stream's chunks."""
+
+    def __init__(self, run_folder: Path, stream: StreamId) -> None:
+        self._folder = chunk_folder(run_folder, stream)
+        self._stream = stream
+        self.origin = UNKNOWN
+        """Which process wrote them: set before the first is sent."""
+        self._number = 0
+        self._descriptor = -1
+        self._size = self._acked = self._sent = 0
+        self._is_open = False
+        self._end: ChunkEnded | None = None
+        self._asked_at = self._progress_at = self._looked_at = float("-inf")
+        self.is_done = False
+        self.is_delivered = False
+
+    def next_message(self, now: float, *, is_over: bool) -> Message | None:
+        """Return what to send now; once `is_over`, what the rank left unfinished too."""
+        if self.is_done:
+            return None
+        try:
+            if not self._number and not self._begin_next(now, is_over=is_over):
+                return None
+            return self._next_of_chunk(now)
+        except (ChunkError, OSError) as error:
+            self._give_up(str(error))
+            return None
+
+    def take_answer(self, answer: StreamOffset | EndedSeen | Refused, now: float) -> None:
+        """What the other side says of a chunk."""
+        if isinstance(answer, Refused):
+            self._give_up(f"refused: {answer.reason}")
+        elif answer.chunk != self._number:
+            return
+        elif isinstance(answer, EndedSeen):
+            if self._end is None:
+                return  # nobody was told that all of it was sent
+            chunk_path(self._folder, self._number).unlink(missing_ok=True)
+            self.close()
+        elif not self._is_open or (self._end is not None and answer.offset < self._size):
+            self._is_open, self._end = True, None
+            self._acked = self._sent = min(answer.offset, self._size)
+            self._asked_at, self._progress_at = float("-inf"), now
+        elif self._acked < answer.offset <= self._size:
+            self._acked = answer.offset
+            self._sent = max(self._sent, answer.offset)
+            self._progress_at = now
+
+    def take_back(self, frame: Frame) -> None:
+        """This frame could not be sent just now."""
+        if frame.chunk == self._number:
+            self._sent = frame.offset
+
+    def _begin_next(self, now: float, *, is_over: bool) -> bool:
+        if not is_over and now - self._looked_at < _LOOK_S:
+            return False
+        self._looked_at = now
+        for number in chunk_numbers(self._folder):
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(chunk_path(self._folder, number), flags)
+            if not is_over and os.pread(descriptor, 1, LENGTH_BYTES) in (b"", b"\0"):
+                os.close(descriptor)
+                return False  # chunks are finished one after another
+            self._number, self._descriptor = number, descriptor
+            self._size = os.fstat(descriptor).st_size
+            return True
+        if is_over:
+            with contextlib.suppress(OSError):
+                self._folder.rmdir()
+            self.is_done = self.is_delivered = True
+        return False
+
+    def _next_of_chunk(self, now: float) -> Message | None:
+        if not self._is_open or (self._sent > self._acked and now - self._progress_at > GO_BACK_S):
+            self._is_open = False
+            return self._ask(now, OpenStream(self._stream, self.origin, self._number))
+        if self._acked == self._size:
+            if self._end is None:
+                size, checksum = self._size, checksum_of(self._descriptor)
+                self._end = ChunkEnded(self._stream, self.origin, self._number, size, checksum)
+                self._asked_at = float("-inf")
+            return self._ask(now, self._end)
+        if self._sent == self._size or self._sent - self._acked >= CHUNK_WINDOW_BYTES:
+            return None
+        body = os.pread(self._descriptor, CHUNK_FRAME_BYTES, self._sent)
+        if not body:
+            raise ChunkError(f"{chunk_path(self._folder, self._number)}: became shorter")
+        if self._sent == self._acked:
+            self._progress_at = now
+        crc = zlib.crc32(body)
+        frame = Frame(self._stream, self.origin, self._sent, crc, body, self._number)
+        self._sent += len(body)
+        return frame
+
+    def _ask(self, now: float, question: Message) -> Message | None:
+        if now - self._asked_at < GO_BACK_S:
+            return None
+        self._asked_at = now
+        return question
+
+    def close(self) -> None:
+        """Let go of the chunk that is on its way."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._number, self._descriptor = 0, -1
+        self._size = self._acked = self._sent = 0
+        self._is_open, self._end = False, None
+        self._asked_at = self._looked_at = float("-inf")
+
+    def _give_up(self, reason: str) -> None:
+        log(f"full tensors of {self._stream.name} stay in {self._folder}: {reason}")
+        self.close()
+        self.is_done = True
 
 
 class Shipment:
     """The sending side of one stream."""
 
     def __init__(self, run_folder: Path, stream: StreamId, *, has_own_chunks: bool = False) -> None:
-        """Begin at nothing; the other side says what it holds. Where full tensors lie in the run
-        folder too, they are sent before the end is told."""
+        """Begin at nothing; `has_own_chunks`: full tensors are sent before the end is told."""
         self.stream = stream
         self.chunks = ChunkShipment(run_folder, stream) if has_own_chunks else None
         self.folder = stream_folder(run_folder, stream)
         self.reader = StreamReader(self.folder)
-        self.acked = 0
-        self.sent = 0
-        self._most_sent = 0
-        """No acknowledgement goes beyond it."""
-        self._synced = 0
-        """On disk over there."""
-        self._lowest = 0
-        """What lies before was freed."""
-        self._sync_asked_at = float("-inf")
-        self._disbelieved = 0
+        self.acked = self.sent = 0
+        self._most_sent = self._synced = self._lowest = self._disbelieved = 0
         self.is_open = False
-        """The other side said which offset it holds."""
         self.is_done = False
         """Nothing more will be sent: its end is known to the other side, or it was refused."""
-        self.is_refused = False
-        self._is_delivered = False
+        self.is_refused = self._is_delivered = False
         self.is_alive = True
         self.origin = UNKNOWN
         """Whose records these are: asked before the first is sent."""
-        self._is_broken = False
-        self._is_over = False
-        """Its rank has ended, and every record was acknowledged."""
+        self._is_broken = self._is_over = False
         self._end: Ended | None = None
-        self._asked_at = float("-inf")
-        self._progress_at = float("-inf")
+        self._asked_at = self._progress_at = self._sync_asked_at = float("-inf")
 
     @property
     def in_flight(self) -> int:
@@ -88,15 +201,11 @@ class Shipment:
         return None
 
     def has_sent(self, end: int) -> bool:
-        """True where every record up to `end` is over there. A stream of which that is not so may
-        be full, and nothing is written for that reason."""
+        """True where every record up to `end` is over there; a full spool lets no rank write."""
         return self.acked == end
 
     def is_delivered(self) -> bool:
-        """True where every byte of it and its end are over there: it may be removed here.
-
-        Looks once more: a rank that was called lost may have been alive all the same.
-        """
+        """True where all of it and its end are over there; a rank called lost may still write."""
         if not self._is_delivered or self._end is None:
             return False
         if self._end.reason is EndReason.LOST and is_alive(self.folder):
@@ -195,10 +304,8 @@ class Shipment:
         self.reader.close()
 
     def _can_be(self, offset: int) -> bool:
-        """True where the other side may hold this much: a record that lies here ends there.
-
-        Of a dead rank whose host lost what it had not written (a crash) more is there than here.
-        """
+        """True where the other side may hold this much: a record ends there here. After a crash of
+        its host a dead rank's replica may have more than its spool."""
         try:
             if self.reader.ends_record(offset):
                 self._disbelieved = 0
@@ -217,7 +324,6 @@ class Shipment:
         return False
 
     def _has_to_free(self) -> bool:
-        """True where a segment could be freed if its records were on disk over there."""
         size = self.reader.segment_bytes
         if not size or self.acked // size <= self._lowest // size:
             return False
@@ -227,7 +333,6 @@ class Shipment:
         return True
 
     def _free(self) -> None:
-        """Free the segments that are wholly on disk over there."""
         size = self.reader.segment_bytes
         first_end = (self._lowest // size + 1) * size if size else 0
         reach = Reach.DURABLE if first_end <= self._synced else Reach.ACKNOWLEDGED

@@ -1,14 +1,13 @@
 """Whether the job stands still on this host, and what its ranks are inside of: answered here alone.
 
-A rank moves when its spool grows and when it ends: the relay sees that, because it sees all spools.
-A rank is quiet for many reasons: its traced steps are over and it trains on untraced, it evaluates,
-it saves. Only three things say that a record was to come: a module call that was not left, a
-collective that the program waits for and that has not ended, and a train step whose optimizer has
-not stepped. The last stands in for what no record shows, such as DDP's own reduction in backward.
+A rank moves when its spool grows and when it ends. A rank is quiet for many reasons: its traced
+steps are over, it evaluates, it saves. Only three things say that a record was to come: a module
+call that was not left, a collective that the program waits for, and a train step whose optimizer
+has not stepped. The last stands in for what no record shows, such as DDP's own reduction in
+backward.
 
 Where no rank has moved for the time that was set, and one at least is inside such a thing
-(`activity_of`), that is a stall: it is written down (`rankscope.run.stallrecords`), and so is its
-end. Nothing is done to any process.
+(`activity_of`), that is a stall: it and its end are written down (`rankscope.run.stallrecords`).
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ from rankscope.run.stallrecords import Stall, keep_stall, stalls_in
 from rankscope.settings import settings_of_run
 from rankscope.spool.streamreader import StreamReader
 
-__all__ = ["StallMonitor"]
-
 _LOOK_S = 1.0
 _AWAY_S = 5.0
 """A relay that was itself away for longer than that has seen nothing meanwhile."""
@@ -47,14 +44,11 @@ _MOST_PLACES = 4
 
 
 Watchable = Shipment | HeldStream
-"""A stream as it is sent, or held back."""
 
 
 class _WatchedStream:
-    """One stream: how far it has grown, and when."""
-
-    def __init__(self, shipment: Watchable, now: float) -> None:
-        self._shipment = shipment
+    def __init__(self, shipment: Watchable, now: float, *, counts_steps: bool) -> None:
+        self._shipment, self._counts_steps = shipment, counts_steps
         self._reader = StreamReader(shipment.folder)
         self._end = 0
         self.is_alive = True
@@ -63,12 +57,11 @@ class _WatchedStream:
         self._activities: dict[int, RankActivity] = {}
 
     def look(self, now: float) -> None:
-        """See whether it has grown or ended."""
-        was_alive, self.is_alive = self.is_alive, self.is_alive and is_alive(self._shipment.folder)
-        if was_alive and not self.is_alive:
-            self.ended_at = now
-        if not was_alive:
+        if not self.is_alive:
             return
+        self.is_alive = is_alive(self._shipment.folder)
+        if not self.is_alive:
+            self.ended_at = now
         try:
             begin = max(self._end, self._shipment.sent, self._reader.lowest())
             end = self._reader.committed(begin)  # what was sent has been looked at before
@@ -80,19 +73,14 @@ class _WatchedStream:
         if end > self._end:
             self._end, self.grew_at = end, now
 
-    @property
     def has_all_sent(self) -> bool:
-        """True where every record is over there. One that has not may have a full spool, and write
-        nothing for that reason."""
         return self._shipment.has_sent(self._end)
 
-    def activity(self, *, counts_steps: bool) -> RankActivity:
-        """Return what it is inside of, read once for each end of its records."""
+    def activity(self) -> RankActivity:
         if self._end not in self._activities:
+            definitions = self._shipment.definitions
             try:
-                found = activity_of(
-                    self._reader, self._shipment.definitions, counts_steps=counts_steps
-                )
+                found = activity_of(self._reader, definitions, counts_steps=self._counts_steps)
                 self._activities = {self._end: found}
             except SpoolError:
                 return RankActivity(written_ns=0, inside="")
@@ -105,13 +93,7 @@ class StallMonitor:
     """Watches the streams of one host."""
 
     def __init__(self, run_folder: Path, header: RunHeader, relay: str) -> None:
-        """Watch nothing yet; take up the stall that an earlier relay of this host noticed.
-
-        Args:
-            run_folder: keeps what was noticed for the launcher, and for the next relay.
-            header: of the run.
-            relay: name of the relay.
-        """
+        """Watch nothing yet; take up the stall that an earlier relay of this host noticed."""
         self._run_folder = run_folder
         self._relay = relay
         settings = settings_of_run(header.settings)
@@ -138,12 +120,14 @@ class StallMonitor:
         if not self._limit_s:
             return
         is_due = now - self._looked_at >= min(_LOOK_S, self._limit_s / 4)
-        if not is_due and not self._is_about_to_end(shipments):
+        # not later where the last rank has just gone: soon nobody asks this relay any more
+        if not is_due and not (self._stands and not any(s.is_alive for s in shipments.values())):
             return
         away_s, self._looked_at = now - self._looked_at, now
         for stream, shipment in shipments.items():
             if stream not in self._streams:
-                self._streams[stream] = _WatchedStream(shipment, now)
+                watched = _WatchedStream(shipment, now, counts_steps=self._counts_steps)
+                self._streams[stream] = watched
         if not self._streams:
             return
         if _AWAY_S < away_s < float("inf"):
@@ -156,66 +140,53 @@ class StallMonitor:
         else:
             self._look_for_one(now)
 
-    def _is_about_to_end(self, shipments: Mapping[StreamId, Watchable]) -> bool:
-        """True where the last rank has just gone: soon nobody asks this relay any more."""
-        return self._stands and not any(shipment.is_alive for shipment in shipments.values())
-
     def _look_for_one(self, now: float) -> None:
         moved_at = max(max(w.grew_at, w.ended_at) for w in self._streams.values())
         if now - moved_at < self._limit_s:
             return
         places: dict[str, list[int]] = {}
         for stream, watched in self._streams.items():
-            if watched.is_alive and watched.has_all_sent:
-                inside = watched.activity(counts_steps=self._counts_steps).inside
-                if inside:
-                    places.setdefault(inside, []).append(stream.rank)
+            is_watched = watched.is_alive and watched.has_all_sent()
+            if is_watched and (inside := watched.activity().inside):
+                places.setdefault(inside, []).append(stream.rank)
         if not places:
             return
         listed = [f"{ranks_named(ranks)} in {inside}" for inside, ranks in places.items()]
-        self._noticed_at, self._moved_at = now, 0.0
-        self._is_taken_up = False
+        if len(listed) > _MOST_PLACES:
+            listed[_MOST_PLACES:] = ["..."]
+        self._noticed_at, self._moved_at, self._is_taken_up = now, 0.0, False
         self._note(
             Stall(
                 host=socket.gethostname(),
                 since_ns=self._wall_ns(self._last_ns()),
                 noticed_ns=time.time_ns(),
-                where=", ".join(
-                    [*listed[:_MOST_PLACES], *(["..."] * (len(listed) > _MOST_PLACES))]
-                ),
+                where=", ".join(listed),
             )
         )
 
     def _look_for_its_end(self) -> None:
         assert self.latest is not None  # it stands
-        grown = [w for w in self._streams.values() if w.grew_at > self._noticed_at]
-        has_grown = any(watched.is_alive for watched in grown)
+        streams = self._streams.values()
+        has_grown = any(s.is_alive for s in streams if s.grew_at > self._noticed_at)
         if has_grown and not self._is_taken_up:
             self._moved_at = self._moved_at or self._looked_at
             if self._looked_at - self._moved_at < _LAST_WORDS_S:
                 return
-        has_ended = any(
-            w.ended_at > self._noticed_at for w in self._streams.values() if not w.is_alive
-        )
+        has_ended = any(s.ended_at > self._noticed_at for s in streams if not s.is_alive)
         if self._is_taken_up:  # it may have gone on while no relay was there
             is_later = self._wall_ns(self._last_ns()) > self.latest.since_ns + _CLOSE_NS
-            has_ended = not any(watched.is_alive for watched in self._streams.values())
+            has_ended = not any(stream.is_alive for stream in streams)
             has_grown, self._is_taken_up = is_later, False
             self._noticed_at = time.monotonic()
         if has_grown or has_ended:
-            self._note(
-                dataclasses.replace(self.latest, over_ns=time.time_ns(), is_by_end=not has_grown)
-            )
+            over_ns = time.time_ns()
+            self._note(dataclasses.replace(self.latest, over_ns=over_ns, is_by_end=not has_grown))
 
     def _last_ns(self) -> int:
-        """Return the monotonic time of the last move of any rank."""
-        written = [
-            watched.activity(counts_steps=self._counts_steps).written_ns
-            if watched.is_alive
-            else int(watched.ended_at * 1e9)
-            for watched in self._streams.values()
-        ]
-        return max(written)
+        return max(
+            stream.activity().written_ns if stream.is_alive else int(stream.ended_at * 1e9)
+            for stream in self._streams.values()
+        )
 
     @staticmethod
     def _wall_ns(monotonic_ns: int) -> int:

@@ -12,8 +12,6 @@ from typing import Protocol
 
 from rankscope.record.streams import EndReason, StreamId
 
-__all__ = ["Decision", "HostState", "JobState", "PeerState", "StreamSource", "decide"]
-
 _LEAST_SILENCE_S = 5.0
 """A relay is heard every second at least; a shorter silence proves nothing, whatever the grace."""
 _ORDERLY = (EndReason.EXIT, EndReason.CLOSED, EndReason.SWITCHED_OFF)
@@ -25,9 +23,7 @@ class JobState(enum.IntEnum):
     UNKNOWN = 0
     """No launcher of ours: only the ranks' ends tell."""
     LAUNCHED = 1
-    """A launcher of ours is at work and will say when it is over: ranks may come back
-    until then.
-    """
+    """A launcher of ours will say when the job is over: ranks may come back until then."""
     OVER = 2
     """No further incarnation of any rank of this host will come."""
 
@@ -43,8 +39,7 @@ class Decision(enum.Enum):
     QUIET = "quiet"
     """Ranks held their steps back, and nothing happened on any host: there is no tree to build."""
     VANISHED = "vanished"
-    """The same, but a host is gone without a word: that is what happened, and what the others held
-    back is asked for."""
+    """The same, but a host is gone without a word: what the others held back is asked for."""
     NOTHING = "nothing"
     """The job is over and no rank ever traced: there is no tree to build."""
 
@@ -54,15 +49,13 @@ class HostState:
     """What the relay of a host says of it."""
 
     alive: int = 1
-    """Ranks that live, as far as it has seen."""
     held: int = 0
     """Streams that lie there and were not refused, told of or not."""
     job: JobState
     max_restarts: int = 0
     """How often ranks may come back after an exception, where the job's state is UNKNOWN."""
     quiet: int = 0
-    """Ranks that held their steps back, where all of its host's ended in order and nothing happened
-    there: nothing of them is sent."""
+    """Ranks that held their steps back, on a host where all ended in order and nothing happened."""
 
     def heard(self, silent_s: float) -> PeerState:
         """Return what is known of a relay that said this so long ago."""
@@ -80,7 +73,6 @@ class StreamSource(Protocol):
     """Where a collector's streams come from."""
 
     progress_at: float
-    """Monotonic time of the last thing new."""
 
     def work(self, timeout_s: float) -> None:
         """Take in what is there; wait for it at most `timeout_s`."""
@@ -125,8 +117,7 @@ def decide(
             has no end marker.
         peers: every relay that was ever heard.
         expected_ranks: how many ranks of the run are traced.
-        idle_s: seconds since anything new arrived: a stream, a byte, an end, a relay, what one says
-            of its ranks.
+        idle_s: seconds since a stream, a byte, an end, a relay or another word of one arrived.
         drain_s: grace for ranks and relays that vanished.
         finish_s: grace for streams that stop before their end although the job is over.
     """

@@ -2,54 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from rankscope.diagnosis.causeorder import Join
-from rankscope.diagnosis.context import Candidate, CheckContext, JudgedStep
+from rankscope.diagnosis.context import Candidate, CheckContext, JudgedStep, Latest
 from rankscope.diagnosis.coverage import Coverage
 from rankscope.diagnosis.endings import MOST_STALLS, ended_badly, ends_of
+from rankscope.diagnosis.evidence import recorded_evidence
 from rankscope.diagnosis.finalreport import made_report
 from rankscope.diagnosis.gradientorigins import at_innermost_taker, origins_of_gradients
 from rankscope.diagnosis.joins import Message, Messages, joins_of
 from rankscope.diagnosis.lastcalls import ORDERLY
 from rankscope.diagnosis.matchedcollectives import MatchedCollectives
 from rankscope.diagnosis.replicas import Layouts
-from rankscope.diagnosis.rules.accumulation import (
-    always_lost_micro_batches,
-    carried_gradients,
-    lost_micro_batches,
-)
-from rankscope.diagnosis.rules.batches import duplicate_batches, other_batches
-from rankscope.diagnosis.rules.collectives import (
-    mismatched_collectives,
-    wrong_exchanges,
-    wrong_messages,
-)
-from rankscope.diagnosis.rules.detached import detached_by_collectives
-from rankscope.diagnosis.rules.equality import unequal_replicas
-from rankscope.diagnosis.rules.nonfinite import nonfinite_origins
-from rankscope.diagnosis.rules.parameterupdates import parameters_left, remember_parameters
-from rankscope.diagnosis.rules.recompute import changed_recomputations
-from rankscope.diagnosis.rules.rescaled import rescaled_shards
-from rankscope.diagnosis.rules.siblings import lost_reductions
-from rankscope.diagnosis.rules.stages import mixed_up_micro_batches, note_stages
-from rankscope.diagnosis.rules.startvalues import equal_shards, uninitialised_parameters
-from rankscope.diagnosis.rules.structure import (
-    different_calls,
-    different_kinds,
-    layers_of_two_stages,
-)
-from rankscope.diagnosis.rules.weights import lost_ties, other_weights
+from rankscope.diagnosis.rules.collectives import wrong_messages
+from rankscope.diagnosis.rules.equality import rounded_gradients
+from rankscope.diagnosis.rules.stages import note_stages
+from rankscope.diagnosis.rules.table import STEP_RULES
+from rankscope.diagnosis.rules.weights import decided_starts, undecided_starts
 from rankscope.diagnosis.stepview import StepView, step_view_of
-from rankscope.diagnosis.unreduced import (
-    note_unreduced,
-    without_unreduced,
-)
+from rankscope.diagnosis.unreduced import note_unreduced, without_unreduced
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.record.finding import Report
+from rankscope.record.finding import Kind, Report, Severity
+from rankscope.record.phases import Phase
 from rankscope.run.filenames import Progress
 from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.summary import ended_words
@@ -58,33 +37,6 @@ from rankscope.tree.views import Step, Trace
 __all__ = ["check"]
 
 EachStep = Callable[[StepView, CheckContext], None]
-Rule = Callable[[JudgedStep], Iterator[Candidate]]
-STEP_RULES: Final[tuple[Rule, ...]] = (
-    nonfinite_origins,
-    uninitialised_parameters,
-    equal_shards,
-    carried_gradients,
-    unequal_replicas,
-    lost_ties,
-    other_weights,
-    lost_reductions,
-    different_kinds,
-    different_calls,
-    layers_of_two_stages,
-    mismatched_collectives,
-    wrong_exchanges,
-    mixed_up_micro_batches,
-    changed_recomputations,
-    parameters_left,
-    detached_by_collectives,
-    rescaled_shards,
-    lost_micro_batches,
-    duplicate_batches,
-    other_batches,
-)
-"""Applied to every step and setup, in this order."""
-
-
 _LAST_STEPS: Final = 3
 """How many steps at the end of a job are asked where its ranks stand."""
 _MOST_LOOKED_AT: Final = 256
@@ -121,6 +73,7 @@ def _checked(
     context = CheckContext(
         layouts=Layouts(layouts, int(trace.run["world_size"])),
         coverage=Coverage(),
+        evidence=recorded_evidence(trace.run.get("settings", {})),
         hosts={rank["rank"]: str(rank["host"]) for rank in trace.completeness["ranks"]},
     )
     steps = [*trace.setup, *trace.steps]
@@ -139,8 +92,7 @@ def _checked(
             each_step(step_view, context)
         context.coverage.next_step()
     candidates += _wrongly_received(messages, steps)
-    candidates += always_lost_micro_batches(context)
-    candidates = without_unreduced(candidates, context)
+    candidates = without_unreduced(_settled(candidates, context), context)
     candidates = matched.judged(candidates, steps, ends_of(trace))
     candidates += _of_the_end(trace, steps, context)
     now_ns = time.time_ns() if trace.is_live else None
@@ -197,9 +149,83 @@ def _judged(step_view: JudgedStep) -> list[Candidate]:
     if step_view.is_setup:
         step_view.context.begin(step_view.incarnation, step_view)
     note_stages(step_view)
-    found = [candidate for rule in STEP_RULES for candidate in rule(step_view)]
+    found = [
+        candidate
+        for rule in STEP_RULES
+        for candidate in rule(step_view)
+        if candidate.unless_always or candidate.once not in step_view.life.told
+    ]
     found = [at_innermost_taker(step_view, candidate) for candidate in found]
     found += origins_of_gradients(step_view, found)
-    note_unreduced(step_view)
-    remember_parameters(step_view)
+    _remember(step_view, found)
     return found
+
+
+def _settled(candidates: Sequence[Candidate], context: CheckContext) -> Iterator[Candidate]:
+    """Yield the candidates; of those that are faults only where every step has one, else the one
+    warning that they are."""
+    steps: dict[tuple[int, str], set[int]] = {}
+    for candidate in candidates:
+        if candidate.unless_always:
+            key = (candidate.incarnation, candidate.once)
+            steps.setdefault(key, set()).add(candidate.step)
+    told: set[tuple[int, str]] = set()
+    for candidate in candidates:
+        key = (candidate.incarnation, candidate.once)
+        own = steps.get(key, set())
+        is_always = len(own) > 1 and own == context.incarnation(key[0]).stepped
+        if not own or is_always:
+            yield candidate
+        elif key not in told:
+            told.add(key)
+            yield _as_warning(candidate) if candidate.unless_always else candidate
+
+
+def _as_warning(candidate: Candidate) -> Candidate:
+    advice = candidate.unless_always
+    return dataclasses.replace(candidate, severity=Severity.WARNING, advice=advice)
+
+
+# ---- what steps leave to the next ----------------------------------------------------------------
+
+
+def _remember(step_view: JudgedStep, found: Sequence[Candidate]) -> None:
+    """Keep what later steps need of a step, and what was said of it. Nothing else writes what is
+    known of an incarnation: rules read it as the steps before left it."""
+    history = step_view.life
+    for candidate in found:
+        history.told.update({candidate.once} - {""})
+        is_fault = candidate.severity is Severity.FAULT
+        history.is_spoiled |= is_fault and candidate.kind is Kind.NONFINITE
+    history.rounded |= rounded_gradients(step_view)
+    if any(True for _ in step_view.of(Phase.GRADS)):
+        history.stepped.add(step_view.step)
+    if any(mixture.is_reduced_early for _, mixture in step_view.mixtures):
+        history.reduced_early.add(step_view.step)
+    _remember_starts(step_view)
+    note_unreduced(step_view)
+    _remember_parameters(step_view)
+
+
+def _remember_starts(step_view: JudgedStep) -> None:
+    """Keep which parameters that differed at setup no step has decided on."""
+    history = step_view.life
+    if history.setup is None or not any(True for _ in step_view.of(Phase.GRADS)):
+        return
+    left = dict(undecided_starts(step_view))
+    for key, *_ in decided_starts(step_view):
+        del left[key]
+    history.undecided = left
+    if not left:
+        history.setup = None
+
+
+def _remember_parameters(step_view: JudgedStep) -> None:
+    for values in step_view.values(Phase.SETUP, Phase.PARAMS):
+        if values.slot.startswith("param:") and values.is_known.any():
+            known = values.is_known
+            step_view.life.parameters[values.call.path, values.slot] = Latest(
+                values.ranks[known].copy(),
+                values.hashes[known].copy(),
+                values.column("sketch")[known],
+            )

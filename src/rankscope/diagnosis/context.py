@@ -5,13 +5,22 @@ layouts, what was seen before), and faulty places, before it is known which of t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from rankscope.diagnosis.coverage import Coverage
+from rankscope.diagnosis.evidence import Evidence
+from rankscope.diagnosis.gradientpasses import (
+    Mixture,
+    TakenGradient,
+    gathered_apart,
+    mixture_of,
+    taken_gradients,
+)
 from rankscope.diagnosis.replicas import InferredReplicas, Layouts
 from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView, positions
 from rankscope.record.finding import Finding, Kind, Severity
@@ -35,6 +44,11 @@ class Candidate(Finding):
     """Values it stands for."""
     priority: int = 0
     """Of two candidates at one place the lower is reported."""
+    once: str = ""
+    """Told of the first step of an incarnation alone: what it says, as later candidates have it."""
+    unless_always: str = ""
+    """Advice of the one warning that it becomes, unless every train step of the incarnation, of two
+    at least, has a candidate with the same `once`; "" for what stands for itself."""
 
     @property
     def where(self) -> tuple[Any, ...]:
@@ -135,17 +149,18 @@ class IncarnationState:
 
     replicas: InferredReplicas
     setup: JudgedStep | None = None
+    """None also once all of `undecided` is decided."""
     begins_late: bool = True
     """True until the first train step was seen: the trace begins later than the training."""
     undecided: dict[tuple[str, int, str], SlotValues] | None = None
-    """Parameters that differed at setup, until a gradient says whether they are replicas; None
-    before the first optimizer step."""
+    """{(path, call, name): a parameter that differed at setup}, until a gradient says whether it
+    is a replica; None before the first optimizer step."""
     data_lines: Mapping[str, tuple[Array, ...]]
     """Of `replicas`, as setup showed them."""
     rounded: set[tuple[str, str]] = field(default_factory=set)
     """Parameters of which replicas' gradients differed by rounding: so may the parameters."""
-    warned: set[tuple[str, str]] = field(default_factory=set)
-    """(path, slot) of warnings that one step of the incarnation has given."""
+    told: set[str] = field(default_factory=set)
+    """`once` of the candidates of its steps."""
     unlike: list[Left] = field(default_factory=list)
     """Parameters that the latest step left different, and behind them those of each root in one
     flat tensor."""
@@ -165,9 +180,6 @@ class IncarnationState:
     """{root: ranks that stepped it in any step}"""
     uneven: dict[int, dict[str, set[int]]] = field(default_factory=dict)
     """{step: {root: ranks that stepped it}}, of steps in which not all ranks stepped the same"""
-    lost: dict[int, list[Candidate]] = field(default_factory=dict)
-    """{step: what to say of it}, of those that lack what micro-batches left, though these were
-    meant to be one batch."""
     averages: list[int] = field(default_factory=list)
     """Steps in which such parameters were averaged."""
     updates: dict[tuple[str, str], dict[int, ParameterUpdate]] = field(default_factory=dict)
@@ -186,6 +198,8 @@ class CheckContext:
 
     layouts: Layouts
     coverage: Coverage
+    evidence: frozenset[Evidence]
+    """What the trace was asked to hold."""
     hosts: Mapping[int, str] = field(default_factory=dict)
     """{rank: its host}"""
     incarnations: dict[int, IncarnationState] = field(default_factory=dict)
@@ -205,11 +219,49 @@ class CheckContext:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRule:
+    """One rule: a function of a step, which is asked only where the trace holds what it needs."""
+
+    judge: Callable[[JudgedStep], Iterable[Candidate]]
+    asks: str
+    """What is not judged where something lacks: a noun phrase."""
+    needs: frozenset[Evidence] = frozenset()
+
+    def __call__(self, step_view: JudgedStep) -> Iterator[Candidate]:
+        """Yield what is wrong in a step; nothing where the trace lacks what the rule needs."""
+        lacking = self.needs - step_view.evidence
+        if lacking:
+            step_view.context.coverage.not_asked(self.asks, lacking)
+            return
+        yield from self.judge(step_view)
+
+
 @dataclass(eq=False, kw_only=True)
 class JudgedStep(StepView):
     """A step as rules are given it: with what is known beyond it."""
 
     context: CheckContext
+
+    @cached_property
+    def roots(self) -> list[CallView]:
+        """The outermost forward calls; none where roots are not recorded: what stands outermost
+        then is a module inside."""
+        return super().roots if Evidence.ROOTS in self.context.evidence else []
+
+    @cached_property
+    def evidence(self) -> frozenset[Evidence]:
+        """What this step holds."""
+        given = (values for call in self.roots for values in (*call.inputs, *call.outputs))
+        is_whole = all(values.is_known.all() for values in given)
+        return self.context.evidence - (frozenset() if is_whole else {Evidence.DIGESTS})
+
+    @cached_property
+    def mixtures(self) -> list[tuple[list[TakenGradient], Mixture]]:
+        """What the gradients of optimizer steps are made of that were wiped between passes."""
+        apart = (gathered_apart(event) for event in taken_gradients(self))
+        mixed = ((own, mixture_of(own, self.life.replicas.lines)) for own in apart if own)
+        return [(own, mixture) for own, mixture in mixed if mixture is not None]
 
     @property
     def life(self) -> IncarnationState:

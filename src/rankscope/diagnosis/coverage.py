@@ -9,6 +9,7 @@ from typing import Final
 
 import numpy as np
 
+from rankscope.diagnosis.evidence import Evidence, lacking_words
 from rankscope.diagnosis.issuedcollectives import issues_of
 from rankscope.diagnosis.replicas import Layouts
 from rankscope.diagnosis.stepview import Array, SlotValues, StepView, sibling_path
@@ -19,6 +20,7 @@ from rankscope.tree.summary import counted
 
 _MOST_NAMED: Final = 3
 _MOST_UNJUDGED: Final = 8
+_MOST_ASKS: Final = 5
 _ACTIVATIONS: Final = Phase.having(lambda facts: facts.is_activation)
 
 
@@ -40,6 +42,8 @@ class Coverage:
     skipped: Counter[str] = field(default_factory=Counter)
     """{reason: how many values nothing could be said of}"""
     notes: list[str] = field(default_factory=list)
+    _not_asked: dict[tuple[str, frozenset[Evidence]], str] = field(default_factory=dict)
+    """{(what rules ask, what the trace lacks of what they need): an example}"""
     _lacking: defaultdict[tuple[str, str], Counter[int]] = field(
         default_factory=lambda: defaultdict(Counter)
     )
@@ -104,8 +108,21 @@ class Coverage:
                 path = sibling_path(values.call.path) or "(root)"
                 self.undeclared_names[f"{path}:{values.slot}"] = None
 
+    def not_asked(self, asks: str, lacking: frozenset[Evidence], example: str = "") -> None:
+        """Keep what was not judged, why, and the first place at which it may have told."""
+        self._not_asked.setdefault((asks, lacking), example)
+
     def unjudged(self) -> Iterator[str]:
-        """Yield a line for every fact that rules need and that is not known."""
+        """Yield a line for all that the trace was not asked to hold, and for every fact that rules
+        need and that is not known."""
+        if self._not_asked:
+            lacking = frozenset[Evidence]().union(*(lacks for _, lacks in self._not_asked))
+            asked = {asks: example for (asks, _), example in self._not_asked.items()}
+            listed = [f"{asks} ({each})" if each else asks for asks, each in asked.items()]
+            listed.sort(key=lambda text: text in asked)  # what differs first
+            more = f", {len(listed) - _MOST_ASKS} more" if len(listed) > _MOST_ASKS else ""
+            asks = ", ".join(listed[:_MOST_ASKS])
+            yield f"not judged without {lacking_words(lacking)}: {asks}{more}"
         for (what, fact), of in [*self._lacking.items()][:_MOST_UNJUDGED]:
             unjudged = f"order of collectives, messages and hangs of {ranks_named(set(of))}"
             if what == "step":

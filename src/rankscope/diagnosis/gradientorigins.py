@@ -26,12 +26,23 @@ import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.distances import sides, sides_text
+from rankscope.diagnosis.evidence import Evidence
 from rankscope.diagnosis.rules.equality import drawn_apart_advice, is_within_rounding
 from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 
+_NEEDS: Final = frozenset(
+    {
+        Evidence.SETUP,
+        Evidence.FORWARD,
+        Evidence.BACKWARD,
+        Evidence.GRADS,
+        Evidence.ROOTS,
+        Evidence.SLOTS,
+    }
+)
 _DATA_PARALLEL: Final = frozenset({"DDP", "FSDP1", "FSDP2"})
 """Wrappers whose ranks may draw random numbers of their own."""
 _OTHER_LOSS: Final = (
@@ -45,7 +56,10 @@ _NOT_SUMMED: Final = (
 
 
 def origins_of_gradients(step_view: JudgedStep, found: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Yield the place that explains gradients which a rule found to differ."""
+    """Yield the place that explains gradients which a rule found to differ; nothing where the trace
+    lacks what tells."""
+    if not step_view.evidence >= _NEEDS:
+        return
     unequal = [
         s for s in found if s.phase is Phase.GRADS and s.severity is Severity.FAULT and s.slot
     ]

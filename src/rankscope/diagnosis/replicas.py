@@ -287,11 +287,6 @@ class InferredReplicas:
             found["replicas of marked parameters"] = self.lines
         return found
 
-    @property
-    def is_any(self) -> bool:
-        """True where some ranks began with an equal parameter."""
-        return any(self._equal.values())
-
     def note_stages(self, feeds: Collection[tuple[RootPlace, RootPlace]]) -> None:
         """Keep which root hands its output to which other, as a step showed."""
         if not self._feeds.issuperset(feeds):

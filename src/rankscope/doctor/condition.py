@@ -24,9 +24,7 @@ class Condition:
     name: str
     status: Status
     found: str
-    """What was found."""
     remedy: str = ""
-    """What to do; empty where there is nothing to do."""
 
     @classmethod
     def ok(cls, name: str, found: str) -> Condition:

@@ -53,19 +53,14 @@ _NAMES = ("python", "rankscope", "torch", "GPU kernels", "start-up file", "start
 def interpreter_conditions(
     command: Sequence[str], environ: Mapping[str, str] = os.environ
 ) -> Iterator[Condition]:
-    """Yield what an interpreter says of itself.
-
-    Args:
-        command: how ranks call it: its path, and options such as `-I`.
-        environ: what it is started with; settings of rankscope's are left out.
-    """
+    """Yield what an interpreter says of itself. `command`: how ranks call it, with options such as
+    `-I`; settings of rankscope's in `environ` are left out."""
     called = shlex.join(command)
     found, complaint = _ask(command, environ)
     if found is None or found["no_site"]:
-        text = complaint if found is None else f"{called} runs without site-packages (-S)"
-        remedy = (
-            "start ranks without -S" if found else "name the interpreter of the ranks: --python"
-        )
+        text, remedy = complaint, "name the interpreter of the ranks: --python"
+        if found is not None:
+            text, remedy = f"{called} runs without site-packages (-S)", "start ranks without -S"
         yield Condition.failed("python", text, remedy)
         yield from (Condition.skipped(name, "python") for name in _NAMES[1:])
         return
@@ -89,10 +84,8 @@ def _ask(command: Sequence[str], environ: Mapping[str, str]) -> tuple[dict[str, 
     last_words = " ".join(done.stderr.split()[-40:])
     answers = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
     if not answers:
-        return (
-            None,
-            f"{shlex.join(command)} ended with {done.returncode}: {last_words or 'no word'}",
-        )
+        how = f"ended with {done.returncode}: {last_words or 'no word'}"
+        return None, f"{shlex.join(command)} {how}"
     return json.loads(answers[-1].removeprefix(_MARK)), last_words
 
 

@@ -41,8 +41,6 @@ from rankscope.run.outfolder import (
 from rankscope.run.prepare import Collection
 from rankscope.settings import Settings, as_variables, is_enabled, misspelt_variables, settings_from
 
-__all__ = ["Question", "examine", "job_conditions"]
-
 _CONNECT_S = 3.0
 _SPOOL_NAMES = ("spool folder", "spool disk", "spool space")
 _ON_SETTINGS = (*_SPOOL_NAMES, "trace folder", "collector")
@@ -58,7 +56,6 @@ class Question:
     """Ranks of this host; None for what a launcher's variables say, else 1."""
     hosts: int = 1
     python: tuple[str, ...] = (sys.executable,)
-    """How the ranks' interpreter is called."""
 
 
 def examine(question: Question) -> Iterator[Condition]:
@@ -83,8 +80,7 @@ def job_conditions(
     if settings is None:
         yield from (Condition.skipped(name, "settings") for name in _ON_SETTINGS)
     else:
-        traced_ranks = settings.traced_of(world_size)
-        yield from spool_conditions(settings, min(local_ranks, traced_ranks))
+        yield from spool_conditions(settings, min(local_ranks, settings.traced_of(world_size)))
         yield _trace_folder(settings, question.hosts)
         yield _collector(settings)
     yield kernel()
@@ -120,8 +116,7 @@ def _ranks(environ: Mapping[str, str]) -> Condition:
 
 def _variables(environ: Mapping[str, str]) -> Condition:
     """Say which variables begin like ours and mean nothing."""
-    wrong = misspelt_variables(environ)
-    if wrong:
+    if wrong := misspelt_variables(environ):
         return Condition.failed("variables", wrong, "rename it or unset it; it has no effect")
     named = sorted(name for name in environ if name.startswith("RANKSCOPE"))
     return Condition.ok("variables", ", ".join(named) or "none of RANKSCOPE's is set")
@@ -182,7 +177,6 @@ def _trace_folder(settings: Settings, hosts: int) -> Condition:
 
 
 def _collector(settings: Settings) -> Condition:
-    """Say whether the collector that was named can be reached."""
     address = settings.collector
     collection = Collection.asked(address)
     keyed = " --keys FILE" if is_tcp(address) else ""
@@ -270,8 +264,7 @@ def _space(folder: Path, spool_bytes: int, ranks: int) -> Condition:
 
 def kernel() -> Condition:
     """Say what takes the digests on CPU; compiles the kernel where that has not been done yet."""
-    path = build_kernel()
-    if path is not None:
+    if (path := build_kernel()) is not None:
         return Condition.ok("kernel", str(path))
     return Condition.note(
         "kernel",

@@ -47,7 +47,6 @@ class ScriptQuestion:
     all steps are traced."""
     python: tuple[str, ...] = (sys.executable,)
     limit_s: float = _LIMIT_S
-    """How long one run may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +61,6 @@ class _RankValues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ScriptRun:
-    """One run of the script."""
-
     ranks: Mapping[int, _RankValues]
     trouble: str
     """Why it cannot be used, "" where it can."""
@@ -73,7 +70,6 @@ class _ScriptRun:
         return min((rank.steps for rank in self.ranks.values()), default=0)
 
     def counted(self) -> str:
-        """Return what was compared, in words."""
         kinds = Counter(name.split(" ")[0] for r in self.ranks.values() for name, _ in r.values)
         words = (("loss", "losses"), ("gradient", "gradients"), ("parameter", "parameters"))
         said = [f"{kinds[one]} {one if kinds[one] == 1 else many}" for one, many in words]
@@ -81,12 +77,8 @@ class _ScriptRun:
 
 
 def script_conditions(question: ScriptQuestion) -> Iterator[Condition]:
-    """Yield each answer as soon as it is known: does the script run, is it the same twice, and is
-    it the same traced.
-
-    Raises:
-        SettingError: a setting that cannot be used, or no such script.
-    """
+    """Yield each answer as soon as it is known: does the script run, is it the same twice, is it
+    the same traced? SettingError: a setting that cannot be used, or no such script."""
     settings_from(question.settings)
     if not Path(question.script).is_file():
         raise SettingError(f"--script {question.script}: no such file")
@@ -101,21 +93,18 @@ def _conditions(question: ScriptQuestion, folder: Path) -> Iterator[Condition]:
         yield from (Condition.skipped(name, "script") for name in _NAMES[1:])
         return
     yield _script(question, first)
-    second = _run(question, folder / "2")
-    difference = _difference(first, second)
+    difference = _difference(first, _run(question, folder / "2"))
     if difference:
         yield _not_repeatable(difference)
         yield Condition.skipped("traced", "repeatable")
         return
     out = folder / "trace"
-    traced = _run(question, folder / "3", out)
-    difference = _difference(first, traced)
-    if difference:  # before rankscope is blamed: was the script only lucky twice?
-        chance = _difference(first, _run(question, folder / "4"))
-        if chance:
-            yield _not_repeatable(chance)
-            yield Condition.skipped("traced", "repeatable")
-            return
+    difference = _difference(first, _run(question, folder / "3", out))
+    # before rankscope is blamed: was the script only lucky twice?
+    if difference and (chance := _difference(first, _run(question, folder / "4"))):
+        yield _not_repeatable(chance)
+        yield Condition.skipped("traced", "repeatable")
+        return
     yield Condition.ok("repeatable", f"untraced runs are bitwise the same: {first.counted()}")
     recorded, complaint = _recorded(out)
     if difference:
@@ -143,8 +132,7 @@ def _script(question: ScriptQuestion, run: _ScriptRun) -> Condition:
             "let it train: what counts is what the parameters become",
         )
     seed = "" if question.seed is None else f", random numbers seeded with {question.seed}"
-    is_short = run.steps < question.steps
-    how = "to its end, " if is_short else "until it had made "
+    how = "to its end, " if run.steps < question.steps else "until it had made "
     steps = f"{run.steps} optimizer step{'s' if run.steps > 1 else ''}"
     return Condition.ok("script", f"{name}{ranks} ran {how}{steps}{seed}")
 
@@ -170,13 +158,10 @@ def _of_options(question: ScriptQuestion, trouble: str) -> str:
 
 
 def _run(question: ScriptQuestion, folder: Path, out: Path | None = None) -> _ScriptRun:
-    """Run the script once, traced into `out` where that is given."""
     folder.mkdir()
-    kept = {
-        name: text
-        for name, text in os.environ.items()
-        if out is not None or not name.startswith("RANKSCOPE")
-    }
+    kept = dict(os.environ)
+    if out is None:
+        kept = {name: text for name, text in kept.items() if not name.startswith("RANKSCOPE")}
     if question.seed is not None:
         kept.setdefault("PYTHONHASHSEED", "0")
     if out is not None:
@@ -187,16 +172,15 @@ def _run(question: ScriptQuestion, folder: Path, out: Path | None = None) -> _Sc
     code, said = _started(_command(question, folder), kept, folder, question.limit_s)
     ranks = {}
     for path in folder.glob("rank*.json"):
-        rank = int(path.stem.removeprefix("rank"))
-        ranks[rank] = _RankValues(**json.loads(path.read_bytes()))
+        found = _RankValues(**json.loads(path.read_bytes()))
+        ranks[int(path.stem.removeprefix("rank"))] = found
     trouble = ""
     well = ("stopped", "came to its end")
     broken = [f"rank {n}: {r.ended}" for n, r in sorted(ranks.items()) if r.ended not in well]
     if code is None:
         trouble = f"did not make {question.steps} steps in {question.limit_s:g} s"
     elif broken or len(ranks) < (question.ranks or 1):
-        words = "; ".join(broken) or f"ended with {code}"
-        trouble = f"{question.script} did not run: {words}"
+        trouble = f"{question.script} did not run: {'; '.join(broken) or f'ended with {code}'}"
         trouble += f"; its last words: {said}" if said else ""
     return _ScriptRun(ranks=ranks, trouble=trouble)
 
@@ -232,8 +216,7 @@ def _started(
         finally:
             if process.poll() is None:
                 _end(process)
-    words = log.read_text(errors="replace").split()
-    return code, " ".join(words[-_LAST_WORDS:])
+    return code, " ".join(log.read_text(errors="replace").split()[-_LAST_WORDS:])
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -259,15 +242,12 @@ def _difference(one: _ScriptRun, other: _ScriptRun) -> str:
             return f"rank {rank} ran once and once not"
         mine, yours = one.ranks[rank], other.ranks[rank]
         where = f" on rank {rank}" if len(one.ranks) > 1 else ""
-        for (name, value), (their_name, their_value) in zip(mine.values, yours.values):
-            if name == their_name and value == their_value:
-                continue
-            count += 1
-            if first:
-                continue
-            if name != their_name:
+        for own, other_own in zip(mine.values, yours.values):
+            name, their_name = own[0], other_own[0]
+            count += own != other_own
+            if not first and name != their_name:
                 first = f"{name} came where {their_name} did{where}"
-            else:
+            elif not first and own != other_own:
                 first = f"the {name}{where}{_numbers(name, mine, yours)}"
         if len(mine.values) != len(yours.values) and not first:
             first = f"{len(mine.values)} values and {len(yours.values)}{where}"

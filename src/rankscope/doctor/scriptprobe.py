@@ -36,8 +36,6 @@ import rankscope
 
 
 class _ScriptProbe:
-    """What one rank computed so far."""
-
     def __init__(self, folder: Path, steps: int) -> None:
         self._path = folder / f"rank{os.environ.get('RANK', '0')}.json"
         self._steps = steps
@@ -53,7 +51,6 @@ class _ScriptProbe:
         self._pid = os.getpid()
 
     def put_on(self) -> None:
-        """Watch optimizers and backward passes from now on."""
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         torch.autograd.backward = self._backward_from
@@ -149,8 +146,7 @@ def _random_state() -> str:
 
 def _leave() -> NoReturn:
     """End this process here and now: nothing of the script that follows is run."""
-    arming = sys.modules.get("rankscope.agent.activation")
-    if arming is not None:
+    if (arming := sys.modules.get("rankscope.agent.activation")) is not None:
         arming.close()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:

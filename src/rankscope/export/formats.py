@@ -58,11 +58,7 @@ FORMATS = {
 
 
 def format_named(name: str) -> Format:
-    """Return a format.
-
-    Raises:
-        SettingError: there is none of that name; lists what there is.
-    """
+    """Return a format; SettingError: there is none of that name; lists what there is."""
     if name not in FORMATS:
         listed = "; ".join(f"{known} ({row.summary})" for known, row in FORMATS.items())
         raise SettingError(f"--format: no format {name!r}; choose from {listed}")
@@ -79,13 +75,7 @@ def export(
 ) -> Sequence[str]:
     """Write a trace to `out`, which appears when it is whole; return what to say about it.
 
-    Args:
-        trace: an open trace.
-        name: of the format.
-        out: what to make.
-        selection: what of the trace.
-        progress: told how far it is.
-        options: what this format alone takes; None and False are the same as not given.
+    `options` are what this format alone takes; None and False are the same as not given.
 
     Raises:
         SettingError: no such format, an option that is not of it, or a package it needs is missing.

@@ -9,8 +9,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 
-__all__ = ["Argument", "arguments", "begin", "clock", "end", "instant", "process", "track"]
-
 Argument = bool | int | float | str | Mapping[str, "Argument"]
 _REALTIME = 1
 _SEQUENCE = 1
@@ -38,13 +36,7 @@ def track(uuid: int, parent: int, name: str, place: int) -> bytes:
 
 
 def begin(uuid: int, time_ns: int, content: bytes) -> bytes:
-    """Return the packet that begins a slice.
-
-    Args:
-        uuid: the track.
-        time_ns: wall clock.
-        content: name, category and arguments, made by `arguments`.
-    """
+    """Return the packet that begins a slice; `content` is what `arguments` makes."""
     return _event(uuid, time_ns, 1, content)
 
 

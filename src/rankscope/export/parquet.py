@@ -99,9 +99,7 @@ SAMPLES = pa.schema(
         ("sketch", _kind(COLUMNS["samples.sketch"])),
     ]
 )
-"""One sample of such a value."""
 CALLS = pa.schema([*_CALL, ("rank", pa.int32()), *_told("calls"), ("status", pa.string())])
-"""One call on one rank."""
 
 
 class StepRows(NamedTuple):
@@ -137,12 +135,10 @@ def write_step(
     nodes: Iterable[Node] | None = None,
     ranks: frozenset[int] | None = None,
 ) -> StepRows:
-    """Write the files of one step into a dataset, each by rename; files of the same step that are
-    there are replaced. A table without rows has no file.
+    """Write the files of one step, or a setup, into a dataset, each by rename; files of the same
+    step that are there are replaced. A table without rows has no file.
 
     Args:
-        trace: an open trace.
-        step: one of its steps, or a setup.
         folder: the dataset; made where it is missing.
         nodes: of the step, in the order of its tree; default all.
         ranks: whose values and calls; default those of all ranks.
@@ -184,15 +180,8 @@ def write_steps(trace: Trace, folder: Path) -> None:
 
 def write_rest(trace: Trace, folder: Path, is_written: Callable[[Step], bool]) -> None:
     """Make a dataset whole that was written while the job ran; nobody writes into it any more.
-
-    Args:
-        trace: of the job, finished.
-        folder: the dataset.
-        is_written: true for a step whose files, where they are there, hold all of it.
-
-    Raises:
-        TraceError, OSError: as `write_step`.
-    """
+    `is_written`: true for a step whose files, where they are there, hold all of it. Errors as of
+    `write_step`."""
     for draft in folder.glob("*/.*.new"):  # of a process that was killed
         draft.unlink(missing_ok=True)
     for step in (*trace.setup, *trace.steps):
@@ -222,7 +211,6 @@ class _Table:
         self._closing.__exit__(*error)
 
     def add(self, cells: dict[str, Cells]) -> None:
-        """Append a row group."""
         if self._writer is None:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             file = self._closing.enter_context(replacing(self._path))
@@ -235,13 +223,11 @@ class _Table:
 
 
 def _groups(rows: Array) -> Iterator[Array]:
-    """Yield rows in groups."""
     for begin in range(0, len(rows), ROWS_A_GROUP):
         yield rows[begin : begin + ROWS_A_GROUP]
 
 
 def _samples(exported: ExportedStep, rows: Array) -> Iterator[dict[str, Cells]]:
-    """Yield the samples of some values, a row group at a time."""
     columns = exported.columns
     firsts = columns["values.sample_row"][rows]
     counts = np.where(firsts >= 0, columns["values.sample_count"][rows], 0)

@@ -28,7 +28,6 @@ from rankscope.record.value import Digest
 from rankscope.run.filenames import Progress
 from rankscope.tree.views import Node, Step, Trace
 
-__all__ = ["MAX_EVENTS", "SliceEdge", "Span", "edges", "write"]
 T = TypeVar("T")
 
 
@@ -117,7 +116,6 @@ class _Rank:
         return found
 
     def append(self, made: list[bytes]) -> None:
-        """Write packets behind what is there."""
         if not self.path.exists():
             life = f" (life {self.incarnation})" if self.incarnation else ""
             head = packets.process(self.uuid, self.pid, f"rank {self.rank}{life}")
@@ -160,7 +158,6 @@ def write(
 
 
 def _said(written: int, here: list[_Rank], left: list[str], limit: int) -> list[str]:
-    """Return the lines for the person who asked."""
     lines = [
         f"{written} events of ranks {ranks_text(life.rank for life in here)}; open it in "
         "https://ui.perfetto.dev or trace_processor, v58.2 or newer for host names"
@@ -227,10 +224,7 @@ def _troubles(node: Node) -> list[Any]:
 
 
 def _write_step(
-    step: Step,
-    nodes: Sequence[Node],
-    lives: dict[tuple[int, int], _Rank],
-    ranks: frozenset[int],
+    step: Step, nodes: Sequence[Node], lives: dict[tuple[int, int], _Rank], ranks: frozenset[int]
 ) -> Iterator[int]:
     """Append a step to the files of its ranks; yield each rank that has it."""
     slices: dict[int, dict[str, list[Span[bytes]]]] = {rank: {} for rank in sorted(ranks)}
@@ -239,11 +233,8 @@ def _write_step(
     for node in nodes if ranks else ():
         shared, phase = _call_content(step, node), node.phase.word
         results = _results(node, ranks)
-        troubles = {
-            (rank, trouble.status): trouble.error
-            for trouble in _troubles(node)
-            for rank in trouble.ranks
-        }
+        by_rank = ((rank, each) for each in _troubles(node) for rank in each.ranks)
+        troubles = {(rank, each.status): each.error for rank, each in by_rank}
         rows = slice(*node.step.lists.first_call[node.row : node.row + 2])
         own = (node.step[f"calls.{name}"][rows].tolist() for name in names)
         for rank, start, duration, ended in zip(*own):
@@ -266,10 +257,7 @@ def _write_step(
 
 
 def _step_packets(
-    step: Step,
-    life: _Rank,
-    slices: dict[str, list[Span[bytes]]],
-    instants: list[tuple[int, bytes]],
+    step: Step, life: _Rank, slices: dict[str, list[Span[bytes]]], instants: list[tuple[int, bytes]]
 ) -> list[bytes]:
     made: list[bytes] = []
     every = [span for spans in slices.values() for span in spans]
@@ -309,9 +297,8 @@ def _call_content(step: Step, node: Node) -> bytes:
 
 def _trouble_content(node: Node, status: str, error: str) -> bytes:
     who = "rankscope failed" if status == "error" else status
-    return packets.arguments(
-        f"{who}: {node.path or '(root)'}", "error", {"path": node.path, "error": error}
-    )
+    values: dict[str, packets.Argument] = {"path": node.path, "error": error}
+    return packets.arguments(f"{who}: {node.path or '(root)'}", "error", values)
 
 
 def _results(node: Node, ranks: frozenset[int]) -> dict[int, dict[str, packets.Argument]]:

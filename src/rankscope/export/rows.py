@@ -20,8 +20,6 @@ from rankscope.record.value import is_form
 from rankscope.tree.slotview import flag_words
 from rankscope.tree.views import Node, Step
 
-__all__ = ["Cells", "ExportedStep", "mode_word"]
-
 Array = NDArray[Any]
 _SOURCES = frozenset(source.value for source in LayoutSource)
 
@@ -56,13 +54,7 @@ class ExportedStep:
     """One step, or some nodes of it on some ranks."""
 
     def __init__(self, step: Step, nodes: Iterable[Node] | None, ranks: frozenset[int]) -> None:
-        """Choose.
-
-        Args:
-            step: which.
-            nodes: of it; None for all.
-            ranks: whose calls and values.
-        """
+        """Choose nodes of a step, None for all, and the ranks whose calls and values count."""
         chosen = None if nodes is None else [*nodes]
         self.columns = chosen[0].step if chosen else step.columns()
         count = len(self.columns["nodes.id"])
@@ -95,37 +87,32 @@ class ExportedStep:
 
     def call_cells(self, rows: Array) -> dict[str, Cells]:
         """Return what is told of calls."""
-        status = self._once(
-            self.columns["calls.status"][rows], lambda each: {"status": CallStatus.word_of(each)}
-        )
+        own = self.columns["calls.status"][rows]
+        status = self._once(own, lambda each: {"status": CallStatus.word_of(each)})
         return {**self.shared_cells("calls", rows), **self._told("calls", rows), **status}
 
     def value_cells(self, rows: Array) -> dict[str, Cells]:
         """Return what is told of values."""
         columns = self.columns
         tensors = self._once(columns["values.tensor"][rows], self._tensor)
-        flags = self._once(
-            columns["values.flags"][rows], lambda bits: {"flags": [*flag_words(bits)]}
-        )
-        return {**self.shared_cells("values", rows), **tensors, **flags,
-                **self._told("values", rows)}  # fmt: skip
+        bits = columns["values.flags"][rows]
+        flags = self._once(bits, lambda each: {"flags": [*flag_words(each)]})
+        shared, told_cells = self.shared_cells("values", rows), self._told("values", rows)
+        return {**shared, **tensors, **flags, **told_cells}
 
     def shared_cells(self, table: str, rows: Array) -> dict[str, Cells]:
         """Return which call a row is of, of values which slot, and the rank."""
         columns = self.columns
         made = self._once(columns[f"{table}.node"][rows], self._call)
         if table == "values":
-            made |= self._once(
-                columns["values.slot"][rows], lambda number: {"slot": self._text(number)}
-            )
+            slots = columns["values.slot"][rows]
+            made |= self._once(slots, lambda number: {"slot": self._text(number)})
         return made | {"rank": Cells(columns[f"{table}.rank"][rows])}
 
     def _chosen(self, table: str) -> Array:
         node, ranks = self.columns[f"{table}.node"], self.columns[f"{table}.rank"]
-        starts = np.searchsorted(node, [self._nodes, self._nodes + 1])
-        rows = np.concatenate(
-            [np.empty(0, np.int64), *(np.arange(begin, end) for begin, end in starts.T.tolist())]
-        )
+        bounds = np.searchsorted(node, [self._nodes, self._nodes + 1]).T.tolist()
+        rows = np.concatenate([np.empty(0, np.int64), *(np.arange(*each) for each in bounds)])
         return rows[np.isin(ranks[rows], self._ranks)]
 
     def _once(self, column: Array, fields: Callable[[int], dict[str, Any]]) -> dict[str, Cells]:

@@ -34,11 +34,8 @@ class Selection:
 
     @classmethod
     def parse(cls, *, path: str, step: str, mode: str, phase: str, rank: str) -> Selection:
-        """Read the options of `rankscope export`; "" is what was not given.
-
-        Raises:
-            SelectionError: a step, mode, phase or rank that cannot be.
-        """
+        """Read the options of `rankscope export`, empty where not given; SelectionError: a step,
+        mode, phase or rank that cannot be."""
         named = frozenset(parse_phase(word) for word in phase.split(",")) if phase else None
         return cls(
             path="" if path == "(root)" else path,
@@ -50,11 +47,7 @@ class Selection:
         )
 
     def ranks(self, trace: Trace) -> frozenset[int]:
-        """Return the ranks of a trace that are asked for.
-
-        Raises:
-            SelectionError: it holds none of them.
-        """
+        """Return the ranks that are asked for; SelectionError: the trace holds none of them."""
         held = {int(rank["rank"]) for rank in trace.run["ranks"]}
         if not self.wanted_ranks:
             return frozenset(held)
@@ -65,21 +58,15 @@ class Selection:
         return found
 
     def groups(self, trace: Trace) -> list[Step]:
-        """Return the setups and steps of a trace that are asked for.
-
-        Raises:
-            SelectionError: it holds none of them.
-        """
+        """Return the setups and steps asked for; SelectionError: the trace holds none of them."""
         setup = list(trace.setup) if self.with_setup else []
-        if self.phases == {Phase.SETUP}:
-            steps = []
-        else:
-            steps = [
-                step
-                for step in trace.steps
-                if (self.mode is None or step.mode is self.mode)
-                and (not self.steps or any(step.step in wanted for wanted in self.steps))
-            ]
+        steps = [
+            step
+            for step in trace.steps
+            if self.phases != {Phase.SETUP}
+            and (self.mode is None or step.mode is self.mode)
+            and (not self.steps or any(step.step in wanted for wanted in self.steps))
+        ]
         if not setup and not steps:
             there = ", ".join(s.head.label for s in (*trace.setup, *trace.steps)[:20]) or "nothing"
             raise SelectionError(f"the trace holds no such step; it holds {there}")
@@ -88,16 +75,8 @@ class Selection:
     def walk(
         self, trace: Trace, progress: Progress, what: str
     ) -> Iterator[tuple[Step, list[Node]]]:
-        """Yield every group with the nodes that are asked for, in the order of the tree.
-
-        Args:
-            trace: of which.
-            progress: told before each group.
-            what: is done with them.
-
-        Raises:
-            SelectionError: no node of any has such a path; lists near ones.
-        """
+        """Yield every group with the nodes that are asked for, in the order of the tree; `progress`
+        is told `what` is done. SelectionError: no node has such a path; lists near ones."""
         seen: set[str] = set()
         groups = self.groups(trace)
         for done, step in enumerate(groups):

@@ -28,12 +28,10 @@ class TracingProfiler(Profiler):  # type: ignore[misc]  # read without its types
         settings: dict[str, Any] = field(default_factory=dict)
 
     def __init__(self, config: Config, **runtime: Any) -> None:
-        """Trace nothing yet."""
         super().__init__(config, **runtime)
         self._training = TracedTraining(config.settings)
 
     def __enter__(self) -> TracingProfiler:
-        """Begin the trace."""
         super().__enter__()
         self._training.begin()
         return self
@@ -44,7 +42,6 @@ class TracingProfiler(Profiler):  # type: ignore[misc]  # read without its types
         super().step()
 
     def __exit__(self, kind: Any, error: Any, where: Any) -> bool:
-        """End the trace and say the verdict."""
         if kind is None:
             self._training.end()
         return bool(super().__exit__(kind, error, where))

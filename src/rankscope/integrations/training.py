@@ -23,11 +23,8 @@ class TracedTraining:
     """
 
     def __init__(self, settings: Mapping[str, object]) -> None:
-        """Begin nothing yet.
-
-        Args:
-            settings: any setting by its keyword (`steps="0-2"`, `out="trace"`).
-        """
+        """Begin nothing yet; `settings`: any setting by its keyword (`steps="0-2"`,
+        `out="trace"`)."""
         self.path: Path | None = None
         """The trace folder, once the training has ended, on the rank that speaks for the job (the
         lowest that is traced); None on all others, and where somebody else traces."""
@@ -35,12 +32,8 @@ class TracedTraining:
         self._is_running = False
 
     def begin(self, *, has_steps: bool = True) -> None:
-        """Trace from here on. Every rank calls it.
-
-        Args:
-            has_steps: `step` is going to be called at the end of every train step; where it is not,
-                optimizers end steps.
-        """
+        """Trace from here on. Every rank calls it. With `has_steps`, `step` is going to be called
+        at the end of every train step; without, optimizers end steps."""
         global _running
         if self._is_running:  # the framework begins again after a failure: the trace goes on
             return
@@ -63,8 +56,7 @@ class TracedTraining:
 
     def end(self) -> None:
         """End the trace; the rank that speaks for the job waits for the tree and says the verdict.
-        Safe to call again.
-        """
+        Safe to call again."""
         global _running
         if not self._is_running:
             return
@@ -72,8 +64,7 @@ class TracedTraining:
         self.path = close(EndReason.CLOSED)
         if self.path is None:
             return
-        error = attempt(_say_verdict, self.path)
-        if error is not None:
+        if (error := attempt(_say_verdict, self.path)) is not None:
             say(f"{self.path}: no verdict: {text_of(error)}")
 
 

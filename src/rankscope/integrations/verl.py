@@ -28,12 +28,8 @@ class StepTracer:
     """
 
     def __init__(self, config: Any, role: str) -> None:
-        """Trace nothing yet.
-
-        Args:
-            config: the `ProfilerConfig` of the role.
-            role: what distinguishes the ranks of this worker from those of other groups.
-        """
+        """Trace nothing yet. `config`: the `ProfilerConfig` of the role; `role`: what distinguishes
+        the ranks of this worker from those of other groups."""
         self._folder = Path(config.save_path or "outputs/profile")
         self._ranks = None if config.all_ranks else ",".join(map(str, config.ranks or [0]))
         self._role = role

@@ -51,14 +51,8 @@ def join_batches(
 
 
 def join_replicas(plans: Sequence[AssemblyPlan]) -> AssemblyPlan:
-    """Return the plan of one tensor that several sets of ranks hold each, so that all are compared.
-
-    Args:
-        plans: one per set, as `plan_assemblies` gives them.
-
-    Raises:
-        LayoutError: they cut it differently.
-    """
+    """Return the plan of one tensor that several sets of ranks hold each. Raises LayoutError where
+    they cut it differently."""
     first = plans[0]
     parts = [{(box.ranges, box.reductions): box for box in plan.boxes} for plan in plans]
     for plan, own in zip(plans, parts):
@@ -88,7 +82,7 @@ def _concatenated(plans: Sequence[AssemblyPlan], dim: int) -> AssemblyPlan:
         shape = plan.global_shape
         if dim >= len(shape):
             raise LayoutError(f"a value of shape {list(shape)} has no batch dim {dim}")
-        if len(shape) != len(first) or _without(shape, dim) != _without(first, dim):
+        if (shape[:dim], shape[dim + 1 :]) != (first[:dim], first[dim + 1 :]):
             raise LayoutError(
                 f"batches of shapes {list(first)} and {list(shape)} differ beyond dim {dim}"
             )
@@ -111,7 +105,3 @@ def _of_all(
         ranks=tuple(sorted({rank for plan in plans for rank in plan.ranks})),
         missing=tuple(sorted({rank for plan in plans for rank in plan.missing})),
     )
-
-
-def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    return shape[:dim] + shape[dim + 1 :]

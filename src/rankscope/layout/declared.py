@@ -2,9 +2,9 @@
 order and local sizes.
 
 A declared layout says along which axes a value is cut, not where: ranks of a "tp" axis that hold 3,
-3 and 2 columns of a value declared ``tp = "Shard(1)"`` hold columns 0-2, 3-5 and 6-7. Axes that the
-declaration leaves out are not described: along them values are different ones, so every row of the
-described axes is a mesh of its own.
+3 and 2 columns of a value declared ``tp = "Shard(1)"`` hold columns 0-2, 3-5 and 6-7. Along axes
+that the declaration leaves out lie different values: every row of the described axes is a mesh of
+its own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ def declared_pieces(
         mesh: the declared axes over all ranks.
         placements: {axis: placement} of the axes that are described.
         shapes: {rank: local shape} of every rank that recorded the value.
-        source: who says so.
 
     Raises:
         LayoutError: an axis or a rank that the mesh does not have.
@@ -66,9 +65,7 @@ def declared_pieces(
     for line in lines_along(mesh, described):  # one for each place along all other axes
         row = Mesh(axes=described, shape=extents, ranks=line)
         layout = Layout(
-            source=source,
-            mesh=row,
-            placements=tuple(placements[axis] for axis in row.axes),
+            source=source, mesh=row, placements=tuple(placements[axis] for axis in row.axes)
         )
         pieces |= _pieces_of(layout, row, {r: held[r] for r in row.ranks if r in held})
     return pieces
@@ -98,7 +95,6 @@ def _pieces_of(layout: Layout, mesh: Mesh, held: Mapping[int, _Shape]) -> dict[i
 def _places(
     layout: Layout, mesh: Mesh, held: Mapping[int, _Shape]
 ) -> list[dict[_Coordinate, Ranges]]:
-    """Return, per dim, which indices each place along the axes that cut it holds."""
     solid = [shape for shape in held.values() if 0 not in shape] or list(held.values())
     dims = {len(shape) for shape in solid}
     if len(dims) > 1:
@@ -113,10 +109,8 @@ def _places(
 def _lengths(
     layout: Layout, mesh: Mesh, dim: int, held: Mapping[int, _Shape]
 ) -> dict[_Coordinate, int]:
-    """Return how much of a dim each place along its axes holds, as its ranks' shapes say.
-
-    The shape of an empty piece counts only where there is no other.
-    """
+    """Return how much of a dim each place along its axes holds, as its ranks' shapes say. The shape
+    of an empty piece counts only where there is no other."""
     members: dict[_Coordinate, list[int]] = {}
     for at, rank in mesh.places():
         members.setdefault(tuple(at[a] for a in _cutting(layout, dim)), []).append(rank)

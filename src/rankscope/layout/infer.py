@@ -31,17 +31,12 @@ from rankscope.layout.placement import Mesh, Placement, PlacementKind
 
 _OWN_AXIS: Final = "data"
 _WRAPPERS: Final = frozenset({"FSDP1", "FSDP2"})
-"""Words for what shards parameters that are data-parallel."""
-
-
-# ---- names ---------------------------------------------------------------------------------------
 
 
 class AxisName(str, enum.Enum):
     """What the name of a mesh axis says of it."""
 
     DATA = "data"
-    """Its ranks work on batches of their own."""
     NOT_DATA = "not data"
     """It cuts something else than batches: tensors, sequences, layers, experts."""
     NOTHING = "nothing"
@@ -61,9 +56,6 @@ def named_as(axis: str) -> AxisName:
     return next(found, AxisName.NOTHING)
 
 
-# ---- meshes --------------------------------------------------------------------------------------
-
-
 def lines_along(mesh: Mesh, axes: Collection[str]) -> list[tuple[int, ...]]:
     """Return the ranks along some axes in order of the mesh, for every place on the others."""
     others = [at for at, axis in enumerate(mesh.axes) if axis not in axes]
@@ -80,8 +72,8 @@ def flat_mesh(ranks: Iterable[int]) -> Mesh:
 
 
 def largest_mesh(parameters: Iterable[HeldParameter], ranks: frozenset[int]) -> Mesh:
-    """Return the mesh with the most axes that parameters lie on, over all of the ranks: those that
-    repeat it are one more axis in front, "data". A flat one where there is none."""
+    """Return the mesh with the most axes that parameters lie on, over all of the ranks: the meshes
+    that repeat it are one more axis in front, "data". A flat one where there is none."""
     best: Mesh | None = None
     for parameter in parameters:
         if best and len(best.axes) >= len(parameter.placements):
@@ -106,9 +98,6 @@ def _stacked(family: Iterable[Mesh]) -> Mesh:
     )
 
 
-# ---- what an axis is for -------------------------------------------------------------------------
-
-
 class AxisUse(str, enum.Enum):
     """What parameters are to each other along an axis."""
 
@@ -121,7 +110,7 @@ class HeldParameter:
     """One parameter over all its ranks, at setup."""
 
     placements: Mapping[str, Placement]
-    """By axis, as a DTensor says; {} of a plain one: what was declared proves nothing."""
+    """By axis, as a DTensor says; {} of a plain one: a declaration proves nothing."""
     meshes: Sequence[Mesh]
     """All that the DTensor's own mesh is one of."""
     prints: Mapping[int, Hashable]
@@ -132,11 +121,10 @@ class HeldParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisFacts:
-    """What a trace shows of one axis."""
+    """What a trace shows of one axis; `use` is None where parameters are neither along it."""
 
     axis: str
     use: AxisUse | None
-    """What parameters are along it, None where they are neither."""
     has_other_inputs: bool
 
     @property
@@ -160,17 +148,17 @@ def axes_of(
         inputs: what tells the ranks' root inputs apart, one mapping by rank for each input.
         wrappers: words for what was put around modules: "FSDP2" ...
     """
-    found = []
-    for axis, extent in zip(mesh.axes, mesh.shape):
-        if extent > 1:
-            lines = lines_along(mesh, [axis])
-            facts = AxisFacts(
-                axis=axis,
-                use=_use_of(axis, lines, parameters, wrappers),
-                has_other_inputs=any(differ_along(lines, each) for each in inputs),
-            )
-            found.append(facts)
-    return found
+    lines_of = {
+        axis: lines_along(mesh, [axis]) for axis, size in zip(mesh.axes, mesh.shape) if size > 1
+    }
+    return [
+        AxisFacts(
+            axis=axis,
+            use=_use_of(axis, lines, parameters, wrappers),
+            has_other_inputs=any(differ_along(lines, each) for each in inputs),
+        )
+        for axis, lines in lines_of.items()
+    ]
 
 
 def differ_along(lines: Iterable[Iterable[int]], prints: Mapping[int, Hashable]) -> bool:
@@ -181,9 +169,8 @@ def differ_along(lines: Iterable[Iterable[int]], prints: Mapping[int, Hashable])
 def is_fsdp_axis(axis: str, placements: Iterable[Placement], mesh_axes: int) -> bool:
     """True for an axis that FSDP cut parameters along, or that its name says to be data's.
 
-    Args:
-        placements: of all DTensor parameters along it.
-        mesh_axes: of how many axes its mesh is: beside others, the name alone tells FSDP's.
+    `placements` are those of all DTensor parameters along it. Beside other axes of its mesh
+    (`mesh_axes` of them), the name alone tells FSDP's.
     """
     axis_name = named_as(axis)
     if axis_name is not AxisName.NOTHING:
@@ -197,7 +184,6 @@ def _use_of(
     parameters: Iterable[HeldParameter],
     wrappers: Collection[str],
 ) -> AxisUse | None:
-    """Return what parameters are along an axis, None where they are neither."""
     whole = cut = proofs = 0
     for parameter in parameters:
         placement = parameter.placements.get(axis)

@@ -36,7 +36,7 @@ _MOST_BYTES: Final = 1 << 20
 
 
 def described_as(slot: str) -> str:
-    """Return the slot whose placement that of a gradient is; another slot is its own."""
+    """Return `param:` and input or output for the slot of a gradient; any other slot is its own."""
     if slot.startswith("grad:"):
         return f"param:{slot[5:]}"
     return slot.removeprefix("grad_") if slot.startswith(("grad_input", "grad_output")) else slot
@@ -47,7 +47,6 @@ class LayoutEntry:
     """One `[[layout]]`."""
 
     number: int
-    """Its place in the file, from 1."""
     path: str
     slot: str
     placements: Mapping[str, Placement]
@@ -70,18 +69,14 @@ class LayoutFile:
     """What one file declares."""
 
     name: str
-    """The file, for messages."""
     text: str
     axes: Mapping[str, int]
     entries: tuple[LayoutEntry, ...]
 
     @classmethod
     def load(cls, path: Path) -> LayoutFile:
-        """Read a file.
-
-        Raises:
-            LayoutError: it cannot be read, or does not say what it should; says where.
-        """
+        """Read a file. Raises LayoutError where it cannot be read, or does not say what it should;
+        says where."""
         try:
             with path.open("rb") as file:
                 data = file.read(_MOST_BYTES + 1)
@@ -97,11 +92,8 @@ class LayoutFile:
 
     @classmethod
     def parse(cls, text: str, name: str = "layout") -> LayoutFile:
-        """Read a file's text.
-
-        Raises:
-            LayoutError: it does not say what it should; names the entry.
-        """
+        """Read a file's text. Raises LayoutError where it does not say what it should; names the
+        entry."""
         try:
             content = tomllib.loads(text)
         except (ValueError, RecursionError) as error:  # its own error is a ValueError
@@ -127,11 +119,7 @@ class LayoutFile:
         return prod(self.axes.values())
 
     def mesh(self, world_size: int) -> Mesh:
-        """Return the declared axes over all ranks of a run.
-
-        Raises:
-            LayoutError: they are those of a run of another size.
-        """
+        """Return the declared axes over all ranks. Raises LayoutError for a run of another size."""
         if self.size != world_size:
             listed = ",".join(f"{axis}={extent}" for axis, extent in self.axes.items())
             raise LayoutError(
@@ -143,11 +131,8 @@ class LayoutFile:
         )
 
     def placements(self, path: str, slot: str) -> dict[str, Placement]:
-        """Return {axis: placement} of a slot, {} where no entry describes it.
-
-        Raises:
-            LayoutError: two entries place it differently; names both.
-        """
+        """Return {axis: placement} of a slot, {} where no entry describes it. Raises LayoutError
+        where two entries place it differently; names both."""
         found: dict[str, tuple[Placement, LayoutEntry]] = {}
         for entry in self.entries:
             if not entry.describes(path, slot):

@@ -30,9 +30,8 @@ AXIS_GROUPS: Final[Mapping[str, str]] = {
 }
 """How Megatron describes the process group of an axis."""
 FSDP1_AXIS: Final = "fsdp"
-"""The axis along which FSDP1 keeps runs of an original parameter."""
 LAST_DIM: Final = "Shard(-1)"
-"""How a mark is written that cuts the last dim."""
+"""Stands in a mark for a cut of the last dim, however many there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +42,6 @@ class LayoutMark:
     """Name of the axis it speaks of: "tp", "etp" (tensor parallelism of experts), "fsdp"."""
     placement: Placement
     is_of_last_dim: bool = False
-    """True where it is the last dim that is cut, however many there are."""
     members: Members | None = None
     """Ranks along the axis, where the framework says that too."""
 
@@ -66,8 +64,7 @@ class LayoutMark:
 
 
 def believed_groups(
-    candidates: Mapping[int, Collection[Members]],
-    cut: Iterable[Mapping[int, int]],
+    candidates: Mapping[int, Collection[Members]], cut: Iterable[Mapping[int, int]]
 ) -> dict[int, Members]:
     """Return the group of an axis that each rank belongs to, of those ranks where it is certain.
 
@@ -78,17 +75,16 @@ def believed_groups(
     every = {group for groups in candidates.values() for group in groups if len(group) > 1}
     cut = list(cut)
     proven = {group for group in every if _holds_parts(group, cut)}
-    found: dict[int, Members] = {}
-    for rank, groups in candidates.items():
-        own = {group for group in groups if group in proven and rank in group}
-        if len(own) == 1:
-            found[rank] = own.pop()
+    own = {
+        rank: {g for g in groups if g in proven and rank in g}
+        for rank, groups in candidates.items()
+    }
+    found = {rank: groups.pop() for rank, groups in own.items() if len(groups) == 1}
     # a group is one only where all of its ranks take it for theirs
     return {r: g for r, g in found.items() if all(found.get(member) == g for member in g)}
 
 
 def _holds_parts(group: Members, cut: Iterable[Mapping[int, int]]) -> bool:
-    """True where the ranks of a group hold different values of most cut parameters."""
     apart = alike = 0
     for hashes in cut:
         held = [hashes[rank] for rank in group if rank in hashes]

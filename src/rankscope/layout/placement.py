@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -46,10 +47,8 @@ class KindFacts:
     """How placements of one kind are written and read, and what they do."""
 
     spelled: str
-    """Its name in traces and layout files: `Shard(0)`, `StridedShard(0, split_factor=2)`."""
     torch_class: str
-    """The class of torch.distributed.tensor.placement_types that is read as this kind; also read in
-    text."""
+    """Class in torch.distributed.tensor.placement_types that is read as this kind; also in text."""
     arguments: tuple[str, ...] = ()
     """Fields of `Placement` in its brackets, attributes of torch's class of the same name."""
     pieces: PieceKind
@@ -78,15 +77,10 @@ class PlacementKind(str, enum.Enum):
 
 _FACTS: Final = {
     PlacementKind.REPLICATE: KindFacts(
-        spelled="Replicate",
-        torch_class="Replicate",
-        pieces=PieceKind.COPIES,
+        spelled="Replicate", torch_class="Replicate", pieces=PieceKind.COPIES
     ),
     PlacementKind.SHARD: KindFacts(
-        spelled="Shard",
-        torch_class="Shard",
-        arguments=("dim",),
-        pieces=PieceKind.SLICES,
+        spelled="Shard", torch_class="Shard", arguments=("dim",), pieces=PieceKind.SLICES
     ),
     PlacementKind.STRIDED_SHARD: KindFacts(
         spelled="StridedShard",
@@ -105,17 +99,15 @@ _FACTS: Final = {
 which elements a kind with a dim holds."""
 _BY_TORCH_CLASS: Final = {facts.torch_class: kind for kind, facts in _FACTS.items()}
 _BY_NAME: Final = _BY_TORCH_CLASS | {facts.spelled: kind for kind, facts in _FACTS.items()}
-_UNTOLD: Final = {"split_factor": 1, "reduce_op": "sum"}
-"""Arguments that text may leave out."""
+_UNTOLD: Final = {"split_factor": 1, "reduce_op": "sum"}  # arguments that text may leave out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """How a tensor lies along one mesh axis."""
+    """How a tensor lies along one mesh axis; `dim` is the one that is cut, never negative."""
 
     kind: PlacementKind
     dim: int | None = None
-    """Tensor dim that is cut, for the two kinds of shard; never negative."""
     split_factor: int = 1
     """For a strided shard: into how many pieces the dim was cut before this axis cut each piece."""
     reduce_op: str | None = None
@@ -147,9 +139,8 @@ class Placement:
 
     @property
     def is_composable(self) -> bool:
-        """True where digests of the pieces give the digest of the whole (sum and avg partials
-        included).
-        """
+        """True where digests of the pieces give that of the whole (sum and avg partials
+        included)."""
         if self.pieces is PieceKind.SUMMANDS:
             return self.reduce_op in ("sum", "avg")
         return self.pieces is not PieceKind.UNKNOWN
@@ -165,10 +156,10 @@ class Placement:
 
 @lru_cache(maxsize=4096)
 def parse_placement(text: str) -> Placement:
-    """Return the placement that `str()` of a placement (or torch's own repr of one) describes.
+    """Return the placement that `str()` of a placement (or torch's own repr of one) describes;
+    OTHER with the text kept where it cannot be read, which never composes.
 
-    Anything that cannot be read becomes kind OTHER with its text kept; it never composes. A trace
-    has few texts and thousands of values: each text is read once.
+    Cached: a trace has few texts and thousands of values.
     """
     other = Placement(kind=PlacementKind.OTHER, text=text)
     found = _TEXT.match(text.strip())
@@ -206,27 +197,21 @@ class LayoutSource(str, enum.Enum):
 
     @property
     def is_from_all_ranks(self) -> bool:
-        """True where ranks recorded plain tensors, whose places followed later from the shapes of
-        all of them."""
+        """True for recorded plain tensors, whose places follow from the shapes of all ranks."""
         return self in (LayoutSource.MARKED, LayoutSource.DECLARED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """A device mesh: named axes over global ranks in row-major order."""
+    """A device mesh: named axes ("axis0", "axis1" ... where torch has no names) over global ranks
+    in row-major order."""
 
     axes: tuple[str, ...]
-    """Axis names; unnamed axes are called "axis0", "axis1" ..."""
     shape: tuple[int, ...]
-    """Size of each axis."""
     ranks: tuple[int, ...]
-    """Global ranks, row-major over `shape`."""
 
     def __post_init__(self) -> None:
-        size = 1
-        for extent in self.shape:
-            size *= extent
-        if len(self.axes) != len(self.shape) or size != len(self.ranks):
+        if len(self.axes) != len(self.shape) or math.prod(self.shape) != len(self.ranks):
             raise LayoutError(
                 f"mesh axes {self.axes} and shape {self.shape} do not fit "
                 f"its {len(self.ranks)} ranks"
@@ -237,9 +222,8 @@ class Mesh:
         return zip(itertools.product(*map(range, self.shape)), self.ranks)
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Return the position of a global rank on every axis, or None where the rank is not in the
-        mesh.
-        """
+        """Return the position of a global rank on every axis, None where the mesh lacks the
+        rank."""
         if rank not in self.ranks:
             return None
         flat, position = self.ranks.index(rank), []
@@ -268,16 +252,12 @@ class Layout:
 
     def __repr__(self) -> str:
         over = f", over {len(self.mesh.ranks)} ranks" if self.mesh else ""
-        return (
-            f"Layout({self}{over}, {self.source.value})" if self.placements else f"Layout({self})"
-        )
+        more = f"{over}, {self.source.value}" if self.placements else ""
+        return f"Layout({self}{more})"
 
     def by_axis(self) -> dict[str, str]:
         """Return {axis name: placement text}, as the trace writes it."""
-        return {
-            axis: str(p)
-            for axis, p in zip(self.mesh.axes if self.mesh else (), self.placements, strict=True)
-        }
+        return dict(zip(self.mesh.axes if self.mesh else (), map(str, self.placements)))
 
 
 def global_ranges(

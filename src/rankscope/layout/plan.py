@@ -41,27 +41,24 @@ _MOST_RANKS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What one rank holds, and what is known of its place in a whole."""
+    """What one rank holds (its local shape), and what is known of its place in a whole."""
 
     shape: tuple[int, ...]
-    """Local shape."""
     layout: Layout
     global_shape: tuple[int, ...] | None = None
     ranges: tuple[Ranges, ...] | None = None
-    """Per dim the global indices held, where they were recorded or derived; otherwise they follow
-    from the placements."""
+    """Per dim the global indices held, where they were recorded or derived."""
     refusal: str = ""
     """Why it has no place, where that was found out earlier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """One axis of a Partial: every `size` neighbours become one."""
+    """One axis of a Partial: every `size` (2 or more) neighbours become one by an op of
+    REDUCE_OPS."""
 
     op: str
-    """One of REDUCE_OPS."""
     size: int
-    """Two or more."""
     axis: str
 
 
@@ -73,8 +70,7 @@ class Pieces:
     """{coordinate of a part's first rank: the values to reduce, one where nothing is reduced; for
     each the ranks, in mesh order, that should hold the same}. Every rank is in one part, once."""
     reductions: tuple[Reduction, ...]
-    """Of the summands of each part, in the order in which they are applied; the first takes
-    neighbouring summands."""
+    """Of each part, in the order of application; the first takes neighbouring summands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +80,8 @@ class Box:
     ranges: tuple[Ranges, ...]
     """Per dim where it lies, in the order in which a piece holds its elements; never empty."""
     summands: tuple[tuple[int, ...], ...]
-    """The values to reduce, one where nothing is reduced; for each the ranks, sorted, that should
-    hold the same."""
+    """The values to reduce; for each the ranks, sorted, that should hold the same."""
     reductions: tuple[Reduction, ...] = ()
-    """In the order in which they are applied; the first takes neighbouring summands."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -116,14 +110,11 @@ class AssemblyPlan:
 
 @functools.lru_cache(maxsize=1024)
 def pieces_of(mesh: Mesh, placements: tuple[Placement, ...]) -> Pieces:
-    """Return which ranks hold which part of a tensor that lies so.
+    """Return which ranks hold which part of a tensor that lies so, by one placement of a known kind
+    per axis.
 
     Summands are reduced in torch's order: that of the mesh axes, and from the last axis where the
     tensor is sharded as well. Only round-off depends on it.
-
-    Args:
-        mesh: the mesh the placements speak of.
-        placements: one per mesh axis, each of a known kind.
     """
     cut = [axis for axis, p in enumerate(placements) if p.pieces is PieceKind.SLICES]
     order = [
@@ -163,7 +154,7 @@ def plan_assembly(
 
     Args:
         global_shape: shape of the whole tensor.
-        layout: its placements, and the mesh they speak of.
+        layout: its placements, and the mesh they are on.
         shapes: {rank: local shape} of every rank that recorded a value. The shape of an empty shard
             is not checked, because it means nothing.
         ranges: {rank: global indices per dim} where these are known better than by the placements:
@@ -243,9 +234,6 @@ def plan_assemblies(pieces: Mapping[int, Piece]) -> tuple[AssemblyPlan, ...]:
     return tuple(map(_plan_of_one_mesh, by_mesh.values()))
 
 
-# ---- one mesh ------------------------------------------------------------------------------------
-
-
 def _plan_of_one_mesh(held: Mapping[int, Piece]) -> AssemblyPlan:
     first = next(iter(held.values()))
     if any((p.layout, p.global_shape) != (first.layout, first.global_shape) for p in held.values()):
@@ -263,7 +251,6 @@ def _plan_of_one_mesh(held: Mapping[int, Piece]) -> AssemblyPlan:
 
 
 def _plan_alone(held: Mapping[int, tuple[int, ...]]) -> AssemblyPlan:
-    """Plan for values whose layout is unknown: that of a single rank is whole."""
     if len(held) != 1:
         raise LayoutError(f"nothing says how the values of {ranks_words(held)} belong together")
     rank, shape = next(iter(held.items()))
@@ -333,9 +320,6 @@ def tiling_problem(whole: tuple[int, ...], boxes: Sequence[tuple[Ranges, ...]]) 
     if len(set(boxes)) != len(boxes) or len(boxes) != crossings:
         return f"{len(boxes)} pieces, but their cuts make {crossings}"
     return None
-
-
-# ---- small things --------------------------------------------------------------------------------
 
 
 def _lengths(ranges: tuple[Ranges, ...]) -> tuple[int, ...]:

@@ -29,13 +29,8 @@ SlotKey = tuple[str, str]
 """(call, slot): a call is named by its path, where calls of one path are told apart by more."""
 Shape = tuple[int, ...]
 WHOLE: Final = Placement(kind=PlacementKind.REPLICATE)
-_FEWEST: Final = 8
-"""Elements of a twin: fewer may be equal by accident."""
-_LAST_DIM: Final = {
-    ("Linear", 0): "output",
-    ("Linear", 1): "input",
-    ("Embedding", 1): "output",
-}
+_FEWEST: Final = 8  # elements of a twin: fewer may be equal by accident
+_LAST_DIM: Final = {("Linear", 0): "output", ("Linear", 1): "input", ("Embedding", 1): "output"}
 """Class, dim of its weight -> what has that dim as its last."""
 
 
@@ -46,7 +41,7 @@ def cut(dim: int) -> Placement:
 
 def may_be_cut(axis: str, *, is_fsdp: bool) -> bool:
     """True where parameters that lie cut along an axis are computed with as they lie: FSDP gathers
-    them first, so of its jobs this holds of axes with another name alone."""
+    them first, so of its jobs only along an axis whose name is not data's."""
     return not is_fsdp or named_as(axis) is AxisName.NOT_DATA
 
 
@@ -61,14 +56,12 @@ class Said(NamedTuple):
 
 @dataclass(slots=True)
 class SlotFacts:
-    """What all records of one slot have in common, along one axis."""
+    """In how many records of one slot all ranks along one axis held the same bytes (and not a
+    constant), some did not, and no two did."""
 
     same: int = 0
-    """Records in which all ranks along it held the same bytes, and not a constant."""
     other: int = 0
-    """Records in which some did not."""
     apart: int = 0
-    """Records in which no two did."""
 
 
 @dataclass(slots=True)
@@ -153,7 +146,6 @@ class Proof:
     def __init__(self, shown: ShownValues) -> None:
         self.shown = shown
         self.known: dict[tuple[SlotKey, str], Said] = {**shown.placed}
-        """By value and axis."""
         self._refused: set[tuple[SlotKey, str]] = set()
         for (key, axis), facts in shown.facts.items():
             if facts.same and not facts.other:
@@ -235,7 +227,6 @@ class Proof:
         return is_new
 
     def _through(self, call: str, axis: str) -> bool:
-        """Carry a cut through a module that works on each place along it alone."""
         given, made = self.key(call, "input"), self.key(call, "output")
         if not given or not made or (call, axis) in self.shown.issued:
             return False
@@ -274,7 +265,7 @@ class Proof:
 
 
 def _is_by_row(given: Shape, made: Shape, dim: int) -> bool:
-    """True where a module may turn each row into one, and a dim is not that of its columns."""
+    """True where a module may turn each row into one, and `dim` is not that of its columns."""
     is_last = given[:-1] == made[:-1] and dim == len(given) - 1
     is_row = given == made[: len(given)] or given[:-1] == made[:-1]
     return is_row and dim < min(len(given), len(made) - 1) and not is_last

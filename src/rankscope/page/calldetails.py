@@ -23,17 +23,12 @@ from rankscope.record.statistics import NUMBERS, STATISTICS
 from rankscope.record.visibletext import visible
 from rankscope.tree.slotview import SlotView, shapes_of
 
-__all__ = [
-    "NUMBER_NAMES", "ROWS_PER_BLOCK", "CallDetails", "packed_blocks", "packed_json", "slot_detail",
-]  # fmt: skip
-
 Array = NDArray[Any]
 ROWS_PER_BLOCK: Final = 32
 _MOST_ERROR: Final = 500
 _LINKED: Final = (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE)
 _MOST_TAKERS: Final = 6
 NUMBER_NAMES: Final = tuple(s.name for s in STATISTICS)
-"""What the numbers of a value are, in their order."""
 _MOST_FOLDS: Final = 6
 """Distinct values that are listed one by one; of more there are the extremes and a summary."""
 _MOST_NOTE: Final = 300
@@ -68,14 +63,8 @@ class CallDetails:
         held: Collection[int] | bytearray,
         chosen: Collection[int] | None,
     ) -> None:
-        """Add a step.
-
-        Args:
-            step: its number on the page.
-            step_view: its calls.
-            held: for every slot of its calls, in order, whether it was held to others.
-            chosen: rows that are wanted, None for all.
-        """
+        """Add a step. `step`: its number on the page; `held`: for every slot of its calls, in
+        order, whether it was held to others; `chosen`: rows that are wanted, None for all."""
         links = _ValueLinks(step_view)
         place = 0
         judged = bytes(held)
@@ -118,11 +107,9 @@ class CallDetails:
             made = slot_detail(values, marked)
             if is_held:
                 made["held"] = 1
-            producer = links.producer(call, slot)
-            if producer is not None:
+            if (producer := links.producer(call, slot)) is not None:
                 made["from"] = self._end(producer)
-            takers = links.consumers(call, slot)
-            if takers:
+            if takers := links.consumers(call, slot):
                 made["to"] = [self._end(taker) for taker in takers]
             slots.append(made)
         if slots:
@@ -134,7 +121,6 @@ class CallDetails:
 
 
 def _collective(ranks: str, facts: Mapping[str, Any]) -> str:
-    """Return what some ranks issued, in words."""
     more = (("group", "in group"), ("issuer", "issued by"), ("at", "at"))
     words = [*collective_words(facts), *(f"{word} {facts[n]}" for n, word in more if facts.get(n))]
     return f"{ranks_named(ranks)}: {visible(' '.join(words))}"
@@ -145,8 +131,6 @@ def _tenth(us: float | None) -> float | None:
 
 
 class _ValueEnd(NamedTuple):
-    """One end of a link."""
-
     call: CallView
     slot: str
 
@@ -176,8 +160,7 @@ class _ValueLinks:
 
     def _link(self, taker: _ValueEnd, makers: list[_ValueEnd], key: tuple[Phase, int, int]) -> None:
         around = set(_around(taker.call))
-        beside = [maker for maker in makers if maker.call not in around]
-        if beside:
+        if beside := [maker for maker in makers if maker.call not in around]:
             maker = beside[-1]
             outer = {each.call: each for each in beside}
             for call in _around(maker.call):
@@ -197,8 +180,7 @@ class _ValueLinks:
             takers.append(taker)
 
     def producer(self, call: CallView, slot: str) -> _ValueEnd | None:
-        """Return what made an input, or the call that handed it down; None where bytes do not
-        tell."""
+        """Return what made an input, or handed it down; None where bytes do not tell."""
         return self._from.get((id(call), slot))
 
     def consumers(self, call: CallView, slot: str) -> list[_ValueEnd]:
@@ -225,20 +207,15 @@ def _around(call: CallView) -> list[CallView]:
 
 
 def slot_detail(values: SlotValues, marked: Collection[int] = ()) -> dict[str, Any]:
-    """Return a value as JSON data.
-
-    Args:
-        values: one slot of one call.
-        marked: ranks of findings: what they hold is always listed.
-    """
+    """Return a value as JSON data; what `marked` ranks, those of findings, hold is always
+    listed."""
     dtypes = " | ".join(dict.fromkeys(visible(view.dtype) for view in values.views))
     shown: dict[str, Any] = {"n": visible(values.slot), "d": dtypes}
     devices = {view.device for view in values.views}
     if devices != {"cpu"}:
         shown["dev"] = ", ".join(sorted(devices))
     shown["l"] = [_layout(view) for view in values.views]
-    kept = [rank for view in values.views for rank in view.references()]
-    if kept:
+    if kept := [rank for view in values.views for rank in view.references()]:
         shown["kept"] = ranks_text(kept)
     shapes = shapes_of(values.views)
     groups = _groups(values, shapes)
@@ -252,7 +229,6 @@ def slot_detail(values: SlotValues, marked: Collection[int] = ()) -> dict[str, A
 
 
 def _python_detail(view: SlotView) -> dict[str, Any]:
-    """Return what was no tensor as JSON data."""
     notes = [fold.note or "" for fold in view.pieces[:_MOST_FOLDS]]
     return {
         "n": visible(view.slot),
@@ -287,8 +263,7 @@ def _groups(values: SlotValues, shapes: Mapping[int, tuple[int, ...]]) -> list[A
     as_one = np.ascontiguousarray(keys).view(np.dtype((np.void, keys.shape[1] * 8))).ravel()
     _, labels = np.unique(as_one, return_inverse=True)
     order = np.argsort(labels, kind="stable")
-    bounds = np.cumsum(np.bincount(labels))[:-1]
-    groups = np.split(order, bounds)
+    groups = np.split(order, np.cumsum(np.bincount(labels))[:-1])
     return sorted(groups, key=lambda places: (-len(places), places[0]))
 
 
@@ -323,8 +298,7 @@ def _chosen(
     wanted = {int(groups[0][0])}
     if not np.isnan(norms).all():
         wanted |= {int(np.nanargmin(norms)), int(np.nanargmax(norms))}
-    nonfinite = np.flatnonzero(values.nonfinite)
-    wanted |= set(nonfinite[:1].tolist())
+    wanted |= set(np.flatnonzero(values.nonfinite)[:1].tolist())
     if marked:
         some = sorted(marked)[:_MOST_FOLDS]
         places = values.at(np.array(some, np.int64))

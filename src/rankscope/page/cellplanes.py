@@ -21,11 +21,6 @@ from rankscope.record.phases import Phase
 from rankscope.record.visibletext import visible
 from rankscope.tree.step import StepHead
 
-__all__ = [
-    "CALL_KIND", "CellClass", "CellPlanes", "DistanceClass", "MapClass", "ModuleRows", "PageSteps",
-    "slot_kind",
-]  # fmt: skip
-
 Array = NDArray[Any]
 CALL_KIND: Final = "call"
 """Kind of what is said of a call itself: it raised, it is missing."""
@@ -231,8 +226,7 @@ class CellPlanes:
         found = np.zeros((len(self._rows), self.world), np.uint8)
         for key in self.made():
             if key[:2] == (step, phase):
-                plane = self._whole(key)
-                np.maximum(found, plane, out=found)
+                np.maximum(found, self._whole(key), out=found)
         return found
 
     def deflated(self) -> dict[PlaneKey, bytes]:

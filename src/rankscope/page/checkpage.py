@@ -31,8 +31,6 @@ from rankscope.tree.selection import nothing_matched
 from rankscope.tree.step import StepHead
 from rankscope.tree.views import Trace
 
-__all__ = ["check_page"]
-
 Array = NDArray[Any]
 _OF_STATUS: Final = {
     CallStatus.RAISED.word: CellClass.RAISED,
@@ -62,12 +60,9 @@ def check_page(
     """Return the page of a trace, and the verdict it shows.
 
     Args:
-        trace: an open trace.
-        layouts: declared layouts, as of `check`.
         path: glob on the modules whose values it should hold; the map shows all of them.
         steps: numbers of the steps whose values it should hold; () for all.
         most_bytes: how much data the page may hold; fewer values are taken until it does.
-        progress: told how far it is.
 
     Raises:
         LayoutError, TraceError: as of `check`.
@@ -103,7 +98,6 @@ def check_page(
 def _chosen(
     cells: _CheckCells, report: Report, path: str, wanted: tuple[range, ...], limit: float
 ) -> ValueChoice:
-    """Return whose values the page holds, where so many entries fit."""
     if path == "*" and not wanted:
         return cells.chosen(report, limit)
     paths = cells.rows.paths
@@ -168,8 +162,7 @@ class _CheckCells(PageMap):
                 self._last_of[rank] = step
         life = self.steps.all[step].incarnation
         for outcome in () if call.node.has_returned else call.node.outcomes:
-            cell = _OF_STATUS.get(outcome.status)
-            if cell is not None:
+            if (cell := _OF_STATUS.get(outcome.status)) is not None:
                 ranks = [r for r in outcome.ranks if self._ends.get((r, life)) not in ORDERLY]
                 planes.raise_to(step, phase, CALL_KIND, row, ranks, cell)
         held = bytearray()
@@ -199,11 +192,9 @@ class _CheckCells(PageMap):
         self.planes.close()
 
     def details(self, findings: Iterable[Finding], choice: ValueChoice) -> list[dict[str, Any]]:
-        """Return the values that were chosen."""
         marked: dict[int, set[int]] = {}
         for finding in findings:
-            row = self.rows.known(finding.path)
-            if row is not None:
+            if (row := self.rows.known(finding.path)) is not None:
                 marked.setdefault(row, set()).update(finding.ranks)
         details = CallDetails(self.rows, marked)
         for number, step in enumerate((*self._trace.setup, *self._trace.steps)):
@@ -239,7 +230,6 @@ class _CheckCharts:
     def __init__(self, rows: ModuleRows, world: int) -> None:
         self._rows, self._world = rows, world
         self._before: dict[tuple[int, str], Array] = {}
-        """Sketches of parameters as they were."""
         self._scalars: list[dict[tuple[str, str], list[float | None]]] = []
         self.steps: list[dict[str, Any]] = []
         """Of each step: {"grad": {row: norm}, "update": {row: ratio}, "ms": {phase: [world]},
@@ -262,11 +252,9 @@ class _CheckCharts:
             found["odd"] = sorted(odd)
         if gradients:
             found["grad"] = _roots(gradients)
-        updates = self._updates(step_view)
-        if updates:
+        if updates := self._updates(step_view):
             found["update"] = updates
-        times = self._times(step_view)
-        if times:
+        if times := self._times(step_view):
             found["ms"] = times
         self.steps.append(found)
         self._scalars.append(_scalars(step_view))
@@ -359,8 +347,7 @@ def _named(call: CallView, prefix: str) -> list[SlotValues]:
 def _whole(values: SlotValues) -> tuple[float | None, Array | None]:
     """Return norm and sketch of the whole value: what the shards add up to, else what the lowest
     rank holds."""
-    combined = values.views[0].combined
-    if combined:
+    if combined := values.views[0].combined:
         sketch = combined[0].sketch
         norm = combined[0].l2
         is_known = norm is not None and np.isfinite(norm)

@@ -41,11 +41,8 @@ _BY_DEPTH: Final = {
 def diff_page(
     ref: Trace, test: Trace, compare: Callable[..., Report] | None = None
 ) -> tuple[PageContent, Report]:
-    """Return the page of two traces, and the verdict it shows.
-
-    Args:
-        compare: `diff` of these traces with all its options but `each_step`; None for no options.
-    """
+    """Return the page of two traces, and the verdict it shows. `compare`: `diff` of these traces
+    with all its options but `each_step`; None for no options."""
     cells = _DiffCells(test)
     report = (compare or functools.partial(diff, ref, test))(each_step=cells.note)
     content = cells.content(
@@ -60,8 +57,6 @@ def diff_page(
 
 
 class _DiffCells(PageMap):
-    """Takes the differences of every step."""
-
     def __init__(self, test: Trace) -> None:
         super().__init__(test, DistanceClass)
         self.charts: list[dict[str, Any]] = []
@@ -94,10 +89,8 @@ class _DiffCells(PageMap):
             is_judged = not compared.reason and (is_wrong or not compared.is_left)
             if is_judged and kind == _BY_DEPTH.get(compared.key.phase):
                 drawn = errors[compared.key.phase.word]
-                error = _finite(compared.error)
-                drawn["error"][row] = max(error, drawn["error"].get(row, 0.0))
-                noise = _finite(compared.allowed)
-                drawn["noise"][row] = max(noise, drawn["noise"].get(row, 0.0))
+                for what, own in (("error", compared.error), ("noise", compared.allowed)):
+                    drawn[what][row] = max(_finite(own), drawn[what].get(row, 0.0))
         for alone in (*found.aligned.only_ref, *found.aligned.only_test):
             row = self.rows.of(alone.path)
             every = slice(None)
@@ -128,7 +121,6 @@ class _DiffCells(PageMap):
         self.entries[step][row] += 2
 
     def details(self, choice: ValueChoice) -> Iterator[dict[str, Any]]:
-        """Yield the values that were chosen."""
         for call in self._calls:
             wanted = choice.rows_of.get(call["t"], frozenset())
             if wanted is None or call["m"] in wanted:

@@ -35,11 +35,8 @@ _STYLE: Final = """
 
 
 def trace_fragment(trace: Trace) -> str:
-    """Return a trace as HTML, with its verdict where that takes a few seconds at most.
-
-    Raises:
-        TraceError: the trace is damaged.
-    """
+    """Return a trace as HTML, with its verdict where that takes a few seconds at most; TraceError:
+    the trace is damaged."""
     parts = [job_html("", trace), _table(("ranks", "host", "ended", "records"), _rank_rows(trace))]
     if trace.steps:
         parts.append(_table(("steps", "numbers"), _step_rows(trace)))

@@ -12,13 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.page.calldetails import NUMBER_NAMES, ROWS_PER_BLOCK, packed_blocks, packed_json
-from rankscope.page.cellplanes import (
-    CellPlanes,
-    MapClass,
-    ModuleRows,
-    PageSteps,
-    slot_kind,
-)
+from rankscope.page.cellplanes import CellPlanes, MapClass, ModuleRows, PageSteps, slot_kind
 from rankscope.page.verdicthtml import coverage_lines, findings_html, text, verdict_html
 from rankscope.record.finding import Finding, Report
 from rankscope.record.ranklists import ranks_named, ranks_text
@@ -26,8 +20,6 @@ from rankscope.record.visibletext import visible
 from rankscope.tree.step import StepHead
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace
-
-__all__ = ["DATA_BYTES", "PageContent", "PageMap", "ValueChoice", "chosen_values", "fitting"]
 
 Array = NDArray[Any]
 DATA_BYTES: Final = 10_000_000
@@ -72,14 +64,8 @@ def fitting(
     details: Callable[[ValueChoice], Iterable[dict[str, Any]]],
     most_bytes: int,
 ) -> PageContent:
-    """Return a page with as many values as it can hold.
-
-    Args:
-        page: all but the values.
-        choose: returns which values, where so many entries fit.
-        details: reads what was chosen.
-        most_bytes: how large the packed data may be.
-    """
+    """Return a page, which has all but the values, with as many values as fit into `most_bytes` of
+    packed data. `choose` says which, where so many entries fit; `details` reads them."""
     limit = most_bytes / _BYTES_PER_ENTRY
     before = None
     for _ in range(_MOST_TRIES):
@@ -103,7 +89,6 @@ class PageMap:
     """The map of a page: modules, steps and the classes of cells, filled step by step."""
 
     def __init__(self, trace: Trace, classes: type[MapClass]) -> None:
-        """Begin without any cell."""
         self._trace, self._classes = trace, classes
         self.rows, self.steps = ModuleRows(), PageSteps()
         self.planes = CellPlanes(self.rows, int(trace.run["world_size"]))
@@ -127,15 +112,8 @@ class PageMap:
     def content(
         self, report: Report, charts: Any, *, title: str, job: str, ranks: str, layout: str = ""
     ) -> PageContent:
-        """Return the page without the values behind its cells.
-
-        Args:
-            report: the verdict, as of `verdict_html`.
-            charts: of each step.
-            title: behind the word of the verdict.
-            job, ranks: HTML of these sections.
-            layout: the layout file that the verdict rests on.
-        """
+        """Return the page without the values behind its cells. `title` stands behind the word of
+        the verdict; `job` and `ranks` are HTML; `layout` is the file that the verdict rests on."""
         trace, rows, steps, planes = self._trace, self.rows, self.steps, self.planes
         words = [each.word for each in self._classes]
         packed: dict[str, bytes] = {}
@@ -208,8 +186,7 @@ def _marks(
 
 
 def _map_text(planes: CellPlanes, rows: ModuleRows, steps: PageSteps, words: Sequence[str]) -> str:
-    """Return the map as HTML text, until there are too many lines; says how many are left out.
-    `words` are those of the classes."""
+    """Return the map as HTML text, until there are too many lines; says how many are left out."""
     kept: list[str] = []
     size = left = 0
     for line in _lines(planes, rows, steps, words):
@@ -230,10 +207,7 @@ def _lines(
     for every module that was called."""
     keys = list(dict.fromkeys((step, phase) for step, phase, _ in planes.made()))
     phases = sorted({phase for _, phase in keys})
-    by_phase = {
-        phase: {step: planes.merged(step, phase) for step, own in keys if own is phase}
-        for phase in phases
-    }
+    by_phase = {p: {step: planes.merged(step, p) for step, own in keys if own is p} for p in phases}
     for row, path in enumerate(rows.paths):
         parts = []
         for phase, merged in by_phase.items():
@@ -297,15 +271,8 @@ def chosen_values(
     steps_of_findings: Collection[int],
     limit: float,
 ) -> ValueChoice:
-    """Return what fits.
-
-    Args:
-        entries: of every step [modules or more] values by row.
-        found: rows of findings.
-        near: the same, with those around and beside them.
-        steps_of_findings: steps that should be there.
-        limit: how many entries fit.
-    """
+    """Return what fits into `limit` entries. `entries`: of every step [modules or more] values by
+    row; `found`: rows of findings; `near`: the same, with those around and beside them."""
     every = range(len(entries))
     whole = [int(each.sum()) for each in entries]
     strides = [stride for stride in _STRIDES if stride < 2 * len(entries)]

@@ -37,8 +37,7 @@ _SCRIPTS: Final = (
 
 
 def write_file(content: PageContent, out: Path) -> Path:
-    """Write a page beside the file and rename it: who opens the file sees a whole page. As the
-    trace is, it is readable by its owner alone.
+    """Write a page by rename, so that all readers see a whole one; its owner alone may read it.
 
     Raises:
         FolderError: the file cannot be written, or is something else than a page; says why.
@@ -57,11 +56,7 @@ def write_file(content: PageContent, out: Path) -> Path:
 
 
 def _may_be_replaced(place: Path) -> bool:
-    """True where nothing is there, an empty file, or a page.
-
-    Raises:
-        OSError: what is there cannot be looked at.
-    """
+    """True where nothing is there, an empty file, or a page; OSError: it cannot be looked at."""
     try:
         found = place.stat()
     except FileNotFoundError:
@@ -75,15 +70,9 @@ def _may_be_replaced(place: Path) -> bool:
 
 
 def page_html(content: PageContent, connect: str = "'none'") -> str:
-    """Return the whole page.
-
-    The program runs because the page names its hash: nothing else that a name from a trace might
-    smuggle in does, and nothing may be fetched.
-
-    Args:
-        content: what it shows.
-        connect: where the program may fetch from, as a Content-Security-Policy says it.
-    """
+    """Return the whole page. Its program runs because the page names its hash: nothing else that a
+    name from a trace might smuggle in does, and nothing may be fetched but from `connect`, as a
+    Content-Security-Policy says it."""
     style, script = _static("page.css"), _program()
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "

@@ -46,14 +46,8 @@ class PageSource:
     """Makes the page anew when it is asked for and something may have changed."""
 
     def __init__(self, make: Callable[[], tuple[PageContent, bool]]) -> None:
-        """Make it once, so that what is wrong is said before anything is served.
-
-        Args:
-            make: returns the page, and whether the job goes on; may raise.
-
-        Raises:
-            RankscopeError: as `make`.
-        """
+        """Make it once, so that an error of `make` is raised before anything is served. `make`
+        returns the page, and whether the job goes on."""
         self._make = make
         self._lock = threading.Lock()
         self._next = 0.0
@@ -93,8 +87,8 @@ class PageSource:
         else:
             self._data = served_data(self._content)
             self._tag = f'"{hashlib.sha256(self._data).hexdigest()[:32]}"'
-        took = time.monotonic() - began
-        self._next = time.monotonic() + max(_LEAST_WAIT_S, _SHARE * took)
+        now = time.monotonic()
+        self._next = now + max(_LEAST_WAIT_S, _SHARE * (now - began))
 
 
 class PageServer(ThreadingHTTPServer):
@@ -112,17 +106,9 @@ class PageServer(ThreadingHTTPServer):
         certificate: Path | None = None,
         key: Path | None = None,
     ) -> None:
-        """Bind, and choose a token.
-
-        Args:
-            source: the page.
-            host: address to bind.
-            port: 0 for any that is free.
-            certificate, key: PEM files for TLS; needed where others reach the address.
-
-        Raises:
-            SettingError: an address that others reach without TLS, or one that cannot be bound.
-        """
+        """Bind, and choose a token. `port`: 0 for any that is free; `certificate`, `key`: PEM
+        files. SettingError: an address that others reach without TLS, or one that cannot be
+        bound."""
         if not is_loopback(host) and certificate is None:
             raise SettingError(
                 f"--host {host}: other machines reach this address, and a page shows what is in "
@@ -222,15 +208,12 @@ def is_loopback(host: str) -> bool:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET of the page and of its data."""
-
     server: PageServer
     server_version = "rankscope"
     sys_version = ""
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        """Answer, or say why not."""
         self.server.idle.pop(self.connection, None)
         try:
             self._get()

@@ -20,12 +20,8 @@ _MOST_LINES: Final = 40
 def places_in(
     trace: Trace, *, reads_calls: bool = True
 ) -> tuple[dict[int, RankPlace], dict[int, int]]:
-    """Return where each rank is, and when the call it entered last began there (wall-clock ns).
-
-    Args:
-        trace: the trace.
-        reads_calls: say what is known of its last calls, too.
-    """
+    """Return where each rank is, and when the call it entered last began there (wall-clock ns);
+    without `reads_calls` nothing of its last calls."""
     steps = [*trace.setup, *trace.steps][-_LAST_STEPS:] if reads_calls else []
     last = last_calls([step_view_of(step) for step in steps])
     places = {rank: _place(end, last.get(rank)) for rank, end in ends_of(trace).items()}
@@ -33,12 +29,8 @@ def places_in(
 
 
 def ranks_html(trace: Trace, *, reads_calls: bool = True) -> str:
-    """Return a table: state, last step, last call, in which collective, how long ago.
-
-    Args:
-        trace: the trace.
-        reads_calls: as of `places_in`.
-    """
+    """Return a table: state, last step, last call, in which collective, how long ago; `reads_calls`
+    as of `places_in`."""
     places, began = places_in(trace, reads_calls=reads_calls)
     lines = alike_places(places)
     missing = str(trace.completeness["missing"])

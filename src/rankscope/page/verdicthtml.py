@@ -43,18 +43,11 @@ def verdict_html(
     report: Report, steps: PageSteps | None = None, *, layout: str = "", is_live: bool = False
 ) -> str:
     """Return the first lines: the word, what is wrong or lacks; of a fault what, where, how many
-    values follow, what to look at.
-
-    Args:
-        report: of `check` or `diff`.
-        steps: the steps of the page, for links to its cells; None for no links.
-        layout: the layout file the verdict rests on.
-        is_live: the job goes on.
-    """
+    values follow, what to look at. `steps`: those of the page, for links to its cells; `layout`:
+    the layout file the verdict rests on; `is_live`: the job goes on."""
     word, rest = report.verdict.value, verdict_rest(report, layout, is_live=is_live)
     lines = [f'<p class="verdict {word}"><strong>{word}</strong>{text(rest)}</p>']
-    other = [told for _, is_same, told in report.preflight if is_same is False]
-    if other:
+    if other := [told for _, is_same, told in report.preflight if is_same is False]:
         lines.append(f'<p class="before">Before any number: {text("; ".join(other))}</p>')
     for first in (*report.origins, *report.warnings)[:1]:
         lines.append(_first(first, steps))
@@ -166,8 +159,7 @@ def table_html(head: Iterable[str], rows: Iterable[str], caption: str = "") -> s
 
 def wide(name: str, table: str) -> str:
     """Return a table that scrolls where it is wider than the page."""
-    label = text(name)
-    return f'<div class="wide" tabindex="0" role="group" aria-label="{label}">{table}</div>'
+    return f'<div class="wide" tabindex="0" role="group" aria-label="{text(name)}">{table}</div>'
 
 
 def _cell(value: Any) -> str:
@@ -204,8 +196,7 @@ def _facts(trace: Trace) -> Iterator[str]:
     if created := run.get("created"):
         yield text(f"{created[:19].replace('T', ' ')} UTC")
     last = {step.mode: step for step in trace.steps}.values()
-    times = [node.time for step in last for node in step.fresh()]
-    if times:
+    if times := [node.time for step in last for node in step.fresh()]:
         end_s = max(time.start_us + (time.max_us or 0.0) for time in times) / 1e6
         took = f"{end_s:.1f} s" if end_s < 600 else f"{end_s / 60:,.0f} min"
         yield f"{took} from the first traced call to the last"
@@ -234,8 +225,7 @@ def _model_size(trace: Trace) -> Iterator[str]:
             is_one = len(shapes) == 1 or (slot.distinct == 1 and any(slot.per_rank().values()))
             is_known &= slot.global_shape is not None or is_one
     if whole:
-        size = f"{whole:,} parameters" if is_known else f"{own:,} parameters on the lowest rank"
-        yield size
+        yield f"{whole:,} parameters" if is_known else f"{own:,} parameters on the lowest rank"
 
 
 def coverage_lines(report: Report) -> Iterator[str]:
@@ -257,8 +247,7 @@ def coverage_lines(report: Report) -> Iterator[str]:
         yield "<p>Why values were not held to others:</p>"
     for skipped in report.skipped:
         yield _bar(skipped.reason, skipped.count, report.recorded, "not-judged")
-    for note in report.notes:
-        yield f"<p>{text(note)}</p>"
+    yield from (f"<p>{text(note)}</p>" for note in report.notes)
 
 
 def _bar(label: str, count: int, whole: int, kind: str) -> str:

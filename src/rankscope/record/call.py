@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from rankscope.record.phases import Phase
 
-__all__ = ["IN_ORDER", "CallKey", "CallStatus", "Mode"]
-
 
 class Mode(enum.IntEnum):
     """Kind of step. The numbers are written in spools: never renumber."""
@@ -26,11 +24,7 @@ class Mode(enum.IntEnum):
 
 
 class CallStatus(enum.IntEnum):
-    """How a call ended. The numbers are written in spools and in traces: never renumber.
-
-    This is the only list of them: traces, readers, exports and `show` take the words from here, and
-    the tests hold the schema and docs/trace-format.md to it.
-    """
+    """How a call ended: the only list. The numbers stand in spools and traces: never renumber."""
 
     RETURNED = 0
     RAISED = 1
@@ -58,7 +52,6 @@ class CallStatus(enum.IntEnum):
 
 _STATUS_WORDS = {int(status): status.word for status in CallStatus}
 IN_ORDER = (CallStatus.RETURNED.word, CallStatus.STOPPED.word, CallStatus.NOT_ENTERED.word)
-"""How programs without a fault end calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

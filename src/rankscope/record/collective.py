@@ -9,15 +9,7 @@ from typing import Any, Final
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_text
 
-__all__ = ["ISSUERS", "MESSAGES", "OPS", "Collective", "collective_words"]
-
-ISSUERS = (
-    *(phase.word for phase in Phase if phase.facts.is_activation),
-    "optimizer",
-    "outside",
-)
-"""What ran when a collective was issued: a module call, the same run again by checkpointing, a
-backward pass, an optimizer's step, or nothing that rankscope knows."""
+ISSUERS = (*(phase.word for phase in Phase if phase.facts.is_activation), "optimizer", "outside")
 
 OPS: Final[Mapping[str, tuple[str, ...]]] = {
     "all_reduce": ("reduce",), "all_reduce_coalesced": ("reduce",),
@@ -42,7 +34,6 @@ class Collective:
     op: str
     """torch.distributed's word without an object or async form: "all_reduce", "send" ..."""
     reduce: str | None = None
-    """"sum", "avg", "max" ... for ops that reduce."""
     group: str
     """Name of the process group, as in the definitions of groups; "" where it is not known."""
     members: tuple[int, ...]
@@ -50,16 +41,13 @@ class Collective:
     is_async: bool = False
     """The program waits for it in a call of its own."""
     src: int | None = None
-    """Whose values a broadcast or a scatter hands out."""
     dst: int | None = None
-    """Who gets what a reduce or a gather makes."""
     peer: int | None = None
     """Other end of a send or recv; -1 for a recv from anybody."""
     tag: int | None = None
     is_object: bool = False
     """What travels are pickled objects: their bytes are not digested."""
     issuer: str = "outside"
-    """One of ISSUERS."""
     since: str = ""
     """From where a send or recv is counted on every rank alike: "start" (of the process), "train 5"
     (behind the optimizer's step before that step), "run 3" (of a pipeline schedule). "" where some
@@ -68,9 +56,7 @@ class Collective:
     """Where in the program: `file.py:12 function`; "" where no line of Python issued it."""
 
     def as_fields(self) -> dict[str, Any]:
-        """Return the fields of its definition, and of its entry in a tree: what does not apply is
-        left out.
-        """
+        """Return the fields as definitions and trees hold them: what does not apply is left out."""
         found: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -86,20 +72,15 @@ class Collective:
         Raises:
             KeyError, TypeError, ValueError: the fields are not those of one.
         """
-
-        def optional(name: str) -> int | None:
-            return None if given.get(name) is None else int(given[name])
-
+        names = ("src", "dst", "peer", "tag")
+        numbers = {name: int(given[name]) for name in names if given.get(name) is not None}
         return cls(
             op=str(given["op"]),
             reduce=None if given.get("reduce") is None else str(given["reduce"]),
             group=str(given["group"]),
             members=tuple(map(int, given["members"])),
             is_async=bool(given["async"]),
-            src=optional("src"),
-            dst=optional("dst"),
-            peer=optional("peer"),
-            tag=optional("tag"),
+            **numbers,
             is_object=bool(given.get("object", False)),
             issuer=str(given["issuer"]),
             since=str(given.get("since", "")),
@@ -108,9 +89,7 @@ class Collective:
 
 
 def collective_words(facts: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what the fields of a collective say: the op with its reduction and the ranks it goes
-    between, whether it is waited for elsewhere, whether objects travel.
-    """
+    """Yield the op with its reduction and ranks, then whether it is async or of objects."""
     op = str(facts.get("op", "collective"))
     words = [f"{op}({facts['reduce']})" if facts.get("reduce") else op]
     way = {"send": "to", "recv": "from"}.get(op, "with")

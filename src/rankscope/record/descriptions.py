@@ -1,6 +1,4 @@
-"""What modules are called and what tensors are, apart from any number: each is told once in a step
-and named by many rows.
-"""
+"""What modules are called and what tensors are, told once in a step and named by many rows."""
 
 from __future__ import annotations
 
@@ -8,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ModuleName", "TensorFacts", "read_ranges"]
-
-Ranges = tuple[tuple[int, int], ...]
+_Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,25 +53,20 @@ class TensorFacts:
     device: str
     """Kind of device, without its index."""
     shape: tuple[int, ...]
-    """Local shape."""
     global_shape: tuple[int, ...] | None
-    """Shape of the whole tensor, None where the layout is unknown."""
     source: str
     """Where the layout comes from: word of a `LayoutSource`."""
     mesh: str = ""
     """Kind of mesh, as the run header names it; "" where the layout is unknown."""
     placements: tuple[tuple[str, str], ...] = ()
-    """(axis, placement) in the order of the mesh."""
-    ranges: tuple[Ranges, ...] | None = None
-    """Per dim the global indices held, None where they are not known."""
+    ranges: tuple[_Ranges, ...] | None = None
     note: str | None = None
     """Bounded repr of what is no tensor, or why a tensor was not digested."""
     requires_grad: bool = False
 
     @property
     def shared(self) -> dict[str, object]:
-        """What all ranks of a slot should agree on: ranks that differ in it hold different things,
-        not different numbers."""
+        """What the ranks of a slot agree on, unless they hold different things."""
         return {
             "dtype": self.dtype,
             "device": self.device,
@@ -131,7 +122,7 @@ class TensorFacts:
         )
 
 
-def read_ranges(data: Any) -> tuple[Ranges, ...]:
+def read_ranges(data: Any) -> tuple[_Ranges, ...]:
     """Return ranges as JSON holds them.
 
     Raises:

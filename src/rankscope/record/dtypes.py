@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Final, NamedTuple
 
-__all__ = ["STORED_TYPES", "TORCH_NAMES", "StoredType", "is_whole_number"]
-
 
 class StoredType(NamedTuple):
     """How a safetensors file spells a dtype."""
@@ -43,7 +41,6 @@ STORED_TYPES: Final[Mapping[str, StoredType]] = {
 }
 """By torch's name without the prefix. complex32, complex128 and packed types have no name there."""
 TORCH_NAMES: Final[Mapping[str, str]] = {stored.name: name for name, stored in STORED_TYPES.items()}
-"""The other way round."""
 
 
 def is_whole_number(dtype: str) -> bool:

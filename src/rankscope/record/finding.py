@@ -10,10 +10,7 @@ from typing import Any, Final
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 
-__all__ = ["NAMED_VICTIMS", "Finding", "Kind", "Report", "Severity", "Skipped", "Verdict"]
-
 NAMED_VICTIMS: Final = 5
-"""Values that follow from a finding, of which it names so many."""
 
 
 class Kind(str, enum.Enum):
@@ -36,7 +33,6 @@ class Kind(str, enum.Enum):
     GROUP = "group-mismatch"
     """Ranks that mean different members by one process group."""
     HANG = "hang"
-    """Ranks wait in a collective for others that never came."""
     RECOMPUTE = "recompute-mismatch"
     """Activation checkpointing computed something else the second time."""
     PARAMETER = "parameter-not-updated"
@@ -44,13 +40,10 @@ class Kind(str, enum.Enum):
     DIVERGENCE = "divergence"
     """A value that is not the reference's, though what it was made of is."""
     SCALE = "scale-error"
-    """A value that is the reference's times a factor."""
     PERMUTATION = "permutation"
-    """The reference's numbers in other places."""
     DUPLICATE = "duplicate-data"
     """Data-parallel ranks that were handed the same batch, or shards that hold the same numbers."""
     CRASH = "crash"
-    """A rank that ended by an exception, or was killed."""
 
     @property
     def advice(self) -> str:
@@ -89,8 +82,7 @@ _ADVICE: Final = {
     "left none: ask the kernel's log (out of memory), the scheduler, and who could send it a "
     "signal.",
 }
-"""What to look at, for kinds that always ask for the same. Which parts of a program can leave
-replicas unlike depends on the phase: `PhaseFacts.unequal`."""
+"""For kinds that always ask for the same; see `PhaseFacts.unequal` for unlike replicas."""
 
 
 class Severity(str, enum.Enum):
@@ -123,15 +115,11 @@ class Finding:
     slot: str
     """"" where no value is meant: a call that was not made, a rank that crashed."""
     ranks: tuple[int, ...]
-    """Sorted."""
     is_origin: bool
     """True where no other fault came before it."""
     victims: int
-    """Findings and values that are wrong because of it."""
     victim_names: tuple[str, ...] = ()
-    """The first few of them, in words."""
     evidence: Mapping[str, Any] = field(default_factory=dict)
-    """What it rests on: JSON data."""
     message: str
     advice: str
 
@@ -170,7 +158,6 @@ class Report:
     undeclared_names: tuple[str, ...] = ()
     """A few of them as `layers.*.fc:output`."""
     notes: tuple[str, ...] = ()
-    """What else must be known to read it: what is missing, what was inferred."""
     preflight: tuple[tuple[str, bool | None, str], ...] = ()
     """Of `diff`: what was looked at before any number, whether both runs have the same (None where
     the traces do not tell), in words; what differs first."""
@@ -181,8 +168,7 @@ class Report:
 
     @property
     def judged(self) -> int:
-        """Values that some rule could judge: what lies in an unknown layout was only searched for
-        NaN and infinity, and does not count."""
+        """Values that some rule could judge: none whose layout is unknown."""
         return self.compared - self.undeclared
 
     @property
@@ -208,7 +194,6 @@ class Report:
         )
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows."""
         import rankscope  # by the public name: rendering stands above this room
 
         return rankscope.report.fragment(self)

@@ -1,10 +1,6 @@
-"""How long what is missing is waited for, and what stands still is left alone: the defaults of
-settings. The rules are those of `companion/waitingrule.py` and `companion/stallmonitor.py`.
-"""
+"""Defaults of how long is waited: see `companion/waitingrule.py`, `companion/stallmonitor.py`."""
 
 from __future__ import annotations
-
-__all__ = ["DRAIN_SECONDS", "FINISH_SECONDS", "STALL_SECONDS"]
 
 DRAIN_SECONDS = 10.0
 """Grace for ranks that vanished without an end record, where nobody says how long."""

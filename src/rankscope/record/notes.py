@@ -2,8 +2,7 @@
 
 A program asks for the kind and the fields, never for words of the sentence. Records and
 `trace.json` carry them as a *fact*, `{"kind": "no_step_begun", "steps": "40000"}`, beside the
-sentence. What was written before there were facts has the sentence alone, and `Note.read` finds
-kind and fields in that.
+sentence; of older ones, with the sentence alone, `Note.read` finds kind and fields.
 """
 
 from __future__ import annotations
@@ -18,22 +17,15 @@ from typing import Any, Final
 
 from rankscope.record.ranklists import ranks_named
 
-__all__ = ["BLACK_BOX", "Note", "NoteKind", "RanksNote", "options_text", "read_options"]
-
-
 _MOST_VALUES: Final = 8
 """Of an option, that are named."""
 _OPTIONS, _VALUES = "; ", " | "
 BLACK_BOX: Final = "black box: "
-"""How a note begins that says why a trace of `--rs-steps last:N` was made."""
 
 
 class NoteKind(enum.Enum):
-    """The kinds of notes, each with its sentence: fields in braces, numbers with `:d`.
-
-    A trace without facts is read by these sentences. Whoever rewords one has older traces read its
-    note as words alone.
-    """
+    """The kinds of notes, each with its sentence: fields in braces, numbers with `:d`. Traces
+    without facts are read by these sentences: one that is reworded reads as words alone."""
 
     TEXT = "{text}"
     """Words for people alone, such as the text of an exception."""
@@ -42,7 +34,6 @@ class NoteKind(enum.Enum):
     NO_STEP_REACHED = "no step was traced: the job ended at {last}, before any of {steps}"
     NO_STEP_BEGUN = "no step was traced: the job ended without a step, not one of {steps}"
     UNMATCHED_GLOB = "paths: '{glob}' matched no module; modules here are {near} ..."
-    """Of the setting `paths`."""
 
     # of a step
     FOREIGN_PARAMETERS = (
@@ -82,12 +73,7 @@ class Note:
 
     @classmethod
     def read(cls, text: str, fact: object = None) -> Note:
-        """Return the note of a record or a trace, by its fact where there is one known here.
-
-        Args:
-            text: its sentence.
-            fact: what `fact` returned; None where the sentence alone was written.
-        """
+        """Return the note of a record or trace, by its fact if that is known, else by its text."""
         return _of_fact(fact) or _of_sentence(text)
 
     @property
@@ -161,9 +147,7 @@ def _of_sentence(text: str) -> Note:
 
 
 def options_text(options: Mapping[str, Sequence[str]]) -> str:
-    """Return the options of an optimizer as a note has them: `lr=0.001; weight_decay=0.1 | 0.0`,
-    values that groups of parameters do not share beside each other. Those without one are left out.
-    """
+    """Return an optimizer's options, `lr=0.001; weight_decay=0.1 | 0.0` where groups differ."""
     return _OPTIONS.join(
         f"{name}={_VALUES.join(_first(values))}" for name, values in options.items() if any(values)
     )

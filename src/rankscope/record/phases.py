@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["Phase", "PhaseFacts"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseFacts:
@@ -24,7 +22,6 @@ class PhaseFacts:
     slots: tuple[str, ...] = ()
     """Kinds of slots that are meant in this phase where no phase is named; forward has the rest."""
     results: tuple[str, ...] = ()
-    """Slots that come out of its calls."""
     handed: tuple[str, ...] = ()
     """Slots that go into its calls, begun so."""
     unequal: str
@@ -32,11 +29,7 @@ class PhaseFacts:
 
 
 class Phase(enum.IntEnum):
-    """Part of a step a call belongs to. The numbers are written in spools: never renumber.
-
-    This is the only list of them; collectives are issued in any. `facts`
-    tells what places that treat phases alike or apart have to know.
-    """
+    """Part of a step a call belongs to. The numbers are written in spools: never renumber."""
 
     SETUP = 0
     """Parameters and buffers before the first root forward."""
@@ -110,8 +103,7 @@ _FACTS: Final = {
         slots=("param", "buffer"),
     ),
     Phase.ACCUMULATED: PhaseFacts(
-        unequal="Nothing says that gradients are reduced when a backward pass ends.",
-        is_event=True,
+        unequal="Nothing says that gradients are reduced when a backward pass ends.", is_event=True
     ),
     Phase.COLLECTIVE: PhaseFacts(
         unequal="Look at the arguments of this collective on these ranks.",

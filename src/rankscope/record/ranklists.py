@@ -9,8 +9,6 @@ from typing import Final
 from rankscope.errors import TraceError
 from rankscope.record.streams import MAX_RANKS
 
-__all__ = ["others_text", "parse_ranks", "ranks_named", "ranks_text"]
-
 _PART: Final = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _SHORT: Final = 6
 """Characters below which a number costs nothing to make."""
@@ -35,8 +33,7 @@ def ranks_named(ranks: Iterable[int] | str) -> str:
 
 
 def others_text(ranks: Iterable[int], world_size: int) -> str:
-    """Return the ranks of a world that are not among some, folded: as long as the list of these,
-    however large the world is said to be."""
+    """Return the ranks of a world that are not among some, folded, however large the world."""
     runs: list[tuple[int, int]] = []
     begin = 0
     for rank in sorted({*ranks, world_size}):
@@ -48,10 +45,6 @@ def others_text(ranks: Iterable[int], world_size: int) -> str:
 
 def parse_ranks(text: str, world_size: int = MAX_RANKS) -> tuple[int, ...]:
     """Return the ranks that `ranks_text` wrote, sorted.
-
-    Args:
-        text: the list.
-        world_size: no rank is as high.
 
     Raises:
         TraceError: the text is no list of ranks of this world.

@@ -11,10 +11,7 @@ from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.streams import EndReason
 
-__all__ = ["NOTHING", "STATES", "RankPlace", "alike_places", "step_label"]
-
 NOTHING: Final = "-"
-"""Stands where nothing is known, or nothing is to be said."""
 STATES: Final = {
     EndReason.EXIT.value: "ended",
     EndReason.CLOSED.value: "closed by the program",
@@ -23,7 +20,6 @@ STATES: Final = {
     EndReason.SWITCHED_OFF.value: "rankscope switched off",
     EndReason.RUNNING.value: "running",
 }
-"""How a stream ends, in words."""
 
 
 def step_label(mode: Mode, step: int, incarnation: int, *, is_setup: bool) -> str:
@@ -34,8 +30,7 @@ def step_label(mode: Mode, step: int, incarnation: int, *, is_setup: bool) -> st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """Where one rank is: in the innermost call it did not leave, else behind the call that began
-    last."""
+    """Where one rank is: in the innermost open call, else behind the call that began last."""
 
     end: str
     """An `EndReason`'s value."""
@@ -43,11 +38,8 @@ class RankPlace:
     """As `step_label` makes it; "" where no call is known."""
     phase: Phase | None = None
     path: str = ""
-    """Module path of the call, "" for the root."""
     op: str = ""
-    """torch.distributed's word of the collective in which it stands; "" for none."""
     members: tuple[int, ...] = ()
-    """Of that collective."""
 
     @property
     def state(self) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["without_known_secrets", "without_secrets"]
-
 _MASK = "***"
 _OPTION = re.compile(r"-[-\w.]*")
 _ASSIGNED = re.compile(r"([\w.-]+)([\"']?\s*[:=]\s*[\"']?)")
@@ -30,10 +28,7 @@ _SECRET_VALUE = re.compile(
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line with `***` in place of what looks like a secret.
-
-    More is masked than is secret (`--pad-token X`): a word less costs little.
-    """
+    """Return the words of a command line with `***` for what looks like a secret."""
     masked = []
     is_named = False
     for word in words:
@@ -44,8 +39,8 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 
 
 def without_known_secrets(text: str) -> str:
-    """Return a text with `***` in place of the user of a URL, and of what can be nothing but a
-    token; in a sentence a name says less: "unexpected token: int32"."""
+    """Return a text with `***` in place of the user of a URL and of tokens. In a sentence names
+    mean nothing: "unexpected token: int32"."""
     return _SECRET_VALUE.sub(_MASK, text)
 
 

@@ -32,8 +32,6 @@ import numpy.typing as npt
 from rankscope.layout.placement import Ranges
 from rankscope.record.value import SKETCH_SIZE
 
-__all__ = ["RADIX", "block_factors", "factors", "product_factors"]
-
 RADIX: Final = 512
 """Indices per block: below it a factor is one variable, above it the product of two."""
 
@@ -49,15 +47,7 @@ _LONG: Final = 1 << 18
 
 
 def factors(dim: int, ranges: Ranges) -> npt.NDArray[np.float32]:
-    """Return r(k, dim, i) for all i of `ranges`, in their order.
-
-    Args:
-        dim: tensor dim, counted from the front.
-        ranges: half-open ranges of global indices.
-
-    Returns:
-        [8, n] float32, read-only, n the total length of the ranges.
-    """
+    """Return r(k, dim, i) for all i of half-open `ranges`: [8, total length] float32, read-only."""
     count = sum(stop - start for start, stop in ranges)
     if count <= _SHORT:
         return _kept_short(dim, ranges)
@@ -65,11 +55,7 @@ def factors(dim: int, ranges: Ranges) -> npt.NDArray[np.float32]:
 
 
 def block_factors(dim: int, first: int, count: int) -> npt.NDArray[np.float32]:
-    """Return high(k, dim, b) for the `count` blocks of RADIX indices from block `first` on.
-
-    Returns:
-        [8, count] float32.
-    """
+    """Return high(k, dim, b) of `count` blocks of RADIX indices: [8, count] float32."""
     blocks = np.arange(first, first + count, dtype=np.uint64)
     values = _draw(dim, 1, blocks)
     values[:, blocks == 0] = 1.0
@@ -123,7 +109,6 @@ def _draw(dim: int, level: int, counter: npt.NDArray[np.uint64]) -> npt.NDArray[
 
 
 def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return a bijective scrambling of 64-bit words; arrays wrap around silently."""
     z = (z ^ (z >> np.uint64(31))) * _FIRST
     z = (z ^ (z >> np.uint64(29))) * _SECOND
     mixed: npt.NDArray[np.uint64] = z ^ (z >> np.uint64(32))

@@ -1,10 +1,9 @@
 """THE table of statistics: what a digest says of a value besides its hash and its sketch.
 
-Spools, the trace's JSON and columns, combination over shards, `show`, the exports and the rules of
-`check` read this table; none of them names the statistics again. The capture kernels compute a
-fixed set (`rankscope.capture.reading.ValueNumbers`), the rows without `of_values`. A row with
-`of_values` is computed from the elements in Python, and needs nothing else but its line in the JSON
-schema and in docs/trace-format.md.
+Spools, JSON and columns, combination over shards, `show`, the exports and the rules of `check` read
+this table; none of them names the statistics again. The capture kernels compute the rows without
+`of_values` (`rankscope.capture.reading.ValueNumbers`). A row with `of_values` is computed in
+Python, and needs nothing else but its line in the JSON schema and in docs/trace-format.md.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ class Statistic:
     """A number of elements: u64 in spools and columns, an integer in JSON, always defined. Else
     over the finite elements: f64, in JSON a number or null where it is undefined."""
     is_nonfinite: bool = False
-    """Counts elements that are not finite."""
     is_element: bool = False
     """One of the elements: `show` prints it whole where the value is of integers."""
     of_values: Callable[[npt.NDArray[np.float64]], float] | None = None
@@ -87,7 +85,6 @@ COUNTS: Final = tuple(s.name for s in STATISTICS if s.is_count)
 NUMBERS: Final = tuple(s.name for s in STATISTICS if not s.is_count)
 NONFINITE: Final = tuple(s.name for s in STATISTICS if s.is_nonfinite)
 MEASURED: Final = tuple(s for s in STATISTICS if s.of_values is None)
-"""What the capture kernels compute."""
 ADDED: Final = tuple(s for s in STATISTICS if s.of_values is not None)
 """What is computed from the elements in Python. Older files and spools do not hold it."""
 ADDED_UNKNOWN: Final = (math.nan,) * len(ADDED)

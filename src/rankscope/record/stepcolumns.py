@@ -15,8 +15,6 @@ from typing import Final
 from rankscope.record.statistics import STATISTICS
 from rankscope.record.value import SKETCH_SIZE
 
-__all__ = ["COLUMNS", "DIGEST", "TABLES", "Column", "Told", "told"]
-
 TABLES: Final[Mapping[str, str]] = {
     "nodes": "one row a call as all ranks made it, parents before what they called",
     "calls": "one row a node and rank, by node, then rank",
@@ -50,8 +48,7 @@ class Column:
     meaning: str
     unit: str = ""
     since: int = 1
-    """Version of the format of step files that brought it; of an older file a reader has `missing`
-    there."""
+    """Version of step files that brought it; `missing` stands for it in older ones."""
     missing: float | int = 0
     least: int = 0
     """Of numbers of texts: -1 where a row may name none."""
@@ -151,7 +148,7 @@ DIGEST: Final = tuple(
         key=lambda column: column.own_name not in {each.name for each in STATISTICS},
     )
 )
-"""What tree.json and exports say of the numbers of a value: the statistics, then the others."""
+"""Numbers of a value in tree.json and exports: the statistics, then the others."""
 
 
 def told(table: str) -> tuple[Column, ...]:

@@ -14,14 +14,11 @@ from rankscope.errors import SettingError
 from rankscope.record.streams import LEAST_BLACK_BOX_BYTES
 from rankscope.record.triggers import TRIGGER_WORDS, Trigger
 
-__all__ = ["LAST_HELP", "StepSelection", "number_ranges"]
-
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _MOST_DIGITS = 9
 """Records number steps with 32 bits."""
 _OPTIONS = ", ".join(["at:FILE", *(trigger.value.option for trigger in TRIGGER_WORDS.values())])
 LAST_HELP = f"alone or with {_OPTIONS}"
-"""What may stand beside `last:N`."""
 _HOW = (
     "write 0-2,10 or every:100 or all or at:FILE, or several of them with commas; "
     f"or last:N, {LAST_HELP}"
@@ -30,14 +27,13 @@ _HOW = (
 
 @dataclass(frozen=True, slots=True)
 class StepSelection:
-    """The setting `steps`; `agent.steps.touchedfile` is for what a file asks while the job runs."""
+    """The setting `steps`; `agent.steps.chosen` is for what a file asks while the job runs."""
 
     text: str
     """As it would be written on a command line, its file with the whole path."""
     ranges: tuple[tuple[int, int], ...] = ()
     """Inclusive on both ends."""
     periods: tuple[int, ...] = ()
-    """Steps divisible by any of these."""
     file: Path | None = None
     """Each touch of it asks for one step; with `last`, for those before it."""
     last: int = 0
@@ -67,11 +63,6 @@ class StepSelection:
     def check(self, *, keeps_tensors: bool, keeps_numbers: bool, spool_bytes: int) -> None:
         """Refuse what cannot be held back, or not be watched.
 
-        Args:
-            keeps_tensors: full tensors are asked for.
-            keeps_numbers: the numbers of values are.
-            spool_bytes: what a rank may hold.
-
         Raises:
             SettingError: names the setting that does not fit.
         """
@@ -98,7 +89,6 @@ class StepSelection:
         `last:N`, alone or with `at:FILE` and options of triggers.
 
         Args:
-            text: what is to be read.
             is_known: a run goes on with it: where its file lies may be gone by now.
 
         Raises:
@@ -149,15 +139,14 @@ class StepSelection:
         return cls(",".join(parts), tuple(ranges), tuple(periods), file, last, options)
 
 
-def number_ranges(name: str, text: str) -> tuple[tuple[int, int], ...]:
+def rank_ranges(text: str) -> tuple[tuple[int, int], ...]:
     """Return the inclusive ranges of `0-3,8`.
 
     Raises:
         SettingError: the text is something else; names the setting.
     """
-    how = f"write {name} as 0-3,8 or all"
-    noun = f"a {name.removesuffix('s')}"
-    return tuple(_range(noun, part.strip(), how) for part in text.split(","))
+    how = "write ranks as 0-3,8 or all"
+    return tuple(_range("a rank", part.strip(), how) for part in text.split(","))
 
 
 def _range(noun: str, part: str, how: str) -> tuple[int, int]:

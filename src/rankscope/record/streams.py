@@ -27,9 +27,7 @@ MAX_RANKS = 1 << 20
 """More ranks than these no job has; a count or a rank from outside is checked against it."""
 MAX_INCARNATIONS = 1 << 16
 MINIMUM_LIMIT_BYTES = 64 << 10
-"""Of a rank's spool."""
 LEAST_BLACK_BOX_BYTES = 16 * MINIMUM_LIMIT_BYTES
-"""The same for a rank that holds its last steps back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -82,26 +80,3 @@ class ProcessGroup:
     """Global ranks, in group order."""
     backend: str
     description: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamState:
-    """What a trace holds of one rank's spool."""
-
-    stream: StreamId
-    committed: int | None
-    """Bytes the rank committed, None where the spool itself was not reachable."""
-    received: int
-    """Bytes in the replica."""
-    dropped_records: int
-    """Records the rank could not write because its spool was full."""
-    end: EndReason
-
-    @property
-    def is_complete(self) -> bool:
-        """True where every committed byte arrived, nothing was dropped and the end is known."""
-        return (
-            self.committed == self.received
-            and self.dropped_records == 0
-            and self.end in (EndReason.EXIT, EndReason.CLOSED, EndReason.RAISED)
-        )

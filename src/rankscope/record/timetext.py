@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime
 
-__all__ = ["utc_text"]
-
 
 def utc_text(wall_ns: int) -> str:
     """Return a wall-clock time, in nanoseconds, in ISO 8601, UTC, to the millisecond."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ["OLDEST_TORCH", "is_older", "untested"]
-
 OLDEST_TORCH: Final = "2.8"
 _NEWEST_TESTED: Final = "2.15"
 

@@ -14,8 +14,6 @@ from typing import Any, Final
 
 from rankscope.errors import SettingError
 
-__all__ = ["TRIGGER_WORDS", "Trigger", "TriggerFacts"]
-
 
 def _factor(text: str) -> float:
     if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", text) or 0 < float(text) <= 1:
@@ -36,7 +34,6 @@ class TriggerFacts:
     """One row of the table."""
 
     meaning: str
-    """When it happens, for the help and the pages."""
     words: str
     """Sentence of the note at its step, fields in braces."""
     otherwise: str = ""
@@ -47,7 +44,6 @@ class TriggerFacts:
     option: str = ""
     """As `--rs-steps last:N` takes it: `spike:K`."""
     parse: Callable[[str], Any] = str
-    """Reads what stands behind the colon of the option."""
     default: str = ""
     """Stands there where the option is not given; "" for none: it never happens then."""
 
@@ -67,15 +63,9 @@ class Trigger(enum.Enum):
         otherwise="none stood still",
         is_end=True,
     )
-    VANISHED = TriggerFacts(
-        meaning="a host is gone without a word",
-        words="{text}",
-        is_end=True,
-    )
+    VANISHED = TriggerFacts(meaning="a host is gone without a word", words="{text}", is_end=True)
     INTERRUPTED = TriggerFacts(
-        meaning="a signal ends the job",
-        words="{signal} ended the job",
-        is_end=True,
+        meaning="a signal ends the job", words="{signal} ended the job", is_end=True
     )
     NONFINITE = TriggerFacts(
         meaning="a value of a forward, a parameter, or a gradient before its optimizer is NaN or "
@@ -128,4 +118,3 @@ class Trigger(enum.Enum):
 TRIGGER_WORDS: Final = {
     trigger.value.option.partition(":")[0]: trigger for trigger in Trigger if trigger.value.option
 }
-"""By the words of their options."""

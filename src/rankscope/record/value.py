@@ -10,17 +10,6 @@ from typing import Any, Final
 from rankscope.layout.placement import Layout, Ranges
 from rankscope.record.statistics import ADDED, MEASURED
 
-__all__ = [
-    "MAX_SAMPLES",
-    "SKETCH_SIZE",
-    "UNFOLDED_FLAGS",
-    "Digest",
-    "Samples",
-    "ValueFlag",
-    "ValueMeta",
-    "is_form",
-]
-
 SKETCH_SIZE = 8
 """K of the sketch: random projections kept per value."""
 MAX_SAMPLES = 64
@@ -28,9 +17,7 @@ MAX_SAMPLES = 64
 
 
 def is_form(slot: str) -> bool:
-    """True for `form:input` and `form:output`, which say how the slots of a call were nested: notes
-    of each rank's own, no values.
-    """
+    """True for `form:input` and `form:output`: how the slots of a call were nested, no values."""
     return slot.startswith("form:")
 
 
@@ -59,7 +46,6 @@ class ValueFlag(enum.IntFlag):
     SUPERSEDES = 1024
     """Replaces the earlier record of the same call and slot."""
     HAS_SAMPLES = 256
-    """A samples record follows in the spool."""
     SKIPPED = 2048
     """Of an optimizer step that a GradScaler skipped: inf or NaN in the gradients."""
     UNHELD = 4096
@@ -95,12 +81,9 @@ UNFOLDED_FLAGS: Final = int(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digest:
-    """The numbers kept for a value instead of its bytes; `rankscope.record.statistics` tells what
-    each means.
-
-    Statistics are over the finite elements. `min`, `max` and `mean` are NaN where there is none,
-    `std` (divisor n - 1, as in torch) where there are fewer than two; l2 is then 0.
-    """
+    """The numbers kept for a value instead of its bytes (`rankscope.record.statistics`). Statistics
+    are over the finite elements. `min`, `max` and `mean` are NaN where there is none, `std`
+    (divisor n - 1, as in torch) where there are fewer than two; l2 is then 0."""
 
     count: int
     """Elements, finite or not. A complex element counts as two, its real and imaginary part."""
@@ -118,7 +101,6 @@ class Digest:
     sketch: tuple[float, ...]
     """SKETCH_SIZE separable projections over global indices (docs/how-it-works/digest.md)."""
     added: Mapping[str, float] = field(default_factory=dict)
-    """Statistics that are computed in Python (`rankscope.record.statistics.ADDED`), by name."""
 
     @classmethod
     def of(cls, numbers: Mapping[str, Any], hash: int, sketch: tuple[float, ...]) -> Digest:
@@ -138,7 +120,6 @@ class Samples:
     """Sketches of the single samples of a value whose batch dim is small."""
 
     dim: int
-    """The batch dim."""
     rows: tuple[tuple[float, ...], ...]
     """One row of SKETCH_SIZE numbers a sample, the batch dim's own factor left out."""
 
@@ -152,9 +133,7 @@ class ValueMeta:
     device: str
     """"cpu", "cuda:0", "meta" ..."""
     shape: tuple[int, ...]
-    """Local shape: what this rank holds."""
     global_shape: tuple[int, ...] | None
-    """Shape of the whole tensor; None where the layout is unknown."""
     layout: Layout
     ranges: tuple[Ranges, ...] | None
     """Per dim the global indices this rank holds, None where the layout is unknown."""

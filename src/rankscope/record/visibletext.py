@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["visible"]
-
 
 def visible(text: str) -> str:
     """Return one line in which what does not print (names may hold anything) is escaped."""

@@ -9,15 +9,12 @@ from typing import Any
 from rankscope.record.notes import Note
 from rankscope.record.statistics import ADDED, MEASURED
 
-__all__ = ["Combined"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combined:
     """Statistics of one global tensor; None where a number cannot be known."""
 
     ranks: tuple[int, ...]
-    """Ranks that together hold it."""
     note: Note | None = None
     """Why numbers are missing; None where all are there."""
     count: int | None = None
@@ -32,7 +29,6 @@ class Combined:
     l2: float | None = None
     sketch: tuple[float, ...] | None = None
     added: Mapping[str, float | None] = field(default_factory=dict)
-    """Statistics that are computed in Python, by name."""
 
     @classmethod
     def of(

@@ -22,8 +22,6 @@ from rankscope.tree.selection import named
 from rankscope.tree.slotview import SlotView, by_slot
 from rankscope.tree.views import Trace, Value
 
-__all__ = ["RecordedCall", "ReplayInputs"]
-
 _OF_TORCH: Final = re.compile(r"torch\.(\w+)")
 _NUMBERS: Final = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
@@ -45,7 +43,7 @@ class RecordedCall:
         """Find it.
 
         Raises:
-            SelectionError: there is none; says what there is.
+            SelectionError: there is no such call; says what there is.
         """
         wanted = trace.default_mode if mode is None else named(Mode, "mode", mode)
         nodes = (
@@ -164,7 +162,6 @@ class ReplayInputs:
         return tuple(made[place] for place in places), named_ones
 
     def _form(self) -> dict[str, Any]:
-        """Return how the arguments were nested: as the call's form says, else by its slots."""
         text = self._call.note("form:input")
         if text is not None:
             found: dict[str, Any] = json.loads(text)
@@ -220,7 +217,6 @@ class ReplayInputs:
         return made
 
     def _read(self, text: str, name: int | str) -> object:
-        """Return the number, text, dtype or device that a repr means."""
         if text in _NUMBERS:
             return _NUMBERS[text]
         of_torch = _OF_TORCH.fullmatch(text)

@@ -51,18 +51,14 @@ class ReplayedOutput:
 
     slot: str
     dtype: str
-    """As it was recorded: torch's name."""
     shape: tuple[int, ...]
-    """As it was recorded."""
     error: float
     """L2 norm of the difference over that of the recorded tensor, exact; NaN where the two could
     not be compared."""
     tolerance: float
     """Distance that rounding explains."""
     unequal: int
-    """Elements that are not the recorded ones."""
     text: str
-    """What is to be said of it."""
 
     @property
     def agrees(self) -> bool:
@@ -76,7 +72,6 @@ class Replay:
 
     path: str
     call: str
-    """Which call, in words."""
     ranks: tuple[int, ...]
     """Whose tensors it was handed: one rank's, or those that global tensors were made of."""
     outputs: tuple[ReplayedOutput, ...]
@@ -209,15 +204,8 @@ def _compared(
     *,
     has_hooks: bool,
 ) -> Iterator[ReplayedOutput]:
-    """Yield every recorded output beside what the module made.
-
-    Args:
-        call: the recorded one.
-        made: what the module made, by slot.
-        dtypes: of its inputs.
-        tolerance: as `replay` was given it.
-        has_hooks: the module has hooks of its own, which may replace what it makes.
-    """
+    """Yield every recorded output beside what the module made; its own hooks, if it has any, may
+    replace what it makes."""
     returned = call.slots("returned") if has_hooks else []
     slots = returned or call.slots("output")
     others = call.others("returned" if returned else "output")
@@ -247,11 +235,7 @@ def _compared(
 
 
 def _beside(
-    slot: str,
-    recorded: torch.Tensor,
-    given: torch.Tensor | None,
-    allowed: float,
-    others: list[str],
+    slot: str, recorded: torch.Tensor, given: torch.Tensor | None, allowed: float, others: list[str]
 ) -> ReplayedOutput:
     error, unequal = math.nan, recorded.numel()
     if given is None:
@@ -294,11 +278,8 @@ def _beside(
 
 @contextlib.contextmanager
 def _unchanged(module: nn.Module, is_training: bool) -> Iterator[None]:
-    """Put a module into a mode, and leave it and all random numbers as they were before.
-
-    Buffers are exchanged for copies while it runs, so that not even a version number of them
-    changes; attributes that it binds anew are put back.
-    """
+    """Put a module into a mode, and leave it and all random numbers as they were before. Buffers
+    are exchanged for copies while it runs, so that not even their version changes."""
     parts = [*module.modules()]
     tables = [table for part in parts for table in (vars(part), part._buffers, part._parameters)]
     before = [dict(table) for table in tables]
@@ -336,8 +317,7 @@ def _device_of(module: nn.Module) -> torch.device:
 
 
 def _weights_note(module: nn.Module, call: RecordedCall) -> str:
-    """Return which parameters of a module are not those that the recorded module had before the
-    step; "" where none is known to be another one."""
+    """Return which parameters are not those of the recorded module before the step."""
     nodes = {node.path: node for node in _nodes_before(call)}
     other, known = [], 0
     for inside, part in module.named_modules():
@@ -361,8 +341,7 @@ def _weights_note(module: nn.Module, call: RecordedCall) -> str:
 
 
 def _nodes_before(call: RecordedCall) -> Iterator[Node]:
-    """Yield the nodes that hold parameters as they were before the call's step; none where the
-    trace does not know that."""
+    """Yield the nodes that hold parameters as they were before the call's step, if known."""
     head, trace = call.node.head, call.node.trace
     if head.mode is Mode.EVAL and any(step.mode is Mode.TRAIN for step in trace.steps):
         return  # which train step came before it is not recorded

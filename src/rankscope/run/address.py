@@ -23,16 +23,9 @@ def is_ipv6(address: str) -> bool:
 
 
 def check_address(address: str, *, has_keys: bool) -> str:
-    """Return the address if it may be used.
-
-    Args:
-        address: `tcp://HOST:PORT` or `ipc:///path`.
-        has_keys: both sides prove who they are on TCP. Without keys any process that reaches the
-            port could write into the trace, on this host alone too.
-
-    Raises:
-        BindError: it is malformed, an ipc path is too long, or it is TCP without keys.
-    """
+    """Return the address, `tcp://HOST:PORT` or `ipc:///path`, if it may be used; raise BindError
+    where it is malformed, an ipc path is too long, or it is TCP without keys: then any process that
+    reaches the port could write into the trace, on this host alone too."""
     if address.startswith("ipc://"):
         path = address.removeprefix("ipc://")
         if not path.startswith("/"):

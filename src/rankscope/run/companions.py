@@ -35,7 +35,6 @@ class ExitOutcome(enum.IntEnum):
     """Any other code, a signal's above all: it was killed, and starting it again goes on."""
 
     DONE = 0
-    """The run is finished."""
     REFUSED = 2
     """It could not start: another one is at work there, or a folder or address cannot be used."""
     UNFINISHED = 3
@@ -107,21 +106,19 @@ def metrics_trouble(port: int) -> str:
 
 
 def companion_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of a companion: no RANKSCOPE variable, so that it never traces itself.
-
-    Nor the rank variables, nor the job's working directory on the module path, whose entries are
-    made absolute because a companion works elsewhere; one thread for numpy; and this package is
-    found wherever it was imported from.
-    """
+    """The environment of a companion: no RANKSCOPE variable, so that it never traces itself; no
+    rank variables; no working directory of the job on the module path, whose entries are made
+    absolute because a companion works elsewhere; one thread for numpy; this package is found
+    wherever it was imported from."""
     left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTHONINSPECT")
     kept = {
         name: value
         for name, value in environ.items()
         if name != "RANKSCOPE" and not name.startswith("RANKSCOPE_") and name not in left_out
     }
-    package_root = str(Path(__file__).resolve().parents[2])
     given = kept.get("PYTHONPATH", "").split(os.pathsep)
     path = [os.path.abspath(entry) for entry in given if entry]
+    package_root = str(Path(__file__).resolve().parents[2])
     if package_root not in path:
         path.append(package_root)
     return {
@@ -140,17 +137,8 @@ def start_child(
     *,
     stdout: int = subprocess.DEVNULL,
 ) -> subprocess.Popen[bytes]:
-    """Start what a companion has done beside it, in a session of its own; its errors go into the
-    companion's log.
-
-    Args:
-        command: one of those above.
-        out: the trace folder, where it works.
-        stdout: takes its output.
-
-    Raises:
-        OSError: it cannot be started.
-    """
+    """Start a command above beside the companion, in a session of its own, at work in the trace
+    folder; its errors go into the companion's log. Raise OSError where it cannot be started."""
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -163,15 +151,11 @@ def start_child(
 
 def start_daemon(command: Sequence[str], log: Path, folder: Path) -> str:
     """Start `command` as nobody's child: own session, stdio to `log`, no inherited descriptor.
-    Return its name (`run.processes`).
+    Return its name (`run.processes`), or raise SpoolError.
 
     It works in `folder`, which `-m` puts on the module path of Python 3.10: give one that only this
     user writes. An open descriptor of the job's would keep its readers waiting (`torchrun | cat`).
-    The shell forks the daemon and ends, and is reaped here: the rank never has a child it does not
-    know.
-
-    Raises:
-        SpoolError: it could not be started.
+    The shell forks the daemon and is reaped here: the rank never has a child it does not know.
     """
     line = f"exec 3>&1 >&2; {shlex.join(command)} 3>&- & echo $! >&3"
     output = -1
@@ -195,9 +179,8 @@ def start_daemon(command: Sequence[str], log: Path, folder: Path) -> str:
         if output >= 0:
             os.close(output)
     if done.returncode:
-        raise SpoolError(
-            f"{shlex.join(command)}: the shell ended with {done.returncode}; see {log}"
-        )
+        how = f"the shell ended with {done.returncode}"
+        raise SpoolError(f"{shlex.join(command)}: {how}; see {log}")
     return process_name(int(done.stdout))
 
 

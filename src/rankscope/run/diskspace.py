@@ -36,21 +36,15 @@ _fallocate: Final = _find()
 
 
 def free_bytes(folder: Path) -> int:
-    """Return how much this user may still write where a folder lies, or will once it is made.
-
-    Raises:
-        OSError: the disk cannot be asked.
-    """
+    """Return how much this user may write where a folder lies, or will lie, or raise OSError."""
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     found = os.statvfs(existing)
     return found.f_bavail * found.f_frsize
 
 
 def reserve(descriptor: int, start: int, nbytes: int) -> bool:
-    """Reserve blocks for bytes of a file from `start` on; False where that cannot be done, or where
-    less than a GiB is free.
-
-    What is not written in the end is given back by `ftruncate`, also to the length the file has.
+    """Reserve blocks for bytes of a file from `start` on; False where that cannot be done, or less
+    than a GiB is free. `ftruncate` gives back what is not written, also to the length the file has.
     """
     if _fallocate is None:
         return False
@@ -64,11 +58,7 @@ def reserve(descriptor: int, start: int, nbytes: int) -> bool:
 
 
 def punch_hole(descriptor: int, start: int, nbytes: int) -> bool:
-    """Give blocks of a file back, whose bytes then read as zeros; False where that cannot be done.
-
-    Raises:
-        OSError: the disk fails.
-    """
+    """Give blocks of a file back, which then read as zeros; False where unable; raise OSError."""
     if _fallocate is None:
         return False
     if _fallocate(descriptor, _KEEP_SIZE | _PUNCH_HOLE, start, nbytes) == 0:

@@ -2,8 +2,8 @@
 
 Whoever sees something happen writes one entry: what, and the step at which it was. Entries are
 numbered from 1, and an entry is a symbolic link to its text: made in one call, whole or not at all,
-on every shared disk, by the first who comes. Nobody waits for anybody: relays look from time to
-time, and a rank that is about to let go of steps looks whether an entry asks for them.
+on every shared disk, by the first who comes. Relays look from time to time, and a rank that is
+about to let go of steps looks whether an entry asks for them.
 
 What an entry asks for, of all ranks of that life, is a `Window`: steps that have to be in the
 trace. How far they were copied is marked beside each rank's ring (`mark_copied`).
@@ -25,7 +25,6 @@ from rankscope.run.mounts import mount_of
 from rankscope.run.prepare import Collection
 
 ABSENT = -1
-"""Time of a file that does not exist."""
 _MOST_EVENTS = 256
 """Of one life: what happens after them is not told any more."""
 _OF_ENDS = 16
@@ -43,7 +42,6 @@ class Happening:
     trigger: Trigger
     mode: Mode
     step: int
-    """The step that ran where it happened."""
     text: str
 
     @classmethod
@@ -84,7 +82,6 @@ class EventBoard:
     """The events of one life of the ranks."""
 
     def __init__(self, folder: Path) -> None:
-        """Look at `folder`, which the first entry makes."""
         self._folder = folder
         self._events: list[Happening] = []
         """Those read so far: entries never change."""
@@ -96,16 +93,10 @@ class EventBoard:
         return [*self._events]
 
     def tell(self, event: Happening) -> bool:
-        """Write an event; False where there are too many.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write an event, or raise OSError; False where there are too many."""
         most = _MOST_EVENTS - (0 if event.trigger.value.is_end else _OF_ENDS)
-        for number in range(len(self.events()) + 1, most):
-            if self._agree(str(number), event.entry) == event.entry:
-                return True
-        return False
+        numbers = range(len(self.events()) + 1, most)
+        return any(self._agree(str(number), event.entry) == event.entry for number in numbers)
 
     def was_told(self, trigger: Trigger, text: str) -> bool:
         """True where this was told, or for an end any of its trigger."""
@@ -113,25 +104,16 @@ class EventBoard:
         return bool(texts) if trigger.value.is_end else text[:_MOST_CHARACTERS] in texts
 
     def first_time(self, time: int) -> int:
-        """Return the time that a watched file had before any touch counted: as whoever asked first
-        says.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Return the time of a watched file before any touch that counts, or raise OSError."""
         return int(self._agree("0", str(time)))
 
     def tell_taken(self, number: int) -> None:
-        """Write that a glob of values to watch, by its number for all ranks, took one.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write that a glob of values to watch, by its number, took one, or raise OSError."""
         if not self.has_taken(number):
             self._agree(f"watch.{number}", "taken")
 
     def has_taken(self, number: int) -> bool:
-        """True where such a glob took a value on any rank."""
+        """True where a glob took a value on any rank."""
         return agreed(self._folder, f"watch.{number}") is not None
 
     def _agree(self, name: str, text: str) -> str:
@@ -150,12 +132,8 @@ def seen_by_all(run_folder: Path, header: RunHeader) -> Path:
 
 
 def mark_copied(held: Path, windows: int, offset: int) -> None:
-    """Say beside a ring how far it was copied: what lies before `offset` is in the copy, as far as
-    the first `windows` events of its life ask for it.
-
-    Raises:
-        OSError: the disk takes nothing.
-    """
+    """Say beside a ring, or raise OSError, that what lies before `offset` is in the copy, as far as
+    the first `windows` events of its life ask for it."""
     draft = held / f"{_COPIED_NAME}.new"
     draft.unlink(missing_ok=True)
     os.symlink(f"{windows} {offset}", draft)
@@ -180,16 +158,13 @@ def held_anything(run_folder: Path) -> bool:
 def file_time(path: Path) -> Callable[[], int]:
     """Return what tells when a file was touched last, in nanoseconds; `ABSENT` without one."""
     mount, name = mount_of(path), str(path)
+    # an NFS client keeps the attributes of a file that is not opened for up to a minute
+    has_to_open = mount is not None and mount.revalidates_on_open
 
-    def glance() -> int:
+    def touched_ns() -> int:
         try:
-            return os.stat(name).st_mtime_ns
-        except OSError:
-            return ABSENT
-
-    def open_and_look() -> int:
-        """Look past the attributes an NFS client keeps for up to a minute."""
-        try:
+            if not has_to_open:
+                return os.stat(name).st_mtime_ns
             descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
             return ABSENT
@@ -198,15 +173,11 @@ def file_time(path: Path) -> Callable[[], int]:
         finally:
             os.close(descriptor)
 
-    return open_and_look if mount is not None and mount.revalidates_on_open else glance
+    return touched_ns
 
 
 def agree(folder: Path, name: str, text: str) -> str:
-    """Return what the first who came said under this name.
-
-    Raises:
-        OSError: nothing can be written there.
-    """
+    """Return what the first who came said under this name, or raise OSError."""
     entry = folder / name
     try:
         os.symlink(text, entry)

@@ -18,19 +18,15 @@ INDEX_NAME = "index.jsonl"
 """In that folder, while the job runs: which steps are written."""
 INDEX_FORMAT = "rankscope.index/2"
 TENSOR_FOLDER = "tensors"
-"""Folder of the chunks of full tensors, in a trace folder; in a run folder where that is not
-seen."""
+"""Folder of the chunks of full tensors, in a trace folder or in a run folder."""
 COLLECTOR_LOCK_NAME = "collector.lock"
-"""Held by the process that gathers a run in this folder."""
 COLLECTOR_LOG_NAME = "collector.log"
 STALL_FOLDER = "stalls"
 """Folder of what relays said of a job that stands still, in a trace folder and in a run folder."""
 TRACE_FORMAT = "rankscope.trace/3"
 TREE_FORMAT = "rankscope.tree/1"
 STEPS_FORMAT = "rankscope.steps/1"
-"""Of a step file."""
 FINDINGS_NAME = "findings.jsonl"
-"""What was found while the job ran, a line each."""
 FINDINGS_FORMAT = "rankscope.finding/1"
 PARQUET_FOLDER = "parquet"
 """Folder of the dataset of `--rs-parquet`, written while the job runs."""
@@ -39,11 +35,9 @@ REPLICA_FOLDER = "spool"
 """Folder of the replicas inside a trace folder: `rank00003.0.cells`, its end marker
 `rank00003.0.json`, and the files named below."""
 CELLS_SUFFIX = ".cells"
-"""Ends the names of replicas, and of the segments of a spool."""
 SETTLED_SUFFIX = ".settled"
 """Ends the name of what stands for the begin of a replica, beside it (`spool.settledprefix`)."""
 RUN_ID_NAME = "run-id"
-"""Says which run the replicas are of."""
 RUN_MARK_PREFIX = "run-"
 """Begins the name of the mark by which other hosts see that this folder is the head's."""
 HOST_STATE_PREFIX = "host-"
@@ -69,23 +63,34 @@ REACHED_NAME = "reached"
 COMPANION_STARTED_NAME = "companion.started"
 """Names the companion that a rank started last: it takes its lock later."""
 STEP_TRIGGER_FOLDER = "step-trigger"
-"""Folder `step-trigger.<life>` in which ranks agree on a step (`agent.steps.touchedfile`); in the
+"""Folder `step-trigger.<life>` in which ranks agree on a step (`agent.steps.chosen`); in the
 folder of replicas where all hosts see that."""
 HELD_FOLDER = "held"
 """Folder of the streams that ranks hold back (`--rs-steps last:N`), each a folder as elsewhere."""
 KEPT_FOLDER = "kept"
-"""In the folder of such a stream: the records that are never let go."""
 EVENT_FOLDER = "events"
 """Folder `events.<life>` of what happened (`run.eventboard`), beside the folders of the former."""
 ORDER_NAME = "order.json"
-"""The last order of `rankscope capture`: in the folder of replicas, and where a relay has seen it
-in its run folder."""
+"""The last order of `rankscope capture`, in the folder of replicas and in run folders."""
 ORDER_SEEN_PREFIX = "order-"
 """Begins the names of what relays say of an order, beside it in the folder of replicas."""
 ORDER_FOLDER = "orders"
 """Folder `orders.<life>` in which ranks agree on the first step of an order, beside those words."""
 STREAM_LOCK_NAME = "lock"
 """In the folder of a stream, held by the rank that writes it."""
+
+OF_A_COLLECTOR = frozenset(
+    {
+        *(REPLICA_FOLDER, COLLECTOR_LOCK_NAME, COLLECTOR_LOG_NAME, TENSOR_FOLDER, STALL_FOLDER),
+        *(FINDINGS_NAME, STEPS_FOLDER, PARQUET_FOLDER, RUN_NAME),
+    }
+)
+"""What is in a trace folder as long as its tree is not."""
+OF_A_RUN = (
+    *(RUN_NAME, JOB_OVER_NAME, LAUNCHER_LOCK_NAME, START_LOCK_NAME, COMPANION_LOG_NAME),
+    *(COMPANION_LOCK_NAME, COMPANION_STARTED_NAME, ORDER_NAME, REACHED_NAME),
+)
+"""Files of a run folder that go with it."""
 
 Progress = Callable[[str, float], None]
 """Told what is being done, and how much of it (0 to 1)."""

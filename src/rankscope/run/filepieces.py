@@ -11,11 +11,7 @@ _UNIT_BYTES = 512
 
 
 def piece_of(path: Path, offset: int, size: int) -> bytes:
-    """Return at most `size` bytes of a file from `offset` on, fewer at its end.
-
-    Raises:
-        OSError: it cannot be read, or is a link or a pipe.
-    """
+    """Return at most `size` bytes of a file, or raise OSError, for a link or a pipe too."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe may stand there
     descriptor = os.open(path, flags)
     try:

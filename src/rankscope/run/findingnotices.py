@@ -22,10 +22,7 @@ from rankscope.run.stallrecords import Stall, stalls_in
 
 def told_in(folder: Path) -> tuple[list[dict[str, Any]], float | None]:
     """Return the findings and notices of the live check, each with its `age_s`, and the seconds
-    since it judged a step or told something: None where it did neither, or no file can be read.
-
-    A line that is damaged, or not yet whole, is left out.
-    """
+    since it judged a step or told something, None where it did neither; torn lines are left out."""
     told: list[dict[str, Any]] = []
     try:
         lines = (folder / FINDINGS_NAME).read_text(errors="replace").splitlines()
@@ -48,20 +45,10 @@ class JobNotices:
     """Follows findings.jsonl of one trace folder, and the stalls that a companion notes."""
 
     def __init__(
-        self,
-        out: Path,
-        shown: str,
-        say: Callable[[str], object],
-        run_folder: Path | None = None,
+        self, out: Path, shown: str, say: Callable[[str], object], run_folder: Path | None = None
     ) -> None:
-        """Say nothing yet.
-
-        Args:
-            out: the trace folder.
-            shown: that folder as it may be typed here.
-            say: takes each line.
-            run_folder: where the companion of this host notes stalls; None: they are not said.
-        """
+        """`say` takes each line; `shown`: the trace folder as it may be typed here; `run_folder`:
+        where the companion of this host notes stalls, None where they are not said."""
         self._out, self._shown, self._say, self._run_folder = out, shown, say, run_folder
         self._size = self._said = 0
         self._said_stalls: set[tuple[int, bool]] = set()
@@ -83,8 +70,7 @@ class JobNotices:
         self._said = len(told)
 
     def _say_stall(self, stall: Stall) -> None:
-        """Say that a job stands still, or goes on. Its end is no news here: the last line is about
-        that."""
+        """Say that a job stands still, or goes on; the last line is about its end."""
         key = stall.noticed_ns, bool(stall.over_ns)
         if key not in self._said_stalls and not stall.is_by_end:
             asked = "" if stall.over_ns else f"; ask why: {typed('check', self._shown)}"

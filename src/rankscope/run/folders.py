@@ -38,8 +38,7 @@ SHARED = "shared"
 _STREAM_NAME = re.compile(r"rank(\d{5,8})\.(\d{1,5})")
 _TRIES = 5
 _ASKED_S = 2.0
-"""Whoever asks whether a lock is held takes it for an instant, longer on a host that is short of
-processors: that is no holder."""
+"""A process that asks whether a lock is held takes it for an instant, and is no holder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +76,6 @@ _KINDS: Final[Mapping[str, type]] = {
     "settings": dict,
     "keeps_apart": bool,
 }
-"""Of the fields of `RunHeader` in the file."""
 
 
 def spool_base(chosen: Path | None) -> Path:
@@ -91,12 +89,8 @@ def run_key(run_id: str) -> str:
 
 
 def host_run_folder(base: Path, key: str) -> Path:
-    """Make `<base>/<key>` (0700 each, base and key as the two functions above return them), or take
-    what is there.
-
-    Raises:
-        SpoolError: it cannot be made, belongs to somebody else, or is open to others.
-    """
+    """Make `<base>/<key>` (0700 each, of `spool_base` and `run_key`), or take what is there; raise
+    SpoolError where it cannot be made, belongs to somebody else, or is open to others."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", key):
         raise SpoolError(f"run key {key!r} is no file name; use run_key(run_id)")
     for folder in (base, base / key):
@@ -108,9 +102,8 @@ def host_run_folder(base: Path, key: str) -> Path:
                     break
             status = folder.lstat()
         except OSError as error:
-            raise SpoolError(
-                f"{folder}: cannot be made: {error.strerror}", "choose another with --rs-spool"
-            ) from error
+            remedy = "choose another with --rs-spool"
+            raise SpoolError(f"{folder}: cannot be made: {error.strerror}", remedy) from error
         if status.st_uid != os.getuid() or status.st_mode & 0o077 or folder.is_symlink():
             raise SpoolError(
                 f"{folder}: belongs to another user, is a link or is open to others "
@@ -156,11 +149,7 @@ def segment_path(folder: Path, index: int) -> Path:
 
 
 def segment_indexes(folder: Path) -> list[int]:
-    """Numbers of the segments that still exist, ascending.
-
-    Raises:
-        SpoolError: the folder cannot be listed.
-    """
+    """Numbers of the segments that still exist, ascending, or SpoolError."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -172,21 +161,13 @@ def segment_indexes(folder: Path) -> list[int]:
 
 
 def streams(run_folder: Path) -> list[StreamId]:
-    """Streams that have at least one segment, sorted.
-
-    Raises:
-        SpoolError: the folder cannot be listed.
-    """
+    """Streams that have at least one segment, sorted; SpoolError where the folder is unreadable."""
     try:
         names = os.listdir(run_folder)
     except OSError as error:
         raise SpoolError(f"{run_folder}: cannot be listed: {error.strerror}") from error
-    found = []
-    for name in names:
-        stream = stream_named(name)
-        if stream is not None and segment_indexes(run_folder / name):
-            found.append(stream)
-    return sorted(found)
+    found = [stream for stream in map(stream_named, names) if stream is not None]
+    return sorted(stream for stream in found if segment_indexes(run_folder / stream.name))
 
 
 def stream_named(name: str) -> StreamId | None:
@@ -199,21 +180,13 @@ def stream_named(name: str) -> StreamId | None:
 
 
 def write_run_header(run_folder: Path, header: RunHeader) -> None:
-    """Write `run.json`.
-
-    Raises:
-        SpoolError: it cannot be written.
-    """
+    """Write `run.json`, or raise SpoolError."""
     fields = {"format": RUN_FORMAT, **asdict(header), "out": str(header.out)}
     write_by_rename(run_folder / RUN_NAME, json.dumps(fields, indent=1) + "\n")
 
 
 def read_run_header(run_folder: Path) -> RunHeader:
-    """Read and check `run.json`.
-
-    Raises:
-        SpoolError: it is missing, damaged, or of another format.
-    """
+    """Read `run.json`; raise SpoolError where it is missing, damaged, or of another format."""
     path = run_folder / RUN_NAME
     fields = read_json_map(path)
     if fields.get("format") != RUN_FORMAT:
@@ -230,20 +203,12 @@ def read_run_header(run_folder: Path) -> RunHeader:
 
 
 def mark_job_over(run_folder: Path) -> None:
-    """Say that no further incarnation of any rank of this host will come.
-
-    Raises:
-        SpoolError: the marker cannot be written.
-    """
+    """Say that no further incarnation of any rank of this host will come, or raise SpoolError."""
     write_by_rename(run_folder / JOB_OVER_NAME, "")
 
 
 def check_free_space(folder: Path, needed_bytes: int, need: str = "", remedy: str = "") -> None:
-    """Refuse a disk without room; `need` and `remedy` are the words for it, by default of spools.
-
-    Raises:
-        SpoolError: names the folder, what is needed and what is free.
-    """
+    """Raise SpoolError for a disk without room; `need` and `remedy` are by default of spools."""
     free = free_bytes(folder)
     if free < needed_bytes:
         need = need or f"needs {needed_bytes >> 20} MiB for the spools"
@@ -268,7 +233,7 @@ class FolderLock:
         deadline = time.monotonic() + _ASKED_S
         while self._descriptor < 0:
             try:
-                descriptor = _locked(path, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
+                self._descriptor = _locked(path, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
             except BlockingIOError as error:
                 if time.monotonic() < deadline:
                     time.sleep(0.01)
@@ -279,16 +244,18 @@ class FolderLock:
                 ) from error
             except OSError as error:
                 raise SpoolError(f"{path}: cannot be made: {error.strerror}") from error
-            if _is_file_at(path, descriptor):
-                self._descriptor = descriptor
-                continue
-            os.close(descriptor)  # whoever held it removed the file: that lock keeps nobody out
-            if time.monotonic() > deadline:
-                raise SpoolError(f"{path}: is not what was opened under that name")
+            if not self.is_in_place():  # whoever held it removed the file: this keeps nobody out
+                self.release()
+                if time.monotonic() > deadline:
+                    raise SpoolError(f"{path}: is not what was opened under that name")
 
     def is_in_place(self) -> bool:
         """True where the file that is locked is the one at its path, and not gone or another's."""
-        return _is_file_at(self._path, self._descriptor)
+        try:
+            held, there = os.fstat(self._descriptor), os.stat(self._path, follow_symlinks=False)
+        except OSError:
+            return False
+        return os.path.samestat(held, there)
 
     def remove(self) -> None:
         """Give the lock up and remove its file; whoever waits for it makes a new one."""
@@ -305,11 +272,8 @@ class FolderLock:
 
 
 def is_held(path: Path) -> bool:
-    """True while some process holds the FolderLock at `path`.
-
-    Makes no lock file, and needs no right to write. A lock that this process may not look at is
-    held by nobody it could know of.
-    """
+    """True while some process that this one may look at holds the FolderLock at `path`. Makes no
+    lock file, and needs no right to write."""
     try:
         os.close(_locked(path, os.O_RDONLY, fcntl.LOCK_SH))
     except BlockingIOError:
@@ -327,10 +291,3 @@ def _locked(path: Path, how: int, lock: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def _is_file_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
-    except OSError:
-        return False

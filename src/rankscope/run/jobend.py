@@ -34,7 +34,6 @@ class JobEnd:
     how: str = ""
     """The name of the signal that the launcher got, "failed", "returned", or "" where none said."""
     at_ns: int = 0
-    """Wall clock of that."""
     killed: Mapping[int, str] = field(default_factory=dict)
     """{rank: name of the signal} of ranks that went first, killed by a signal that nobody sends
     because others failed or waited."""
@@ -72,11 +71,7 @@ def note_job_end(out: Path, error: BaseException | None) -> None:
 
 
 def first_failures(error: BaseException | None) -> dict[int, Any]:
-    """Return {rank: failure} of ranks that failed in the second in which the first did.
-
-    Args:
-        error: torch's ChildFailedError tells; any other says nothing.
-    """
+    """Return {rank: failure} of the first second, as torch's ChildFailedError says."""
     failures: Mapping[int, Any] = getattr(error, "failures", {})
     earliest = min((each.timestamp for each in failures.values()), default=0)
     return {rank: each for rank, each in failures.items() if each.timestamp == earliest}

@@ -21,21 +21,9 @@ from rankscope.record.rankplace import RankPlace
 from rankscope.run.filenames import REPLICA_FOLDER, RUN_ID_NAME, STATUS_FORMAT, STATUS_NAME
 from rankscope.run.replacing import read_json_map, write_by_rename
 
-__all__ = [
-    "OLD_S",
-    "EndedStep",
-    "JobStatus",
-    "JobTotals",
-    "RankStatus",
-    "fullest_spool",
-    "read_status",
-    "write_status",
-]
-
 OLD_S: Final = 10.0
 """A status that is older is said to be: nobody has read the records since."""
 _TOLD_STEPS: Final = 8
-"""Of the steps that a rank ended last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,15 +57,13 @@ class RankStatus:
     """The step it was in last has ended: it is between traced steps."""
     mode: Mode = Mode.TRAIN
     step: int | None = None
-    """The last step it was in."""
     record_ns: int = 0
     """Wall clock of its last record; 0 where that is not known."""
     waits_for: tuple[int, ...] = ()
     """Ranks that did not come to the collective in which it stands."""
     step_s: float | None = None
-    """What its last train step that ended took."""
     own_s: float | None = None
-    """Of that outside collectives for which it waited."""
+    """Of `step_s` outside collectives for which it waited."""
     beside_all: float | None = None
     """`own_s` divided by the median of all ranks in the same step."""
     beside_history: float | None = None
@@ -88,7 +74,6 @@ class RankStatus:
     ended: tuple[EndedStep, ...] = ()
     """The last train steps that ended; in the file eight of them."""
     missed: tuple[tuple[Mode, int], ...] = ()
-    """The last steps that it was asked for too late."""
     lost_records: int = 0
     unsent_bytes: int | None = None
     """In the spool of the head host, not in the trace folder yet; None of ranks elsewhere."""
@@ -107,14 +92,11 @@ class JobTotals:
 
     records: int = 0
     received_bytes: int = 0
-    """In the trace folder."""
     lost_records: int = 0
     steps_ended: int = 0
     """Traced train steps, of the rank that has ended most."""
     unread_bytes: int = 0
-    """In the trace folder and not read yet."""
     bytes_per_s: float | None = None
-    """What came in lately; None at first."""
     records_per_s: float | None = None
 
 
@@ -125,18 +107,16 @@ class JobStatus:
     run: Mapping[str, Any] = field(default_factory=lambda: {"id": "", "settings": {}})
     """`id` and `settings` of the job, as the head of a trace has them."""
     world_size: int = 0
-    """Ranks of the job; 0 while nothing is known."""
     written_ns: int = 0
-    """Wall clock when this was written; 0 where nobody did."""
+    """Wall clock; 0 where nobody wrote it."""
     totals: JobTotals = field(default_factory=JobTotals)
     ranks: tuple[RankStatus, ...] = ()
-    """Every rank that has written anything, its last life, lowest first."""
+    """The last life of every rank that has written anything, lowest first."""
 
     @property
     def age_s(self) -> float | None:
         """Seconds since this was written; None where nobody did."""
-        written_ns = self.written_ns
-        return max(0.0, (time.time_ns() - written_ns) / 1e9) if written_ns else None
+        return max(0.0, (time.time_ns() - self.written_ns) / 1e9) if self.written_ns else None
 
 
 def fullest_spool(statuses: Sequence[RankStatus]) -> dict[str, Any] | None:
@@ -153,11 +133,7 @@ def fullest_spool(statuses: Sequence[RankStatus]) -> dict[str, Any] | None:
 
 
 def write_status(out: Path, status: JobStatus) -> None:
-    """Replace the status of a trace folder.
-
-    Raises:
-        SpoolError: it cannot be written.
-    """
+    """Replace the status of a trace folder, or raise SpoolError."""
     text = json.dumps(
         {
             "format": STATUS_FORMAT,
@@ -172,8 +148,7 @@ def write_status(out: Path, status: JobStatus) -> None:
 
 
 def read_status(out: Path) -> JobStatus:
-    """Return the status of a trace folder; where none is there, or it cannot be read, one that says
-    at most whose records there are."""
+    """Return the status of a trace folder; without one, at most whose records are there."""
     with contextlib.suppress(SpoolError, TraceError, KeyError, TypeError, ValueError):
         found = read_json_map(out / REPLICA_FOLDER / STATUS_NAME)
         if found["format"] == STATUS_FORMAT:
@@ -245,8 +220,6 @@ def _step_json(step: EndedStep) -> dict[str, Any]:
     }
 
 
-def _ended_step(found: Mapping[str, Any]) -> EndedStep:
-    numbers: dict[str, Any] = {
-        name: float(one) if isinstance(one, str) else one for name, one in found.items()
-    }
+def _ended_step(fields: Mapping[str, Any]) -> EndedStep:
+    numbers: dict[str, Any] = {k: float(v) if isinstance(v, str) else v for k, v in fields.items()}
     return EndedStep(**numbers)

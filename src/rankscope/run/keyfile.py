@@ -44,11 +44,7 @@ def relays_file(path: Path) -> Path:
 
 
 def write_keys(path: Path, keys: CurveKeys) -> None:
-    """Write the collector's file, and beside it the relays'; both 0600.
-
-    Raises:
-        KeysError: one of them exists, or cannot be written.
-    """
+    """Write the collector's file and the relays' beside it, new and 0600, or raise KeysError."""
     collector: dict[str, str] = {"public": keys.collector_public}
     relay: dict[str, str] = {"public": keys.relay_public}
     of_collector = {"collector": {**collector, "secret": keys.collector_secret}, "relay": relay}
@@ -72,15 +68,8 @@ def write_keys(path: Path, keys: CurveKeys) -> None:
 
 
 def read_keys(path: Path, *, is_collector: bool) -> CurveKeys:
-    """Return the keys of a file that nobody else may read.
-
-    Args:
-        path: the file, or a link to it.
-        is_collector: whose secret key is needed: the collector's, or the relays'.
-
-    Raises:
-        KeysError: it cannot be read, others may read it, or it is no such file.
-    """
+    """Return the keys of a file, with the secret one of the collector or the relays; raise
+    KeysError where it cannot be read, others may read it, or it is no such file."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())
@@ -123,11 +112,6 @@ def read_keys(path: Path, *, is_collector: bool) -> CurveKeys:
 
 
 def _key(fields: Mapping[str, Any], name: str) -> str:
-    """Return one key.
-
-    Raises:
-        ValueError, KeyError, TypeError: there is none.
-    """
     if not _KEY.fullmatch(fields[name]):
         raise ValueError(name)
     return str(fields[name])

@@ -3,7 +3,7 @@
     TRACE/spool/order.json           the last order
     TRACE/spool/order-<relay>.json   the relay of a host has seen it, and who its ranks are
     TRACE/spool/orders.<life>/1      the first order that ranks took: "train 42 <number> <order>"
-                             /1.1    "stands": a rank began step 42 (`agent.steps.touchedfile`)
+                             /1.1    "stands": a rank began step 42 (`agent.steps.chosen`)
                              /1.over its last step has ended on some rank
 
 A relay copies the order to its run folder, on the disk of its host, because ranks look there once a
@@ -22,12 +22,7 @@ from typing import Any, Final
 from rankscope.errors import SettingError, SpoolError
 from rankscope.record.call import Mode
 from rankscope.run.eventboard import agreed
-from rankscope.run.filenames import (
-    ORDER_FOLDER,
-    ORDER_NAME,
-    ORDER_SEEN_PREFIX,
-    REPLICA_FOLDER,
-)
+from rankscope.run.filenames import ORDER_FOLDER, ORDER_NAME, ORDER_SEEN_PREFIX, REPLICA_FOLDER
 from rankscope.run.filepieces import piece_of
 from rankscope.run.folders import RunHeader
 from rankscope.run.prepare import Collection
@@ -47,12 +42,9 @@ class Order:
     """What is asked for."""
 
     number: int
-    """When it was made, in nanoseconds."""
     steps: int = 1
     paths: tuple[str, ...] = ()
-    """Modules to trace besides those of the job's setting."""
     tensors: tuple[str, ...] = ()
-    """Full tensors to keep besides those of the job's setting."""
 
     def __post_init__(self) -> None:
         if not 0 < self.number < 1 << 63:  # a copy of the order has it as its time
@@ -73,10 +65,8 @@ class Order:
         try:
             fields = json.loads(text)
             number, steps = fields["number"], fields["steps"]
-            globs = [fields["paths"], fields["tensors"]]
-            if type(number) is not int or type(steps) is not int:
-                return None
-            if not all(isinstance(each, list) for each in globs):
+            globs = fields["paths"], fields["tensors"]
+            if [*map(type, (number, steps, *globs))] != [int, int, list, list]:
                 return None
             paths, tensors = (tuple(map(str, each)) for each in globs)
             return cls(number=number, steps=steps, paths=paths, tensors=tensors)
@@ -91,7 +81,6 @@ class OrderSeen:
     number: int
     host: str
     ranks: tuple[int, ...]
-    """Ranks of that host that have begun."""
     told: str = ""
     """Of a black box: which step it has asked for."""
 
@@ -105,9 +94,7 @@ class TakenOrder:
     mode: Mode
     first: int
     stands: bool
-    """A rank has begun that step."""
     is_over: bool
-    """A rank has ended its last step."""
 
     @property
     def last(self) -> int:
@@ -116,11 +103,7 @@ class TakenOrder:
 
 
 def put_order(folder: Path, order: Order) -> None:
-    """Write an order into the folder of replicas, or a copy into a run folder.
-
-    Raises:
-        SpoolError: it cannot be written.
-    """
+    """Write an order into the folder of replicas or a run folder, or raise SpoolError."""
     path = folder / ORDER_NAME
     try:
         with replacing(path, is_synced=False) as file:
@@ -140,8 +123,7 @@ def order_in(folder: Path) -> Order | None:
 
 
 def orders_come_to(run_folder: Path, header: RunHeader) -> Path:
-    """Return the folder that orders of a run come to: in the trace folder where ranks see it, so
-    that whoever ordered sees what became of it."""
+    """Return the folder that orders come to: in the trace folder where ranks see it."""
     is_elsewhere = Collection.of_run(header).is_elsewhere
     return run_folder if is_elsewhere else header.out / REPLICA_FOLDER
 
@@ -187,17 +169,12 @@ def _taken(place: Path, life: int, number: int, text: str) -> TakenOrder | None:
 def is_taken_before(agreement: Path, number: int) -> bool:
     """True where ranks of an earlier life took an order: it ended with them."""
     life = int(agreement.name.rpartition(".")[2])
-    return any(
-        each.order.number == number and each.life < life for each in taken_in(agreement.parent)
-    )
+    earlier = (taken for taken in taken_in(agreement.parent) if taken.life < life)
+    return any(taken.order.number == number for taken in earlier)
 
 
 def tell_seen(out: Path, relay: str, seen: OrderSeen) -> None:
-    """Say that a relay has seen an order.
-
-    Raises:
-        SpoolError: it cannot be written.
-    """
+    """Say that a relay has seen an order, or raise SpoolError."""
     path = out / REPLICA_FOLDER / f"{ORDER_SEEN_PREFIX}{relay}.json"
     write_by_rename(path, json.dumps(asdict(seen)) + "\n")
 
@@ -209,12 +186,7 @@ def seen_by(out: Path, number: int) -> list[OrderSeen]:
         with contextlib.suppress(SpoolError, KeyError, TypeError, ValueError, OverflowError):
             fields: dict[str, Any] = read_json_map(path)
             if fields["number"] == number:
-                found.append(
-                    OrderSeen(
-                        number=number,
-                        host=str(fields["host"]),
-                        ranks=tuple(map(int, fields["ranks"])),
-                        told=str(fields["told"]),
-                    )
-                )
+                host, told = str(fields["host"]), str(fields["told"])
+                ranks = tuple(map(int, fields["ranks"]))
+                found.append(OrderSeen(number=number, host=host, ranks=ranks, told=told))
     return found

@@ -21,45 +21,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rankscope.errors import FolderError
-from rankscope.run.filenames import (
-    COLLECTOR_LOCK_NAME,
-    COLLECTOR_LOG_NAME,
-    FINDINGS_NAME,
-    HOST_STATE_PREFIX,
-    PARQUET_FOLDER,
-    REPLICA_FOLDER,
-    RUN_MARK_PREFIX,
-    RUN_NAME,
-    STALL_FOLDER,
-    STEPS_FOLDER,
-    TENSOR_FOLDER,
-    TRACE_NAME,
-)
+from rankscope.run import filenames as names
 from rankscope.run.ownership import check_folder_found
 from rankscope.run.processes import is_process_alive
 
-OF_A_COLLECTOR = frozenset(
-    {
-        REPLICA_FOLDER,
-        COLLECTOR_LOCK_NAME,
-        COLLECTOR_LOG_NAME,
-        TENSOR_FOLDER,
-        STALL_FOLDER,
-        FINDINGS_NAME,
-        STEPS_FOLDER,
-        PARQUET_FOLDER,
-        RUN_NAME,
-    }
-)
-"""What is in a trace folder as long as its tree is not."""
-
 
 def default_out() -> Path:
-    """Return `rankscope-<time>` here.
-
-    Raises:
-        FolderError: there is no "here" any more.
-    """
+    """Return `rankscope-<time>` in the working folder; raise FolderError where that is gone."""
     try:
         folder = Path.cwd()
     except OSError as error:
@@ -70,15 +38,8 @@ def default_out() -> Path:
 
 
 _JOB_ID_VARIABLES = (
-    "SLURM_JOB_ID",
-    "PBS_JOBID",
-    "LSB_JOBID",
-    "FLUX_JOB_ID",
-    "OAR_JOB_ID",
-    "AWS_BATCH_JOB_ID",
-    "KUBEFLOW_TRAINING_JOB_ID",
-    "RAY_JOB_ID",
-    "JOB_ID",
+    *("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "OAR_JOB_ID"),
+    *("AWS_BATCH_JOB_ID", "KUBEFLOW_TRAINING_JOB_ID", "RAY_JOB_ID", "JOB_ID"),
 )
 """Of schedulers; JOB_ID, Grid Engine's, is last because anything may be called so."""
 _DEAD_S = 30.0
@@ -89,9 +50,7 @@ _TRIES = 1000
 
 
 def named_out(out: Path, run_id: str) -> Path:
-    """Return a trace folder's name with `%j` in it replaced by the scheduler's job id, else by
-    `run_id`.
-    """
+    """Return a trace folder's name with the scheduler's job id, else `run_id`, in place of `%j`."""
     job = next((os.environ[n] for n in _JOB_ID_VARIABLES if os.environ.get(n)), run_id)
     return Path(str(out).replace("%j", re.sub(r"[^\w.\[\]-]", "_", job)))
 
@@ -99,21 +58,17 @@ def named_out(out: Path, run_id: str) -> Path:
 def take_out(
     out: Path, run_id: str, *, maker: str, is_shared: bool = False
 ) -> tuple[Path, list[Path]]:
-    """Take the trace folder of a run: `out`, or where that is taken the next free sibling.
+    """Take the trace folder of a run, or raise FolderError: `out`, or where that is taken the next
+    free sibling. Return it, and what was made now, the innermost first: nothing where another host
+    chose.
 
     Args:
         out: as it was asked for.
         run_id: of the run.
         maker: the process (`run.processes`) that lives as long as this host may start ranks; ""
             where nobody else will look for the folder, which stays empty then.
-        is_shared: every host of the run takes a folder by itself. The first one chooses; the others
-            take the folder with the youngest mark of the run.
-
-    Returns:
-        the folder, and what was made now, the innermost first: nothing where another host chose.
-
-    Raises:
-        FolderError: it is no folder, or cannot be made or written.
+        is_shared: every host of the run takes a folder. The first one chooses; the others take the
+            folder with the youngest mark of the run.
     """
     text = f"{socket.gethostname()} {maker}"
     for number in range(_TRIES):
@@ -127,8 +82,8 @@ def take_out(
             prepare_out(path, is_shared=is_shared)
             if not maker:
                 return path, made
-            if _claim(path, f"{RUN_MARK_PREFIX}{run_id}", text):
-                return path, [path / REPLICA_FOLDER, *made]
+            if _claim(path, f"{names.RUN_MARK_PREFIX}{run_id}", text):
+                return path, [path / names.REPLICA_FOLDER, *made]
         except FolderError:  # another job may have been quicker by the blink of an eye
             remove_empty(made)
             if number > 1 and _is_free(path, is_shared=is_shared):
@@ -147,15 +102,14 @@ def _names(path: Path) -> set[str]:
 
 
 def _is_free(path: Path, *, is_shared: bool) -> bool:
-    """True for a folder that is not there, or empty, or in which a collector waits for a run that
-    all hosts share."""
+    """True for a folder that is not there, or empty, or where a collector waits for all hosts."""
     try:
-        names = _names(path)
-        if is_shared and COLLECTOR_LOCK_NAME in names and names <= OF_A_COLLECTOR:
-            return not (path / REPLICA_FOLDER).is_dir() or not _names(path / REPLICA_FOLDER)
+        held, replicas = _names(path), path / names.REPLICA_FOLDER
+        if is_shared and names.COLLECTOR_LOCK_NAME in held and held <= names.OF_A_COLLECTOR:
+            return not replicas.is_dir() or not _names(replicas)
     except OSError:
         return True  # whoever takes it says what is wrong
-    return not names
+    return not held
 
 
 def free_out(out: Path, *, is_shared: bool = False) -> Path:
@@ -171,8 +125,7 @@ def free_out(out: Path, *, is_shared: bool = False) -> Path:
 
 
 def _is_begun(path: Path) -> bool:
-    """True for a folder of this user that nobody has claimed yet: another host of the run may just
-    have made it, and one of the two gets it."""
+    """True for a folder of this user without a claim: of two hosts that make one, one gets it."""
     try:
         return path.lstat().st_uid == os.geteuid() and not _names(path)
     except OSError:
@@ -180,15 +133,11 @@ def _is_begun(path: Path) -> bool:
 
 
 def _claim(path: Path, mark: str, text: str) -> bool:
-    """Leave a run's mark in a folder; False where another run has left its own meanwhile.
-
-    Raises:
-        OSError: the folder takes nothing.
-    """
+    """Leave a run's mark in a folder, or raise OSError; False where another run was quicker."""
     draft = Path(tempfile.mkdtemp(prefix=_CLAIM_PREFIX, dir=path))  # 0700
     try:
         (draft / mark).write_text(text)
-        draft.rename(path / REPLICA_FOLDER)  # refused unless that is missing or empty
+        draft.rename(path / names.REPLICA_FOLDER)  # refused unless that is missing or empty
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             return False
@@ -203,24 +152,23 @@ def _chosen_before(out: Path, run_id: str) -> Path | None:
     """Return the folder that this run has taken already, by its youngest mark; None for none.
 
     A run that died may have had the same name. A mark of this host counts while the process that
-    left it lives, one of another host once a relay is seen to write its state beside it.
-    """
+    left it lives, one of another host once a relay is seen to write its state beside it."""
     family = re.compile(rf"{re.escape(out.name)}(-\d+)?")
-    mark = Path(REPLICA_FOLDER, f"{RUN_MARK_PREFIX}{run_id}")
+    mark = Path(names.REPLICA_FOLDER, f"{names.RUN_MARK_PREFIX}{run_id}")
     states: dict[Path, list[str]] = {}
     deadline = time.monotonic() + _DEAD_S
     while True:
         try:
             marks = [out.with_name(n) / mark for n in os.listdir(out.parent) if family.fullmatch(n)]
             marks = [path for path in marks if path.exists()]
-            marks = [path for path in marks if not (path.parents[1] / TRACE_NAME).exists()]
+            marks = [path for path in marks if not (path.parents[1] / names.TRACE_NAME).exists()]
             if not marks:
                 return None
             latest = max(marks, key=lambda path: path.stat().st_mtime)
             host, _, maker = latest.read_text().partition(" ")
             if host == socket.gethostname():
                 return latest.parents[1] if is_process_alive(maker) else None
-            beside = sorted(latest.parent.glob(f"{HOST_STATE_PREFIX}*.json"))
+            beside = sorted(latest.parent.glob(f"{names.HOST_STATE_PREFIX}*.json"))
             written = [path.read_text() for path in beside]
         except OSError:  # of a folder that goes just now, or of one that says so when it is taken
             latest, written = mark, []
@@ -233,29 +181,22 @@ def _chosen_before(out: Path, run_id: str) -> Path | None:
 
 def is_visible(out: Path, run_id: str) -> bool:
     """True where this host sees the head's folder itself, not one of its own of that name."""
-    replicas = out / REPLICA_FOLDER
+    replicas = out / names.REPLICA_FOLDER
     try:
         is_writable = os.access(replicas, os.W_OK | os.X_OK)
-        return is_writable and (replicas / f"{RUN_MARK_PREFIX}{run_id}").exists()
+        return is_writable and (replicas / f"{names.RUN_MARK_PREFIX}{run_id}").exists()
     except OSError:
         return False
 
 
 def prepare_out(path: Path, option: str = "--rs-out", *, is_shared: bool = False) -> Path:
-    """Make a trace folder (0700, with its parents), or take an empty one.
-
-    Args:
-        path: the folder.
-        option: what names another one.
-        is_shared: other hosts of the run, or a collector, may have begun in it.
-
-    Raises:
-        FolderError: it holds something else, is no folder, or cannot be written; says what to do.
+    """Make a trace folder (0700, with its parents), or take an empty one, or with `is_shared` one
+    in which others of the run have begun. Raise FolderError, which names `option` for another one.
     """
     try:
         is_new = not path.exists()
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _names(path) <= (OF_A_COLLECTOR if is_shared else frozenset()):
+        if not _names(path) <= (names.OF_A_COLLECTOR if is_shared else frozenset()):
             raise FolderError(f"{path} is not empty: give a new folder with {option}, or remove it")
         if not is_new:
             check_folder_found(path, option)
@@ -287,13 +228,7 @@ def remove_empty(folders: Iterable[Path]) -> None:
 
 
 def typed(command: str, *places: str | Path, out: str | Path | None = None) -> str:
-    """Return a command of rankscope as it may be pasted into a shell, whatever the paths hold.
-
-    Args:
-        command: its name.
-        places: folders it reads.
-        out: what follows `--out`, if anything.
-    """
+    """Return a command that reads these folders as a shell takes it; `out` follows `--out`."""
     words = ["rankscope", command, *places, *(["--out", out] if out is not None else [])]
     return shlex.join(map(str, words))
 
@@ -304,20 +239,14 @@ def recovering(*places: str | Path, out: str | Path) -> str:
 
 
 QUIET = "nothing happened, so there is no trace"
-"""What is said of a job that held its steps back to its end."""
 
 
 def announced(
     out: Path, shown: str | None = None, *, is_complete: bool = True, remark: str = ""
 ) -> str:
-    """Return the line that tells of a finished trace, the same wherever it is printed.
-
-    Args:
-        out: the trace folder.
-        shown: the folder as it may be typed here; by default the whole path.
-        is_complete: every record of every rank is there, and every rank ended in order.
-        remark: what has to be known before that, "" for nothing.
-    """
+    """Return the line that tells of a finished trace, the same wherever it is printed; `shown` is
+    the folder as it may be typed here; `is_complete`: all records of all ranks are there, and every
+    rank ended in order; `remark`: what has to be known before that."""
     shown = shown or str(out)
     if remark:
         return f"{remark}; what there is lies in {out}: {typed('verify', shown)}"

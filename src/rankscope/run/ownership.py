@@ -1,9 +1,9 @@
 """Whose a folder or a file is: nothing that another user planted is followed, or written to.
 
-A trace folder may lie where others can write (`/tmp`, a shared disk), and whoever makes a folder of
-its name before us could have our records go through links to wherever we may write. So a folder
-that is there already has to be this user's own and hold no links, and a file that is appended to
-has to be a plain one with a single name.
+Where others can write (`/tmp`, a shared disk), whoever makes a trace folder of our name before us
+could have our records go through links to wherever we may write. So a folder that is there already
+has to be this user's own and hold no links, and a file that is appended to has to be a plain one
+with a single name.
 """
 
 from __future__ import annotations
@@ -18,15 +18,8 @@ from rankscope.errors import FolderError
 
 
 def check_folder_found(path: Path, option: str = "--rs-out") -> None:
-    """Refuse a trace folder that is there already and is another user's, or holds links.
-
-    Args:
-        path: the folder; a link to a folder of this user's own is fine.
-        option: what names another one.
-
-    Raises:
-        FolderError: says whose it is, or what is a link in it.
-        OSError: it cannot be read.
+    """Raise FolderError for a trace folder that is another user's, or holds links, and OSError
+    where it cannot be read. A link to a folder of one's own is fine; `option` names another folder.
     """
     owner = os.stat(path).st_uid
     if owner not in _our_names(path) and not _is_given_to_root(path):
@@ -43,11 +36,8 @@ def check_folder_found(path: Path, option: str = "--rs-out") -> None:
 
 
 def own_subfolder(path: Path) -> Path:
-    """Make a folder (0700) in one that is ours, or take the one that is there; return it.
-
-    Raises:
-        OSError: it cannot be made, is a link, or is another user's than the folder it lies in.
-    """
+    """Make a folder (0700) in one of ours, or take it; raise OSError for a link or another
+    user's."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     found = path.lstat()
@@ -60,10 +50,7 @@ def own_subfolder(path: Path) -> Path:
 
 def open_own_log(path: Path) -> int:
     """Open a file for lines at its end, made with 0600 where there is none; return its descriptor.
-
-    Raises:
-        OSError: it cannot be opened, is a link, a pipe, another user's, or has a second name.
-    """
+    Raise OSError where it is a link, a pipe, another user's, or has a second name."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o600)
     try:
@@ -78,9 +65,7 @@ def open_own_log(path: Path) -> int:
 
 
 def _is_given_to_root(folder: Path) -> bool:
-    """True where this is root, and nobody could have put the folder there but its owner or root: a
-    user's own folder, bound into a container.
-    """
+    """True where this is root, and its owner or root alone could have put the folder there."""
     if os.getuid() != 0:
         return False
     above = os.stat(folder.absolute().parent)
@@ -89,9 +74,7 @@ def _is_given_to_root(folder: Path) -> bool:
 
 
 def _our_names(folder: Path) -> set[int]:
-    """Return the user ids under which files of this process may appear in a folder: on a network
-    disk root is somebody else.
-    """
+    """Return the user ids of our files in a folder: on a network disk root is somebody else."""
     if os.stat(folder).st_uid == os.getuid():
         return {os.getuid()}
     draft = folder / f".rankscope-{os.getpid()}.owner"

@@ -12,8 +12,6 @@ import mmap
 import os
 import sys
 
-__all__ = ["OwnFile", "above_standard_streams", "leave_mapping", "map_file"]
-
 Identity = tuple[int, int]
 """Device and inode."""
 
@@ -34,11 +32,7 @@ class OwnFile:
         self.identity = _identity(number)
 
     def check(self) -> int:
-        """Return the number.
-
-        Raises:
-            OSError: EBADF, the program has closed it, whatever has its number now.
-        """
+        """Return the number; raise OSError EBADF where the program has closed it."""
         if _identity(self.number) != self.identity:
             raise OSError(errno.EBADF, "the program has closed it")
         return self.number
@@ -59,11 +53,7 @@ def above_standard_streams(descriptor: int) -> int:
 
 
 def map_file(descriptor: int, nbytes: int, **how: int) -> mmap.mmap:
-    """Map a file; `how` are the flags and protection of `mmap.mmap`.
-
-    Raises:
-        OSError: it cannot be mapped.
-    """
+    """Map a file, or raise OSError; `how` are the flags and protection of `mmap.mmap`."""
     if sys.version_info >= (3, 13):
         return mmap.mmap(descriptor, nbytes, trackfd=False, **how)
     else:
@@ -82,12 +72,7 @@ def map_file(descriptor: int, nbytes: int, **how: int) -> mmap.mmap:
 def leave_mapping(mapped: mmap.mmap, identity: Identity, *, but: int = -1) -> bool:
     """Say before a mapping is let go whether it may be: before Python 3.13 it closes a duplicate of
     its descriptor, and that number may by now be a file of the program's. Then it stays for good.
-
-    Args:
-        mapped: the mapping.
-        identity: of its file.
-        but: a descriptor of that file that is not the duplicate.
-    """
+    `but`: a descriptor of that file that is not the duplicate."""
     if sys.version_info < (3, 13) and not _is_open(identity, but):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapped))
         return False

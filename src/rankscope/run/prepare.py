@@ -1,9 +1,6 @@
-"""How a run is prepared on one host, whoever asks: the launcher, the first rank, or one process
-that traces a block.
-
-It makes the trace folder and the host's run folder, after it has made sure that the disks have room
-for what ranks may write, and says in `run.json` where the records are collected.
-"""
+"""How the launcher, the first rank, or one process that traces a block prepare a run on one host:
+they make the trace folder and the host's run folder once the disks have room for what ranks may
+write, and say in `run.json` where the records are collected."""
 
 from __future__ import annotations
 
@@ -26,13 +23,7 @@ from rankscope.run.folders import (
     write_run_header,
 )
 from rankscope.run.keyfile import CurveKeys, read_keys
-from rankscope.run.outfolder import (
-    default_out,
-    missing_folders,
-    named_out,
-    remove_empty,
-    take_out,
-)
+from rankscope.run.outfolder import default_out, missing_folders, named_out, remove_empty, take_out
 from rankscope.run.processes import process_name
 from rankscope.settings import Settings
 
@@ -42,8 +33,9 @@ class Collection:
     """Where the records of a run are collected: one of three ways."""
 
     address: str
-    """"" for a job of this host alone; `SHARED` where every host writes into the trace folder by
-    itself; else where a collector listens that somebody started, with a trace folder of its own."""
+    """"" for a job of this host alone; `SHARED` where every host writes into the trace folder
+    itself; else the address of a collector that somebody started, with a trace folder of its own.
+    """
 
     @classmethod
     def asked(cls, setting: str, *, is_one_host: bool = True) -> Collection:
@@ -56,13 +48,8 @@ class Collection:
         return cls(header.collector)
 
     def check(self, keys: Path | None) -> CurveKeys | None:
-        """See that records may be sent there, before anything is made; return the keys for that,
-        None without.
-
-        Raises:
-            BindError: the address may not be used.
-            KeysError: the keys cannot be.
-        """
+        """See that records may be sent there, before anything is made; return the keys for that.
+        Raise BindError for the address, KeysError for the keys."""
         if keys is not None and not is_tcp(self.address):
             raise KeysError(
                 f"{keys}: keys are those of a collector on TCP, and none is named",
@@ -96,7 +83,6 @@ class RunRequest:
 
     run_id: str
     key: str
-    """Name of the run folder, as `run_key` returns it."""
     collection: Collection
     world_size: int
     local_ranks: int
@@ -122,9 +108,7 @@ class PreparedRun:
     collection: Collection
     announcement: str
     made: Sequence[Path]
-    """The trace folder and those of its parents that were made now, the innermost first."""
     undo: ExitStack
-    """Removes the folders that were made and are empty."""
 
     def remove(self) -> None:
         """Remove the run folder with all in it, and what else was made and is empty."""
@@ -133,7 +117,6 @@ class PreparedRun:
 
 
 def _remove_made(made: Sequence[Path]) -> None:
-    """Remove what was made of a trace folder, the run's mark with it."""
     if made and made[0].name == REPLICA_FOLDER:
         shutil.rmtree(made[0], ignore_errors=True)
     remove_empty(made)
@@ -142,17 +125,9 @@ def _remove_made(made: Sequence[Path]) -> None:
 def prepare_run(
     request: RunRequest, announce: Callable[[Path, str], object] = lambda out, line: None
 ) -> PreparedRun:
-    """Make the trace folder and the run folder of a run; start nothing.
-
-    Args:
-        request: what the run needs.
-        announce: told of the trace folder once it can be used, and how that is said, before
-            `run.json` lets anybody in.
-
-    Raises:
-        FolderError: the trace folder cannot be used; like the next, it leaves nothing behind.
-        SpoolError: the run folder cannot be used, or a disk has no room.
-    """
+    """Make the trace folder and the run folder of a run; start nothing. `announce` is told of the
+    trace folder once it can be used, before `run.json` lets anybody in. Raise FolderError or
+    SpoolError where a folder cannot be used or a disk has no room, and leave nothing behind."""
     with ExitStack() as undo:
         collection, settings = request.collection, request.settings
         base = spool_base(settings.spool)

@@ -20,9 +20,8 @@ def process_name(pid: int) -> str:
 def is_process_alive(name: str) -> bool:
     """True while the process of that name exists and has not ended (a zombie has)."""
     pid = name.partition(":")[0]
-    return (
-        pid.isdigit() and process_name(int(pid)) == name and _status(int(pid), 0) not in {"", "Z"}
-    )
+    is_there = pid.isdigit() and process_name(int(pid)) == name
+    return is_there and _status(int(pid), 0) not in {"", "Z"}
 
 
 def started_at() -> float:
@@ -34,11 +33,8 @@ def started_at() -> float:
 
 def launcher_of(variables: Mapping[str, str]) -> int:
     """Return the process that launched this rank: its nearest ancestor that is not of the rank.
-
-    Shells and wrappers between the launcher and the rank (`torchrun --no-python bind.sh ...`) were
-    started with the variables that number the rank; what stands above them all ranks of a host
-    share.
-    """
+    Shells and wrappers between the two (`torchrun --no-python bind.sh ...`) were started with the
+    variables that number the rank; what stands above them all ranks of a host share."""
     pid = os.getppid()
     for _ in range(_MOST_ANCESTORS):
         parent = _status(pid, 1)

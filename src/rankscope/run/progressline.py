@@ -25,12 +25,8 @@ def _write(text: str) -> None:
 
 def write_to_stderr(text: str) -> None:
     """Write past Python's buffer where stderr is the process's own: what a full disk refuses would
-    stay in it, and the program would end with code 120 when that is flushed once more.
-
-    Raises:
-        OSError, ValueError: it is full, or closed; whatever an object raises that a program has put
-            in its place.
-    """
+    stay in it, and the program would end with code 120 when that is flushed once more. Raise
+    OSError, ValueError, or what a program's own object in place of stderr raises."""
     stream = sys.stderr
     if stream is None:  # closed before the process began
         return

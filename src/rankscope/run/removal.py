@@ -21,11 +21,9 @@ class Removable(enum.Enum):
     SEGMENT = "segment"
     """A full segment of a stream, freed by the relay."""
     STREAM = "stream"
-    """A stream of a host's run folder."""
     HELD = "held"
     """What a rank held back. Its copy is a stream, which goes by that rule."""
     REPLICA = "replica"
-    """Records of the trace folder."""
 
 
 class Reach(enum.IntEnum):
@@ -33,11 +31,9 @@ class Reach(enum.IntEnum):
 
     NOWHERE = 0
     BEGUN = 1
-    """Some of them are in another place."""
     COPIED = 2
     """All of them are in another file of this disk."""
     ACKNOWLEDGED = 3
-    """All of them were written elsewhere; a loss of power there may take them."""
     DURABLE = 4
     """All of them are on disk elsewhere, where readers find them."""
 
@@ -50,7 +46,6 @@ class Place:
     is_asked: bool = True
     """Somebody asked for these records, or may still; records that are not held back always are."""
     has_writer: bool = False
-    """The process that writes there lives."""
 
 
 class _Rule(NamedTuple):
@@ -58,7 +53,6 @@ class _Rule(NamedTuple):
     """At least so far another place has to go."""
     allows_writer: bool
     allows_unasked: bool
-    """It goes too where nobody asked."""
 
 
 _RULES: Final[Mapping[Removable, _Rule]] = {

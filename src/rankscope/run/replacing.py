@@ -16,11 +16,7 @@ _LARGEST_JSON = 16 << 20
 
 
 def read_json_map(path: Path) -> dict[str, Any]:
-    """Read a small JSON object.
-
-    Raises:
-        SpoolError: it is missing, too large, or no JSON object.
-    """
+    """Read a JSON object; raise SpoolError where it is missing, larger than 16 MiB, or none."""
     try:
         if path.stat().st_size > _LARGEST_JSON:
             raise SpoolError(f"{path}: larger than {_LARGEST_JSON} bytes; set it aside")
@@ -35,22 +31,14 @@ def read_json_map(path: Path) -> dict[str, Any]:
 
 
 def new_file(path: Path) -> BinaryIO:
-    """Make a file for this user alone (0600), as a trace is and all that is written out of one;
-    return it, open to be written.
-
-    Raises:
-        OSError: it cannot be made, or something has its name.
-    """
+    """Make a file for this user alone (0600), as all of a trace is, and open it; raise OSError
+    where something has its name."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, 0o600), "wb")
 
 
 def sync_by_name(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on disk.
-
-    Raises:
-        OSError: they are not.
-    """
+    """Wait until a file, or the names in a folder, are on disk, or raise OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -63,15 +51,9 @@ def sync_by_name(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
-    """Give a new file (0600) that takes the place of `path` when the block ends.
-
-    Args:
-        path: its place.
-        is_synced: see that the bytes are on disk before they are seen there, and then their name.
-
-    Raises:
-        OSError: it cannot be written; the draft is gone then: a full disk has better use for it.
-    """
+    """Give a new file (0600) that takes the place of `path` when the block ends; `is_synced`: its
+    bytes are on disk before they are seen there, and then their name. On OSError the draft is gone:
+    a full disk has better use for it."""
     draft = path.with_name(f".{path.name[:60]}.{os.getpid()}.new")  # a name has 255 bytes at most
     try:
         draft.unlink(missing_ok=True)  # of a process that died with our number, or somebody's
@@ -88,11 +70,7 @@ def replacing(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
 
 
 def write_by_rename(path: Path, text: str) -> None:
-    """Write a small file (0600) so that a reader sees all of it or the old one.
-
-    Raises:
-        SpoolError: it cannot be written.
-    """
+    """Write a file (0600): a reader sees all of it or the old one; raise SpoolError."""
     try:
         with replacing(path, is_synced=False) as file:
             file.write(text.encode())

@@ -33,45 +33,35 @@ class Stall:
     """When the last record of any rank was written, or the last rank ended."""
     noticed_ns: int
     over_ns: int = 0
-    """When a rank moved again, or ended; 0 while none did."""
     is_by_end: bool = False
     """It is over because ranks ended, not because one wrote anything."""
     host: str
     where: str = ""
-    """What the ranks that count are inside of."""
 
     def sentence(self, now_ns: int | None) -> str:
-        """Return a sentence about it, without a full stop.
-
-        Args:
-            now_ns: wall-clock time; None where the job is known to be over.
-        """
+        """Return a sentence without a full stop; `now_ns` is None where the job is over."""
         since = _clock(self.since_ns)
         where = f": {self.where}" if self.where else ""
+        who = f"no rank of {self.host}"
         if self.over_ns:
             how = "then its ranks ended" if self.is_by_end else "then it went on"
-            lasted = self.seconds(self.over_ns)
-            over = _clock(self.over_ns)
-            return f"no rank of {self.host} moved from {since} to {over} ({lasted} s), {how}{where}"
+            over, lasted = _clock(self.over_ns), self.seconds(self.over_ns)
+            return f"{who} moved from {since} to {over} ({lasted} s), {how}{where}"
         if now_ns is None:
-            return f"no rank of {self.host} moved after {since}, as far as was seen{where}"
-        seconds = self.seconds(now_ns)
-        return f"no rank of {self.host} has moved since {since} ({seconds} s){where}"
+            return f"{who} moved after {since}, as far as was seen{where}"
+        return f"{who} has moved since {since} ({self.seconds(now_ns)} s){where}"
 
     def seconds(self, until_ns: int) -> int:
         """Return how long it had lasted at a time, in whole seconds."""
         return max(0, (until_ns - self.since_ns) // _NS)
 
     def as_evidence(self, now_ns: int | None) -> dict[str, Any]:
-        """Return a stall as evidence: {host, since, until, seconds, message}; `until` is null while
-        it lasts, or where nobody saw its end.
-        """
-        until_ns = self.over_ns or None
+        """Return {host, since, until, seconds, message}; `until` is null while no end was seen."""
         return {
             "host": self.host,
             "since": utc_text(self.since_ns),
-            "until": None if until_ns is None else utc_text(until_ns),
-            "seconds": self.seconds(until_ns or now_ns or self.noticed_ns),
+            "until": utc_text(self.over_ns) if self.over_ns else None,
+            "seconds": self.seconds(self.over_ns or now_ns or self.noticed_ns),
             "message": self.sentence(now_ns),
         }
 
@@ -82,11 +72,7 @@ class Stall:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Stall:
-        """Return the stall of `as_fields`.
-
-        Raises:
-            KeyError, TypeError, ValueError: the fields are not those of one.
-        """
+        """Return the stall of `as_fields`, or raise KeyError, TypeError or ValueError."""
         times = {name: int(fields[name]) for name in ("since_ns", "noticed_ns", "over_ns")}
         if not all(0 <= each < _LARGEST_NS for each in times.values()):
             raise ValueError(f"times {times} are out of range")
@@ -95,7 +81,6 @@ class Stall:
 
 
 def _clock(wall_ns: int) -> str:
-    """Return a time of day here, with the date where that is not today's."""
     then = time.localtime(wall_ns // _NS)
     is_today = then[:3] == time.localtime()[:3]
     return time.strftime("%H:%M:%S" if is_today else "%Y-%m-%d %H:%M:%S", then)
@@ -103,20 +88,10 @@ def _clock(wall_ns: int) -> str:
 
 _FORMAT = "rankscope.stalls/1"
 _MOST = 50
-"""The latest of one relay that are kept."""
 
 
 def keep_stall(folder: Path, relay: str, stall: Stall) -> None:
-    """Add a stall to the file of one relay, or bring its entry there up to date.
-
-    Args:
-        folder: a trace folder, or a host's run folder.
-        relay: file name; hexadecimal digits.
-        stall: what is known of it by now.
-
-    Raises:
-        SpoolError: it cannot be written.
-    """
+    """Add a stall to the file of one relay, or renew it, or raise SpoolError."""
     path = folder / STALL_FOLDER / f"{relay}.json"
     others = [s for s in _read(path) if s.since_ns != stall.since_ns]
     kept = sorted([*others, stall], key=lambda s: s.since_ns)[-_MOST:]
@@ -129,8 +104,7 @@ def keep_stall(folder: Path, relay: str, stall: Stall) -> None:
 
 
 def stalls_in(folder: Path) -> list[Stall]:
-    """Return all stalls noted in a trace folder or run folder, in order of their begin; what
-    cannot be read is left out."""
+    """Return the readable stalls of a trace or run folder, in order of their begin."""
     found = [s for path in sorted((folder / STALL_FOLDER).glob("*.json")) for s in _read(path)]
     return sorted(found, key=lambda s: s.since_ns)
 

@@ -15,8 +15,7 @@ from rankscope.run.findingnotices import told_in
 from rankscope.run.outfolder import typed
 
 _MOST_S = 10.0
-"""A small trace takes one second, that of a thousand ranks minutes: nobody's exit code waits for
-those."""
+"""A small trace takes one second, that of a thousand ranks minutes: nobody waits for those."""
 _POLL_S = 0.1
 _WHERE = "  where: "
 _SAID_BEFORE = ("nothing was judged", "no step was traced")
@@ -30,18 +29,12 @@ def verdict_line(
     is_hurried: Callable[[], bool] = lambda: False,
     tick: Callable[[], object] = lambda: None,
 ) -> str:
-    """Return the verdict, where the first finding is, and what to type; "" where nothing was
-    judged or no step traced, which the line before says.
+    """Return the verdict, where the first finding is, and what to type; "" where nothing was judged
+    or no step traced, which the line before says. It is judged anew, in a process beside this one:
+    what was found while the job ran may have another cause in the whole trace.
 
-    It is judged anew, in a process beside this one: what was found while the job ran may have
-    another cause in the whole trace.
-
-    Args:
-        out: the trace folder.
-        shown: that folder as it may be typed here.
-        most_s: seconds that this may take.
-        is_hurried: true once somebody does not want to wait any longer.
-        tick: called now and then.
+    `shown` is the folder as it may be typed here; `is_hurried` is true once somebody does not want
+    to wait any longer; `tick` is called now and then.
     """
     asked, deadline = typed("check", shown), time.monotonic() + min(most_s, _MOST_S)
     try:

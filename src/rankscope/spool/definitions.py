@@ -1,10 +1,10 @@
 """Definitions: what a DEFINITION record says, checked against the fields of its kind.
 
-A record whose cells are valid may still hold anything: a rank's memory was damaged, another program
-wrote it, somebody made it up. Here is the one place where the bytes become a map, and where every
-field gets the type and the bounds that all later code counts on. A definition that does not keep to
-them is refused with a reason, and the caller sets it aside. What it leaves out of a definition that
-it takes: fields that no reader knows, and all fields of a kind that only a newer rankscope writes.
+A record whose cells are valid may still hold anything (damaged memory, another program). Here is
+the one place where its bytes become a map and every field gets the type and the bounds that all
+later code counts on. A definition that does not keep to them is refused with a reason, and the
+caller sets it aside. Left out: fields that no reader knows, and all fields of a kind that only a
+newer rankscope writes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from rankscope.errors import SpoolError
 from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS
 from rankscope.spool.recordformat import DEFINITION_LENGTH, FORMAT_VERSION, LATEST_NS
 
-__all__ = ["Decoded", "decode_definition", "unpack_map"]
-
 Decoded = dict[bytes, "dict[str, Any] | str"]
 """Definitions by their bytes; of one that was refused the reason."""
 
@@ -33,18 +31,16 @@ _SHOWN: Final = 60
 Check = Callable[[Any], bool]
 
 
-def _text(value: Any) -> bool:
-    return type(value) is str
-
-
-def _flag(value: Any) -> bool:
-    return type(value) is bool
+def _of_type(kind: type) -> Check:
+    return lambda value: type(value) is kind
 
 
 def _within(low: int, end: int) -> Check:
     return lambda value: type(value) is int and low <= value < end
 
 
+_text = _of_type(str)
+_flag = _of_type(bool)
 _number = _within(0, _NUMBERS)
 _integer = _within(-_INTEGERS, _INTEGERS)
 _size = _within(0, _INTEGERS)
@@ -53,24 +49,16 @@ _time = _within(0, LATEST_NS)
 
 
 def _list(check: Check, most: int | None = None) -> Check:
-    def is_list(value: Any) -> bool:
-        return (
-            type(value) is list and (most is None or len(value) <= most) and all(map(check, value))
-        )
-
-    return is_list
+    return lambda value: (
+        type(value) is list and (most is None or len(value) <= most) and all(map(check, value))
+    )
 
 
 def _or_none(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
 
-def _is_mode(value: Any) -> bool:
-    return value in ("train", "eval")
-
-
 def _run_of_steps(value: Any) -> bool:
-    """True for [mode, first, last]."""
     return type(value) is list and len(value) == 3 and value[0] in (0, 1) and _pair(value[1:])
 
 
@@ -139,7 +127,10 @@ _FIELDS: Final[Mapping[str, Mapping[str, Check]]] = {
     "layout": {"file?": _text, "text?": _text},
     "raised": {"error?": _text, "causes?": _texts, "where?": _text},
     "not_kept": {"reason?": _text, "text?": _text},
-    "asked": {"event": _text, "mode": _is_mode, "first": _size, "last": _size, "text": _text},
+    "asked": {
+        "event": _text, "mode": lambda value: value in ("train", "eval"), "first": _size,
+        "last": _size, "text": _text,
+    },
     "untold": {"entry": _text},
     "copied": {
         "kept?": _size, "ring?": _integer, "high?": _size, "step": _integer,
@@ -161,11 +152,8 @@ _KINDS: Final = {
 
 
 def decode_definition(payload: bytes) -> dict[str, Any]:
-    """Return the definition in the payload of a DEFINITION record.
-
-    Raises:
-        SpoolError: it is none, or a field of it is not what its kind has there.
-    """
+    """Return the definition in the payload of a DEFINITION record. Raises SpoolError where it is
+    none, or a field is not what its kind has there."""
     start = DEFINITION_LENGTH.size
     (length,) = DEFINITION_LENGTH.unpack_from(payload)
     if not 0 < length <= len(payload) - start:
@@ -191,22 +179,13 @@ def decode_definition(payload: bytes) -> dict[str, Any]:
     missing = needed - taken.keys()
     if missing:
         raise SpoolError(f"a {kind} has no {', '.join(sorted(missing))}")
-    _check_together(kind, taken)
-    return taken
-
-
-def _check_together(kind: str, taken: Mapping[str, Any]) -> None:
-    """Refuse fields that contradict each other.
-
-    Raises:
-        SpoolError: they do.
-    """
     if kind == "rank" and taken["rank"] >= taken.get("world_size", MAX_RANKS):
         raise SpoolError(f"rank {taken['rank']} in a world of {taken['world_size']}")
     if kind == "mesh":
         axes, shape, ranks = taken["axes"], taken["shape"], taken["ranks"]
         if len(axes) != len(shape) or math.prod(shape) != len(ranks):
             raise SpoolError(f"a mesh of {len(axes)} axes has {len(ranks)} ranks")
+    return taken
 
 
 def _shown(value: Any) -> str:
@@ -218,24 +197,13 @@ def _shown(value: Any) -> str:
 
 
 def unpack_map(packed: bytes) -> dict[str, Any]:
-    """Decode one msgpack map with text keys; no extension types, no length beyond the bytes given.
-
-    Raises:
-        SpoolError: it is anything else.
-    """
+    """Decode one msgpack map with text keys, no extension types. Raises SpoolError for anything
+    else."""
     size = len(packed)
+    lengths = dict.fromkeys(("str", "bin", "array", "map"), size) | {"ext": 0}
+    limits = {f"max_{kind}_len": most for kind, most in lengths.items()}
     try:
-        decoded = msgpack.unpackb(
-            packed,
-            raw=False,
-            strict_map_key=True,
-            use_list=True,
-            max_ext_len=0,
-            max_str_len=size,
-            max_bin_len=size,
-            max_array_len=size,
-            max_map_len=size,
-        )
+        decoded = msgpack.unpackb(packed, raw=False, strict_map_key=True, use_list=True, **limits)
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError) as error:
         raise SpoolError(f"{size} bytes are no msgpack map: {error}") from error
     if not isinstance(decoded, dict) or not all(isinstance(key, str) for key in decoded):

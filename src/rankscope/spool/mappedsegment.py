@@ -27,15 +27,11 @@ class Segment:
     __slots__ = ("_identity", "at", "data_end", "end", "index", "map", "path", "seen")
 
     def __init__(self, folder: Path, index: int, size_bytes: int) -> None:
-        """Make, preallocate and map segment `index`.
-
-        Raises:
-            OSError: no space, no permission, or the name is taken.
-        """
+        """Make, preallocate and map segment `index`. Raises OSError where there is no space or
+        permission, or the name is taken."""
         self.index = index
         self.path = segment_path(folder, index)
         self.at = 0
-        """Bytes committed."""
         self.seen = 0
         """Bytes that the observers were handed."""
         self.end = size_bytes
@@ -49,7 +45,11 @@ class Segment:
             os.posix_fallocate(descriptor, 0, size_bytes)
             self._identity = OwnFile(descriptor).identity
             self.map = map_file(descriptor, size_bytes)
-            _fill_as_touched(self.map)
+            if hasattr(mmap, "MADV_RANDOM"):
+                # Pages come as they are written: else the first write waits for all that the
+                # system reads ahead on this disk, megabytes, and most of them are never used.
+                with contextlib.suppress(OSError):
+                    self.map.madvise(mmap.MADV_RANDOM)
             os.rename(draft, self.path)
         except OSError:
             draft.unlink(missing_ok=True)
@@ -72,38 +72,24 @@ class Segment:
         return self.path.exists()
 
     def unmap(self) -> None:
-        """Let the mapping go, once no view of it is left; the file stays."""
+        """Let the mapping go once no view of it is left; the file stays."""
         if leave_mapping(self.map, self._identity):
             with contextlib.suppress(BufferError):
                 self.map.close()
 
 
-def _fill_as_touched(mapped: mmap.mmap) -> None:
-    """Have the system bring pages as they are written: else the first write waits for as many as it
-    reads ahead on that disk, megabytes, and most of them are never used.
-    """
-    if hasattr(mmap, "MADV_RANDOM"):
-        with contextlib.suppress(OSError):  # advice alone
-            mapped.madvise(mmap.MADV_RANDOM)
-
-
 def first_segment(folder: Path, size_bytes: int) -> Segment:
-    """Begin a stream.
-
-    Raises:
-        SpoolError: the folder holds an earlier process's records, or the disk has no room.
-    """
+    """Begin a stream. Raises SpoolError where the folder holds records, or the disk has no room."""
     if segment_indexes(folder):
         raise SpoolError(
             f"{folder}: holds records of an earlier process; a restarted rank needs the "
             f"next incarnation number, or remove the folder"
         )
     try:
-        segment = Segment(folder, 0, size_bytes)
+        return Segment(folder, 0, size_bytes)
     except OSError as error:
         raise SpoolError(
             f"{folder}: cannot reserve {size_bytes >> 10} KiB for the spool "
             f"({error.strerror}; {free_bytes(folder) >> 10} KiB free); "
             f"choose another disk with --rs-spool or less with --rs-spool-bytes"
         ) from error
-    return segment

@@ -1,8 +1,8 @@
 """Whose records these are: a number that tells a stream from another of the same rank and life.
 
 A node that was replaced starts the same rank in the same life again, on a host that cannot know of
-the first one. The first record of a stream says which process wrote it, and when, so the hash of
-that record is the number. It outlives the first segment in a file beside the others.
+the first one. The first record of a stream says which process wrote it, and when: the number is the
+hash of that record. It outlives the first segment in a file beside the others.
 """
 
 from __future__ import annotations
@@ -40,21 +40,17 @@ def origin_of(stream: bytes | mmap | npt.NDArray[np.uint8]) -> int:
 
 
 def origin_text(origin: int) -> str:
-    """Return it as files and the tree spell it: 16 hexadecimal digits."""
+    """Return an origin as files and the tree spell it: 16 hexadecimal digits."""
     return f"{origin:016x}"
 
 
 def keep_origin(folder: Path, origin: int) -> bool:
-    """Note the origin of a stream folder whose first segment is about to go; False where it
-    cannot be, and the segment must stay.
-    """
-    if origin == UNKNOWN:
-        return False
-    try:
-        write_by_rename(folder / _NAME, origin_text(origin))
-    except SpoolError:
-        return False
-    return True
+    """Note the origin before the first segment goes; False where the segment has to stay."""
+    with contextlib.suppress(SpoolError):
+        if origin != UNKNOWN:
+            write_by_rename(folder / _NAME, origin_text(origin))
+            return True
+    return False
 
 
 def kept_origin(folder: Path) -> int:

@@ -21,7 +21,6 @@ _pack_three = struct.Struct("<I4s56sI4s56sI4s56s").pack_into
 
 
 def _head(kind: int, count: int, number: int) -> tuple[bytes, int]:
-    """Return the header of cell `number` of `count` without its crc, and the crc of that header."""
     head = _HEAD.pack(kind, FIRST if number == 0 else 0, count - 1 - number)
     return head, crc32(head)
 
@@ -34,12 +33,11 @@ FOUR: Final = tuple(
     tuple(_head(kind, 4, number) for number in range(4)) for kind in range(max(RecordKind) + 1)
 )
 _HEADS: Final[dict[tuple[int, int], list[tuple[bytes, int]]]] = {}
-"""(kind, cells) to the headers of such a record, for the record sizes seen most."""
-_HEADS_KEPT: Final = 256
+_HEADS_KEPT: Final = 256  # the record sizes seen most
 
 
 class Closed:
-    """Stands for the segment once there is none: every write goes the slow way and is refused."""
+    """Stands for the segment of a closed stream: every write goes the slow way and is refused."""
 
     at = 0
     data_end = 0
@@ -53,7 +51,7 @@ CLOSED: Final = Closed()
 def put_four(
     segment: Segment | Closed, at: int, heads: tuple[tuple[bytes, int], ...], payload: bytes
 ) -> None:
-    """What `put` does, for the record with a whole digest: unrolled, it is the second hottest."""
+    """As `put` for a record with a whole digest, the second hottest: unrolled."""
     first, second, third, fourth = QUAD.unpack(payload)
     (head0, crc0), (head1, crc1), (head2, crc2), (head3, crc3) = heads
     mapped = segment.map
@@ -92,7 +90,7 @@ def put(segment: Segment | Closed, kind: int, payload: bytes) -> None:
 
 
 def whole_record(segment: Segment | Closed) -> int:
-    """Cells of the record that lies whole at the committed end, 0 where none does."""
+    """Return the number of cells of the record that lies whole at the committed end, 0 for none."""
     at, mapped = segment.at, segment.map
     if at >= segment.end:
         return 0

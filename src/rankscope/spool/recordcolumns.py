@@ -32,6 +32,7 @@ from rankscope.spool.recordformat import (
     GAP_DTYPE,
     HEADER_BYTES,
     LONGEST_RECORD,
+    NO_SEQUENCE,
     PAYLOAD_BYTES,
     STEP_DTYPE,
     TENSOR_DTYPE,
@@ -42,17 +43,6 @@ from rankscope.spool.recordformat import (
 from rankscope.spool.soundness import judged
 from rankscope.spool.validprefix import Cells, as_cells, cell_heads, committed_heads
 
-__all__ = [
-    "Ending",
-    "Records",
-    "Sequences",
-    "ValueRows",
-    "ending",
-    "records",
-    "records_at",
-    "step_codes",
-]
-
 COLUMNS: Mapping[RecordKind, np.dtype[Any]] = {
     RecordKind.ENTER: ENTER_DTYPE,
     RecordKind.EXIT: EXIT_DTYPE,
@@ -62,7 +52,6 @@ COLUMNS: Mapping[RecordKind, np.dtype[Any]] = {
     RecordKind.GAP: GAP_DTYPE,
     RecordKind.END: END_DTYPE,
 }
-"""Record kinds of one cell each."""
 VALUE_COLUMNS = tuple(name for name in VALUE_DTYPE.names or () if name not in ("pad", "spare"))
 Positions = npt.NDArray[np.int64]
 Structured = npt.NDArray[Any]
@@ -70,27 +59,22 @@ Structured = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """What the END and GAP records of a buffer say."""
+    """What the END and GAP records of a buffer say; the time is the rank's monotonic clock."""
 
     reason: EndReason | None
-    """None where there is no END record."""
     dropped_records: int
     time_ns: int = 0
-    """Of the END record, by the rank's monotonic clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Records:
-    """Committed records of one buffer. A position is a record's number among them."""
+    """Committed records of one buffer: their cells [N, 64], and of each record [R] its first cell,
+    the number of its cells and its kind. A position is a record's number among them."""
 
     cells: Cells
-    """[N, 64], the committed ones only."""
     start: Positions
-    """First cell of each record, [R]."""
     size: Positions
-    """Cells of each record, [R]."""
     kind: npt.NDArray[np.uint8]
-    """[R]"""
 
     def __len__(self) -> int:
         return len(self.start)
@@ -112,18 +96,11 @@ class Records:
         return (positions, rows) if is_sound is None else (positions[is_sound], rows[is_sound])
 
     def rows_at(self, positions: Positions, kind: RecordKind) -> Structured:
-        """Fields of records of a kind, those too that make no sense (`soundness`)."""
-        cell = np.dtype(
-            {
-                "names": ["fields"],
-                "formats": [COLUMNS[kind]],
-                "offsets": [HEADER_BYTES],
-                "itemsize": CELL_BYTES,
-            }
-        )
+        """Return the fields of records of a kind, senseless ones included (`soundness`)."""
         taken = self.cells.take(self.start[positions], axis=0)
         # the fields as they lie in the cells that were taken: no second copy
-        return taken.view(cell).reshape(-1)["fields"]
+        fields = taken[:, HEADER_BYTES : HEADER_BYTES + COLUMNS[kind].itemsize]
+        return fields.view(COLUMNS[kind])[:, 0]
 
     def values(self) -> tuple[Positions, ValueRows]:
         """Positions and columns of the values that make sense."""
@@ -135,7 +112,7 @@ class Records:
         )
 
     def values_at(self, positions: Positions) -> ValueRows:
-        """Columns of values, those too that make no sense."""
+        """Return the columns of values, also of those that make no sense."""
         has_digest = self.size[positions] == VALUE_CELLS
         return ValueRows(self.cells, self.start[positions], has_digest)
 
@@ -152,7 +129,7 @@ class Records:
         return self.cells.take(wanted, axis=0)
 
     def definitions(self) -> list[dict[str, Any]]:
-        """Decode the definitions, in the order they were committed; what is none is left out."""
+        """Decode the definitions in the order of their commits; what is none is left out."""
         found = []
         for position in self.positions(RecordKind.DEFINITION):
             with contextlib.suppress(SpoolError):
@@ -161,19 +138,13 @@ class Records:
 
 
 class ValueRows:
-    """Values of one buffer, [rows], a column of VALUE_DTYPE at a time as it is asked for: it lies
-    in their cells, which are not copied."""
+    """Values of one buffer, [rows]; a column of VALUE_DTYPE is taken when it is asked for."""
 
     __slots__ = ("_cells", "_start", "has_digest")
 
     def __init__(self, cells: Cells, start: Positions, has_digest: npt.NDArray[np.bool_]) -> None:
-        """Hold the values whose records begin at some cells.
-
-        Args:
-            cells: [N, 64], without a hole.
-            start: first cell of each.
-            has_digest: which have numbers; of the others they are 0.
-        """
+        """Hold the values whose records begin at `start` in `cells` ([N, 64], without a hole); the
+        columns of those without a digest are 0."""
         self._cells, self._start, self.has_digest = cells, start, has_digest
 
     def __len__(self) -> int:
@@ -188,7 +159,6 @@ class ValueRows:
         return ValueRows(self._cells, self._start, self.has_digest & ~rows)
 
     def __getitem__(self, name: str) -> Structured:
-        """Return a column, [rows] or [rows, numbers of one]: a copy."""
         field, offset = VALUE_DTYPE.fields[name][:2]  # type: ignore[index]
         kind, shape = field.subdtype or (field, ())
         if not len(self):
@@ -209,12 +179,8 @@ class ValueRows:
 
 
 def records(buffer: bytes | memoryview | Cells, *, is_verified: bool = False) -> Records:
-    """Index the committed records of a buffer that begins at a record boundary.
-
-    Args:
-        buffer: a replica, or a piece of one.
-        is_verified: the buffer is known to be whole valid records: leave the crcs alone.
-    """
+    """Index the committed records of a buffer that begins at a record boundary. `is_verified`: it
+    is known to be whole valid records, so their crcs are left alone."""
     cells = as_cells(buffer)
     heads = cell_heads(cells) if is_verified else committed_heads(cells)
     cells = cells[: len(heads)]
@@ -225,12 +191,8 @@ def records(buffer: bytes | memoryview | Cells, *, is_verified: bool = False) ->
 
 
 def records_at(path: Path, offset: int, size: int) -> Records:
-    """Index the whole records that begin in about so many bytes of a replica, at a record boundary,
-    where the first may be longer.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Index the whole records in about `size` bytes of a replica from a record boundary on; the
+    first may be longer. Raises OSError where the replica cannot be read."""
     piece = piece_of(path, offset, size)
     found = records(piece)
     if not found.committed_bytes and len(piece) == size < LONGEST_RECORD:
@@ -250,8 +212,22 @@ def ending(found: Records) -> Ending:
     return Ending(reason=None, dropped_records=int(gaps["records"].sum()))
 
 
+_WITH_CALL = (
+    *(RecordKind.ENTER, RecordKind.EXIT, RecordKind.VALUE, RecordKind.SAMPLES),
+    RecordKind.ERROR,
+)
+"""Records that begin with the sequence number of their call."""
+
+
+def call_sequences(found: Records) -> npt.NDArray[np.uint64]:
+    """Return the sequence number of each record's call, NO_SEQUENCE for none, [R]."""
+    heads = found.cells.take(found.start, axis=0)[:, HEADER_BYTES : HEADER_BYTES + 8]
+    numbers: npt.NDArray[np.uint64] = np.ascontiguousarray(heads).view("<u8").reshape(-1)
+    return np.where(np.isin(found.kind, _WITH_CALL), numbers, np.uint64(NO_SEQUENCE))
+
+
 def step_codes(modes: npt.NDArray[Any], steps: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return one number for each step of a mode: its number in the low 32 bits, [len(steps)]."""
+    """Return [len(steps)] one number for each step of a mode, the step in its low 32 bits."""
     return modes.astype(np.int64) << 32 | steps.astype(np.int64)
 
 

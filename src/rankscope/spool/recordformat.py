@@ -8,11 +8,10 @@ A spool is an append-only stream of records; a record is one or more cells, comm
     offset 6   u16  left    cells of this record that follow this one
     offset 8   56 bytes     payload
 
-The writer fills the following cells first and the first cell last; a cell half written fails its
-crc, unwritten space is zero and a zero cell is never valid, so a reader that finds every cell of a
-record valid has the whole record, and any other record is not committed yet. All numbers are
-little-endian. Records never cross a segment: the rest of a segment is one FILLER record, and every
-segment but the first begins with one that says whose it is.
+The writer fills the first cell last. A cell half written fails its crc, and unwritten space (zeros)
+is never valid: a record whose every cell is valid is whole, and any other is not committed yet. All
+numbers are little-endian. Records never cross a segment: the rest of a segment is one FILLER
+record, and every segment but the first begins with a FILLER that says whose it is.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ CELL_BYTES = 64
 HEADER_BYTES = 8
 PAYLOAD_BYTES = CELL_BYTES - HEADER_BYTES
 FIRST = 1
-"""Flag of a record's first cell."""
 MAX_RECORD_CELLS = 1 << 16
 LONGEST_RECORD = MAX_RECORD_CELLS * CELL_BYTES
 LATEST_NS = 1 << 62
@@ -47,17 +45,14 @@ class RecordKind(enum.IntEnum):
     ENTER = 2
     """A call began (or an event of a root: setup, grads, params)."""
     EXIT = 3
-    """A call ended."""
     VALUE = 4
     """One tensor in one slot: VALUE_HEAD alone (one cell), or with its digest (VALUE_CELLS)."""
     SAMPLES = 5
     """Per-sample sketches of the value before it: SAMPLES, then count x K float32."""
     STEP = 6
-    """A step began or ended."""
     GAP = 7
     """Records were dropped because the spool was full."""
     END = 8
-    """The last record of a stream."""
     FILLER = 9
     """Nothing: the rest of a segment. One at the begin of a segment may say whose it is: STAMP."""
     ERROR = 10
@@ -72,7 +67,6 @@ class StepEvent(enum.IntEnum):
     BEGIN = 0
     END = 1
     NOTE = 2
-    """Something to know about a step that runs."""
 
 
 NO_SEQUENCE = 0xFFFF_FFFF_FFFF_FFFF
@@ -81,7 +75,7 @@ NO_MICRO_BATCH = 0xFFFF_FFFF
 
 
 def record_bytes(head: bytes) -> int:
-    """Return the bytes of the record whose first cell begins with these; 0 where nothing was
+    """Return the bytes of the record whose first cell begins with `head`; 0 where nothing was
     written yet, or less than a cell's header is there."""
     if len(head) < HEADER_BYTES or head[4] == 0:
         return 0

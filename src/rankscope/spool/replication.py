@@ -1,15 +1,15 @@
-"""Replicas in a trace folder: byte-identical copies of streams, and beside each the marker that
-says how its stream ended.
+"""Replicas in a trace folder: byte-identical copies of streams, and beside each its end marker.
 
     <trace>/spool/rank00003.0.cells    the replica
     <trace>/spool/rank00003.0.json     its end marker, written once the stream has ended
 
-Of a job whose steps are written while it runs the first bytes of a replica may be gone; what is
-kept of them lies beside it too (`spool.settledprefix`).
+Of a job whose steps are written while it runs the first bytes of a replica may be gone
+(`spool.settledprefix`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass
@@ -24,10 +24,9 @@ from rankscope.run.replacing import read_json_map, write_by_rename
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamEnd:
-    """How a stream ended, as its marker says."""
+    """How a stream ended, and how many bytes its rank committed, as its marker says."""
 
     committed: int
-    """Bytes the rank committed."""
     end: EndReason
 
 
@@ -39,23 +38,17 @@ def replica_path(out: Path, stream: StreamId) -> Path:
 def replicated(out: Path) -> dict[StreamId, int]:
     """Streams that have a replica, and its length in bytes."""
     found = {}
-    try:
-        with os.scandir(out / REPLICA_FOLDER) as entries:
-            for entry in entries:
-                stream = stream_named(entry.name.removesuffix(CELLS_SUFFIX))
-                if stream is not None and entry.name.endswith(CELLS_SUFFIX):
-                    found[stream] = entry.stat(follow_symlinks=False).st_size
-    except FileNotFoundError:
-        pass
+    with contextlib.suppress(FileNotFoundError), os.scandir(out / REPLICA_FOLDER) as entries:
+        for entry in entries:
+            stream = stream_named(entry.name.removesuffix(CELLS_SUFFIX))
+            if stream is not None and entry.name.endswith(CELLS_SUFFIX):
+                found[stream] = entry.stat(follow_symlinks=False).st_size
     return found
 
 
 def write_end(replica: Path, end: StreamEnd) -> bool:
-    """Write the end marker beside a replica; False where one is there that knows of as many bytes.
-
-    Raises:
-        SpoolError: it cannot be written.
-    """
+    """Write the end marker beside a replica; False where one is there that tells of as many bytes.
+    Raises SpoolError where the marker cannot be written."""
     known = read_end(replica)
     if known is not None and known.committed >= end.committed:
         return False

@@ -4,14 +4,14 @@ Two streams lie in one folder. The *ring* takes the records of steps, and with t
 that grow with the number of steps (shapes, collectives). The stream `kept` takes all that is never
 let go: who this rank is, its modules, their first values.
 
-The ring is let go in *turns*. A turn is a run of steps that no definition of an earlier turn is
-needed for: whoever writes forgets at its begin what it has defined. It begins with the first step
-that begins in a segment, so no other begins before it in what is left. The oldest goes once none
-of its steps is among those to be held, and none is younger than `_GRACE_NS`: so long a relay may
-take to notice what happened. A ring that is full lets go earlier.
+The ring is let go in *turns*. A turn is a run of steps that need no definition of an earlier turn:
+the caller defines everything anew at its begin. It begins with the first step that begins in a
+segment, so no other begins before it in what is left. The oldest turn goes once none of its steps
+is among those to be held, and none is younger than `_GRACE_NS`, which a relay may take to notice
+what happened. A ring that is full lets go earlier.
 
-A turn that an event asks for stays until the copy has it, whoever stands still. While such a turn
-fills the ring, new records are dropped, and counted; else only where a single turn does not fit.
+A turn that an event asks for stays until it is copied. While such a turn fills the ring, new
+records are dropped, and counted; else only where a single turn does not fit.
 """
 
 from __future__ import annotations
@@ -40,20 +40,17 @@ _TURNS: Final = 8
 
 
 class _Turn(NamedTuple):
+    """Where a turn begins in the ring, and its first step: counted here, and as the rank counts."""
+
     offset: int
-    """Where it begins in the ring."""
     number: int
-    """Of its first step, counted here."""
     begin_ns: int
     mode: Mode
     step: int
-    """Its first step, as the rank counts it."""
 
     def is_asked(self, after: _Turn, window: Window) -> bool:
-        """True where the window may ask for a record of this turn, which `after` follows.
-
-        Values that an accelerator hands out late stand in the step that follows theirs.
-        """
+        """True where the window may ask for a record of this turn, which `after` follows: values
+        that an accelerator hands out late stand in the step that follows theirs."""
         if window.mode is Mode.EVAL:  # eval steps count before the first train step alone
             is_past = after.mode is Mode.EVAL and after.step <= window.first
             return self.mode is Mode.EVAL and self.step <= window.last + 1 and not is_past
@@ -66,11 +63,10 @@ class RingWriter(SpoolWriter):
     """One rank's last steps."""
 
     def __init__(self, folder: Path, *, limit_bytes: int, steps: int, board: EventBoard) -> None:
-        """Make both streams.
+        """Make both streams; the arguments beyond those of `SpoolWriter`:
 
         Args:
-            folder: takes the ring; must not hold records of an earlier process.
-            limit_bytes: of both together, and of what a relay makes of them.
+            limit_bytes: of both streams together, and of what a relay makes of them.
             steps: whole steps to be held, besides the one that runs.
             board: says what is asked for.
 
@@ -92,18 +88,15 @@ class RingWriter(SpoolWriter):
         """What this rank asks for, and could not put on the board."""
         self._turn_segments = max(1, ring_bytes // _TURNS // self.segment_bytes)
         self._begun_in = 0
-        """Segment in which the last step began."""
         self._turns: deque[_Turn] = deque([_Turn(0, 0, time.monotonic_ns(), Mode.EVAL, 0)])
         self._count = 0
         self._has_trained = False
         self._letting_go = threading.Lock()
         """Never waited for: whoever finds it taken has nothing to do."""
         self._freed = 0
-        """First segment that is still there."""
 
     def hold(self, window: Window) -> bool:
-        """Keep these steps to the end, because nobody could be told that they are asked for; False
-        where too many are kept like that."""
+        """Keep steps that the board could not take to the end; False where too many are kept so."""
         has_room = len(self._untold) < _MOST_UNTOLD
         if has_room:
             self._untold.append(window)
@@ -111,7 +104,7 @@ class RingWriter(SpoolWriter):
 
     def begin_step(self, mode: Mode, step: int) -> bool:
         """Note that a step has begun, with the record written last; True where a turn begins with
-        it: then what was defined so far is to be defined anew.
+        it: what was defined so far is then to be defined anew.
 
         Train steps count, and eval steps of a program that has not trained.
         """
@@ -161,7 +154,6 @@ class RingWriter(SpoolWriter):
             self._letting_go.release()
 
     def _place_of_oldest(self) -> Place:
-        """Return what is known of the oldest turn: whether it is asked for, and copied."""
         oldest, after = self._turns[0], self._turns[1]
         windows = [event.window(self._steps) for event in self._board.events()]
         asked = [n for n, window in enumerate(windows) if oldest.is_asked(after, window)]
@@ -183,7 +175,6 @@ class RingWriter(SpoolWriter):
         return super()._roll_over()
 
     def _make_segment_free(self) -> None:
-        """Let go of turns until one segment more is allowed, as far as there are other turns."""
         while len([kept for kept in self._kept if kept.exists()]) >= self._segments_allowed:
             if not self._let_go():
                 return

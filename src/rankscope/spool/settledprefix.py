@@ -3,9 +3,9 @@
     <trace>/spool/rank00003.0.settled    a head, then whole records: definitions, setup, gaps, and
                                          what belongs to steps that were not written yet
 
-The replica keeps its length, so that every offset in it means what it did. Its settled bytes may
-become a hole at any moment (`free`), all but the first record, which says whose it is. So nobody
-reads these bytes: who comes to them reads this file instead, and goes on behind them.
+The replica keeps its length, so that every offset in it means what it did. Its settled bytes, all
+but the first record, may become a hole at any moment (`free`): readers take this file instead of
+them, and go on behind them.
 
 A reader locks the replica (shared) before it asks what is settled, and has it locked while it uses
 its bytes; a map has it locked for as long as the map lives. `free` needs the lock for itself, and
@@ -44,12 +44,11 @@ _BLOCK: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class SettledPrefix:
-    """What stands for the first bytes of a replica."""
+    """What stands for the first bytes of a replica: whole records, the stream's first one first."""
 
     settled_to: int
-    """So many of its bytes; a record begins there."""
+    """Bytes of the replica; a record begins behind them."""
     kept: bytes
-    """Whole records, the first of the stream first."""
     late_records: int = 0
     """Records that came after their step was written, and were let go."""
 
@@ -69,11 +68,8 @@ NOTHING_SETTLED: Final = SettledPrefix(0, b"")
 
 
 def read_settled(replica: Path) -> SettledPrefix:
-    """Return what stands for the begin of a replica; nothing where all of it is there.
-
-    Raises:
-        SpoolError: there is such a file, and it cannot be read, or is damaged.
-    """
+    """Return what stands for the begin of a replica. Raises SpoolError where the file of it cannot
+    be read, or is damaged."""
     found = _read(replica)
     if found is None:
         return NOTHING_SETTLED
@@ -88,18 +84,14 @@ def read_settled(replica: Path) -> SettledPrefix:
 
 
 def settled_to(replica: Path) -> int:
-    """Return how many bytes of a replica are settled.
-
-    Raises:
-        SpoolError: it cannot be read, or is damaged.
-    """
+    """Return how many bytes of a replica are settled; raises as `read_settled`."""
     found = _read(replica, _HEAD_BYTES)
     return 0 if found is None else found[0][0]
 
 
 def _read(replica: Path, most_bytes: int = -1) -> tuple[tuple[int, int, int, int], bytes] | None:
-    """Return bytes settled, bytes kept, late records and crc of the bytes kept, as the head says
-    them, and what follows it, as far as that was read; None where nothing is settled."""
+    """Return bytes settled, bytes kept, late records and crc of the bytes kept, and what follows
+    the head, as far as it was read; None where nothing is settled."""
     path = replica.with_suffix(SETTLED_SUFFIX)
     try:
         with path.open("rb") as file:
@@ -125,7 +117,7 @@ def _damaged(path: Path) -> SpoolError:
 
 
 def write_settled(replica: Path, prefix: SettledPrefix) -> None:
-    """Write it, whole or not at all, and have it on the disk: bytes are destroyed after this.
+    """Write the prefix, whole or not at all, and sync it: bytes are destroyed after this.
 
     Raises:
         ValueError: less would be settled than is now.
@@ -136,23 +128,18 @@ def write_settled(replica: Path, prefix: SettledPrefix) -> None:
     if prefix.settled_to < before:
         raise ValueError(f"{replica}: {before} bytes are settled, not {prefix.settled_to}")
     path = replica.with_suffix(SETTLED_SUFFIX)
+    kept = prefix.kept
     numbers = _NUMBERS.pack(
-        _MAGIC,
-        prefix.settled_to,
-        len(prefix.kept),
-        prefix.late_records,
-        zlib.crc32(prefix.kept),
+        _MAGIC, prefix.settled_to, len(kept), prefix.late_records, zlib.crc32(kept)
     )
     with replacing(path) as file:
         file.write(numbers + _CRC.pack(zlib.crc32(numbers)))
-        file.write(prefix.kept)
+        file.write(kept)
 
 
 def lock_for_reading(descriptor: int) -> None:
-    """Have nothing of an open replica freed until the file is closed, or unlocked.
-
-    Where the file system has no locks there is nothing to fear: `free` needs one.
-    """
+    """Have nothing of an open replica freed until it is closed or unlocked; `free` needs a lock
+    too, where the file system has none."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_SH)
 
@@ -160,15 +147,12 @@ def lock_for_reading(descriptor: int) -> None:
 def read_replica(
     replica: Path, end: int | None = None
 ) -> tuple[npt.NDArray[np.uint8], SettledPrefix]:
-    """Return the records of a replica, as far as they are still there, and what of it is settled.
-
-    Args:
-        replica: its path.
-        end: where to stop in the replica; by default at its end.
+    """Return the records of a replica up to `end`, as far as they are still there, and what is
+    settled.
 
     Returns:
-        [bytes] from the first record on: the replica mapped, or where its begin is settled what is
-        kept of that and then the rest, read. Nothing is freed while that map lives.
+        [bytes] from the first record on: the replica mapped, or what is kept of its settled begin
+        and then the rest, read. Nothing is freed while that map lives.
 
     Raises:
         SpoolError: it cannot be read.
@@ -195,8 +179,8 @@ def free(replica: Path, end: int) -> bool:
     """Give the settled bytes of a replica up to `end` back to the disk, all but its first record.
 
     Returns:
-        False where the file system cannot, or where somebody reads the replica now: the bytes stay
-        for the time being, and the next call frees them with its own.
+        False where the file system cannot, or where the replica is being read: the next call frees
+        them with its own.
 
     Raises:
         OSError: the replica cannot be opened, or the disk fails.

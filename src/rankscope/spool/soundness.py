@@ -1,9 +1,9 @@
 """Which records make sense: bounds on the numbers of records whose cells are valid.
 
 A valid crc says that the bytes are those which were written, not that a rank wrote them. What all
-later code counts on is checked here by column, once, where records become columns: a time that can
-be added to another, a phase and a mode that are known, counts that fit each other. A record that
-does not keep to it is set aside, and counted with its reason.
+later code counts on is checked here, once, where records become columns: times that can be added,
+known phases and modes, counts that fit each other. Other records are set aside, and counted with
+the reason.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from rankscope.record.phases import Phase
 from rankscope.record.statistics import COUNTS, NONFINITE
 from rankscope.spool.recordformat import LATEST_NS, RecordKind
 
-__all__ = ["KNOWN_MODES", "KNOWN_PHASES", "judged", "sound_digests", "sound_rows"]
-
 Rows = Any
 """Records by column: a structured array, or `ValueRows`."""
 Mask = NDArray[np.bool_]
@@ -34,17 +32,14 @@ KNOWN_MODES: Final[Mask] = np.isin(_NUMBERS, [int(mode) for mode in Mode])
 """By number: a newer rankscope may have added more."""
 
 
-def _in_time(rows: Rows) -> Mask:
-    times = rows["time_ns"]
-    in_time: Mask = (times >= 0) & (times < LATEST_NS)
-    return in_time
-
-
 def _few(*names: str) -> Callable[[Rows], Mask]:
     return lambda rows: np.logical_and.reduce([rows[name] < _MOST for name in names])
 
 
-_TIME: Final = ("time out of range", _in_time)
+_TIME: Final = (
+    "time out of range",
+    lambda rows: (rows["time_ns"] >= 0) & (rows["time_ns"] < LATEST_NS),
+)
 _MODE: Final = ("unknown mode", lambda rows: KNOWN_MODES[rows["mode"]])
 _PHASE: Final = ("unknown phase", lambda rows: KNOWN_PHASES[rows["phase"]])
 _RULES: Final[Mapping[RecordKind, tuple[tuple[str, Callable[[Rows], Mask]], ...]]] = {
@@ -66,12 +61,7 @@ _RULES: Final[Mapping[RecordKind, tuple[tuple[str, Callable[[Rows], Mask]], ...]
 
 def judged(kind: RecordKind, rows: Rows) -> tuple[Mask | None, Counter[str]]:
     """Return which rows of a kind of record make sense, [rows], None where all of them do, and how
-    many break which rule, each counted for the first it breaks.
-
-    Args:
-        kind: not a definition, nor samples.
-        rows: fields of its dtype, or of the head of a value.
-    """
+    many break which rule, each counted for the first it breaks. Not for definitions and samples."""
     is_sound: Mask | None = None
     found: Counter[str] = Counter()
     for reason, rule in _RULES.get(kind, ()):
@@ -87,14 +77,14 @@ def judged(kind: RecordKind, rows: Rows) -> tuple[Mask | None, Counter[str]]:
 
 
 def sound_rows(kind: RecordKind, rows: Rows) -> tuple[Rows, Counter[str]]:
-    """Return the rows that make sense, the same array where all of them do, and what was set aside
-    for which reason, as of `judged`."""
+    """Return the rows that make sense, the same array where all do, and what was set aside
+    (`judged`)."""
     is_sound, found = judged(kind, rows)
     return (rows if is_sound is None else rows[is_sound]), found
 
 
 def sound_digests(rows: Rows) -> Mask:
-    """Return which digests, whole records of values, have counts that fit each other, [rows]."""
+    """Return [rows] which digests, whole records of values, have counts that fit each other."""
     left = rows["count"]
     fits = np.ones(len(rows), bool)
     for name in NONFINITE:

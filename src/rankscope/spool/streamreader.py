@@ -38,11 +38,8 @@ class StreamReader:
 
     @property
     def segment_bytes(self) -> int:
-        """Size of every segment of this stream; 0 while none exists.
-
-        Raises:
-            SpoolError: a segment's size is no multiple of a cell.
-        """
+        """Size of every segment of this stream; 0 while none exists. Raises SpoolError where a size
+        is no multiple of a cell."""
         if not self._segment_bytes:
             for index in segment_indexes(self.folder):
                 try:
@@ -59,11 +56,8 @@ class StreamReader:
         return self._segment_bytes
 
     def origin(self) -> int:
-        """Which process's stream this is (`origin`); UNKNOWN while nothing is committed.
-
-        Raises:
-            SpoolError: the first record cannot be read, or was freed and its origin not kept.
-        """
+        """Return whose stream this is (`origin`), UNKNOWN while it is empty. Raises SpoolError
+        where the first record cannot be read, or was freed and its origin not kept."""
         if self._origin == UNKNOWN:
             self._origin = kept_origin(self.folder) or origin_of(self.read_from(0, CELL_BYTES))
         return self._origin
@@ -74,10 +68,8 @@ class StreamReader:
         return indexes[0] * self.segment_bytes if indexes else 0
 
     def read_from(self, offset: int, max_bytes: int) -> bytes:
-        """Return whole committed records from `offset` on, b"" where there are none yet.
-
-        At most `max_bytes`, more only where the first record is longer than that; never across a
-        segment's end.
+        """Return whole committed records from `offset` on, b"" where there are none yet: at most
+        `max_bytes`, more only where the first record is longer; never across a segment's end.
 
         Raises:
             SpoolError: the segment was freed, or cannot be read.
@@ -88,22 +80,22 @@ class StreamReader:
         index, at = divmod(offset, size)
         if not self._open(index):
             return b""
+        first = record_bytes(self._pread(CELL_BYTES, at))
+        if not first:
+            return b""
+        wanted = min(max(max_bytes - max_bytes % CELL_BYTES, first), size - at)
+        chunk = self._pread(wanted, at)
+        return chunk[: valid_prefix(chunk)]
+
+    def _pread(self, size: int, at: int) -> bytes:
         try:
-            first = record_bytes(os.pread(self._descriptor, CELL_BYTES, at))
-            if not first:
-                return b""
-            wanted = min(max(max_bytes - max_bytes % CELL_BYTES, first), size - at)
-            chunk = os.pread(self._descriptor, wanted, at)
+            return os.pread(self._descriptor, size, at)
         except OSError as error:
             raise SpoolError(f"{self.folder}: cannot be read: {error.strerror}") from error
-        return chunk[: valid_prefix(chunk)]
 
     def ends_record(self, offset: int) -> bool:
         """True where a whole record ends at `offset`, or all before it was freed or never was.
-
-        Raises:
-            SpoolError: the segment before it cannot be read.
-        """
+        Raises SpoolError where the segment before it cannot be read."""
         if offset <= self.lowest():
             return True
         size = self.segment_bytes
@@ -112,10 +104,7 @@ class StreamReader:
         index, at = divmod(offset - CELL_BYTES, size)
         if not self._open(index):
             return False
-        try:
-            cell = os.pread(self._descriptor, CELL_BYTES, at)
-        except OSError as error:
-            raise SpoolError(f"{self.folder}: cannot be read: {error.strerror}") from error
+        cell = self._pread(CELL_BYTES, at)
         if len(cell) < CELL_BYTES or cell[4] == 0 or cell[6:8] != bytes(2):
             return False
         return int.from_bytes(cell[:4], "little") == int(cell_crcs(as_cells(cell))[0])
@@ -129,10 +118,7 @@ class StreamReader:
 
     def end_reason(self, offset: int) -> EndReason | None:
         """How a stream whose last record ends at `offset` ended; None where that is no END record.
-
-        Raises:
-            SpoolError: the record was freed or cannot be read.
-        """
+        Raises SpoolError where the record was freed or cannot be read."""
         if offset < CELL_BYTES or offset - CELL_BYTES < self.lowest():
             return None  # a segment is freed only once a later one exists, so that was not the last
         last = self.read_from(offset - CELL_BYTES, CELL_BYTES)
@@ -150,10 +136,7 @@ class StreamReader:
 
     def free_below(self, offset: int) -> int:
         """Unlink segments that lie wholly below `offset`, never the newest one; return how many.
-
-        Raises:
-            SpoolError: a segment is none, or whose records these are is not known.
-        """
+        Raises SpoolError where a segment is none, or it is not known whose records these are."""
         indexes = segment_indexes(self.folder)
         freed = 0
         for index in indexes[:-1]:
@@ -178,9 +161,7 @@ class StreamReader:
         self.close()
 
     def is_own(self, index: int) -> bool:
-        """False where a segment says that it is of another stream, or another segment of this one.
-        One that is older, or that cannot be read, says nothing.
-        """
+        """False where a segment says that it is another one; older ones say nothing."""
         if not index:
             return True
         with contextlib.suppress(SpoolError, OSError):
@@ -192,7 +173,6 @@ class StreamReader:
         return True
 
     def _open(self, index: int) -> bool:
-        """Have segment `index` open; False where it does not exist yet."""
         if self._open_index == index:
             return True
         if not self.is_own(index):

@@ -3,20 +3,17 @@
 Nothing here trusts a byte before its cell's crc and its record's shape were checked, and nothing
 reads past the first cell that fails: behind it may be a record half written, or damage.
 
-CRC-32 is linear over GF(2), which saves a Python loop over the cells of sound streams.
-
-Whether cells are sound is asked of a block of them at a time. The crc of a whole block, stored crcs
-included, is one call of zlib; what it has to be follows from the stored crcs alone. Let Z append 64
-zero bytes to what a crc has seen, s_i be the stored crc of cell i, and d_i what it differs by from
-the crc of 60 zero bytes. The block's crc then differs from that of a block of all-zero sound cells
-by
+CRC-32 is linear over GF(2), which saves a Python loop over the cells of sound streams. The crc of a
+whole block of cells, stored crcs included, is one call of zlib; what it has to be follows from the
+stored crcs alone. Let Z append 64 zero bytes to what a crc has seen, s_i be the stored crc of cell
+i, and d_i what it differs by from the crc of 60 zero bytes. The block's crc then differs from that
+of a block of all-zero sound cells by
 
     (Z + 1) (Z^(n-1) d_0 + Z^(n-2) d_1 + ... + d_(n-1))
 
 and the sum in it takes one multiplication by a power of Z per cell, in halves: pairs, pairs of
-pairs, and so on. Every cell counts: one damaged cell is always found, several are missed
-with the 2^-32 that a single cell's own crc has. Which cells of a damaged block are wrong is asked
-of each of its cells.
+pairs, and so on. One damaged cell is always found, several are missed with the 2^-32 that a single
+cell's own crc has. Only in a damaged block is each cell asked.
 """
 
 from __future__ import annotations
@@ -57,8 +54,8 @@ _LEFT_SHIFT = 16
 
 
 def committed_heads(cells: Cells) -> Heads:
-    """Return the second word (kind, flags, left) of the whole valid records with which these cells
-    begin, [N, 64] from a record boundary on."""
+    """Return the heads (kind, flags, left) of the whole valid records with which these cells begin,
+    [N, 64] from a record boundary on."""
     check = BlockCheck()
     heads = np.empty(len(cells), np.uint32)
     end, before = 0, np.uint32(0)
@@ -87,12 +84,11 @@ def committed_heads(cells: Cells) -> Heads:
 
 
 def valid_runs(cells: Cells) -> Iterator[tuple[int, int]]:
-    """Yield the first cell of each run of whole valid records, and the one behind its last.
+    """Yield the first cell of each run of whole valid records, and the one behind its last; `cells`
+    are [N, 64], from any cell of a stream on.
 
-    Behind damage the next record is found by its first cell: its crc is right and its flag is set.
-
-    Args:
-        cells: [N, 64], from any cell of a stream on.
+    Behind damage the next record is found by its first cell: its crc is right and its flag is
+    set.
     """
     at = 0
     while at < len(cells):
@@ -188,7 +184,6 @@ def _powers() -> Words:
 
 
 def _times(power: Words, words: Words) -> Words:
-    """Apply one of the powers of Z to each word."""
     octets = np.ascontiguousarray(words)[..., None].view(np.uint8)
     product: Words = power[0].take(octets[..., 0])
     for table, place in zip(power[1:], (1, 2, 3)):

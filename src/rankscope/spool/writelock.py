@@ -38,8 +38,7 @@ class WriteLock:
 
     def wait(self, token: Token) -> bool:
         """Take the lock after somebody else's write; False inside a write of this very thread,
-        which a signal handler or a finalizer has interrupted, and where another takes too long.
-        """
+        which a signal handler or a finalizer has interrupted, and where another takes too long."""
         deadline = time.monotonic() + _PATIENCE_S
         while (owner := self.holder.setdefault(0, token)) is not token:
             if owner[0] == token[0] or time.monotonic() > deadline:

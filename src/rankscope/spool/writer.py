@@ -1,8 +1,8 @@
 """The write side, inside the training process: no thread, no socket, no lock to wait on for ever.
 
 A write fills cells at the committed end of the mapped segment and then moves that end. Whatever
-goes wrong in between leaves the end where it was: a kill, an exception raised by a signal handler,
-a write nested in a handler (it is dropped). `WriteLock` says who may write.
+goes wrong in between (a kill, an exception of a signal handler) leaves the end where it was; a
+write nested in a handler is dropped. `WriteLock` says who may write.
 
 When the spool is full, records are dropped to the end of the step, and then whole steps until there
 is room again; a GAP record says which and how many. Definitions are never dropped: those that find
@@ -25,7 +25,6 @@ from typing import Final
 from rankscope.errors import SpoolError
 from rankscope.record.streams import MINIMUM_LIMIT_BYTES, EndReason
 from rankscope.run.locks import StreamLock
-from rankscope.spool.backlog import Backlog
 from rankscope.spool.mappedsegment import Segment, first_segment
 from rankscope.spool.origin import UNKNOWN, origin_of
 from rankscope.spool.packing import (
@@ -45,14 +44,77 @@ from rankscope.spool.recordformat import (
     DEFINITION_LENGTH,
     END,
     END_REASONS,
+    GAP,
     MAX_RECORD_CELLS,
     PAYLOAD_BYTES,
     STAMP,
     STEP,
+    TO_ITS_END,
     RecordKind,
     StepEvent,
 )
 from rankscope.spool.writelock import WriteLock
+
+_MOST_WAITING_BYTES: Final = 64 << 20
+
+
+class _Backlog:
+    """What one stream has left unwritten: definitions that wait for room, and a gap for each mode:
+    first step, last step, records, bytes. The writer's lock guards all of it but `outside`."""
+
+    def __init__(self) -> None:
+        self.step, self.mode = 0, 0
+        self.definitions: list[bytes] = []
+        self._bytes = 0
+        self._gaps: dict[int, list[int]] = {}
+        self._has_begun = False
+        """The stream says that records are dropped, and not yet how many were."""
+        self.dropped = 0
+        self.outside: list[int] = []
+        """Bytes of records dropped without the lock: nested in a write, or waited too long."""
+
+    @property
+    def cells(self) -> int:
+        return sum(-(-len(payload) // PAYLOAD_BYTES) + 1 for payload in self.definitions)
+
+    def keep(self, definition: bytes) -> bool:
+        """Keep a definition until there is room; False where too many wait."""
+        if self._bytes + len(definition) > _MOST_WAITING_BYTES:
+            return False
+        self.definitions.append(definition)
+        self._bytes += len(definition)
+        return True
+
+    def count(self, size: int) -> None:
+        self.dropped += 1
+        gap = self._gaps.setdefault(self.mode, [self.step, self.step, 0, 0])
+        gap[0] = min(gap[0], self.step)
+        gap[1] = max(gap[1], self.step)
+        gap[2] += 1
+        gap[3] += size
+
+    def begin(self, write: Callable[[RecordKind, bytes], bool]) -> None:
+        if not self._has_begun:
+            packed = GAP.pack(time.monotonic_ns(), 0, 0, self.step, TO_ITS_END, self.mode)
+            self._has_begun = write(RecordKind.GAP, packed)
+
+    def settle(self, write: Callable[[RecordKind, bytes], bool]) -> bool:
+        """Write what waits, definitions first; False where a definition found no room."""
+        while self.definitions and write(RecordKind.DEFINITION, self.definitions[0]):
+            self._bytes -= len(self.definitions.pop(0))
+        while self.outside:
+            self.count(self.outside.pop())
+        if self._has_begun and not self._gaps:  # only definitions had to wait
+            self._gaps[self.mode] = [self.step, self.step, 0, 0]
+        for mode in list(self._gaps):
+            first, last, records, lost = self._gaps[mode]
+            packed = GAP.pack(time.monotonic_ns(), records, lost, first, last, mode)
+            if not write(RecordKind.GAP, packed):
+                break
+            del self._gaps[mode]
+            self._has_begun = False
+        return not self.definitions
+
 
 DEFAULT_SEGMENT_BYTES: Final = 16 << 20
 _SEGMENTS_PER_LIMIT: Final = 8
@@ -75,7 +137,7 @@ class SpoolWriter:
         """Make the folder (0700), take its lock and preallocate the first segment.
 
         Args:
-            folder: the stream's folder; must not hold records of an earlier process.
+            folder: must not hold records of an earlier process.
             limit_bytes: unfreed bytes the stream may occupy before steps are dropped.
             segment_bytes: size of one file; at most an eighth of the limit.
             retire: called with a full segment's path and its offset in the stream, to move it away;
@@ -98,18 +160,16 @@ class SpoolWriter:
         self._holder = self._writing.holder
         self._is_half_done = False
         """A write was left by an exception of the program's (KeyboardInterrupt)."""
-        self._backlog = Backlog()
+        self._backlog = _Backlog()
         self._origin = UNKNOWN
         self.is_dropping = False
-        """Records are dropped because the spool is full."""
         self._records: dict[int, int] = {}
-        """Records of each segment left behind: by its number, so that nothing is counted twice."""
+        """Committed in each segment left behind, by its index, so that nothing is counted twice."""
         self._kept: list[Segment] = []
         self._segment: Segment | Closed = CLOSED
         self.observers: list[Callable[[Records], None]] = []
-        """Each is handed the records in batches, by `hand_on`, which says when."""
+        """Each is handed the records in batches, by `hand_on`."""
         self._full: list[Segment] = []
-        """Segments left behind whose records the observers have not been handed yet."""
         self._handing = threading.Lock()
         """Never waited for: whoever finds it taken has nothing to do."""
         self._lock = _claim(folder)
@@ -136,9 +196,9 @@ class SpoolWriter:
     def committed_bytes(self) -> int:
         """Length of the stream so far."""
         segment = self._segment
-        return (
-            segment.index * self.segment_bytes + segment.at if isinstance(segment, Segment) else 0
-        )
+        if not isinstance(segment, Segment):
+            return 0
+        return segment.index * self.segment_bytes + segment.at
 
     def write(self, kind: int, payload: bytes) -> bool:
         """Commit one record; False where it was dropped (full, closed, or nested in another write).
@@ -190,14 +250,12 @@ class SpoolWriter:
         return self.write(RecordKind.DEFINITION, DEFINITION_LENGTH.pack(len(packed)) + packed)
 
     def hand_on(self) -> bool:
-        """Hand the observers what was committed since they were last handed something.
+        """Hand the observers what was committed since they were last handed something: a view of
+        the mapped cells, which they must not keep. False where another thread is doing that, or an
+        observer asks.
 
-        That is done when a segment is full, where a step begins or ends, and at the end, outside of
-        every write: an observer may write records. What it is handed is a view of the mapped cells,
-        which it must not keep.
-
-        Returns:
-            False where another thread is doing that, or an observer has asked for it.
+        Called when a segment is full, where a step begins or ends, and at the end, outside of every
+        write, because an observer may write records.
         """
         if not self.observers:
             return True
@@ -223,9 +281,7 @@ class SpoolWriter:
                 observer(batch)
 
     def close(self, reason: EndReason = EndReason.EXIT) -> None:
-        """Write END with one of `END_REASONS`, give up lock and mapping. Does nothing twice, in a
-        child, or inside a write.
-        """
+        """Write END, give up lock and mapping; nothing twice, in a child, or inside a write."""
         self.hand_on()
         token, holder = (get_ident(),), self._holder
         try:
@@ -246,10 +302,8 @@ class SpoolWriter:
         self._count_records()
         committed = sum(self._records.values())
         code = END_REASONS.index(reason) if reason in END_REASONS else 0
-        self._put_where_room(
-            RecordKind.END,
-            END.pack(time.monotonic_ns(), committed, self._backlog.dropped, 0, code),
-        )
+        end = END.pack(time.monotonic_ns(), committed, self._backlog.dropped, 0, code)
+        self._put_where_room(RecordKind.END, end)
         last, self._segment = self._segment, CLOSED
         if isinstance(last, Segment):
             last.unmap()
@@ -257,9 +311,8 @@ class SpoolWriter:
         self._lock.release()
 
     def _repair(self) -> None:
-        """Go on behind a write that an exception left half done: step over its record if whole,
-        because the relay may have sent it already.
-        """
+        """Go on behind a write that an exception left: over its record if whole, as it may be sent
+        already."""
         self._is_half_done = False
         segment = self._segment
         cells = whole_record(segment)
@@ -316,7 +369,6 @@ class SpoolWriter:
             self._settle()
 
     def _has_room_again(self) -> bool:
-        """Worth resuming: half a segment for data, here or in a new one."""
         half = self.segment_bytes // 2 // CELL_BYTES
         self._refresh_data_end()
         segment = self._segment
@@ -326,17 +378,14 @@ class SpoolWriter:
         return self._roll_over()
 
     def _settle(self) -> None:
-        """Write what waits for room; go on dropping where that finds no room."""
         if not self._backlog.settle(self._put_where_room):
             self._start_dropping()
 
     def _put_where_room(self, kind: int, payload: bytes) -> bool:
-        """Write a record; False where there is no room."""
-        cells = max(1, -(-len(payload) // PAYLOAD_BYTES))
-        if not self._make_room(cells, kind):
-            return False
-        put(self._segment, kind, payload)
-        return True
+        has_room = self._make_room(max(1, -(-len(payload) // PAYLOAD_BYTES)), kind)
+        if has_room:
+            put(self._segment, kind, payload)
+        return has_room
 
     def _start_dropping(self) -> None:
         if not self.is_dropping:
@@ -349,7 +398,6 @@ class SpoolWriter:
     # ---- segments ---------------------------------------------------------------------------
 
     def _make_room(self, cells: int, kind: int) -> bool:
-        """Make the current segment one with room for `cells` more; False where there is none."""
         segment = self._segment
         if not self.is_dropping:
             self._refresh_data_end()
@@ -367,11 +415,10 @@ class SpoolWriter:
         segment = self._segment
         self._kept = [kept for kept in self._kept if kept is segment or kept.exists()]
         is_last = len(self._kept) >= self._segments_allowed
-        usual = segment.end - _LAST_WORDS_BYTES
-        segment.data_end = _middle(segment.end) if is_last else usual
+        middle = segment.end // 2 // CELL_BYTES * CELL_BYTES
+        segment.data_end = middle if is_last else segment.end - _LAST_WORDS_BYTES
 
     def _roll_over(self) -> bool:
-        """Go on in a new segment where the limit and the disk allow one."""
         old = self._segment
         self._kept = [kept for kept in self._kept if kept is old or kept.exists()]
         if not isinstance(old, Segment) or len(self._kept) >= self._segments_allowed:
@@ -412,7 +459,6 @@ class SpoolWriter:
             self._records[segment.index] = segment.count_records()
 
     def _forget_in_child(self) -> None:
-        """A forked child has no part in its parent's stream."""
         self._segment = CLOSED
         self._is_half_done = False
         self._full.clear()
@@ -427,10 +473,6 @@ def _claim(folder: Path) -> StreamLock:
             f"{folder}: cannot be made: {error.strerror}; choose another with --rs-spool"
         ) from error
     return StreamLock(folder)
-
-
-def _middle(size: int) -> int:
-    return size // 2 // CELL_BYTES * CELL_BYTES
 
 
 def _forget_all_in_child() -> None:

@@ -11,14 +11,8 @@ from rankscope.chunks.safetensors import Outgoing, write_tensors
 from rankscope.errors import FolderError, LayoutError, SelectionError, TraceError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.ranklists import ranks_text
-from rankscope.tensors.globalvalues import WholePlan, assembled, local_tensor, plan_whole
-from rankscope.tensors.kept import (
-    held_shapes,
-    references,
-    stored,
-    value_name,
-    why_not_kept,
-)
+from rankscope.tensors.globalvalues import assembled, local_tensor, plan_whole
+from rankscope.tensors.kept import held_shapes, references, stored, value_name, why_not_kept
 from rankscope.tensors.tensornames import Chosen, Wanted, choose
 from rankscope.tree.views import Trace
 
@@ -26,22 +20,19 @@ if TYPE_CHECKING:
     import torch
 
 _MOST_LEFT_OUT = 5
-_WORST_FIRST = (TraceError, LayoutError, SelectionError)
-"""Of what is left out, first what was kept and cannot be read, last what was never kept."""
+_WORST_FIRST = (TraceError, LayoutError, SelectionError)  # kept and unreadable ... never kept
 Say = Callable[[str], None]
 """Told, one line each, what was inferred, left out, or found to differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedTensor:
-    """One tensor to hand out: known by shape, made when it is wanted."""
+    """One tensor to hand out, made when it is wanted; `whence` says whose it is."""
 
     key: str
     dtype: str
-    """torch's name."""
     shape: tuple[int, ...]
     whence: str
-    """Whose it is, in words."""
     make: Callable[[], torch.Tensor]
 
 
@@ -54,14 +45,11 @@ def asked_tensors(
     is_global: bool = False,
     layouts: LayoutFile | None = None,
 ) -> list[AskedTensor]:
-    """Return the tensors that were asked for.
+    """Return the tensors that were asked for: one rank's (None: of the only one that has it), or
+    put together from all.
 
     What a glob takes and cannot be handed out is left out and said; a name that means one value has
     to give it.
-
-    Args:
-        rank: whose tensors; None for the only one that has it.
-        is_global: put the ranks' pieces together instead.
 
     Raises:
         SelectionError: a name means nothing, or was not kept; says why.
@@ -99,8 +87,8 @@ def asked_tensors(
 
 
 def save_tensors(out: Path, asked: Iterable[AskedTensor]) -> int:
-    """Write tensors under their keys; a file that is there is replaced, and the one a link points
-    to, never a device or a folder. Return its size.
+    """Write tensors under their keys, and return the size of the file. A file that is there is
+    replaced, or the one a link points to, never a device or a folder.
 
     Raises:
         FolderError: it cannot be written.
@@ -110,19 +98,6 @@ def save_tensors(out: Path, asked: Iterable[AskedTensor]) -> int:
     def outgoing(each: AskedTensor) -> Outgoing:
         return each.key, each.dtype, each.shape, lambda: bytes_of(each.make())
 
-    target = _target(out)
-    try:
-        return write_tensors(target, [outgoing(each) for each in asked])
-    except OSError as error:
-        raise _refusal(out, error) from error
-
-
-def _target(out: Path) -> Path:
-    """Return the file to be replaced or made, the folder it is in made.
-
-    Raises:
-        FolderError: it is no file, or its folder cannot be made.
-    """
     try:
         target = out.expanduser().resolve()
         if target.exists() and not target.is_file():
@@ -131,7 +106,10 @@ def _target(out: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError, ValueError) as error:
         raise _refusal(out, error) from error
-    return target
+    try:
+        return write_tensors(target, [outgoing(each) for each in asked])
+    except OSError as error:
+        raise _refusal(out, error) from error
 
 
 def _refusal(out: Path, error: Exception) -> FolderError:
@@ -178,6 +156,13 @@ def _local(each: Chosen, rank: int) -> AskedTensor:
 
 def _global(each: Chosen, layouts: LayoutFile | None, say: Say) -> AskedTensor:
     planned = plan_whole(each.value, layouts)
+
+    def made() -> torch.Tensor:
+        whole = assembled(each.value, planned.plan)
+        for mismatch in whole.mismatches:
+            say(f"{each.key}: {mismatch}")
+        return whole.tensor
+
     for note in planned.notes:
         say(f"{each.key}: {note}")
     return AskedTensor(
@@ -185,12 +170,5 @@ def _global(each: Chosen, layouts: LayoutFile | None, say: Say) -> AskedTensor:
         dtype=planned.dtype,
         shape=planned.plan.global_shape,
         whence=f"global, from ranks {ranks_text(planned.plan.ranks)}",
-        make=lambda: _made(each, planned, say),
+        make=made,
     )
-
-
-def _made(each: Chosen, planned: WholePlan, say: Say) -> torch.Tensor:
-    whole = assembled(each.value, planned.plan)
-    for mismatch in whole.mismatches:
-        say(f"{each.key}: {mismatch}")
-    return whole.tensor

@@ -17,27 +17,24 @@ from numpy.typing import NDArray
 
 from rankscope.tensors.rebuild import bytes_of
 
-_CHUNK: Final = 1 << 22
-"""Elements that are held as float64 at a time."""
+_CHUNK: Final = 1 << 22  # elements that are held as float64 at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactDistance:
-    """What two tensors have in common and what not."""
+    """What two tensors have in common and what not. Elements that are not finite in one of them are
+    left out of the sums."""
 
     cross: float
-    """Sum of the products of both, element by element. Here and below elements that are not finite
-    in one of them are left out."""
+    """Sum of the products of both, element by element."""
     own: float
-    """Sum of squares of the first."""
+    """Sum of squares of the first; `theirs` of the second, `square` of the differences."""
     theirs: float
-    """Sum of squares of the second."""
     square: float
-    """Sum of the squared differences."""
     greatest: float
-    """The largest difference of one element."""
     at: tuple[int, ...]
-    """Where it is; where the tensors differ in what is not finite, the first such place."""
+    """Place of the greatest difference; the first of what is not finite and differs, where any
+    is."""
     unequal: int
     """Elements that are not the same; -0 is 0, and NaN is NaN."""
     other_nonfinite: int
@@ -45,8 +42,8 @@ class ExactDistance:
 
     @property
     def relative(self) -> float:
-        """The L2 norm of the difference over that of the first tensor; inf where they differ in
-        what is not finite."""
+        """L2 norm of the difference over that of the first tensor; inf where what is not finite
+        differs."""
         if self.other_nonfinite:
             return math.inf
         if not self.unequal:
@@ -55,15 +52,7 @@ class ExactDistance:
 
 
 def exact_distance(first: torch.Tensor, second: torch.Tensor) -> ExactDistance:
-    """Hold one tensor to another.
-
-    Args:
-        first: any shape and dtype; the one that distances are relative to.
-        second: of the same shape, of any dtype and device.
-
-    Raises:
-        ValueError: they differ in shape.
-    """
+    """Hold one tensor to another of any dtype and device. Raises ValueError where shapes differ."""
     if first.shape != second.shape:
         raise ValueError(f"shapes {list(first.shape)} and {list(second.shape)} differ")
     cross = own = theirs = square = 0.0
@@ -109,7 +98,7 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def same_rows(first: torch.Tensor, second: torch.Tensor) -> NDArray[np.int64] | None:
-    """Return [n] which row of the first tensor has the bytes of each row of the second; None where
+    """Return [n] which row of the first tensor has the bytes of each row of the second, None where
     they are not the same rows in some order. Equal rows keep their order."""
     known: dict[bytes, list[int]] = {}
     for index in range(len(first) - 1, -1, -1):

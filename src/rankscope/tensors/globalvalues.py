@@ -21,13 +21,7 @@ from rankscope.layout.batches import join_batches, join_replicas
 from rankscope.layout.declared import declared_pieces
 from rankscope.layout.layoutfile import LayoutFile, layout_given
 from rankscope.layout.placement import Layout, LayoutSource, Mesh, Placement
-from rankscope.layout.plan import (
-    AssemblyPlan,
-    Piece,
-    plan_assemblies,
-    plan_assembly,
-    ranks_words,
-)
+from rankscope.layout.plan import AssemblyPlan, Piece, plan_assemblies, plan_assembly, ranks_words
 from rankscope.layout.proof import WHOLE
 from rankscope.tensors.kept import (
     held_pieces,
@@ -49,20 +43,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholePlan:
-    """Which ranks' bytes make up a value, and why."""
+    """Which ranks' bytes make up a value, and notes on what was inferred and what is not
+    compared."""
 
     plan: AssemblyPlan
     dtype: str
     notes: tuple[str, ...]
-    """What was declared or inferred, and which replicas are not there to be compared."""
 
 
 def local_tensor(value: Value, rank: int, *, is_checked: bool = False) -> torch.Tensor:
-    """Return what one rank held, mapped; all of it is read, and held against its checksum, where it
-    is to be checked.
+    """Return what one rank held, mapped; where `is_checked`, all of it is read and held to its
+    checksum.
 
     Raises:
-        SelectionError: it has no value here, or it was not kept; says why.
+        SelectionError: the rank has no value here, or it was not kept; says why.
         TraceError: its bytes cannot be found, or are not those that were written.
     """
     known = references(value)
@@ -100,7 +94,7 @@ def whole_value(value: Value, layouts: LayoutFile | None = None) -> Whole:
 
 
 def assembled(value: Value, plan: AssemblyPlan) -> Whole:
-    """Return what a plan makes of a value's bytes; every piece is checked against its checksum."""
+    """Return what a plan makes of a value's bytes, each piece checked against its checksum."""
     from rankscope.tensors.rebuild import assemble
 
     return assemble(plan, lambda rank: local_tensor(value, rank, is_checked=True))
@@ -110,9 +104,7 @@ def plan_whole(value: Value, layouts: LayoutFile | None = None) -> WholePlan:
     """Return whose bytes make up the global tensor, without reading one.
 
     Raises:
-        SelectionError: bytes that are needed were not kept; says why.
-        LayoutError: nothing says how the pieces belong together, or they contradict it.
-        TraceError: bytes cannot be found.
+        SelectionError, LayoutError, TraceError: as of `whole_value`.
     """
     shapes = held_shapes(value)
     kept = references(value)
@@ -147,7 +139,6 @@ class _Planning:
         self._notes: list[str] = []
 
     def whole(self) -> tuple[AssemblyPlan, list[str]]:
-        """Return the plan and what is to be said of it."""
         pieces = self._pieces()
         is_unknown = len(pieces) > 1 and not any(each.layout.mesh for each in pieces.values())
         why_not = ""
@@ -183,8 +174,8 @@ class _Planning:
         return {rank: Piece(shape=shape, layout=unknown) for rank, shape in self._shapes.items()}
 
     def _of_peers(self, known: Sequence[AssemblyPlan] | None, peers: Peers) -> AssemblyPlan:
-        """Return the plan of what peers hold, each by its own plan; None where nothing says how
-        the values of ranks belong together."""
+        """Return the plan of what peers hold, each by its own plan; `known` is None where nothing
+        says how the values of ranks belong together."""
         is_parameter = self._value.views[0].slot.startswith(("param:", "grad:"))
         axes = peers.replicas if is_parameter else peers.data
         said = how_it_lies(self._value, peers.mesh)
@@ -288,19 +279,8 @@ class _GivenLayouts:
     """What a layout file says of the values of a run: the file given now, else the trace's own."""
 
     def __init__(self, run: Mapping[str, Any], layouts: LayoutFile | None) -> None:
-        """Choose the file.
-
-        Args:
-            run: header of the run.
-            layouts: the file given now; it replaces all of the one given at trace time.
-
-        Raises:
-            LayoutError: the file given now is of a run of another size.
-        """
         self.mesh: Mesh | None = None
-        """The declared axes over all ranks; None where no file applies."""
         self.unused = ""
-        """Why the trace's own file is of no use; "" where it is, or is not asked."""
         self._layouts = layouts
         self._who = ""
         own = layout_given(run)
@@ -318,12 +298,8 @@ class _GivenLayouts:
             self._who = f"{layouts.name}, given afterwards in place of {before},"
 
     def of(self, value: Value) -> tuple[dict[str, Placement], Sequence[str]]:
-        """Return {axis: placement} of a value that no DTensor describes, {} where the file says
-        nothing of it, and what is to be said of that.
-
-        Raises:
-            LayoutError: two entries place it differently; names both.
-        """
+        """Return {axis: placement} of a value that no DTensor describes, {} where the file has
+        nothing of it, and what is to be said of it."""
         if self._layouts is None or self.mesh is None:
             return {}, [self.unused] if self.unused else []
         found = self._layouts.placements(value.node.path, value.views[0].slot)
@@ -338,23 +314,14 @@ class _GivenLayouts:
 def _from_kept(
     value: Value, plan: AssemblyPlan, kept: Iterable[int]
 ) -> tuple[AssemblyPlan, list[int]]:
-    """Return the plan that reads kept bytes alone, and the ranks of replicas that it leaves out.
-
-    Raises:
-        SelectionError: a part that no other rank holds was not kept.
-    """
+    """Return the plan that reads kept bytes alone, and the ranks of replicas that it leaves out;
+    raises SelectionError for a part that was not kept anywhere."""
     there = frozenset(kept)
-    left_out: set[int] = set()
     boxes = []
     for box in plan.boxes:
-        summands = []
-        for ranks in box.summands:
-            own = tuple(rank for rank in ranks if rank in there)
-            if not own:
-                raise SelectionError(why_not_kept(value, ranks))
-            left_out.update(ranks)
-            left_out.difference_update(own)
-            summands.append(own)
+        summands = [tuple(rank for rank in ranks if rank in there) for ranks in box.summands]
+        if () in summands:
+            raise SelectionError(why_not_kept(value, box.summands[summands.index(())]))
         boxes.append(replace(box, summands=tuple(summands)))
     ranks = tuple(rank for rank in plan.ranks if rank in there)
-    return replace(plan, boxes=tuple(boxes), ranks=ranks), sorted(left_out)
+    return replace(plan, boxes=tuple(boxes), ranks=ranks), sorted({*plan.reads} - there)

@@ -53,11 +53,8 @@ def references(value: Value) -> dict[int, tuple[int, int]]:
 
 
 def stored(value: Value, rank: int, where: tuple[int, int]) -> StoredTensor:
-    """Return the bytes that a rank kept.
-
-    Raises:
-        TraceError: they cannot be found, or are those of something else.
-    """
+    """Return the bytes that a rank kept. Raises TraceError where they are lost, or those of
+    something else."""
     found = value.node.trace.tensor_files.find(rank, *where)
     shape = held_shapes(value)[rank]
     dtype = next(view.dtype for view in value.views if rank in view.ranks)
@@ -96,8 +93,8 @@ def why_not_kept(value: Value, ranks: Iterable[int]) -> str:
 
 
 def _reasons(value: Value, ranks: list[int]) -> str:
-    """Return what the trace knows of the reason: the value's own dtype and flags, or what its ranks
-    noted when they kept it."""
+    """Return what the trace knows of the reason: the value's dtype and flags, or its ranks'
+    notes."""
     view = next(view for view in value.views if ranks[0] in view.ranks)
     fold = next(fold for fold in view.pieces if ranks[0] in fold.ranks)
     if fold.note:

@@ -61,14 +61,13 @@ class Kept:
     """Of the whole tensor where its layout is known, else of what ranks hold."""
     ranks: set[int] = field(default_factory=set)
     not_kept: set[int] = field(default_factory=set)
-    """Ranks of which some were asked for and not kept."""
     values: int = 0
     nbytes: int = 0
 
 
 @dataclass(slots=True)
 class Listing:
-    """All of them."""
+    """All full tensors of a trace."""
 
     entries: dict[tuple[str, str, str], Kept] = field(default_factory=dict)
     stored: int = 0
@@ -86,7 +85,7 @@ class Listing:
 
 
 def list_tensors(trace: Trace, nodes: Iterable[tuple[Node, SlotView]] | None = None) -> Listing:
-    """Return what was kept, of some entries or of all of the trace."""
+    """Return what was kept, in some entries or in all of the trace."""
     listing = Listing()
     seen: set[tuple[int, tuple[int, int]]] = set()
     if nodes is None:

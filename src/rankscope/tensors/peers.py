@@ -35,23 +35,21 @@ if TYPE_CHECKING:
 
 
 DigestKey = tuple[int, int, bool]
-"""What tells two ranks' values apart without their bytes: hash, count, and whether it was hashed on
-an accelerator, which is comparable with its like only."""
+"""What tells two ranks' values apart without their bytes: hash, count, and whether the hash is an
+accelerator's, which is comparable with its like only."""
 _STEPS: Final[WeakKeyDictionary[Trace, tuple[StepHead, dict[Hashable, Any]]]] = WeakKeyDictionary()
-"""What was worked out of the step that was asked about last, of each open trace: it does not
-change."""
+"""What was worked out of the step that was asked about last, of each open trace."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
-    """What the trace shows about the ranks of one value."""
+    """What the trace shows about the ranks of one value: along which axes parameters are replicas,
+    and along which ranks are data-parallel peers."""
 
     mesh: Mesh
     replicas: tuple[str, ...]
-    """Axes along which parameters are replicas."""
     data: tuple[str, ...]
-    """Axes along which ranks are data-parallel peers."""
     samples: Mapping[int, int]
     """Size of the batch dim of the root's inputs, by rank, where there are data axes."""
     why_not: str
@@ -71,7 +69,7 @@ class Peers:
 
 
 def once_a_step(node: Node, key: Hashable, work_out: Callable[[], T]) -> T:
-    """Return what was worked out before of the step that a node is of, and is called so."""
+    """Return what `work_out` returns, kept by `key` while a node's step is the one asked about."""
     head, known = _STEPS.get(node.trace, (None, {}))
     if head != node.head:
         known = {}  # one step is in memory
@@ -92,13 +90,12 @@ def steps_of(node: Node) -> tuple[list[Step], Step]:
 
 
 def find_peers(node: Node, ranks: Iterable[int], *, declared: Mesh | None = None) -> Peers:
-    """Return what can be inferred of the ranks that hold a value.
+    """Return what can be inferred of the ranks that hold a value of a node, from the root inputs of
+    its step and from parameters.
 
-    Args:
-        node: whose value it is; the root inputs of its step are looked at.
-        ranks: those that hold it. Beside them those count that should: the owners of the node's
-            module, or of the nearest around it (a pipeline stage has axes of its own).
-        declared: mesh of a layout file.
+    Beside `ranks` those count that should hold it: the owners of the node's module, or of the
+    nearest around it (a pipeline stage has axes of its own). `declared` is the mesh of a layout
+    file.
     """
     owners = once_a_step(node, "owners", lambda: _owners(node))
     parts = node.path.split(".") if node.path else []
@@ -109,7 +106,6 @@ def find_peers(node: Node, ranks: Iterable[int], *, declared: Mesh | None = None
 
 
 def _owners(node: Node) -> dict[str, tuple[int, ...]]:
-    """Return {path: ranks} of the modules that own parameters or buffers."""
     return {each.path: each.ranks for setup in steps_of(node)[0] for each in setup.walk()}
 
 
@@ -129,15 +125,14 @@ def _infer(of: Node, wanted: frozenset[int], declared: Mesh | None) -> Peers:
     inputs = _root_inputs(step, wanted)
     facts = axes_of(mesh, owned, [prints for _, prints in inputs], wrappers)
     data = [each.axis for each in facts if each.is_data]
-    reasons = []
-    for each in facts:
-        if each.has_other_inputs and not each.is_data:
-            but = (
-                "but parameters are neither replicas nor FSDP shards there"
-                if named_as(each.axis) is not AxisName.NOT_DATA
-                else "whose name says it cuts no batches"
-            )
-            reasons.append(f"root inputs differ along {each.axis}, {but}")
+    reasons = [
+        f"root inputs differ along {each.axis}, whose name says it cuts no batches"
+        if named_as(each.axis) is AxisName.NOT_DATA
+        else f"root inputs differ along {each.axis}, but parameters are neither replicas nor FSDP "
+        f"shards there"
+        for each in facts
+        if each.has_other_inputs and not each.is_data
+    ]
     if not inputs:
         reasons.append("no digest of an input of the root was recorded in that step")
     if not owned:
@@ -178,9 +173,6 @@ def is_constant(views: Iterable[SlotView]) -> bool:
     return not any((digested & (least < most)).any() for digested, least, most in columns)
 
 
-# ---- parameters ----------------------------------------------------------------------------------
-
-
 def held_parameter(views: list[SlotView]) -> HeldParameter:
     """Return one parameter over all its ranks."""
     is_placed = views[0].source in (LayoutSource.DTENSOR, LayoutSource.MARKED)
@@ -192,11 +184,7 @@ def held_parameter(views: list[SlotView]) -> HeldParameter:
     )
 
 
-# ---- root inputs ---------------------------------------------------------------------------------
-
-
 def _root_inputs(step: Step, ranks: frozenset[int]) -> list[tuple[SlotView, dict[int, DigestKey]]]:
-    """Return the plain tensors that the root was handed, in the first micro-batch."""
     found: list[tuple[SlotView, dict[int, DigestKey]]] = []
     roots: Iterable[Node] = () if step.is_setup else step.nodes
     for node in roots:

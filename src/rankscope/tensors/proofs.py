@@ -45,7 +45,6 @@ class RecordedValues(ShownValues):
         super().__init__(lines)
         self._name_of = name_of
         self.is_fsdp = False
-        """True once a module wrapped in FSDP was seen."""
 
     def read_calls(self, nodes: Sequence[Node]) -> None:
         """Add the modules that are called, what is called inside them, and cut DTensors."""
@@ -63,15 +62,14 @@ class RecordedValues(ShownValues):
                     self.inner.setdefault(call, set()).update(inside)
 
     def axis_of(self, meshes: tuple[Mesh, ...], name: str) -> str:
-        """Return the axis that runs over the same ranks as one of some meshes; "" where there is
-        none."""
+        """Return the axis over the same ranks as one of some meshes; "" where there is none."""
         along, axes = _ranks_along(meshes, name), self.lines.items()
         return next((axis for axis, own in axes if along.issuperset(map(frozenset, own))), "")
 
 
 def cut_dtensors(nodes: Sequence[Node]) -> Iterator[tuple[Node, SlotView, str]]:
-    """Yield what lies cut as its DTensor or its mark says, and along which axis of its mesh: what
-    goes in and out in forward, and of a setup the parameters that are computed with so."""
+    """Yield what lies cut as its DTensor or its mark says, with the axis: what goes in and out in
+    forward, and of a setup the parameters that are computed with so."""
     is_fsdp = _is_in_fsdp(nodes)
     for node in nodes:
         is_setup = node.phase is Phase.SETUP
@@ -98,13 +96,8 @@ def digests(views: Sequence[SlotView]) -> Mapping[int, Hashable]:
 
 
 def how_it_lies(value: Value, mesh: Mesh, told: Prints = digests) -> dict[str, Said]:
-    """Return how a value lies along the axes of a mesh, for those along which that is proven.
-
-    Args:
-        value: of whatever phase; a gradient is cut as what it is the gradient of.
-        mesh: over the ranks in question.
-        told: what tells the ranks' values apart.
-    """
+    """Return how a value lies along the axes of a mesh, for those along which that is proven. A
+    gradient is cut as what it is the gradient of."""
     node, slot = value.node, value.views[0].slot
     proof = once_a_step(node, (mesh, told), lambda: _proof_of_step(node, mesh, told))
     call, alone = _name(node), ShownValues(proof.shown.lines)
@@ -120,14 +113,9 @@ def how_it_lies(value: Value, mesh: Mesh, told: Prints = digests) -> dict[str, S
 def proven_layout(
     value: Value, declared: Mesh | None = None
 ) -> tuple[Mesh, dict[str, Placement]] | None:
-    """Return a mesh of the ranks that hold an activation, and how it lies on it, where that is
+    """Return a mesh of the ranks that hold a plain activation, and how it lies on it, where that is
     proven along every axis but those of data-parallel peers; None where not, or where it is cut
-    along no axis.
-
-    Args:
-        value: plain tensors.
-        declared: mesh of a layout file.
-    """
+    along no axis."""
     peers = find_peers(value.node, value.ranks, declared=declared)
     said = how_it_lies(value, peers.mesh)
     found = {axis: each.placement for axis, each in said.items() if axis not in peers.data}
@@ -158,14 +146,13 @@ def _proof_of_step(of: Node, mesh: Mesh, told: Prints) -> Proof:
 
 
 def _name(node: Node) -> str:
-    """Return what tells a call from others of the step."""
     again = node.ordinal or node.micro_batch
     return f"{node.path} ({node.micro_batch}, {node.ordinal})" if again else node.path
 
 
 def _moved(value: Value, told: Prints) -> Mapping[int, Hashable]:
-    """Return what tells the ranks' gradients or updates of a parameter apart that is a constant:
-    that zeros or ones agree says nothing, tensor-parallel shards of them are no less equal."""
+    """Return what tells the ranks' gradients or updates of a constant parameter apart: zeros or
+    ones are as equal on tensor-parallel shards as on replicas."""
     slot, node = value.views[0].slot, value.node
     if not slot.startswith("param:"):
         return {}

@@ -24,7 +24,7 @@ from rankscope.layout.placement import Ranges
 from rankscope.layout.plan import AssemblyPlan, Box, Reduction
 
 Load = Callable[[int], torch.Tensor]
-"""Returns a rank's piece; it may be a view of mapped memory, and is never written to."""
+"""Returns a rank's piece, perhaps a view of mapped memory; never written to."""
 
 _REDUCE: Final[dict[str, Callable[..., torch.Tensor]]] = {
     "sum": torch.add,
@@ -41,12 +41,11 @@ _REDUCE: Final[dict[str, Callable[..., torch.Tensor]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """Ranks that should hold the same values and do not."""
+    """Ranks that should hold the same values of a part of the global tensor (`ranges`, per dim) and
+    do not; `groups` has those with the same bytes together, by lowest rank."""
 
     ranges: tuple[Ranges, ...]
-    """Which part of the global tensor, per dim."""
     groups: tuple[tuple[int, ...], ...]
-    """Ranks with the same bytes together, by lowest rank."""
     used: tuple[int, ...]
     """The group whose values stand in the result: a strict majority, else the lowest rank's."""
     is_majority: bool
@@ -66,16 +65,14 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whole:
-    """A global tensor, and what there is to say about it."""
+    """A global tensor, the ranks whose pieces it is made of, the replicas that differ (one entry
+    per part and summand), and what was declared or inferred."""
 
     tensor: torch.Tensor
     """Where one piece is the whole it is what was loaded, not a copy."""
     mismatches: tuple[Mismatch, ...] = ()
-    """Replicas that differ; one entry per part and summand."""
     ranks: tuple[int, ...]
-    """Whose pieces it is made of."""
     notes: tuple[str, ...] = ()
-    """What was declared or inferred."""
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -85,7 +82,7 @@ class Whole:
 
 def tensor_of(stored: StoredTensor) -> torch.Tensor:
     """Return a kept tensor over its bytes in the file, mapped (a copy only where they are not
-    aligned). It may be written to: neither the file nor another such tensor changes.
+    aligned). Writing to it changes neither the file nor another such tensor.
 
     Raises:
         TraceError: the file is gone.
@@ -113,11 +110,8 @@ def assemble(plan: AssemblyPlan, load: Load) -> Whole:
     """Return the global tensor, with every replica compared.
 
     Beside the result, two pieces are in memory at a time, and one sum per axis that is reduced.
-
-    Args:
-        plan: what `plan_assembly` made.
-        load: called once per rank in the order of `plan.reads`; once more only where replicas
-            differ and the majority is not the first of them.
+    `load` is called once per rank in the order of `plan.reads`, once more only where replicas
+    differ and the majority is not the first of them.
 
     Raises:
         LayoutError: pieces of other shapes or dtypes than planned, or a reduction that torch does
@@ -159,7 +153,6 @@ class _BoxReader:
         return _reduced(box.reductions, map(_widened, summands)).to(self._dtype)
 
     def _agreed(self, box: Box, ranks: Sequence[int]) -> torch.Tensor:
-        """Return the value of ranks that should all hold the same."""
         first = self._read(box, ranks[0])
         if len(ranks) == 1:
             return first
@@ -248,7 +241,6 @@ def _runs(ranges: Sequence[Ranges]) -> Iterator[tuple[tuple[slice, ...], tuple[s
 
 
 def _fingerprint(piece: torch.Tensor) -> bytes:
-    """Return a 128-bit hash of the elements' bytes."""
     return xxhash.xxh3_128_digest(bytes_of(piece.cpu()).data)
 
 

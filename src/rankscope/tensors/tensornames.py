@@ -23,30 +23,25 @@ _SHOWN = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Names, and what narrows them; None is what was not asked for."""
+    """Names, and what narrows them; None is what was not asked for: the first traced step, train
+    (or eval where there is no train step), the phase of the slot, the only ordinal."""
 
     names: tuple[str, ...]
     step: int | None = None
-    """Default the first traced."""
     mode: Mode | None = None
-    """Default train, or eval where there is no train step."""
     micro_batch: int = 0
-    """Of phases that have any."""
     phase: Phase | None = None
-    """Default that of the slot."""
     ordinal: int | None = None
-    """Default the only one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """One value that a name means."""
+    """One value that a name means; `is_named` where the name has a slot and no glob."""
 
     key: str
     """The name as it was asked where it means this value alone, else path and slot."""
     value: Value
     is_named: bool
-    """True where a name without a glob and with a slot asked for it."""
 
 
 @dataclass(slots=True)
@@ -60,8 +55,8 @@ class _Name:
 
     @classmethod
     def parse(cls, text: str, paths: Collection[str]) -> _Name:
-        """Split a name at its first colon; where no module has such a path, at the first colon that
-        gives one: paths may hold colons too."""
+        """Split a name at its first colon, or at the first that gives a path: paths may hold colons
+        too."""
         parts = text.split(":")
         split = []
         for end in range(1, len(parts) + 1):
@@ -78,16 +73,12 @@ class _Name:
         return path == self.path or glob_matches(self.path, path)
 
     def takes_slot(self, slot: str) -> bool:
-        """A kind means all its slots: `output` is output.0 and output.1 too."""
         return slot_matches(self.slot, slot)
 
 
 def choose(trace: Trace, wanted: Wanted) -> tuple[list[Chosen], list[str]]:
     """Return the values that the names mean, each once, and what is to be said of the choice.
-
-    Raises:
-        SelectionError: a name means nothing, or several calls; says what there is.
-    """
+    Raises SelectionError where a name means nothing, or several calls; says what there is."""
     groups = _groups(trace, wanted)
     paths = {node.path for group in groups for node in group.walk()}
     names = [_Name.parse(text, paths) for text in dict.fromkeys(wanted.names)]
@@ -141,8 +132,7 @@ def _groups(trace: Trace, wanted: Wanted) -> Sequence[Step]:
 
 
 def _note(node: Node, names: Iterable[_Name], wanted: Wanted) -> None:
-    """Remember a node with the names that mean something in it; a later life of the ranks goes
-    before."""
+    """Remember a node by the names that mean it; a later life of the ranks goes before."""
     if node.micro_batch not in (None, wanted.micro_batch):
         return
     path, phase = node.path, node.phase
@@ -164,11 +154,6 @@ def _note(node: Node, names: Iterable[_Name], wanted: Wanted) -> None:
 
 
 def _one_of(name: _Name, slot: str, nodes: list[Node]) -> Node:
-    """Return the node that is meant.
-
-    Raises:
-        SelectionError: a name without a glob means several.
-    """
     if len(nodes) > 1 and not name.is_glob:
         first = nodes[0]
         raise SelectionError(

@@ -23,6 +23,7 @@ from rankscope.tree.views import Node
 
 _MOST_PARTS = 64
 """Of a path; a name that was made to hurt may have thousands of dots."""
+_MOST_GROUPS = 6
 _PYTHON = "python"
 _CALL_FACTS = ("calls", "ended", "ranks", "wrappers", "opaque")
 """What is said of calls, and no name of a slot."""
@@ -50,7 +51,7 @@ class ModuleOutline:
         self.class_name = " or ".join(sorted(classes))
         """"" for what no call names: a list of modules, or a module that was never called."""
         self.ranks = _union({node.ranks_text for node in calls})
-        """Those that called it; "" where none did."""
+        """Those that called it; "" where none did, as of what only holds other modules."""
         self.facts: Mapping[Fact, Any] = _facts(nodes)
         self._forward = next((n for n in calls if n.phase is Phase.FORWARD), None)
         own = (self.class_name, self.ranks, frozenset(self.facts.items()))
@@ -65,15 +66,9 @@ class ModuleOutline:
         slots = self._forward.slots if self._forward is not None else ()
         for name in ("returned", "output"):
             named = [slot for slot in slots if slot.slot.split(".")[0] == name]
-            tensors = [slot for slot in named if slot.dtype != _PYTHON]
-            if tensors:
+            if tensors := [slot for slot in named if slot.dtype != _PYTHON]:
                 return tuple(slot for slot in tensors if slot.slot == tensors[0].slot)
         return ()
-
-    @property
-    def is_called(self) -> bool:
-        """False for what only holds other modules."""
-        return bool(self.ranks)
 
     def walk(self) -> Iterator[ModuleOutline]:
         """Yield this module and all inside it, parents first."""
@@ -124,14 +119,8 @@ class ModuleDifference:
 
 
 def module_outlines(nodes: Iterable[Node]) -> list[ModuleOutline]:
-    """Return the outermost modules of a step or a setup with all modules inside them.
-
-    Args:
-        nodes: its outermost calls.
-
-    Raises:
-        TraceError: the trace is damaged.
-    """
+    """Return the outermost modules of a step or a setup, of its outermost calls, with all modules
+    inside them. TraceError: the trace is damaged."""
     tops = list(nodes)
     roots = {node.path for node in tops}
     grown = _Branch("")
@@ -167,13 +156,11 @@ class _Branch:
         branch = self
         for part in parts:
             if part not in branch.inside:
-                inner = f"{branch.path}.{part}" if branch.path else part
-                branch.inside[part] = _Branch(inner)
+                branch.inside[part] = _Branch(f"{branch.path}.{part}" if branch.path else part)
             branch = branch.inside[part]
         branch.nodes.append(node)
 
     def outline(self, kinds: dict[Hashable, int]) -> ModuleOutline:
-        """Return what has been gathered; modules inside first."""
         children = {name: branch.outline(kinds) for name, branch in self.inside.items()}
         return ModuleOutline(self.path, self.nodes, children, kinds)
 
@@ -241,25 +228,19 @@ def _is_forward(facts: Mapping[str, Any]) -> bool:
 def _issued(facts: Mapping[str, Any]) -> str:
     """Return a collective without the names of its ranks: layers on other ranks are alike."""
     reduce = f"({facts['reduce']})" if facts.get("reduce") else ""
-    members = len(facts.get("members", ()))
-    return f"{facts.get('op', 'collective')}{reduce} over {members}"
+    return f"{facts.get('op', 'collective')}{reduce} over {len(facts.get('members', ()))}"
 
 
 def numbered_groups(
-    modules: Sequence[ModuleOutline], standing: Mapping[str, Hashable], *, most: int = 6
+    modules: Sequence[ModuleOutline], standing: Mapping[str, Hashable]
 ) -> list[list[AlikeModules]]:
     """Return modules in groups that may share a line: a list for each row of numbered siblings, and
     one for every other module.
 
-    Alike modules are in one group where they stand side by side. A row with more than `most` groups
-    has one for each kind instead, wherever its modules stand; and where these are too many as well,
-    one for all of which the same is said.
-
-    Args:
-        modules: in the order they are to be shown; numbered ones come in order of their numbers.
-        standing: by path, what else is said of a module; modules share a group only where that is
-            equal. Those that are not in it are equal.
-        most: groups of a row.
+    Alike modules are in one group where they stand side by side. A row with too many groups has
+    one for each kind instead, wherever its modules stand; and where these are too many as well,
+    one for all of which the same is said. `standing`: by path, what else is said of a module; only
+    modules of which that is equal share a group.
     """
     rows: dict[str, list[ModuleOutline]] = {}
     for module in modules:
@@ -267,7 +248,7 @@ def numbered_groups(
         rows.setdefault(module.path if number is None else f"{stem}.", []).append(module)
     # stages of a pipeline call theirs at the same time, so calls are in no order
     in_order = (sorted(row, key=lambda module: _numbered(module)[1] or 0) for row in rows.values())
-    return [_grouped(row, standing, most) for row in in_order]
+    return [_grouped(row, standing) for row in in_order]
 
 
 def _numbered(module: ModuleOutline) -> tuple[str, int | None]:
@@ -281,9 +262,7 @@ def is_number(part: str) -> bool:
     return part.isdecimal() and part.isascii() and len(part) < 10
 
 
-def _grouped(
-    row: Sequence[ModuleOutline], standing: Mapping[str, Hashable], most: int
-) -> list[AlikeModules]:
+def _grouped(row: Sequence[ModuleOutline], standing: Mapping[str, Hashable]) -> list[AlikeModules]:
     def key(module: ModuleOutline) -> Hashable:
         return module.kind, standing.get(module.path)
 
@@ -291,8 +270,8 @@ def _grouped(
     by_kind: dict[Hashable, list[ModuleOutline]] = {}
     for module in row:
         by_kind.setdefault(key(module), []).append(module)
-    groups = runs if len(runs) <= most else list(by_kind.values())
-    if len(groups) <= most:
+    groups = runs if len(runs) <= _MOST_GROUPS else list(by_kind.values())
+    if len(groups) <= _MOST_GROUPS:
         return [AlikeModules(modules=tuple(group)) for group in groups]
     by_standing: dict[Hashable, list[ModuleOutline]] = {}
     for module in row:
@@ -342,8 +321,6 @@ def _order(fact: Fact) -> tuple[int, int, str]:
     """Order facts by what comes first in a step: how a module is called, its inputs; then what the
     modules inside it decide as well."""
     phase, what = fact
-    if what in _CALL_FACTS:
-        kind = _CALL_FACTS.index(what)
-    else:
-        kind = len(_CALL_FACTS) + (what.split(".")[0] != "input")
+    is_of_slot = len(_CALL_FACTS) + (what.split(".")[0] != "input")
+    kind = _CALL_FACTS.index(what) if what in _CALL_FACTS else is_of_slot
     return kind, Phase[phase.upper()] if phase else 0, what

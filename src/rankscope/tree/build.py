@@ -36,8 +36,6 @@ from rankscope.tree.header import completeness, how_ended, run_header, step_note
 from rankscope.tree.step import StepName
 from rankscope.tree.treewriter import write_trace
 
-__all__ = ["assemble", "build", "recover", "told_of_lost"]
-
 _MOST_FAULTS = 20
 _MOST_WAIT_S = 30.0
 _LOOK_S = 0.05
@@ -56,10 +54,8 @@ def assemble(
     """Return the trace that streams make together, in memory.
 
     Args:
-        sources: the bytes of every stream.
         settle: looks over the streams once all are read, before anything is made of them.
         written: steps to leave out, which stand in the tree.
-        progress: told how far it is.
         decoded: definitions, as of `read_stream`; given where streams are assembled more than once.
         began_ns: wall clock of the earliest call known, where it may not be among these.
         end: what is known of the job's end beside the records.
@@ -164,11 +160,8 @@ def build(
 
 
 def _to_finish(out: Path) -> GrowingTree:
-    """Return what was written of a tree while its job ran, once nobody writes it any more.
-
-    Raises:
-        FolderError: somebody does for long.
-    """
+    """Return what was written of a tree while its job ran, once nobody writes it any more;
+    FolderError: somebody does for long."""
     if not (out / STEPS_FOLDER / INDEX_NAME).exists():
         return GrowingTree(out)
     deadline = time.monotonic() + _MOST_WAIT_S

@@ -19,8 +19,6 @@ from rankscope.record.statistics import ADDED
 from rankscope.record.stepcolumns import COLUMNS, Column
 from rankscope.record.streams import MAX_RANKS
 
-__all__ = ["FileColumns", "check_columns", "filled", "map_columns"]
-
 _UNCHECKED = {"format": "rankscope.values/1"}
 """All that was said of a file before it had a checksum."""
 _WIDTHS = {name: column.width for name, column in COLUMNS.items() if column.width > 1}
@@ -35,7 +33,6 @@ class FileColumns(dict[str, Array]):
     """The columns of one file; to ask for one that it lacks is an error of the file."""
 
     def __init__(self, file: Path, columns: Iterable[tuple[str, Array]] = ()) -> None:
-        """Hold columns of a file."""
         super().__init__(columns)
         self.file = file
 
@@ -46,12 +43,8 @@ class FileColumns(dict[str, Array]):
 def map_columns(
     path: Path, world_size: int = MAX_RANKS, *, is_checked: bool = False
 ) -> dict[str, Array]:
-    """Return every column of a values file, mapped and not copied.
-
-    Args:
-        path: of the file.
-        world_size: no rank is as high.
-        is_checked: read all of it, and hold it to the checksum in its header.
+    """Return every column of a values file, mapped and not copied; with `is_checked` all of it is
+    read, and held to the checksum in its header. No rank is as high as `world_size`.
 
     Raises:
         TraceError: the file is missing, or no safetensors file whose header fits its size, or its
@@ -83,16 +76,8 @@ def filled(column: Column, rows: int, number: float = 0) -> Array:
 
 
 def check_columns(columns: Mapping[str, Array], world_size: int) -> None:
-    """Refuse columns of another kind or shape than their name says, columns of one table that have
-    other rows than each other, and ranks that nobody is.
-
-    Args:
-        columns: as they were read.
-        world_size: no rank is as high.
-
-    Raises:
-        ValueError: there are such.
-    """
+    """Refuse, with ValueError, columns of another kind or shape than their name says, columns of
+    one table that have other rows than each other, and ranks that are not below `world_size`."""
     rows: dict[str, int] = {}
     for name, column in columns.items():
         width = [_WIDTHS[name]] if name in _WIDTHS else []

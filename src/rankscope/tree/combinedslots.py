@@ -19,21 +19,14 @@ from rankscope.record.wholestatistics import Combined
 from rankscope.tree.heldlayouts import layout_of
 from rankscope.tree.step import StepColumns
 
-__all__ = ["combined"]
-
 _MOST_ROWS: Final = 1 << 14
 """Values combined at a time."""
 
 
 def combined(step: StepColumns, entry: int, meshes: Sequence[Mesh]) -> tuple[Combined, ...]:
     """Return the global statistics of a slot, one per mesh that gives another result; of the slots
-    behind it that lie as it does too, for whoever asks next.
-
-    Args:
-        step: its step.
-        entry: which of the entries of the step it is.
-        meshes: of the kind that its layout names.
-    """
+    behind it that lie as it does too, for whoever asks next. `entry`: which of the entries of the
+    step it is; `meshes`: of the kind that its layout names."""
     if entry not in step.combined:
         alike = step.alike_entries
         same = np.flatnonzero(alike[entry:] == alike[entry]) + entry

@@ -11,8 +11,6 @@ from rankscope.record.phases import Phase
 from rankscope.record.streams import EndReason
 from rankscope.tree.views import Node, Step, Trace
 
-__all__ = ["Crash", "as_json", "crashes"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crash:
@@ -21,7 +19,6 @@ class Crash:
     rank: int
     incarnation: int
     pid: int
-    """Of the process."""
     mode: Mode | None
     """Of the last step the rank recorded, None where it recorded none."""
     step: int | None
@@ -78,12 +75,11 @@ def _crash(
     last: tuple[Step, Node] | None = None
     for mode in Mode:
         for step in reversed(trace.steps):
-            if step.mode is mode and step.incarnation == incarnation:
-                calls = [node for node in step.nodes if rank in node.ranks]
-                if calls:
-                    node = max(calls, key=_start)
-                    last = (step, node) if last is None or _start(last[1]) < _start(node) else last
-                    break
+            is_own = step.mode is mode and step.incarnation == incarnation
+            if is_own and (calls := [node for node in step.nodes if rank in node.ranks]):
+                node = max(calls, key=_start)
+                last = (step, node) if last is None or _start(last[1]) < _start(node) else last
+                break
     error = None if last is None else _error(last[1], rank)
     if last is None or error is None or ("raised" in state and error not in texts):
         if "raised" not in state:
@@ -116,10 +112,8 @@ def _error(node: Node, rank: int) -> str | None:
     """Return the text of the exception that left a rank's call, None where none did."""
     if node.has_returned:
         return None
-    raised = (
-        o.error for o in node.outcomes if o.status == CallStatus.RAISED.word and rank in o.ranks
-    )
-    text = next(raised, None)
+    own = (each for each in node.outcomes if rank in each.ranks)
+    text = next((each.error for each in own if each.status == CallStatus.RAISED.word), None)
     return None if text is None else " ".join(text.split())
 
 

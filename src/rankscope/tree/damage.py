@@ -14,30 +14,20 @@ from typing import Any, TypeVar
 
 from rankscope.errors import TraceError
 
-__all__ = ["UNREADABLE", "damage", "damaged_is_trace_error"]
-
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
 """What reading columns or JSON of another shape than expected raises."""
 T = TypeVar("T")
 
 
 def damage(file: object, error: Exception, where: str = "") -> TraceError:
-    """Return what to raise from one of `UNREADABLE`.
-
-    Args:
-        file: what was read.
-        error: what came of it.
-        where: in what of the file, a clause with a space before it.
-    """
+    """Return what to raise from one of `UNREADABLE`; `where`: in what of the file, a clause with a
+    space before it."""
     return TraceError(f"{file}: {type(error).__name__} {error}{where}: the trace is damaged")
 
 
 def damaged_is_trace_error(view: type[T]) -> type[T]:
-    """Make properties and public methods of a class raise TraceError where the data is damaged.
-
-    Args:
-        view: a class whose instances have `_where.file`, what their data was read from.
-    """
+    """Make properties and public methods of a class raise TraceError where the data is damaged; its
+    instances have `_where.file`, what their data was read from."""
     for name, item in [*vars(view).items()]:
         if isinstance(item, property) and item.fget is not None:
             setattr(view, name, property(_guarded(item.fget), doc=item.__doc__))

@@ -25,8 +25,6 @@ from rankscope.record.statistics import STATISTICS
 from rankscope.record.streams import StreamId
 from rankscope.tree.step import LazyColumns, StepColumns, StepHead, StepTexts
 
-__all__ = ["Document"]
-
 Array = NDArray[Any]
 _PLACED: Final = sorted(Phase.having(lambda facts: facts.has_micro_batches))
 _OWN: Final = (
@@ -54,16 +52,9 @@ class Document:
         notes: Mapping[Group, Sequence[Mapping[str, Any]]],
         began_ns: int,
     ) -> None:
-        """Put nothing together yet.
-
-        Args:
-            run, completeness: as docs/trace-format.md.
-            streams: the records, in the order of the vocabulary's lookups.
-            records: these by step.
-            vocabulary: what their numbers mean.
-            notes: per group, what ranks noted about the step.
-            began_ns: wall clock of the first call of the run: what `start_us` counts from.
-        """
+        """Put nothing together yet. `run`, `completeness`: as docs/trace-format.md; `streams`: in
+        the order of the vocabulary's lookups; `began_ns`: wall clock of the first call of the run,
+        what `start_us` counts from."""
         self.run, self.completeness, self.began_ns = run, completeness, began_ns
         self.took_all = not any(stream.has_set_aside for stream in streams)
         """False where records were set aside: their bytes say more than the tree."""
@@ -195,8 +186,7 @@ class Document:
 
         def samples() -> Array:
             rows = np.arange(int(counts.sum())) + np.repeat(starts - ends + counts, counts)
-            found: Array = tables.samples[rows]
-            return found
+            return np.asarray(tables.samples[rows])
 
         return {
             "values.node": lambda: merged.value_node[rows] - first_node,
@@ -222,8 +212,6 @@ class Document:
 
 
 class _MergedPart:
-    """Some steps put together."""
-
     def __init__(self, tables: Tables, merged: Merged) -> None:
         self.tables, self.merged = tables, merged
         tables.calls, tables.call = CallTable.zeros(0), np.empty(0, np.int64)  # merged has them

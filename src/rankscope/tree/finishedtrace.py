@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from rankscope.record.streams import StreamId
     from rankscope.tree.document import Document
 
-__all__ = ["WrittenSteps", "trace_files", "trace_of", "wait_for_collector"]
-
 _POLL_S = 0.1
 _OF_A_COLLECTOR = (COLLECTOR_LOG_NAME, COLLECTOR_LOCK_NAME, REPLICA_FOLDER)
 _FIRST_S = 10.0
@@ -50,18 +48,9 @@ class WrittenSteps:
         began_ns: int,
         others: Sequence[Document | OlderTrace] = (),
     ) -> None:
-        """Open no file yet.
-
-        Args:
-            folder: of the trace.
-            head: {"run", "completeness"}.
-            entries: of the steps that are written.
-            began_ns: wall clock of the first call of the run.
-            others: hold steps that are not.
-
-        Raises:
-            KeyError, TypeError, ValueError: an entry is none.
-        """
+        """Open no file yet. `head`: {"run", "completeness"}; `began_ns`: wall clock of the first
+        call of the run; `others` hold steps that are not written. KeyError, TypeError, ValueError:
+        an entry is none."""
         self.head, self._folder, self._began_ns, self._others = head, folder, began_ns, others
         self._files = StepFiles(folder, int(head["run"]["world_size"]))
         known, self.passed_over = known_entries(entries)
@@ -78,11 +67,7 @@ class WrittenSteps:
         return self._folder if isinstance(place, tuple) else self._files.path(place)
 
     def step(self, group: int) -> StepColumns:
-        """Return a step.
-
-        Raises:
-            TraceError: its file is damaged, or not there.
-        """
+        """Return a step; TraceError: its file is damaged, or not there."""
         place = self._places[group]
         if isinstance(place, tuple):
             return place[0].step(place[1])
@@ -107,17 +92,12 @@ def trace_of(document: Document, folder: Path, **more: Any) -> Trace:
 
 
 def trace_files(folder: Path) -> TraceSource:
-    """Return a finished trace folder, of any format.
-
-    Raises:
-        TraceError: its trace.json is damaged.
-        TraceVersionError: of a newer format.
-    """
+    """Return a finished trace folder, of any format. TraceError: its trace.json is damaged;
+    TraceVersionError: of a newer format."""
     head = load_json(folder / TRACE_NAME, "trace")
     if is_older(head):
         return OlderTrace.of(folder, head)
-    entries = [*head["setup"], *head["steps"]]
-    return WrittenSteps(folder, head, entries, int(head["began_ns"]))
+    return WrittenSteps(folder, head, [*head["setup"], *head["steps"]], int(head["began_ns"]))
 
 
 def wait_for_collector(
@@ -126,16 +106,11 @@ def wait_for_collector(
     progress: Progress | None,
     is_about_to_end: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Return once trace.json is there, or nobody is about to write it.
+    """Return once trace.json is there, or nobody is about to write it, after `wait_s` at most.
 
     Where a collector is at work and nothing has come yet, records may be on their way from a job
-    that was over quickly: that is waited for as well, but not long.
-
-    Args:
-        folder: the trace folder.
-        wait_s: how long to wait at most.
-        progress: told of the waiting.
-        is_about_to_end: says what this folder alone does not, that a tree will come.
+    that was over quickly: that is waited for as well, but not long. `is_about_to_end` says what
+    this folder alone does not, that a tree will come.
     """
     started = time.monotonic()
     while not (folder / TRACE_NAME).exists():
@@ -150,8 +125,7 @@ def wait_for_collector(
 
 def _is_without_records(folder: Path) -> bool:
     """True where no record has come, and a collector holds the folder or is about to: the folder
-    was made for one just now.
-    """
+    was made for one just now."""
     if any(replica.stat().st_size for replica in _replicas(folder)):
         return False
     is_prepared = any((folder / name).exists() for name in _OF_A_COLLECTOR)

@@ -39,8 +39,6 @@ from rankscope.tree.step import StepColumns
 from rankscope.tree.stepfile import entry_of
 from rankscope.tree.views import Trace
 
-__all__ = ["GoldenFile", "is_golden", "write_golden"]
-
 GOLDEN_FORMAT: Final = "rankscope.golden/1"
 _OF_NODES: Final = "rankscope.trace/1"
 """The format whose nodes it holds."""
@@ -77,16 +75,9 @@ Array = NDArray[Any]
 
 
 def write_golden(trace: Trace, file: Path, *, has_samples: bool) -> int:
-    """Write a golden file; one that is there is replaced. Return its size in bytes.
-
-    Args:
-        trace: a finished one.
-        file: where; its folder is made.
-        has_samples: keep the sketches of single samples of every value.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a golden file, and return its size in bytes; one that is there is replaced.
+    `has_samples`: keep the sketches of single samples of every value. OSError: it cannot be
+    written."""
     kept = _Rows(has_samples=has_samples)
     body: dict[str, list[Any]] = {"setup": [], "steps": []}
     for step in (*trace.setup, *trace.steps):
@@ -94,8 +85,8 @@ def write_golden(trace: Trace, file: Path, *, has_samples: bool) -> int:
         text: list[str] = []
         write_nodes(step, "\n", text.append)
         nodes = [*_nodes(json.loads("".join(text)), take)]
-        head = entry_of(step.head)
-        body["setup" if step.is_setup else "steps"].append({**head, "nodes": nodes})
+        entry = {**entry_of(step.head), "nodes": nodes}
+        body["setup" if step.is_setup else "steps"].append(entry)
     found = kept.columns()
     head = {
         "format": GOLDEN_FORMAT,
@@ -126,16 +117,11 @@ class GoldenFile(OlderSteps):
     _began_ns = 0
 
     def __init__(self, file: Path) -> None:
-        """Read it.
-
-        Raises:
-            TraceError: it is damaged, or another compressed file.
-            TraceVersionError: of a newer format.
-        """
+        """Read it. TraceError: it is damaged, or another compressed file; TraceVersionError: of a
+        newer format."""
         self._file = file
         try:
-            raw = _inflated(file.read_bytes())
-            line, _, rest = raw.partition(b"\n")
+            line, _, rest = _inflated(file.read_bytes()).partition(b"\n")
             head = json.loads(line)
             known, _, number = str(head["format"]).partition("/")
             if known != GOLDEN_FORMAT.partition("/")[0]:
@@ -185,11 +171,8 @@ def _filled(head: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _inflated(packed: bytes) -> bytes:
-    """Return what was compressed.
-
-    Raises:
-        LZMAError, ValueError: it is damaged, or more than a golden trace takes.
-    """
+    """Return what was compressed; LZMAError, ValueError: damaged, or more than a golden trace
+    takes."""
     inflating = lzma.LZMADecompressor(memlimit=_MOST_MEMORY)
     raw = inflating.decompress(packed, _MOST_BYTES)
     if not inflating.eof:
@@ -211,8 +194,6 @@ def _unpacked(listed: Any, data: bytes) -> Iterator[tuple[str, Array]]:
 
 
 class _Rows:
-    """Collects the rows of the values that are kept."""
-
     def __init__(self, *, has_samples: bool) -> None:
         self._has_samples = has_samples
         self._parts = {name: [filled(COLUMNS[name], 0)] for name in (*_OF_VALUES, _SKETCHES)}
@@ -237,7 +218,6 @@ class _Rows:
         return [begin, self._count]
 
     def columns(self) -> dict[str, Array]:
-        """Return the columns of the kept rows."""
         found = {name: np.concatenate(parts) for name, parts in self._parts.items()}
         return {name: _narrowed(column) for name, column in found.items()}
 

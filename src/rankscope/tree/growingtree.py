@@ -42,8 +42,6 @@ from rankscope.tree.views import Trace
 if TYPE_CHECKING:
     from rankscope.tree.document import Document
 
-__all__ = ["GrowingTree", "grown_in", "grown_steps", "step_name"]
-
 _PART_BYTES: Final = 4 << 20
 """Of one file, where that is more than one step."""
 _BYTES: Final = {"values.rank": 220, "calls.rank": 60, "samples.sketch": 32}
@@ -59,11 +57,7 @@ def _is_older(line: Mapping[str, Any]) -> bool:
 
 
 def step_name(entry: Mapping[str, Any]) -> StepName:
-    """Return the name of a step from its entry in trace.json.
-
-    Raises:
-        KeyError: it has none, as setup.
-    """
+    """Return the name of a step from its entry in trace.json; KeyError: it has none, as setup."""
     mode = Mode[str(entry["mode"]).upper()]
     return StepName(int(entry["incarnation"]), int(mode), int(entry["step"]))
 
@@ -72,19 +66,14 @@ class GrowingTree:
     """The parts of one trace folder."""
 
     def __init__(self, out: Path) -> None:
-        """Read the index that is there.
-
-        Raises:
-            TraceError: it cannot be read, or is damaged.
-            TraceVersionError: it is of a newer format.
-        """
+        """Read the index that is there. TraceError: it cannot be read, or is damaged;
+        TraceVersionError: of a newer format."""
         self.out = out
         self.written: set[StepName] = set()
         self.began_ns: int | None = None
         """Wall clock of the first call of the run, None before a part is written."""
         self._index = out / STEPS_FOLDER / INDEX_NAME
         self.next_file = 0
-        """Number of the step file that is written next."""
         self._unsynced: list[Path] = []
         self._older_lines: list[dict[str, Any]] = []
         self._lock = -1
@@ -99,12 +88,7 @@ class GrowingTree:
     @classmethod
     def to_write(cls, out: Path) -> GrowingTree | None:
         """Return the tree of a folder for the one process that may write it, None while another
-        does.
-
-        Raises:
-            OSError: it cannot be written.
-            TraceError, TraceVersionError: as for the tree.
-        """
+        does. OSError: it cannot be written; other errors as of the tree."""
         own_subfolder(out / STEPS_FOLDER)
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         with contextlib.ExitStack() as closing:
@@ -127,12 +111,8 @@ class GrowingTree:
             self._lock = -1
 
     def entries(self) -> Iterator[dict[str, Any]]:
-        """Yield the entries of the steps that are written, as the index has them; they are not
-        remembered: there may be a hundred thousand.
-
-        Raises:
-            TraceError, TraceVersionError: as for the tree.
-        """
+        """Yield the entries of the steps that are written, as the index has them; errors as of the
+        tree. They are not remembered: there may be a hundred thousand."""
         for line in self._understood(self._read()):
             if not _is_older(line):
                 yield from line["steps"]
@@ -161,13 +141,8 @@ class GrowingTree:
 
     def add(self, document: Document) -> None:
         """Write the steps of a document as a part: readers see all of them or none. Only of a tree
-        `to_write`.
-
-        What it holds of setup is left out; it stands in the rest, which is written last.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
+        `to_write`. Setup is left out: it stands in the rest, which is written last. OSError: a file
+        cannot be written."""
         steps = [i for i, head in enumerate(document.heads) if not head.is_setup]
         if not steps:
             return
@@ -183,11 +158,8 @@ class GrowingTree:
         self._count(fields)
 
     def sync(self) -> None:
-        """See that what was written is on disk: whatever it was made from may go after this.
-
-        Raises:
-            OSError: it cannot be.
-        """
+        """See that what was written is on disk: what it was made from may go then. OSError: it
+        cannot be."""
         if self._unsynced:
             for path in (*self._unsynced, self._index.parent, self.out):  # the last two for names
                 sync_by_name(path)
@@ -195,11 +167,7 @@ class GrowingTree:
 
     def add_rest(self, document: Document, say: Progress) -> list[dict[str, Any]]:
         """Write what no part holds, setup too, and return its entries: they do not stand in the
-        index.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
+        index. OSError: a file cannot be written."""
         own_subfolder(self.out / STEPS_FOLDER)
         entries: list[dict[str, Any]] = []
         part: list[StepColumns] = []
@@ -220,14 +188,8 @@ class GrowingTree:
         return entries
 
     def carry_to(self, out: Path) -> list[str]:
-        """Put every part into a new trace folder, as hard links where that can be, and go on there.
-
-        Returns:
-            which files of the parts are damaged or not there.
-
-        Raises:
-            OSError: a file cannot be read or written.
-        """
+        """Put every part into a new trace folder, as hard links where that can be, and go on there;
+        return which files are damaged or not there. OSError: one cannot be read or written."""
         folder = out / STEPS_FOLDER
         if self.written:
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -286,9 +248,8 @@ class GrowingTree:
                 fields = json.loads(line)
                 if fields["format"] not in (INDEX_FORMAT, _OLDER_FORMAT):
                     raise ValueError(f"format {fields['format']}")
-                check_json(
-                    fields, "older_index" if _is_older(fields) else "index", Path(INDEX_NAME)
-                )
+                kind = "older_index" if _is_older(fields) else "index"
+                check_json(fields, kind, Path(INDEX_NAME))
                 for entry in fields["steps"]:
                     step_name(entry)
                 yield fields
@@ -304,24 +265,16 @@ class GrowingTree:
 
 
 def grown_steps(folder: Path) -> set[StepName]:
-    """Return the steps of a finished trace that were written while its job ran.
-
-    Raises:
-        TraceError: its trace.json is damaged.
-    """
+    """Return the steps of a finished trace that were written while its job ran; TraceError: its
+    trace.json is damaged."""
     head = load_json(folder / TRACE_NAME, "trace")
     at_end = int(head["storage"]["at_end"])
     return {step_name(each) for each in head["steps"] if int(Path(each["file"]).stem) < at_end}
 
 
 def grown_in(folders: Sequence[Path]) -> GrowingTree:
-    """Return the tree of the folder that has the most of one, a tree without a part where none has.
-
-    Of a folder of replicas it is the one of the trace folder that it lies in.
-
-    Raises:
-        TraceError, TraceVersionError: as `GrowingTree`.
-    """
+    """Return the tree of the folder that has the most of one, a tree without a part where none has;
+    a folder of replicas has that of the trace folder around it. Errors as of `GrowingTree`."""
     whole = [f.resolve() for f in folders]
     places = [f.parent if f.name == REPLICA_FOLDER else f for f in whole]
     return max((GrowingTree(place) for place in places), key=lambda tree: len(tree.written))

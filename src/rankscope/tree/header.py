@@ -17,15 +17,13 @@ from rankscope.errors import TraceError
 from rankscope.record.call import Mode
 from rankscope.record.notes import Note
 from rankscope.record.ranklists import others_text, parse_ranks, ranks_text
-from rankscope.record.streams import EndReason, StreamState
+from rankscope.record.streams import EndReason
 from rankscope.record.timetext import utc_text
 from rankscope.record.torchversions import untested
 from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
 from rankscope.run.jobend import JobEnd
 from rankscope.spool.origin import origin_text
 from rankscope.spool.recordformat import NO_SEQUENCE, TO_ITS_END
-
-__all__ = ["completeness", "how_ended", "run_header", "step_notes", "stream_state"]
 
 
 def run_header(streams: Sequence[RankStream]) -> dict[str, Any]:
@@ -127,27 +125,12 @@ def _differing(streams: Sequence[RankStream]) -> list[dict[str, Any]]:
     return differing
 
 
-def stream_state(stream: RankStream) -> StreamState:
-    """Return what the trace holds of one stream."""
-    return StreamState(
-        stream=stream.stream,
-        committed=stream.committed,
-        received=stream.received,
-        dropped_records=stream.dropped,
-        end=stream.end,
-    )
-
-
 def how_ended(streams: Sequence[RankStream], end: JobEnd) -> dict[str, str] | None:
     """Return how a job ended from outside, without a fault that is known; None where its ranks
     ended by themselves, one failed, or it stood still.
 
     "interrupted": its launcher got a signal, or every rank was ended by KeyboardInterrupt.
     "killed": no rank said anything; all had ended the same step, and did nothing.
-
-    Args:
-        streams: in rank order.
-        end: what is known beside the records.
     """
     last = {stream.stream.rank: stream for stream in streams}.values()
     is_cut = [str((s.raised or {}).get("error", "")).startswith("KeyboardInterrupt") for s in last]
@@ -198,15 +181,10 @@ def _stood_still(streams: Iterable[RankStream], at_ns: int) -> bool:
 def completeness(
     streams: Sequence[RankStream], not_understood: Sequence[int], *, has_ended: bool = False
 ) -> dict[str, Any]:
-    """Return per rank what was committed, received and dropped, and how it ended.
-
-    Args:
-        streams: in rank order.
-        not_understood: per stream, values that name a call or definition which is not there.
-        has_ended: the job was ended from outside (`how_ended`): no rank has to say how it ended.
-    """
-    world = _world_size(streams)
-    missing = _missing(streams, world)
+    """Return per rank what was committed, received and dropped, and how it ended. `not_understood`:
+    per stream, values that name a call or definition which is not there; `has_ended`: the job was
+    ended from outside (`how_ended`), so no rank has to say how it ended."""
+    missing = _missing(streams, _world_size(streams))
     ranks = [_state(stream, lost) for stream, lost in zip(streams, not_understood)]
     last = {s.stream.rank: s.stream.incarnation for s in streams}
     # a rank that was restarted ended without a word: what counts is that all it wrote has arrived
@@ -262,10 +240,8 @@ def asked_steps(streams: Sequence[RankStream]) -> list[dict[str, Any]]:
 
 
 def _asked_of(stream: RankStream) -> list[_AskedSteps]:
-    return [
-        _AskedSteps(*(entry[name] for name in _AskedSteps._fields))
-        for entry in stream.defined("asked").values()
-    ]
+    events = stream.defined("asked").values()
+    return [_AskedSteps(*(each[name] for name in _AskedSteps._fields)) for each in events]
 
 
 def _lacking(stream: RankStream, event: _AskedSteps) -> list[tuple[str, str]]:
@@ -288,8 +264,8 @@ def _lacking(stream: RankStream, event: _AskedSteps) -> list[tuple[str, str]]:
             *_named(_both(asked, torn), "its spool was full, and it dropped records of them"),
         ]  # fmt: skip
     whole = _without(copied, torn if state["is_done"] else [*torn, (state["step"], state["step"])])
-    is_late = state["is_done"]
-    why = "asked for after its records were copied" if is_late else "its copy ends before their end"
+    late, early = "asked for after its records were copied", "its copy ends before their end"
+    why = late if state["is_done"] else early
     return _named(_without(asked, whole), why)
 
 
@@ -300,8 +276,7 @@ def _named(runs: _Runs, why: str) -> list[tuple[str, str]]:
 
 def _both(some: _Runs, others: _Runs) -> _Runs:
     """Return the steps that are in both."""
-    pairs = itertools.product(some, others)
-    runs = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in pairs]
+    runs = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in itertools.product(some, others)]
     return [(first, last) for first, last in runs if first <= last]
 
 
@@ -331,14 +306,11 @@ def _missing(streams: Sequence[RankStream], world: int) -> str:
 
 
 def _is_whole(state: Mapping[str, Any]) -> bool:
-    whole: bool = (
-        state["committed"] == state["received"] and not state["gaps"] and not state["notes"]
-    )
-    return whole
+    is_all_here = state["committed"] == state["received"]
+    return bool(is_all_here and not state["gaps"] and not state["notes"])
 
 
 def _state(stream: RankStream, lost: int) -> dict[str, Any]:
-    state = stream_state(stream)
     notes = list(stream.notes)
     if stream.end is not EndReason.RUNNING:
         notes += [
@@ -348,31 +320,32 @@ def _state(stream: RankStream, lost: int) -> dict[str, Any]:
         ]
     if lost:
         notes.append(f"{lost} values name a call or a description that is not there")
+    if stream.end is EndReason.SWITCHED_OFF:
+        notes.append("tracing was switched off on this rank: its errors say why")
+    is_complete = (
+        stream.committed == stream.received
+        and stream.dropped == 0
+        and stream.end in (EndReason.EXIT, EndReason.CLOSED, EndReason.RAISED)
+    )
     kept = {"tensors": list(stream.kept_notes)} if stream.kept_notes else {}
     raised = {"raised": stream.raised} if stream.raised else {}
-    is_off = stream.end is EndReason.SWITCHED_OFF
-    errors = [
-        _note(stream, int(e["text"])) for e in stream.errors if int(e["sequence"]) == NO_SEQUENCE
-    ]
-    """Failures inside rankscope that belong to no call."""
+    of_no_call = stream.errors[stream.errors["sequence"] == NO_SEQUENCE]
+    errors = [_note(stream, int(each["text"])) for each in of_no_call]
     facts = [note.fact for note in errors if note.fact is not None]
     return {
         "rank": stream.stream.rank,
         "incarnation": stream.stream.incarnation,
         "host": str(stream.identity.get("host", "")),
         "origin": origin_text(stream.origin),
-        "committed": state.committed,
-        "received": state.received,
-        "dropped": state.dropped_records,
-        "end": state.end.value,
-        "complete": state.is_complete and not notes,
+        "committed": stream.committed,
+        "received": stream.received,
+        "dropped": stream.dropped,
+        "end": stream.end.value,
+        "complete": is_complete and not notes,
         "gaps": [_gap(gap) for gap in stream.gaps],
         **_full_from(stream),
         "errors": [str(note) for note in errors],
-        "notes": [
-            *notes,
-            *(["tracing was switched off on this rank: its errors say why"] if is_off else []),
-        ],
+        "notes": notes,
         **({"facts": facts} if facts else {}),
         **kept,
         **raised,
@@ -399,8 +372,7 @@ def _note(stream: RankStream, number: int) -> Note:
 
 
 def step_notes(streams: Sequence[RankStream]) -> dict[Group, list[dict[str, Any]]]:
-    """Return, per group of nodes, what ranks noted when the step began, while it ran, or when it
-    ended."""
+    """Return, per group of nodes, what ranks noted when the step began, ran, or ended."""
     found: dict[Group, dict[Note, set[int]]] = {}
     for stream in streams:
         for event in stream.steps[stream.steps["text"] != 0]:

@@ -8,8 +8,6 @@ from typing import Final
 from rankscope.layout.placement import Layout, LayoutSource, Mesh, Placement, parse_placement
 from rankscope.record.descriptions import TensorFacts
 
-__all__ = ["layout_of", "placements_of", "source_of"]
-
 _SOURCES: Final = frozenset(source.value for source in LayoutSource)
 
 
@@ -31,6 +29,5 @@ def layout_of(facts: TensorFacts, mesh: Mesh | None) -> Layout:
     if mesh is None:
         return Layout(source=source_of(facts))
     placements = placements_of(facts)
-    return Layout(
-        source=source_of(facts), mesh=mesh, placements=tuple(placements[axis] for axis in mesh.axes)
-    )
+    placed = tuple(placements[axis] for axis in mesh.axes)
+    return Layout(source=source_of(facts), mesh=mesh, placements=placed)

@@ -7,8 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["encoded", "json_text", "number", "statistic"]
-
 _BROKEN = frozenset({"groups", "hosts", "meshes", "setup", "steps"})
 """Keys whose lists get one line per item, wherever they stand."""
 _SECTIONS = frozenset({"completeness", "run"})
@@ -33,8 +31,7 @@ encoded = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=F
 
 
 def json_text(document: Mapping[str, Any]) -> list[str]:
-    """Return the text of a document in pieces to be joined; the lists under broken keys hold
-    objects."""
+    """Return a document as pieces of text to be joined; lists under broken keys hold objects."""
     pieces: list[str] = []
     _write_object(document, "\n ", pieces, by_member=True)
     pieces.append("\n")

@@ -20,8 +20,6 @@ from rankscope.tree.slotview import SlotView, flag_words
 from rankscope.tree.step import StepColumns
 from rankscope.tree.views import Node, Step
 
-__all__ = ["Write", "write_nodes"]
-
 Data = dict[str, Any]
 Write = Callable[[str], object]
 T = TypeVar("T")
@@ -37,13 +35,8 @@ _DIGEST: Final = ", ".join(
 
 
 def write_nodes(step: Step, pad: str, write: Write) -> None:
-    """Write the outermost nodes of a step as a JSON list, children inside.
-
-    Args:
-        step: of which.
-        pad: a line break and the spaces before a node.
-        write: takes text.
-    """
+    """Write the outermost nodes of a step as a JSON list, children inside. `pad`: a line break and
+    the spaces before a node."""
     nodes = step.fresh()
     if not nodes:
         write("[]")
@@ -54,8 +47,6 @@ def write_nodes(step: Step, pad: str, write: Write) -> None:
 
 
 class _NodesText:
-    """Writes nodes of one step."""
-
     def __init__(self, step: StepColumns, write: Write) -> None:
         self._step, self._write = step, write
         self._pieces: list[str] = []
@@ -70,9 +61,8 @@ class _NodesText:
         self._first = 0
         self._beginnings = step.texts.made
         flags = step["values.flags"]
-        self._has_tensors = bool(
-            step["values.reference"].any() or (flags & int(ValueFlag.NOT_KEPT)).any()
-        )
+        is_lost = (flags & int(ValueFlag.NOT_KEPT)) != 0
+        self._has_tensors = bool(step["values.reference"].any() or is_lost.any())
 
     def close(self) -> None:
         """Hand on what is left."""
@@ -89,7 +79,6 @@ class _NodesText:
         self._pieces.append("]")
 
     def node(self, node: Node, pad: str) -> None:
-        """Add one node with all that is in it."""
         pieces = self._pieces
         if len(pieces) > _PIECES:
             self.close()
@@ -166,8 +155,7 @@ class _NodesText:
                 if those:
                     self._pieces.append(f', "{name}": {encoded(ranks_text(those))}')
         self._member("values", range(*self._entry_folds[entry : entry + 2]), self._fold, pad)
-        combined = slot.combined
-        if combined:
+        if combined := slot.combined:
             self._member("combined", combined, self._combined, pad)
         self._pieces.append("}")
 
@@ -231,8 +219,7 @@ class _NodesText:
 
     def _fold_beginning(self, ranks: tuple[int, ...], tensor: int, bits: int) -> str:
         key = "fold", ranks, tensor, bits
-        known = self._beginnings.get(key)
-        if known is not None:
+        if (known := self._beginnings.get(key)) is not None:
             return str(known)
         facts, flags = self._step.texts.tensor(tensor), flag_words(bits)
         found: Data = {"ranks": self._step.ranks_text(ranks), "shape": list(facts.shape)}

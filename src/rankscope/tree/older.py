@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from rankscope.chunks.tensorfiles import TensorRecords
     from rankscope.record.streams import StreamId
 
-__all__ = ["FileRows", "OlderSteps", "OlderTrace", "is_older", "listed_nodes"]
-
 Array = NDArray[Any]
 Data = Mapping[str, Any]
 _NODES: Final = re.compile(rf"{STEPS_FOLDER}/\d{{6,}}\.json")
@@ -75,12 +73,8 @@ class OlderSteps(ABC):
     """Steps whose nodes are JSON, as the source of a trace."""
 
     def __init__(self, head: Data, groups: Sequence[Data]) -> None:
-        """Read none yet.
-
-        Args:
-            head: {"run", "completeness"}.
-            groups: heads of the steps, with nodes inside or the file of them.
-        """
+        """Read none yet. `head`: {"run", "completeness"}; `groups`: heads of the steps, with nodes
+        inside or the file of them."""
         self.head = head
         known, self.passed_over = known_entries(groups)
         self.heads = [found for found, _ in known]
@@ -104,11 +98,7 @@ class OlderSteps(ABC):
     def _began_ns(self) -> int: ...
 
     def step(self, group: int) -> StepColumns:
-        """Return the columns of a step.
-
-        Raises:
-            TraceError: it is damaged.
-        """
+        """Return the columns of a step; TraceError: it is damaged."""
         try:
             nodes = self._nodes(group)
             made = _Reader(self.heads[group], self._rows(nodes), self._meshes, self._world_size)
@@ -128,14 +118,8 @@ class OlderTrace(OlderSteps):
     def __init__(
         self, folder: Path, head: Data, groups: Sequence[Data], values: Sequence[Data]
     ) -> None:
-        """Read no step yet.
-
-        Args:
-            folder: of the trace.
-            head, groups: as of `OlderSteps`.
-            values: {"file", "values", "samples", "calls"} of each values file; of a single one the
-                name alone.
-        """
+        """Read no step yet. `values`: {"file", "values", "samples", "calls"} of each values file,
+        of a single one the name alone; the others as of `OlderSteps`."""
         super().__init__(head, groups)
         self._folder, self._values = folder, values
         self._opened = functools.lru_cache(MOST_OPEN)(self._columns)
@@ -173,11 +157,7 @@ class OlderTrace(OlderSteps):
         return listed_nodes(load_json(file, "nodes") if "nodes_file" in data else data, file)
 
     def _columns(self, number: int, *, is_checked: bool = False) -> Columns:
-        """Map a values file.
-
-        Raises:
-            TraceError: it is damaged, or holds other rows than the trace says.
-        """
+        """Map a values file; TraceError: it is damaged, or holds other rows than the trace says."""
         part = self._values[number]
         path = self._named(part["file"], _VALUES, "values")
         found = map_columns(path, self._world_size, is_checked=is_checked)
@@ -221,11 +201,7 @@ class OlderTrace(OlderSteps):
 
 
 def listed_nodes(holder: Data, file: Path) -> list[dict[str, Any]]:
-    """Return the nodes of a step in a trace.json, or of a nodes file.
-
-    Raises:
-        TraceError: there is no list of them.
-    """
+    """Return the nodes of a step in a trace.json, or of a nodes file; TraceError: it has none."""
     nodes = holder.get("nodes")
     if not isinstance(nodes, list):
         raise TraceError(f"{file}: has no list of nodes: the trace is damaged")
@@ -247,19 +223,13 @@ class _Reader:
     """Makes the columns of one step of its nodes."""
 
     def __init__(
-        self,
-        head: StepHead,
-        rows: FileRows,
-        meshes: Mapping[str, Sequence[Mesh]],
-        world_size: int,
+        self, head: StepHead, rows: FileRows, meshes: Mapping[str, Sequence[Mesh]], world_size: int
     ) -> None:
         self._head, self._meshes, self._world_size = head, meshes, world_size
         self._columns, self._first_value, self._first_sample = rows
         self._items: list[object] = []
         self._numbers: dict[object, int] = {}
-        self._node: dict[str, list[int]] = {
-            name: [] for name in COLUMNS if name.startswith("nodes.")
-        }
+        self._node: dict[str, list[int]] = {n: [] for n in COLUMNS if n.startswith("nodes.")}
         self._call: dict[str, list[Array]] = {}
         self._failure: list[tuple[int, int, int]] = []
         self._value: dict[str, list[Array]] = {"node": [], "slot": [], "tensor": []}
@@ -267,16 +237,13 @@ class _Reader:
         self._next_call: int | None = None
 
     def step(self, nodes: Sequence[Data], began_ns: int) -> StepColumns:
-        """Return the columns of the step."""
         for row, (data, parent) in enumerate(_walked(nodes)):
             self._add_node(data, parent, row)
         columns: dict[str, Array] = {
             name: np.array(listed, COLUMNS[name].dtype) for name, listed in self._node.items()
         }
-        columns |= {
-            name: np.concatenate(parts).astype(COLUMNS[name].dtype)
-            for name, parts in self._call.items()
-        }
+        for name, parts in self._call.items():
+            columns[name] = np.concatenate(parts).astype(COLUMNS[name].dtype)
         failures = np.array(self._failure, np.int64).reshape(-1, 3)
         for place, name in enumerate(("node", "rank", "text")):
             columns[f"failures.{name}"] = failures[:, place]
@@ -466,8 +433,7 @@ class _Reader:
     ) -> tuple[Ranges, ...] | None:
         """Return what of a whole a rank holds, as its placements say."""
         for each in self._meshes.get(mesh, ()):
-            at = each.coordinate(rank)
-            if at is not None:
+            if (at := each.coordinate(rank)) is not None:
                 by_axis = dict(placements)
                 placed = [parse_placement(by_axis[axis]) for axis in each.axes]
                 return global_ranges(whole, each.shape, at, placed)

@@ -17,8 +17,6 @@ from rankscope.tree.finishedtrace import trace_files, wait_for_collector
 from rankscope.tree.growingtree import GrowingTree
 from rankscope.tree.views import Trace
 
-__all__ = ["Openable", "TraceLike", "newest_trace", "open_trace", "opened_trace", "trace_folder"]
-
 _HEAD_BYTES = 4096
 _OURS = TRACE_FORMAT.partition("/")[0].encode()
 """Stands in the first bytes of every trace.json of ours."""
@@ -40,10 +38,7 @@ TraceLike = Union[Trace, str, "os.PathLike[str]", Openable]
 def newest_trace(base: Path | None = None) -> Path:
     """Return the trace that is meant in `base` (default: here) where none is named: the trace whose
     folder that is, else the newest rankscope-* folder in it, else the trace it lies in.
-
-    Raises:
-        FolderError: there is none.
-    """
+    FolderError: there is none."""
     place = base or Path.cwd()
     if _is_trace(place):
         return place
@@ -76,11 +71,8 @@ def _is_trace(folder: Path) -> bool:
 
 def trace_folder(given: Path | None) -> Path:
     """Return the folder that a trace is named by: `trace.json` stands for the folder it is in, None
-    for the trace this is inside of, or the newest one here.
-
-    Raises:
-        FolderError: None was given, and nothing is here.
-    """
+    for the trace this is inside of, or the newest one here. FolderError: None, and nothing is
+    here."""
     folder = newest_trace() if given is None else given
     return folder.parent if folder.name == TRACE_NAME and not folder.is_dir() else folder
 
@@ -92,17 +84,8 @@ def open_trace(
     progress: Progress | None = None,
     takes_golden: bool = False,
 ) -> Trace:
-    """Open a trace as `rankscope.open_trace` does, but for its tensors; the one place that says
-    what a trace is.
-
-    Args:
-        given: the trace; default the one this is inside of, or the newest rankscope-* folder here.
-        wait_s, progress: as there.
-        takes_golden: a golden file is a trace too.
-
-    Raises:
-        FolderError, TraceError, TraceVersionError: as there.
-    """
+    """Open a trace as `rankscope.open_trace` does, with the same errors, but for its tensors; the
+    one place that says what a trace is. With `takes_golden` a golden file is a trace too."""
     if isinstance(given, Trace):
         return given
     if given is not None and not isinstance(given, (str, os.PathLike)):
@@ -141,12 +124,8 @@ def _finished(folder: Path) -> Trace | None:
 
 
 def _unfinished(folder: Path, progress: Progress | None) -> Trace:
-    """Return the trace that the records make which have come so far.
-
-    Raises:
-        FolderError: the folder is empty.
-        TraceError: there are none.
-    """
+    """Return the trace of the records that have come so far. FolderError: the folder is empty;
+    TraceError: there are none."""
     from rankscope.assembly.sources import find_streams
     from rankscope.tree.build import (  # slow to import; a finished tree needs neither
         assemble,
@@ -176,8 +155,7 @@ def _unfinished(folder: Path, progress: Progress | None) -> Trace:
         began_ns=tree.began_ns,
         end=job_end([folder]),
     )
-    finished = _finished(folder)
-    if finished is not None:  # whose index is gone
+    if (finished := _finished(folder)) is not None:  # whose index is gone
         return finished
     at_work = is_at_work(folder, document.run)
     entries = [*tree.entries()]
@@ -203,10 +181,8 @@ def _understood(folder: Path, read: Any) -> Trace:
 
 @contextmanager
 def opened_trace(given: TraceLike, *, takes_golden: bool = False) -> Iterator[Trace]:
-    """Hand out the trace that is meant; one that is opened for it is closed at the end.
-
-    Args, Raises: as of `open_trace`, but that nothing stands for the newest.
-    """
+    """Hand out the trace that is meant; one that is opened for it is closed at the end. As
+    `open_trace`, but that nothing stands for the newest."""
     if given is None:
         raise _no_trace(given)
     trace = open_trace(given, takes_golden=takes_golden)

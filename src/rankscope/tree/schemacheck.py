@@ -17,8 +17,6 @@ from typing import Any, Final, NamedTuple
 
 from rankscope.errors import TraceError
 
-__all__ = ["check_json"]
-
 
 class Wrong(NamedTuple):
     """The first thing that leaves a schema."""
@@ -45,16 +43,8 @@ _SHOWN: Final = 60
 
 
 def check_json(data: Any, definition: str, file: Path) -> None:
-    """Hold JSON data to one definition of the schema.
-
-    Args:
-        data: what was decoded.
-        definition: its name under `$defs`.
-        file: where it was read.
-
-    Raises:
-        TraceError: it is something else; says where.
-    """
+    """Hold JSON data to one definition under the schema's `$defs`; TraceError says where `file` is
+    something else."""
     try:
         wrong = _rule(definition)(data)
     except RecursionError:
@@ -157,8 +147,7 @@ def _array(schema: Schema) -> Rule:
         if type(value) is not list:
             return _other(value)
         for number, item in enumerate(value):
-            wrong = rule(item)
-            if wrong is not None:
+            if (wrong := rule(item)) is not None:
                 return Wrong(f"/{number}{wrong.place}", wrong.what)
         return None if least <= len(value) <= most else _other(value)
 
@@ -166,7 +155,6 @@ def _array(schema: Schema) -> Rule:
 
 
 def _other(value: Any) -> Wrong:
-    """Return that something else stands there than the schema says."""
     if isinstance(value, (dict, list)):
         return Wrong("", f"is a {type(value).__name__} of {len(value)}")
     text = repr(value if not isinstance(value, str) else value[:_SHOWN])

@@ -11,15 +11,6 @@ from rankscope.errors import SelectionError
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 
-__all__ = [
-    "default_phase",
-    "named",
-    "nothing_matched",
-    "parse_mode",
-    "parse_phase",
-    "parse_ranges",
-]
-
 _SHOWN = 5
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _PHASES = {slot: phase for phase in Phase for slot in phase.facts.slots}
@@ -27,15 +18,8 @@ _PHASES = {slot: phase for phase in Phase for slot in phase.facts.slots}
 
 
 def parse_ranges(what: str, text: str) -> Iterator[range]:
-    """Yield the numbers that an option --step or --rank names: `0-2,5`.
-
-    Args:
-        what: step or rank.
-        text: what the option was given.
-
-    Raises:
-        SelectionError: it names none.
-    """
+    """Yield the numbers that the option --step or --rank (`what`) names, as in `0-2,5`;
+    SelectionError: it names none."""
     for part in text.split(","):
         found = _RANGE.fullmatch(part.strip())
         if not found:
@@ -44,11 +28,7 @@ def parse_ranges(what: str, text: str) -> Iterator[range]:
 
 
 def parse_phase(word: str) -> Phase:
-    """Return a phase that the option --phase names.
-
-    Raises:
-        SelectionError: there is none of that name.
-    """
+    """Return a phase that the option --phase names; SelectionError: there is none of that name."""
     if word.strip().upper() not in Phase.__members__:
         known = ", ".join(phase.word for phase in Phase)
         raise SelectionError(f"--phase: {word!r} is none of {known}")
@@ -56,22 +36,14 @@ def parse_phase(word: str) -> Phase:
 
 
 def parse_mode(word: str) -> Mode:
-    """Return the mode that the option --mode names.
-
-    Raises:
-        SelectionError: there is none of that name.
-    """
+    """Return the mode that the option --mode names; SelectionError: there is none of that name."""
     if word.strip().upper() not in Mode.__members__:
         raise SelectionError(f"--mode: {word!r} is neither train nor eval")
     return Mode[word.strip().upper()]
 
 
 def named(kind: type[Phase] | type[Mode], what: str, given: Any) -> Any:
-    """Return the phase or mode a caller named.
-
-    Raises:
-        SelectionError: there is none of that name.
-    """
+    """Return the phase or mode a caller named; SelectionError: there is none of that name."""
     if given is None or isinstance(given, kind):
         return given
     try:
@@ -88,21 +60,13 @@ def default_phase(slot: str) -> Phase:
 
 
 def nothing_matched(what: str, glob: str, names: Iterable[str]) -> SelectionError:
-    """Return the error for a glob that matched none of the names: says which are near, or which
-    there are."""
+    """Return the error for a glob that matched no name: says which are near, or which there are."""
     known = sorted(set(names))
     plain = glob.replace("*", "").strip(".")
     near = difflib.get_close_matches(plain, known, n=_SHOWN, cutoff=0.5)
-    near += [name for name in known if plain and plain in name and name not in near][
-        : _SHOWN - len(near)
-    ]
-    shown = near or known[:_SHOWN]
-    listed = ", ".join(name or "(root)" for name in shown)
-    kind = (
-        "the nearest are"
-        if near
-        else "there are"
-        if len(known) <= _SHOWN
-        else f"{len(known)} exist, such as"
-    )
+    others = [name for name in known if plain and plain in name and name not in near]
+    near += others[: _SHOWN - len(near)]
+    listed = ", ".join(name or "(root)" for name in near or known[:_SHOWN])
+    kind = "there are" if len(known) <= _SHOWN else f"{len(known)} exist, such as"
+    kind = "the nearest are" if near else kind
     return SelectionError(f"{what} {glob!r} matches nothing in this trace; {kind} {listed}")

@@ -29,8 +29,6 @@ from rankscope.tree.damage import damaged_is_trace_error
 from rankscope.tree.heldlayouts import layout_of, placements_of, source_of
 from rankscope.tree.step import StepColumns
 
-__all__ = ["Fold", "SlotView", "Whereabouts", "flag_words", "is_bound_to_one_tensor", "shape_text"]
-
 _HIDDEN: Final = UNFOLDED_FLAGS | int(ValueFlag.PYTHON)
 """They say how a value was obtained; what was not kept stands in the entry, by rank."""
 
@@ -88,14 +86,9 @@ class Fold:
         return self._step.digest(self._first)
 
     @property
-    def flag_bits(self) -> int:
-        """Bits of `ValueFlag` of the lowest rank."""
-        return int(self._step["values.flags"][self._first])
-
-    @property
     def flags(self) -> tuple[str, ...]:
-        """Words of its flags."""
-        return flag_words(self.flag_bits)
+        """Words of the `ValueFlag`s of the lowest rank."""
+        return flag_words(int(self._step["values.flags"][self._first]))
 
     @property
     def note(self) -> str | None:
@@ -195,11 +188,8 @@ class SlotView:
     @property
     def folds(self) -> tuple[Fold, ...]:
         """The distinct values."""
-        starts = self._fold_starts.tolist()
-        return tuple(
-            Fold(self.step, slice(begin, end), self._where)
-            for begin, end in itertools.pairwise(starts)
-        )
+        runs = itertools.pairwise(self._fold_starts.tolist())
+        return tuple(Fold(self.step, slice(begin, end), self._where) for begin, end in runs)
 
     @property
     def pieces(self) -> tuple[Fold, ...]:
@@ -301,12 +291,8 @@ def shapes_of(views: Iterable[SlotView]) -> dict[int, tuple[int, ...]]:
 
 
 def shape_text(slot: SlotView, rank: int | None = None) -> str:
-    """Return the shape of the whole tensor, or what is common to the ranks' own: `[2, 32, *]`.
-
-    Args:
-        slot: one entry of a slot.
-        rank: where the layout is unknown, this rank's own alone.
-    """
+    """Return the shape of the whole tensor, or what is common to the ranks' own: `[2, 32, *]`; with
+    `rank`, and where the layout is unknown, that rank's own."""
     if slot.global_shape is not None:
         return str(list(slot.global_shape))
     shapes = {piece.shape for piece in slot.pieces if rank is None or rank in piece.ranks}
@@ -317,13 +303,9 @@ def shape_text(slot: SlotView, rank: int | None = None) -> str:
 
 
 def is_bound_to_one_tensor(slot: SlotView, others: Iterable[SlotView]) -> bool:
-    """True where one mesh spans an entry and another of the same slot: its layout says that they
-    hold one tensor. Stages of a pipeline share a path and hold different things.
-
-    Args:
-        slot: one entry.
-        others: entries of the same slot, of ranks that differ from it.
-    """
+    """True where one mesh spans an entry and one of `others`, entries of the same slot on ranks
+    that differ from it: its layout says that they hold one tensor. Stages of a pipeline share a
+    path and hold different things."""
     mesh = slot.layout().mesh
     bound = set(mesh.ranks) if mesh else set()
     return any(other.placements and bound & set(other.ranks) for other in others)

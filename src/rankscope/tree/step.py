@@ -28,8 +28,6 @@ from rankscope.record.value import UNFOLDED_FLAGS, Digest
 from rankscope.record.wholestatistics import Combined
 from rankscope.tree.damage import UNREADABLE, damage
 
-__all__ = ["Columns", "LazyColumns", "StepColumns", "StepHead", "StepName", "StepTexts"]
-
 Array = NDArray[Any]
 Columns = Mapping[str, Array]
 _DIGEST: Final = (*COUNTS, *NUMBERS, "hash", "sketch")
@@ -64,8 +62,7 @@ class StepHead:
     @property
     def label(self) -> str:
         """The same with the life of the ranks, where it is not their first."""
-        life = self.incarnation
-        return step_label(self.mode, self.step, life, is_setup=self.is_setup)
+        return step_label(self.mode, self.step, self.incarnation, is_setup=self.is_setup)
 
     @property
     def name(self) -> StepName:
@@ -77,7 +74,6 @@ class LazyColumns(dict[str, Array]):
     """Columns that are each made when it is asked for."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Array]]) -> None:
-        """Make none yet."""
         super().__init__()
         self._makers = makers
 
@@ -139,11 +135,9 @@ class StepTexts:
         found = self._read.get(number)
         if found is None:
             item = self._item(number)
-            found = self._read[number] = (
-                item.as_fields()
-                if isinstance(item, Collective)
-                else self._parsed(item, lambda fields: {**fields})
-            )
+            is_told = isinstance(item, Collective)
+            found = item.as_fields() if is_told else self._parsed(item, lambda each: {**each})
+            self._read[number] = found
         fields: Mapping[str, Any] = found
         return fields
 
@@ -186,17 +180,16 @@ class NodeLists:
     """What all calls of each node say together, a list over the nodes for each question."""
 
     def __init__(self, step: StepColumns) -> None:
-        columns, first = step, step.call_start[:-1]
-        self.path = columns["nodes.path"].tolist()
-        self.phase = columns["nodes.phase"].tolist()
-        self.parent = columns["nodes.parent"].tolist()
-        self.micro_batch = columns["nodes.micro_batch"].tolist()
-        self.ordinal = columns["nodes.ordinal"].tolist()
+        self.path = step["nodes.path"].tolist()
+        self.phase = step["nodes.phase"].tolist()
+        self.parent = step["nodes.parent"].tolist()
+        self.micro_batch = step["nodes.micro_batch"].tolist()
+        self.ordinal = step["nodes.ordinal"].tolist()
         self.first_call = step.call_start.tolist()
         self.first_entry = step.node_entries.tolist()
-        self.module = columns["calls.module"][first].tolist()
-        status = columns["calls.status"]
-        returned = (status == CallStatus.RETURNED) & _as_first(step, columns["calls.error"])
+        self.module = step["calls.module"][step.call_start[:-1]].tolist()
+        is_alike = _as_first(step, step["calls.error"])
+        returned = (step["calls.status"] == CallStatus.RETURNED) & is_alike
         self.has_returned = _of_all(step, returned).tolist()
         self.children: list[list[int]] = [[] for _ in self.path]
         self.tops: list[int] = []
@@ -220,7 +213,6 @@ class StepColumns:
     _rank_texts: dict[tuple[int, ...], str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Array:
-        """Return a column."""
         return self.columns[name]
 
     def once(self, name: str) -> Array:
@@ -236,7 +228,7 @@ class StepColumns:
     @cached_property
     def call_start(self) -> Array:
         """[nodes + 1] first row in calls of each node."""
-        return self._starts_of("calls.node")
+        return np.searchsorted(self["calls.node"], np.arange(len(self["nodes.id"]) + 1))
 
     @cached_property
     def entry_start(self) -> Array:
@@ -257,19 +249,16 @@ class StepColumns:
     def node_entries(self) -> Array:
         """[nodes + 1] first entry of each node."""
         of_entry = self["values.node"][self.entry_start[:-1]]
-        count = len(self["nodes.id"])
-        return np.searchsorted(of_entry, np.arange(count + 1))
+        return np.searchsorted(of_entry, np.arange(len(self["nodes.id"]) + 1))
 
     @cached_property
     def fold_start(self) -> Array:
         """[folds + 1] first row in values of each fold."""
-        columns = self
-        entry = np.zeros(len(columns["values.rank"]), np.int64)
+        entry = np.zeros(len(self["values.rank"]), np.int64)
         entry[self.entry_start[:-1]] = 1
-        entry = np.cumsum(entry)
-        flags = columns["values.flags"] & ~np.uint32(UNFOLDED_FLAGS)
-        numbers = columns["values.count"], columns["values.hash"]
-        return _starts(entry, self._kinds_and_pieces[1], flags, *numbers)
+        flags = self["values.flags"] & ~np.uint32(UNFOLDED_FLAGS)
+        numbers = self["values.count"], self["values.hash"]
+        return _starts(np.cumsum(entry), self.piece_numbers, flags, *numbers)
 
     @cached_property
     def entry_folds(self) -> Array:
@@ -289,19 +278,18 @@ class StepColumns:
     def durations(self) -> tuple[list[float], list[float], list[float], list[int]]:
         """Of each node: when it began on the lowest rank, since the first call of the run, its
         shortest and its longest call, in us, and whose that is: -1 where none has ended."""
-        columns, first = self, self.call_start[:-1]
-        begin = _microseconds(columns["calls.start_ns"][first] - self.began_ns).tolist()
-        taken = columns["calls.duration_ns"]
+        first, taken = self.call_start[:-1], self["calls.duration_ns"]
+        begin = _microseconds(self["calls.start_ns"][first] - self.began_ns).tolist()
         if not len(taken):
             return begin, begin, begin, []
         is_done = taken >= 0
         shortest = np.minimum.reduceat(np.where(is_done, taken, _NEVER), first)
         longest = np.maximum.reduceat(taken, first)
         row = np.arange(len(taken))
-        is_longest = is_done & (taken == longest[columns["calls.node"]])
+        is_longest = is_done & (taken == longest[self["calls.node"]])
         at = np.minimum.reduceat(np.where(is_longest, row, len(taken)), first)
         has_any = at < len(taken)
-        whose = np.where(has_any, columns["calls.rank"][np.where(has_any, at, 0)], -1)
+        whose = np.where(has_any, self["calls.rank"][np.where(has_any, at, 0)], -1)
         least = _microseconds(np.where(has_any, shortest, 0)).tolist()
         return begin, least, _microseconds(longest).tolist(), whose.tolist()
 
@@ -365,10 +353,6 @@ class StepColumns:
     @cached_property
     def _kinds_and_pieces(self) -> tuple[Array, Array]:
         return self.texts.kinds_and_pieces(self["values.tensor"])
-
-    def _starts_of(self, name: str) -> Array:
-        count = len(self["nodes.id"])
-        return np.searchsorted(self[name], np.arange(count + 1))
 
 
 def _starts(*columns: Array) -> Array:

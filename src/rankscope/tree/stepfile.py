@@ -27,8 +27,6 @@ from rankscope.tree.columns import filled, map_columns
 from rankscope.tree.damage import UNREADABLE, damage
 from rankscope.tree.step import StepColumns, StepHead, StepTexts
 
-__all__ = ["MOST_OPEN", "StepFiles", "entry_of", "head_of", "known_entries", "write_steps"]
-
 Array = NDArray[Any]
 Entry = Mapping[str, Any]
 """Of a step in trace.json, or in a line of the index."""
@@ -43,17 +41,8 @@ _FILE: Final = re.compile(rf"{STEPS_FOLDER}/\d{{6,}}\.safetensors")
 def write_steps(
     folder: Path, number: int, steps: Sequence[StepColumns], *, is_synced: bool = True
 ) -> list[dict[str, Any]]:
-    """Write steps into one file, under another name until it is whole; return their entries.
-
-    Args:
-        folder: of the trace, with its `steps`.
-        number: of the file.
-        steps: which share their texts, or of which there is one.
-        is_synced: see that it is on disk.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write steps into one file, under another name until it is whole; return their entries. The
+    steps share their texts, or there is one. OSError: it cannot be written."""
     name = f"{STEPS_FOLDER}/{number:06d}.safetensors"
     texts = _used_texts(steps)
     lengths: dict[str, list[int]] = {}
@@ -90,11 +79,8 @@ def entry_of(head: StepHead) -> dict[str, Any]:
 
 
 def head_of(entry: Entry) -> StepHead | None:
-    """Return the head of an entry; None where only a newer rankscope knows its mode.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is none.
-    """
+    """Return the head of an entry; None where only a newer rankscope knows its mode. KeyError,
+    TypeError, ValueError: it is none."""
     word = str(entry.get("mode", Mode.TRAIN.word))
     if word.upper() not in Mode.__members__:
         return None
@@ -107,14 +93,9 @@ def head_of(entry: Entry) -> StepHead | None:
     )
 
 
-def known_entries(
-    entries: Sequence[Entry],
-) -> tuple[list[tuple[StepHead, Entry]], frozenset[str]]:
-    """Return entries with their heads, and what of them only a newer rankscope knows.
-
-    Raises:
-        KeyError, TypeError, ValueError: one is none.
-    """
+def known_entries(entries: Sequence[Entry]) -> tuple[list[tuple[StepHead, Entry]], frozenset[str]]:
+    """Return entries with their heads, and what of them only a newer rankscope knows; errors as of
+    `head_of`."""
     read = [(head_of(each), each) for each in entries]
     newer = frozenset(f"mode {each['mode']!r}" for head, each in read if head is None)
     return [(head, each) for head, each in read if head is not None], newer
@@ -129,27 +110,15 @@ class StepFiles:
         self._file = functools.lru_cache(MOST_OPEN)(functools.partial(_opened, world_size))
 
     def path(self, entry: Entry) -> Path:
-        """Return the file of a step.
-
-        Raises:
-            TraceError: the one named is none that a trace has.
-        """
+        """Return the file of a step; TraceError: the one named is none that a trace has."""
         name = str(entry["file"])
         if not _FILE.fullmatch(name):
             raise TraceError(f"{self._folder}: {name!r} is no step file: the trace is damaged")
         return self._folder / name
 
     def step(self, entry: Entry, head: StepHead, began_ns: int) -> StepColumns:
-        """Return a step.
-
-        Args:
-            entry: where it lies.
-            head: of the entry.
-            began_ns: as of the step.
-
-        Raises:
-            TraceError: the file is damaged, or not there.
-        """
+        """Return the step of an entry with this head; TraceError: the file is damaged, or not
+        there."""
         path = self.path(entry)
         columns, texts = self._file(path)
         try:
@@ -180,8 +149,7 @@ class StepFiles:
                 if path not in sound:
                     map_columns(path, self._world_size, is_checked=True)
                     sound.add(path)
-                head = head_of(entry)
-                if head is not None:
+                if (head := head_of(entry)) is not None:
                     self.step(entry, head, 0)
             except TraceError as error:
                 yield str(error)
@@ -209,9 +177,8 @@ class _FileTexts(Sequence[object]):
             begin, end = self._ends[number : number + 2]
             if not 0 <= begin <= end <= len(self._utf8):
                 raise ValueError(f"text {number} is not in the {len(self._utf8)} bytes of texts")
-            found = self._known[number] = (
-                self._utf8[begin:end].tobytes().decode(errors="surrogatepass")
-            )
+            raw = self._utf8[begin:end].tobytes()
+            found = self._known[number] = raw.decode(errors="surrogatepass")
         return found
 
 
@@ -240,11 +207,8 @@ def _in_file(column: Column, own: Array, texts: Array) -> Array:
 
 
 def _check(step: StepColumns, world_size: int) -> None:
-    """Refuse rows that name rows or texts that are not there, and ranks that nobody is.
-
-    Raises:
-        ValueError, KeyError: there are such.
-    """
+    """Refuse, with ValueError or KeyError, rows that name rows or texts that are not there, and
+    ranks that nobody is."""
     nodes, texts = len(step["nodes.id"]), len(step.texts)
     parent = step["nodes.parent"]
     if ((parent < -1) | (parent >= np.arange(nodes))).any():

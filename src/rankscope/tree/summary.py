@@ -8,8 +8,6 @@ from typing import Any
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.streams import EndReason
 
-__all__ = ["counted", "ended_words", "endings", "extent"]
-
 _ENDED = {
     EndReason.RAISED.value: "raised",
     EndReason.LOST.value: "lost",
@@ -48,8 +46,7 @@ def endings(completeness: Mapping[str, Any]) -> list[str]:
     last = {rank["rank"]: rank["end"] for rank in completeness["ranks"]}
     parts = []
     for end, word in _ENDED.items():
-        ranks = [rank for rank, how in last.items() if how == end]
-        if ranks:
+        if ranks := [rank for rank, how in last.items() if how == end]:
             parts.append(f"{ranks_named(ranks)} {word}")
     missing = completeness["missing"]
     return [*parts, f"nothing from {ranks_named(missing)}"] if missing else parts

@@ -11,23 +11,13 @@ import rankscope
 from rankscope.errors import TraceError, TraceVersionError
 from rankscope.tree.schemacheck import check_json
 
-__all__ = ["load_json"]
-
 _FORMAT = re.compile(r"rankscope\.(trace|nodes)/([0-9]{1,9})")
 _NEWEST = {"trace": 3, "nodes": 1}
 
 
 def load_json(path: Path, kind: str) -> dict[str, Any]:
-    """Read a file of a trace.
-
-    Args:
-        path: where.
-        kind: "trace" or "nodes".
-
-    Raises:
-        TraceError: it cannot be read, or is none of that kind.
-        TraceVersionError: it is of a newer format.
-    """
+    """Read a file of a trace; `kind`: trace or nodes. TraceError: it cannot be read, or is none of
+    that kind; TraceVersionError: it is of a newer format."""
     try:
         data = json.loads(path.read_bytes(), parse_constant=_refuse)
     except OSError as error:

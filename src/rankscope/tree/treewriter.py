@@ -28,8 +28,6 @@ from rankscope.tree.views import Step, Trace
 if TYPE_CHECKING:
     from rankscope.tree.document import Document
 
-__all__ = ["TREE_LIMIT_BYTES", "write_trace", "write_tree"]
-
 TREE_LIMIT_BYTES: Final = 100 << 20
 """A larger tree.json is not written unless it is asked for."""
 
@@ -40,19 +38,15 @@ def write_trace(
     *,
     tree: GrowingTree | None = None,
     wanted: str | None = None,
-    limit_bytes: int = TREE_LIMIT_BYTES,
     progress: Progress | None = None,
 ) -> None:
     """Write the files of a trace; trace.json appears last, by rename.
 
     Args:
         document: the trace, or what is left of it beside the steps of `tree`; closed here.
-        out: the trace folder.
         tree: what was written while the job ran, where anything was.
         wanted: whether tree.json is: "always", "never", or "auto", where it is not too large;
             default as the job was told.
-        limit_bytes: as `TREE_LIMIT_BYTES`.
-        progress: told how far it is.
 
     Raises:
         FolderError: a file cannot be written; names the folder.
@@ -70,11 +64,10 @@ def write_trace(
         body = _by_kind(entries)
         began_ns = document.began_ns if tree.began_ns is None else tree.began_ns
         trace = tree.trace(head, [*body["setup"], *body["steps"]], began_ns)
-        limit = None if wanted == "always" else limit_bytes
-        ranks = int(document.run["world_size"])
+        limit = None if wanted == "always" else TREE_LIMIT_BYTES
         if wanted == "never":
             absent = f"it was not asked for (--rs-tree never); {_command(out)}"
-        elif limit is not None and _is_larger(entries, ranks, 2 * limit):
+        elif limit is not None and _is_larger(entries, int(document.run["world_size"]), 2 * limit):
             absent = _too_large(out, limit)
         else:
             absent = _write_tree(trace, out, limit, say)
@@ -94,14 +87,7 @@ def write_trace(
 
 
 def write_tree(trace: Trace, steps: Sequence[Step], say: Progress, write: Write) -> None:
-    """Write a tree.json: header, completeness, and every node of some steps.
-
-    Args:
-        trace: of which.
-        steps: which of its steps.
-        say: told how far it is.
-        write: takes pieces of text.
-    """
+    """Write a tree.json: header, completeness, and every node of some steps of a trace."""
     head = {"format": TREE_FORMAT, "run": trace.run, "completeness": trace.completeness}
     write("".join(json_text(head)).rstrip().removesuffix("}").rstrip())
     done = 0

@@ -12,28 +12,12 @@ from typing import Any
 from rankscope.assembly.sources import run_in
 from rankscope.errors import SpoolError
 from rankscope.run.filenames import COLLECTOR_LOCK_NAME, HOST_STATE_PREFIX, REPLICA_FOLDER
-from rankscope.run.folders import (
-    find_runs,
-    is_held,
-    relay_name,
-    spool_base,
-    stream_folder,
-    streams,
-)
+from rankscope.run.folders import find_runs, is_held, relay_name, spool_base, stream_folder, streams
 from rankscope.run.jobstatus import JobStatus, read_status
 from rankscope.run.locks import is_abandoned, is_alive
 from rankscope.spool.origin import origin_text
 from rankscope.spool.replication import read_end, replica_path, replicated
 from rankscope.spool.streamreader import StreamReader
-
-__all__ = [
-    "begin_in",
-    "is_about_to_end",
-    "is_at_work",
-    "received_bytes",
-    "spool_bases",
-    "status_in",
-]
 
 _SILENT_S = 30.0
 """Relays of other hosts leave a word in a shared folder every second."""
@@ -41,8 +25,7 @@ _SILENT_S = 30.0
 
 def is_at_work(folder: Path, run: Mapping[str, Any]) -> bool:
     """True while a collector, or a rank, relay or launcher of this host, is at work on the run, or
-    another host's relay was just now.
-    """
+    another host's relay was just now."""
     if is_held(folder / COLLECTOR_LOCK_NAME):
         return True
     of_host = find_runs(spool_bases(run), str(run["id"]))
@@ -92,12 +75,8 @@ def spool_bases(run: Mapping[str, Any]) -> list[Path]:
 
 def begin_in(run_folders: Iterable[Path], ranks: Iterable[Mapping[str, Any]]) -> bool:
     """True where spools of this host hold as much as a trace of each rank that it has records of,
-    from the first byte on: a new trace of these spools lacks nothing of it.
-
-    Args:
-        run_folders: the host's folders of the run.
-        ranks: as `completeness` of the trace has them.
-    """
+    from the first byte on: a new trace of these spools lacks nothing of it. `ranks`: as
+    `completeness` of the trace has them."""
     held: dict[tuple[int, str], int] = {}
     for run_folder in run_folders:
         for stream in streams(run_folder):
@@ -107,8 +86,5 @@ def begin_in(run_folders: Iterable[Path], ranks: Iterable[Mapping[str, Any]]) ->
             ):
                 if not reader.lowest():
                     held[stream.rank, origin_text(reader.origin())] = reader.committed()
-    return all(
-        held.get((rank["rank"], rank["origin"]), 0) >= rank["received"]
-        for rank in ranks
-        if rank["received"]
-    )
+    in_trace = ((r["rank"], r["origin"], r["received"]) for r in ranks if r["received"])
+    return all(held.get((rank, origin), 0) >= count for rank, origin, count in in_trace)

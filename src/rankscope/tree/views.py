@@ -105,8 +105,7 @@ class TraceSource(Protocol):
 
 class TensorReaders(NamedTuple):
     """What makes tensors of the values of a trace; `rankscope.open_trace` gives them to it, because
-    this room knows no torch.
-    """
+    this room knows no torch."""
 
     local: Callable[[Value, int], torch.Tensor]
     """What one rank held."""
@@ -194,9 +193,8 @@ class Value:
     @property
     def per_rank(self) -> dict[int, Digest | None]:
         """Each rank's numbers, None where a value was not digested."""
-        return dict(
-            sorted({rank: d for view in self.views for rank, d in view.per_rank().items()}.items())
-        )
+        digests = {rank: d for view in self.views for rank, d in view.per_rank().items()}
+        return dict(sorted(digests.items()))
 
     @property
     def samples(self) -> dict[int, Samples]:
@@ -229,11 +227,9 @@ class Node:
     """The same call merged over ranks: a cursor over the columns of its step."""
 
     step: StepColumns = field(repr=False)
-    """The columns of its step."""
     row: int
-    """Its row among the nodes of that."""
+    """Among the nodes of the step."""
     trace: Trace = field(repr=False)
-    """The trace it is of."""
     _where: Whereabouts = field(repr=False)
 
     @property
@@ -340,11 +336,9 @@ class Node:
         for rank, *issued in zip(self.ranks, kinds.tolist(), numbers.tolist()):
             if issued[0] >= 0:
                 found.setdefault((issued[0], issued[1]), []).append(rank)
+        texts = self.step.texts
         return tuple(
-            (
-                self.step.ranks_text(tuple(ranks)),
-                {**self.step.texts.collective(kind), "sequence": number},
-            )
+            (self.step.ranks_text(tuple(ranks)), {**texts.collective(kind), "sequence": number})
             for (kind, number), ranks in found.items()
         )
 
@@ -456,16 +450,11 @@ class Step:
         self._source, self._group, self._trace = source, group, trace
         self._where = replace(where, file=source.file(group))
         head = self.head = source.heads[group]
-        """Which step it is."""
         self.is_setup, self.mode = head.is_setup, head.mode
         self.step, self.incarnation = head.step, head.incarnation
-        self.notes = tuple(
-            RanksNote(
-                parse_ranks(each["ranks"], where.world_size),
-                Note.read(each["note"], each.get("fact")),
-            )
-            for each in head.notes
-        )
+        ranks = (parse_ranks(each["ranks"], where.world_size) for each in head.notes)
+        notes = (Note.read(each["note"], each.get("fact")) for each in head.notes)
+        self.notes = tuple(map(RanksNote, ranks, notes))
 
     def columns(self) -> StepColumns:
         """Return its columns, read anew: nothing here keeps them."""
@@ -618,22 +607,15 @@ class Trace:
     @property
     def default_mode(self) -> Mode:
         """Train, or eval where there is no train step."""
-        return (
-            Mode.TRAIN
-            if any(s.mode is Mode.TRAIN for s in self.steps) or not self.steps
-            else Mode.EVAL
-        )
+        has_train = not self.steps or any(step.mode is Mode.TRAIN for step in self.steps)
+        return Mode.TRAIN if has_train else Mode.EVAL
 
     @property
     def happened(self) -> list[str]:
         """Why the trace of a black box was made: `train step 8: black box: rank 1 raised`."""
-        found = (
-            f"{step.head.words}: {noted.note}"
-            for step in self.steps
-            for noted in step.notes
-            if str(noted.note).startswith(BLACK_BOX)
-        )
-        return list(dict.fromkeys(found))
+        notes = ((step.head.words, str(each.note)) for step in self.steps for each in step.notes)
+        told = (f"{words}: {note}" for words, note in notes if note.startswith(BLACK_BOX))
+        return list(dict.fromkeys(told))
 
     def close(self) -> None:
         """Let go of its files: each is unmapped with the last view of it. Nothing is read of the
@@ -734,13 +716,11 @@ class Trace:
                 f"{typed('show', self.path)} --path {path!r}"
             )
         for node in nodes:
-            found = node.value(slot)
-            if found is not None:
+            if (found := node.value(slot)) is not None:
                 return found
         self._refuse_another_phase(path, slot, wanted)
-        raise nothing_matched(
-            f"slot of {path or '(root)'}", slot, (view.slot for view in nodes[0].slots)
-        )
+        slots = (view.slot for view in nodes[0].slots)
+        raise nothing_matched(f"slot of {path or '(root)'}", slot, slots)
 
     def _refuse_another_phase(self, path: str, slot: str, wanted: Phase) -> None:
         """Raise where the slot is in other phases of the path alone; say in which."""
@@ -780,16 +760,8 @@ _OF_ALL = (
 
 
 def number_setting(trace: Trace, name: str, form: str) -> int:
-    """Return a setting of a run that is a whole number; 0 where it has none.
-
-    Args:
-        trace: of the run.
-        name: as in the run header.
-        form: regular expression of the texts that are one.
-
-    Raises:
-        TraceError: something else stands there.
-    """
+    """Return a setting of a run that is a whole number, 0 where it has none; `form`: regular
+    expression of the texts that are one. TraceError: something else stands there."""
     text = trace.run["settings"].get(name, "0")
     if not re.fullmatch(form, text, re.ASCII):
         raise TraceError(f"{trace.path}: {name} is {text[:60]!r}: the trace is damaged")

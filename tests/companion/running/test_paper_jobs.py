@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.companion.running.findingcommand import FindingCommand
-from rankscope.companion.running.findingsfile import FindingsFile
+from rankscope.companion.running.findingsfile import FindingCommand, FindingsFile
 from rankscope.companion.running.runningjob import RunningJob
 from rankscope.companion.running.splitstream import SplitStream, StepKey
 from rankscope.diagnosis.check import check

@@ -1,6 +1,4 @@
-"""The memory that collectives of a session are still writing: not to be read before the program has
-waited for it.
-"""
+"""The memory that collectives are still writing: not to be read before the program waited."""
 
 from __future__ import annotations
 
@@ -8,8 +6,6 @@ from collections import Counter
 from collections.abc import Iterable
 
 import torch
-
-__all__ = ["InFlight", "memory_of", "overlaps"]
 
 
 class InFlight:

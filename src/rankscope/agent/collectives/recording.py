@@ -1,6 +1,4 @@
-"""Records collectives as calls: begun before they are issued, ended when they have returned or,
-asynchronous ones, when the program itself has waited for them.
-"""
+"""Records collectives as calls: from their issue to their return, or to the wait for them."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import dataclasses
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,10 +35,7 @@ from rankscope.record.collective import MESSAGES, Collective
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 
-__all__ = ["Collectives", "MessageCount"]
-
 _COALESCED = "coalesced"
-"""Told at the end of a coalesced group."""
 _PENDING = int(ValueFlag.PENDING)
 _Key = tuple[Hashable, ...]
 _OPERATORS = {name: op for (_, name), op in FUNCTIONAL.items()}
@@ -48,15 +43,12 @@ _OPERATORS = {name: op for (_, name), op in FUNCTIONAL.items()}
 
 @dataclass(eq=False, slots=True)
 class _PendingCollective:
-    """A collective that was issued and has not ended."""
-
     sequence: int
     place: EventPlace
     is_object: bool
     outputs: tuple[torch.Tensor, ...]
     """Memory it writes, held until it has ended."""
     issued: int
-    """Of `EXIT`."""
     is_functional: bool
     """What it returns is what it writes: there is no work to wait for."""
     is_ended: bool = False
@@ -72,15 +64,11 @@ class _Coalescing(threading.local):
 
 class MessageCount:
     """Numbers the sends and receives of each channel since a point that all ranks have in common.
-
-    The k-th send of a channel is its k-th receive. Which step either belongs to says nothing of
-    that: a stage receives what it works on before its own step begins. Counting holds only as long
-    as every message is seen, so what is passed over ends it, until the next point.
-    """
+    The k-th send of a channel is its k-th receive; their steps may differ, because a stage receives
+    before its own step begins. A message that is not seen ends the count until the next point."""
 
     def __init__(self) -> None:
         self.since = ""
-        """Of `Collective`."""
         self._counts: dict[_Key, itertools.count[int]] = {}
 
     def begin(self, since: str) -> None:
@@ -102,19 +90,13 @@ class Collectives:
     """The collectives of one session's traced steps, as `CollectiveWatch` tells of them."""
 
     def __init__(self, place: Callable[[str], EventPlace | None]) -> None:
-        """Record nothing yet.
-
-        Args:
-            place: says where in which step this thread is, given what is about to be called; None
-                where that is not traced. It has called `open` before it says anything else.
-        """
+        """`place` returns where in which traced step this thread is; it calls `open` before."""
         self.messages = MessageCount()
         self._place = place
         self._groups = Groups()
         self._ordinals: dict[_Key, itertools.count[int]] = {}
         self._numbers: dict[_Key, itertools.count[int]] = {}
         self._open: dict[int, _PendingCollective] = {}
-        """By sequence."""
         self._works: dict[int, tuple[weakref.ref[Any], list[_PendingCollective]]] = {}
         """By the identity of a work: itself, and its calls: several where they were coalesced."""
         self._memory: dict[int | None, _PendingCollective] = {}
@@ -242,7 +224,6 @@ class Collectives:
         return next(counts.setdefault(key, itertools.count()) if count is None else count)
 
     def _follow(self, work: Any, calls: list[_PendingCollective]) -> None:
-        """Have calls end when the program waits for a work. It is not kept alive."""
         known = self._works.get(id(work))
         if known is None or known[0]() is not work:
             known = self._works[id(work)] = weakref.ref(work), []
@@ -268,7 +249,6 @@ class Collectives:
         self._values.read_pending()
 
     def _break_off(self, call: _PendingCollective, status: CallStatus, text: str = "") -> None:
-        """End a call whose outputs are not to be read."""
         if call.is_ended:
             return
         with invisible():
@@ -279,42 +259,34 @@ class Collectives:
         self._recorder.exit(call.sequence, status, text, issued=call.issued)
 
     def _release(self, call: _PendingCollective) -> tuple[torch.Tensor, ...]:
-        """Let go of what a call writes, and return it."""
         outputs, call.outputs, call.is_ended = call.outputs, (), True
         self._open.pop(call.sequence, None)
         self._values.in_flight.remove(outputs)
         return outputs
 
     def _read(self, call: _PendingCollective, kind: str, tensors: tuple[torch.Tensor, ...]) -> None:
-        if not (call.place.is_selected and self._values.is_on):
-            return
-        for number, tensor in enumerate(tensors):
-            slot = f"{kind}.{number}"
+        for slot, tensor in self._wanted(call, kind, tensors):
             if call.is_object:
-                self._describe(tensor, call, slot)
-            elif self._values.wants(slot):
+                self._values.describe(tensor, call.sequence, slot, Phase.COLLECTIVE)
+            else:
                 self._values.read(
                     tensor, call.sequence, call.place.path, slot, Phase.COLLECTIVE, samples=False
                 )
 
     def _leave_unread(self, call: _PendingCollective, outputs: tuple[torch.Tensor, ...]) -> None:
-        if call.place.is_selected and self._values.is_on:
-            for number, tensor in enumerate(outputs):
-                self._describe(tensor, call, f"output.{number}", _PENDING)
+        for slot, tensor in self._wanted(call, "output", outputs):
+            self._values.describe(tensor, call.sequence, slot, Phase.COLLECTIVE, _PENDING)
 
-    def _describe(
-        self, tensor: torch.Tensor, call: _PendingCollective, slot: str, flags: int = 0
-    ) -> None:
-        if self._values.wants(slot):
-            self._values.describe(tensor, call.sequence, slot, Phase.COLLECTIVE, flags)
+    def _wanted(
+        self, call: _PendingCollective, kind: str, tensors: tuple[torch.Tensor, ...]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        if call.place.is_selected and self._values.is_on:
+            for number, tensor in enumerate(tensors):
+                if self._values.wants(slot := f"{kind}.{number}"):
+                    yield slot, tensor
 
     def end_step(self, mode: Mode | None, step: int | None) -> None:
-        """Close what nobody has waited for.
-
-        Args:
-            mode: of the step that ends; None for all there are.
-            step: its number.
-        """
+        """Close what nobody has waited for in a step; everything without a mode."""
         for call in list(self._open.values()):
             if mode is None or (call.place.mode, call.place.step) == (mode, step):
                 self._break_off(call, CallStatus.NOT_WAITED)

@@ -1,9 +1,8 @@
 """The collectives of a session: how and when they are watched, and where in a step each belongs.
 
 Python's collectives all go through methods of torch's class ProcessGroup or through the operators
-of functional collectives, whatever name they were imported under. A function of ours stands in each
-of these for a traced step and not a moment longer: it tells of the call, calls the original with
-the very same arguments and returns its result, or lets out what it raised.
+of functional collectives, under whatever name. In a traced step a function of ours stands in each:
+it tells of the call, calls the original and returns or raises what that does.
 """
 
 from __future__ import annotations
@@ -37,8 +36,6 @@ from rankscope.record.collective import MESSAGES
 from rankscope.record.phases import Phase
 from rankscope.settings import Settings
 
-__all__ = ["CollectiveTracing", "CollectiveWatch"]
-
 _WAITS = ("wait", "synchronize")
 _WAIT_TENSORS = (("_c10d_functional", "wait_tensor"), ("_c10d_functional", "wait_tensors"))
 _COALESCING = ("_start_coalescing", "_end_coalescing")
@@ -52,10 +49,7 @@ class _Depth(threading.local):
 
 class CollectiveWatch(StandIns):
     """Tells of every collective between `put_on` and `take_off`; both may be called at any time.
-
-    An empty list is made for each call: what `begins` or `waits` of `Collectives` leaves in it
-    comes back in `ends` and `fails`. What they raise is caught, and counted as a failure of ours.
-    """
+    Each call has a list: what `begins` or `waits` leaves in it comes back in `ends` and `fails`."""
 
     def __init__(self, guard: Guard, listener: Collectives) -> None:
         super().__init__()
@@ -67,11 +61,7 @@ class CollectiveWatch(StandIns):
         self._depth = _Depth()
 
     def put_on(self, *, only_groups: bool = False) -> None:
-        """Replace everything that issues a collective or waits for one.
-
-        Args:
-            only_groups: leave out the operators of functional collectives.
-        """
+        """Replace what issues a collective or waits for one; `only_groups`: no operators."""
         classes = collective_classes()
         if classes is None:
             return
@@ -98,8 +88,6 @@ class CollectiveWatch(StandIns):
     def _issuing(
         self, name: str, is_method: bool, original: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """Return what stands for a method of a process group, or for an operator."""
-
         def issue(*args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not self._is_recorded():
                 return original(*args, **kwargs)
@@ -158,14 +146,9 @@ class CollectiveTracing:
         open_session: Callable[[], bool],
         running: Callable[[bool], RunningStep | None],
     ) -> None:
-        """Watch nothing yet.
-
-        Args:
-            open_session: opens the spool, and hands over what is in it by `open`; False where this
-                process is not traced.
-            running: what runs, or is about to, outside every module call; None where it is not
-                traced. Told whether it is a send or a receive.
-        """
+        """`open_session` opens the spool and calls `open`; False where this process is not traced.
+        `running` returns the traced step of what runs outside every module call; told whether that
+        is a send or a receive."""
         self._open_session = open_session
         self._running = running
         self._is_wanted = Phase.COLLECTIVE.word in settings.phases
@@ -178,7 +161,6 @@ class CollectiveTracing:
         self._owners: dict[int, ModuleInfo] = {}
         """By the identity of a parameter; made in a step that asks."""
         self._tracer: Tracer | None = None
-        """None until the spool is open."""
         self.awaits_first = False
         """No step and no run of a schedule has begun: what is not a message builds a model."""
 
@@ -191,13 +173,8 @@ class CollectiveTracing:
         self._collectives.open(recorder, values)
 
     def expect_step(self, *, is_first: bool) -> None:
-        """Watch from now on, because the next step is to be traced: a pipeline stage receives what
-        it works on before its first forward of a step.
-
-        Args:
-            is_first: nothing was traced yet; only sends, receives and what a run of a pipeline
-                schedule begins with are taken then, not what builds a model.
-        """
+        """Watch before the next step: a pipeline stage receives before its first forward of a step.
+        Before the `is_first` one, collectives that build a model are left alone."""
         self.awaits_first = is_first
         if self._is_wanted:
             self._watch.put_on(only_groups=is_first)
@@ -276,7 +253,6 @@ class CollectiveTracing:
         )  # fmt: skip
 
     def _span_in_backward(self) -> NodeSpan | None:
-        """Return the module call whose backward this thread is in, as far as that is known."""
         node = current_node()
         if node is None:  # behind the graph: what a callback of the whole backward pass runs
             module = sharded_module_in_hand()
@@ -286,7 +262,6 @@ class CollectiveTracing:
         return self._nodes.find(number) if leaf is None else self._span_of_owner(leaf)
 
     def _span_of_owner(self, parameter: torch.Tensor) -> NodeSpan | None:
-        """Return the latest call of the module that owns a parameter."""
         if not self._owners:
             for root in self._table.roots:
                 for info, module in self._table.of_root(root):

@@ -1,6 +1,5 @@
-"""Module calls as they nest: scopes, frames, the stack of each thread, and which call made which
-nodes of the autograd graph: what backward issues at a node belongs to the call that made it.
-"""
+"""Module calls as they nest, and which call made which nodes of the autograd graph: what backward
+issues at a node belongs to the call that made it."""
 
 from __future__ import annotations
 
@@ -18,8 +17,6 @@ from rankscope.capture.torch_internals.autograd import next_node
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 
-__all__ = ["CallStacks", "EventPlace", "NodeMap", "NodeSpan", "OpenCall", "Scope"]
-
 
 @dataclass(eq=False, slots=True)
 class Scope:
@@ -33,13 +30,11 @@ class Scope:
     is_muted: bool
     """True where this step is not traced although hooks are on for another."""
     forward_calls: dict[ModuleInfo, int] = field(default_factory=dict)
-    """How often each module ran forward in this scope."""
     without_gradients: dict[tuple[ModuleInfo, int], tuple[int, set[str]]] = field(
         default_factory=dict
     )
-    """(module, ordinal) of the forward calls that ran with gradients off -> sequence, and the slots
-    whose gradients are watched: reentrant checkpointing shows the others when it runs them again.
-    """
+    """(module, ordinal) of forward calls without gradients -> sequence, and the slots whose
+    gradients are watched: reentrant checkpointing shows the others when it runs them again."""
     recompute_calls: dict[ModuleInfo, int] = field(default_factory=dict)
 
 
@@ -56,11 +51,9 @@ class OpenCall:
     is_recorded: bool
     ordinal: int = 0
     first_node: int = 0
-    """Number that the first node of its autograd graph has, if it has any."""
     seen_inputs: dict[str, int] | None = None
     """Slot -> id of the tensor read before forward, where a module's own hooks may replace it."""
     skips_output: bool = False
-    """Nobody asks what `forward` hands out."""
     outputs: tuple[torch.Tensor, ...] = ()
     """What `forward` returned, held until the module's own hooks have run."""
 
@@ -71,18 +64,13 @@ class EventPlace(NamedTuple):
     module: int
     """Definition of the module it belongs to."""
     root: int
-    """Definition of that module's root, 0 for none."""
     parent: int | None
-    """The call it is inside of."""
     mode: Mode
     step: int
     micro_batch: int | None
     issuer: str
-    """One of `record.collective.ISSUERS`."""
     is_selected: bool
-    """The setting `paths` takes that module."""
     path: str
-    """Of that module."""
 
 
 class CallStacks(threading.local):
@@ -94,9 +82,7 @@ class CallStacks(threading.local):
         """The call whose global forward hook ran last; its own hooks may still be running."""
 
     def pop(self, module: nn.Module) -> list[OpenCall]:
-        """Take the call of `module` off the stack, and those above it that no hook saw end
-        (KeyboardInterrupt, or an exception past a hook); nothing where it was never seen to begin.
-        """
+        """Take the call of `module` off the stack, and those above it that no hook saw end."""
         for index in range(len(self.frames) - 1, -1, -1):
             if self.frames[index].module is module:
                 taken = self.frames[index:]
@@ -117,11 +103,9 @@ class NodeSpan(NamedTuple):
 
 
 class NodeMap:
-    """The spans of one step's calls.
-
-    torch numbers the nodes of a graph in the order in which a thread makes them. So the nodes that
-    one module call made are a span of numbers, and calls nest as spans do.
-    """
+    """The spans of one step's calls. torch numbers the nodes of a graph in the order in which a
+    thread makes them, so the nodes of one module call are a span of numbers, and calls nest as
+    spans do."""
 
     def __init__(self) -> None:
         self._spans: dict[int, list[NodeSpan]] = {}
@@ -143,14 +127,11 @@ class NodeMap:
 
     def find(self, number: int) -> NodeSpan | None:
         """Return the innermost call that made a node; calls of this thread are asked first."""
-        own = self._spans.get(get_ident())
-        found = _innermost(own, number) if own else None
-        if found is not None:
-            return found
-        for spans in list(self._spans.values()):
-            found = _innermost(spans, number)
-            if found is not None:
-                return found
+        for spans in (self._spans.get(get_ident(), []), *self._spans.values()):
+            start = bisect.bisect_right(spans, number, key=lambda span: span.last)
+            innermost = next((span for span in spans[start:] if span.first <= number), None)
+            if innermost is not None:
+                return innermost
         return None
 
     def latest(self, info: ModuleInfo) -> NodeSpan | None:
@@ -161,8 +142,3 @@ class NodeMap:
         """Forget the step."""
         self._spans.clear()
         self._latest.clear()
-
-
-def _innermost(spans: list[NodeSpan], number: int) -> NodeSpan | None:
-    start = bisect.bisect_right(spans, number, key=lambda span: span.last)
-    return next((span for span in spans[start:] if span.first <= number), None)

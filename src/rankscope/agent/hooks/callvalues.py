@@ -20,8 +20,6 @@ from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 from rankscope.settings import Settings
 
-__all__ = ["CallOptions", "CallValues"]
-
 _UNSEEN = int(ValueFlag.UNSEEN)
 
 
@@ -30,18 +28,16 @@ class CallOptions:
     """What a block asks of calls beyond what settings can say."""
 
     say_leaf: Callable[[object], str] = plain_text_of
-    """Text of an argument that is no tensor, in the form of a call; by default one for which no
-    code of the program runs."""
+    """Text of an argument that is no tensor; by default none for which the program runs code."""
     is_output_wanted: Callable[[nn.Module, bool], bool] = lambda _module, _is_root: True
     """Of a module about to be called, and whether it is a root: False where nobody asks what it
     hands out. Where hooks of its own may replace that, it is read all the same."""
     is_forward_wanted: Callable[[nn.Module], bool] = lambda _module: True
-    """Of a module about to be called outside all others: False where nothing of that call is to be
-    recorded."""
+    """False for a module whose call outside all others is not to be recorded."""
 
 
 class CallValues:
-    """Reads the values of recorded calls."""
+    """Reads the values of recorded calls; to be called where `values.is_on` alone."""
 
     def __init__(
         self,
@@ -53,14 +49,9 @@ class CallValues:
     ) -> None:
         self._say_leaf = options.say_leaf
         self._is_output_wanted = options.is_output_wanted
-        self._values = values
+        self.values = values
         self._wants_backward = Phase.BACKWARD.word in settings.phases
         self.gradients = GradientHooks(guard, recorder, values)
-
-    @property
-    def is_on(self) -> bool:
-        """False where only the structure is recorded: nothing here may be called then."""
-        return self._values.is_on
 
     def inputs_at_global_hook(
         self,
@@ -81,55 +72,43 @@ class CallValues:
         """Read the inputs of a call, and return the tensors among them by slot."""
         assert frame.sequence is not None  # recorded frames have one
         sequence, path, phase = frame.sequence, frame.info.path, frame.phase
-        if self._values.keeps:
+        if self.values.keeps:
             held = sum(child is not None for child in frame.module._modules.values())
-            self._values.note_form(
+            self.values.note_form(
                 lambda: call_form(args, kwargs, held, self._say_leaf),
                 sequence, path, "form:input", phase,
             )  # fmt: skip
             frame.skips_output = not self._is_output_wanted(frame.module, not path)
-        seen = self._values.read_all("input", args, sequence, path, phase) if args else []
+        seen = self.values.read_all("input", args, sequence, path, phase) if args else []
         if kwargs:
-            seen += self._values.read_all("input", kwargs, sequence, path, phase)
+            seen += self.values.read_all("input", kwargs, sequence, path, phase)
         self._watch(frame, seen, "input", "grad_input")
         return seen
 
     def finish(self, frame: OpenCall, args: object, kwargs: object, output: object) -> None:
         """Read what a call hands out."""
-        self._values.read_pending()
+        self.values.read_pending()
         assert frame.sequence is not None and isinstance(args, tuple) and isinstance(kwargs, dict)
-        if frame.seen_inputs is not None:
-            self._reread_replaced_inputs(frame, args, kwargs)
+        sequence, path, phase = frame.sequence, frame.info.path, frame.phase
+        if frame.seen_inputs is not None:  # the module's own pre-hooks may have replaced some
+            for value in (args, kwargs):
+                self.values.read_all("input", value, sequence, path, phase, seen=frame.seen_inputs)
         if frame.skips_output and not frame.module._forward_hooks:
             return
-        sequence, path, phase = frame.sequence, frame.info.path, frame.phase
-        tensors = self._values.read_all("output", output, sequence, path, phase)
-        if self._values.keeps:
-            self._values.note_form(
+        tensors = self.values.read_all("output", output, sequence, path, phase)
+        if self.values.keeps:
+            self.values.note_form(
                 lambda: result_form(output, self._say_leaf), sequence, path, "form:output", phase
             )
         self._watch(frame, tensors, "output", "grad_output")
         if frame.module._forward_hooks:  # kept: what they return is told apart by identity
             frame.outputs = tuple(tensor for _, tensor in tensors)
 
-    def _reread_replaced_inputs(
-        self, frame: OpenCall, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> None:
-        """Read the inputs the module's own pre-hooks put in place of those we saw; forward has run
-        by now.
-        """
-        assert frame.sequence is not None  # recorded frames have one
-        for value in (args, kwargs):
-            self._values.read_all(
-                "input", value, frame.sequence, frame.info.path, frame.phase,
-                seen=frame.seen_inputs,
-            )  # fmt: skip
-
     def returned(self, frame: OpenCall, output: object) -> None:
         """Read what the module's own hooks put in place of what `forward` returned."""
         assert frame.sequence is not None  # recorded frames have one
         before = frozenset(id(tensor) for tensor in frame.outputs)
-        self._values.read_all(
+        self.values.read_all(
             "returned", output, frame.sequence, frame.info.path, frame.phase, skip=before
         )
 
@@ -137,9 +116,9 @@ class CallValues:
         """Forget the step: hooks on leaves, tensors seen."""
         if self._wants_backward:
             for target in self.gradients.unseen():
-                self._values.note(None, target.sequence, target.slot, Phase.BACKWARD, _UNSEEN)
+                self.values.note(None, target.sequence, target.slot, Phase.BACKWARD, _UNSEEN)
         self.gradients.forget()
-        self._values.end_step()
+        self.values.end_step()
 
     def _watch(
         self,
@@ -148,12 +127,9 @@ class CallValues:
         kind: str,
         gradient_kind: str,
     ) -> None:
-        """Have the gradients of these tensors recorded, each under a call that ran forward.
-
-        A tensor hook stays until its graph goes, and calls that share a tensor share its hook. So
-        each (call, slot) must be watched at most once, under the sequence of its forward call: that
-        is how backward mirrors forward in the tree.
-        """
+        """Have the gradients of these tensors recorded, each under a call that ran forward. Calls
+        that share a tensor share its hook. So each (call, slot) is watched at most once, under the
+        sequence of its forward call: backward mirrors forward in the tree."""
         if not self._wants_backward or frame.sequence is None:
             return
         # Reentrant checkpointing runs a module forward without gradients, where no tensor can have
@@ -172,7 +148,7 @@ class CallValues:
         with invisible():  # what needs a gradient is not asked in sight of a subclass either
             for slot, tensor in tensors:
                 gradient_slot = gradient_kind + slot.removeprefix(kind)
-                if not tensor.requires_grad or not self._values.wants(gradient_slot):
+                if not tensor.requires_grad or not self.values.wants(gradient_slot):
                     continue
                 if isinstance(tensor, nn.Parameter):  # a hook would stay on the model
                     continue

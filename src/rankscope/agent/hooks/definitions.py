@@ -5,8 +5,6 @@ from __future__ import annotations
 from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.recorder import Recorder
 
-__all__ = ["DefinitionWriter"]
-
 _MOST_DEFINITIONS = 1 << 16
 
 
@@ -17,7 +15,6 @@ class DefinitionWriter:
         self._recorder = recorder
         self.table = table
         self._rootless: dict[tuple[object, ...], int] = {}
-        """Numbers of the definitions of modules that belong to no root."""
 
     def of(self, info: ModuleInfo) -> int:
         """Return the number of a module in the spool, defining it (and its root) on first sight."""

@@ -10,27 +10,23 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 from torch.utils.hooks import RemovableHandle
 
-from rankscope.agent.guard import Guard, GuardedHook
+from rankscope.agent.guard import Guard, GuardedHook, do_nothing
 from rankscope.capture.torch_internals.hooks import (
     forget_keyword_hook,
     global_hook_tables,
     hide_from_compiled_modules,
     own_hook_tables,
 )
-
-__all__ = ["HookSet"]
 
 Hook = Callable[..., None]
 
@@ -44,22 +40,18 @@ _ENTER, _LEAVE, _OWN_INPUT, _OWN_OUTPUT = (_number() for _ in range(4))
 """The same for every session of this process."""
 
 
-def _nothing(*arguments: object) -> None:
-    """Do what a hook does that is on for its number alone."""
-
-
 class HookSet:
     """The hooks of one session. Every method may be called in any state, any number of times."""
 
     def __init__(self, guard: Guard, watch: Hook) -> None:
         self._guard = guard
         self._watch: Hook = watch
-        self._before: Hook = _nothing
-        self._after: Hook = _nothing
-        self._entering = GuardedHook(guard, _nothing)
-        self._leaving = GuardedHook(guard, _nothing)
-        self._own_input = GuardedHook(guard, _nothing)
-        self._own_output = GuardedHook(guard, _nothing)
+        self._before: Hook = do_nothing
+        self._after: Hook = do_nothing
+        self._entering = GuardedHook(guard, do_nothing)
+        self._leaving = GuardedHook(guard, do_nothing)
+        self._own_input = GuardedHook(guard, do_nothing)
+        self._own_output = GuardedHook(guard, do_nothing)
         self._optimizer_hooks: list[GuardedHook] = []
         # bound once: hooks are told apart by identity
         self._enter, self._leave = self._entering.run, self._leaving.run
@@ -67,10 +59,10 @@ class HookSet:
         self._tables = global_hook_tables()
         self._is_on = False
         self.is_tracing = False
-        """The global hooks see every module call."""
         self._handles: list[RemovableHandle] = []
         """Of global hooks, where torch's tables have other names."""
-        self._on_modules: list[Callable[[], None]] = []
+        self._on_modules: list[tuple[int, tuple[dict[int, Any], ...]]] = []
+        """Numbers of our hooks, and the tables of modules in which they stand."""
         self._on_optimizers: list[RemovableHandle] = []
         self._numbers = {_ENTER, _LEAVE}
         self._unhide = hide_from_compiled_modules(self._numbers)
@@ -92,7 +84,7 @@ class HookSet:
     def watch_for_step(self) -> None:
         """Have the pre-hook notice the next root forward."""
         if not self.is_tracing and not self._is_on:
-            self._entering.body, self._leaving.body = self._watch, _nothing
+            self._entering.body, self._leaving.body = self._watch, do_nothing
             self._put_on()
 
     def stop_watching(self) -> None:
@@ -171,11 +163,11 @@ class HookSet:
                 before.pop(_OWN_INPUT, None)  # of a copy made while we stood there
                 before[_OWN_INPUT] = self._on_input
                 before_keywords[_OWN_INPUT] = True
-                self._on_modules.append(_removal(_OWN_INPUT, before, before_keywords))
+                self._on_modules.append((_OWN_INPUT, (before, before_keywords)))
             if after and after.get(_OWN_OUTPUT) is not self._on_output:
                 after.pop(_OWN_OUTPUT, None)
                 after[_OWN_OUTPUT] = self._on_output
-                self._on_modules.append(_removal(_OWN_OUTPUT, after))
+                self._on_modules.append((_OWN_OUTPUT, (after,)))
 
     def stands_behind_inputs_of(self, module: nn.Module) -> bool:
         """True where our hook follows the module's own pre-hooks."""
@@ -187,26 +179,23 @@ class HookSet:
 
     def leave_modules(self) -> None:
         """Take our hooks off the modules that have hooks of their own."""
-        for remove in self._on_modules:
-            remove()
+        for number, tables in self._on_modules:
+            for table in tables:
+                table.pop(number, None)
         self._on_modules = []
 
     # ------------------------------------------------------------------ the end
 
     def remove_all(self, *, is_inside_hook: bool = False) -> None:
-        """Leave nothing of ours in torch.
-
-        Args:
-            is_inside_hook: torch may be walking its tables right now, and would raise into the
-                program if they changed: the hooks do nothing any more, and go at the next call of
-                a module.
-        """
+        """Leave nothing of ours in torch. Inside a hook torch may be walking its tables, and would
+        raise into the program if they changed: the hooks then do nothing any more, and go at the
+        next call of a module."""
         if not (is_inside_hook or self._guard.is_failing):
             self._remove_now()
             return
         self.leave_modules()
         for hook in (self._leaving, self._own_input, self._own_output, *self._optimizer_hooks):
-            hook.body = _nothing
+            hook.body = do_nothing
         self._entering.body = self._remove_now  # torch walks over a copy of the pre-hooks
         if not self._is_on:
             self._put_on()
@@ -218,11 +207,3 @@ class HookSet:
             handle.remove()
         self._on_optimizers = []
         self._unhide()
-
-
-def _removal(number: int, *tables: dict[int, object]) -> Callable[[], None]:
-    def remove() -> None:
-        for table in tables:
-            table.pop(number, None)
-
-    return remove

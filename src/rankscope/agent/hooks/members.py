@@ -1,6 +1,5 @@
 """What a module holds, read off torch's own tables: a user's class may override every method that
-lists modules, parameters or buffers, to return something else or to raise.
-"""
+lists modules, parameters or buffers."""
 
 from __future__ import annotations
 
@@ -8,8 +7,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-
-__all__ = ["gradient_of", "modules_of", "own_buffers", "own_parameters", "parameters_of_module"]
 
 
 def modules_of(top: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -53,10 +50,7 @@ def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return what backward left in a parameter; None where it left nothing.
-
-    What stands in a parameter's place may be no leaf of the graph: FSDP1 puts views of its flat
-    parameter there between forward and backward. They hold no gradient, and torch warns of the
-    question.
-    """
+    """Return what backward left in a parameter. FSDP1 puts views of its flat parameter in a
+    parameter's place between forward and backward: no leaves, so they hold no gradient, and torch
+    warns of the question."""
     return parameter.grad if parameter.is_leaf or parameter.retains_grad else None

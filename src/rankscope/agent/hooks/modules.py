@@ -21,8 +21,6 @@ from rankscope.capture.torch_internals.compiling import dynamo_has_compiled, is_
 from rankscope.capture.torch_internals.parallel import is_sync_off
 from rankscope.globs import glob_matches
 
-__all__ = ["ModuleInfo", "ModuleTable", "Root"]
-
 _Named = tuple[str, list[str], str | None]
 """Canonical path of a module, the wrappers that end with it, the name of what it wraps."""
 _MOST_LOOSE = 4096
@@ -43,11 +41,9 @@ class Root:
     parameter_count: int
     """Elements over all parameters, DTensors by their global shape."""
     depth: int = 0
-    """How deep its modules nest."""
     definition: int = 0
     """Number under which the spool knows it; 0 until it is defined."""
     definitions: dict[tuple[object, ...], int] = field(default_factory=dict)
-    """Numbers under which the spool knows its modules, by what was said of them."""
     is_preferred: bool = False
     """The user named it as the root of the trace."""
     is_setup_recorded: bool = False
@@ -55,20 +51,15 @@ class Root:
     """Found around an optimizer's parameters: compiled, no hook saw its calls."""
     calls_in_step: int = 0
     trainable: tuple[weakref.ref[nn.Module], str] | None = None
-    """Owner and name of a parameter found to need a gradient: asked first the next time. A weak
-    reference to the parameter itself would keep torch from swapping it.
-    """
+    """Owner and name of a parameter that needed a gradient, asked first the next time. A weak
+    reference to the parameter itself would keep torch from swapping it."""
     sides: list[Root] = field(default_factory=list)
-    """Roots with parameters to train that its modules call and do not hold: a network of adapters
-    that takes the place of the layers' own `forward`.
-    """
+    """Roots with parameters to train that its modules call and do not hold (adapters)."""
     walked_in: object = None
     """The forward in which an unknown module had it walked: no second one does in the same."""
 
     def builds_graph(self, module: nn.Module) -> bool:
-        """True where a forward of `module`, which belongs to this root, reaches a parameter that
-        needs a gradient.
-        """
+        """True where a forward of the root's `module` reaches a parameter that needs a gradient."""
         return self.needs_gradient(module) or any(
             (top := side.module()) is not None and side.needs_gradient(top) for side in self.sides
         )
@@ -120,29 +111,18 @@ class ModuleTable:
         paths: tuple[str, ...] = ("*",),
         find_network: Callable[[nn.Module], nn.Module | None] | None = None,
     ) -> None:
-        """Make an empty table.
-
-        Args:
-            enters_compiled: compiled modules run as written while they are traced, so that a
-                compile wrapper is folded into what it wraps like any other.
-            paths: globs of the canonical paths to record.
-            find_network: returns the network that is trained of which a module is part, though no
-                root holds it; None where there is none.
-        """
+        """With `enters_compiled` compile wrappers are folded like any other: traced steps run as
+        written. `find_network` returns the trained network of a module that no root holds."""
         self._enters_compiled = enters_compiled
         self._find_network = find_network
         self._paths = self._selected = paths
-        """The setting, and what is selected now."""
         self._infos: dict[int, tuple[weakref.ReferenceType[nn.Module], ModuleInfo]] = {}
         self._loose: dict[tuple[Root | None, str, type], ModuleInfo] = {}
         self._most = _FEWEST_KEPT
-        """Modules known above which the dead ones are forgotten."""
         self._paths_of_dead: set[str] = set()
         self.roots: list[Root] = []
         self.contained: list[tuple[Root, Root, str]] = []
-        """(root, the root found to contain it later, its path there), not yet written to
-        the spool. A root that the user named is only inside another of those.
-        """
+        """(root, root that contains it, its path there), not yet written to the spool."""
 
     def get(self, module: nn.Module) -> ModuleInfo | None:
         """Return what is known of a module, None for one never seen or one gone."""
@@ -159,10 +139,9 @@ class ModuleTable:
         """Make a module known that is called for the first time.
 
         Args:
-            module: the module a hook was called for.
             inside: the root whose forward is running, None at the outermost level.
             caller: the module whose call is open.
-            forward: what stands for this one forward of the root; None where nothing does.
+            forward: identifies this one forward of the root.
         """
         if inside is None and _owns_parameters(module):
             return self._learn_root(module)
@@ -186,11 +165,9 @@ class ModuleTable:
     def _learn_registered(
         self, module: nn.Module, root: Root, caller: nn.Module | None, forward: object
     ) -> ModuleInfo | None:
-        """Find a module that was registered after the first forward of its root.
-
-        Programs make modules inside `forward`, so this must not walk the model for each: what its
-        caller holds is added alone, and for what nobody near holds a forward has one walk.
-        """
+        """Find a module that was registered after the first forward of its root. Programs make
+        modules inside `forward`, so no walk for each: what its caller holds is added alone, and a
+        forward has one walk for what nobody near holds."""
         holder = self.get(caller) if caller is not None else None
         if (
             caller is not None
@@ -209,9 +186,7 @@ class ModuleTable:
         return self.get(module)
 
     def prefer(self, module: nn.Module) -> ModuleInfo:
-        """Make a module a root before it is called, parameters or not, and the one whose path
-        is "".
-        """
+        """Make a module the root with path "" before it is called, parameters or not."""
         info = self._learn_root(module)
         if info.root is not None:
             info.root.is_preferred = True
@@ -315,11 +290,7 @@ class ModuleTable:
         return wrapper[1] == "compile" and not self._enters_compiled
 
     def select_too(self, paths: tuple[str, ...]) -> None:
-        """Record these modules besides those of the setting, until it is said anew.
-
-        Args:
-            paths: globs; none for the setting alone.
-        """
+        """Record the modules of these globs besides those of the setting, until the next call."""
         selected = (*self._paths, *paths)
         if selected != self._selected:
             self._selected = selected
@@ -340,14 +311,8 @@ class ModuleTable:
     def _add_below(
         self, root: Root, start: nn.Module, start_raw: str, names: dict[str, _Named]
     ) -> list[tuple[ModuleInfo, nn.Module]]:
-        """Add a module of a root and every one below it that is not known yet; return all.
-
-        Args:
-            root: whose they are.
-            start: the first.
-            start_raw: its raw path.
-            names: of the module that holds it, by raw path; nothing for the root's own.
-        """
+        """Add `start` and the unknown modules below it; return all. `names` is what is known of the
+        module that holds `start`, by raw path."""
         tied: set[int] = set()
         found: list[tuple[ModuleInfo, nn.Module]] = []
         for below, module in modules_of(start):
@@ -395,9 +360,8 @@ class ModuleTable:
         return info
 
     def _add_loose(self, module: nn.Module, path: str, inside: Root | None) -> None:
-        """Add a module that no root holds. Those of one class and place share what is known: a
-        program may make new ones in every forward.
-        """
+        """Add a module that no root holds; a program may make one in every forward, so those of one
+        class and place share what is known."""
         key = (inside, path, type(module))
         info = self._loose.get(key)
         if info is not None:

@@ -44,8 +44,7 @@ def calls_running(function: str, file: str) -> int:
 
 
 def call_site() -> str:
-    """Return `file.py:12 function`, without folders; "" where no line of the program is near (the
-    thread on which backward runs)."""
+    """Return `file.py:12 function`; "" without a line of the program (backward's thread)."""
     for frame in islice(frames_here(), _MOST_FRAMES):
         code = frame.f_code
         if not _is_inside(code.co_filename):
@@ -54,15 +53,13 @@ def call_site() -> str:
 
 
 def program_lines() -> int:
-    """Return a number for the lines of the program that are running, those of its libraries among
-    them: calls made from the same place of the program, a loop, have the same."""
-    lines: list[tuple[str, int]] = []
-    for frame in frames_here():
-        if not _is_inside(frame.f_code.co_filename):
-            lines.append((frame.f_code.co_filename, frame.f_lineno))
-        if len(lines) == _MOST_FRAMES:
-            break
-    return hash(tuple(lines))
+    """Return a hash of the running lines of the program and its libraries: a loop's are equal."""
+    lines = (
+        (frame.f_code.co_filename, frame.f_lineno)
+        for frame in frames_here()
+        if not _is_inside(frame.f_code.co_filename)
+    )
+    return hash(tuple(islice(lines, _MOST_FRAMES)))
 
 
 @functools.cache
@@ -82,10 +79,8 @@ def has_left(error: BaseException, module: torch.nn.Module) -> bool:
 
 
 def raise_site(trace: TracebackType | None) -> str:
-    """Return `file.py:12 function` of the innermost line of the program that an exception left.
-
-    Lines of installed packages and of the standard library count where there are no others.
-    """
+    """Return `file.py:12 function` of the innermost line that an exception left, if possible of the
+    program."""
     own = installed = ""
     for frame, number in walk_tb(trace):
         name = frame.f_code.co_filename
@@ -120,21 +115,9 @@ def has_room_for(depth: int) -> bool:
     return sum(1 for _ in frames_here()) <= left
 
 
-def explain_no_room(class_name: str, depth: int) -> str:
-    """Return what a user is told of a model for which there is none."""
-    return (
-        f"{class_name} nests {depth} modules deep: with hooks on, Python's recursion limit "
-        f"({sys.getrecursionlimit()}) leaves no room for it; tracing is switched off. "
-        "Raise it with sys.setrecursionlimit to trace this model"
-    )
-
-
 def keyword_arguments() -> dict[str, object] | None:
-    """Return the kwargs of the module call whose global pre-hook is running, None where they are
-    hidden.
-
-    Global pre-hooks are handed no kwargs; they stand in the frame of torch's `Module._call_impl`.
-    """
+    """Return the kwargs of the module call whose global pre-hook is running, None if hidden. Global
+    pre-hooks are handed no kwargs; they stand in the frame of torch's `Module._call_impl`."""
     frame = sys._getframe(1)
     for _ in range(6):
         if frame.f_code.co_name == "inner" and frame.f_code.co_filename.endswith("module.py"):

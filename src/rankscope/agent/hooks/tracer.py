@@ -23,8 +23,6 @@ from rankscope.record.call import CallStatus, Mode
 from rankscope.record.phases import Phase
 from rankscope.settings import Settings
 
-__all__ = ["Tracer"]
-
 
 class Tracer:
     """Follows module calls while hooks are on; `open_scope` says what an outermost one means."""
@@ -39,16 +37,12 @@ class Tracer:
         open_scope: Callable[[ModuleInfo, nn.Module], Scope | None],
         calls_side: Callable[[Root | None, Root], None],
     ) -> None:
-        """Have the hooks of traced steps call this tracer.
-
-        Args:
-            open_scope: told of an outermost call, and its module; None where that is not traced.
-            calls_side: told where modules of one root call one of another.
-        """
+        """`open_scope` returns the scope of an outermost call, None where that is not traced;
+        `calls_side` is told where modules of one root call one of another."""
         self._recorder = recorder
         self._define = definitions.of
         self._table = definitions.table
-        self._call_values = call_values
+        self._call_values, self._values = call_values, call_values.values
         self._hooks = hooks
         self._wants_forward = Phase.FORWARD.word in settings.phases
         self._wants_recompute = Phase.RECOMPUTE.word in settings.phases
@@ -58,7 +52,6 @@ class Tracer:
         self._scopes: list[Scope] = []
         """Root forwards of this step, for the modules that checkpointing runs again."""
         self._compiled_in_place: dict[Root, tuple[ModuleInfo, ...]] = {}
-        """Of the roots called in this step."""
         self.nodes: NodeMap | None = None
         """Where the graph's nodes were made; None while nobody asks."""
         hooks.follow_with(
@@ -71,10 +64,7 @@ class Tracer:
     # ------------------------------------------------------------------ hooks
 
     def before_forward(
-        self,
-        module: nn.Module,
-        args: tuple[object, ...],
-        kwargs: dict[str, object] | None = None,
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object] | None = None
     ) -> None:
         """Global forward pre-hook: a call begins. torch hands it no kwargs: they are looked up."""
         if is_being_captured():
@@ -101,7 +91,8 @@ class Tracer:
             if info.root is not None and info.root is not top.info.root:
                 self._calls_side(top.scope.root, info.root)
         elif in_backward:  # checkpointing re-runs a module: never a root
-            scope = self._scope_that_called(info)
+            scopes = (scope for scope in reversed(self._scopes) if info in scope.forward_calls)
+            scope = next(scopes, None)
         else:
             scope = self._open_scope(info, module)
             # not a moment longer than the root runs: a model that is saved or copied between two
@@ -138,26 +129,19 @@ class Tracer:
         frames.append(frame)
         if self.nodes is not None:
             self.nodes.begin(frame)
-        if self._call_values.is_on and not is_followed:
+        if self._values.is_on and not is_followed:
             self._call_values.inputs_at_global_hook(frame, module, args, kwargs)
 
     def own_input_hook(
-        self,
-        module: nn.Module,
-        args: tuple[object, ...],
-        kwargs: dict[str, object] | None = None,
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object] | None = None
     ) -> None:
         """Instance pre-hook behind a module's own pre-hooks: its inputs as `forward` receives them.
-
-        torch hands it no kwargs where it was taken off (and put on again) by the step that began
-        with this very call.
-        """
+        torch hands it no kwargs where the step that began with this very call put it on again."""
         frames = self._stacks.frames
         if not (frames and frames[-1].module is module and frames[-1].is_recorded):
             return
-        if self._call_values.is_on:
-            if kwargs is None:
-                kwargs = keyword_arguments() or {}
+        if self._values.is_on:
+            kwargs = (keyword_arguments() or {}) if kwargs is None else kwargs
             self._call_values.read_inputs(frames[-1], args, kwargs)
 
     def after_forward(self, module: nn.Module, args: tuple[object, ...], *rest: object) -> None:
@@ -191,7 +175,7 @@ class Tracer:
                 text = describe_error(error) if error is not None else ""
                 self._recorder.exit(frame.sequence, CallStatus.RAISED, text)
             return
-        if self._call_values.is_on:
+        if self._values.is_on:
             self._call_values.finish(frame, args, rest[0], rest[1])
         if frame.phase is Phase.FORWARD and not frame.info.path and frame.info.root is not None:
             self._note_compiled_in_place(frame, frame.info.root)
@@ -199,10 +183,8 @@ class Tracer:
 
     def raised(self, error: BaseException | None) -> None:
         """Say of the call that ended last that it raised, where one of its own forward hooks did.
-
-        Our hook behind those never ran then, and the call has been written as one that returned.
-        The error's traceback tells it from a hook whose exception the program has caught.
-        """
+        It has been written as one that returned: our hook behind those never ran. The traceback
+        tells it from a hook whose exception the program has caught."""
         frame, self._stacks.ended = self._stacks.ended, None
         if error is None or frame is None or not frame.is_recorded or frame.sequence is None:
             return
@@ -210,7 +192,6 @@ class Tracer:
             self._recorder.exit(frame.sequence, CallStatus.RAISED, describe_error(error))
 
     def _note_compiled_in_place(self, frame: OpenCall, root: Root) -> None:
-        """Leave a call without values for the modules of a root that no hook could see."""
         scope = frame.scope
         if root not in self._compiled_in_place:
             self._compiled_in_place[root] = self._table.compiled_in_place(root)
@@ -225,7 +206,7 @@ class Tracer:
             return
         if self.nodes is not None:
             self.nodes.end(frame)
-        if not (frame.is_recorded and self._call_values.is_on) or frame.sequence is None:
+        if not (frame.is_recorded and self._values.is_on) or frame.sequence is None:
             return
         self._call_values.returned(frame, output)
 
@@ -248,22 +229,13 @@ class Tracer:
     # ------------------------------------------------------------------ bookkeeping
 
     def _without_abandoned(self) -> OpenCall | None:
-        """Close the calls that ended without a hook (KeyboardInterrupt), and return the innermost
-        left.
-
-        Asked where a root is called inside other calls: rare enough to look at the Python stack.
-        """
+        """Close the calls that ended without a hook (KeyboardInterrupt); return the innermost left.
+        Looks at the Python stack: for a root inside other calls alone."""
         frames = self._stacks.frames
         running = module_calls_running() - 1
         while len(frames) > max(running, 0):
             self._abandon(frames.pop())
         return frames[-1] if frames else None
-
-    def _scope_that_called(self, info: ModuleInfo) -> Scope | None:
-        """Return the latest root forward of this step in which a module ran."""
-        return next(
-            (scope for scope in reversed(self._scopes) if info in scope.forward_calls), None
-        )
 
     def _abandon(self, frame: OpenCall) -> None:
         if frame.is_recorded and frame.sequence is not None:
@@ -277,9 +249,7 @@ class Tracer:
         self._stacks.ended = None
 
     def frame_around(self) -> OpenCall | None:
-        """Return the innermost module call that this thread is inside of, its own hooks included;
-        None outside all of them.
-        """
+        """Return the innermost module call around this thread, the module's own hooks included."""
         stacks = self._stacks
         ended = stacks.ended
         if ended is not None and self._hooks.stands_behind_outputs_of(ended.module):
@@ -305,7 +275,5 @@ class Tracer:
 
 
 def _is_wrapped_by(outer: ModuleInfo, inner: ModuleInfo) -> bool:
-    """True where a call is that of the very module around which the outer one was compiled: the
-    compiler is switched off.
-    """
+    """True where the outer module was compiled around this one, with the compiler switched off."""
     return outer.is_opaque and outer.root is inner.root and outer.path == inner.path

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["class_behind_wrappers", "own_class", "wrapper_of"]
-
 _WRAPPED_ATTRIBUTE = {
     "torch.nn.parallel.distributed.DistributedDataParallel": ("module", "DDP"),
     "torch.nn.parallel.data_parallel.DataParallel": ("module", "DataParallel"),
@@ -28,7 +26,6 @@ _FSDP2 = "torch.distributed.fsdp.FSDPModule"
 """Base of the class that fully_shard() gives a module: no wrapper, but it has another name."""
 
 _wrappers: dict[type, tuple[str, str] | None] = {}
-"""What `wrapper_of` found, by class: it is asked for every module of a model."""
 
 
 def _qualified(cls: type) -> str:

@@ -1,6 +1,4 @@
-"""What torch.compile hides from hooks: train steps that no root forward announces, and how to
-have everything run as written instead (setting `compile`).
-"""
+"""Train steps that torch.compile hides from hooks, and how to run as written instead."""
 
 from __future__ import annotations
 
@@ -17,16 +15,12 @@ from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.compiling import dynamo_has_compiled, run_compiled_eagerly
 from rankscope.record.notes import Note, NoteKind
 
-__all__ = ["EAGER_IS_ANOTHER_RUN", "HIDDEN", "EagerStance", "HiddenSteps", "outermost_modules_of"]
-
-
 _MOST_GRADIENTS = 1000
 HIDDEN = (
     "what was compiled as a whole shows no call to hooks. Steps are counted where an optimizer "
     "steps, gradients and parameters are recorded, activations are not; --rs-compile eager runs "
     "traced steps as written and sees all"
 )
-"""What a user is told of such a model, once."""
 
 
 EAGER_IS_ANOTHER_RUN = (
@@ -34,26 +28,18 @@ EAGER_IS_ANOTHER_RUN = (
     "on its numbers are not those of the compiled run (other rounding; where the model draws "
     "random numbers, as dropout does, other random numbers)"
 )
-"""What a user is told who asked for it, when tracing begins."""
 
 
 class HiddenSteps:
-    """Notices the train steps whose root forward no hook saw: the model was compiled in place, or
-    inside a compiled function.
-
-    A parameter that an optimizer moves again, with a gradient that came since, has been through
-    another train step. The parameters and not the optimizers are asked: one optimizer may step
-    group by group (ZeRO 1 and 2 of DeepSpeed), each group once a train step.
-    Where nothing was compiled there is none: an optimizer may then step as often as it likes.
-    """
+    """Notices the train steps whose root forward no hook saw: the model was compiled. A parameter
+    that an optimizer moves again, with a gradient that came since, has been through another train
+    step. Parameters and not optimizers are asked: one optimizer may step group by group (ZeRO 1 and
+    2 of DeepSpeed), each group once a train step."""
 
     def __init__(self) -> None:
         self._moved: set[int] = set()
-        """Identities of the first parameter with a gradient of each optimizer's step, since the
-        last train step began.
-        """
+        """First parameter with a gradient of each optimizer step since a train step began."""
         self._asked_first = OptimizersById()
-        """Optimizers that stepped before any train step, each looked at once."""
         self._gradients: dict[int, tuple[weakref.ref[object], int]] = {}
         """Identity of a parameter -> proxy and version of its gradient when it was last moved."""
 
@@ -62,12 +48,8 @@ class HiddenSteps:
         self._moved.clear()
 
     def begins(self, optimizer: torch.optim.Optimizer, *, is_first: bool) -> bool:
-        """True where the step that an optimizer ends has not been announced.
-
-        Args:
-            optimizer: the one that begins to step.
-            is_first: no train step has begun in this process.
-        """
+        """True where nothing announced the train step that an optimizer ends; `is_first`: the
+        process has begun none before."""
         with invisible():
             found = next(
                 ((id(p), p.grad) for p in parameters_of(optimizer) if p.grad is not None), None
@@ -88,10 +70,9 @@ class HiddenSteps:
         return is_hidden
 
     def _is_new(self, parameter: int, gradient: torch.Tensor) -> bool:
-        """True where a backward ran since this parameter was last moved: two steps of an optimizer
-        may follow one backward.
-        """
-        proxy = _proxy_of(gradient)
+        """True where a backward ran since: two steps of an optimizer may follow one backward."""
+        # stands for the gradient: torch cannot swap (`Module.to`) one that has a weak reference
+        proxy = gradient if gradient.layout is not torch.strided else gradient.untyped_storage()
         known, version = self._gradients.get(parameter, (None, -1))
         is_new = known is None or known() is not proxy or version != gradient._version
         if len(self._gradients) > _MOST_GRADIENTS:
@@ -100,19 +81,9 @@ class HiddenSteps:
         return is_new
 
 
-def _proxy_of(gradient: torch.Tensor) -> object:
-    """Return what lives as long as a gradient and may have a weak reference: its storage.
-
-    `Module.to` may swap gradients, which torch refuses for a tensor that has one.
-    """
-    return gradient if gradient.layout is not torch.strided else gradient.untyped_storage()
-
-
 def outermost_modules_of(optimizer: torch.optim.Optimizer) -> list[nn.Module]:
-    """Return the living modules that own what an optimizer moves, and that no other module holds.
-
-    Walks all objects the garbage collector knows: for where no call of a module was ever seen.
-    """
+    """Return the outermost living modules that own what an optimizer moves: walks all objects of
+    the garbage collector, for where no call of a module was ever seen."""
     # not isinstance: asking a proxy for its __class__ may import a module, or warn
     modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
     inside = {id(child) for module in modules for child in module._modules.values()}

@@ -14,16 +14,6 @@ from rankscope.agent.guard import Guard
 from rankscope.agent.hooks.pythonstack import calls_running
 from rankscope.agent.standins import StandIns
 
-__all__ = [
-    "Holdings",
-    "OptimizerSearch",
-    "OptimizersById",
-    "held_parameters",
-    "parameters_of",
-    "runs_closure",
-    "steps_running",
-]
-
 _MAKING = ("__init__", "__setstate__")
 
 
@@ -36,9 +26,7 @@ class Holdings:
     unheld: frozenset[int]
     """Those of the roots seen that no optimizer alive holds."""
     strangers: tuple[torch.Tensor, ...]
-    """What it holds that belongs to no root seen: flattened or sharded copies, or what a
-    parallelized model has left behind.
-    """
+    """What it holds that belongs to no root seen: flattened, sharded or replaced parameters."""
 
 
 OptimizersById = weakref.WeakValueDictionary[int, torch.optim.Optimizer]
@@ -46,13 +34,10 @@ OptimizersById = weakref.WeakValueDictionary[int, torch.optim.Optimizer]
 
 
 class OptimizerSearch(StandIns):
-    """Knows the optimizers that are alive in this process, made before or after attaching.
-
-    Those made after `put_on` are seen as they are made: a function of ours stands around
-    `__init__`, and around `__setstate__` by which copies and unpickled ones come to be. For those
-    made before there is no record anywhere, so the heap is searched, once, and only where torch
-    says that there was one: it marks the `step` of a class as hooked when its first object is made.
-    """
+    """Knows the optimizers that are alive in this process, made before or after attaching. Those
+    made after `put_on` are seen in `__init__`, copies and unpickled ones in `__setstate__`. For
+    those made before the heap is searched, once, and only where torch says that there was one: it
+    marks the `step` of a class as hooked when its first object is made."""
 
     def __init__(self, guard: Guard) -> None:
         super().__init__()
@@ -85,9 +70,7 @@ class OptimizerSearch(StandIns):
         return len(self._found) > 0 or self._finds_earlier()
 
     def saw(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember an optimizer that steps: a class of somebody's own may be made without torch's
-        constructor.
-        """
+        """Remember an optimizer that steps: its class may not call torch's constructor."""
         self._found[id(optimizer)] = optimizer
 
     def parameters(self) -> Iterator[torch.Tensor]:
@@ -100,8 +83,7 @@ class OptimizerSearch(StandIns):
         return [optimizer for each in references if (optimizer := each()) is not None]
 
     def holder_of(self, wanted: frozenset[int]) -> torch.optim.Optimizer | None:
-        """Return an optimizer that holds one of these parameters, given by their identities; None
-        where none does."""
+        """Return an optimizer that holds one of these parameters (identities), if any does."""
         if self.exists():
             for optimizer in self._alive():
                 if not wanted.isdisjoint(held_parameters(optimizer)):
@@ -121,9 +103,7 @@ class OptimizerSearch(StandIns):
         return known.difference(*(held_parameters(o) for o in self._alive()))
 
     def _finds_earlier(self) -> bool:
-        """Search the heap for optimizers made before `put_on`, the first time that this is asked;
-        True where one was found that was not known.
-        """
+        """Search the heap, once, for optimizers made before `put_on`; True where one was found."""
         if not self._may_have_missed:
             return False
         self._may_have_missed = False
@@ -138,20 +118,15 @@ class OptimizerSearch(StandIns):
         return len(self._found) > known
 
 
-def _optimizer_classes() -> Iterator[type]:
-    yield torch.optim.Optimizer
-    yield from _subclasses(torch.optim.Optimizer)
+def _optimizer_classes(top: type = torch.optim.Optimizer) -> Iterator[type]:
+    yield top
+    children: list[type] = type.__subclasses__(top)
+    for child in children:
+        yield from _optimizer_classes(child)
 
 
 def _has_been_made(cls: type) -> bool:
     return getattr(cls.__dict__.get("step"), "hooked", False)
-
-
-def _subclasses(cls: type) -> Iterator[type]:
-    children: list[type] = type.__subclasses__(cls)
-    for child in children:
-        yield child
-        yield from _subclasses(child)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -1,8 +1,7 @@
 """Optimizer steps that never happened: a GradScaler found inf or NaN and skipped them.
 
-A skipped step runs no hook of torch's, so `GradScaler.step` itself is watched, by a function that
-stands in its class while a traced step runs. It calls the original and looks at nothing but whether
-the optimizer has stepped meanwhile.
+A skipped step runs no hook of torch's. So a function of ours stands in `GradScaler.step` while a
+traced step runs, and looks whether the optimizer has stepped meanwhile.
 """
 
 from __future__ import annotations
@@ -17,16 +16,12 @@ from rankscope.agent.standins import StandIns
 from rankscope.capture.dtypestorage import number_on_host
 from rankscope.capture.invisible import invisible
 
-__all__ = ["ScalerWatch", "is_skipped_inside", "scaling_of"]
-
 
 class ScalerWatch(StandIns):
     """Tells of skipped steps between `put_on` and `take_off`; both may be called at any time."""
 
     def __init__(self, skipped: Callable[[torch.optim.Optimizer], None]) -> None:
-        """Watch nothing yet; `skipped` is told of the optimizer after `GradScaler.step` returned
-        without stepping it, and must not raise.
-        """
+        """`skipped` is told of an optimizer that a GradScaler did not step; it must not raise."""
         super().__init__()
         self._skipped = skipped
         self._stepped = 0
@@ -54,9 +49,8 @@ class ScalerWatch(StandIns):
 
 
 def scaling_of(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
-    """Return what a GradScaler hands a fused optimizer, which unscales and skips in its own kernel:
-    (slot, tensor) of the loss scale and of whether inf or NaN was found.
-    """
+    """Return (slot, tensor) of the loss scale, and of whether inf or NaN was found, that a
+    GradScaler hands a fused optimizer: that unscales and skips in its own kernel."""
     found = (
         (f"scaler:{name}", getattr(optimizer, name, None)) for name in ("grad_scale", "found_inf")
     )

@@ -1,8 +1,8 @@
 """The runs of torch's pipeline schedules: one call of `schedule.step()` or `eval()` is one run.
 
 A run sends all micro-batches of a batch through this rank's stages, so all of its forwards belong
-to one step. Nothing else tells that where no optimizer steps. A function of ours stands in the
-classes that all schedules inherit `step` from; a module call inside of it costs nothing more.
+to one step; nothing else tells that where no optimizer steps. A function of ours stands in the
+classes that all schedules inherit `step` from.
 """
 
 from __future__ import annotations
@@ -16,16 +16,12 @@ from rankscope.agent.hooks.pythonstack import frames_here
 from rankscope.agent.standins import StandIns
 from rankscope.capture.torch_internals.parallel import pipeline_schedules
 
-__all__ = ["ScheduleWatch"]
-
 
 class ScheduleWatch(StandIns):
     """Says in which run of a schedule this process is, from the first question until `take_off`."""
 
     def __init__(self, begins: Callable[[object], None]) -> None:
-        """Watch nothing yet: a program may import pipelines later, or never. `begins` is told of
-        the schedule when a run begins, and must not raise.
-        """
+        """`begins` is told of the schedule when a run begins, and must not raise."""
         super().__init__()
         self._begins = begins
         self._numbers = itertools.count()

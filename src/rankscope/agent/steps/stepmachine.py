@@ -9,8 +9,6 @@ from typing import NamedTuple
 from rankscope.agent.steps.chosen import ChosenSteps
 from rankscope.record.call import Mode
 
-__all__ = ["RunningStep", "StepMachine", "Tick"]
-
 
 @dataclass(frozen=True, slots=True)
 class Tick:
@@ -65,20 +63,13 @@ class StepMachine:
     """
 
     def __init__(self, chosen: ChosenSteps, optimizer_exists: Callable[[], bool]) -> None:
-        """Be before the first step.
-
-        Args:
-            chosen: the steps that are to be traced.
-            optimizer_exists: asked only where the answer decides: it may search the heap.
-        """
+        """`optimizer_exists` may search the heap: it is asked only where the answer decides."""
         self._chosen = chosen
         self._optimizer_exists = optimizer_exists
         self.train = -1
-        """Current train step, -1 before the first."""
         self.eval = -1
         self.is_ended = False
         self.traced_train: int | None = None
-        """The train step that runs, where it is traced."""
         self.is_train_over = False
         """No later train step can be traced: only evaluation is still watched for."""
         self.traced_eval: int | None = None
@@ -88,7 +79,6 @@ class StepMachine:
         """Run of a pipeline schedule that the latest train forward was part of."""
         self._eval_run: int | None = None
         self._mode_of_run = Mode.TRAIN
-        """What the run of a pipeline schedule that goes on is going to be."""
         self._optimizer_depth = 0
         self._is_manual = False
 
@@ -99,7 +89,7 @@ class StepMachine:
 
         Args:
             has_gradients: it builds a graph that reaches a parameter.
-            run: the run of a pipeline schedule it is part of, None outside every run.
+            run: the run of a pipeline schedule it is part of.
         """
         if not has_gradients:
             is_new = run is None or run != self._eval_run
@@ -141,7 +131,6 @@ class StepMachine:
         return step
 
     def _waits_for_optimizer(self) -> bool:
-        """True where a train step that runs goes on until something ends it."""
         return self._is_manual or self._optimizer_exists()
 
     # ------------------------------------------------------------------ optimizers
@@ -199,9 +188,7 @@ class StepMachine:
     # ------------------------------------------------------------------ outside module calls
 
     def step_of_run(self, run: int) -> RunningStep | None:
-        """Return what a collective outside every module call, in a run of a pipeline schedule,
-        belongs to; None where that is not traced.
-        """
+        """Return the traced step of a collective in a run of a schedule, outside module calls."""
         if run == self._eval_run:
             return self._running_eval()
         mode = self._mode_of_run
@@ -217,16 +204,14 @@ class StepMachine:
     def step_of_collective(
         self, *, is_message: bool, is_busy: bool, has_gradients: bool
     ) -> RunningStep | None:
-        """Return what a collective outside every module call belongs to; None where that is not
-        traced.
+        """Return the traced step of a collective outside every module call.
 
-        Args:
-            is_message: a send or a receive, which behind an optimizer step belongs to the step that
-                is about to begin: a pipeline stage receives before its own forward. Other
-                collectives there are still of the step that has ended; behind the last that is
-                traced they are left alone, for there ranks wait on checkpoints, not on each other.
-            is_busy: an optimizer step or a backward pass is running.
-            has_gradients: gradients are on.
+        A send or receive behind an optimizer step belongs to the next step: a pipeline stage
+        receives before its own forward. Other collectives there belong to the step that has ended;
+        behind the last traced step they are left alone, for there ranks wait on checkpoints, not on
+        each other.
+
+        `is_busy`: an optimizer step or a backward pass is running.
         """
         if self.is_eval_open and not is_busy:
             return self._running_eval()

@@ -7,6 +7,7 @@ In every step, traced or not, two hooks on optimizers stand. An optimizer step p
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -18,10 +19,9 @@ from rankscope.agent.collectives.stepcollectives import CollectiveTracing
 from rankscope.agent.guard import Guard, say
 from rankscope.agent.hooks.callstack import Scope
 from rankscope.agent.hooks.install import HookSet
-from rankscope.agent.hooks.members import parameters_of_module
+from rankscope.agent.hooks.members import modules_of, parameters_of_module
 from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.hooks.pythonstack import (
-    explain_no_room,
     has_room_for,
     is_inferring_shapes,
     module_calls_running,
@@ -29,10 +29,14 @@ from rankscope.agent.hooks.pythonstack import (
 from rankscope.agent.hooks.tracer import Tracer
 from rankscope.agent.steps.chosen import Agreement, ChosenSteps
 from rankscope.agent.steps.compiled import HIDDEN, EagerStance, HiddenSteps, outermost_modules_of
-from rankscope.agent.steps.optimizersearch import OptimizerSearch, runs_closure, steps_running
+from rankscope.agent.steps.optimizersearch import (
+    OptimizerSearch,
+    held_parameters,
+    runs_closure,
+    steps_running,
+)
 from rankscope.agent.steps.scalers import ScalerWatch
 from rankscope.agent.steps.schedules import ScheduleWatch
-from rankscope.agent.steps.sidenetworks import SideNetworks
 from rankscope.agent.steps.stepmachine import RunningStep, StepMachine, Tick
 from rankscope.agent.steps.updates import Updates
 from rankscope.agent.values.rootevents import RootEvents
@@ -46,8 +50,6 @@ from rankscope.run.orders import Order
 from rankscope.settings import Settings
 from rankscope.spool.recordformat import StepEvent
 
-__all__ = ["Stepping"]
-
 
 class Stepping:
     """Begins and ends the steps of one session, as its `machine` says."""
@@ -59,13 +61,7 @@ class Stepping:
         open_session: Callable[[], bool],
         close_session: Callable[[EndReason], None],
     ) -> None:
-        """Expect the first step; nothing is on but what notices it.
-
-        Args:
-            open_session: opens the spool, and calls `open` here; False where this process is not
-                traced.
-            close_session: ends the session.
-        """
+        """`open_session` opens the spool and calls `open`; False where that is not traced."""
         self._guard = guard
         self._open_session = open_session
         self._close_session = close_session
@@ -79,9 +75,7 @@ class Stepping:
             paths=settings.paths,
             find_network=self.sides.trained_network_of,
         )
-        """Empty until the spool is open."""
         self._ordered: tuple[Order, ...] = ()
-        """Of the steps that run, as `ChosenSteps` says."""
         self.preferred: list[nn.Module] = []
         """Modules to be roots, until the session is open."""
         self._expected: Root | None = None
@@ -89,7 +83,6 @@ class Stepping:
         self._train_scope: Scope | None = None
         self._eval_scope: Scope | None = None
         self._eval_calls: Counter[Root] = Counter()
-        """Forwards of each root in the eval step that runs."""
         self._hidden = HiddenSteps()
         self._stance = EagerStance(is_wanted=settings.compile == "eager")
         self._stance.choose(is_eager=0 in settings.steps)
@@ -103,12 +96,7 @@ class Stepping:
         self.hooks.watch_for_step()
 
     def open(
-        self,
-        rank: int,
-        tracer: Tracer,
-        events: RootEvents,
-        updates: Updates,
-        agreement: Agreement,
+        self, rank: int, tracer: Tracer, events: RootEvents, updates: Updates, agreement: Agreement
     ) -> None:
         """Take what an open spool gives: no step begins before."""
         self._rank, self._recorder, self._values = rank, events.recorder, events.values
@@ -120,10 +108,7 @@ class Stepping:
     # ------------------------------------------------------------------ a module is called
 
     def _watch(
-        self,
-        module: nn.Module,
-        args: tuple[object, ...],
-        kwargs: dict[str, object] | None = None,
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object] | None = None
     ) -> None:
         """The one hook of an untraced step: is this the next root forward?"""
         machine = self.machine
@@ -180,7 +165,7 @@ class Stepping:
             return self._eval_forward(tick, root)
         self.sides.frozen = None
         self._hidden.root_was_seen()
-        self._updates.trains_in(threading.get_ident())
+        self._updates.training_threads.add(threading.get_ident())
         if tick.opened:
             self._begin_train(tick.step)
         if machine.traced_train is None:
@@ -191,7 +176,6 @@ class Stepping:
         return self._train_scope
 
     def _loose_scope(self) -> Scope:
-        """Return the scope of a module called outside every root: the step that is running."""
         machine, is_train = self.machine, torch.is_grad_enabled()
         scope = self._train_scope if is_train else self._eval_scope
         if scope is not None:
@@ -200,9 +184,6 @@ class Stepping:
         return Scope(None, mode, max(step, 0), None, is_muted=machine.traced_train is None)
 
     def _eval_forward(self, tick: Tick, root: Root) -> Scope | None:
-        """Return the scope of a root forward without gradients; None where its step is not traced
-        and hooks are on for no other.
-        """
         machine = self.machine
         if tick.opened:
             self._end_eval()
@@ -219,8 +200,11 @@ class Stepping:
         return self._eval_scope
 
     def _leave_too_deep(self, root: Root) -> None:
-        """Switch off before a model that nests so deep that hooks would end its own calls."""
-        text = explain_no_room(root.class_name, root.depth)
+        text = (
+            f"{root.class_name} nests {root.depth} modules deep: with hooks on, Python's recursion "
+            f"limit ({sys.getrecursionlimit()}) leaves no room for it; tracing is switched off. "
+            "Raise it with sys.setrecursionlimit to trace this model"
+        )
         self._recorder.error(None, text)
         say(text)
         self._close_session(EndReason.SWITCHED_OFF)
@@ -272,22 +256,18 @@ class Stepping:
             self.collectives.count_messages_from(f"train {machine.train + 1}")
 
     def _accumulating_step(self) -> int | None:
-        """Return the traced train step that gathers gradients for its optimizer; None inside of an
-        optimizer's step, whose closure makes its own, and where several threads train: gradients
-        that another thread may write now cannot be read."""
+        """Return the traced train step that gathers gradients. None inside an optimizer's step,
+        whose closure makes its own, and where another thread may write gradients now."""
         if self.machine.is_inside_optimizer or self._updates.are_threads_training:
             return None
         return self.machine.traced_train
 
     def _optimizer_skipped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that a GradScaler skipped an optimizer step."""
         if self.machine.traced_train is not None:
             self._updates.skipped(optimizer, self.machine.traced_train)
 
     def _begin_hidden_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begin the train step that an optimizer ends although no hook saw its forward, or the
-        forward was taken for one that trains nothing.
-        """
+        """Begin the train step whose forward was not seen, or not taken for one that trains."""
         machine = self.machine
         is_first = machine.train < 0
         is_hidden = self._hidden.begins(optimizer, is_first=is_first)
@@ -306,7 +286,6 @@ class Stepping:
                 self._tracer.note_hidden_root(info, step)
 
     def _learn_hidden_roots(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Make the models known that an optimizer moves; False where there are none to trace."""
         modules = outermost_modules_of(optimizer)
         if not modules or not self._open_session():
             return False
@@ -323,7 +302,6 @@ class Stepping:
     # ------------------------------------------------------------------ a pipeline, a collective
 
     def _run_begins(self, schedule: object) -> None:
-        """Expect a step: a run of a pipeline schedule begins, and its stages may receive first."""
         if self.machine.expects_run():
             modules = stage_modules(schedule)
             needs_gradient = torch.is_grad_enabled() and (
@@ -335,9 +313,7 @@ class Stepping:
         self.collectives.count_messages_from(f"run {self._schedules.current()}")
 
     def _running_step(self, is_message: bool) -> RunningStep | None:
-        """Return what a collective outside every module call belongs to; None where that is not
-        traced.
-        """
+        """Return the traced step of a collective outside every module call."""
         is_busy = self.machine.is_inside_optimizer or current_graph_task() != -1
         run = None if is_busy else self._schedules.current()
         if run is not None:
@@ -351,7 +327,6 @@ class Stepping:
     # ------------------------------------------------------------------ steps begin and end
 
     def _begin_train(self, step: int) -> None:
-        """Leave the steps before and begin this one, traced or not."""
         self._end_eval()
         self._end_train()
         if self._is_traced(Mode.TRAIN, step):
@@ -362,7 +337,6 @@ class Stepping:
             self.hooks.stop_watching()
 
     def _is_traced(self, mode: Mode, step: int) -> bool:
-        """Decide whether a step that begins is traced, and what of it."""
         is_traced = self.machine.begins(mode, step)
         orders = self.chosen.ordered
         if orders != self._ordered:
@@ -374,7 +348,6 @@ class Stepping:
         return is_traced
 
     def _end_train(self) -> None:
-        """Close the train step, traced or not."""
         for root in self.table.roots:
             root.calls_in_step = 0
         self._train_scope = None
@@ -413,7 +386,6 @@ class Stepping:
             self._recorder.group(group)
 
     def _record_setup(self, root: Root) -> None:
-        """Write down the modules and parameters of a root before its first step."""
         if not root.is_setup_recorded:
             root.is_setup_recorded = True
             with self._recorder.never_let_go():
@@ -447,8 +419,57 @@ class Stepping:
 
 
 def _is_train_forward(info: ModuleInfo, module: nn.Module) -> bool:
-    """True where a root forward builds a graph that reaches a parameter."""
     if info.root is None or not torch.is_grad_enabled():
         return False
     with invisible():
         return info.root.builds_graph(module)
+
+
+class SideNetworks:
+    """Networks that a frozen model's modules call and do not hold: adapters in the place of the
+    layers' own `forward`. The model's forward builds a graph where theirs does."""
+
+    def __init__(self, optimizers: OptimizerSearch, record_setup: Callable[[Root], None]) -> None:
+        self._optimizers = optimizers
+        self._record_setup = record_setup
+        self.frozen: Root | None = None
+        """Root whose last forward could have built a graph, and reached nothing that is trained."""
+
+    def trained_network_of(self, module: nn.Module) -> nn.Module | None:
+        """Return the outermost module that holds `module`, where an optimizer trains it."""
+        wanted = frozenset(map(id, parameters_of_module(module)))
+        optimizer = self._optimizers.holder_of(wanted)
+        if optimizer is None:
+            return None
+        for network in outermost_modules_of(optimizer):
+            if any(each is module for _, each in modules_of(network)):
+                return network
+        return None
+
+    def is_called_by_frozen(self, side: Root | None) -> bool:
+        """True for a root of its own that modules of the frozen root call; takes note of that."""
+        if self.frozen is None or side is None or side is self.frozen:
+            return False
+        self.called(self.frozen, side)
+        return True
+
+    def called(self, root: Root | None, side: Root) -> None:
+        """Note a network that modules of a root call and do not hold: from the next forward on the
+        root builds a graph where the network would."""
+        if root is None or side is root or side in root.sides:
+            return
+        root.sides.append(side)
+        self._record_setup(side)
+
+    def trains_side_of_frozen(self, optimizer: torch.optim.Optimizer) -> bool:
+        """True where an optimizer trains a side network of the frozen root; asked once a root."""
+        frozen, self.frozen = self.frozen, None
+        if frozen is None:
+            return False
+        held = held_parameters(optimizer)
+        return any(
+            id(parameter) in held
+            for side in frozen.sides
+            if (top := side.module()) is not None
+            for parameter in parameters_of_module(top)
+        )

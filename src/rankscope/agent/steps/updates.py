@@ -1,10 +1,9 @@
 """What an optimizer step does to the roots: gradients just before it, parameters just after it.
 
-Each optimizer records its own parameters. Of those that no optimizer holds, the gradients are
-recorded, and marked, before a step outside a backward pass. Somebody else
-trains them behind the optimizer's own step (from flat copies, a group at a time): they are read
-once, when the train step closes; frozen ones with the first optimizer that holds others.
-Where a step trained without any optimizer, gradients and parameters are read when it closes.
+Each optimizer records its own parameters. Parameters that no optimizer holds have their gradients
+recorded, and marked, before a step outside a backward pass. Somebody else trains them behind that
+step (from flat copies, a group at a time): they are read once, when the train step closes; frozen
+ones with the first optimizer that holds others. A step without an optimizer is read when it closes.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from rankscope.record.call import Mode
 from rankscope.record.notes import Note, NoteKind, options_text
 from rankscope.record.value import ValueFlag
 from rankscope.spool.recordformat import StepEvent
-
-__all__ = ["Updates"]
 
 _SKIPPED, _SCALED = int(ValueFlag.SKIPPED), int(ValueFlag.SCALED)
 _MOST_OPTIONS = 2_000
@@ -50,24 +47,21 @@ class Updates:
         gradients.begins = self._backward_begins
         gradients.pass_begins = self.accumulated.pass_begins
         gradients.pass_ends = self.accumulated.pass_ends
-        self._threads: set[int] = set()
+        self.training_threads: set[int] = set()
         self._count = 0
         """Optimizer steps of this step so far, those included that were skipped or raised."""
         self._running = ""
         """Class of the optimizer whose step began, without a closure, and has not ended."""
         self._noted: set[Note] = set()
         self._options: set[Note] = set()
-        """Options of optimizers that were noted: a schedule makes new ones in every step."""
         self._flags = 0
         self._carried: frozenset[int] = frozenset()
         """Parameters that had a gradient before the first backward of the step."""
         self._read: set[int] = set()
-        """Parameters read behind an optimizer step of this step."""
         self._unheld: set[int] = set()
         """Parameters that no optimizer held when one stepped in this step."""
         self._unheld_read: set[int] = set()
-        """Parameters of no optimizer of which it was said in this step whether they have a
-        gradient."""
+        """Those of which this step has recorded whether they have a gradient."""
         self._shown = 0
         """One more than the ordinal of the last parameters recorded in this step."""
 
@@ -76,15 +70,11 @@ class Updates:
         if not self.are_threads_training:
             self._carried = self._events.with_gradient(self._optimizers.parameters())
 
-    def trains_in(self, thread: int) -> None:
-        """Take note that a root forward that trains runs in a thread."""
-        self._threads.add(thread)
-
     @property
     def are_threads_training(self) -> bool:
-        """True where several threads have trained: only an optimizer's own gradients, when it
-        steps, are known to be written by nobody."""
-        return len(self._threads) > 1
+        """True where several threads have trained: another may write any gradient, but those that
+        an optimizer steps with."""
+        return len(self.training_threads) > 1
 
     def begins(self, optimizer: torch.optim.Optimizer, step: int, *, has_closure: bool) -> None:
         """Record gradients before an outermost optimizer step; with a closure they come later."""
@@ -166,7 +156,6 @@ class Updates:
         self.accumulated.taken(step, taken)
 
     def _holdings(self, optimizer: torch.optim.Optimizer) -> Holdings:
-        """Return whose the parameters are that concern an optimizer's step."""
         known = frozenset(map(id, self._events.table.parameters()))
         holdings = self._optimizers.holdings(optimizer, known)
         if current_graph_task() != -1:  # inside backward: gradients of others are not final
@@ -194,11 +183,9 @@ class Updates:
 
 
 def _describe_strangers(optimizer: torch.optim.Optimizer, holdings: Holdings) -> Note | None:
-    """Say what an optimizer holds that no module seen owns; None where there is nothing.
-
-    An optimizer made before `fully_shard` or `parallelize_module` replaced the parameters holds the
-    old ones, which get no gradient; one that keeps master copies gives them theirs.
-    """
+    """Say what an optimizer holds that no module seen owns. An optimizer made before `fully_shard`
+    or `parallelize_module` replaced the parameters holds the old ones, which get no gradient; one
+    that keeps master copies gives them theirs."""
     strangers = holdings.strangers
     if not strangers:
         return None
@@ -217,10 +204,8 @@ def _describe_strangers(optimizer: torch.optim.Optimizer, holdings: Holdings) ->
 
 
 def _describe_rates(optimizer: torch.optim.Optimizer) -> Note | None:
-    """Say how many parameters with a gradient a step will leave where they are, because the
-    learning rate of their group is 0; None where there is none. A rate that is a tensor is not
-    read: it may lie on an accelerator.
-    """
+    """Say how many parameters with a gradient a step leaves as they are, for a learning rate of 0.
+    A rate that is a tensor is not read: it may lie on an accelerator."""
     with invisible():
         still = sum(
             parameter.grad is not None
@@ -233,11 +218,8 @@ def _describe_rates(optimizer: torch.optim.Optimizer) -> Note | None:
 
 
 def _describe_options(optimizer: torch.optim.Optimizer) -> Note | None:
-    """Say with which options an optimizer steps; None for one that has none.
-
-    Values that groups of parameters do not share stand in the order of the groups, `0.1 | 0.0`.
-    Those that choose an implementation (`foreach`, `fused`) change no result and are left out.
-    """
+    """Say with which options an optimizer steps: values that groups of parameters do not share in
+    the order of the groups, `0.1 | 0.0`; none that choose an implementation (`foreach`)."""
     found: dict[str, list[str]] = {}
     for group in getattr(optimizer, "param_groups", ()):
         for name, value in group.items():
@@ -251,7 +233,6 @@ def _describe_options(optimizer: torch.optim.Optimizer) -> Note | None:
 
 
 def _option(value: object) -> str:
-    """Return a plain value as text, "" for others. A tensor may lie on an accelerator: not read."""
     if isinstance(value, torch.Tensor):
         return "(a tensor)"
     if isinstance(value, (tuple, list)):

@@ -1,9 +1,8 @@
-"""Gradients as each backward pass of a step left them.
+"""Gradients as each backward pass of a step left them: read when the pass ends.
 
-They are read when a pass ends and held, and written only where they tell something that the
-optimizer's own gradients do not: another value (clipping, averaging, unscaling by hand), or an
-earlier pass whose gradients were gone when a later pass began. So a program that steps with what
-backward left has no record more.
+They are written only where they tell more than the optimizer's own gradients: another value
+(clipping, averaging, unscaling by hand), or an earlier pass whose gradients were gone when a later
+one began.
 """
 
 from __future__ import annotations
@@ -24,18 +23,13 @@ from rankscope.capture.torch_internals.parallel import is_flattened
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 
-__all__ = ["AccumulatedGradients"]
-
 _RESTARTED, _NO_SYNC = int(ValueFlag.RESTARTED), int(ValueFlag.NO_SYNC)
 _SAME_LINES = int(ValueFlag.SAME_LINES)
 _MOST_FORWARDS = 64
-"""Of one pass: of more it is not said from which lines they were called."""
 
 
 @dataclass(slots=True)
 class _LeftGradient:
-    """The gradient of one parameter as a pass left it."""
-
     info: ModuleInfo
     slot: str
     held: HeldValue
@@ -46,8 +40,6 @@ class _LeftGradient:
 
 @dataclass(slots=True)
 class _PassEnd:
-    """What one pass left, by identity of the parameter."""
-
     ordinal: int
     time_ns: int
     lines: tuple[int, ...]
@@ -67,7 +59,6 @@ class AccumulatedGradients:
         """Number of the train step that is traced, None where nothing is to be read."""
         self._latest: _PassEnd | None = None
         self._count = 0
-        """Passes of this step that left gradients."""
         self._gone: set[int] = set()
         """Parameters whose gradient of an earlier pass was gone when a later pass began."""
         self._lines: list[int] = []
@@ -77,8 +68,7 @@ class AccumulatedGradients:
         self._kept: set[int] = set()
         """Parameters whose gradient was untouched when the running pass began."""
         self.unsynced: frozenset[int] | None = None
-        """Parameters whose gradients were not to be reduced when the last pass ended; None before
-        any ended."""
+        """Parameters whose gradients the last pass was not to reduce; None before any ended."""
 
     def forward_begins(self) -> None:
         """Note from which lines of the program the forward of a root is called."""
@@ -113,9 +103,7 @@ class AccumulatedGradients:
         self, parameter: torch.Tensor, gradient: torch.Tensor | None, left: _LeftGradient
     ) -> bool:
         """True where the gradient is gone, and nothing stepped with it: the parameter is as it was.
-
-        FSDP1 itself takes gradients of earlier passes away while backward runs, and adds them.
-        """
+        FSDP1 itself takes gradients of earlier passes away while backward runs, and adds them."""
         if is_flattened(parameter) or self._values.state_of(parameter) != left.parameter_state:
             return False
         return gradient is None or self._values.is_zero(gradient)
@@ -144,7 +132,6 @@ class AccumulatedGradients:
             self._gone -= own.gradients.keys()
 
     def _parameters(self) -> Iterator[tuple[ModuleInfo, str, torch.Tensor]]:
-        """Yield the parameters whose gradients are to be read, with their modules and names."""
         for root in self._table.roots if self.is_on else ():
             for info, module in self._events.modules(root):
                 parameters = own_parameters(module)
@@ -162,8 +149,7 @@ class AccumulatedGradients:
         restarted: int,
     ) -> _LeftGradient | None:
         """Return the gradient as it is now, `before` itself where the pass did not touch it; None
-        where it cannot be read, or is of an earlier step. `restarted`: its flags where the one of
-        the pass before was gone."""
+        where it cannot be read, or is of an earlier step."""
         gradient = gradient_of(parameter)
         if gradient is None:
             return None
@@ -188,12 +174,8 @@ class AccumulatedGradients:
         return {key: left.held for key, left in gradients.items()}
 
     def taken(self, step: int, gradients: Mapping[int, bool]) -> None:
-        """Write what the last pass left where an optimizer takes something else.
-
-        Args:
-            step: the train step.
-            gradients: by identity of the parameter, whether the optimizer takes what was left.
-        """
+        """Write what the last pass left where an optimizer takes something else: `gradients` says
+        by identity of the parameter whether the optimizer takes what was left."""
         latest = self._latest
         if latest is None:
             return

@@ -1,7 +1,4 @@
-"""Where kept tensors go: into chunks, which others read, or into what the one who traces keeps.
-
-Equal tensors are stored once.
-"""
+"""Where kept tensors go: chunks, or what a tracer keeps itself. Equal tensors are stored once."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ from rankscope.chunks.writing import ByteArray, ChunkEntry, ChunkWriter
 from rankscope.errors import ChunkError, ChunkFullError
 
 _MOST_STORED: Final = 1 << 16
-"""Stored tensors remembered, so that equal ones are found; the oldest are forgotten first."""
 _CLOSED: Final = "the trace is closed"
 BUDGET_SPENT: Final = "the disk budget is used up (--rs-tensor-budget)"
 SPOOL_FULL: Final = "the spool is full (--rs-spool-bytes)"
@@ -26,31 +22,24 @@ _xxh3: Final[Any] = xxhash.xxh3_64_intdigest
 
 
 RecordTensor = Callable[[int, ChunkEntry, Described], bool]
-"""Commits a TENSOR record: reference, where the bytes are, what they are; False where the spool
-had no room for it."""
+"""Commits a TENSOR record: reference, place, description; False where there was no room."""
 
 
 class TensorBytes(NamedTuple):
     """The bytes of one tensor."""
 
     whole: ByteArray | None
-    """All of them in one piece, None where they come in `pieces`."""
     pieces: Iterable[ByteArray]
-    """Them in their order."""
     live: torch.Tensor | None = None
-    """The tensor on the host, whose own memory `whole` is; others may write into it meanwhile. None
-    for what came from an accelerator."""
+    """The tensor on the host whose memory `whole` is: others may write into it meanwhile."""
     stride: tuple[int, ...] = ()
-    """Its strides there, where it did not lie in row-major order."""
 
 
 class Store(ABC):
     """Stores tensors. For one thread at a time; the caller sees to that."""
 
     def __init__(self, record: RecordTensor) -> None:
-        """Prepare to store; `record` commits what was stored."""
         self.refusal = ""
-        """Why the last tensor was not stored."""
         self._record = record
         self._is_finished = False
 
@@ -61,9 +50,7 @@ class Store(ABC):
 
     @abstractmethod
     def store(self, reference: int, described: Described, given: TensorBytes) -> ChunkEntry | None:
-        """Store bytes under a reference that no other tensor has, or find the entry of equal ones;
-        None where neither was possible, `refusal` says why.
-        """
+        """Store bytes under a new reference, or find equal ones; None where `refusal` says why."""
 
     def finish(self) -> None:
         """Store no more; what is there stays.
@@ -78,7 +65,6 @@ class LocalChunkStore(Store):
     """Stores tensors in chunks."""
 
     def __init__(self, writer: ChunkWriter, record: RecordTensor) -> None:
-        """Prepare to store in what `writer` makes; nothing is made before the first tensor."""
         super().__init__(record)
         self._writer = writer
         self._stored: dict[tuple[int, str, tuple[int, ...]], ChunkEntry] = {}
@@ -89,9 +75,7 @@ class LocalChunkStore(Store):
         return "" if self._writer.is_open else self._writer.trouble or _CLOSED
 
     def store(self, reference: int, described: Described, given: TensorBytes) -> ChunkEntry | None:
-        """As `Store.store`. What is written into `live` meanwhile makes the checksum that of
-        something else, so it is asked for again.
-        """
+        """As `Store.store`; a write into `live` meanwhile makes the checksum a wrong one."""
         meta, checksum = described.meta, None
         whole, pieces, live, _ = given
         if whole is not None:

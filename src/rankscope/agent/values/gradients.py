@@ -1,7 +1,5 @@
-"""Gradients of activations: one tensor hook per tensor, however many slots that tensor
-stands in. The same hooks tell where a backward pass begins, and torch's own queue of functions for
-the end of a pass where it ends.
-"""
+"""Gradients of activations, by one hook a tensor. The same hooks tell where a backward pass begins,
+and torch's own queue of functions for the end of a pass where it ends."""
 
 from __future__ import annotations
 
@@ -23,15 +21,12 @@ from rankscope.capture.torch_internals.autograd import (
 )
 from rankscope.record.phases import Phase
 
-__all__ = ["MOST_FIRINGS", "GradientHooks", "GradientTarget"]
-
 
 class GradientTarget(NamedTuple):
     """Where a gradient belongs: the forward call and the slot in it."""
 
     sequence: int
     path: str
-    """Of the module that was called."""
     slot: str
 
 
@@ -49,7 +44,6 @@ class _Watched:
     is_view: bool
     """An in-place operation on a view gives it another place in the graph: the old one is gone."""
     is_of_root: bool = False
-    """A root handed it out."""
     firings: int = 0
     handle: torch.utils.hooks.RemovableHandle | None = None
     """Of a leaf, which outlives the graph: its hook must be taken off again."""
@@ -62,31 +56,27 @@ class _Watched:
 
 
 _TIMES_BEHIND = 3
-"""DDP and FSDP end their reductions in functions of the same queue, and some of those queue another
-one: so often we go to the end of the queue again."""
+"""Times we queue up again at the end of a pass: DDP and FSDP end their reductions in functions of
+the same queue, and some of those queue another one."""
 
 
 class GradientHooks:
-    """Registers tensor hooks for one traced step; every hook returns None, so no gradient
-    changes.
-
-    They notice the outermost backward passes too: a pass inside of another (reentrant
-    checkpointing) leaves no gradient that is final.
-    """
+    """Registers tensor hooks for one traced step; none changes a gradient. They notice the
+    outermost backward passes too: a pass inside of another (reentrant checkpointing) leaves no
+    gradient that is final."""
 
     def __init__(self, guard: Guard, recorder: Recorder, values: ValueReader) -> None:
         self._guard = guard
         self._recorder = recorder
         self._values = values
         self.begins: Callable[[], None] = lambda: None
-        """Called when the first backward pass of a step reaches what a root handed out: no gradient
-        of its parameters has been added to yet."""
+        """Called when the first pass of a step reaches an output of a root, before any gradient of
+        the root's parameters is added to."""
         self.pass_begins: Callable[[bool], None] = lambda is_before_all: None
-        """Called when a pass reaches the first tensor with a hook: with True where a root handed
-        that out, so that no gradient of the root's parameters has been added yet."""
+        """Called when a pass reaches its first watched tensor; True where that is an output of a
+        root, so that no gradient of the root's parameters has been added to yet."""
         self.pass_ends: Callable[[], None] = lambda: None
-        """Called when a pass has added its last gradient and what data-parallel wrappers do then is
-        done."""
+        """Called when a pass has added its last gradient, and data-parallel wrappers are done."""
         self._passes: set[int] = set()
         """Those that run, by torch's number of the graph task."""
         self._has_begun = False
@@ -94,15 +84,11 @@ class GradientHooks:
         self._rewritten: list[_Watched] = []
         """Tensors written in place, and called with again, since they were watched."""
         self.has_fired = False
-        """A backward pass of this step reached a tensor."""
 
     def watch(
         self, tensor: torch.Tensor, target: GradientTarget, *, is_of_root: bool = False
     ) -> None:
-        """Record the total gradient of `tensor` when backward reaches it.
-
-        `is_of_root`: a root hands it out.
-        """
+        """Record the total gradient of `tensor` when backward reaches it."""
         if is_of_root and self._passes and current_graph_task() == -1:
             self._passes.clear()  # an exception ended them: nobody is told of their end
         watched = self._watched.get(id(tensor))
@@ -143,7 +129,6 @@ class GradientHooks:
             watched.handle = handle
 
     def _reached(self, is_of_root: bool) -> None:
-        """Take note that backward reached a tensor."""
         task = current_graph_task()
         if task == -1 or task in self._passes:
             return
@@ -165,9 +150,7 @@ class GradientHooks:
         call_at_end_of_backward(self._guard.hook(at_end))
 
     def unseen(self) -> list[GradientTarget]:
-        """Return where a gradient was due that no hook can have seen: backward ran, and the tensor
-        is a view that was written in place.
-        """
+        """Return the gradients that no hook can have seen: of views that were written in place."""
         if not self.has_fired:
             return []
         rewritten = (w for w in self._watched.values() if w.is_view and _is_rewritten(w))

@@ -20,8 +20,6 @@ from rankscope.capture.reading import ValueNumbers
 from rankscope.record.phases import Phase
 from rankscope.run.companions import start_extras
 
-__all__ = ["DeviceValues", "HeldValue", "ValuePlace"]
-
 
 @dataclass(frozen=True, slots=True)
 class ValuePlace:
@@ -63,15 +61,13 @@ class DeviceValues:
         self._places: dict[tuple[torch.device, int], ValuePlace | HeldValue] = {}
 
     def read(self, local: torch.Tensor, place: ValuePlace | HeldValue, *, samples: bool) -> bool:
-        """Enqueue a digest on the tensor's device; False where that cannot be (a graph is
-        captured).
-        """
+        """Enqueue a digest on the tensor's device; False while a graph is captured."""
         device = local.device
         with self._lock:
             digester = self._digesters.get(device)
             if digester is None:
                 digester = self._digesters[device] = self._make_digester(device)
-            ticket = digester.read(local, place.described.ranges, samples=samples)
+            ticket = digester.read(local, place.described.meta.ranges, samples=samples)
             if ticket is None:
                 return False
             self._places[device, ticket] = place
@@ -84,12 +80,7 @@ class DeviceValues:
                 digester.flush()
 
     def collect(self, *, wait: bool) -> list[tuple[ValuePlace | HeldValue, ValueNumbers | None]]:
-        """Return the readings that have arrived, with the places they belong to; None for those of
-        a device that failed, and for those that cannot be believed.
-
-        Args:
-            wait: wait for the devices. Only at the end of a trace.
-        """
+        """Return what has arrived with its place; None for what a device lost or garbled."""
         with self._lock:
             found: list[tuple[ValuePlace | HeldValue, ValueNumbers | None]] = []
             for device, digester in self._digesters.items():
@@ -115,9 +106,7 @@ class DeviceValues:
             return remarks + said
 
     def _make_digester(self, device: torch.device) -> DeviceDigester:
-        """Return the digester of a device, with the fused kernels where it has any; those that are
-        missing on this host are being compiled then.
-        """
+        """Return a device's digester with its fused kernels; missing ones are being compiled."""
         driver = driver_of(device)
         if driver is None:
             return DeviceDigester(device, self._batch_dim)

@@ -1,6 +1,4 @@
-"""Events of a root: its parameters and buffers at setup, its gradients before and parameters after
-an optimizer step.
-"""
+"""Events of a root: values at setup, gradients before and parameters after an optimizer step."""
 
 from __future__ import annotations
 
@@ -28,8 +26,6 @@ from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 
-__all__ = ["RootEvents", "has_gradient"]
-
 _ABSENT = int(ValueFlag.ABSENT)
 _UNHELD, _CARRIED = int(ValueFlag.UNHELD), int(ValueFlag.CARRIED)
 _NO_SYNC = int(ValueFlag.NO_SYNC)
@@ -53,33 +49,27 @@ class RootEvents:
         self._definitions = definitions
         self._phases = frozenset(phases)
         self._with_buffers: set[Root] = set()
-        """Roots whose buffers this step has recorded."""
 
     def wants(self, phase: Phase) -> bool:
         """True where the setting `phases` takes this event and values are taken at all."""
         return phase.word in self._phases and self.values.is_on
 
     def modules(self, root: Root) -> Iterator[tuple[ModuleInfo, torch.nn.Module]]:
-        """Yield the modules of a root that events go over: itself, and what the setting `paths`
-        takes of those inside.
-        """
+        """Yield the root itself, and the modules inside that the setting `paths` takes."""
         for info, module in self.table.of_root(root):
             if info.is_selected or not info.path:
                 yield info, module
 
     def setup(self, root: Root) -> None:
-        """Record modules, parameters and buffers before the first forward of a root.
-
-        Where full tensors are kept, a parameter that lies on a mesh is described even if nothing
-        else of it is asked for: a local tensor of a sharded model may say nothing of that itself.
-        """
+        """Record modules, parameters and buffers before the first forward of a root. Where full
+        tensors are kept, parameters on a mesh are described even if unasked: a local tensor of a
+        sharded model may not say how it lies."""
         self._definitions.write_root(root)
         self._write_marks(root)
         if self.wants(Phase.SETUP) or (self.values.keeps and _is_placed(root)):
             self._record(root, _Event(Phase.SETUP))
 
     def _write_marks(self, root: Root) -> None:
-        """Write down what a framework says of how parameters and activations lie."""
         with invisible():
             marks = ParameterMarks(self.table.with_wrappers(root))
             found: list[tuple[ModuleInfo, dict[str, object]]] = [
@@ -110,22 +100,21 @@ class RootEvents:
         left: Mapping[int, HeldValue] | None = None,
         extras: Sequence[tuple[str, torch.Tensor]] = (),
     ) -> dict[int, bool]:
-        """Record final gradients.
+        """Record final gradients. Parameters are given by identity.
 
         Args:
             step: the train step.
             ordinal: how many optimizers have stepped in this step before.
-            chosen: identities of the parameters to record; None for all.
+            chosen: parameters to record; None for all.
             flags: what to know about all of them.
             unheld: parameters that no optimizer holds.
             carried: parameters that had a gradient before backward began.
-            unsynced: parameters whose gradients were not to be reduced when the last backward pass
-                ended; None where that is not known.
-            left: what the last backward pass left, by identity of the parameter.
+            unsynced: parameters whose gradients the last backward pass was not to reduce, if known.
+            left: what the last backward pass left.
             extras: (slot, tensor) of what belongs to the event itself.
 
         Returns:
-            by identity of the parameter, whether its gradient is what was left.
+            whether each gradient is what was left.
         """
         taken: dict[int, bool] = {}
         if not self.wants(Phase.GRADS):
@@ -142,9 +131,7 @@ class RootEvents:
     def parameters(
         self, step: int, ordinal: int, chosen: frozenset[int] | None, *, flags: int = 0
     ) -> None:
-        """Record parameters just after an optimizer step, with the first in a step all buffers of
-        their roots; arguments as for `gradients`.
-        """
+        """Record parameters after an optimizer step; with the first in a step all buffers."""
         if not self.wants(Phase.PARAMS):
             return
         for root in self.table.roots:
@@ -167,8 +154,7 @@ class RootEvents:
             )
 
     def with_gradient(self, parameters: Iterable[torch.Tensor]) -> frozenset[int]:
-        """Return the identities of the parameters that have a gradient now which is not known to be
-        zero."""
+        """Return which parameters (identities) have a gradient that is not known to be zero."""
         if not self.wants(Phase.GRADS):
             return frozenset()
         with invisible():
@@ -194,11 +180,8 @@ class RootEvents:
         time_ns: int = 0,
     ) -> None:
         """Write one event of a root: a call for it, and one below for every module of `parts` that
-        has something. The first part is the root's own call, and may have nothing.
-
-        `record` writes one thing of a module into the call of that number, under `invisible()`;
-        the last three numbers are as for `Recorder.enter`.
-        """
+        has something. The first part is the root's own call, and may have nothing. `record` writes
+        one thing of a module into the call of that number, under `invisible()`."""
         top: int | None = None
         for info, own in parts:
             if top is not None and not own:
@@ -218,9 +201,7 @@ class RootEvents:
             self.recorder.exit(top, time_ns=time_ns)
 
     def _record(self, root: Root, event: _Event, taken: dict[int, bool] | None = None) -> None:
-        """Record one event of a root; nothing where it concerns none of the root's parameters.
-        Gradients go into `taken`.
-        """
+        """Record an event of a root that it concerns; gradients go into `taken`."""
         chosen, top = event.chosen, root.module()
         if chosen is not None and (
             top is None or not any(id(p) in chosen for p in parameters_of_module(top))
@@ -287,7 +268,6 @@ class RootEvents:
 
 
 def _is_placed(root: Root) -> bool:
-    """True where a parameter of a root lies on a mesh."""
     top = root.module()
     return top is not None and any(is_dtensor(type(p)) for p in parameters_of_module(top))
 
@@ -299,8 +279,6 @@ def has_gradient(parameter: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Event:
-    """One event of every root."""
-
     phase: Phase
     step: int = 0
     ordinal: int = 0
@@ -313,12 +291,9 @@ class _Event:
 
 
 class _Item(NamedTuple):
-    """One value of an event."""
-
     slot: str
     tensor: torch.Tensor | None
     flags: int = 0
     is_described: bool = False
-    """Its numbers are not asked for."""
     owner: int = 0
     """Of a gradient: identity of its parameter."""

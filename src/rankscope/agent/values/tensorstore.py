@@ -1,9 +1,8 @@
 """Full tensors: which are kept, that equal ones are stored once, and what could not be kept.
 
 A kept tensor has a reference, a number from 1 in each life of a rank. Its bytes are written first,
-then its TENSOR record, then the value that refers to it; so a reference in a value means bytes that
-are whole. (From an accelerator they arrive later: there the reference may come before the record,
-and one without a record means that the tensor never arrived.)
+then its TENSOR record, then the value that refers to it: a reference means bytes that are whole.
+(From an accelerator the bytes come later: a reference without a record means that they never did.)
 """
 
 from __future__ import annotations
@@ -29,17 +28,14 @@ from rankscope.run.diskspace import free_bytes
 from rankscope.settings import Settings
 from rankscope.spool.writelock import WriteLock
 
-__all__ = ["TensorStore", "free_disk_share", "make_tensor_store"]
-
 _MOST_NAMES: Final = 1 << 16
 _MOST_REASONS: Final = 50
 _SHARE: Final = 0.5
 
 
 class TensorStore:
-    """Keeps the full tensors of one rank. Call it with torch's function modes out of the way
-    (`rankscope.capture.invisible`); every method may be called from several threads.
-    """
+    """Keeps the full tensors of one rank. Call it under `rankscope.capture.invisible`; every method
+    may be called from several threads."""
 
     def __init__(
         self,
@@ -55,7 +51,6 @@ class TensorStore:
 
         Args:
             globs: `path:slot`, split at the first colon; without one all slots of those paths.
-            store: where the bytes go.
             record: commits that another value has bytes which are stored already.
             memory_bytes: bytes on their way from an accelerator, held at a time.
             tell: called once for each reason for which something is not kept, and for the sums.
@@ -63,10 +58,9 @@ class TensorStore:
         """
         self._own = tuple(globs)
         self._globs: dict[str, tuple[str, str]] = {}
-        """Of the steps that run."""
-        self._unmatched: dict[str, None] = {}
+        self.unmatched_globs: dict[str, None] = {}
+        """Those that took nothing so far: most likely they are misspelt."""
         self._ever: set[str] = set()
-        """Globs of all steps so far."""
         self.select_too(())
         self._store = store
         self._record = record
@@ -82,7 +76,6 @@ class TensorStore:
         ] = {}
         """By device and ticket: reference, description, strides, bytes."""
         self._missed: dict[str, list[int]] = {}
-        """Reason to [tensors, bytes]."""
 
     def select_too(self, globs: tuple[str, ...]) -> None:
         """Keep what these globs take besides those it was made with, until it is said anew."""
@@ -90,7 +83,9 @@ class TensorStore:
         self._takes_all = any({path, slot} <= {"*", "**"} for path, slot in self._globs.values())
         self._wanted: dict[tuple[str, str], bool] = {}
         if not self._takes_all:
-            self._unmatched |= dict.fromkeys(glob for glob in self._globs if glob not in self._ever)
+            self.unmatched_globs |= dict.fromkeys(
+                glob for glob in self._globs if glob not in self._ever
+            )
         self._ever |= {*self._globs}
 
     def wants(self, path: str, slot: str) -> bool:
@@ -105,7 +100,7 @@ class TensorStore:
                 if glob_matches(p, path) and slot_matches(s, slot)
             }
             for glob in taking:
-                self._unmatched.pop(glob, None)
+                self.unmatched_globs.pop(glob, None)
             found = bool(taking)
             if len(self._wanted) >= _MOST_NAMES:
                 self._wanted.clear()
@@ -141,11 +136,7 @@ class TensorStore:
                 del holder[0]
 
     def collect(self, *, wait: bool = False) -> None:
-        """Store what has arrived from accelerators.
-
-        Args:
-            wait: wait for all of it. Only at the end of a trace.
-        """
+        """Store what has arrived from accelerators; wait for all at the end of a trace alone."""
         if not self._staged:
             return
         self._alone(lambda: self._collect(wait=wait))
@@ -166,10 +157,6 @@ class TensorStore:
             f"{count} tensors ({size / 1e6:.1f} MB) were not kept: {reason}"
             for reason, (count, size) in self._missed.items()
         ]
-
-    def unmatched_globs(self) -> list[str]:
-        """Return the globs that took nothing so far: most likely they are misspelt."""
-        return [*self._unmatched]
 
     # ------------------------------------------------------------------ storing
 
@@ -266,12 +253,7 @@ def _size_of(tensor: torch.Tensor) -> int:
 
 
 def free_disk_share(folder: Path, writers: int) -> int:
-    """Return the default budget of one rank: half of what is free, divided by who writes there.
-
-    Args:
-        folder: the trace folder, or one that will be made.
-        writers: ranks that keep tensors on that disk.
-    """
+    """Return the default budget of one rank: half of what is free, divided by the writers."""
     return int(free_bytes(folder) * _SHARE) // max(writers, 1)
 
 
@@ -283,13 +265,12 @@ def make_tensor_store(
     writers: int,
     make_store: Callable[[Recorder, int], Store] | None = None,
 ) -> TensorStore:
-    """Return what keeps the full tensors of one rank, with what it has to say of them.
+    """Return what keeps the full tensors of one rank.
 
     Args:
-        settings, recorder, stream: those of the rank.
         folder: takes the chunks: the trace folder, or where that is not seen the run folder.
         writers: ranks that keep tensors on that disk, for the default budget.
-        make_store: makes what takes the bytes in place of chunks, told how many there may be.
+        make_store: takes the bytes in place of chunks, told how many there may be.
     """
     budget = settings.tensor_budget
     limit_bytes = free_disk_share(folder, writers) if budget is None else budget

@@ -24,16 +24,12 @@ from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 from rankscope.settings import Settings
 
-__all__ = ["ValueReader"]
-
-
 _ACTIVATIONS = Phase.having(lambda facts: facts.is_activation)
 # plain ints: an IntFlag's own `|` costs a microsecond, and these are used for every value
 _PENDING, _PYTHON = int(ValueFlag.PENDING), int(ValueFlag.PYTHON)
 _REPLACED = int(ValueFlag.AFTER_CALL | ValueFlag.SUPERSEDES)
 _NOT_KEPT, _AS_LEFT = int(ValueFlag.NOT_KEPT), int(ValueFlag.AS_LEFT)
 _MOST_PENDING = 256
-"""Values in flight held at a time; further ones stay pending."""
 
 
 class ValueReader:
@@ -60,11 +56,9 @@ class ValueReader:
         self._digester = Digester(settings.batch_dim)
         self._on_devices = DeviceValues(settings.batch_dim)
         self.in_flight = InFlight()
-        """What collectives of this session are still writing."""
         self._pending: list[tuple[torch.Tensor, ValuePlace, bool]] = []
-        """Memory a collective was still writing when it was seen, where it belongs, and whether it
-        was one of this session's: let go when that is waited for; for another's, at the next hook
-        that finds no collective outstanding."""
+        """(memory, place, whether a collective of this session writes it). Ours are read when the
+        program has waited, another's at the next hook that finds no collective outstanding."""
         self.is_on = self._digests or self._keeps_always
         """False where only the structure is recorded."""
 
@@ -101,11 +95,7 @@ class ValueReader:
         held: HeldValue | None = None,
     ) -> bool:
         """Digest one tensor as it is now and record it under a call of the module with this path;
-        the caller holds `invisible()`.
-
-        Returns:
-            True where it is still what `held` was read from, which its record says then.
-        """
+        the caller holds `invisible()`. True where it is still what `held` was read from."""
         described, local = self._describer.describe(tensor)
         is_pending = described.is_pending or self.in_flight.has(local)
         reference = 0
@@ -142,8 +132,7 @@ class ValueReader:
         return is_as_held
 
     def hold(self, tensor: torch.Tensor) -> HeldValue | None:
-        """Digest one tensor as it is now, for `record_held`; None where it cannot be read now. The
-        caller holds `invisible()`."""
+        """Digest a tensor as it is now, if it can be read; the caller holds `invisible()`."""
         described, local = self._describer.describe(tensor)
         if not self._digests or described.is_pending or self.in_flight.has(local):
             return None
@@ -155,8 +144,8 @@ class ValueReader:
         return held
 
     def state_of(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Return address and version of a tensor's own memory: what wrote to it since has most
-        likely changed one of them. The caller holds `invisible()`."""
+        """Return address and version of a tensor's own memory: a write most likely changes one of
+        them. The caller holds `invisible()`."""
         local = dtensor_parts(tensor)[0] if is_dtensor(type(tensor)) else tensor
         try:
             return local.data_ptr(), local._version
@@ -178,8 +167,7 @@ class ValueReader:
         )
 
     def is_zero(self, tensor: torch.Tensor) -> bool:
-        """True where every element is known to be zero: false for what cannot be read here without
-        waiting; the caller holds `invisible()`."""
+        """True where, without waiting, all is known to be zero; the caller holds `invisible()`."""
         described, local = self._describer.describe(tensor)
         storage = storage_of(local.dtype)
         if not described.can_digest or described.is_pending or storage is None:
@@ -193,7 +181,7 @@ class ValueReader:
         self, local: torch.Tensor, described: Described, *, samples: bool
     ) -> ValueNumbers:
         samples = samples and described.allows_samples
-        return self._digester.read(local, described.ranges, samples=samples)
+        return self._digester.read(local, described.meta.ranges, samples=samples)
 
     def _is_read_on_device(
         self, local: torch.Tensor, place: ValuePlace | HeldValue, *, samples: bool
@@ -223,12 +211,9 @@ class ValueReader:
         skip: frozenset[int] = frozenset(),
         seen: Mapping[str, int] | None = None,
     ) -> list[tuple[str, torch.Tensor]]:
-        """Record every leaf of an argument or result, but for tensors whose identity is in `skip`,
-        or was `seen` in their slot before; with either, tensors alone.
-
-        Returns:
-            (slot, tensor) of the tensors among the leaves.
-        """
+        """Record every leaf of an argument or result and return the tensors by slot. Tensors whose
+        identity is in `skip`, or was `seen` in their slot, are left out; with either all
+        non-tensors."""
         tensors = []
         flags = 0 if seen is None else _REPLACED
         with invisible():
@@ -247,9 +232,7 @@ class ValueReader:
     def note(
         self, leaf: object, sequence: int, slot: str, phase: Phase, flags: int = _PYTHON
     ) -> None:
-        """Record what is no tensor by its bounded description: an argument; None for what a slot
-        lacks, of which `flags` says why (ABSENT, UNSEEN).
-        """
+        """Record a bounded description of what is no tensor, or (with flags) None for a lack."""
         if self._digests:
             described = self._describer.describe_other(leaf)
             self._recorder.value(sequence, slot, described, None, phase, 0, flags)
@@ -257,9 +240,7 @@ class ValueReader:
     def note_form(
         self, make: Callable[[], str | None], sequence: int, path: str, slot: str, phase: Phase
     ) -> None:
-        """Record how the arguments or the result of a call are nested, where that is asked for
-        (`tensors`): the text that `make` returns.
-        """
+        """Record how the arguments or the result of a call are nested, where tensors are kept."""
         store = self._tensor_store
         if store is None or not (self.wants(slot) and store.wants(path, slot)):
             return
@@ -319,7 +300,6 @@ class ValueReader:
             self._pending = [each for each in self._pending if memory_of(each[0]) not in lost]
 
     def _kept_late(self, memory: torch.Tensor, place: ValuePlace) -> ValuePlace:
-        """Keep what a collective has finished by now, where it is to be kept."""
         if self._tensor_store is None or not place.flags & _NOT_KEPT:
             return place
         reference = self._tensor_store.keep(memory, place.described)
@@ -341,17 +321,12 @@ class ValueReader:
         self.collect()
 
     def flush(self) -> None:
-        """Have accelerators begin to send what they have digested: it is then here when the next
-        step begins, and is not lost with a device that fails in it.
-        """
+        """Have accelerators begin to send what they have digested: it is here when the next step
+        begins, and is not lost with a device that fails in it."""
         self._on_devices.flush()
 
     def collect(self, *, wait: bool = False) -> None:
-        """Record the values that have come back from accelerators.
-
-        Args:
-            wait: wait for all of them. Only at the end of a trace.
-        """
+        """Record values back from accelerators; wait for all at the end of a trace alone."""
         if self.tensor_store is not None:
             with invisible():
                 self.tensor_store.collect(wait=wait)

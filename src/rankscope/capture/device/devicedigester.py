@@ -34,52 +34,46 @@ from rankscope.capture.invisible import invisible, invisible_operations
 from rankscope.capture.reading import ValueNumbers
 from rankscope.layout.placement import Ranges
 
-__all__ = ["DeviceDigester"]
-
 _CAPACITY: Final = 1 << 15
 _MOST_FORMS: Final = 1024
 _MOST_TABLE_BYTES: Final = 64 << 20
-"""Of tables on the device, beyond which all of them are made anew."""
+"""On the device; beyond it all tables are made again."""
 
 Tell = Callable[[str], None]
 
 
 @dataclass(slots=True)
 class _DeviceForm:
-    """What is the same for values of one dtype, shape, strides and layout on one stream."""
+    """How values of one dtype, shape, strides and layout are read on one stream (the driver's
+    handle); by torch operations only when that is first asked for. `size`: numbers of a row."""
 
     plan: FoldPlan
     size: int
-    """Numbers of a row."""
     storage: Storage
     stream: int
-    """As the driver knows it."""
     fused: FusedForm | None
     operations: OperationsForm | None = None
-    """Made when first asked for."""
 
 
 class _Ticket(NamedTuple):
-    """Where the row of a value lies."""
+    """Where the rows of a value lie: that of the fused kernel `variant`, and, where its proof is
+    due, that of torch operations."""
 
     number: int
     plan: FoldPlan
     start: int
     variant: ReadVariant | None
-    """The fused kernel that wrote it."""
     proof: int | None
-    """Where the row lies that torch operations wrote of the same value."""
 
 
 @dataclass(slots=True)
 class _RowsInTransfer:
-    """Rows on their way to the host."""
+    """Rows on their way to the host; their source is kept until the copy is done."""
 
     tickets: list[_Ticket]
     host: torch.Tensor
     copy: HostCopy
     source: torch.Tensor
-    """Kept until the copy is done."""
 
 
 class _Buffer:
@@ -97,7 +91,6 @@ class DeviceDigester:
     """Reads digests of tensors on one accelerator; on the CPU too, by the same operations.
 
     Args:
-        device: the accelerator.
         batch_dim: dim whose samples are kept apart where that is asked for.
         fused: makes forms of fused kernels, if there are any for this device.
         tell: is told, once, what became of the fused kernels.
@@ -120,11 +113,9 @@ class DeviceDigester:
         self._asked: set[ReadVariant] = set()
         self._distrusted: set[ReadVariant] = set()
         self._buffers: dict[Any, _Buffer] = {}
-        """By stream."""
         self._flights: deque[_RowsInTransfer] = deque()
         self._next_ticket = 0
         self.failure = ""
-        """Why nothing comes back any more; "" while the device works."""
 
     def read(
         self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, *, samples: bool
@@ -132,8 +123,8 @@ class DeviceDigester:
         """Enqueue the digest of a tensor on this device as it is now, on the current stream.
 
         Returns:
-            The ticket under which `collect` gives the reading; None while a CUDA graph is captured,
-            when whatever we enqueued would become part of the graph, and once the device failed.
+            The ticket under which `collect` gives the reading; None once the device failed, and
+            while a CUDA graph is captured, which whatever we enqueue would become part of.
         """
         if self.failure or self._accelerator.is_capturing():
             return None
@@ -162,8 +153,7 @@ class DeviceDigester:
 
     def flush(self) -> None:
         """Start copying everything read so far to the host; returns at once. While a graph is
-        captured it does nothing: the rows wait for the next flush.
-        """
+        captured it does nothing: the rows wait for the next flush."""
         if self._accelerator.is_capturing():
             return
         with self._noting_failure(), invisible_operations():
@@ -175,14 +165,9 @@ class DeviceDigester:
             self._forget_forms()
 
     def collect(self, *, wait: bool = False) -> list[tuple[int, ValueNumbers | None]]:
-        """Return (ticket, reading) of every value that has arrived, in the order they were read.
-
-        Args:
-            wait: flush, and wait for the device. Only at the end of a trace.
-
-        Returns:
-            None for a reading that cannot be believed.
-        """
+        """Return (ticket, reading) of every value that has arrived, in the order they were read;
+        None for a reading that cannot be believed. `wait`: flush, and wait for the device, at the
+        end of a trace only."""
         if wait:
             self.flush()
         arrived: list[tuple[int, ValueNumbers | None]] = []
@@ -208,7 +193,6 @@ class DeviceDigester:
             self._buffers.clear()
 
     def _readings(self, flight: _RowsInTransfer) -> Iterator[tuple[int, ValueNumbers | None]]:
-        """Yield (ticket, reading) of rows that have arrived."""
         with invisible_operations():
             numbers = np.array(flight.host.tolist(), dtype=np.float64)
             words = np.array(flight.host.view(torch.int64).tolist(), dtype=np.int64)
@@ -225,7 +209,6 @@ class DeviceDigester:
     def _fill_fused(
         self, form: _DeviceForm, buffer: _Buffer, local: torch.Tensor
     ) -> ReadVariant | None:
-        """Enqueue the fused kernel where there is one; None where operations have to do it."""
         if form.fused is None:
             return None
         row = buffer.address + 8 * buffer.used
@@ -302,7 +285,6 @@ class DeviceDigester:
         return buffer
 
     def _send(self, stream: Any, buffer: _Buffer) -> None:
-        """Copy the rows of a buffer on the stream that fills them."""
         rows = buffer.rows[: buffer.used]
         host = self._accelerator.host_memory(buffer.used, torch.float64)
         copy = self._accelerator.copy_to_host(rows, host, stream)

@@ -26,7 +26,6 @@ from rankscope.run.folders import FolderLock
 from rankscope.run.replacing import replacing
 
 COMPILER: Final = "rankscope.capture.device.fusedcompile"
-"""The module that compiles, given an architecture."""
 _SOURCES: Final = ("fusedkernels.py", "fusedcompile.py", "fusedplan.py", "mix64.py")
 _KINDS: Final = (
     "bfloat16", "float32", "float16", "uint8", "int64", "table", "float64", "int32", "int8",
@@ -41,25 +40,22 @@ _VECTOR_BYTES: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class CompiledImage:
-    """A kernel as the compiler left it."""
+    """A kernel (cubin or hsaco), with the threads and bytes of shared memory of a block."""
 
     name: str
     image: bytes
-    """cubin or hsaco."""
     threads: int
-    """Of a block."""
     shared: int
-    """Bytes of shared memory of a block."""
 
 
 class ReadVariant(NamedTuple):
-    """A kernel that reads values."""
+    """A kernel that reads values. `is_plain`: neighbouring columns are neighbours in memory;
+    `is_aligned`: rows are full (`fusedplan`) and begin at multiples of 16 bytes, as usual
+    activations."""
 
     kind: str
     is_plain: bool
-    """Neighbouring columns are neighbours in memory."""
     is_aligned: bool
-    """Rows are full (`fusedplan`) and begin at multiples of 16 bytes: the usual activation."""
 
     @property
     def name(self) -> str:
@@ -94,10 +90,9 @@ class ReadVariant(NamedTuple):
 
 
 class CombineVariant(NamedTuple):
-    """A kernel that puts partial results together."""
+    """A kernel that puts partial results together, float64 or float32."""
 
     is_double: bool
-    """They are float64."""
 
     @property
     def name(self) -> str:
@@ -138,16 +133,14 @@ def save_failure(architecture: str, sentence: str) -> None:
 
 
 def triton_version() -> str:
-    """Return which Triton is installed, told without importing it; "" where none is."""
+    """Return which Triton is installed, without importing it; "" where none is."""
     spec = importlib.util.find_spec("triton")
     text = Path(spec.origin).read_text("utf-8") if spec and spec.origin else ""
     return "".join(re.findall(r"__version__ = ['\"](.+)['\"]", text)[:1])
 
 
 def obstacle(architecture: str = "") -> str:
-    """Return why kernels cannot be compiled here, "" where they may be; of an architecture, also
-    what this Triton failed to compile for it.
-    """
+    """Return why kernels cannot be compiled here (for this architecture), "" where they may be."""
     if reason := no_folder():
         return reason
     if not triton_version():
@@ -164,13 +157,14 @@ def lock_for_building(architecture: str) -> Iterator[bool]:
     with contextlib.ExitStack() as stack:
         is_held = False
         for folder in made_folders():
-            with contextlib.suppress(FolderBusyError):
-                try:
-                    lock = FolderLock(folder / f"{architecture}.lock", "compiler")
-                except SpoolError:
-                    continue
-                stack.callback(lock.release)
-                is_held = True
+            try:
+                lock = FolderLock(folder / f"{architecture}.lock", "compiler")
+            except FolderBusyError:
+                break
+            except SpoolError:
+                continue
+            stack.callback(lock.release)
+            is_held = True
             break
         yield is_held
 
@@ -181,11 +175,8 @@ def missing(architecture: str) -> list[ReadVariant | CombineVariant]:
 
 
 def compiler_of(architecture: str) -> tuple[list[str], Path] | None:
-    """Return the command that compiles what is missing, and the file for what it says.
-
-    Returns:
-        None where nothing is missing, nothing can be compiled, or this Triton failed before.
-    """
+    """Return the command that compiles what is missing, and the file for its output; None where
+    nothing is missing, nothing can be compiled, or this Triton failed before."""
     if not missing(architecture) or obstacle(architecture):
         return None
     folder = next(made_folders())

@@ -26,8 +26,6 @@ from rankscope.capture.device.fusedcache import (
 )
 from rankscope.capture.device.fusedplan import BLOCK
 
-__all__ = ["COMBINE_BLOCK", "compile_for", "constants_of", "image_of"]
-
 COMBINE_BLOCK: Final = 128
 _WARPS: Final = 4
 _MOST_PROCESSES: Final = 8
@@ -58,12 +56,7 @@ def constants_of(variant: ReadVariant | CombineVariant) -> dict[str, Any]:
 
 
 def compile_for(architecture: str, variant: ReadVariant | CombineVariant) -> Any:
-    """Return Triton's compiled kernel.
-
-    Args:
-        architecture: `cuda-90`, `hip-gfx942`.
-        variant: which kernel.
-    """
+    """Return Triton's compiled kernel for an architecture: `cuda-90`, `hip-gfx942`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -120,11 +113,8 @@ def _begin(folder: str) -> None:
 
 
 def build(architecture: str) -> int:
-    """Compile what is missing for an architecture; returns how many kernels that was.
-
-    Nothing where another process is at it. The last line on stderr says why kernels are missing
-    still.
-    """
+    """Compile what is missing for an architecture; return how many kernels that was, 0 while
+    another process is at it. The last line on stderr says why kernels are missing still."""
     if reason := obstacle():
         sys.stderr.write(f"no kernels for {architecture} can be compiled: {reason}\n")
         return 0

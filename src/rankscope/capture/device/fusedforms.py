@@ -24,8 +24,6 @@ from rankscope.capture.dtypestorage import Storage
 from rankscope.capture.fold import FoldPlan
 from rankscope.layout.placement import Ranges
 
-__all__ = ["FusedForm", "FusedReader"]
-
 _SCRATCH_PROGRAMS: Final = 1 << 12
 
 FindImage = Callable[[ReadVariant | CombineVariant], CompiledImage | None]
@@ -40,14 +38,12 @@ class _PartialResults:
 
     @property
     def counts(self) -> int:
-        """Address of the integer results."""
         return self.memory.data_ptr()
 
     @property
     def numbers(self) -> int:
-        """Address of the floating-point results: like `counts` a multiple of 16, for any number of
-        programs.
-        """
+        """Address of the floating-point results: like `counts` a multiple of 16, for any
+        `programs`."""
         return self.memory.data_ptr() + 8 * COUNTS * self.programs
 
 
@@ -68,18 +64,15 @@ class FusedForm:
         self._words, self._read = words, read
         self._row, self._combine = row, combine
         self.held_bytes = sum(table.nbytes for table in tables[:-1])
-        """Memory on the device."""
 
     def fill(self, row: int, words: int, stream: int) -> ReadVariant:
-        """Enqueue what computes the row of a value (see `resultrow`).
+        """Enqueue what computes the row of a value (see `resultrow`), and return the kernel that
+        reads it.
 
         Args:
             row: its address.
             words: address of the value, whose conjugate and negative bits are resolved.
             stream: the driver's handle.
-
-        Returns:
-            The kernel that reads it.
 
         Raises:
             OSError: the driver refuses: nothing, or a part of it, is enqueued then.
@@ -92,13 +85,7 @@ class FusedForm:
 
 
 class FusedReader:
-    """Makes the forms of one device.
-
-    Args:
-        device: the device.
-        driver: what loads and launches kernels there.
-        find: gives a compiled kernel, None while it is not there.
-    """
+    """Makes the forms of one device; `find` gives a compiled kernel, None while it is not there."""
 
     def __init__(self, device: torch.device, driver: GpuDriver, find: FindImage) -> None:
         self._accelerator = Accelerator(device)
@@ -117,17 +104,8 @@ class FusedReader:
         storage: Storage,
         stream: Any,
     ) -> FusedForm | None:
-        """Return the form of such values, its tables enqueued on the current stream.
-
-        Args:
-            local: one of them, not empty.
-            ranges: per dim the global indices held.
-            plan: of the values.
-            storage: how they are stored.
-            stream: the current one.
-
-        Returns:
-            None where a kernel is missing, or no plan of bounded size serves.
+        """Return the form of values such as `local`, which is not empty, its tables enqueued on the
+        current stream; None where a kernel is missing, or no plan of bounded size serves.
 
         Raises:
             OSError: the driver refuses a kernel.
@@ -161,14 +139,9 @@ class FusedReader:
         stream: Any,
     ) -> FusedForm:
         arrays: list[npt.NDArray[Any]] = [
-            fused.row_keys,
-            fused.row_offsets,
-            fused.row_limits,
-            fused.row_weights,
-            fused.column_keys,
-            fused.column_offsets,
-            fused.column_factors,
-        ]
+            fused.row_keys, fused.row_offsets, fused.row_limits, fused.row_weights,
+            fused.column_keys, fused.column_offsets, fused.column_factors,
+        ]  # fmt: skip
         if storage.table is not None and storage.normalize is not None:
             words = np.arange(256, dtype=np.uint8)
             arrays = [storage.table, storage.normalize(words), *arrays]
@@ -178,19 +151,15 @@ class FusedReader:
             addresses = [ctypes.c_uint64(0), ctypes.c_uint64(0), *addresses]
         scratch = self._scratch_for(stream, fused.programs)
         numbers, counts = ctypes.c_uint64(scratch.numbers), ctypes.c_uint64(scratch.counts)
-        sizes = (
-            fused.rows_per_sample,
-            fused.groups,
-            fused.rows_per_program,
-            len(fused.column_keys),
-        )
+        columns = len(fused.column_keys)
+        sizes = (fused.rows_per_sample, fused.groups, fused.rows_per_program, columns)
         words_at, row_at = ctypes.c_uint64(0), ctypes.c_uint64(0)
         arguments = (words_at, *addresses, numbers, counts, *map(ctypes.c_int32, sizes))
         grid = (fused.column_blocks, fused.samples * fused.groups)
-        bound = [(variant, kernel.bind(grid, arguments)) for variant, kernel in read]
+        bound = [(variant, BoundLaunch(kernel, grid, arguments)) for variant, kernel in read]
         per_sample = fused.groups * fused.column_blocks
         last = (ctypes.c_int64(count), ctypes.c_int32(fused.programs), ctypes.c_int32(per_sample))
-        combined = combine.bind((1 + fused.samples, 1), (numbers, counts, row_at, *last))
+        combined = BoundLaunch(combine, (1 + fused.samples, 1), (numbers, counts, row_at, *last))
         launches = {False: bound[0], True: bound[-1]}
         return FusedForm((*tables, scratch.memory), words_at, launches, row_at, combined)
 
@@ -215,7 +184,6 @@ class FusedReader:
         return self._accelerator.to_device(memory)
 
     def _scratch_for(self, stream: Any, programs: int) -> _PartialResults:
-        """Return memory for partial results; values of one stream follow each other."""
         found = self._scratch.get(stream)
         if found is None or found.programs < programs:
             size = -(-max(_SCRATCH_PROGRAMS, programs) // 64) * 64  # keeps both parts aligned

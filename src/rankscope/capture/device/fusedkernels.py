@@ -23,8 +23,6 @@ import triton.language as tl
 from rankscope.capture.device.fusedplan import COUNTS, NUMBERS
 from rankscope.capture.device.mix64 import FIRST, SECOND
 
-__all__ = ["combine_partials", "read_value"]
-
 _FIRST = tl.constexpr(FIRST)
 _SECOND = tl.constexpr(SECOND)
 _NUMBERS = tl.constexpr(NUMBERS)
@@ -53,7 +51,6 @@ def _exponent(amount):
 
 @triton.jit
 def _power(field, DOUBLE: tl.constexpr):
-    """The power of two that has this biased exponent."""
     if DOUBLE:
         return (field.to(tl.int64) << 52).to(tl.float64, bitcast=True)
     else:
@@ -62,7 +59,6 @@ def _power(field, DOUBLE: tl.constexpr):
 
 @triton.jit
 def _value(word, table, KIND: tl.constexpr):
-    """The number that a stored word means."""
     if KIND == "float64":
         x = word.to(tl.float64, bitcast=True)
     elif KIND == "float32":
@@ -90,7 +86,6 @@ def _value(word, table, KIND: tl.constexpr):
 
 @triton.jit
 def _nan_word(word, KIND: tl.constexpr):
-    """The word that stands for every NaN."""
     if KIND == "float64":
         nan = tl.full((), 0x7FF8000000000000, tl.uint64)
     elif KIND == "float32":
@@ -116,13 +111,11 @@ def _folded(word):
 
 @triton.jit
 def _projected(sums, factors, is_column):
-    """The sum over columns, each times its factor."""
     return tl.sum(sums * tl.load(factors, mask=is_column, other=0.0), 0)
 
 
 @triton.jit
 def _mean_of(value, is_one):
-    """The means of partial results, in their units."""
     base = tl.load(value + 2, mask=is_one, other=0.0).to(tl.float64)
     return base + tl.load(value + 13, mask=is_one, other=0.0).to(tl.float64)
 
@@ -154,33 +147,18 @@ def read_value(
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Read some rows of one block of columns; see `fusedplan` for the tables.
+    """Read some rows of one block of columns into `numbers` [programs, NUMBERS] and `counts`
+    [programs, COUNTS]; see `fusedplan` for the tables.
 
     Args:
         words: the value's memory, as unsigned integers.
         table: [256] values of the words of an 8-bit float.
         same: [256] normalized words of an 8-bit float.
-        row_keys: [rows] factors of the hash.
-        row_offsets: [rows] where in memory a row's first column lies.
-        row_limits: [rows, 2] columns from and up to which a row holds elements.
-        row_weights: [rows, 8] factors.
-        column_keys: [columns] factors of the hash.
-        column_offsets: [columns] what a column adds to the offset of its row.
-        column_factors: [8, columns].
-        numbers: [programs, NUMBERS] out.
-        counts: [programs, COUNTS] out.
-        rows_per_sample: rows that lie together.
-        groups: programs of a sample and a block of columns.
-        rows_per_program: at most.
-        columns: how many.
-        KIND: what the words are.
-        DOUBLE: compute in float64.
         FLOATING: values may not be finite.
         WIDE: squares of values may leave the range of the float.
         PLAIN: column i adds i to the offset.
         FULL: every row holds all columns, and these are a multiple of BLOCK.
         ALIGN: rows begin at multiples of so many words, for wide loads.
-        BLOCK: columns of a program.
     """
     program = tl.program_id(0)
     group = tl.program_id(1)
@@ -360,27 +338,13 @@ def read_value(
 
 @triton.jit
 def combine_partials(
-    numbers,
-    counts,
-    row,
-    elements,
-    programs,
-    programs_per_sample,
-    BLOCK: tl.constexpr,
+    numbers, counts, row, elements, programs, programs_per_sample, BLOCK: tl.constexpr
 ):
-    """Put the partial results of one value together, in float64 and always in the same order.
+    """Put the partial results of one value together into `row` (`resultrow`), in float64 and always
+    in the same order, BLOCK at a time.
 
-    The first program makes the statistics and the hash, each of the others the sketch of a sample.
-
-    Args:
-        numbers: [programs, NUMBERS].
-        counts: [programs, COUNTS].
-        row: out: finite, nan, +inf, -inf, zero, least, greatest, mean, root of the sum of squares
-            about it, norm, bits of the hash, and 8 for each sample's sketch.
-        elements: of the value.
-        programs: of `read_value`.
-        programs_per_sample: of them.
-        BLOCK: partial results taken at a time.
+    The first program makes the statistics and the hash, each of the others the sketch of a
+    sample.
     """
     which = tl.program_id(0)
     lane = tl.arange(0, BLOCK)

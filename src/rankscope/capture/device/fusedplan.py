@@ -23,8 +23,6 @@ from rankscope.layout.placement import Ranges
 from rankscope.record.sketchfactors import RADIX, block_factors, factors
 from rankscope.record.value import SKETCH_SIZE
 
-__all__ = ["BLOCK", "COUNTS", "NUMBERS", "FusedPlan", "make_fused_plan"]
-
 BLOCK: Final = 512
 """Columns that one program reads."""
 NUMBERS: Final = 14
@@ -52,24 +50,22 @@ Keys = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedPlan:
-    """The tables of one shape, strides and layout."""
+    """The tables of one shape, strides and layout: of rows and columns the factors of the hash
+    (`mix64`), the place in memory in words, and the factors of the sketch ([rows, 8] and [8,
+    columns])."""
 
     row_keys: Keys
-    """[rows] factors of the hash (`mix64`): its base to the row-major place of column 0."""
+    """[rows] the hash's base to the row-major place of column 0."""
     row_offsets: Integers
-    """[rows] place of column 0 in memory, in words; may be negative, see `row_limits`."""
+    """[rows] place of column 0; may be negative, see `row_limits`."""
     row_limits: npt.NDArray[np.int32]
     """[rows, 2] columns from and up to which a row holds elements."""
     row_weights: Floats
-    """[rows, 8]."""
     column_keys: Keys
-    """[columns] factors of the hash: the base to what a column adds to the place, and 1."""
+    """[columns] the base to what a column adds to the place, and 1."""
     column_offsets: Integers
-    """[columns] what a column adds to the place in memory."""
     column_factors: Floats
-    """[8, columns]."""
     samples: int
-    """1 where samples are not kept apart."""
     is_plain: bool
     """Column i adds i to the place in memory."""
     is_full: bool
@@ -107,12 +103,11 @@ class FusedPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """Indices of one dim that rows or columns go through."""
+    """Indices of one dim that rows or columns go through; factors are [8, n]."""
 
     positions: Integers
     offsets: Integers
     factors: Floats
-    """[8, n]."""
 
 
 def make_fused_plan(
@@ -121,16 +116,14 @@ def make_fused_plan(
     ranges: Sequence[Ranges] | None,
     batch_dim: int | None,
 ) -> FusedPlan | None:
-    """Return the plan for a non-empty value.
+    """Return the plan for a non-empty value; None where the tables would be too large: very many
+    pieces, or short rows.
 
     Args:
         shape: sizes of the dims; a complex value has a last dim of 2.
         strides: of the same dims, in words.
         ranges: per dim the global indices held; None: as if each began at 0.
         batch_dim: dim whose samples are kept apart, None for no samples.
-
-    Returns:
-        None where the tables would be too large: very many pieces, or short rows.
     """
     held = [((0, n),) for n in shape] if ranges is None else list(ranges)
     logical = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
@@ -185,12 +178,8 @@ def make_fused_plan(
 def _deal(
     shape: Sequence[int], strides: Sequence[int], batch_dim: int | None
 ) -> tuple[list[int], int | None, list[int]]:
-    """Deal the dims out.
-
-    Returns:
-        The dims of the columns, those close in memory first; the dim that is cut, its low part
-        above them, None for none; the dims of the rows, outermost last.
-    """
+    """Deal the dims out: those of the columns, close in memory first; the dim that is cut, its low
+    part above them, None for none; those of the rows, outermost last."""
     order = sorted(
         (d for d in range(len(shape)) if d != batch_dim and shape[d] > 1),
         key=lambda d: (strides[d] == 0, abs(strides[d]), -d),
@@ -211,7 +200,6 @@ def _deal(
 
 
 def _nothing() -> _Axis:
-    """Return the axis that adds nothing, to begin with."""
     zero = np.zeros(1, dtype=np.int64)
     return _Axis(zero, zero, np.ones((SKETCH_SIZE, 1), dtype=np.float32))
 
@@ -226,12 +214,9 @@ def _outer(slow: _Axis, fast: _Axis) -> _Axis:
 
 
 def _blocks(dim: int, held: Ranges) -> tuple[Integers, Integers, Floats]:
-    """Return the blocks of RADIX global indices that a cut dim touches.
-
-    Returns:
-        The local index that a block's index 0 would have; [blocks, 2] the indices of the block that
-        are held; [8, blocks] factors.
-    """
+    """Return the blocks of RADIX global indices that a cut dim touches: the local index that a
+    block's index 0 would have; [blocks, 2] the indices of the block that are held; [8, blocks]
+    factors."""
     local, limits, weights = list[Integers](), list[Integers](), list[Floats]()
     position = 0
     for start, stop in held:

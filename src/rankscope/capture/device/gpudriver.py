@@ -21,13 +21,11 @@ _SCRATCH_POINTERS: Final = 2
 
 
 class GpuDriver:
-    """The calls of one driver library.
+    """The calls of one driver library, by their names there:
 
-    Args:
-        library: the loaded library.
-        load: name of the call (module*, image) -> status.
-        find: name of the call (function*, module, name) -> status.
-        launch: name of the call (function, 3 x grid, 3 x block, shared, stream, arguments, extra).
+    load      (module*, image) -> status
+    find      (function*, module, name) -> status
+    launch    (function, 3 x grid, 3 x block, shared, stream, arguments, extra) -> status
     """
 
     def __init__(self, library: Any, load: str, find: str, launch: str) -> None:
@@ -40,11 +38,7 @@ class GpuDriver:
         self._launch.argtypes = (pointer, *(number,) * 7, pointer, pointer, pointer)
 
     def load(self, image: CompiledImage) -> LoadedKernel:
-        """Load a kernel into the current context.
-
-        Raises:
-            OSError: the driver does not take it.
-        """
+        """Load a kernel into the current context; OSError where the driver does not take it."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         status = self._load(ctypes.byref(module), image.image)
         if status == 0:
@@ -62,13 +56,10 @@ class LoadedKernel:
     function: ctypes.c_void_p
     image: CompiledImage
 
-    def bind(self, grid: tuple[int, int], arguments: Sequence[Any]) -> BoundLaunch:
-        """Return launches of this grid; the arguments are ctypes numbers that may be changed."""
-        return BoundLaunch(self, grid, arguments)
-
 
 class BoundLaunch:
-    """Launches of one kernel over one grid, with the numbers that its arguments then have."""
+    """Launches of one kernel over one grid, with the numbers that its ctypes arguments then
+    have."""
 
     __slots__ = ("_arguments", "_before", "_call", "_name", "_pointers")
 

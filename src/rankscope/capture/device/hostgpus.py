@@ -18,19 +18,14 @@ _NODES: Final = Path("/sys/class/kfd/kfd/topology/nodes")
 
 
 def architectures_of_host(library: str = _LIBRARY, nodes: Path = _NODES) -> list[str]:
-    """Return what fused kernels have to be compiled for here: `cuda-90`, `hip-gfx942`.
-
-    Args:
-        library: NVIDIA's management library (NVML).
-        nodes: folder in which the driver of AMD GPUs (KFD) describes each.
-    """
+    """Return what fused kernels have to be compiled for here (`cuda-90`, `hip-gfx942`), by NVIDIA's
+    management library and the folder in which the driver of AMD GPUs (KFD) describes each."""
     return sorted({*_of_nvidia(library), *_of_amd(nodes)})
 
 
 def compilers_of_host() -> list[tuple[list[str], Path]]:
     """Return the commands that compile what is missing for this host's GPUs, each with the file for
-    what it says. Whoever starts ranks runs them beside the job: ranks load what lies ready.
-    """
+    its output. Run them beside the job: ranks load what lies ready."""
     found = (compiler_of(architecture) for architecture in architectures_of_host())
     return [compiler for compiler in found if compiler is not None]
 

@@ -35,16 +35,15 @@ _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class OperationsForm:
-    """How values of one dtype, shape and layout are read; tables on the device."""
+    """How values of one dtype, shape and layout are read, with tables on the device: powers of the
+    hash's base, of every _KEYS elements and [_KEYS] within them; [256] normalized words of an 8-bit
+    float."""
 
     plan: FoldPlan
     folds: tuple[_DeviceFold, ...]
     row_keys: torch.Tensor
-    """Powers of the hash's base: of every _KEYS elements."""
     column_keys: torch.Tensor
-    """[_KEYS] powers within them."""
     same: torch.Tensor | None
-    """[256] normalized words of an 8-bit float."""
 
     @property
     def held_bytes(self) -> int:
@@ -53,7 +52,7 @@ class OperationsForm:
         return folds + self.row_keys.nbytes + self.column_keys.nbytes
 
     def fill(self, row: torch.Tensor, local: torch.Tensor) -> None:
-        """Enqueue what computes the row of a non-empty value (see `resultrow`); nothing in it
+        """Enqueue what computes the row of a non-empty value (`resultrow`); nothing
         synchronizes."""
         held = local.detach().resolve_conj().resolve_neg()
         if held.is_complex():
@@ -121,16 +120,15 @@ def _mix_torch(z: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _DeviceFold:
-    """One box of a tensor, all its samples together; tables on the device."""
+    """One box of a tensor (None: all of it), all its samples together; tables on the device:
+    [inner, 8] factors of the columns, [before, samples or 1, after, 8] of the rows without those of
+    the batch dim."""
 
     where: tuple[slice, ...] | None
-    """The box; None for the whole tensor."""
     rows: tuple[int, int, int]
     """Rows of the box: (before, samples, after), samples being 1 where they are not kept apart."""
     columns: torch.Tensor
-    """[inner, 8] factors of the columns."""
     weights: torch.Tensor
-    """[before, samples or 1, after, 8] factors of the rows, those of the batch dim left out."""
 
 
 def _fold(accelerator: Accelerator, box: FoldSegment, plan: FoldPlan) -> _DeviceFold:
@@ -181,7 +179,6 @@ def _project(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 
 
 def _hash(held: torch.Tensor, form: OperationsForm) -> torch.Tensor:
-    """Return the mix64 hash as a 0-dim int64 tensor."""
     flat = held.contiguous().reshape(-1)
     size = flat.element_size()
     total = torch.zeros((), dtype=torch.int64, device=flat.device)

@@ -19,8 +19,7 @@ the mean, norm. The hash lies there as the bits of a number: 0 of a value withou
 SKETCH: Final = 11
 """8 numbers of the whole sketch, or 8 for each sample without the factor of the batch dim."""
 _SAME_STATISTICS: Final = 2e-6
-_LEAST: Final = float(np.finfo(np.float64).tiny)
-"""Numbers below it have few digits."""
+_LEAST: Final = float(np.finfo(np.float64).tiny)  # numbers below it have few digits
 
 
 def row_size(plan: FoldPlan) -> int:
@@ -32,13 +31,7 @@ def row_size(plan: FoldPlan) -> int:
 def reading_of_row(
     plan: FoldPlan, numbers: npt.NDArray[np.float64], words: npt.NDArray[np.int64]
 ) -> ValueNumbers:
-    """Return the reading of a value.
-
-    Args:
-        plan: of the value.
-        numbers: its row, and whatever follows.
-        words: the same as integers.
-    """
+    """Return the reading of a value: `numbers` begin with its row, `words` are their bits."""
     samples, sketch = None, numbers[SKETCH : SKETCH + SKETCH_SIZE]
     if plan.batch_factors is not None:
         parts = numbers[SKETCH : row_size(plan)].reshape(-1, SKETCH_SIZE)
@@ -47,22 +40,11 @@ def reading_of_row(
     low, high, mean, deviation, norm = numbers[5:HASH].tolist()
     if not finite:
         low = high = mean = math.nan
+    std = deviation / math.sqrt(finite - 1) if finite > 1 else math.nan
     return ValueNumbers(
-        plan.count,
-        int(words[HASH]) % (1 << 64),
-        nan,
-        posinf,
-        neginf,
-        zero,
-        low,
-        high,
-        mean,
-        deviation / math.sqrt(finite - 1) if finite > 1 else math.nan,
-        norm if finite else 0.0,
-        tuple(sketch.tolist()),
-        samples,
-        False,
-    )
+        plan.count, int(words[HASH]) % (1 << 64), nan, posinf, neginf, zero, low, high, mean, std,
+        norm if finite else 0.0, tuple(sketch.tolist()), samples, False,
+    )  # fmt: skip
 
 
 def agree(one: ValueNumbers, other: ValueNumbers) -> bool:

@@ -34,11 +34,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def is_being_captured() -> bool:
     """True while `torch.jit.trace`, `torch.fx` or a compiler's backend runs a module to write down
-    its operations.
+    its operations. Reading a shape would be written down with them.
 
-    Reading a shape would be written down with them. Without jit's name that is what happens;
-    without fx's flag its proxies are seen as arguments, without the compiler's context its run as a
-    call.
+    Without jit's name that is what happens; without fx's flag its proxies are seen as arguments,
+    without the compiler's context its run as a call.
     """
     if _is_jit_tracing() or _is_fx_tracing():
         return True
@@ -51,8 +50,7 @@ def is_being_captured() -> bool:
 def is_compiled_graph(module: torch.nn.Module) -> bool:
     """True for what backends of torch.compile call in place of a model: its graph, with the
     parameters among the arguments, and what the compiler's own classes put around a graph (DDP's
-    buckets each get one).
-    """
+    buckets)."""
     cls = type(module)
     if cls.__module__.startswith("torch._dynamo.") and cls.__name__ != "OptimizedModule":
         return True
@@ -78,10 +76,8 @@ def dynamo_has_compiled() -> bool:
 
 
 def run_compiled_eagerly() -> Callable[[], None]:
-    """Have everything compiled run as written, and return what ends that.
-
-    Whatever stance the program had chosen comes back then, unless it chose another meanwhile.
-    """
+    """Have everything compiled run as written, and return what ends that: the program's stance
+    comes back then, unless it chose another meanwhile."""
     stance = torch.compiler.set_stance("force_eager")
 
     def restore() -> None:
@@ -93,11 +89,9 @@ def run_compiled_eagerly() -> Callable[[], None]:
 
 
 def constant_while_tracing(func: Function) -> Function:
-    """Have torch.compile call a function while it traces, and take its result for a constant.
-
+    """Have torch.compile call a function while it traces, and take its result for a constant:
     `torch.compiler.assume_constant_result` without the import of the compiler. A torch that does
-    not know the mark traces the function.
-    """
+    not know the mark traces the function."""
     func._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return func
 
@@ -117,8 +111,7 @@ _unseen: dict[Any, Any] = {}
 
 def unseen_by_compiler(func: Function) -> Function:
     """Return a function in a form that runs as written inside compiled code, once there can be any:
-    a graph ends before it.
-    """
+    a graph ends before it."""
     if "torch._dynamo" not in _modules:
         return func
     if func not in _unseen:

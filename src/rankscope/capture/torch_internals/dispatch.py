@@ -41,10 +41,8 @@ _KEYS = _hidden_keys()
 
 
 def operation_guards() -> Iterable[contextlib.AbstractContextManager[object]]:
-    """Return fresh guards that keep autograd, autocast, functorch and modes out.
-
-    Where the names are missing, autograd alone is switched off.
-    """
+    """Return fresh guards that keep autograd (without torch's names that alone) and all modes
+    out."""
     yield disable_torch_function()
     exclude = getattr(_C, "_ExcludeDispatchKeyGuard", None)
     if exclude is not None and _KEYS is not None:

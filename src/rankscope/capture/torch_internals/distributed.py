@@ -16,9 +16,7 @@ _C: Any = torch._C
 
 
 def process_groups() -> tuple[ProcessGroup, ...]:
-    """Return every process group this rank has built, the default group first. Without torch's own
-    table, or before there is a group, there is nothing to list.
-    """
+    """Return every process group of this rank, the default one first; () without torch's table."""
     world = getattr(getattr(torch.distributed, "distributed_c10d", None), "_world", None)
     names, backends = getattr(world, "pg_names", {}), getattr(world, "pg_map", {})
     found = []
@@ -36,19 +34,14 @@ def process_groups() -> tuple[ProcessGroup, ...]:
 
 
 def group_ranks(group: object) -> tuple[int, ...] | None:
-    """Return the global ranks of a process group in the order of its own; None where torch's table
-    does not have it.
-    """
+    """Return the global ranks of a group in its own order; None where torch's table lacks it."""
     world = getattr(torch.distributed.distributed_c10d, "_world", None)
     members = getattr(world, "pg_group_ranks", {}).get(group)
     return None if members is None else tuple(sorted(members, key=members.__getitem__))
 
 
 def group_named(name: str) -> Any:
-    """Return the process group that functional collectives call by this name.
-
-    Without the name of the function, None: the collective's group is then not known.
-    """
+    """Return the process group of this name; None without the name of torch's function."""
     resolve = getattr(getattr(_C, "_distributed_c10d", None), "_resolve_process_group", None)
     return resolve(name) if resolve is not None else None
 
@@ -75,19 +68,16 @@ def default_store() -> Any:
 
 def collective_classes() -> tuple[Any, Any, Any] | None:
     """Return the classes of process groups, of the work they hand out and of a work's future, as
-    C++ made them; None in a torch without distributed.
-    """
+    C++ made them; None in a torch without distributed."""
     c10d, future = getattr(_C, "_distributed_c10d", None), getattr(_C, "Future", None)
     group, work = getattr(c10d, "ProcessGroup", None), getattr(c10d, "Work", None)
     return None if group is None or work is None or future is None else (group, work, future)
 
 
 def functional_operators(names: Iterable[tuple[str, str]]) -> list[tuple[str, Any]]:
-    """Return (name, operator) of those of the (namespace, name) operators this torch has.
-
-    Every Python call of one goes through the attribute `_op` of the object returned; where it has
-    none, the operator is left out and its calls are not seen.
-    """
+    """Return (name, operator) of those of the (namespace, name) operators this torch has. Every
+    Python call of one goes through its attribute `_op`; an operator without is left out and not
+    seen."""
     found = []
     for space, name in names:
         operator = getattr(getattr(torch.ops, space, None), name, None)
@@ -97,9 +87,7 @@ def functional_operators(names: Iterable[tuple[str, str]]) -> list[tuple[str, An
 
 
 def is_collective_outstanding() -> bool:
-    """True while a functional collective of this process has not been waited for, or torch does not
-    tell.
-    """
+    """True while a functional collective has not been waited for, or torch does not tell."""
     count = getattr(getattr(_C, "_distributed_c10d", None), "_get_work_registry_size", None)
     return count is None or count() != 0
 
@@ -111,10 +99,11 @@ def is_async_collective(kind: type) -> bool:
 
 
 def async_collective_result(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """Return the plain tensor behind an AsyncCollectiveTensor, and whether it may be read.
+    """Return the plain tensor behind an AsyncCollectiveTensor, and whether it may be read. Nothing
+    is waited for.
 
-    Nothing is waited for. It may be read once somebody has waited: the tensor says so itself, or no
-    functional collective of this process is outstanding. Without torch's names it never may.
+    It may be read once somebody has waited: the tensor says so itself, or no functional collective
+    of this process is outstanding. Without torch's names it never may.
     """
     waiting: Any = tensor
     result = getattr(waiting, "elem", None)

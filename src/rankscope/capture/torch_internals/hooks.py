@@ -19,21 +19,15 @@ _ABOUT_GLOBAL_HOOKS = "Using `torch.compile\\(module\\)` when there are global h
 
 
 def forget_keyword_hook(number: int) -> None:
-    """Drop the note that a removed global forward hook takes keywords, which torch keeps for ever.
-
-    Without the table there is nothing to drop.
-    """
+    """Drop the note, kept by torch for ever, that a removed global forward hook takes keywords."""
     taking_keywords = getattr(torch.nn.modules.module, "_global_forward_hooks_with_kwargs", {})
     taking_keywords.pop(number, None)
 
 
 def global_hook_tables() -> tuple[HookTable, HookTable, HookTable, HookTable] | None:
     """Return torch's tables of global forward hooks by number: pre-hooks, hooks, which of these are
-    always called, and which take keywords.
-
-    None where one is missing: hooks are then registered anew each time, and each time what was
-    compiled is compiled again.
-    """
+    always called, and which take keywords. None where one is missing: hooks are then registered
+    anew each time, and each time what was compiled is compiled again."""
     first, second, third, fourth = (getattr(_hooks, name, None) for name in _GLOBAL_HOOKS)
     if first is None or second is None or third is None or fourth is None:
         return None
@@ -41,10 +35,8 @@ def global_hook_tables() -> tuple[HookTable, HookTable, HookTable, HookTable] | 
 
 
 def own_hook_tables(module: torch.nn.Module) -> tuple[HookTable, HookTable, HookTable] | None:
-    """Return a module's own pre-hooks, which of them take keywords, and its forward hooks.
-
-    None where the module lacks one: what its hooks replace is not seen then.
-    """
+    """Return a module's own pre-hooks, which of them take keywords, and its forward hooks; None
+    where the module lacks one: what its hooks replace is not seen then."""
     kept = vars(module)
     before, keywords = kept.get("_forward_pre_hooks"), kept.get("_forward_pre_hooks_with_kwargs")
     after = kept.get("_forward_hooks")
@@ -54,8 +46,8 @@ def own_hook_tables(module: torch.nn.Module) -> tuple[HookTable, HookTable, Hook
 
 
 def hide_from_compiled_modules(numbers: Set[int]) -> Callable[[], None]:
-    """Keep a compiled module from warning of the global hooks with these numbers, which know its
-    wrapper, and return what ends that. A program in which warnings are errors must not end by them.
+    """Keep a compiled module from warning of the global hooks with these numbers, and return what
+    ends that: in a program where warnings are errors it would raise.
 
     torch asks one function; where it is missing, the warning is filtered.
     """

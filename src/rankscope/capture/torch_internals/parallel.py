@@ -15,10 +15,7 @@ _INFERENCE = ("_forward_metadata_inference", "_backward_metadata_inference", "_s
 
 def shape_inference() -> frozenset[CodeType]:
     """Return the functions in which a pipeline stage runs once on empty memory, to learn shapes.
-
-    Without their names, or where no pipeline was imported, there are none: that run then counts as
-    a micro-batch.
-    """
+    Without their names there are none: that run then counts as a micro-batch."""
     stage = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "PipelineStage", None)
     if stage is None:
         return frozenset()
@@ -27,9 +24,8 @@ def shape_inference() -> frozenset[CodeType]:
 
 
 def pipeline_schedules() -> tuple[type, ...]:
-    """Return the classes whose `step` runs all micro-batches of one batch: every schedule of torch
-    inherits one of them. Where no pipeline was imported there are none.
-    """
+    """Return the classes whose `step` runs all micro-batches of a batch; every schedule inherits
+    one."""
     schedules = sys.modules.get("torch.distributed.pipelining.schedules")
     names = ("PipelineScheduleSingle", "PipelineScheduleMulti")
     found = (getattr(schedules, name, None) for name in names)
@@ -45,8 +41,7 @@ def stage_modules(schedule: object) -> list[torch.nn.Module]:
 
 def is_sync_off(module: torch.nn.Module) -> bool:
     """True for a DDP or FSDP1 wrapper inside `no_sync()`, and for an FSDP2 module that is told not
-    to reduce gradients. Without torch's names, False.
-    """
+    to reduce gradients. Without torch's names, False."""
     own = vars(module)
     if own.get("require_backward_grad_sync") is False or own.get("_sync_gradients") is False:
         return True
@@ -61,8 +56,7 @@ def is_sync_off(module: torch.nn.Module) -> bool:
 
 def is_flattened(parameter: torch.Tensor) -> bool:
     """True for a parameter of FSDP1, its flat one or a view into that: while backward runs FSDP1
-    keeps the gradient of earlier passes elsewhere. Without torch's mark, False.
-    """
+    keeps the gradient of earlier passes elsewhere. Without torch's mark, False."""
     return bool(getattr(parameter, "_fsdp_flattened", False))
 
 
@@ -70,11 +64,9 @@ _MOST_FRAMES = 20
 
 
 def sharded_module_in_hand() -> torch.nn.Module | None:
-    """Return the module whose gradients FSDP2 is reducing on this thread's Python stack.
-
-    At the end of backward it does so for what no hook of the graph has reached. Without its names,
-    None: such a reduction then belongs to no module.
-    """
+    """Return the module whose gradients FSDP2 is reducing on this thread's Python stack: at the end
+    of backward it does so for what no hook of the graph has reached. Without its names, None: such
+    a reduction then belongs to no module."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_MOST_FRAMES):
         if frame is None:
@@ -91,10 +83,8 @@ def sharded_originals(
     modules: Iterable[torch.nn.Module],
 ) -> Iterator[tuple[torch.nn.Parameter, object]]:
     """Yield the original parameters that FSDP1 keeps as runs of a flat one
-    (`use_orig_params=True`), each with the process group between whose ranks it is cut.
-
-    Without torch's names there are none.
-    """
+    (`use_orig_params=True`), each with the process group between whose ranks it is cut. Without
+    torch's names there are none."""
     kind = loaded_class("torch.distributed.fsdp._flat_param", "FlatParamHandle")
     if kind is None:
         return

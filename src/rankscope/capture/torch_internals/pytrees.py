@@ -6,11 +6,9 @@ from __future__ import annotations
 def registered_children(
     value: object, libraries: frozenset[str]
 ) -> list[tuple[str, object]] | None:
-    """Return the named children of an instance of a pytree node that one of these libraries
-    registered, else None.
-
-    Runs the flatten function it registered. Without torch's table nothing is registered.
-    """
+    """Return the named children, by the registered flatten function, of an instance of a pytree
+    node that one of these libraries registered, else None. Without torch's table nothing is
+    registered."""
     from torch.utils import _pytree  # here: it imports optree machinery that most runs never need
 
     node = getattr(_pytree, "SUPPORTED_NODES", {}).get(type(value))

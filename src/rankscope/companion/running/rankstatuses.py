@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +31,6 @@ from rankscope.run.locks import is_alive
 from rankscope.spool.streamreader import StreamReader
 from rankscope.tree.unfinished import spool_bases
 
-__all__ = ["StatusWriter"]
-
 _EVERY_S: Final = 1.0
 _SHARE: Final = 4
 """Writing it may take a fourth of the time."""
@@ -48,12 +46,9 @@ class StatusWriter:
     """Writes the status of one job (a `Listener`)."""
 
     def __init__(self, job: RunningJob, out: Path) -> None:
-        """Write nothing yet; `out` is the trace folder."""
         self._job, self._out = job, out
         self._spools: dict[StreamId, StreamReader] = {}
-        """Of this host."""
         self._written_to: dict[StreamId, int] = {}
-        """How far each of them was known to be written."""
         self._run_folders: list[Path] = []
         self._found_at = float("-inf")
         self._due_at = float("-inf")
@@ -83,10 +78,8 @@ class StatusWriter:
         known = (each.tail.identity for each in self._streams.values())
         identity = next((each for each in known if each), {})
         settings = identity.get("settings")
-        run = {
-            "id": str(identity.get("run_id", "")),
-            "settings": settings if isinstance(settings, dict) else {},
-        }
+        settings = settings if isinstance(settings, dict) else {}
+        run = {"id": str(identity.get("run_id", "")), "settings": settings}
         self._find_spools(run)
         return JobStatus(
             run=run,
@@ -98,20 +91,17 @@ class StatusWriter:
 
     def _totals(self) -> JobTotals:
         every = self._job.streams
-        steps: dict[int, int] = {}
+        steps = Counter[int]()
         for each in every:
-            rank = each.stream.rank
-            steps[rank] = steps.get(rank, 0) + each.tail.steps_ended
+            steps[each.stream.rank] += each.tail.steps_ended
         lengths = self._job.lengths
         now, received = time.monotonic(), sum(lengths.values())
         records = sum(each.tail.records for each in every)
         self._rates.append((now, received))
         while len(self._rates) > 2 and now - self._rates[1][0] >= _RATE_S:
             self._rates.popleft()
-        rate = None
-        if len(self._rates) > 1:
-            (began, before), (ended, after) = self._rates[0], self._rates[-1]
-            rate = (after - before) / max(ended - began, 1e-3)
+        (began, before), (ended, after) = self._rates[0], self._rates[-1]
+        rate = (after - before) / max(ended - began, 1e-3) if len(self._rates) > 1 else None
         read = sum(each.offset for each in every)
         return JobTotals(
             records=records,
@@ -127,26 +117,21 @@ class StatusWriter:
 
     def _ranks(self) -> tuple[RankStatus, ...]:
         self._name_roots()
-        places = {rank: self._status(rank) for rank in self._streams}
-        waits = self._waits(places)
-        medians = _medians(places.values())
-        return tuple(
-            _compared(replace(status, waits_for=waits.get(rank, ())), medians)
-            for rank, status in places.items()
-        )
+        statuses = {rank: self._status(rank) for rank in self._streams}
+        for rank, members in self._waits(statuses).items():
+            statuses[rank] = replace(statuses[rank], waits_for=members)
+        medians = _medians(statuses.values())
+        return tuple(_compared(status, medians) for status in statuses.values())
 
     def _find_spools(self, run: Mapping[str, Any]) -> None:
-        """Open the spools of this host."""
         now = time.monotonic()
         if run["id"] and not self._run_folders and now - self._found_at >= _FIND_S:
             self._found_at = now
             self._run_folders = find_runs(spool_bases(run), run["id"])
         for run_folder in self._run_folders:
             with contextlib.suppress(SpoolError):  # it went with its run
-                for stream in streams(run_folder):
-                    if stream not in self._spools:
-                        folder = stream_folder(run_folder, stream)
-                        self._spools[stream] = StreamReader(folder)
+                for stream in {*streams(run_folder)} - self._spools.keys():
+                    self._spools[stream] = StreamReader(stream_folder(run_folder, stream))
 
     def _name_roots(self) -> None:
         tails = [(rank, each.tail.definitions) for rank, each in self._streams.items()]
@@ -156,14 +141,10 @@ class StatusWriter:
             names = name_roots([roots_of(definitions) for _, definitions in tails])
             self._roots = {rank: own for (rank, _), own in zip(tails, names)}
 
-    # ---- one rank ---------------------------------------------------------------------------
-
     def _status(self, rank: int) -> RankStatus:
         split = self._streams[rank]
         tail, stream = split.tail, split.stream
-        identity = tail.identity
-        host = str(identity.get("host", ""))
-        end = self._end(split)
+        identity, end = tail.identity, self._end(split)
         record_ns = _wall_ns(tail)
         age_s = (time.time_ns() - record_ns) / 1e9 if record_ns else 0.0
         call = tail.innermost or tail.latest
@@ -173,12 +154,13 @@ class StatusWriter:
         in_step = tail.running or (None if call is None else call.step_key)
         limit = _whole_number(identity.get("settings"), "spool-bytes")
         written = self._written(stream)
-        received = self._job.lengths.get(stream, 0)
-        unsent = None if written is None else max(0, written - received)
+        unsent = None
+        if written is not None:
+            unsent = max(0, written - self._job.lengths.get(stream, 0))
         return RankStatus(
             rank=rank,
             incarnation=stream.incarnation,
-            host=host,
+            host=str(identity.get("host", "")),
             place=self._place(rank, end, call, standing),
             is_step_over=tail.running is None and in_step is not None,
             mode=Mode.TRAIN if in_step is None else Mode(in_step[0]),
@@ -208,10 +190,7 @@ class StatusWriter:
         return RankPlace(
             end=end,
             step=step_label(
-                Mode(call.mode),
-                call.step,
-                split.stream.incarnation,
-                is_setup=phase is Phase.SETUP,
+                Mode(call.mode), call.step, split.stream.incarnation, is_setup=phase is Phase.SETUP
             ),
             phase=phase,
             path=join_path(root, str(module.get("path", ""))) if module else "?",
@@ -220,7 +199,6 @@ class StatusWriter:
         )
 
     def _end(self, split: SplitStream) -> str:
-        """Return how the stream ended, as an `EndReason`'s value."""
         if split.tail.end is not None:
             return split.tail.end.value
         marker = self._job.end_of(split.stream)
@@ -235,18 +213,15 @@ class StatusWriter:
         return EndReason.LOST.value
 
     def _written(self, stream: StreamId) -> int | None:
-        """Return how many bytes the rank has written; None where its spool is elsewhere."""
-        least = self._job.lengths.get(stream, 0)
         spool = self._spools.get(stream)
         if spool is None:
             return None
+        least = self._job.lengths.get(stream, 0)
         with contextlib.suppress(SpoolError):  # what was read by the last look is not read again
             known = max(spool.lowest(), least, self._written_to.get(stream, 0))
             self._written_to[stream] = least = spool.committed(known)
         spool.close()
         return least
-
-    # ---- who waits for whom -----------------------------------------------------------------
 
     def _waits(self, statuses: Mapping[int, RankStatus]) -> dict[int, tuple[int, ...]]:
         """Return {rank: who did not come to the collective in which it stands}."""
@@ -272,7 +247,6 @@ class StatusWriter:
 
 
 Channel = tuple[str, tuple[int, ...], int]
-"""A group, its members, a mode."""
 
 
 def _channel(kind: Mapping[str, Any], call: EnteredCall) -> Channel:
@@ -281,7 +255,6 @@ def _channel(kind: Mapping[str, Any], call: EnteredCall) -> Channel:
 
 
 def _came_to(tail: StreamTail) -> dict[Channel, tuple[int, int]]:
-    """Return of each channel the step of its furthest collective, and which it was in the step."""
     found: dict[Channel, tuple[int, int]] = {}
     for number, call in tail.issued.items():
         kind = tail.definitions.get(number, {})
@@ -311,12 +284,8 @@ def _whole_number(settings: object, name: str) -> int | None:
     return int(text) if isinstance(text, str) and text.isdecimal() and len(text) < 20 else None
 
 
-# ---- ranks beside each other -----------------------------------------------------------------
-
-
 def _medians(statuses: Any) -> dict[int, float]:
-    """Return {step: median over ranks of what it took them outside collectives}, of steps that two
-    ranks or more have ended."""
+    """Return {step: median of `own_s`} of steps that two ranks or more have ended."""
     taken: dict[int, list[float]] = {}
     for status in statuses:
         for each in status.ended:

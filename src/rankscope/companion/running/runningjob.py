@@ -22,14 +22,11 @@ from rankscope.tree.document import Document
 from rankscope.tree.finishedtrace import trace_of
 from rankscope.tree.views import Trace
 
-__all__ = ["Listener", "RunningJob"]
-
 _ABSENT_S: Final = 10.0
 """A rank that began no step of a mode takes no part in it, once others ended one so long ago."""
 _DEVICE_S: Final = 2.0
 """An accelerator's values may come so long after their step ended."""
 _LOOK_BYTES: Final = 64 << 20
-"""Read of all streams at a time."""
 _MOST_HELD: Final = 256 << 20
 """Bytes of records above which ranks that are ahead wait for those that are behind."""
 _MOST_LAGGING: Final = 64 << 20
@@ -54,25 +51,19 @@ class RunningJob:
     """The streams of the newest life of a job, read as they grow."""
 
     def __init__(self, out: Path, *, traced_ranks: int) -> None:
-        """Read nothing yet."""
         self._out, self._traced_ranks = out, traced_ranks
         self._streams: dict[int, SplitStream] = {}
         self._replaced: list[SplitStream] = []
         """Of earlier lives, with nothing held."""
         self.lengths: dict[StreamId, int] = {}
-        """Bytes of each stream in the trace folder, as of the last look."""
         self.life = 0
-        """Incarnation of the job that is read."""
         self._seen_at: dict[StepKey, float] = {}
-        """When a step was first seen to have ended on some rank."""
         self._read_s = 0.0
         self._definitions: Decoded = {}
         self._ends: dict[int, StreamEnd] = {}
-        """End markers by rank, as of the last look."""
         self.trouble: dict[int, str] = {}
         """{rank: why its stream cannot be read}; it is left alone from then on."""
         self.taken_bytes = 0
-        """What came with the last look."""
         self.listeners: list[Listener] = []
 
     @property
@@ -99,8 +90,7 @@ class RunningJob:
     @property
     def settled_bytes(self) -> int:
         """That a `settle` would free, about."""
-        read = sum(stream.offset - stream.settled for stream in self._streams.values())
-        return read - self.held_bytes
+        return sum(s.offset - s.settled - s.held_bytes for s in self._streams.values())
 
     @property
     def keeps_tensors(self) -> bool:
@@ -108,8 +98,7 @@ class RunningJob:
         return any(stream.keeps_tensors for stream in self._streams.values())
 
     def look(self, is_stopped: Callable[[], bool] = lambda: False) -> bool:
-        """Read what is new, have all listeners look, let go what none of them needs; True where
-        more may wait."""
+        """Read what is new, have listeners look, let go what none needs; True where more waits."""
         self.taken_bytes = self.read(is_stopped)
         for each in self.listeners:
             each.look(is_stopped)
@@ -145,37 +134,34 @@ class RunningJob:
     def read_again(self) -> None:
         """Begin anew with the first record that is there: the steps of some were let go."""
         for rank, stream in self._streams.items():
-            again = SplitStream(self._out, stream.stream, self._definitions, stream)
-            self._streams[rank] = again
+            self._streams[rank] = SplitStream(self._out, stream.stream, self._definitions, stream)
         self._seen_at.clear()
 
     def finished(self) -> list[StepKey]:
         """Return the held steps that every rank has ended, in the order in which they ended."""
         now = time.monotonic()
-        waiting = max(
-            (_DEVICE_S for stream in self._streams.values() if stream.has_accelerator), default=0.0
-        )
+        has_accelerator = any(stream.has_accelerator for stream in self._streams.values())
+        least_s = _DEVICE_S if has_accelerator else 0.0
         found = []
         for key, seen_at in self._seen_at.items():
             is_late = now - seen_at >= _ABSENT_S
-            if now - seen_at < waiting:
-                continue
-            if len(self._streams) < self._traced_ranks and not is_late:
-                continue
-            if all(
-                stream.is_over
-                or rank in self._ends
-                or stream.ended.get(key.mode, -1) >= key.step
-                or (key.mode not in stream.begun and is_late)
-                for rank, stream in self._streams.items()
+            has_all_ranks = len(self._streams) >= self._traced_ranks
+            if (
+                now - seen_at >= least_s
+                and (has_all_ranks or is_late)
+                and all(
+                    stream.is_over
+                    or rank in self._ends
+                    or stream.ended.get(key.mode, -1) >= key.step
+                    or (key.mode not in stream.begun and is_late)
+                    for rank, stream in self._streams.items()
+                )
             ):
                 found.append(key)
         return sorted(found, key=self._when)
 
     def past(self) -> list[StepKey]:
-        """Return the held steps to which no rank will add a record, in the order in which they
-        ended: every rank is some steps further, or has ended.
-        """
+        """Return the held steps to which no rank will add a record, in the order of their ends."""
         now = time.monotonic()
         found, lagging = [], []
         for key, seen_at in self._seen_at.items():
@@ -219,10 +205,8 @@ class RunningJob:
         return self.ended_ns(key), key
 
     def ended_ns(self, key: StepKey) -> int:
-        """Return the wall clock in ns at which the last rank ended a held step, 0 where none is
-        known to have."""
-        known = (stream.ended_ns.get(key, 0) for stream in self._streams.values())
-        return max(known, default=0)
+        """Return the wall clock in ns at which the last rank ended a held step, 0 for none."""
+        return max((stream.ended_ns.get(key, 0) for stream in self._streams.values()), default=0)
 
     def bytes_of(self, key: StepKey) -> int:
         """Return the bytes of the records of a held step."""
@@ -233,7 +217,6 @@ class RunningJob:
         return {key for stream in self._streams.values() for key in stream.held}
 
     def _behind(self) -> set[int]:
-        """Return the ranks that the oldest step of each mode waits for, all where none waits."""
         found: set[int] = set()
         seen: set[int] = set()
         for key in sorted(self._seen_at, key=self._when):
@@ -244,16 +227,11 @@ class RunningJob:
         return found or {*self._streams}
 
     def has_tensors(self, key: StepKey) -> bool:
-        """True where full tensors of a step were asked for: which of them came is known at the
-        end."""
+        """True where full tensors of a step were asked for: which came is known at the end."""
         return any(key in stream.with_tensors for stream in self._streams.values())
 
     def settle(self) -> None:
-        """Free what was read but is not held, on disk: it stands in the tree.
-
-        Raises:
-            SpoolError, OSError: it cannot be.
-        """
+        """Free on disk what was read and is in the tree; raise SpoolError or OSError."""
         for stream in self._streams.values():
             stream.settle()
 
@@ -265,13 +243,8 @@ class RunningJob:
                 stream.drop(key)
 
     def trace(self, keys: Iterable[StepKey]) -> Callable[[], Trace]:
-        """Return what makes the trace of setup and some steps, as they are now: in another thread,
-        if that is wished, while more is read.
-
-        It raises:
-            TraceError: there is not one record.
-            TraceVersionError: a rank wrote a newer record format.
-        """
+        """Return what makes the trace of setup and some steps as they are now, in any thread; it
+        raises TraceError without a record, TraceVersionError for a newer record format."""
         sources, read_s = self._sources(keys), self._read_s
 
         def made() -> Trace:

@@ -1,5 +1,4 @@
-"""One stream, read as it grows: its records by the step they belong to, and what its rank is inside
-of.
+"""One stream, read as it grows: its records by their step, and what its rank is inside of.
 
 What holds for the whole job stays: definitions, setup, gaps. The records of a step are held until
 they are dropped, so the memory is that of the steps held, however long the job.
@@ -22,13 +21,14 @@ from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.streams import StreamId
 from rankscope.spool.definitions import Decoded
-from rankscope.spool.recordcolumns import Records, records, records_at, step_codes
-from rankscope.spool.recordformat import (
-    LONGEST_RECORD,
-    NO_SEQUENCE,
-    RecordKind,
-    StepEvent,
+from rankscope.spool.recordcolumns import (
+    Records,
+    call_sequences,
+    records,
+    records_at,
+    step_codes,
 )
+from rankscope.spool.recordformat import LONGEST_RECORD, NO_SEQUENCE, RecordKind, StepEvent
 from rankscope.spool.replication import replica_path
 from rankscope.spool.settledprefix import (
     SettledPrefix,
@@ -38,15 +38,13 @@ from rankscope.spool.settledprefix import (
     write_settled,
 )
 
-__all__ = ["SplitStream", "StepKey"]
-
 Cells = NDArray[np.uint8]
 _LEAST_BYTES: Final = 64 << 10
 _PIECE_BYTES: Final = 8 << 20
 _KEPT: Final = -1
 _LATE: Final = -2
-_WITH_CALL: Final = (RecordKind.EXIT, RecordKind.VALUE, RecordKind.SAMPLES, RecordKind.ERROR)
-"""Begin with the sequence number of their call."""
+_OF_A_CALL: Final = (RecordKind.EXIT, RecordKind.VALUE, RecordKind.SAMPLES, RecordKind.ERROR)
+"""Records that follow that of their call."""
 
 
 class StepKey(NamedTuple):
@@ -62,53 +60,34 @@ class SplitStream:
     def __init__(
         self, out: Path, stream: StreamId, decoded: Decoded, again: SplitStream | None = None
     ) -> None:
-        """Read nothing yet.
-
-        Args:
-            out: the trace folder.
-            stream: which one.
-            decoded: definitions already decoded, as of `read_stream`.
-            again: the same stream as far as it was read, to read it again from the begin on.
-        """
+        """Read nothing yet; `decoded` as of `read_stream`; `again`: the same stream as far as it
+        was read, to read it again from the begin on."""
         self.stream = stream
         self.tail: StreamTail = StreamTail(has_values=True) if again is None else again.tail
-        """What its rank is inside of, and its last steps."""
         self._tail_from: int = 0 if again is None else again.offset
         """What lies before was taken by the tail."""
         self._decoded = decoded
         self.ended: dict[int, int] = {}
-        """{mode: the last step that ended}."""
         self.ended_ns: dict[StepKey, int] = {}
-        """Wall clock at which each step that is held ended."""
         self.trained_by_then: dict[StepKey, int] = {}
-        """Of each of those: the last train step that had ended by then, -1 for none."""
+        """The last train step that had ended when a held step ended, -1 for none."""
         self.with_tensors: set[StepKey] = set()
-        """Held steps of which full tensors were kept, or asked for."""
         self.keeps_tensors = False
-        """Full tensors are kept of every step."""
         self.begun: set[int] = set()
-        """Modes in which a step began."""
         self.is_over = False
-        """The stream has its END record."""
         self.has_accelerator = False
         """Some value lies on one: such a value may be written after its step ended."""
         self.late_records = 0
-        """Of steps that were dropped."""
         self.offset: int = 0
-        """Bytes of the stream that were read."""
         self.settled = 0
-        """Bytes of the stream that were freed: what is left of them is held here."""
         self.is_read_out = False
-        """The last look found nothing new."""
         self._path = replica_path(out, stream)
         self._kept: list[Cells] = []
         self._held: dict[StepKey, list[Cells]] = {}
         self.held: dict[StepKey, int] = {}
-        """Bytes of each step that is held."""
         self._numbers: dict[StepKey, int] = {}
         self._next_number = itertools.count()
-        self._dropped: dict[int, int] = {}
-        """{mode: the last step that was dropped}."""
+        self._last_dropped: dict[int, int] = {}
         self._sequences = np.empty(0, np.uint64)
         """Of the calls that are held or kept, sorted."""
         self._owners = np.empty(0, np.int64)
@@ -126,11 +105,7 @@ class SplitStream:
         return sum(self.held.values())
 
     def read(self, most_bytes: int) -> int:
-        """Read what is new, at most about so many bytes; return how many there were.
-
-        Raises:
-            SpoolError: the replica cannot be read, or is damaged.
-        """
+        """Read at most about so many new bytes; return how many there were, or raise SpoolError."""
         self._begin_where_records_are()
         taken, most = 0, min(max(most_bytes, _LEAST_BYTES), _PIECE_BYTES)
         while taken < most_bytes:
@@ -153,7 +128,7 @@ class SplitStream:
 
     def drop(self, key: StepKey) -> None:
         """Let the records of a step go."""
-        self._dropped[key.mode] = max(key.step, self._dropped.get(key.mode, -1))
+        self._last_dropped[key.mode] = max(key.step, self._last_dropped.get(key.mode, -1))
         if self._held.pop(key, None) is None:
             return
         del self.held[key]
@@ -178,11 +153,7 @@ class SplitStream:
         return np.concatenate(parts).reshape(-1) if parts else np.empty(0, np.uint8)
 
     def settle(self) -> None:
-        """Free what was read but is not held, on disk: it stands in the tree.
-
-        Raises:
-            SpoolError, OSError: it cannot be.
-        """
+        """Free what was read but is not held, on disk, as of `RunningJob.settle`."""
         prefix = SettledPrefix(self.offset, self.cells(self._held).tobytes(), self.late_records)
         if prefix.hidden_bytes:
             write_settled(self._path, prefix)
@@ -195,7 +166,7 @@ class SplitStream:
             return
         prefix = read_settled(self._path)
         self.close()
-        self._dropped.clear()
+        self._last_dropped.clear()
         self._take(records(prefix.kept), is_told=prefix.settled_to > self._tail_from)
         self.offset, self.late_records = prefix.settled_to, prefix.late_records
         self.settled = self.offset
@@ -218,9 +189,8 @@ class SplitStream:
         own = self._owners_of(values["sequence"])
         named = np.unique(own[(values["reference"] != 0) & (own >= 0)]).tolist()
         self.with_tensors.update(key for key, n in self._numbers.items() if n in named)
-        for kind in _WITH_CALL:
-            positions = found.positions(kind)
-            owners[positions] = self._owners_of(_sequences(found, positions))
+        is_of_call = np.isin(found.kind, _OF_A_CALL)
+        owners[is_of_call] = self._owners_of(call_sequences(found)[is_of_call])
         positions, errors = found.columns(RecordKind.ERROR)
         has_no_call = errors["sequence"] == np.uint64(NO_SEQUENCE)
         owners[positions[has_no_call]] = _KEPT
@@ -261,13 +231,12 @@ class SplitStream:
                     self.trained_by_then[StepKey(mode, step)] = trained
 
     def _steps_of(self, codes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of the step of each record, `_LATE` where it was dropped."""
         distinct, inverse = np.unique(codes, return_inverse=True)
         numbers = np.full(len(distinct), _LATE, np.int64)
         for i, code in enumerate(distinct.tolist()):
             key = StepKey(code >> 32, code & 0xFFFF_FFFF)
             if key not in self._held:
-                if key.step <= self._dropped.get(key.mode, -1):
+                if key.step <= self._last_dropped.get(key.mode, -1):
                     continue
                 self._held[key], self.held[key] = [], 0
                 self._numbers[key] = next(self._next_number)
@@ -286,13 +255,6 @@ class SplitStream:
         if not len(self._sequences):
             return np.full(len(sequences), _LATE, np.int64)
         at = np.minimum(np.searchsorted(self._sequences, sequences), len(self._sequences) - 1)
-        owners: NDArray[np.int64] = np.where(
-            self._sequences[at] == sequences, self._owners[at], _LATE
-        )
+        is_known = self._sequences[at] == sequences
+        owners: NDArray[np.int64] = np.where(is_known, self._owners[at], _LATE)
         return owners
-
-
-def _sequences(found: Records, positions: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return the sequence number with which each of these records begins."""
-    heads = found.cells.take(found.start[positions], axis=0)[:, 8:16]
-    return np.ascontiguousarray(heads).view("<u8").reshape(-1).astype(np.uint64)

@@ -16,15 +16,11 @@ from rankscope.record.finding import Finding, Kind, Severity
 from rankscope.run.stallrecords import stalls_in
 from rankscope.tree.views import Trace
 
-__all__ = ["MOST_REST_S", "LiveCheck"]
-
 _STEPS_BESIDE: Final = 2
 """Steps before the new ones that are judged with them: some rules look back."""
 _MOST_BYTES: Final = 192 << 20
-"""Of records held at a time."""
 _CANCELLED_S: Final = 40.0
-"""So long after the first crash it is told, also if nobody has said how the job ended: torchrun
-gives ranks that it ends 30 s."""
+"""Crashes are told so long after the first at most: torchrun gives ranks that it ends 30 s."""
 _LAST_S: Final = 0.3
 """So long what is judged at the end is waited for: `check` judges it again."""
 _STALL_AGAIN_S: Final = 1.0
@@ -33,35 +29,25 @@ _REST: Final = 1.5
 """It rests so many times as long as it worked: several steps together cost less than one by one."""
 MOST_REST_S: Final = 2.0
 _LOOK_BYTES: Final = 24 << 20
-"""Of records judged at a time, where that is more than one step."""
 
 
 class LiveCheck:
     """One job, judged step by step."""
 
     def __init__(self, job: RunningJob, findings: FindingsFile) -> None:
-        """Judge nothing yet; what is found goes to `findings`."""
         self._out = findings.folder
-        self._job = job
-        self._life = job.life
-        self._findings = findings
+        self._job, self._life, self._findings = job, job.life, findings
         self._judged: list[StepKey] = []
         """The latest, in order: the next are judged with them."""
         self._through: dict[int, int] = {}
-        """{mode: the last step that was judged or passed over}."""
         self._running: _Judgement | None = None
-        self._rests_until = 0.0
-        self._stall_ns = 0
-        self._stalled_at = 0.0
-        """When the latest stall was first seen here."""
-        self._stall_age = 0.0
-        """How old it was when it was judged last."""
         self._crashes: tuple[list[Finding], Mapping[StepKey, int]] | None = None
-        self._crashed_at = 0.0
+        self._rests_until = self._crashed_at = 0.0
+        self._stall_ns = 0
+        self._stalled_at = self._judged_stall_age = 0.0
 
     def look(self, is_stopped: Callable[[], bool]) -> None:
-        """Have the steps judged that are over by now, in a thread: that may take long, and the job
-        is read on meanwhile (of `Listener`)."""
+        """Have the steps judged that are over by now, in a thread: meanwhile the job is read on."""
         if self._job.life != self._life:
             if self._crashes:  # what is started again was not cancelled
                 self._findings.add(*self._crashes)
@@ -69,9 +55,8 @@ class LiveCheck:
             self._through.clear()
         self._tell_crashes(is_over=False)
         for rank, trouble in self._job.trouble.items():
-            self._findings.say(
-                f"the records of rank {rank} are not judged while the job runs: {trouble}"
-            )
+            notice = f"the records of rank {rank} are not judged while the job runs"
+            self._findings.say(f"{notice}: {trouble}")
         if self._is_free() and time.monotonic() >= self._rests_until:
             self._judge_next()
         self._make_room()
@@ -116,8 +101,7 @@ class LiveCheck:
             self._through[key.mode] = max(key.step, self._through.get(key.mode, -1))
 
     def _newest(self, keys: list[StepKey]) -> list[StepKey]:
-        """Return the steps to be judged now, so many as are worth one look: where steps come faster
-        than they can be judged, older ones are let go."""
+        """Return the newest of these steps, as many as are worth one look; let older ones go."""
         part: list[StepKey] = []
         size = 0
         for key in reversed(keys):
@@ -134,8 +118,7 @@ class LiveCheck:
             self._pass(passed_over)
         return part[::-1]
 
-    def _judge(self, keys: Iterable[StepKey]) -> None:
-        keys = list(keys)
+    def _judge(self, keys: list[StepKey]) -> None:
         ended_ns = {key: self._job.ended_ns(key) for key in keys}
         self._running = _Judgement(self._job.trace(keys), ended_ns)
 
@@ -146,9 +129,9 @@ class LiveCheck:
         latest, now = max(noticed, default=0), time.monotonic()
         if latest > self._stall_ns:
             self._stall_ns, self._stalled_at = latest, now
-        elif not noticed or now - self._stalled_at < 2 * self._stall_age:
+        elif not noticed or now - self._stalled_at < 2 * self._judged_stall_age:
             return
-        self._stall_age = max(now - self._stalled_at, _STALL_AGAIN_S / 2)
+        self._judged_stall_age = max(now - self._stalled_at, _STALL_AGAIN_S / 2)
         finished = {*self._job.finished()}
         unfinished = [key for key in self._job.held() if self.needs(key) and key not in finished]
         self._judge([*self._judged, *sorted({*unfinished} - {*self._judged})])
@@ -174,8 +157,7 @@ class LiveCheck:
         self._tell_crashes(is_over=True)
 
     def _make_room(self) -> None:
-        """Let steps go where more is held than may be: of ranks that are far apart, or a step that
-        is too large."""
+        """Let steps go where too much is held: of ranks far apart, or a step that is too large."""
         needed = sorted(key for key in self._job.held() if self.needs(key))
         size = sum(map(self._job.bytes_of, needed))
         for key in needed:
@@ -191,8 +173,6 @@ class LiveCheck:
 
 
 class _Judgement:
-    """Some steps on their way through `check`, in a thread of their own."""
-
     def __init__(self, trace: Callable[[], Trace], ended_ns: Mapping[StepKey, int]) -> None:
         self._trace = trace
         self.ended_ns = ended_ns

@@ -17,9 +17,6 @@ from rankscope.tree.growingtree import GrowingTree
 from rankscope.tree.step import StepName
 from rankscope.tree.views import Trace
 
-__all__ = ["KeepSizes", "StepKeeper"]
-
-
 _PART_BYTES: Final = 32 << 20
 """Of records that are assembled at a time, where that is more than one step."""
 _MOST_BYTES: Final = 128 << 20
@@ -38,7 +35,6 @@ class KeepSizes:
     part: int = 8 << 20
     """That are worth a part; 0 for any."""
     free: int = 16 << 20
-    """That are freed at a time."""
 
 
 class StepKeeper:
@@ -53,19 +49,11 @@ class StepKeeper:
         sizes: KeepSizes = KeepSizes(),
         dataset: Callable[[Trace], None] | None = None,
     ) -> None:
-        """Write nothing yet.
-
-        Args:
-            job: of which steps are written.
-            out: the trace folder.
-            say: takes a line about what cannot be done.
-            sizes: when it is worth what.
-            dataset: takes the trace of each part before it is in the tree: what is in the tree was
-                taken. After a kill it may be given steps again.
-        """
-        self._out, self._say, self._sizes = out, say, sizes
-        self._dataset = dataset
-        self._job = job
+        """Write nothing yet; `say` takes lines about trouble. `dataset` takes the trace of each
+        part before it is in the tree, so it has what is in the tree; after a kill it may get steps
+        again."""
+        self._job, self._out, self._say = job, out, say
+        self._sizes, self._dataset = sizes, dataset
         self._tree: GrowingTree | None = None
         self._written_at = time.monotonic()
         self._took_s = 0.0
@@ -109,10 +97,13 @@ class StepKeeper:
             self._tree.close()
 
     def _look(self, is_stopped: Callable[[], bool]) -> None:
+        job = self._job
         if self._tree is None:
-            self._begin()
+            if sum(job.lengths.values()) >= self._sizes.begin:
+                self._tree = GrowingTree.to_write(self._out)
+                if self._tree is not None:
+                    job.read_again()
             return
-        tree, job = self._tree, self._job
         if job.keeps_tensors:
             self.close()  # which records name a tensor is known at the end
             return
@@ -128,32 +119,21 @@ class StepKeeper:
         for part in self._parts(self._due(due)):
             if is_stopped():
                 return
-            self._write(tree, part)
+            self._write(self._tree, part)
         job.let_go()
         again = job.kept_bytes + job.held_bytes  # written anew each time
         if job.settled_bytes >= max(self._sizes.free, 2 * again):
-            tree.sync()
+            self._tree.sync()
             job.settle()
 
-    def _begin(self) -> None:
-        """Have the tree grow, where the records are worth it."""
-        if sum(self._job.lengths.values()) >= self._sizes.begin:
-            self._tree = GrowingTree.to_write(self._out)
-            if self._tree is not None:
-                self._job.read_again()
-
     def _due(self, keys: list[StepKey]) -> list[StepKey]:
-        """Return the steps where they are worth a part, or have waited long, and none elsewhere.
-
-        Setup is read again for each part, so a part should be larger.
-        """
+        """Return the steps, or none yet: setup is read again for each part."""
         worth = max(self._sizes.part, self._job.kept_bytes) if self._sizes.part else 0
         # longer where it took long to write the last one
         has_waited = time.monotonic() - self._written_at > _WAIT_S * max(1.0, self._took_s)
         return keys if has_waited or sum(map(self._job.bytes_of, keys)) >= worth else []
 
     def _parts(self, keys: Sequence[StepKey]) -> list[list[StepKey]]:
-        """Return steps by the parts that they are written in."""
         parts: list[list[StepKey]] = []
         size = _PART_BYTES
         for key in keys:

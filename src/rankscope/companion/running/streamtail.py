@@ -26,8 +26,6 @@ from rankscope.spool.recordcolumns import Records, Sequences, ValueRows, ending,
 from rankscope.spool.recordformat import NO_SEQUENCE, RecordKind, StepEvent
 from rankscope.spool.streamreader import StreamReader
 
-__all__ = ["EnteredCall", "RankActivity", "StreamTail", "activity_of"]
-
 Rows = NDArray[Any]
 _OPTIMIZER: Final = (int(Phase.GRADS), int(Phase.PARAMS))
 _KEPT_KINDS: Final = frozenset({"rank", "root", "inside", "module", "collective", "slot"})
@@ -49,12 +47,10 @@ class EnteredCall:
     time_ns: int
     """Monotonic time of its host."""
     module: int
-    """Its module's definition."""
     phase: int
     mode: int
     step: int
     collective: int = 0
-    """Its collective's definition; 0 for other calls."""
     number: int = 0
     """Which of its group's it was in the step."""
 
@@ -68,12 +64,8 @@ class StreamTail:
     """What the records say that were taken so far."""
 
     def __init__(self, *, is_whole: bool = True, has_values: bool = False) -> None:
-        """Know nothing yet.
-
-        Args:
-            is_whole: the first record to be taken is the stream's first.
-            has_values: read losses and gradient norms too.
-        """
+        """Know nothing yet; `is_whole`: it begins with the stream; `has_values`: read losses
+        too."""
         self._is_whole = is_whole
         self._has_values = has_values
         self.definitions: dict[int, dict[str, Any]] = {}
@@ -84,23 +76,16 @@ class StreamTail:
         self.issued: dict[int, EnteredCall] = {}
         """{definition: the collective of that kind that was issued last}."""
         self.written_ns = 0
-        """Monotonic time of the last record that has one."""
         self.records = self.lost_records = 0
         self.steps_ended = 0
-        """Of train steps."""
         self.end: EndReason | None = None
         self.running: tuple[int, int] | None = None
-        """(mode, step) of the step that runs."""
         self.ended: deque[EndedStep] = deque(maxlen=_KEPT_STEPS)
         self.missed: deque[tuple[Mode, int]] = deque(maxlen=_KEPT_STEPS)
-        """Steps that this rank was asked for too late."""
         self._missed_notes: set[int] = set()
-        """Definitions of the note that says so."""
         self._began_ns = 0
         self._train_mark: StepEvent | None = None
-        self._train_begun = self._train_call = self._optimizer_step = -1
-        self._train_ended = -1
-        """The train step that ended last."""
+        self._train_begun = self._train_call = self._optimizer_step = self._train_ended = -1
         self._calls: Rows = np.empty(0, _CALL_DTYPE)
         self._waited_ns: dict[int, int] = {}
         self._losses: dict[int, float] = {}
@@ -114,12 +99,9 @@ class StreamTail:
     @property
     def step_before_optimizer(self) -> int | None:
         """The train step that runs and whose optimizer has not stepped, None where none does."""
-        if self._train_mark is None:  # its begin was freed: a rank writes in no other time
-            step = -1 if self._is_whole else self._train_call
-        elif self._train_mark is StepEvent.BEGIN:
-            step = self._train_begun
-        else:
-            step = -1
+        step = self._train_begun if self._train_mark is StepEvent.BEGIN else -1
+        if self._train_mark is None and not self._is_whole:
+            step = self._train_call  # its begin was freed: a rank writes in no other time
         return None if step < 0 or step == self._optimizer_step else step
 
     @property
@@ -133,17 +115,13 @@ class StreamTail:
         definition = self.definitions.get(call.collective)
         return definition is not None and not definition.get("async", False)
 
-    def define(self, definitions: Mapping[int, dict[str, Any]]) -> None:
-        """Take definitions."""
+    def take(self, found: Records, definitions: Mapping[int, dict[str, Any]]) -> None:
+        """Take the next records of the stream, and the definitions among them."""
         for number, definition in definitions.items():
             if definition["kind"] in _KEPT_KINDS:
                 self.definitions[number] = definition
             elif Note.read("", definition.get("fact")).kind is NoteKind.MISSED_STEP:
                 self._missed_notes.add(number)
-
-    def take(self, found: Records, definitions: Mapping[int, dict[str, Any]]) -> None:
-        """Take the next records of the stream, and the definitions among them."""
-        self.define(definitions)
         self.records += len(found) - len(found.positions(RecordKind.FILLER))
         _, enters = found.columns(RecordKind.ENTER)
         _, exits = found.columns(RecordKind.EXIT)
@@ -163,8 +141,6 @@ class StreamTail:
         if ended.reason is not None:
             self.end = ended.reason
             self.lost_records = max(self.lost_records, ended.dropped_records)
-
-    # ---- calls ------------------------------------------------------------------------------
 
     def _note_calls(self, enters: Rows, exits: Rows) -> None:
         if self.open and len(exits):
@@ -189,7 +165,6 @@ class StreamTail:
                 self._optimizer_step = int(stepped["step"][-1])
 
     def _note_waits(self, enters: Rows, exits: Rows) -> None:
-        """Add up what synchronous collectives of train steps took that ended now."""
         calls = [c for c in self.open.values() if c.mode == _TRAIN and self.is_synchronous(c)]
         rows = enters[(enters["phase"] == int(Phase.COLLECTIVE)) & (enters["mode"] == _TRAIN)]
         calls += [call for call in map(_entered, rows) if self.is_synchronous(call)]
@@ -198,8 +173,6 @@ class StreamTail:
             if place >= 0:
                 ns = int(exits["time_ns"][place]) - call.time_ns
                 self._waited_ns[call.step] = self._waited_ns.get(call.step, 0) + ns
-
-    # ---- values -----------------------------------------------------------------------------
 
     def _note_values(self, enters: Rows, values: ValueRows) -> None:
         new = np.empty(len(enters), _CALL_DTYPE)
@@ -239,25 +212,13 @@ class StreamTail:
             return
         call, time_ns = of[places[-1]], int(values["time_ns"][places[-1]])
         if self.latest is None or time_ns > self.latest.time_ns:
-            self.latest = EnteredCall(
-                sequence=int(call["sequence"]),
-                time_ns=time_ns,
-                module=int(call["module"]),
-                phase=int(Phase.BACKWARD),
-                mode=int(call["mode"]),
-                step=int(call["step"]),
-            )
+            fields = {name: int(call[name]) for name in ("sequence", "module", "mode", "step")}
+            self.latest = EnteredCall(time_ns=time_ns, phase=int(Phase.BACKWARD), **fields)
 
     def _is_slot(self, slots: Rows, begin: str) -> NDArray[np.bool_]:
-        """[n] True for slots whose names begin so."""
-        named = [
-            number
-            for number in np.unique(slots).tolist()
-            if str(self.definitions.get(number, {}).get("name", "")).startswith(begin)
-        ]
-        return np.isin(slots, named)
-
-    # ---- steps ------------------------------------------------------------------------------
+        defined = {number: self.definitions.get(number, {}) for number in np.unique(slots).tolist()}
+        names = {number: str(slot.get("name", "")) for number, slot in defined.items()}
+        return np.isin(slots, [number for number, name in names.items() if name.startswith(begin)])
 
     def _note_steps(self, steps: Rows) -> None:
         for row in steps:
@@ -266,14 +227,12 @@ class StreamTail:
             if row["event"] not in (int(StepEvent.BEGIN), int(StepEvent.END)):
                 continue
             mode, step, event = int(row["mode"]), int(row["step"]), StepEvent(int(row["event"]))
-            is_train = mode == _TRAIN
-            if is_train:
-                self._train_mark = event
-                self._train_begun = step
+            if mode == _TRAIN:
+                self._train_mark, self._train_begun = event, step
             if event is StepEvent.BEGIN:
                 self.running, self._began_ns = (mode, step), int(row["time_ns"])
                 continue
-            if is_train:
+            if mode == _TRAIN:
                 self._end_train_step(step, int(row["time_ns"]))
             if self.running == (mode, step):
                 self.running = None
@@ -301,19 +260,10 @@ class StreamTail:
 
 
 def _entered(row: Any) -> EnteredCall:
-    return EnteredCall(
-        sequence=int(row["sequence"]),
-        time_ns=int(row["time_ns"]),
-        module=int(row["module"]),
-        phase=int(row["phase"]),
-        mode=int(row["mode"]),
-        step=int(row["step"]),
-        collective=int(row["collective"]) if row["phase"] == int(Phase.COLLECTIVE) else 0,
-        number=int(row["number"]) if row["phase"] == int(Phase.COLLECTIVE) else 0,
-    )
-
-
-# ---- what a quiet rank is inside of ------------------------------------------------------------
+    names = ["sequence", "time_ns", "module", "phase", "mode", "step"]
+    if row["phase"] == int(Phase.COLLECTIVE):
+        names += ["collective", "number"]
+    return EnteredCall(**{name: int(row[name]) for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,16 +279,8 @@ class RankActivity:
 def activity_of(
     reader: StreamReader, definitions: StreamReader | None = None, *, counts_steps: bool
 ) -> RankActivity:
-    """Read what a rank is inside of.
-
-    Args:
-        reader: of its stream.
-        definitions: of the stream in which more definitions stand.
-        counts_steps: a train step before its optimizer counts.
-
-    Raises:
-        SpoolError: the stream cannot be read.
-    """
+    """Read what a rank is inside of, or raise SpoolError; `definitions` is a stream with more of
+    them; `counts_steps`: a train step before its optimizer counts."""
     tail = StreamTail(is_whole=reader.lowest() == 0)
     for each in filter(None, (definitions, reader)):
         for chunk in each.chunks():

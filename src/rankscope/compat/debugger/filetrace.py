@@ -62,12 +62,8 @@ _xxh3: Final[Any] = xxhash.xxh3_64_intdigest  # the stubs do not know that array
 
 
 def trace_of_files(given: Path, progress: Progress, *, takes_printed: bool = True) -> Trace:
-    """Return the forwards of one model that a debugger wrote into a folder, or the one in a file.
-
-    Args:
-        given: the folder, or one of its `*_FULL_TENSORS.json`.
-        progress: told how far it is.
-        takes_printed: printed numbers are wanted too, beside what has bytes.
+    """Return the forwards of one model that a debugger wrote into a folder, or the one in a file
+    (`*_FULL_TENSORS.json`). `takes_printed`: also of printed numbers, beside what has bytes.
 
     Raises:
         FolderError: the folder holds files of several models or ranks.
@@ -139,17 +135,12 @@ class _ForwardRecords:
         self._root = recorder.define("root", **{"class": ""}, parameters=0, preferred=True)
         self._modules: dict[str, int] = {}
         self._calls: Counter[str] = Counter()
-        """Of this forward, by path."""
         self._owners: dict[str, int] = {}
         """By the name of a file the `id` of the entry whose tensor is in it: where a module is
         called twice, transformers has both calls name one file, which holds the last one's."""
 
     def forward(self, step: int, file: Path) -> EndReason:
-        """Record one forward; return how it ended.
-
-        Raises:
-            TraceError: its tree is damaged, or a file that this names is.
-        """
+        """Record one forward, and return how it ended; TraceError where its tree is damaged."""
         self._calls.clear()
         self._recorder.step(StepEvent.BEGIN, Mode.EVAL, step)
         try:
@@ -190,13 +181,11 @@ class _ForwardRecords:
             note = _PART if _is_part(entry) else _PRINTED
             described, reading, reference = _described(dtype, shape, note), None, 0
             file = entry.get("value")
-            if note is _PART:
-                pass
-            elif isinstance(file, str) and self._owners[file] == id(entry):
+            if note is not _PART and isinstance(file, str) and self._owners[file] == id(entry):
                 described, reading, reference = self._from_file(file)
                 if (described.meta.dtype, described.meta.shape) != (dtype, shape):
                     raise ValueError(f"{file} holds another tensor than {dtype}{list(shape)}")
-            elif self._takes_printed:
+            elif note is not _PART and self._takes_printed:
                 reading = self._printed(entry, math.prod(shape))
             self._recorder.value(sequence, name, described, reading, Phase.FORWARD, 0, 0, reference)
 
@@ -208,14 +197,13 @@ class _ForwardRecords:
             described, local = self._describer.describe(tensor)
             if described.can_digest:
                 samples = described.allows_samples
-                reading = self._digester.read(local, described.ranges, samples=samples)
+                reading = self._digester.read(local, described.meta.ranges, samples=samples)
         nbytes, checksum = stored.data.nbytes, stored.checksum
         entry = ChunkEntry(reference, 0, reference, 0, nbytes, checksum, "", 0)
         self._recorder.tensor(reference, entry, described)
         return described, reading, reference
 
     def _printed(self, entry: Mapping[str, Any], count: int) -> ValueNumbers | None:
-        """Return what was printed of a tensor; None where that is not its statistics."""
         found = [_NUMBER.match(str(entry.get(name))) for name in _STATISTICS]
         known = [each for each in found if each is not None]
         if len(known) < len(found) or not count:
@@ -257,6 +245,5 @@ def _leaves(slot: str, data: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _is_part(entry: Mapping[str, Any]) -> bool:
-    """True for what is one rank's part of a tensor, or may be."""
     placements = (entry.get("placements") or {}).values()
     return entry.get("layout") == "unknown" or any(each != "Replicate()" for each in placements)

@@ -1,9 +1,9 @@
 """What the debugger keeps of tensors while its blocks run: what is printed of each, or its bytes in
 a file without a name.
 
-Equal tensors are kept once. The place of a tensor that is let go is used again, so a forward of
-which the first and the last layer are wanted takes the room of a few layers. The file is gone with
-the process, however that ends.
+Equal tensors are kept once. The place of a tensor that is let go is used again: a forward whose
+first and last layer are wanted takes the room of a few layers. The file is gone with the process,
+however that ends.
 """
 
 from __future__ import annotations
@@ -42,10 +42,8 @@ from rankscope.run.ownfile import OwnFile, above_standard_streams, leave_mapping
 
 _LINE: Final = 64
 """Places begin at multiples of it: torch and the kernel read tensors where they lie."""
-_LOOK_EVERY: Final = 16
-"""Tensors after which it is asked which of those that are kept are needed no more."""
-_AHEAD_BYTES: Final = 8 << 20
-"""Reserved on disk beyond what is written."""
+_LOOK_EVERY: Final = 16  # tensors, after which those that are needed no more are let go
+_AHEAD_BYTES: Final = 8 << 20  # reserved on disk beyond what is written
 _NO_RESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _xxh3: Final[Any] = xxhash.xxh3_64
 ByteArray = NDArray[np.uint8]
@@ -53,36 +51,26 @@ ByteArray = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTensor:
-    """One tensor: what is printed of it, or its bytes."""
+    """What is printed of one tensor, or its bytes where they lie, and xxh3_64 of these in row-major
+    order."""
 
     dtype: str
-    """torch's name."""
     shape: tuple[int, ...]
     checksum: int
-    """xxh3_64 of its bytes in row-major order."""
     glimpse: Glimpse | None = None
     data: ByteArray | None = None
-    """Its bytes, where they lie; None where there is a glimpse."""
 
 
 class DebuggerStore(Store):
-    """Keeps the tensors of all open blocks."""
+    """Keeps the tensors of all open blocks: their bytes, up to a limit on disk, or what is
+    printed."""
 
     def __init__(
         self, record: RecordTensor, limit_bytes: int, folder: Path, *, keeps_bytes: bool
     ) -> None:
-        """Prepare to keep; no file is made before the first bytes.
-
-        Args:
-            record: commits what was kept.
-            limit_bytes: what all bytes may take on disk.
-            folder: takes the file.
-            keeps_bytes: keep bytes, else what is printed.
-        """
         super().__init__(record)
         self._keeps_bytes = keeps_bytes
         self._asked = 0
-        """Tensors that were to be stored."""
         self._arena = Arena()
         self._scratch = _Scratch(folder, limit_bytes)
         self._kept: dict[int, tuple[KeptTensor, ChunkEntry, object]] = {}
@@ -92,13 +80,13 @@ class DebuggerStore(Store):
         on the order in memory, in their last digits."""
         self._count = 0
         self.unneeded: Callable[[], Iterable[int]] = tuple
-        """Returns the references of tensors that no file will show; asked while no other thread
-        uses the store."""
+        """Returns the references that no file will show; asked while no other thread uses the
+        store."""
         self._pinned: set[int] = set()
-        """What was found to be equal to something kept only after it was recorded as another."""
+        """Found to be equal to something kept only after it was recorded as another."""
 
     def keep_bytes(self) -> None:
-        """From now on keep bytes. Glimpses that were kept stay."""
+        """Keep bytes from now on; glimpses that were kept stay."""
         self._keeps_bytes = True
 
     def find(self, _rank: int, _incarnation: int, reference: int) -> KeptTensor | None:
@@ -159,8 +147,8 @@ class DebuggerStore(Store):
 
     def _write(self, nbytes: int, given: TensorBytes) -> tuple[int, int] | None:
         """Write the bytes; return where they begin, and their checksum. Of a live tensor copies are
-        written, so that the checksum is that of what is in the file, whatever others write into the
-        tensor meanwhile."""
+        written: the checksum is that of the file, whatever others write into the tensor
+        meanwhile."""
         pieces: Iterable[ByteArray] = () if given.whole is None else (given.whole,)
         if given.live is not None and nbytes:
             pieces = byte_pieces(given.live)
@@ -196,7 +184,6 @@ class _Scratch:
         self._file: OwnFile | None = None
         self._memory = np.empty(0, np.uint8)
         self._top = 0
-        """Where what was never used begins."""
         self._reserved = 0
         self._free: dict[int, list[int]] = {}
         """Size -> where places of it begin."""
@@ -213,7 +200,6 @@ class _Scratch:
         return begin
 
     def give_back(self, begin: int, nbytes: int) -> None:
-        """Have a place used again."""
         room = nbytes + -nbytes % _LINE
         if begin + room == self._top:
             self._top = begin
@@ -221,11 +207,7 @@ class _Scratch:
             self._free.setdefault(room, []).append(begin)
 
     def write(self, begin: int, pieces: Iterable[ByteArray]) -> int:
-        """Write bytes in a place, and return their checksum.
-
-        Raises:
-            OSError: the disk refused them.
-        """
+        """Write bytes in a place, and return their checksum."""
         number = self._opened().check()
         if self._top > self._reserved:
             reserve(number, self._reserved, self._top + _AHEAD_BYTES - self._reserved)
@@ -238,11 +220,9 @@ class _Scratch:
         return int(stream.intdigest())
 
     def read(self, begin: int, nbytes: int) -> ByteArray:
-        """Return the bytes of a place, where they lie."""
         return self._memory[begin : begin + nbytes]
 
     def close(self) -> None:
-        """Give up the file; views already handed out keep their memory alive."""
         self._memory = np.empty(0, np.uint8)
         if self._file is not None:
             self._let_go()
@@ -250,8 +230,8 @@ class _Scratch:
     def _opened(self) -> OwnFile:
         """Make the file and map it, once; disk is taken as it is filled.
 
-        The mapping is also what keeps the file the only one of its number and inode where the
-        program closes all descriptors: `OwnFile.check` tells files apart by that.
+        The mapping also keeps the file the only one of its number and inode where the program
+        closes all descriptors: `OwnFile.check` tells files apart by that.
         """
         if self._file is None:
             with tempfile.TemporaryFile(dir=self._folder, buffering=0) as made:

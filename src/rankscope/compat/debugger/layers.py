@@ -3,9 +3,9 @@
 A layer is a call of a module with a number for a name (`layers.3`) in which a module below it was
 called. Once another layer of its list has come to that, a layer that is not the first is between
 the two for good: its calls are left out of the tree, and what was kept in it alone is let go.
-`calltree` leaves the same calls out of the files, from the whole tree; here is never one that stays
-there. There, calls of modules that the model does not hold are passed over and those of held ones
-in them count as made outside; here, what a call of another root makes is no layer and makes none.
+`treefiles` leaves the same calls out of the files, from the whole tree; none that stays there is
+let go here. There, calls of modules that the model does not hold are passed over and those of held
+ones in them count as made outside; here, what a call of another root makes is and makes no layer.
 """
 
 from __future__ import annotations
@@ -31,22 +31,20 @@ _LOOSE: Final = ".@"
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A call of this step's forwards."""
+    """A call of this step's forwards; `top` is the root of the outermost call, `references` are
+    those of its values. A layer has a call of a module below in it."""
 
     sequence: int
     path: str
-    """Of the module, a dot before every name; "" where the root of the outermost call does not
-    hold it."""
+    """Of the module, a dot before every name; "" where the outermost call's root does not hold
+    it."""
     parent: _Call | None
     top: int
-    """Root of the outermost call."""
     inside: list[_Call] = field(default_factory=list)
     references: list[int] = field(default_factory=list)
-    """Of its values, once for each."""
     layers: dict[str, list[_Call]] = field(default_factory=dict)
     """Of each list of layers called in it the first and the latest."""
     is_layer: bool = False
-    """A module below was called in it."""
 
 
 class LayerWatch:
@@ -57,21 +55,15 @@ class LayerWatch:
     """
 
     def __init__(self, recorder: Recorder) -> None:
-        """Look at what is recorded, in batches."""
         self._recorder = recorder
         self._paths = recorder.modules = {}
-        """Of modules, by number."""
         self._lets_go = True
         self._threads: set[int] = set()
-        """Those that have called modules."""
         self._calls: dict[int, _Call] = {}
-        """Of this step, by sequence."""
         self._uses = Counter[int]()
-        """Values by reference."""
         self._passed: list[_Call] = []
         """Layers between others, not let go of yet."""
         self._dropped: list[int] = []
-        """Calls of layers that were let go."""
         recorder.observe(self._look)
 
     def let_go_no_more(self) -> None:
@@ -105,7 +97,6 @@ class LayerWatch:
         )
 
     def _look(self, batch: Records) -> None:
-        """Look at the calls, then at what was kept in them, then at the mark of a step."""
         if not self._lets_go:
             return
         _, calls = batch.columns(RecordKind.ENTER)
@@ -130,7 +121,6 @@ class LayerWatch:
             self._calls.clear()
 
     def _place(self, sequence: int, around: _Call, root: int, path: str) -> None:
-        """Note a call inside another, which may become a layer by that."""
         is_held = root == around.top and not path.startswith(_LOOSE)
         call = _Call(sequence, path if is_held else "", around, around.top)
         self._calls[sequence] = call

@@ -3,9 +3,9 @@ their statistics.
 
 Scientific notation and 120 columns; digits, items at each edge, and from how many elements on only
 the edges are shown, as the program has it when the tensor is looked at (`torch.set_printoptions`).
-Its options stay as they are. What autograd would add
-(`requires_grad`, `grad_fn`) is left out. The statistics are torch's own, because they have to agree
-with its last printed digit; so this file needs torch and is imported where a tensor is rendered.
+What autograd would add (`requires_grad`, `grad_fn`) is left out. The statistics are torch's own,
+because they have to agree with its last printed digit: this file is imported where a tensor is
+rendered.
 """
 
 from __future__ import annotations
@@ -37,11 +37,8 @@ _kernel: Final = functools.cache(kernel.load)
 
 
 class Arena:
-    """Memory for the items that are kept of tensors, outside the heap: there, a kB between large
-    tensors that come and go keeps the room of one from being used for the next.
-
-    Chunks go when nothing in them is used any more. For one thread at a time.
-    """
+    """Memory outside the heap for items that are kept, by one thread: there, a kB between large
+    tensors that come and go keeps the room of one from being used for the next."""
 
     def __init__(self) -> None:
         self._rest = memoryview(b"")
@@ -59,30 +56,22 @@ class Arena:
 
 class Glimpse(NamedTuple):
     """All that is written of a tensor, a few kB unless the program prints tensors whole: the tensor
-    itself may go."""
+    itself may go. `items` are shown, in order (None: not asked for); `numbers` are mean, std, min
+    and max ({} where undefined); `odd` counts what is not finite, by kind."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     items: memoryview | None
-    """Those that are shown, in their order; None where none were asked for."""
     numbers: Mapping[str, float]
-    """Mean, std, min and max; {} where none is defined."""
     odd: Mapping[str, int]
-    """How many elements are not finite, by kind, where any are."""
     options: PrintOptions
-    """As they were then."""
 
 
 def glimpse_of(
     tensor: torch.Tensor, stride: tuple[int, ...] = (), *, arena: Arena | None = None
 ) -> Glimpse:
-    """Look at a tensor.
-
-    Args:
-        tensor: any strided tensor on the host.
-        stride: that the program's tensor had, of a copy in row-major order; () where it has it.
-        arena: takes the items, for `tensor_text`; None where they are not wanted.
-    """
+    """Look at a strided tensor on the host. `stride` is that of the program's tensor where this is
+    a copy of it in row-major order; `arena` takes the items for `tensor_text`."""
     tensor = _laid_out(tensor, stride)
     numbers = _numbers(tensor)
     odd: dict[str, int] = {}
@@ -101,12 +90,7 @@ def is_measured(dtype: torch.dtype) -> bool:
 
 
 def tensor_text(seen: Glimpse, device: str = "cpu") -> str:
-    """Return a tensor as `print` shows it.
-
-    Args:
-        seen: the tensor, with items.
-        device: where it was when the program had it.
-    """
+    """Return a tensor as `print` shows it on the device where the program had it."""
     dtype, shape, options = seen.dtype, seen.shape, seen.options
     count = math.prod(shape)
     if seen.items is None or not count:
@@ -124,12 +108,7 @@ def tensor_text(seen: Glimpse, device: str = "cpu") -> str:
 
 
 def meta_text(shape: Sequence[int], dtype: str) -> str:
-    """Return what `print` shows of a tensor on the meta device, which has no values.
-
-    Args:
-        shape: its shape.
-        dtype: torch's name without the prefix.
-    """
+    """Return what `print` shows of a tensor on the meta device; `dtype` is without "torch."."""
     suffixes = ["device='meta'", f"size={tuple(shape)}"]
     if getattr(torch, dtype) != torch.get_default_dtype():
         suffixes.append(f"dtype=torch.{dtype}")
@@ -137,12 +116,8 @@ def meta_text(shape: Sequence[int], dtype: str) -> str:
 
 
 def statistics_of(seen: Glimpse, device: str = "cpu") -> dict[str, str]:
-    """Return mean, std, min and max as the repr of torch's results; {} where none is defined.
-
-    Args:
-        seen: the tensor.
-        device: where it was when the program had it.
-    """
+    """Return mean, std, min and max as the repr of torch's results on that device; {} where
+    undefined."""
     options = seen.options
     suffixes = _device(device) + _size((), options) + _dtype(seen.dtype)
     return {
@@ -175,12 +150,8 @@ def _std(tensor: torch.Tensor, mean: float) -> float:
 
 
 def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """Return the tensor as it lay in memory: sums depend on the order, in their last digits.
-
-    Args:
-        tensor: its elements, in row-major order.
-        stride: that it had; () for row-major order.
-    """
+    """Return the elements, given in row-major order, as they lay in memory with this stride: sums
+    depend on the order, in their last digits."""
     if not stride or len(stride) != tensor.dim() or not tensor.numel():
         return tensor
     distinct = tensor
@@ -196,8 +167,7 @@ def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 
 def _closed_up(shape: Sequence[int], stride: Sequence[int]) -> list[int] | None:
     """Return strides in the same order, with gaps where there are any, but small ones: what torch
-    makes of a tensor depends on no more. None where two items may lie at one place (`unfold`).
-    """
+    makes of a tensor depends on no more. None where two items may lie at one place (`unfold`)."""
     closer = [1] * len(shape)
     reach, near = 1, 1
     dims = [dim for dim, size in enumerate(shape) if size > 1]
@@ -209,11 +179,7 @@ def _closed_up(shape: Sequence[int], stride: Sequence[int]) -> list[int] | None:
     return closer
 
 
-# ---------------------------------------------------------------------- numbers
-
-
 def _items(tensor: torch.Tensor, arena: Arena, options: PrintOptions) -> memoryview:
-    """Return the bytes of the items that are shown: all, or those at the edges."""
     shown, edge = tensor, options.edgeitems
     if tensor.numel() > options.threshold:
         for dim, size in enumerate(tensor.shape):
@@ -248,8 +214,7 @@ def _signed(text: str) -> str:
 
 def _floats(values: Sequence[float], precision: int) -> tuple[list[str], int]:
     """Return the texts of floats and their width, which only those decide that are neither zero nor
-    infinite; where there are none of these all are written as whole numbers.
-    """
+    infinite; where there are none of these all are written as whole numbers."""
     texts = [f"{value:.{precision}e}" for value in values]
     ordinary = [len(text) for text, value in zip(texts, values) if value and math.isfinite(value)]
     if not ordinary:
@@ -258,19 +223,9 @@ def _floats(values: Sequence[float], precision: int) -> tuple[list[str], int]:
     return [text.rjust(width) for text in texts], width
 
 
-# ---------------------------------------------------------------------- layout
-
-
 def _body(items: Iterator[str], shape: Sequence[int], width: int, edge: int, indent: int) -> str:
-    """Return the texts of a tensor's items in brackets and lines.
-
-    Args:
-        items: those that are shown, in their order.
-        shape: of the tensor.
-        width: of an item.
-        edge: items shown at each end of a dim that is longer than both.
-        indent: columns to the left.
-    """
+    """Return the texts of a tensor's items in brackets and lines: items of `width` columns, with
+    `edge` of them at each end of a dim that is longer than both, `indent` columns from the left."""
     if not shape:
         return next(items)
     is_cut = shape[0] > 2 * edge

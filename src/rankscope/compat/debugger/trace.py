@@ -1,8 +1,8 @@
 """The one trace behind all debugger blocks that are open in a process.
 
 The first block begins it and the last one ends it. A block that ends before looks at what has been
-recorded until then; the calls of others go on meanwhile. Which calls are those of a block's model
-is told by the model's path in the trace and by the time at which the block began.
+recorded until then; the calls of others go on meanwhile. The calls of a block's model are told by
+the model's path in the trace and by the time at which the block began.
 """
 
 from __future__ import annotations
@@ -59,7 +59,12 @@ _quiet = 0
 
 
 class DebuggerBlock:
-    """One block's part in the trace; used by one thread."""
+    """One block's part in the trace; used by one thread.
+
+    `folder` takes the files, and may hold the trace while it lasts; None for a rank that writes
+    none. `runs_reprs`: code of the program may run to say what an argument is. `forwards`: how many
+    of the model's (or of what holds it) are looked at; None for all.
+    """
 
     def __init__(
         self,
@@ -71,17 +76,6 @@ class DebuggerBlock:
         runs_reprs: bool,
         forwards: int | None,
     ) -> None:
-        """Prepare; nothing is made before `begin`.
-
-        Args:
-            model: whose calls are wanted.
-            folder: takes the files, and may hold the trace while it lasts; None for a rank that
-                writes none.
-            files: what is wanted of the calls.
-            rank: of this process.
-            runs_reprs: code of the program may run to say what an argument is.
-            forwards: how many of the model's are looked at; None for all.
-        """
         self.model = model
         self.files = files
         self._folder = folder
@@ -89,20 +83,14 @@ class DebuggerBlock:
         self._runs_reprs = runs_reprs
         self._forwards = forwards
         self._begun = 0
-        """Forwards of the model, or of what holds it, since the block began."""
         self._holds = weakref.WeakKeyDictionary[nn.Module, bool]()
-        """Of modules that were called: the model is one of theirs."""
         self._pid = os.getpid()
         self._began_ns = 0
         self._in: _SharedTrace | None = None
 
     def begin(self) -> Session | None:
         """Join the trace, or begin it; return what is to be told of calls that torch tells no hook
-        of, None for nothing.
-
-        Raises:
-            ValueError: the folder cannot be written.
-        """
+        of. Raises ValueError where the folder cannot be written."""
         global _quiet
         with _is_ours:
             if self._folder is not None:
@@ -128,9 +116,8 @@ class DebuggerBlock:
                     )
 
     def counts(self, module: nn.Module) -> bool | None:
-        """Count a call of a module that begins outside all others. Return whether it is looked at;
-        None where the model is not in it.
-        """
+        """Count a call of a module that begins outside all others, and return whether it is looked
+        at; None where the model is not in it."""
         holds = self._holds.get(module)
         if holds is None:
             holds = self._holds[module] = any(each is self.model for each in module.modules())
@@ -167,7 +154,6 @@ class DebuggerBlock:
     def _root_in(
         self, stream: RankStream, session: Session, first_ns: int
     ) -> Callable[[Node], bool]:
-        """Return what tells the calls of the model, in this block, from those of other models."""
         root, below = session.place_of(self.model)
         path = join_path(name_roots([roots_of(stream.definitions)])[0].get(root, ""), below)
         began_us = (self._began_ns - first_ns) / 1000
@@ -179,13 +165,10 @@ class _SharedTrace:
 
     store: DebuggerStore
     layers: LayerWatch | None = None
-    """None where all layers are written."""
 
     def __init__(self, block: DebuggerBlock, folder: Path) -> None:
-        """Begin it for a first block; `folder` is its own."""
         self.folder = folder
         self.was_joined = False
-        """There was ever more than one block in it."""
         self._blocks = [block]
         parts = OwnParts(
             options=CallOptions(
@@ -199,13 +182,11 @@ class _SharedTrace:
 
     @property
     def session(self) -> Session:
-        """Of the trace."""
         assert self._traced is not None
         return self._traced.session
 
     @property
     def is_alive(self) -> bool:
-        """True where it is what this process traces into."""
         return self._traced is not None and current_session() is self._traced.session
 
     def _make_store(self, recorder: Recorder, limit_bytes: int) -> DebuggerStore:
@@ -220,8 +201,7 @@ class _SharedTrace:
 
     def _is_output_wanted(self, module: nn.Module, is_root: bool) -> bool:
         """True where the output of a call that begins is to be recorded: of modules that hold
-        others only where a block asks for it, or may see a root in what is none for another.
-        """
+        others only where a block asks for it, or may see a root in what is none for another."""
         if is_root or self.was_joined or any(block.files.all_outputs for block in self._blocks):
             return True
         return all(child is None for child in module._modules.values())
@@ -232,7 +212,6 @@ class _SharedTrace:
         return True in counted or False not in counted
 
     def join(self, block: DebuggerBlock) -> None:
-        """Take one more block."""
         self.was_joined = True
         if not block.files.as_text:
             self.store.keep_bytes()
@@ -244,7 +223,6 @@ class _SharedTrace:
         self._blocks.append(block)
 
     def leave(self, block: DebuggerBlock) -> None:
-        """Have a block written that ends; the last one ends the trace."""
         global _shared
         assert self._traced is not None
         left = [each for each in self._blocks if each is not block]
@@ -267,7 +245,7 @@ class _SharedTrace:
 
 
 def _joined(block: DebuggerBlock, folder: Path) -> _SharedTrace | None:
-    """Return the trace a new block is in, None where there can be none, and why was said."""
+    """Return the trace a new block is in; None where there can be none, and why was said."""
     global _shared
     if _shared is not None and _shared.is_alive:
         _shared.join(block)
@@ -288,9 +266,7 @@ def _joined(block: DebuggerBlock, folder: Path) -> _SharedTrace | None:
 
 
 def _forget() -> None:
-    """Leave a forked child without its parent's trace and blocks, and without a lock that another
-    thread held.
-    """
+    """Leave a forked child without its parent's trace and blocks, and with a lock nobody holds."""
     global _shared, _quiet, _is_ours
     _is_ours = threading.RLock()
     if _shared is not None:
@@ -304,9 +280,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _text_of_argument(value: object) -> str:
-    """Return the repr of an argument, as transformers writes it; its class where that raises, or
-    may not be asked for.
-    """
+    """Return the repr of an argument; its class where the repr raises, or may not be asked for."""
     texts: list[str] = []
     if not _quiet:
         attempt(lambda: texts.append(without_addresses(repr(value))))

@@ -6,6 +6,9 @@
 
 A further forward of the same model and every rank that is not the only one have files of their own:
 `Net_debug_tree_rank1_1_...`. docs/commands/export.md has the names.
+
+A trace has every call; the files have those of modules that the model holds, inputs of all, outputs
+of those that hold no others. What `prune` leaves out is left out before any tensor is read.
 """
 
 from __future__ import annotations
@@ -14,43 +17,214 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rankscope.chunks.safetensors import write_tensor
-from rankscope.compat.debugger.calltree import CallReader, ForwardCall, forwards, prune_layers
 from rankscope.errors import FolderError, SelectionError
 from rankscope.export.formats import ExportPlace
 from rankscope.export.subset import Selection
 from rankscope.layout.layoutfile import LayoutFile
+from rankscope.record.call import CallStatus
+from rankscope.record.phases import Phase
 from rankscope.run.filenames import TRACE_NAME, Progress
+from rankscope.tree.slotview import SlotView, by_slot
 from rankscope.tree.views import Node, Step, Trace
 
 if TYPE_CHECKING:
     from rankscope.compat.debugger.values import GlobalValues, LocalValues, Shown
 
-_MOST_NAME: Final = 200
-"""Bytes of a file's name before its suffix; file systems take 255."""
+
+_NUMBERED: Final = re.compile(r"(.*)\.(\d+)$")
+_LOOSE: Final = "@"
+"""Begins the path of a module that its root does not hold."""
+
+
+@dataclass(slots=True, eq=False)
+class _ForwardCall:
+    """One call of one module, by one rank or by all together, with the entries of its slots."""
+
+    node: Node
+    name: str
+    """Class of the model, then the path of the module: `Net.layers.0`."""
+    stem: str
+    """Begins the names of its tensors' files: unlike `name` it differs from call to call."""
+    inputs: Mapping[str, Any]
+    """{"args": [forms], "kwargs": {name: form}}, forms as in docs/trace-format.md."""
+    output: Any
+    """Form of what `forward` returned; None where that is not known."""
+    returned: Any
+    """Form of what the caller got, where the module's own hooks made something else of it."""
+    holds_others: bool
+    error: str
+    children: list[_ForwardCall]
+    views: dict[str, list[SlotView]] = field(default_factory=dict)
+
+
+def forwards(
+    steps: Sequence[Step], rank: int | None, roots: Callable[[Node], bool]
+) -> Iterator[Node]:
+    """Yield the calls of a model (`roots`) in the order of time, one step in memory."""
+
+    def found(step: Step) -> list[Node]:
+        return [
+            node
+            for node in step.passing()
+            if node.phase is Phase.FORWARD and (rank is None or rank in node.ranks) and roots(node)
+        ]
+
+    opened, nodes, places = -1, list[Node](), list[tuple[int, float, int, int]]()
+    for number, step in enumerate(steps):
+        if step.is_setup:
+            continue
+        opened, nodes = number, found(step)
+        places += (
+            (step.incarnation, node.time.start_us, number, place)
+            for place, node in enumerate(nodes)
+        )
+    for _, _, number, place in sorted(places):
+        if number != opened:
+            opened, nodes = number, found(steps[number])
+        yield nodes[place]
+
+
+class _CallReader:
+    """Reads the calls of one forward, of one rank or of all (None); `mark` is in its files'
+    names."""
+
+    def __init__(self, root: Node, rank: int | None, mark: str) -> None:
+        self._rank = rank
+        self._class = root.class_name
+        self._root = root.path
+        self._mark = mark
+
+    def call(self, node: Node) -> _ForwardCall:
+        """Return a call, that of the model or one inside it, with every call in it."""
+        below = node.path[len(self._root) + 1 :] if self._root else node.path
+        path = f".{below}" if node.path != self._root else ""
+        again = f"_{node.ordinal}" if node.ordinal and path else ""
+        views = by_slot(v for v in node.slots if self._rank is None or self._rank in v.ranks)
+        children = [self.call(child) for child in self._below(node)]
+        inputs, held = self._inputs(views, bool(children))
+        return _ForwardCall(
+            node=node,
+            name=f"{self._class}{path}",
+            stem=f"{self._class}{self._mark}{path}{again}",
+            inputs=inputs,
+            output=self._output(views),
+            returned=_nested("returned", self._leaves(views, "returned")),
+            holds_others=held,
+            error=self._error(node),
+            children=children,
+            views=views,
+        )
+
+    def _below(self, node: Node) -> Iterator[Node]:
+        """Yield the calls inside one; of a module that nobody holds those inside it instead."""
+        for child in node.children:
+            is_seen = self._rank is None or self._rank in child.ranks
+            if (
+                not is_seen
+                or child.phase is not Phase.FORWARD
+                or child.status == CallStatus.NOT_ENTERED.word
+            ):
+                continue
+            if self._is_held(child.path):
+                yield child
+            else:
+                yield from self._below(child)
+
+    def _is_held(self, path: str) -> bool:
+        if self._root:
+            return path.startswith(f"{self._root}.") or path == self._root
+        return not path.startswith(_LOOSE)
+
+    def _inputs(
+        self, views: Mapping[str, list[SlotView]], has_children: bool
+    ) -> tuple[Mapping[str, Any], bool]:
+        found = self._form(views, "form:input")
+        if found is not None:
+            return {"args": found["args"], "kwargs": found["kwargs"]}, found["modules"] > 0
+        guessed = _nested("input", self._leaves(views, "input")) or []
+        items = guessed.get("items", {}) if isinstance(guessed, dict) else dict(enumerate(guessed))
+        args = [form for name, form in items.items() if str(name).isdecimal()]
+        kwargs = {str(name): form for name, form in items.items() if not str(name).isdecimal()}
+        return {"args": args, "kwargs": kwargs}, has_children
+
+    def _output(self, views: Mapping[str, list[SlotView]]) -> Any:
+        found = self._form(views, "form:output")
+        return _nested("output", self._leaves(views, "output")) if found is None else found
+
+    def _form(self, views: Mapping[str, list[SlotView]], slot: str) -> Any:
+        for view in views.get(slot, ()):
+            for fold in view.pieces:
+                if self._rank is None or self._rank in fold.ranks:
+                    return json.loads(fold.note or "null")
+        return None
+
+    def _leaves(self, views: Mapping[str, list[SlotView]], kind: str) -> dict[str, Any]:
+        """Return {slot: form}, for a trace in which no forms were asked for."""
+        leaves: dict[str, Any] = {}
+        for slot, entries in views.items():
+            if slot == kind or slot.startswith(f"{kind}."):
+                is_text = entries[0].dtype == "python"
+                leaves[slot] = entries[0].folds[0].note if is_text else {"slot": slot}
+        return leaves
+
+    def _error(self, node: Node) -> str:
+        for outcome in node.outcomes:
+            if not outcome.has_returned and (self._rank is None or self._rank in outcome.ranks):
+                return outcome.error or outcome.status.replace("_", " ")
+        return ""
+
+
+def _nested(prefix: str, leaves: Mapping[str, Any]) -> Any:
+    """Return the form that slots make: a list where their names are numbers from 0; None for
+    none."""
+    if not leaves:
+        return None
+    if set(leaves) == {prefix}:
+        return leaves[prefix]
+    groups: dict[str, dict[str, Any]] = {}
+    for slot, leaf in leaves.items():
+        name = slot[len(prefix) + 1 :].split(".")[0]
+        groups.setdefault(name, {})[slot] = leaf
+    forms = {name: _nested(f"{prefix}.{name}", group) for name, group in groups.items()}
+    is_list = list(forms) == [str(number) for number in range(len(forms))]
+    return list(forms.values()) if is_list else {"items": forms}
+
+
+def _prune_layers(call: _ForwardCall) -> None:
+    """Leave the first and the last of each list of layers, here and below."""
+    lists: dict[str, list[_ForwardCall]] = {}
+    for child in call.children:
+        found = _NUMBERED.match(child.name)
+        if found and any(f".{found[2]}." in inner.name for inner in child.children):
+            lists.setdefault(found[1], []).append(child)
+    dropped = {layer for layers in lists.values() for layer in layers[1:-1]}
+    call.children = [child for child in call.children if child not in dropped]
+    for child in call.children:
+        _prune_layers(child)
+
+
+_MOST_NAME: Final = 200  # bytes of a file's name before its suffix; file systems take 255
 _quoted: Final = json.encoder.encode_basestring_ascii
 _TREE: Final = re.compile(r"(.+)_debug_tree(?:_rank(\d+))?(?:_(\d+))?_FULL_TENSORS\.json")
-"""Class, rank and forward."""
 _UNSAFE: Final = {ord(char): f"%{ord(char):02X}" for char in "/\\%\0\n\r"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """How the files are written."""
+    """How the files are written: pruned of inner layers, with all outputs, with the rank in
+    names."""
 
     prunes: bool = True
-    """Of a list of layers the first and the last alone."""
     as_text: bool = True
     """Values as lines of `print`; else a safetensors file for each."""
     all_outputs: bool = False
-    """Of modules that hold others too."""
     label: str = ""
-    """Goes into every name: the rank."""
 
 
 def write(
@@ -78,10 +252,9 @@ def write(
         values: GlobalValues | LocalValues
         if rank is None:
             values = GlobalValues(trace, layout, as_text=files.as_text)
-            label = ""
         else:
             values = LocalValues(trace, rank, as_text=files.as_text)
-            label = f"_rank{rank}" if len(ranks) > 1 else ""
+        label = "" if rank is None or len(ranks) == 1 else f"_rank{rank}"
         names += write_rank(place.target, steps, values, replace(files, label=label), rank=rank)
         notes.update(dict.fromkeys(values.notes))
     if not names:
@@ -98,24 +271,16 @@ def write_rank(
     rank: int | None,
     is_root: Callable[[Node], bool] | None = None,
 ) -> list[str]:
-    """Write the forwards of one model on one rank (None: of all together); return the names of the
-    JSON files.
-
-    Args:
-        folder: takes the files; those of the same names are replaced.
-        steps: the steps that may hold them.
-        values: gives the tensors.
-        files: how they are written.
-        rank: whose they are.
-        is_root: True for a call of the model; None where that is the trace's own root.
-    """
+    """Write the forwards of one model on one rank (None: of all together) into `folder`, where
+    files of the same names are replaced; return the names of the JSON files. `is_root` is None
+    where the model is the trace's own root."""
     written: list[str] = []
     is_root = is_root or (lambda node: not node.path)
     for number, root in enumerate(forwards(steps, rank, is_root)):
         mark = f"{files.label}_{number}" if number else files.label
-        call = CallReader(root, rank, mark).call(root)
+        call = _CallReader(root, rank, mark).call(root)
         if files.prunes:
-            prune_layers(call)
+            _prune_layers(call)
         written += _Writer(folder, values, files).write(call, f"{root.class_name}_debug_tree{mark}")
     return written
 
@@ -145,17 +310,14 @@ class _FileEntry(dict[str, Any]):
 
 
 class _Writer:
-    """Writes one forward."""
-
     def __init__(self, folder: Path, values: LocalValues | GlobalValues, files: Files) -> None:
         self._folder = folder
         self._values = values
         self._files = files
         self._used: set[str] = set()
         self._written: dict[tuple[object, str, tuple[int, ...]], str] = {}
-        """Files by what is in them."""
 
-    def write(self, call: ForwardCall, base: str) -> list[str]:
+    def write(self, call: _ForwardCall, base: str) -> list[str]:
         texts = _json(self._node(call, is_root=True), "\n")
         names = [f"{_safe(base)}_FULL_TENSORS.json", f"{_safe(base)}_SUMMARY.json"]
         for name, text in zip(names, texts):
@@ -167,7 +329,7 @@ class _Writer:
                 draft.unlink(missing_ok=True)
         return names
 
-    def _node(self, call: ForwardCall, *, is_root: bool = False) -> dict[str, Any]:
+    def _node(self, call: _ForwardCall, *, is_root: bool = False) -> dict[str, Any]:
         inputs = {
             kind: self._data(
                 call, {"items": forms} if kind == "kwargs" else forms, f"_inputs_{kind}"
@@ -189,7 +351,7 @@ class _Writer:
             node["error"] = call.error
         return node
 
-    def _data(self, call: ForwardCall, form: Any, place: str) -> Any:
+    def _data(self, call: _ForwardCall, form: Any, place: str) -> Any:
         if isinstance(form, list):
             return [self._data(call, each, f"{place}_{i}") for i, each in enumerate(form)]
         if not isinstance(form, dict):
@@ -220,7 +382,6 @@ class _Writer:
         return f"./{name}"
 
     def _free(self, stem: str) -> str:
-        """Return a file's name that no other tensor of this forward has."""
         name, number = f"{stem}.safetensors", 1
         while name in self._used:
             name, number = f"{stem}~{number}.safetensors", number + 1
@@ -239,12 +400,7 @@ def _safe(name: str) -> str:
 
 def _json(data: Any, line: str) -> tuple[str, str]:
     """Return data as `json.dumps(data, indent=2)` writes it, and the same without the values of
-    tensors. (`json` has no C code for indented text: it takes eight times as long.)
-
-    Args:
-        data: made of dicts with text keys, lists, texts, numbers and None.
-        line: a line's end, and the indent of the next.
-    """
+    tensors. (`json` has no C code for indented text: it takes eight times as long.)"""
     inner = line + "  "
     comma = "," + inner
     if isinstance(data, str):

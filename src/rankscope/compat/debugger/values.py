@@ -1,9 +1,5 @@
 """A tensor of a trace as the debugger of transformers writes it: what one rank held, labelled with
-its place in the whole, or the whole.
-
-The one part of these files that needs torch, for text and statistics; imported when it is asked
-for.
-"""
+its place in the whole, or the whole. Needs torch, for text and statistics."""
 
 from __future__ import annotations
 
@@ -43,19 +39,16 @@ _OF_PARAMETER: Final = "Parameter containing:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """A tensor, ready to be written."""
+    """A tensor, ready to be written: the lines that `print` shows or its bytes in row-major order,
+    what values of the same bytes share, and facts: statistics, where it lies, why it is not
+    there."""
 
     shape: tuple[int, ...]
     dtype: str
-    """torch's name without the prefix."""
     lines: tuple[str, ...] | None
-    """What `print` shows; None where not asked for, or there is nothing to show."""
     data: NDArray[np.uint8] | None
-    """Its bytes in row-major order; None where they are not there, or not asked for."""
     origin: object = None
-    """What values of the same bytes share; None where that is not known."""
     facts: Mapping[str, Any]
-    """Statistics, what is not finite, where it lies, why it is not there."""
 
 
 _Find = Callable[[int, int, int], StoredTensor | KeptTensor | None]
@@ -68,32 +61,20 @@ class LocalValues:
     def __init__(
         self, trace: Trace, rank: int, *, as_text: bool, find: _Find | None = None
     ) -> None:
-        """Prepare to read; nothing is opened yet.
-
-        Args:
-            trace: a trace that kept full tensors.
-            rank: whose tensors are wanted.
-            as_text: they are wanted as text, else as bytes.
-            find: where they are; by default in the files of the trace.
-        """
+        """Read nothing yet. `find` gives tensors, by default from the files of the trace."""
         self._find = find or trace.tensor_files.find
         self._arena = Arena() if as_text else None
         self._rank = rank
         self._as_text = as_text
         self._measured: dict[object, tuple[Mapping[str, Any], tuple[str, ...] | None]] = {}
         self.has_layouts = bool(trace.run["meshes"])
-        """Tensors of this job are known to lie on meshes: what says nothing of it is marked."""
+        """Tensors of this job are known to lie on meshes: others are marked as unknown."""
         self._on_mesh = self._parameter_on_mesh(trace) if self.has_layouts else None
         self.notes: list[str] = []
 
     def shown(self, node: Node, views: Sequence[SlotView], form: Mapping[str, Any]) -> Shown | None:
-        """Return a tensor; None where nothing was recorded of it.
-
-        Args:
-            node: the call.
-            views: entries of its slot.
-            form: what the form of the call says of it.
-        """
+        """Return a tensor, by the entries of its slot and its form; None where nothing was
+        recorded."""
         view = next((each for each in views if self._rank in each.ranks), None)
         if view is None:
             return None
@@ -172,15 +153,14 @@ class LocalValues:
         }
 
     def _parameter_on_mesh(self, trace: Trace) -> SlotView | None:
-        """Return a parameter of this rank on the mesh with the most axes."""
         nodes = (node for step in trace.setup for node in step.passing())
         views = (view for node in nodes for view in node.slots if view.placements)
         own = (view for view in views if self._rank in view.ranks)
         return max(own, key=lambda view: len(view.placements), default=None)
 
     def _tells(self, views: Sequence[SlotView]) -> Mapping[int, Hashable]:
-        """Return what tells the ranks' values apart: where there are no digests, this rank's by
-        the bytes that it kept."""
+        """Return what tells the ranks' values apart; this rank's by its bytes where there are no
+        digests."""
         own = next((view for view in views if self._rank in view.ranks), None)
         known = digests(views)
         found = None if known or own is None else self._stored(own)
@@ -233,12 +213,10 @@ class GlobalValues:
 
 
 def _headed(lines: tuple[str, ...] | None, form: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Return the lines of a tensor as `print` begins those of a parameter."""
     return (_OF_PARAMETER, *lines) if lines and form.get("parameter") else lines
 
 
 def _origin(stored: StoredTensor | KeptTensor) -> object:
-    """Return what tensors of the same bytes share."""
     return stored.checksum, stored.dtype, stored.shape
 
 
@@ -259,7 +237,6 @@ def _lines(seen: Glimpse, device: str) -> tuple[str, ...] | None:
 
 
 def _facts_of(seen: Glimpse, device: str) -> dict[str, Any]:
-    """Return the statistics, and how many elements are not finite where any are."""
     return {**statistics_of(seen, device), **seen.odd}
 
 

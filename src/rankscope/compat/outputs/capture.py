@@ -3,14 +3,18 @@
 The decorated forward hooks the modules that the model's `_can_record_outputs` names, for the time
 of one call, and puts what they returned into its own output. Afterwards nothing is left on the
 model. Nothing is detached, copied or gathered: a recorded tensor is the one the module returned.
+
+A model's declaration covers its modules down to a submodel that has a declaration of its own, which
+covers what is below it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -25,7 +29,6 @@ from rankscope.capture.torch_internals.compiling import (
     unhook_after_tracing,
     unseen_by_compiler,
 )
-from rankscope.compat.outputs.captureplan import DECLARATION, modules_to_record, paths_to_record
 from rankscope.compat.outputs.flags import (
     WITH_ATTENTIONS,
     Parameters,
@@ -33,11 +36,12 @@ from rankscope.compat.outputs.flags import (
     requested,
     selection,
 )
-from rankscope.compat.outputs.result import as_tuple, last_state_of, value_in, with_recorded
+from rankscope.compat.outputs.outputrecorder import DECLARATION, Watch, read_declaration
 from rankscope.compat.outputs.states import (
     INNERMOST,
     TRACED,
     Capture,
+    Tap,
     begin_traced,
     capture_around,
     end_traced,
@@ -100,7 +104,7 @@ def _captured(func: Callable[..., Any], *, is_tied: bool) -> Callable[..., Any]:
             outputs = call()
         else:
             outputs = _without_capture(call)
-        return as_tuple(outputs) if return_dict is False else outputs
+        return _as_tuple(outputs) if return_dict is False else outputs
 
     return forward
 
@@ -115,17 +119,17 @@ def _capture(
     states = values.get("hidden_states")
     if states and states[-1] is not None:
         configured = config_value(getattr(model, "config", None), "tie_last_hidden_states")
-        last = last_state_of(outputs)
+        last = _last_state_of(outputs)
         if last is not None and (is_tied if configured is None else configured):
             states[-1] = last
     recorded = {key: tuple(found) for key, found in values.items()}
     for key in flags:
-        given = value_in(outputs, key)
+        given = _value_in(outputs, key)
         if not recorded[key] and isinstance(given, tuple) and given:
             del recorded[key]  # a captured model that this forward calls gave it
     empty = tuple(key for key, found in recorded.items() if not found and key not in capture.said)
     _warn_of_nothing(id(model), empty, tuple(capture.absent))
-    return with_recorded(outputs, recorded, type(model).__name__)
+    return _with_recorded(outputs, recorded, type(model).__name__)
 
 
 def _run(capture: Capture, call: Callable[[], Any]) -> Any:
@@ -134,7 +138,7 @@ def _run(capture: Capture, call: Callable[[], Any]) -> Any:
     hook_forward = nn.Module.register_forward_hook  # a scripted module's own only refuses
     handles = [
         hook_forward(module, functools.partial(record, capture, taps), with_kwargs=True)
-        for module, taps in modules_to_record(capture.model, tuple(capture.values))
+        for module, taps in _modules_to_record(capture.model, tuple(capture.values))
     ]
     try:
         with innermost_eagerly(capture):
@@ -146,9 +150,8 @@ def _run(capture: Capture, call: Callable[[], Any]) -> Any:
 
 @constant_while_tracing
 def _warn_of_nothing(identity: int, keys: tuple[str, ...], absent: tuple[str, ...]) -> int:
-    """Say why nothing was recorded for some outputs; Python shows it once. In the place of those
-    that are `absent` a module returned None. Return 0, for torch.compile.
-    """
+    """Say why nothing was recorded for some outputs; Python shows it once. For those that are
+    `absent` a module returned None. Return 0, for torch.compile."""
     # those that come with attentions are empty in many a right model
     new = [key for key in keys if key not in WITH_ATTENTIONS]
     if new:
@@ -178,16 +181,15 @@ def _why_nothing(model: nn.Module, absent: set[str]) -> str:
 
 
 def _run_traced(capture: Capture, call: Callable[[], Any]) -> Any:
-    """Do the same in a way that torch.compile can follow: constants for the choice of modules, and
-    hooks that exist for the trace alone.
-    """
+    """As `_run` in a way that torch.compile can follow: constants, and hooks for the trace
+    alone."""
     if not torch.compiler.is_dynamo_compiling():  # tracing failed since this was chosen
         return _run(capture, call)
     hooked = [
         hook_while_tracing(
             capture.model.get_submodule(path), functools.partial(record_traced, capture, taps)
         )
-        for path, taps in paths_to_record(id(capture.model), tuple(capture.values))
+        for path, taps in _paths_to_record(id(capture.model), tuple(capture.values))
     ]
     begun = begin_traced(capture)
     try:
@@ -214,9 +216,8 @@ def _without_capture(call: Callable[[], Any]) -> Any:
 
 def select_hidden_states(selection: str | Callable[[Any], int | Sequence[int]]) -> Any:
     """Decorate a method that needs only some hidden states, so that the models it passes its
-    keywords to keep no others.
-
-    `output_hidden_states` is set to the selection, unless the caller asks for hidden states.
+    keywords to keep no others: `output_hidden_states` is the selection, unless the caller asks for
+    hidden states.
 
     Args:
         selection: name of the method's argument that holds the indices, or a function of the model
@@ -242,3 +243,136 @@ def select_hidden_states(selection: str | Callable[[Any], int | Sequence[int]]) 
         return method  # type: ignore[return-value]
 
     return decorate
+
+
+_LAST_STATES = ("vision_hidden_states", "last_hidden_state")
+
+
+def _last_state_of(outputs: Any) -> Any:
+    for name in _LAST_STATES:
+        value = _value_in(outputs, name)
+        if value is not None:
+            return value
+    return None
+
+
+def _value_in(outputs: Any, name: str) -> Any:
+    return outputs.get(name) if isinstance(outputs, dict) else getattr(outputs, name, None)
+
+
+def _with_recorded(outputs: Any, recorded: dict[str, tuple[Any, ...]], model: str) -> Any:
+    """Return `outputs` (a mapping, a dataclass or a named tuple) with the recorded values under
+    their names, the same object where it can be changed.
+
+    Raises:
+        TypeError: `outputs` has no place for a name.
+    """
+    if isinstance(outputs, (dict, MutableMapping)):
+        for name, value in recorded.items():
+            outputs[name] = value
+        return outputs
+    if dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
+        return _in_dataclass(outputs, recorded, model)
+    fields = getattr(outputs, "_fields", ())
+    if isinstance(outputs, tuple) and recorded.keys() <= set(fields):
+        return outputs._replace(**recorded)  # type: ignore[attr-defined]
+    raise _no_place(outputs, recorded, model)
+
+
+def _in_dataclass(outputs: Any, recorded: dict[str, tuple[Any, ...]], model: str) -> Any:
+    names = {field.name for field in dataclasses.fields(outputs)}
+    if not recorded.keys() <= names:
+        raise _no_place(outputs, recorded, model)
+    if outputs.__dataclass_params__.frozen:
+        return dataclasses.replace(outputs, **recorded)
+    for name, value in recorded.items():
+        setattr(outputs, name, value)
+    return outputs
+
+
+def _no_place(outputs: Any, recorded: Mapping[str, Any], model: str) -> TypeError:
+    return TypeError(
+        f"{model} was asked for {', '.join(recorded)}, and what its forward returned, "
+        f"{type(outputs).__name__}, has no place for that. Return a mapping, or a dataclass or "
+        "named tuple with a field of each of these names"
+    )
+
+
+def _as_tuple(outputs: Any) -> Any:
+    """Return `to_tuple()`, or the values of a mapping or dataclass that are not None, or
+    `outputs`."""
+    own = getattr(outputs, "to_tuple", None)
+    if own is not None:
+        return own()
+    if isinstance(outputs, (dict, Mapping)):
+        return tuple(value for value in outputs.values() if value is not None)
+    if dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
+        values = [getattr(outputs, field.name) for field in dataclasses.fields(outputs)]
+        return tuple(value for value in values if value is not None)
+    return outputs
+
+
+def _modules_to_record(
+    model: nn.Module, keys: tuple[str, ...]
+) -> list[tuple[nn.Module, tuple[Tap, ...]]]:
+    """Return the modules to record these outputs from, each once, with what to take from it."""
+    # behind a graph break this runs as a frame of its own: compiled, it would be again for every
+    # other model that comes or goes
+    return unseen_by_compiler(_look)(model, keys)
+
+
+@constant_while_tracing
+def _paths_to_record(
+    identity: int, keys: tuple[str, ...]
+) -> tuple[tuple[str, tuple[Tap, ...]], ...]:
+    """Return the same for the model with this `id`, with a path in place of each module."""
+    model = module_with(identity)
+    paths = {id(module): path for path, module in model.named_modules()}
+    return tuple((paths[id(module)], taps) for module, taps in _modules_to_record(model, keys))
+
+
+def _look(model: nn.Module, keys: tuple[str, ...]) -> list[tuple[nn.Module, tuple[Tap, ...]]]:
+    found: dict[nn.Module, dict[Tap, None]] = {}  # a module may be held twice
+
+    def walk(module: nn.Module, path: str, watches: tuple[Watch, ...]) -> None:
+        if hasattr(type(module), DECLARATION):
+            watches = _declared(module, keys)
+        cls: Any = type(module)
+        for watch in watches:
+            if _covers(watch, cls, path):
+                first = _first_parameter(module) if watch.takes_first_input else None
+                found.setdefault(module, {})[watch.key, watch.index, first] = None
+        for name, child in module._modules.items():
+            if child is not None:
+                walk(child, f"{path}.{name}", watches)
+
+    walk(model, "", _declared(model, keys))
+    return [(module, (*taps,)) for module, taps in found.items()]
+
+
+def _declared(model: nn.Module, keys: tuple[str, ...]) -> tuple[Watch, ...]:
+    watches = read_declaration(getattr(model, DECLARATION, None))
+    return tuple(watch for watch in watches if watch.key in keys)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _covers(watch: Watch, cls: Any, path: str) -> bool:
+    """As `Watch.covers`, which takes longer than the walk through a model."""
+    return watch.covers(cls, path)
+
+
+def _first_parameter(module: nn.Module) -> str:
+    schema: Any = getattr(module.forward, "schema", None)
+    if schema:  # TorchScript, whose class has no forward
+        names = [each.name for each in schema.arguments]
+    else:
+        names = _parameters(type(module).forward)
+    return names[1] if len(names) > 1 else ""
+
+
+@functools.lru_cache(maxsize=1024)
+def _parameters(forward: Callable[..., Any]) -> list[str]:
+    try:
+        return list(inspect.signature(forward).parameters)
+    except (TypeError, ValueError):  # written in C
+        return []

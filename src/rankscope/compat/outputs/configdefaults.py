@@ -1,18 +1,96 @@
-"""`merge_with_config_defaults`: arguments that a call leaves out, from the model's config."""
+"""`merge_with_config_defaults`: arguments that a call leaves out, from the model's config.
+
+Masks are built from the config, so a call that gives `is_causal` has to change it for a while. A
+config is shared: by submodels, by models, by threads. The values in it are therefore counted, and
+whichever call ends last puts back what was there before the first.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 import rankscope.compat as compat
-from rankscope.compat.outputs.causality import configured_causality, in_config
 from rankscope.compat.outputs.flags import Parameters, config_value
+
+_ABSENT = object()
+
+
+@dataclass(slots=True)
+class _Override:
+    config: Any
+    original: Any
+    calls: list[tuple[int, bool]] = field(default_factory=list)
+    """Thread and value of every call that goes on, in order of their begin."""
+
+
+_overrides: dict[int, _Override] = {}
+"""By `id` of the config, which the entry keeps alive."""
+_lock = threading.Lock()
+
+
+def _configured_causality(config: Any) -> Any:
+    """Return what a config says to this thread: what another thread put there is not read."""
+    if isinstance(config, dict):
+        return config.get("is_causal")
+    is_traced = torch.compiler.is_dynamo_compiling()
+    override = None if is_traced else _overrides.get(id(config))
+    if override is None:
+        return getattr(config, "is_causal", None)
+    mine = [value for thread, value in override.calls if thread == threading.get_ident()]
+    if mine:
+        return mine[-1]
+    return None if override.original is _ABSENT else override.original
+
+
+@contextlib.contextmanager
+def _in_config(config: Any, is_causal: bool) -> Iterator[None]:
+    """Have a config say `is_causal` while the block runs. Two threads that ask one config for
+    different values at the same time both see the later one; each still gets its own by keyword."""
+    if torch.compiler.is_dynamo_compiling():  # which follows neither locks nor threads
+        is_said, before = hasattr(config, "is_causal"), getattr(config, "is_causal", None)
+        config.is_causal = is_causal
+        try:
+            yield
+        finally:
+            config.is_causal = before
+            if not is_said:
+                del config.is_causal
+        return
+    call = (threading.get_ident(), is_causal)
+    with _lock:
+        override = _overrides.get(id(config))
+        if override is None:
+            original = getattr(config, "is_causal", _ABSENT)
+            override = _overrides[id(config)] = _Override(config, original)
+        override.calls.append(call)
+        config.is_causal = is_causal
+    try:
+        yield
+    finally:
+        with _lock:
+            override.calls.remove(call)
+            _settle(override)
+
+
+def _settle(override: _Override) -> None:
+    if override.calls:
+        override.config.is_causal = override.calls[-1][1]
+        return
+    del _overrides[id(override.config)]
+    if override.original is _ABSENT:
+        del override.config.is_causal
+    else:
+        override.config.is_causal = override.original
+
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
@@ -65,21 +143,18 @@ def merge_with_config_defaults(func: Forward) -> Forward:
 def _checked(model: nn.Module, name: str, value: Any) -> Any:
     if name == "use_cache" and value and model.training:
         if getattr(model, "gradient_checkpointing", False):
-            _warn_of_cache()
+            if not torch.compiler.is_dynamo_compiling():
+                warnings.warn(
+                    "use_cache=True is of no use while gradient checkpointing trains: it is off "
+                    "here",
+                    stacklevel=3,
+                )
             return False
     elif name == "vision_feature_select_strategy" and value not in _STRATEGIES:
         raise ValueError(
             f"vision_feature_select_strategy is {value!r}; it is one of {', '.join(_STRATEGIES)}"
         )
     return value
-
-
-def _warn_of_cache() -> None:
-    if not torch.compiler.is_dynamo_compiling():
-        warnings.warn(
-            "use_cache=True is of no use while gradient checkpointing trains: it is off here",
-            stacklevel=4,
-        )
 
 
 def _with_causality(
@@ -90,7 +165,7 @@ def _with_causality(
     kwargs: dict[str, Any],
 ) -> Any:
     config = getattr(model, "config", None)
-    configured = configured_causality(config)
+    configured = _configured_causality(config)
     is_causal = kwargs.get("is_causal")
     if is_causal is None:
         is_causal = configured
@@ -98,5 +173,5 @@ def _with_causality(
         kwargs["is_causal"] = is_causal
     if is_causal == configured or config is None or isinstance(config, dict):
         return func(model, *args, **kwargs)
-    with in_config(config, is_causal):
+    with _in_config(config, is_causal):
         return func(model, *args, **kwargs)

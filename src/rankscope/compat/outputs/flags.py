@@ -11,8 +11,8 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+# `output_attentions` asks for these too, where they have no flag of their own
 WITH_ATTENTIONS = ("cross_attentions", "mask_decoder_attentions")
-"""Outputs that `output_attentions` asks for too, where they have no flag of their own."""
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -60,8 +60,7 @@ class Parameters:
         self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ...]:
         """Return the positional arguments of a call that gives `value` as `name`; as a keyword
-        where the position is not reached, and not at all where the forward cannot take it.
-        """
+        where the position is not reached, and not at all where the forward cannot take it."""
         position = self.positions.get(name)
         if position is not None and position < len(args):
             return (*args[:position], value, *args[position + 1 :])
@@ -84,9 +83,8 @@ def requested(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return which of the declared outputs a call asks for, in order of declaration, with the flag
-    that asks for each.
-    """
+    """Return the declared outputs that a call asks for, in order, with the flag that asks for
+    each."""
     found = {}
     for key in declared:
         own = f"output_{key}"
@@ -96,18 +94,11 @@ def requested(
             if flag is None:
                 flag = parameters.given(name, args, kwargs)
         if flag is None:
-            flag = _configured(config, names)
+            for name in names:
+                flag = flag or config_value(config, name)
         if _asks(key, flag):
             found[key] = flag
     return found
-
-
-def _configured(config: Any, names: tuple[str, ...]) -> Any:
-    flag = None
-    for name in names:
-        if not flag:
-            flag = config_value(config, name)
-    return flag
 
 
 def _asks(key: str, flag: Any) -> bool:
@@ -117,10 +108,7 @@ def _asks(key: str, flag: Any) -> bool:
 
 
 def selection(flag: Any) -> tuple[int, ...] | None:
-    """Return the indices of hidden states that `output_hidden_states` selects, None for all.
-
-    An integer selects one; a list, tuple or range selects several, and an empty one selects none.
-    """
+    """Return the indices of hidden states that `output_hidden_states` selects, None for all."""
     if isinstance(flag, bool):
         return None
     if isinstance(flag, int):

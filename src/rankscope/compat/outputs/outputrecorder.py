@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+DECLARATION = "_can_record_outputs"
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Attributes under which wrappers of torch hold a module: no part of the name its author gave."""
 
@@ -28,7 +29,7 @@ class OutputRecorder(_Base):
     """Which modules one output is recorded from, and which element of what they return.
 
     A module is chosen by `target_class`, by `class_name`, or by either where both are given;
-    `layer_name` then narrows the choice. The fields have the order and defaults of transformers
+    `layer_name` then narrows the choice. Fields, order and defaults are those of transformers
     5.23.
     """
 
@@ -69,7 +70,7 @@ def be_known_to_transformers() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """One entry of a declaration: what to record, from which modules of the model that says so."""
+    """One entry of a declaration: what to record, from which modules of the model that has it."""
 
     key: str
     target: type[nn.Module] | None
@@ -79,9 +80,7 @@ class Watch:
     takes_first_input: bool
 
     def covers(self, cls: type, path: str) -> bool:
-        """True where a module of a class, at `path` (a dot before every name, "" for the model), is
-        meant.
-        """
+        """True where a module at `path` (a dot before every name, "" for the model) is meant."""
         is_of_target = self.target is not None and issubclass(cls, self.target)
         if not (is_of_target or self._is_named(cls, path)):
             return False
@@ -102,16 +101,12 @@ class Watch:
 
 
 def _without_wrappers(path: str) -> str:
-    """Return a path without the names that wrappers of torch put into it."""
     return ".".join(name for name in path.split(".") if name not in _WRAPPED)
 
 
 def read_declaration(declared: Mapping[str, Any] | None) -> tuple[Watch, ...]:
-    """Return what a model's `_can_record_outputs` asks for, in its order.
-
-    Raises:
-        TypeError: an entry is neither a class, a name, a recorder nor a list of these.
-    """
+    """Return what a model's `_can_record_outputs` asks for, in its order. Raises TypeError where an
+    entry is neither a class, a name, a recorder nor a list of these."""
     return tuple(watch for key, entry in (declared or {}).items() for watch in _watches(key, entry))
 
 

@@ -41,9 +41,9 @@ class _Traced:
     def __init__(self) -> None:
         self.innermost: Capture | None = None
         self.theirs: Any = None
-        """The variable that holds what the innermost capture of transformers collects, None where
-        that is not loaded. Compiled code has a plain attribute of it, `global_var`, which counts
-        while `compiling` is true; else its `context_var` does."""
+        """The variable that holds what the innermost capture of transformers collects. Compiled
+        code has a plain attribute of it, `global_var`, which counts while `compiling` is true; else
+        its `context_var` does."""
 
 
 TRACED = _Traced()
@@ -61,8 +61,7 @@ def meet_transformers() -> None:
 
 def capture_around(model: nn.Module, forward: Callable[..., Any]) -> Capture | None:
     """Return the capture that a decorator further out began for this same call: `super().forward`
-    of a decorated forward, or one decorated twice. A model that calls itself begins anew.
-    """
+    of a decorated forward, or one decorated twice. A model that calls itself begins another."""
     is_traced = torch.compiler.is_dynamo_compiling()
     innermost = TRACED.innermost if is_traced else INNERMOST.get()
     if innermost is None or innermost.model is not model:
@@ -166,9 +165,8 @@ class Capture:
             values[left] = None
 
     def close(self) -> dict[str, list[Any]]:
-        """Return what was recorded, without the hidden states that no index selects: only now is
-        their number known.
-        """
+        """Return what was recorded; the number of hidden states, and so what an index selects, is
+        known now."""
         if self._selected is not None and self._depth:
             values = self.values["hidden_states"]
             count = len(values)

@@ -47,8 +47,6 @@ def apply_patches(prefix: str | Iterable[str] = DEFAULT_PREFIX) -> Iterator[None
 
 
 class _PatchedBlock:
-    """One open block: what it replaces, and where."""
-
     def __init__(self, names: NameMap, packages: tuple[str, ...]) -> None:
         self.replacements = tuple(names.values())
         self._packages = packages
@@ -67,20 +65,18 @@ class _PatchedBlock:
 
 @dataclass(slots=True)
 class _ReplacedName:
-    """A name that was replaced: what belongs there, and what was put there last."""
-
     original: type[nn.Module]
     current: type[nn.Module]
 
 
 @dataclass(slots=True)
 class _SeenModule:
-    """A module looked at while a block is open."""
+    """A module looked at while a block is open; `own` are names that held a replacement before
+    anything was replaced: its home, for one."""
 
     module: ModuleType
     bound: dict[str, _ReplacedName] = field(default_factory=dict)
     own: set[str] = field(default_factory=set)
-    """Names that held a replacement before anything was replaced: its home, for one."""
 
 
 class _Patched:
@@ -128,7 +124,6 @@ class _Patched:
             self._settle_module(module, covering, replacements)
 
     def _covered(self) -> list[tuple[ModuleType, list[_PatchedBlock]]]:
-        """Every module to look at, with the blocks that cover it, the last opened first."""
         known: dict[int, tuple[ModuleType, list[str]]] = {
             key: (seen.module, []) for key, seen in self._seen.copy().items()
         }
@@ -142,9 +137,8 @@ class _Patched:
         ]
 
     def _wants(self, name: str, module: ModuleType) -> bool:
-        """What a block covers, and lazy modules anywhere, which may keep what they fetch inside.
-        A module whose code may be half run is left for after the import.
-        """
+        """What a block covers, and lazy modules anywhere, which may keep what they fetch inside. A
+        module whose code may be half run is left for after the import."""
         if self._imports:
             return id(module) in self._seen
         return _is_lazy(module) or any(block.covers(name) for block in self._blocks)

@@ -41,8 +41,6 @@ class ImportWatch(MetaPathFinder):
 
 
 class _ToldLoader(Loader):
-    """Another loader, between two calls."""
-
     def __init__(self, loader: Loader, watch: ImportWatch) -> None:
         self._loader = loader
         self._watch = watch

@@ -77,11 +77,7 @@ def _combined_recorders(theirs: Callable[..., Any]) -> Callable[..., Any]:
 _COMBINED = {"apply_patches": _combined_apply, "patch_output_recorders": _combined_recorders}
 
 
-def _nothing() -> None:
-    """Before an import there is nothing to do."""
-
-
-_watch = ImportWatch(_nothing, follow)
+_watch = ImportWatch(lambda: None, follow)
 
 
 def register_patch_mapping(mapping: Mapping[str, type[nn.Module]], overwrite: bool = False) -> None:

@@ -12,14 +12,13 @@ class NameMap(dict[str, type[nn.Module]]):
     """Replacements under names and patterns, in their order; never changed once it is made.
 
     A key is both at once. It is asked first whether it equals the name; after that each key is
-    searched in the name as a regular expression, so an unanchored key also matches in the middle.
-    A key that is no valid expression is compared as a plain name.
+    searched in the name as a regular expression, so an unanchored key also matches in the middle. A
+    key that is no valid expression is compared as a plain name; `invalid` says why.
     """
 
     def __init__(self, entries: Mapping[str, type[nn.Module]]) -> None:
         super().__init__(entries)
         self.invalid: dict[str, str] = {}
-        """Key -> why it is no regular expression."""
         self._patterns: list[tuple[re.Pattern[str], type[nn.Module]]] = []
         for key, replacement in self.items():
             try:
@@ -28,13 +27,12 @@ class NameMap(dict[str, type[nn.Module]]):
                 self.invalid[key] = str(error)
 
     def find(self, name: str) -> type[nn.Module] | None:
-        """Return the replacement for a class: that of the key which equals its name, else of the
-        first that matches."""
+        """Return the replacement for a class: by the key that equals its name, else the first that
+        matches."""
         if name in self:
             return self[name]
         return next((found for key, found in self._patterns if key.search(name)), None)
 
 
 names = NameMap({})
-"""What `register_patch_mapping` fills: replaced as a whole, so every reader gets a state that was
-whole."""
+"""What `register_patch_mapping` fills: replaced as a whole, so every reader gets a whole state."""

@@ -36,14 +36,11 @@ from typing import Final
 
 import numpy as np
 
-from rankscope.diagnosis.context import Candidate, CheckContext, JudgedStep, candidate_at
+from rankscope.diagnosis.context import Candidate, JudgedStep, candidate_at
 from rankscope.diagnosis.distances import minority, rounding_of
 from rankscope.diagnosis.gradientpasses import (
     Mixture,
     TakenGradient,
-    gathered_apart,
-    mixture_of,
-    taken_gradients,
 )
 from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView
 from rankscope.record.finding import Kind, Severity
@@ -75,23 +72,12 @@ _WARNING: Final = (
 
 
 def lost_micro_batches(step_view: JudgedStep) -> Iterator[Candidate]:
-    """Yield a warning for optimizer steps that lack what earlier micro-batches left, where nothing
-    shows that these were meant to be one batch; keep the candidate where something does, for
-    `always_lost_micro_batches`. Keeps the steps too in which gradients were averaged over ranks
-    before the last of them were added.
+    """Yield a candidate for optimizer steps that lack what earlier micro-batches left: a warning
+    where nothing shows that these were meant to be one batch.
     """
-    incarnation = step_view.life
     events = {id(call.top) for call in step_view.of(Phase.GRADS)}
-    if events:
-        incarnation.stepped.add(step_view.step)
-    for event in taken_gradients(step_view):
-        gradients = gathered_apart(event)
-        mixture = mixture_of(gradients, incarnation.replicas.lines) if gradients else None
-        if mixture is None:
-            continue
+    for gradients, mixture in step_view.mixtures:
         ranks = gradients[0].values.ranks
-        if mixture.is_reduced_early:
-            incarnation.reduced_early.add(step_view.step)
         root = gradients[0].values.call.top.path
         forwards = [
             call
@@ -107,29 +93,12 @@ def lost_micro_batches(step_view: JudgedStep) -> Iterator[Candidate]:
         is_meant = len(events) == 1 and (
             _is_held_back(gradients, mixture) or _are_shares(step_view, root, len(forwards))
         )
-        is_warned = ("", "lost") in incarnation.warned
-        incarnation.warned.add(("", "lost"))
         candidate = _lost_candidate(step_view, gradients, mixture, ranks)
         if is_meant:
-            incarnation.lost.setdefault(step_view.step, []).append(candidate)
-        elif not is_warned:
-            yield _as_warning(candidate)
-
-
-def always_lost_micro_batches(context: CheckContext) -> Iterator[Candidate]:
-    """Yield the candidates that were kept, of incarnations in which every step lost micro-batches;
-    of others one warning. Call it after the last step.
-    """
-    for incarnation in context.incarnations.values():
-        kept = [candidate for each in incarnation.lost.values() for candidate in each]
-        if incarnation.lost.keys() == incarnation.stepped and len(incarnation.lost) > 1:
-            yield from kept
-        elif kept:
-            yield _as_warning(kept[0])
-
-
-def _as_warning(candidate: Candidate) -> Candidate:
-    return replace(candidate, severity=Severity.WARNING, advice=_WARNING)
+            yield candidate
+        else:
+            yield replace(candidate, severity=Severity.WARNING, advice=_WARNING, unless_always="")
+            return
 
 
 def _are_batches_of_their_own(forwards: Sequence[CallView], ranks: Array) -> bool:
@@ -214,6 +183,8 @@ def _lost_candidate(
         f"they were gone when backward pass {' and pass '.join(began)} of {ends[-1]} of this step "
         "began" + (f" (this gradient and {others} others)" if others else ""),
         advice=_ADVICE,
+        once="lost micro-batches",
+        unless_always=_WARNING,
         evidence=lambda: {
             "parameters": [_name(gradient.values) for gradient in gradients[:_MOST_NAMED]],
             "passes": len(worths),

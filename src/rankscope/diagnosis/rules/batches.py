@@ -31,7 +31,7 @@ from rankscope.record.ranklists import ranks_named, ranks_text
 
 
 def duplicate_batches(step_view: JudgedStep) -> Iterator[Candidate]:
-    """Yield one warning for the first step in which data-parallel ranks had the same inputs."""
+    """Yield one warning for data-parallel ranks that had the same inputs."""
     if step_view.is_setup or step_view.mode.word != "train":
         return
     every = [h for call in step_view.roots for h in call.inputs if not h.is_constant]
@@ -40,9 +40,7 @@ def duplicate_batches(step_view: JudgedStep) -> Iterator[Candidate]:
         same = [line for line in groups if _is_shared(inputs, line)]
         for values in inputs:
             step_view.context.coverage.applied(values)
-        place = ("", "duplicate")
-        if same and place not in step_view.life.warned:
-            step_view.life.warned.add(place)
+        if same:
             yield _duplicate_candidate(step_view, inputs[0], source, same)
             return
 
@@ -71,6 +69,7 @@ def _duplicate_candidate(
         f"{ranks_named(ranks.tolist())} are data-parallel ({source}) and were handed the same "
         f"batch",
         severity=Severity.WARNING,
+        once="duplicate batch",
         evidence=lambda: {
             "data_axis": source,
             "same_on": [ranks_text(line.tolist()) for line in lines[:8]],

@@ -22,6 +22,7 @@ from rankscope.diagnosis.distances import (
     rounding_of,
     sides_text,
 )
+from rankscope.diagnosis.evidence import Evidence
 from rankscope.diagnosis.issuedcollectives import issues_in
 from rankscope.diagnosis.replicas import Same
 from rankscope.diagnosis.stepview import Array, SlotValues, StepView, is_input
@@ -47,14 +48,34 @@ _SAME_BATCH: Final = (
 _STRAIGHT: Final = 1e-2
 """A move and its gradient point the same way where what is left of it is this small beside it."""
 _PHASES: Final = tuple(phase for phase in Phase if phase is not Phase.COLLECTIVE)
+_OF_INFERRED: Final = frozenset(
+    {
+        Evidence.FORWARD,
+        Evidence.BACKWARD,
+        Evidence.GRADS,
+        Evidence.PARAMS,
+        Evidence.COLLECTIVE,
+        Evidence.ROOTS,
+        Evidence.SLOTS,
+        Evidence.RANKS,
+        Evidence.DIGESTS,
+    }
+)
+"""What tells ranks of one model that began alike from stages of a pipeline and from ranks that
+train apart and average now and then."""
 
 
 def unequal_replicas(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every value whose replicas differ."""
     found: list[tuple[SlotValues, Candidate]] = []
     for values in step_view.values(*_PHASES):
-        for same in _known_of(values, step_view):
+        for same in known_replicas(values, step_view):
             groups, is_applied = differing_groups(values, same.groups)
+            lacking = _OF_INFERRED - step_view.evidence
+            if groups and same.source == "inferred" and lacking:
+                asks = "replicas that no layout describes"
+                step_view.context.coverage.not_asked(asks, lacking, f"{values.name} differs")
+                continue
             if is_applied:
                 step_view.context.coverage.applied(values)
             if groups and not _is_rounding(values, groups, step_view):
@@ -90,7 +111,7 @@ def _crossed(gradients: list[SlotValues]) -> dict[int, SlotValues]:
     }
 
 
-def _known_of(values: SlotValues, step_view: JudgedStep) -> Iterator[Same]:
+def known_replicas(values: SlotValues, step_view: JudgedStep) -> Iterator[Same]:
     """Yield which ranks should hold the same: as a layout says, and on ranks of which it does not
     speak as was inferred."""
     laid = step_view.context.layouts.same(values)
@@ -152,15 +173,25 @@ def is_within_rounding(values: SlotValues, groups: list[Array]) -> bool:
     return bool(allowed) and all(distance(values, values.at(g)) <= allowed for g in groups)
 
 
+def rounded_gradients(step_view: JudgedStep) -> set[tuple[str, str]]:
+    """Return path and name of the parameters of which replicas' gradients differ in this step, by
+    rounding alone: so may the parameters behind it."""
+    return {
+        (values.call.path, values.slot.partition(":")[2])
+        for values in step_view.values(Phase.GRADS)
+        for same in known_replicas(values, step_view)
+        if (groups := differing_groups(values, same.groups)[0])
+        and is_within_rounding(values, groups)
+    }
+
+
 def _is_rounding(values: SlotValues, groups: list[Array], step_view: JudgedStep) -> bool:
     key = (values.call.path, values.slot.partition(":")[2])
     phase = values.call.phase
     if phase is Phase.PARAMS:
-        return key in step_view.life.rounded
+        return key in step_view.life.rounded or key in rounded_gradients(step_view)
     if phase not in _LOCAL or not is_within_rounding(values, groups):
         return False
-    if phase is Phase.GRADS:
-        step_view.life.rounded.add(key)
     step_view.context.coverage.skipped["equal within rounding, not bit by bit"] += 1
     return True
 
@@ -327,7 +358,7 @@ def _without_gradient(step_view: StepView, values: SlotValues, members: Array) -
     return bare if len(bare) < len(members) else nobody
 
 
-def _kind(step_view: StepView, values: SlotValues, same: Same, groups: list[Array]) -> Kind:
+def _kind(step_view: JudgedStep, values: SlotValues, same: Same, groups: list[Array]) -> Kind:
     phase = values.call.phase
     if phase is Phase.GRADS:
         return _gradient_kind(step_view, values, groups)
@@ -350,7 +381,7 @@ def _plain_entered(values: SlotValues, groups: list[Array]) -> bool:
     )
 
 
-def _gradient_kind(step_view: StepView, values: SlotValues, groups: list[Array]) -> Kind:
+def _gradient_kind(step_view: JudgedStep, values: SlotValues, groups: list[Array]) -> Kind:
     """Tell gradients of each rank's own data from reduced ones that were changed afterwards.
 
     They are local where the module was handed different values on these ranks, and are no multiples
@@ -358,6 +389,8 @@ def _gradient_kind(step_view: StepView, values: SlotValues, groups: list[Array])
     """
     if all(is_multiple(values, values.at(group)) for group in groups):
         return Kind.REPLICA
+    if not {Evidence.FORWARD, Evidence.BACKWARD} <= step_view.evidence:
+        return Kind.GRADIENT
     given = step_view.handed(values.call.path)
     handed = [value.agree(group) for value in given for group in groups]
     if all(each is None for each in handed):  # called on one of these ranks alone

@@ -46,9 +46,8 @@ _NOT_USED: Final = (
 _GRADIENTS: Final = (Phase.BACKWARD, Phase.GRADS)
 
 
-_MASKS: Final = ("", "-inf")
-_CARRIED: Final = ("", "carried")
-"""Places under which warnings of these are kept."""
+_MASKS: Final = "-inf that masks"
+_CARRIED: Final = "what collectives alone carry"
 
 
 _First = tuple[int, SlotValues]
@@ -57,21 +56,15 @@ _First = tuple[int, SlotValues]
 
 def nonfinite_origins(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield the origins of this step; none where an earlier step of the incarnation had one."""
-    incarnation = step_view.life
     for values in step_view.values(*Phase):
         if values.is_known.any():
             step_view.context.coverage.screened(values)
-    if incarnation.is_spoiled:
+    if step_view.life.is_spoiled:
         return
     spoiled = list(_spoiled(step_view))
     if not spoiled:
         return
     mild = _mild(spoiled)
-    incarnation.is_spoiled = mild is None
-    if mild is not None:
-        if mild in incarnation.warned:
-            return
-        incarnation.warned.add(mild)
     first = _first_by_rank(spoiled)
     surest = min(_level(values) for _, values in first.values())
     origins = {rank: values for rank, (_, values) in first.items() if _level(values) == surest}
@@ -80,17 +73,17 @@ def nonfinite_origins(step_view: JudgedStep) -> Iterator[Candidate]:
         by_place.setdefault(id(values), []).append(rank)
     caught = _caught(spoiled, first, origins)
     for ranks in by_place.values():
-        yield _candidate(step_view, origins[ranks[0]], sorted(ranks), spoiled, caught)
+        yield _candidate(step_view, origins[ranks[0]], sorted(ranks), spoiled, caught, mild)
 
 
-def _mild(spoiled: list[tuple[SlotValues, Array]]) -> tuple[str, str] | None:
-    """Return the place of a warning that is told once, None where something is spoiled: masks that
-    some steps have and others have not, or what collectives alone carry."""
+def _mild(spoiled: list[tuple[SlotValues, Array]]) -> str:
+    """Return what is told once, as a warning, "" where something is spoiled: masks that some steps
+    have and others have not, or what collectives alone carry."""
     if not any((values.nonfinite > 0).any() for values, _ in spoiled):
         return _MASKS
     if all(values.call.phase is Phase.COLLECTIVE for values, _ in spoiled):
         return _CARRIED
-    return None
+    return ""
 
 
 def _spoiled(step_view: StepView) -> Iterator[tuple[SlotValues, Array]]:
@@ -178,17 +171,17 @@ def _candidate(
     ranks: list[int],
     spoiled: list[tuple[SlotValues, Array]],
     caught: list[str],
+    mild: str,
 ) -> Candidate:
     own = np.array(ranks, np.int64)
     counts = {name: int(values.column(name)[values.at(own)].sum()) for name in NONFINITE}
     listed = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
-    is_spoiling = step_view.life.is_spoiled
     is_made, phase = _level(values) == _MADE, values.call.phase
     how = "its inputs were finite" if is_made else "it came in so"
     if phase is Phase.SETUP:
         how = "it was so when it was loaded"
     advice = "" if is_made and phase is not Phase.SETUP else _NOT_MADE_HERE
-    if phase is Phase.COLLECTIVE and not is_spoiling:
+    if phase is Phase.COLLECTIVE and mild:
         advice = _NOT_USED
     return step_view.candidate(
         values,
@@ -203,7 +196,8 @@ def _candidate(
             "spoiled_values": [value.name for value, _ in spoiled[:8]],
         },
         weight=len(spoiled),
-        severity=Severity.FAULT if is_spoiling else Severity.WARNING,
+        severity=Severity.WARNING if mild else Severity.FAULT,
+        once=mild,
         priority=-1,
         members=own,
     )

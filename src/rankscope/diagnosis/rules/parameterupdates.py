@@ -98,7 +98,7 @@ def parameters_left(step_view: JudgedStep) -> Iterator[Candidate]:
         sibling_key = _sibling_key(update.values)
         siblings[sibling_key] = min(siblings.get(sibling_key, math.inf), update.moved_pressure)
     is_stale = bool(_on_foreign_parameters(step_view))
-    warned = step_view.life.warned
+    unheld: set[str] = set()
     at_rest = sum(
         len(update.stayed) > 0 and not len(update.unheld)
         for update in updates
@@ -111,13 +111,13 @@ def parameters_left(step_view: JudgedStep) -> Iterator[Candidate]:
         if len(update.unheld):
             if called and root_of(update.values.call.path) not in called:
                 continue  # what is left of a model that the program has replaced
-            place = (update.values.call.path, update.values.slot)
-            if not is_stale and place in warned:
+            once = "" if is_stale else f"unheld: {update.values.name}"
+            if once in unheld:
                 continue
-            warned.add(place)
+            unheld.update({once} - {""})
             severity = Severity.FAULT if is_stale else Severity.WARNING
             text = _STALE if is_stale else "has a gradient, but no optimizer holds it"
-            yield _candidate(step_view, update, update.unheld, text, severity)
+            yield _candidate(step_view, update, update.unheld, text, severity, once=once)
         elif (
             len(update.stayed)
             and not is_meant
@@ -125,20 +125,6 @@ def parameters_left(step_view: JudgedStep) -> Iterator[Candidate]:
         ):
             text = "has a gradient and was not moved by the optimizer step"
             yield _candidate(step_view, update, update.stayed, text, Severity.FAULT)
-
-
-def remember_parameters(step_view: JudgedStep) -> None:
-    """Keep the parameters of this step for the next."""
-    incarnation = step_view.life
-    for values in step_view.values(Phase.SETUP, Phase.PARAMS):
-        if values.slot.startswith("param:") and values.is_known.any():
-            key = (values.call.path, values.slot)
-            known = values.is_known
-            incarnation.parameters[key] = Latest(
-                values.ranks[known].copy(),
-                values.hashes[known].copy(),
-                values.column("sketch")[known],
-            )
 
 
 def _with_rate_of_zero(step_view: StepView) -> int:
@@ -263,7 +249,12 @@ def _smallest(values: SlotValues, places: Array) -> Array:
 
 
 def _candidate(
-    step_view: JudgedStep, update: _JudgedUpdate, ranks: Array, text: str, severity: Severity
+    step_view: JudgedStep,
+    update: _JudgedUpdate,
+    ranks: Array,
+    text: str,
+    severity: Severity,
+    once: str = "",
 ) -> Candidate:
     return step_view.candidate(
         update.values,
@@ -271,6 +262,7 @@ def _candidate(
         ranks,
         f"{text} ({ranks_named(ranks.tolist())})",
         severity=severity,
+        once=once,
         evidence=lambda: {
             "gradient_rms": update.size,
             "moved": ranks_text(update.moved.tolist()),

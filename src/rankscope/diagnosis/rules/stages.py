@@ -55,8 +55,6 @@ def note_stages(step_view: JudgedStep) -> None:
     integers nothing is kept: token ids that one rank made may be another's batch by chance.
     """
     replicas = step_view.life.replicas
-    if not replicas.is_any:
-        return
     feeds: set[tuple[RootPlace, RootPlace]] = set()
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         for (path, _, rank), values, votes, _ in _fits(step_view, phase):
@@ -95,9 +93,8 @@ def _by_place(
     step_view: StepView, phase: Phase, is_asked: Callable[[str, Phase], bool]
 ) -> dict[_Place, _Values]:
     found: dict[_Place, _Values] = {}
-    roots = (call for call in step_view.of(phase) if call.parent is None)
-    for call in roots:
-        if call.micro_batch is None:
+    for call in step_view.of(phase):
+        if call.parent is not None or call.micro_batch is None:
             continue
         for slot, values in call.slots.items():
             if not is_asked(slot, phase) or values.dtype == "python" or values.is_constant:

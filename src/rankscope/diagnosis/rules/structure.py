@@ -12,11 +12,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Final
 
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep, candidate_at
 from rankscope.diagnosis.distances import minority
+from rankscope.diagnosis.evidence import Evidence
 from rankscope.diagnosis.replicas import InferredReplicas
 from rankscope.diagnosis.rules.stages import stage_edges
 from rankscope.diagnosis.stepview import (
@@ -35,6 +37,12 @@ from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.tree.slotview import SlotView
 
+_OF_STAGES: Final = frozenset(
+    {Evidence.FORWARD, Evidence.BACKWARD, Evidence.ROOTS, Evidence.RANKS, Evidence.DIGESTS}
+)
+"""What tells stages of a pipeline, which hold different things under one path, from replicas."""
+
+
 # ---- dtype, shape, placement ---------------------------------------------------------------------
 
 
@@ -46,6 +54,11 @@ def different_kinds(step_view: JudgedStep) -> Iterator[Candidate]:
         views = _of_one_part(values, step_view.life.replicas)
         what = {word for view in views for word in view.disagreement}
         if len(views) < 2 or not what or _is_stage(values):
+            continue
+        lacking = _OF_STAGES - step_view.evidence
+        if lacking and values.source == "unknown":
+            asks, example = "dtypes over ranks", f"{values.name} differs"
+            step_view.context.coverage.not_asked(asks, lacking, example)
             continue
         if len({view.dtype for view in views}) > 1:
             texts = [view.dtype for view in views]

@@ -18,7 +18,7 @@ rank may be copied on purpose, to train a head of its own: a warning.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -37,35 +37,49 @@ def other_weights(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every parameter that differed at setup on ranks that share its
     gradient. Asked of each parameter once in an incarnation, in the first optimizer step in which
     its gradient is no constant."""
-    incarnation = step_view.life
-    gradients = {_key_of_call(values): values for values in step_view.values(Phase.GRADS)}
-    setup = incarnation.setup
-    if setup is None or not gradients:
+    setup = step_view.life.setup
+    if setup is None:
         return
-    if incarnation.undecided is None:
-        incarnation.undecided = {
-            _key_of_call(values): values
-            for values in setup.values(Phase.SETUP)
-            if values.slot.startswith("param:") and _is_open(values, step_view)
-        }
-    after = {_key_of_call(values): values for values in step_view.values(Phase.PARAMS)}
-    for key, values in [*incarnation.undecided.items()]:
-        gradient, latest = gradients.get(key), after.get(key)
-        if gradient is None or latest is None or gradient.source != "unknown":
-            continue
-        if gradient.is_constant:
-            continue
-        del incarnation.undecided[key]
+    for _, values, gradient, latest in decided_starts(step_view):
         groups = [
             g for g in clusters(gradient) if _is_unlike(g, values, gradient, latest, step_view)
         ]
         if groups:
             yield _other_candidate(setup, values, groups)
-    if not incarnation.undecided:
-        incarnation.setup = None
 
 
-def _key_of_call(values: SlotValues) -> tuple[str, int, str]:
+_Key = tuple[str, int, str]
+"""Path, call, name of a parameter."""
+
+
+def undecided_starts(step_view: JudgedStep) -> Mapping[_Key, SlotValues]:
+    """Return the parameters that differed at setup and on which no step before has decided."""
+    history = step_view.life
+    if history.undecided is not None or history.setup is None:
+        return history.undecided or {}
+    return {
+        _key_of_call(values): values
+        for values in history.setup.values(Phase.SETUP)
+        if values.slot.startswith("param:") and _is_open(values, step_view)
+    }
+
+
+def decided_starts(
+    step_view: JudgedStep,
+) -> Iterator[tuple[_Key, SlotValues, SlotValues, SlotValues]]:
+    """Yield those of them on which a step decides: key, what they held at setup, the gradient that
+    the optimizer took, what they hold after it."""
+    gradients = {_key_of_call(values): values for values in step_view.values(Phase.GRADS)}
+    after = {_key_of_call(values): values for values in step_view.values(Phase.PARAMS)}
+    for key, values in undecided_starts(step_view).items() if gradients else ():
+        gradient, latest = gradients.get(key), after.get(key)
+        if gradient is None or latest is None or gradient.source != "unknown":
+            continue
+        if not gradient.is_constant:
+            yield key, values, gradient, latest
+
+
+def _key_of_call(values: SlotValues) -> _Key:
     return values.call.path, values.call.ordinal, values.slot.partition(":")[2]
 
 
