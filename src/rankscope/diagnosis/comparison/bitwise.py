@@ -20,7 +20,7 @@ from rankscope.diagnosis.comparison.difference import Batches
 from rankscope.diagnosis.comparison.preflight import run_lines, step_line
 from rankscope.diagnosis.comparison.tracesides import TraceSide, two_sides
 from rankscope.diagnosis.comparison.unpaired import Tally
-from rankscope.diagnosis.stepview import Array, SlotValues, StepView
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
 from rankscope.record.finding import NAMED_VICTIMS, Finding, Kind, Report, Severity

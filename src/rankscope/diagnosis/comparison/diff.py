@@ -29,7 +29,7 @@ from rankscope.diagnosis.comparison.tolerances import Tolerances
 from rankscope.diagnosis.comparison.tracesides import StepKey, TraceSide, two_sides
 from rankscope.diagnosis.comparison.unpaired import Tally
 from rankscope.diagnosis.comparison.wholevalues import WholeValues
-from rankscope.diagnosis.stepview import Array, StepView
+from rankscope.diagnosis.evidence.stepview import Array, StepView
 from rankscope.errors import SettingError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode

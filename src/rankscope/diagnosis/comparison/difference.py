@@ -20,7 +20,7 @@ from rankscope.diagnosis.comparison.datasamples import (
     Unit,
     match_samples,
 )
-from rankscope.diagnosis.stepview import Array
+from rankscope.diagnosis.evidence.stepview import Array
 from rankscope.record.statistics import NONFINITE
 
 CHI_SQUARE_RANGE: Final = (0.68, 1.92)

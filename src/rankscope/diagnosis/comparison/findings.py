@@ -16,7 +16,7 @@ from rankscope.diagnosis.comparison.difference import (
     Measured,
 )
 from rankscope.diagnosis.comparison.valueflow import Origin
-from rankscope.diagnosis.stepview import Array
+from rankscope.diagnosis.evidence.stepview import Array
 from rankscope.record.finding import NAMED_VICTIMS, Finding, Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named

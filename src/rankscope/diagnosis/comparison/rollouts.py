@@ -18,7 +18,7 @@ from rankscope.assembly.combine import CombinationPlan, apply_plan
 from rankscope.diagnosis.comparison.alignment import whole_shape
 from rankscope.diagnosis.comparison.tracesides import StepKey, TraceSide
 from rankscope.diagnosis.comparison.wholevalues import Wholes, WholeValues, combined_row
-from rankscope.diagnosis.stepview import Array, SlotValues, StepView
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView
 from rankscope.record.call import Mode
 from rankscope.record.sketchfactors import factors
 

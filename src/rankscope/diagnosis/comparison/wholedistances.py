@@ -21,7 +21,7 @@ from rankscope.diagnosis.comparison.difference import (
     dots_of,
 )
 from rankscope.diagnosis.comparison.wholevalues import EVERY_PLACE, Wholes
-from rankscope.diagnosis.stepview import Array
+from rankscope.diagnosis.evidence.stepview import Array
 from rankscope.record.phases import Phase
 
 _SUM_SLACK: Final = 3.0

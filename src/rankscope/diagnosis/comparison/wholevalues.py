@@ -18,8 +18,8 @@ import numpy as np
 
 from rankscope.assembly.combine import CombinationPlan, apply_plan, plan_rows
 from rankscope.diagnosis.comparison.lostranks import LostRanks
-from rankscope.diagnosis.replicas import Layouts
-from rankscope.diagnosis.stepview import Array, SlotValues
+from rankscope.diagnosis.evidence.replicas import Layouts
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues
 from rankscope.layout.declared import declared_pieces
 from rankscope.layout.placement import Mesh, Placement
 from rankscope.layout.plan import Piece
