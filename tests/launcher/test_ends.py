@@ -432,6 +432,32 @@ def test_a_full_disk_under_the_trace_harms_no_training_and_is_said(
     assert is_empty(job.spool)
 
 
+KILLS_ITS_COMPANION = """
+import os, pathlib, signal, sys, torch
+torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
+(started,) = pathlib.Path(os.environ["RANKSCOPE_SPOOL"]).glob("*/*/companion.started")
+os.kill(int(started.read_text().split()[0].split(":")[0]), signal.SIGKILL)
+"""
+
+
+def test_a_companion_that_is_killed_before_a_script_ends_is_started_once_more(tmp_path: Path):
+    """Nobody waits for one that is known to be dead, and the tree is there all the same."""
+    (tmp_path / "script.py").write_text(KILLS_ITS_COMPANION)
+    places = {"RANKSCOPE_OUT": str(tmp_path / "out"), "RANKSCOPE_SPOOL": str(tmp_path / "spool")}
+    job = forked.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "RANKSCOPE": "1", "RANKSCOPE_FINISH_SECONDS": "100", **places},
+    )
+    assert job.returncode == 0, job.stderr
+    assert f"trace in {tmp_path / 'out'}" in job.stderr, job.stderr
+    assert all_there(verified(tmp_path / "out"))
+    assert is_empty(tmp_path / "spool")
+
+
 ONE_STEP = """
 import torch
 torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()

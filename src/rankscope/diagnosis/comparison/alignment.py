@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView, is_input
+from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView, is_input
 from rankscope.errors import SettingError
 from rankscope.record.dtypes import is_whole_number
 from rankscope.record.phases import Phase

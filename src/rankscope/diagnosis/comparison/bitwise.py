@@ -17,7 +17,7 @@ from rankscope.diagnosis.comparison.alignment import SlotKey, in_order
 from rankscope.diagnosis.comparison.preflight import PreflightLine
 from rankscope.diagnosis.comparison.tracesides import PairedStep
 from rankscope.diagnosis.comparison.unpaired import Tally
-from rankscope.diagnosis.stepview import Array, SlotValues
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues
 from rankscope.record.call import Mode
 from rankscope.record.finding import NAMED_VICTIMS, Finding, Kind, Severity
 from rankscope.record.phases import Phase

@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from rankscope.diagnosis.comparison.wholevalues import EVERY_PLACE, WholeValues
-from rankscope.diagnosis.replicas import InferredReplicas
-from rankscope.diagnosis.stepview import Array, StepView
+from rankscope.diagnosis.evidence.replicas import InferredReplicas
+from rankscope.diagnosis.evidence.stepview import Array, StepView
 from rankscope.layout.infer import HeldParameter, axes_of, largest_mesh
 from rankscope.layout.placement import Mesh
 from rankscope.record.dtypes import is_whole_number

@@ -38,8 +38,8 @@ from rankscope.diagnosis.comparison.tracesides import (
     two_sides,
 )
 from rankscope.diagnosis.comparison.unpaired import Tally
+from rankscope.diagnosis.evidence.stepview import Array
 from rankscope.diagnosis.finalreport import verdict_of
-from rankscope.diagnosis.stepview import Array
 from rankscope.errors import SettingError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode

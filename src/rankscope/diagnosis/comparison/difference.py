@@ -15,7 +15,7 @@ import numpy as np
 
 from rankscope.diagnosis.comparison.alignment import AlignedValue, SlotKey
 from rankscope.diagnosis.comparison.datasamples import Unit
-from rankscope.diagnosis.stepview import Array
+from rankscope.diagnosis.evidence.stepview import Array
 from rankscope.record.statistics import NONFINITE
 
 CHI_SQUARE_RANGE: Final = (0.68, 1.92)

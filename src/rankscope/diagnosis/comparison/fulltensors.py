@@ -20,7 +20,7 @@ from rankscope.diagnosis.comparison.alignment import AlignedValue
 from rankscope.diagnosis.comparison.datasamples import Batches, Unit
 from rankscope.diagnosis.comparison.difference import Difference, Measured, Totals
 from rankscope.diagnosis.comparison.wholevalues import Wholes, WholeValues
-from rankscope.diagnosis.stepview import Array, SlotValues
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues
 from rankscope.errors import LayoutError, SelectionError, TraceError
 from rankscope.layout.plan import plan_assemblies
 from rankscope.record.phases import Phase

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Final
 
-from rankscope.diagnosis.lastcalls import ORDERLY
-from rankscope.diagnosis.stepview import SlotValues
+from rankscope.diagnosis.evidence.lastcalls import ORDERLY
+from rankscope.diagnosis.evidence.stepview import SlotValues
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named

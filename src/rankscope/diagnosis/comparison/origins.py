@@ -18,7 +18,7 @@ from rankscope.diagnosis.comparison.difference import CHI_SQUARE_RANGE, Compared
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.tolerances import Tolerances
 from rankscope.diagnosis.comparison.valueflow import GiverState, Origin, ValueFlow
-from rankscope.diagnosis.stepview import CallView
+from rankscope.diagnosis.evidence.stepview import CallView
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 

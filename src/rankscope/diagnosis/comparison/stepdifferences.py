@@ -26,8 +26,8 @@ from rankscope.diagnosis.comparison.tolerances import Tolerances
 from rankscope.diagnosis.comparison.tracesides import PairedStep
 from rankscope.diagnosis.comparison.wholedistances import compare_wholes
 from rankscope.diagnosis.comparison.wholevalues import NO_TENSOR, Wholes, WholeValues
-from rankscope.diagnosis.distances import rounding_of
-from rankscope.diagnosis.stepview import Array, StepView, sibling_path
+from rankscope.diagnosis.evidence.distances import rounding_of
+from rankscope.diagnosis.evidence.stepview import Array, StepView, sibling_path
 from rankscope.record.phases import Phase
 
 _NEAR_SCALED: Final = 0.5

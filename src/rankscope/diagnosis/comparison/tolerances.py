@@ -1,6 +1,7 @@
 """How far two values may be apart by rounding alone: by dtype, or as far as noise was measured.
 
-`diagnosis/distances.py` knows one rounding of a dtype; here is what roundings add up to in a model.
+`diagnosis/evidence/distances.py` knows one rounding of a dtype; here is what roundings add up to in
+a model.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from rankscope.diagnosis.comparison.alignment import AlignedValue, SlotKey
-from rankscope.diagnosis.distances import rounding_of
+from rankscope.diagnosis.evidence.distances import rounding_of
 from rankscope.record.phases import Phase
 
 DEFAULTS: Final = {

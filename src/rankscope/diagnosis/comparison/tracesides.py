@@ -20,8 +20,8 @@ from rankscope.diagnosis.comparison.datasamples import (
 )
 from rankscope.diagnosis.comparison.lostranks import LostRanks
 from rankscope.diagnosis.comparison.wholevalues import TokenWholes, WholeValues, token_counts
-from rankscope.diagnosis.replicas import Layouts
-from rankscope.diagnosis.stepview import Array, CallView, StepView, step_view_of
+from rankscope.diagnosis.evidence.replicas import Layouts
+from rankscope.diagnosis.evidence.stepview import Array, CallView, StepView, step_view_of
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
 from rankscope.tensors.proofs import cut_dtensors

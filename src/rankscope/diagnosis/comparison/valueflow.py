@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 
 from rankscope.diagnosis.comparison.difference import ComparedValue
-from rankscope.diagnosis.stepview import Array, CallView
+from rankscope.diagnosis.evidence.stepview import Array, CallView
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 

@@ -14,7 +14,7 @@ import numpy as np
 from rankscope.diagnosis.comparison.datasamples import Batches, StepSamples, Unit
 from rankscope.diagnosis.comparison.difference import TINY, Difference, Measured, Totals, dots_of
 from rankscope.diagnosis.comparison.wholevalues import EVERY_PLACE, Wholes
-from rankscope.diagnosis.stepview import Array
+from rankscope.diagnosis.evidence.stepview import Array
 from rankscope.record.phases import Phase
 
 _SUM_SLACK: Final = 3.0

@@ -19,8 +19,8 @@ import numpy as np
 from rankscope.assembly.combine import CombinationPlan, apply_plan, plan_rows
 from rankscope.diagnosis.comparison.alignment import whole_shape
 from rankscope.diagnosis.comparison.lostranks import LostRanks
-from rankscope.diagnosis.replicas import Layouts
-from rankscope.diagnosis.stepview import Array, SlotValues, StepView
+from rankscope.diagnosis.evidence.replicas import Layouts
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView
 from rankscope.layout.declared import declared_pieces
 from rankscope.layout.placement import Mesh, Placement
 from rankscope.layout.plan import Piece
