@@ -30,7 +30,7 @@ import numpy as np
 
 import rankscope.diagnosis.check as check_module
 from rankscope.diagnosis.check import check
-from rankscope.diagnosis.evidence.recorded import matchedcollectives
+from rankscope.diagnosis.evidence import matchedcollectives
 from rankscope.diagnosis.evidence.stepview import CallView, SlotValues, StepView, step_view_of
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
