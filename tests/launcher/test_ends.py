@@ -58,8 +58,9 @@ def launch(tmp_path: Path) -> Iterator[Start]:
 
 def verified(trace: Path) -> dict[str, Any]:
     done = rankscope("verify", trace, "--json")
-    report: dict[str, Any] = json.loads(done.stdout)
-    assert done.returncode == (0 if report["verdict"] == "clean" else 1), done.stderr
+    answer = json.loads(done.stdout)
+    assert done.returncode == (0 if answer["status"] == "clean" else 1), done.stderr
+    report: dict[str, Any] = answer["result"]
     return report
 
 
@@ -163,7 +164,7 @@ def test_what_ends_a_program_outside_of_its_modules_is_told_with_its_line(launch
     said = rankscope("verify", job.out).stdout
     assert f"raised: {key}, outside of any module's call, at script.py:8 use" in said
     assert "SystemExit: no data, after KeyError" in said
-    checked = json.loads(rankscope("check", job.out, "--json").stdout)
+    checked = json.loads(rankscope("check", job.out, "--json").stdout)["result"]
     crashed = [f for f in checked["findings"] if f["kind"] == "crash" and f["origin"]]
     said_of = {tuple(f["ranks"]): f["message"] for f in crashed}
     # ranks 0 and 5 raised one exception at one line: that is told once
@@ -203,7 +204,7 @@ def test_an_exception_of_a_forward_hook_is_told_of_the_module_that_has_the_hook(
     told = {each["rank"]: (each["path"], each["error"]) for each in report["raised"]}
     no = "ValueError: no such output"
     assert told == {0: ("0.fc", no), 1: ("0", no), 2: ("", no), 3: ("0", "KeyError: 'later'")}
-    checked = json.loads(rankscope("check", job.out, "--json").stdout)
+    checked = json.loads(rankscope("check", job.out, "--json").stdout)["result"]
     crashed = [(f["path"], *f["ranks"]) for f in checked["findings"] if f["kind"] == "crash"]
     assert sorted(crashed) == [("", 2), ("0", 1), ("0", 3), ("0.fc", 0)]
 

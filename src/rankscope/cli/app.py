@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import io
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -173,11 +172,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(args=words, prog_name="rankscope")
     except (RankscopeError, OSError) as error:  # an odd path, a folder that is gone: said as well
-        from rankscope.cli.terminal import visible
+        from rankscope.cli.terminal import remark
 
-        line = visible(" ".join(str(error).split()))
+        line = " ".join(str(error).split())
         _report_trouble(words, line)
-        typer.echo(f"rankscope: {line}", err=True)
+        remark(line)
         raise SystemExit(EXIT_TROUBLE) from None
     except SystemExit as leaving:
         if leaving.code == EXIT_TROUBLE:  # typer has said what it could not understand
@@ -186,5 +185,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _report_trouble(words: Sequence[str], line: str) -> None:
-    if "--json" in words:
-        typer.echo(json.dumps({"format": "rankscope.report/1", "error": line}))
+    own = words[: words.index("--script")] if "--script" in words else words
+    if "--json" in own:
+        from rankscope.cli.terminal import echo_json, visible
+
+        echo_json(words[0] if words[0] in COMMANDS else "", "error", None, [visible(line)])

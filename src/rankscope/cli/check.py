@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Annotated
 
@@ -16,7 +15,7 @@ from rankscope.cli.arguments import (
     part_of,
 )
 from rankscope.cli.checktext import coverage_line, report_lines
-from rankscope.cli.terminal import Paint, echo, echo_fitted, opened, progress, remark
+from rankscope.cli.terminal import Paint, echo_fitted, echo_json, opened, progress, remark
 from rankscope.diagnosis.check import check
 from rankscope.diagnosis.finalreport import report_json
 from rankscope.diagnosis.verdictwords import layout_named
@@ -39,7 +38,7 @@ def command(
     with progress() as say:
         report = check(found, layout, progress=say)
     if as_json:
-        echo(json.dumps(report_json(report)))
+        echo_json("check", report.verdict.value, report_json(report))
     else:
         paint = Paint(sys.stdout)
         echo_fitted(report_lines(found, report, paint, is_all=is_all, layout=given))

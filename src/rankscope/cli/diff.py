@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from rankscope.cli.checktext import (
     listed_findings,
     painted_verdict,
 )
-from rankscope.cli.terminal import Paint, echo, echo_fitted, opened, progress, remark
+from rankscope.cli.terminal import Paint, echo_fitted, echo_json, opened, progress, remark
 from rankscope.compat.debugger.treefiles import trees_in
 from rankscope.diagnosis.comparison.alignment import PathMap
 from rankscope.diagnosis.comparison.bitwise import BitwiseReport, diff_bitwise
@@ -38,6 +37,7 @@ from rankscope.tree.views import Trace
 
 EXIT_FINDING = 1
 _MOST_REASONS = 3
+_WORST_FIRST = (Verdict.FAULT, Verdict.INCOMPLETE, Verdict.CLEAN)
 
 
 def command(
@@ -88,7 +88,7 @@ def command(
         typer.Option(metavar="FILE", help="Write a page of both runs as well, to look at."),
     ] = None,
     is_all: Annotated[bool, typer.Option("--all", help="List every origin and note.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout, no text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Say where TEST first differs from REF: module, ranks, how much; exit 1 where it does."""
     required = part_of(require_coverage)
@@ -132,7 +132,8 @@ def command(
         lines = _matrix_lines(ref, [*zip(tests, reports)], paint)
     if as_json:
         named = [{"run": str(test), **data} for test, (_, _, data) in zip(tests, found)]
-        echo(json.dumps(named if is_matrix else found[0][2]))
+        worst = next(v for v in _WORST_FIRST if any(report.verdict is v for report in reports))
+        echo_json("diff", worst.value, {"runs": named} if is_matrix else found[0][2])
     else:
         echo_fitted(lines)
     if any(report.verdict is not Verdict.CLEAN for report in reports):

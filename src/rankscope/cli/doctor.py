@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import signal
 import sys
@@ -11,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from rankscope.cli.terminal import Paint, echo
+from rankscope.cli.terminal import Paint, echo, echo_json
 from rankscope.doctor.condition import Condition, Status
 from rankscope.doctor.job import Question, examine
 from rankscope.doctor.script import ScriptQuestion, script_conditions
@@ -108,16 +107,11 @@ def command(
                 echo(line)
     has_failed = any(condition.status is Status.FAILED for condition in found)
     if as_json:
-        report = {
-            "format": "rankscope.report/1",
-            "command": "doctor",
-            "verdict": "failed" if has_failed else "clean",
-            "conditions": [
-                {"name": c.name, "status": c.status.value, "found": c.found, "remedy": c.remedy}
-                for c in found
-            ],
-        }
-        echo(json.dumps(report))
+        listed = [
+            {"name": c.name, "status": c.status.value, "found": c.found, "remedy": c.remedy}
+            for c in found
+        ]
+        echo_json("doctor", "failed" if has_failed else "clean", {"conditions": listed})
     raise typer.Exit(EXIT_FAILED if has_failed else 0)
 
 

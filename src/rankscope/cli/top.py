@@ -4,7 +4,6 @@ screen is made of what it gives as JSON."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import shutil
@@ -19,7 +18,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from rankscope.cli.arguments import LayoutOption, TraceArgument
-from rankscope.cli.terminal import Paint, cut, echo, fitted, shown, size_text, width
+from rankscope.cli.terminal import Paint, cut, echo, echo_json, fitted, shown, size_text, width
 from rankscope.cli.topsource import SORTS, TopSource
 from rankscope.errors import FolderError, RankscopeError, SettingError
 from rankscope.record.ranklists import ranks_named
@@ -70,7 +69,7 @@ def command(
     if once:
         found = source.one()
         if as_json:
-            echo(json.dumps(found))
+            echo_json("top", found["state"], found)
         else:
             columns = width()
             for line in screen_lines(found, Paint(sys.stdout), columns, 0):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from rankscope.cli.arguments import TraceArgument
-from rankscope.cli.terminal import Paint, echo, opened
+from rankscope.cli.terminal import Paint, echo, echo_json, opened
 from rankscope.companion.cleanup import is_in_tree
 from rankscope.record.ranklists import ranks_named
 from rankscope.run.eventboard import held_anything
@@ -41,15 +40,17 @@ def command(
     """
     found = opened(trace)
     damaged = _damaged(found)
+    is_clean = found.is_complete and not damaged
     if as_json:
-        echo(json.dumps(_report(found, damaged)))
+        status = "clean" if is_clean else "incomplete"
+        echo_json("verify", status, _report(found, damaged))
     else:
         paint = Paint(sys.stdout)
         for line in _lines(found, paint):
             echo(line)
         for line in damaged:
             echo(paint("red", line))
-    raise typer.Exit(0 if found.is_complete and not damaged else EXIT_INCOMPLETE)
+    raise typer.Exit(0 if is_clean else EXIT_INCOMPLETE)
 
 
 def _damaged(trace: Trace) -> list[str]:
@@ -64,9 +65,6 @@ def _damaged(trace: Trace) -> list[str]:
 
 def _report(trace: Trace, damaged: list[str]) -> dict[str, Any]:
     return {
-        "format": "rankscope.report/1",
-        "command": "verify",
-        "verdict": "clean" if trace.is_complete and not damaged else "incomplete",
         "trace": str(trace.path),
         "is_live": trace.is_live,
         **trace.completeness,
