@@ -18,7 +18,8 @@ import pytest
 import torch
 
 import rankscope as tracing
-from rankscope.cli.app import main
+from rankscope.cli.app import COMMANDS, main
+from rankscope.cli.arguments import SELECTIONS, ExitCode
 from rankscope.cli.terminal import fitted
 from rankscope.layout.placement import Mesh
 from rankscope.record.call import CallStatus
@@ -522,6 +523,27 @@ def test_whatever_cannot_be_answered_is_one_json_object_and_exit_code_2(words, t
         assert (said["status"], said["errors"]) == ("failed", [])
     else:
         assert (said["status"], said["result"], len(said["errors"])) == ("error", None, 1)
+
+
+def test_the_page_of_all_commands_has_every_exit_code_and_shared_option():
+    page = (Path(__file__).parents[2] / "docs/commands.md").read_text()
+    codes = re.findall(r"^\| (\d+) \|", page, re.MULTILINE)
+    assert [*map(int, codes)] == [*ExitCode]
+    for name, (metavar, _) in SELECTIONS.items():
+        word = metavar if metavar != "MODE" else r"train\|eval"
+        assert f"`--{name} {word}`" in page
+    for name in COMMANDS:
+        assert f"(commands/{name}.md)" in page
+
+
+def test_a_page_of_the_root_alone_is_asked_for_as_it_is_shown(stages, tmp_path):
+    page = tmp_path / "page.html"
+    for _ in range(2):
+        assert rankscope("report", stages, "--path", "(root)", "--out", page)[0] == 0
+    page.write_text("mine")
+    code, _, errors = rankscope("report", stages, "--out", page)
+    assert code == 2 and "--force" in errors and page.read_text() == "mine"
+    assert rankscope("report", stages, "--out", page, "--force")[0] == 0
 
 
 def test_a_command_that_is_printed_may_be_pasted_whatever_the_paths_hold(tmp_path):

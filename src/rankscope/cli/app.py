@@ -16,6 +16,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from rankscope.cli.arguments import ExitCode
 from rankscope.errors import RankscopeError, SettingError
 from rankscope.settings import did_you_mean
 
@@ -38,7 +39,6 @@ COMMANDS = (
     "clean",
     "keys",
 )
-EXIT_TROUBLE = 2
 
 _HELP = """One trace for the whole distributed job: every module call on every rank, in one tree.
 
@@ -177,9 +177,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         line = " ".join(str(error).split())
         _report_trouble(words, line)
         remark(line)
-        raise SystemExit(EXIT_TROUBLE) from None
+        raise SystemExit(ExitCode.TROUBLE) from None
     except SystemExit as leaving:
-        if leaving.code == EXIT_TROUBLE:  # typer has said what it could not understand
+        if leaving.code == ExitCode.TROUBLE:  # typer has said what it could not understand
             _report_trouble(words, "the command line cannot be understood: see stderr")
         raise
 

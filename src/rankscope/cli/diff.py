@@ -11,7 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
-from rankscope.cli.arguments import EXIT_COVERAGE, CoverageOption, LayoutOption, part_of
+from rankscope.cli.arguments import (
+    CoverageOption,
+    ExitCode,
+    ForceOption,
+    JsonOption,
+    LayoutOption,
+    part_of,
+)
 from rankscope.cli.checktext import (
     STYLES,
     first_lines,
@@ -35,7 +42,6 @@ from rankscope.run.outfolder import typed
 from rankscope.tree.summary import counted, extent
 from rankscope.tree.views import Trace
 
-EXIT_FINDING = 1
 _MOST_REASONS = 3
 _WORST_FIRST = (Verdict.FAULT, Verdict.INCOMPLETE, Verdict.CLEAN)
 
@@ -87,8 +93,9 @@ def command(
         Path | None,
         typer.Option(metavar="FILE", help="Write a page of both runs as well, to look at."),
     ] = None,
+    is_forced: ForceOption = False,
     is_all: Annotated[bool, typer.Option("--all", help="List every origin and note.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Say where TEST first differs from REF: module, ranks, how much; exit 1 where it does."""
     required = part_of(require_coverage)
@@ -121,7 +128,7 @@ def command(
                 report = compare()
             else:
                 content, report = diff_page(reference, test, compare)
-                write_file(content, html)
+                write_file(content, html, is_forced=is_forced)
         lines = _difference_lines(reference, test, report, paint, is_all=is_all)
         return report, lines, report_json(report)
 
@@ -137,7 +144,7 @@ def command(
     else:
         echo_fitted(lines)
     if any(report.verdict is not Verdict.CLEAN for report in reports):
-        raise typer.Exit(EXIT_FINDING)
+        raise typer.Exit(ExitCode.FINDING)
     report = min(reports, key=lambda each: each.coverage)
     if report.coverage < required:
         told = (
@@ -146,7 +153,7 @@ def command(
             f"with the same options, and say with --map and --layout what their names do not"
         )
         remark(told)
-        raise typer.Exit(EXIT_COVERAGE)
+        raise typer.Exit(ExitCode.COVERAGE)
 
 
 def _opened(paths: Sequence[Path], *, takes_printed: bool) -> list[Trace]:

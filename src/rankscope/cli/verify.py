@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from rankscope.cli.arguments import TraceArgument
+from rankscope.cli.arguments import ExitCode, JsonOption, TraceArgument
 from rankscope.cli.terminal import Paint, echo, echo_json, opened
 from rankscope.companion.cleanup import is_in_tree
 from rankscope.record.ranklists import ranks_named
@@ -23,7 +23,6 @@ from rankscope.tree.summary import ended_words, endings
 from rankscope.tree.unfinished import begin_in, spool_bases
 from rankscope.tree.views import Trace
 
-EXIT_INCOMPLETE = 1
 _ENDS = {
     "lost": "gone without an end record: killed by a signal, aborted, or left by os._exit",
     "running": "no end record had arrived when this was read",
@@ -33,7 +32,7 @@ _ENDS = {
 
 def command(
     trace: TraceArgument = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Say per rank what was committed, received and dropped, and read every kept tensor's checksum;
     exit 1 where anything is missing.
@@ -50,7 +49,7 @@ def command(
             echo(line)
         for line in damaged:
             echo(paint("red", line))
-    raise typer.Exit(0 if is_clean else EXIT_INCOMPLETE)
+    raise typer.Exit(ExitCode.FINE if is_clean else ExitCode.FINDING)
 
 
 def _damaged(trace: Trace) -> list[str]:
