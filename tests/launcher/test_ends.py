@@ -60,7 +60,7 @@ def verified(trace: Path) -> dict[str, Any]:
     done = rankscope("verify", trace, "--json")
     answer = json.loads(done.stdout)
     assert done.returncode == (0 if answer["status"] == "clean" else 1), done.stderr
-    report: dict[str, Any] = answer["result"]
+    report: dict[str, Any] = {"status": answer["status"], **answer["result"]}
     return report
 
 
@@ -279,7 +279,7 @@ def test_killed_companions_are_started_again_beside_another_run_of_the_same_host
     assert job.wait() == 0
     assert job.last_line == f"rankscope: trace in {job.out}; read it: rankscope show trace"
     report = verified(job.out)
-    assert report["verdict"] == "clean"
+    assert report["status"] == "clean"
     assert ends(report) == {0: "exit", 1: "exit"}
     steps = json.loads((job.out / "trace.json").read_text())["steps"]
     assert [step["step"] for step in steps] == [*range(len(steps))]
@@ -289,7 +289,7 @@ def test_killed_companions_are_started_again_beside_another_run_of_the_same_host
     assert other.wait() == 0
     assert f"the trace follows in {other.out}" in other.last_line
     assert wait_until(lambda: (other.out / "trace.json").exists())
-    assert verified(other.out)["verdict"] == "clean"
+    assert verified(other.out)["status"] == "clean"
     assert wait_until(lambda: is_empty(other.spool))
 
 
@@ -309,7 +309,7 @@ def test_a_killed_launcher_leaves_a_tree_or_what_recover_makes_one_of(launch: St
     for each in (job, alone):
         each.go()
     assert wait_until(lambda: (job.out / "trace.json").exists())
-    assert verified(job.out)["verdict"] == "clean"
+    assert verified(job.out)["status"] == "clean"
     assert wait_until(lambda: is_empty(job.spool))
     assert wait_until(lambda: not alone.ranks())
     assert not (alone.out / "trace.json").exists()
@@ -320,7 +320,7 @@ def test_a_killed_launcher_leaves_a_tree_or_what_recover_makes_one_of(launch: St
     made = rankscope("recover", run_folder, alone.out, "--out", alone.folder / "made")
     assert made.returncode == 0, made.stderr
     assert f"removed {run_folder}" in made.stdout
-    assert verified(alone.folder / "made")["verdict"] == "clean"
+    assert verified(alone.folder / "made")["status"] == "clean"
     assert is_empty(alone.spool)
 
 
@@ -335,7 +335,7 @@ def test_a_job_that_is_over_while_its_collector_is_down_names_what_finishes_it(l
         kill(companion)
     assert wait_until(lambda: not job.companion())
     made = run_named_command(job.last_line, job.folder)
-    assert verified(made)["verdict"] == "clean"
+    assert verified(made)["status"] == "clean"
     assert is_empty(job.spool)
 
 
@@ -429,7 +429,7 @@ def test_a_full_disk_under_the_trace_harms_no_training_and_is_said(
     assert sum(path.lstat().st_size for path in (small_disk / "trace").glob("spool/*")) >= size
     line = job.last_line.replace(f"--out {small_disk}/trace-recovered", "--out made")
     made = run_named_command(line, job.folder)
-    assert verified(made)["verdict"] == "clean"
+    assert verified(made)["status"] == "clean"
     assert is_empty(job.spool)
 
 
