@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
-from rankscope.cli.arguments import EXIT_COVERAGE, CoverageOption, LayoutOption, part_of
+from rankscope.cli.arguments import (
+    CoverageOption,
+    ExitCode,
+    ForceOption,
+    JsonOption,
+    LayoutOption,
+    part_of,
+)
 from rankscope.cli.checktext import (
     STYLES,
     first_lines,
@@ -20,7 +26,7 @@ from rankscope.cli.checktext import (
     listed_findings,
     painted_verdict,
 )
-from rankscope.cli.terminal import Paint, echo, echo_fitted, opened, progress, remark
+from rankscope.cli.terminal import Paint, echo_fitted, echo_json, opened, progress, remark
 from rankscope.compat.debugger.treefiles import trees_in
 from rankscope.diagnosis.comparison.alignment import PathMap
 from rankscope.diagnosis.comparison.diff import diff
@@ -36,8 +42,8 @@ from rankscope.run.outfolder import typed
 from rankscope.tree.summary import counted, extent
 from rankscope.tree.views import Trace
 
-EXIT_FINDING = 1
 _MOST_REASONS = 3
+_WORST_FIRST = (Verdict.FAULT, Verdict.INCOMPLETE, Verdict.CLEAN)
 
 
 def command(
@@ -87,8 +93,9 @@ def command(
         Path | None,
         typer.Option(metavar="FILE", help="Write a page of both runs as well, to look at."),
     ] = None,
+    is_forced: ForceOption = False,
     is_all: Annotated[bool, typer.Option("--all", help="List every origin and note.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout, no text.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Say where TEST first differs from REF: module, ranks, how much; exit 1 where it does."""
     required = part_of(require_coverage)
@@ -115,20 +122,21 @@ def command(
             if html is None:
                 return compare()
             content, report = diff_page(reference, test, compare)
-            write_file(content, html)
+            write_file(content, html, is_forced=is_forced)
         return report
 
     reports = [compared(test) for test in runs]
     if as_json:
         data = [_report_json(report) for report in reports]
         named = [{"run": str(test), **each} for test, each in zip(tests, data)]
-        echo(json.dumps(named if is_matrix else data[0]))
+        worst = next(v for v in _WORST_FIRST if any(report.verdict is v for report in reports))
+        echo_json("diff", worst.value, {"runs": named} if is_matrix else data[0])
     elif is_matrix:
         echo_fitted(_matrix_lines(ref, [*zip(tests, reports)], paint))
     else:
         echo_fitted(_difference_lines(reference, runs[0], reports[0], paint, is_all=is_all))
     if any(report.verdict is not Verdict.CLEAN for report in reports):
-        raise typer.Exit(EXIT_FINDING)
+        raise typer.Exit(ExitCode.FINDING)
     report = min(reports, key=lambda each: each.coverage)
     if report.coverage < required:
         told = (
@@ -137,7 +145,7 @@ def command(
             f"with the same options, and say with --map and --layout what their names do not"
         )
         remark(told)
-        raise typer.Exit(EXIT_COVERAGE)
+        raise typer.Exit(ExitCode.COVERAGE)
 
 
 def _opened(paths: Sequence[Path], *, takes_printed: bool) -> list[Trace]:

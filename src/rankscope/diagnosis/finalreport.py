@@ -24,7 +24,6 @@ from rankscope.tree.views import Trace
 
 _MOST_EVENTS = 2_000
 """Events that are put in order; what comes later by clock than that many counts as a victim."""
-FORMAT = "rankscope.report/1"
 _HANDED_UNEQUAL: Final = (
     "These ranks were handed different values: look at what made them: the data, the loss, code "
     "between modules, hooks, and weights."
@@ -180,8 +179,6 @@ def report_json(report: Report) -> dict[str, Any]:
         lines = [{"what": w, "same": same, "text": text} for w, same, text in report.preflight]
         preflight = {"preflight": lines, "unpaired": report.unpaired}
     return {
-        "format": FORMAT,
-        "command": report.command,
         "verdict": report.verdict.value,
         **preflight,
         "judged": report.judged,
