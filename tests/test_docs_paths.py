@@ -18,7 +18,7 @@ CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"(?:[\w.-]+/)+[\w-]+\.(?:py|c|json|js|txt|pth|start)")
 MODULE = re.compile(r"rankscope(?:\.\w+)+(?!/\d|\w)")
-"""Not `rankscope.report/1`, which is a format."""
+"""Not `rankscope.trace/1`, which is a format."""
 NO_MODULES = {
     "rankscope.pth",
     "rankscope.start",

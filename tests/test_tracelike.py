@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import rankscope
-from rankscope.diagnosis.comparison.bitwise import diff_bitwise
 from rankscope.errors import FolderError, TraceError
 from rankscope.testing import assert_same, save_golden
 
@@ -48,8 +47,6 @@ READERS: dict[str, Read] = {
     "check": lambda trace, _: rankscope.check(trace),
     "diff, reference": lambda trace, made: rankscope.diff(trace, made.whole),
     "diff, run": lambda trace, made: rankscope.diff(made.whole, trace),
-    "diff_bitwise, reference": lambda trace, made: diff_bitwise(trace, made.whole),
-    "diff_bitwise, run": lambda trace, made: diff_bitwise(made.whole, trace),
     "replay": lambda trace, made: rankscope.replay(made.model[1], trace, "1"),
     "report.write": lambda trace, made: rankscope.report.write(trace, made.folder / "page.html"),
     "report.to": lambda trace, made: rankscope.report.to(

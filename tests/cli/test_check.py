@@ -66,15 +66,19 @@ def test_all_lists_the_victims_too(tmp_path: Path):
 def test_json_is_one_object_of_the_documented_fields(tmp_path: Path):
     trace = traced(tmp_path, is_faulty=True)
     code, out, _ = rankscope("check", trace, "--json")
-    report = json.loads(out)
+    answer = json.loads(out)
+    report = answer["result"]
     assert code == 1
-    assert list(report)[:5] == ["format", "command", "verdict", "judged", "compared"]
-    assert (report["format"], report["verdict"]) == ("rankscope.report/1", "fault")
+    assert list(answer) == ["format", "command", "status", "result", "errors"]
+    assert [*answer.values()] == ["rankscope/1", "check", "fault", report, []]
+    assert list(report)[:3] == ["verdict", "judged", "compared"] and report["verdict"] == "fault"
     assert [f["origin"] for f in report["findings"]] == [True, False, False, False]
     first = report["findings"][0]
     documented = re.search(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert documented is not None
     shown = json.loads(documented[1])
+    assert list(answer) == list(shown)
+    shown = shown["result"]
     assert list(report) == list(shown)
     assert list(first) == list(shown["findings"][0])
     assert (first["path"], first["slot"], first["ranks"]) == ("router", "param:weight", [0, 1])
@@ -226,7 +230,7 @@ def test_what_is_no_part_of_all_values_cannot_be_required(tmp_path: Path, part: 
     )
     assert code == 2
     assert err.startswith(f"rankscope: --require-coverage {part}: expected a part from 0 to 1; ")
-    assert remedy in err and remedy in json.loads(out)["error"]
+    assert remedy in err and remedy in json.loads(out)["errors"][0]
 
 
 def test_where_a_layout_file_was_given_its_gaps_are_named(tmp_path: Path):
@@ -266,8 +270,11 @@ def test_a_layout_file_says_what_plain_tensors_are(
 def test_without_an_answer_it_exits_2_and_says_so_in_json_as_well(tmp_path: Path):
     code, out, err = rankscope("check", tmp_path / "none", "--json")
     assert code == 2
-    assert "no such folder" in json.loads(out)["error"]
-    assert "no such folder" in err
+    answer = json.loads(out)
+    assert "no such folder" in answer.pop("errors")[0] and "no such folder" in err
+    assert answer == {
+        "format": "rankscope/1", "command": "check", "status": "error", "result": None,
+    }  # fmt: skip
     trace = traced(tmp_path, is_faulty=False)
     (tmp_path / "layout.toml").write_text('axes = "tp=8"\n')
     code, _, err = rankscope("check", trace, "--layout", tmp_path / "layout.toml")

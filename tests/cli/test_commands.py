@@ -18,7 +18,8 @@ import pytest
 import torch
 
 import rankscope as tracing
-from rankscope.cli.app import main
+from rankscope.cli.app import COMMANDS, main
+from rankscope.cli.arguments import SELECTIONS, ExitCode
 from rankscope.cli.terminal import fitted
 from rankscope.layout.placement import Mesh
 from rankscope.record.call import CallStatus
@@ -282,19 +283,16 @@ def test_verify_exits_1_when_something_is_missing(tmp_path):
     assert "nothing at all from rank 1" in text
     assert "rankscope recover" in text
     code, text, _ = rankscope("verify", trace, "--json")
-    report = json.loads(text)
-    assert code == 1
-    assert (report["verdict"], report["missing"], report["ranks"][0]["end"]) == (
-        "incomplete",
-        "1",
-        "lost",
-    )
+    answer = json.loads(text)
+    report = answer["result"]
+    assert (code, answer["status"]) == (1, "incomplete")
+    assert (report["missing"], report["ranks"][0]["end"]) == ("1", "lost")
 
 
 def test_verify_as_json_says_trouble_as_json(tmp_path):
     code, text, errors = rankscope("verify", tmp_path / "none", "--json")
     assert code == 2
-    assert "no such folder" in json.loads(text)["error"]
+    assert "no such folder" in json.loads(text)["errors"][0]
     assert "no such folder" in errors
 
 
@@ -356,7 +354,7 @@ def test_a_rank_that_raised_is_said_first_with_its_exception(stages):
     assert code == 0
     assert "raised: ValueError: boom  in (root)" in text
     assert text.splitlines()[-1].endswith("did not end in order: rank 1 raised")
-    report = json.loads(rankscope("verify", stages, "--json")[1])
+    report = json.loads(rankscope("verify", stages, "--json")[1])["result"]
     assert [(r["rank"], r["path"], r["error"]) for r in report["raised"]] == [
         (1, "", "ValueError: boom")
     ]
@@ -507,6 +505,7 @@ def test_help_of_run_breaks_no_word():
         ["doctor", "--json", "--out", "x" * 300],
         ["verify", "--json", "x" * 300],
         ["verify", "--json", "--no-such-option"],
+        ["chekc", "--json"],
     ],
     ids=lambda words: " ".join(words)[:40],
 )
@@ -518,8 +517,33 @@ def test_whatever_cannot_be_answered_is_one_json_object_and_exit_code_2(words, t
     assert "Traceback" not in done.stderr
     assert done.returncode in (1, 2)
     said = json.loads(done.stdout)
-    assert said["format"] == "rankscope.report/1"
-    assert "error" in said or said["verdict"] == "failed"
+    assert said["format"] == "rankscope/1"
+    assert said["command"] == ("" if words[0] == "chekc" else words[0])
+    if done.returncode == 1:
+        assert (said["status"], said["errors"]) == ("failed", [])
+    else:
+        assert (said["status"], said["result"], len(said["errors"])) == ("error", None, 1)
+
+
+def test_the_page_of_all_commands_has_every_exit_code_and_shared_option():
+    page = (Path(__file__).parents[2] / "docs/commands.md").read_text()
+    codes = re.findall(r"^\| (\d+) \|", page, re.MULTILINE)
+    assert [*map(int, codes)] == [*ExitCode]
+    for name, (metavar, _) in SELECTIONS.items():
+        word = metavar if metavar != "MODE" else r"train\|eval"
+        assert f"`--{name} {word}`" in page
+    for name in COMMANDS:
+        assert f"(commands/{name}.md)" in page
+
+
+def test_a_page_of_the_root_alone_is_asked_for_as_it_is_shown(stages, tmp_path):
+    page = tmp_path / "page.html"
+    for _ in range(2):
+        assert rankscope("report", stages, "--path", "(root)", "--out", page)[0] == 0
+    page.write_text("mine")
+    code, _, errors = rankscope("report", stages, "--out", page)
+    assert code == 2 and "--force" in errors and page.read_text() == "mine"
+    assert rankscope("report", stages, "--out", page, "--force")[0] == 0
 
 
 def test_a_command_that_is_printed_may_be_pasted_whatever_the_paths_hold(tmp_path):

@@ -79,8 +79,9 @@ def test_a_wrong_constant_is_told_in_the_first_five_lines_and_exits_with_1(
     assert lines[1].startswith("  before any number: ")
     assert lines[2].startswith("  first: 1:output: ")
     code, text = asked(capsys, *pair, "--json")
-    report = json.loads(text)
-    assert (code, report["command"], report["verdict"]) == (1, "diff", "fault")
+    answer = json.loads(text)
+    report = answer["result"]
+    assert (code, answer["command"], answer["status"]) == (1, "diff", report["verdict"])
     assert report["findings"][0]["path"] == "1"
     assert {line["what"] for line in report["preflight"]} >= {"samples", "start", "steps"}
 
@@ -91,7 +92,7 @@ def test_a_rule_that_is_none_exits_with_2(
     trace = run(tmp_path / "a")
     code, text = asked(capsys, trace, trace, "--map", "nothing", "--json")
     assert code == 2
-    assert "write 'regex=replacement'" in json.loads(text)["error"]
+    assert "write 'regex=replacement'" in json.loads(text)["errors"][0]
 
 
 def test_a_model_inside_another_one_is_no_clean_verdict_but_a_rule_for_its_paths(
@@ -178,7 +179,7 @@ def test_exact_mode_says_in_five_lines_how_much_is_bitwise_equal(
     assert "setup 6 of 6, forward 6 of " in lines[3]
     assert lines[4] == "  not comparable: none"
     code, text = asked(capsys, whole, other, "--exact", "--json")
-    found = json.loads(text)
+    found = json.loads(text)["result"]
     assert (code, found["verdict"], found["findings"][0]["path"]) == (1, "fault", "1")
     assert found["exact"]["equal"] < found["compared"] == found["recorded"]
     assert found["exact"]["by_phase"]["setup"] == {"equal": 6, "compared": 6}
@@ -206,12 +207,15 @@ def test_a_matrix_holds_several_runs_to_one_reference_a_row_each(
     assert cells[1][4:] == ["0", "1:output, forward of train step 0"]
     assert "6 of 6 parameters of REF have no partner" in rows[2]
     code, text = asked(capsys, "--matrix", ref, same, wrong, "--json")
-    found = json.loads(text)
-    assert code == 1
+    answer = json.loads(text)
+    found = answer["result"]["runs"]
+    assert (code, answer["status"]) == (1, "fault")
     assert [(each["run"], each["verdict"]) for each in found] == [(same, "clean"), (wrong, "fault")]
     assert found[1]["findings"][0]["path"] == "1"
     code, text = asked(capsys, "--matrix", "--exact", ref, same, "--json")
-    assert (code, json.loads(text)[0]["exact"]["equal"]) == (0, found[0]["compared"])
+    answer = json.loads(text)
+    assert (code, answer["status"]) == (0, "clean")
+    assert answer["result"]["runs"][0]["exact"]["equal"] == found[0]["compared"]
     code, text = asked(capsys, ref, same, wrong)
     assert code == 2
     assert "2 runs are to be held to" in text and "--matrix" in text
@@ -238,7 +242,7 @@ def test_what_the_traces_do_not_tell_is_not_called_the_same(
     assert "not told: samples cannot be told apart" in text
     assert "the same: samples" not in text
     _, text = asked(capsys, *traces, "--json")
-    told = {line["what"]: line["same"] for line in json.loads(text)["preflight"]}
+    told = {line["what"]: line["same"] for line in json.loads(text)["result"]["preflight"]}
     assert told["samples"] is None and told["start"] is True
 
 

@@ -293,10 +293,11 @@ def doctor(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_json_holds_every_condition_and_the_verdict(tmp_path: Path) -> None:
     done = doctor(tmp_path, "--spool-bytes", "1M", "--json")
-    report = json.loads(done.stdout)
+    answer = json.loads(done.stdout)
+    report = answer["result"]
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (report["format"], report["command"]) == ("rankscope.report/1", "doctor")
-    assert report["verdict"] == "clean" and len(report["conditions"]) == 15
+    assert (answer["format"], answer["command"]) == ("rankscope/1", "doctor")
+    assert answer["status"] == "clean" and len(report["conditions"]) == 15
     page = (Path(__file__).parents[2] / "docs/commands/doctor.md").read_text()
     for condition in report["conditions"]:
         assert set(condition) == {"name", "status", "found", "remedy"}

@@ -55,7 +55,7 @@ def doctor(folder: Path, *words: str, **variables: str) -> tuple[int, dict[str, 
         env={**os.environ, "RANKSCOPE_SPOOL": str(folder), **variables},
     )
     assert done.stdout, done.stderr
-    report = json.loads(done.stdout)
+    report = json.loads(done.stdout)["result"]
     return done.returncode, {c["name"]: c for c in report["conditions"]}
 
 

@@ -198,6 +198,31 @@ def test_exporting_imports_neither_torch_nor_what_another_format_needs(out, tmp_
         )  # fmt: skip
 
 
+def test_a_file_is_replaced_where_it_is_forced_and_a_folder_never(out, tmp_path):
+    file, full = tmp_path / "x", tmp_path / "full"
+    file.write_text("mine")
+    full.mkdir()
+    (full / "x").touch()
+    words = ("export", out, "--format", "jsonl", "--phase", "all", "--path", "(root)", "--out")
+    code, _, errors = rankscope(*words, file)
+    assert code == 2 and file.read_text() == "mine"
+    assert f"{file} exists: give a new name with --out, or replace it with --force" in errors
+    assert rankscope(*words, file, "--force")[0] == 0 and json.loads(file.open().readline())
+    for more in ([], ["--force"]):
+        code, _, errors = rankscope(*words, full, *more)
+        assert code == 2 and "or remove it" in errors and (full / "x").exists()
+
+
+def test_a_layout_of_the_variable_counts_where_one_is_asked_for(out, tmp_path, monkeypatch):
+    file = tmp_path / "layout.toml"
+    file.write_text('axes = "dp=1"\n')
+    monkeypatch.setenv("RANKSCOPE_LAYOUT", str(file))
+    words = ("export", out, "--format", "jsonl", "--out", tmp_path / "x")
+    assert rankscope(*words)[0] == 0
+    code, _, errors = rankscope(*words, "--force", "--layout", file)
+    assert code == 2 and "give --global" in errors
+
+
 def test_the_page_names_every_format_and_field(out, tmp_path):
     page = PAGE.read_text()
     for name in FORMATS:

@@ -58,14 +58,14 @@ def test_a_file_that_exists_is_not_replaced(tmp_path: Path):
     file = tmp_path / "layout.toml"
     file.write_text("mine")
     code, _, err = rankscope("layout", traced(tmp_path), "--out", file)
-    assert code == 2 and "exists" in err and file.read_text() == "mine"
+    assert code == 2 and "replace it with --force" in err and file.read_text() == "mine"
+    assert rankscope("layout", tmp_path / "trace", "--out", file, "--force")[0] == 0
+    assert LayoutFile.load(file).entries
 
 
-def test_a_file_in_a_folder_that_is_not_there_is_refused_in_words(tmp_path: Path):
-    file = tmp_path / "none" / "layout.toml"
-    code, _, err = rankscope("layout", traced(tmp_path), "--out", file)
-    assert code == 2 and "Errno" not in err
-    assert f"{file}: there is no folder {file.parent}; make it, or give another file" in err
+def test_the_folder_of_a_file_is_made(tmp_path: Path):
+    file = tmp_path / "new" / "layout.toml"
+    assert rankscope("layout", traced(tmp_path), "--out", file)[0] == 0 and file.exists()
 
 
 def test_a_file_that_cannot_be_written_is_refused_in_words(tmp_path: Path):

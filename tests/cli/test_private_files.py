@@ -94,7 +94,7 @@ def test_so_is_a_golden_file_and_what_replaces_the_file_that_a_link_names(
         (tmp_path / "kept" / name).write_text("before")
         (tmp_path / name).symlink_to(tmp_path / "kept" / name)
     save_golden(trace, tmp_path / "golden")
-    assert command("tensor", trace, "**", "--out", tmp_path / "tensors")[0] == 0
+    assert command("tensor", trace, "**", "--out", tmp_path / "tensors", "--force")[0] == 0
     for name in ("golden", "tensors"):
         assert (tmp_path / name).is_symlink()
         assert (tmp_path / "kept" / name).stat().st_size > len("before")

@@ -60,7 +60,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, dict[str, lis
 
 
 def numbers(trace: Trace, out: Path, *words: str) -> dict[str, torch.Tensor]:
-    code, text, errors = command("tensor", trace.path, *words, "--out", out)
+    code, text, errors = command("tensor", trace.path, *words, "--out", out, "--force")
     assert code == 0, errors
     assert str(out) in text
     return load_file(out)
@@ -103,7 +103,7 @@ def test_names_give_the_values_of_their_call_under_the_names_as_asked(made, tmp_
             seen["fc"][place]
         )
     later = numbers(trace, tmp_path / "a", "fc:param:weight", "--step", "1")
-    assert later["fc:param:weight"].equal(seen["param"][1]), "an existing file is replaced"
+    assert later["fc:param:weight"].equal(seen["param"][1]), "--force replaces it"
     second = numbers(trace, tmp_path / "a", "twice:output", "--ordinal", "1")
     assert second["twice:output"].equal(seen["twice"][1])
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
@@ -111,7 +111,7 @@ def test_names_give_the_values_of_their_call_under_the_names_as_asked(made, tmp_
 
 def test_globs_and_kinds_take_all_they_mean_and_say_what_they_leave_out(made, tmp_path):
     trace, seen = made
-    code, _, errors = command("tensor", trace.path, "**:output", "--out", tmp_path / "a")
+    code, _, errors = command("tensor", trace.path, "**:output", "--out", tmp_path / "a", "--force")
     assert code == 0
     found = load_file(tmp_path / "a")
     assert sorted(found) == ["fc:output", "pair:output.real", "twice:output"]
@@ -151,7 +151,7 @@ def test_what_cannot_be_handed_out_is_one_line_that_says_why_and_what_to_do(made
 def test_options_without_their_partner_are_refused(made, tmp_path):
     for words, said in (
         (["--print"], "need a name"), (["fc:output", "--global"], "add --print or --out"),
-        (["fc:output", "--out", tmp_path], "is a folder: give the name of a file"),
+        (["fc:output", "--out", tmp_path], "exists: give a new name with --out, or remove it"),
     ):  # fmt: skip
         code, _, errors = command("tensor", made[0].path, *words)
         assert code == 2 and said in errors
@@ -260,7 +260,9 @@ def test_a_name_of_any_characters_can_be_asked_for_and_reaches_the_terminal_esca
             assert len(errors.splitlines()) == 1
 
 
-def test_out_makes_its_folder_and_replaces_files_alone(odd: Trace, tmp_path: Path) -> None:
+def test_out_makes_its_folder_and_replaces_files_alone_where_it_is_forced_to(
+    odd: Trace, tmp_path: Path
+) -> None:
     deep = tmp_path / "some/where/out.safetensors"
     name = f"{ODD}:output"
     assert numbers(odd, deep, name)
@@ -271,11 +273,13 @@ def test_out_makes_its_folder_and_replaces_files_alone(odd: Trace, tmp_path: Pat
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for out, said in [
-        (tmp_path, "is a folder"), (pipe, "is no regular file"), ("/dev/null", "no regular file"),
+        (tmp_path, "or remove it"), (pipe, "or remove it"), ("/dev/null", "or remove it"),
         (deep / "below", "cannot be written"), (tmp_path / ("x" * 300), "too long"),
     ]:  # fmt: skip
-        code, text, errors = command("tensor", odd.path, name, "--out", out)
+        code, text, errors = command("tensor", odd.path, name, "--out", out, "--force")
         assert (code, text) == (2, "") and said in errors, errors
+    code, _, errors = command("tensor", odd.path, name, "--out", deep)
+    assert code == 2 and f"{deep} exists: give a new name with --out, or replace it" in errors
     assert stat.S_ISFIFO(pipe.stat().st_mode) and Path("/dev/null").is_char_device()
     assert {path.name for path in tmp_path.iterdir()} == {"some", "link", "pipe"}
     assert [path.name for path in deep.parent.iterdir()] == [deep.name]

@@ -65,7 +65,9 @@ def top(job: Launch | Path, *options: object, code: int = 0) -> dict[str, Any]:
     folder = job if isinstance(job, Path) else job.out
     done = rankscope("top", folder, "--once", "--json", *options)
     assert done.returncode == code, done.stdout + done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    answer = json.loads(done.stdout)
+    found: dict[str, Any] = answer["result"]
+    assert (answer["command"], answer["status"]) == ("top", found["state"])
     return found
 
 

@@ -173,7 +173,7 @@ def pair(
 def differ(*words: object) -> tuple[int, dict[str, Any]]:
     code, text, errors = command("diff", *words, "--json")
     assert not errors or code == 2, errors
-    return code, json.loads(text)
+    return code, json.loads(text)["result"]
 
 
 @pytest.fixture(autouse=True)

@@ -66,7 +66,7 @@ def traced(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Traced:
 
 
 def saved(trace: Trace, out: Path, *words: str) -> tuple[dict[str, torch.Tensor], str]:
-    code, text, errors = command("tensor", trace.path, *words, "--out", out)
+    code, text, errors = command("tensor", trace.path, *words, "--out", out, "--force")
     assert code == 0, errors
     assert text.startswith(f"{out}: ")
     return load_file(out), errors

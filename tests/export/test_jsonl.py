@@ -103,7 +103,7 @@ def test_a_selection_that_takes_nothing_is_refused_and_leaves_nothing(
         assert not list(tmp_path.iterdir())
 
 
-def test_what_exists_is_never_overwritten(traces, tmp_path):
+def test_what_exists_is_overwritten_only_by_force(traces, tmp_path):
     (tmp_path / "out").write_text("mine")
     for name in ("jsonl", "perfetto"):
         with pytest.raises(FolderError, match="exists: give a new name"):

@@ -16,7 +16,7 @@ from rankscope.words.reportdata import report_json
 def report_on(
     trace: Path, layout: Path | None, reference: Path | None = None, paths: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return the report on a trace, in the format rankscope.report/1, as scripts get it: what
+    """Return the report on a trace, the `result` of `--json` that scripts get: what
     `check` says, or `diff` where there is a reference."""
     layouts = LayoutFile.load(layout) if layout is not None else None
     if reference is not None:

@@ -65,7 +65,7 @@ class Score:
 
 
 def score(report: Mapping[str, Any], expected: Expected | None) -> Score:
-    """Hold a report (docs of `check`, format rankscope.report/1) to what is expected; None is a
+    """Hold a report (docs of `check`) to what is expected; None is a
     program that is right, of which nothing may be said that is a fault."""
     faults = [f for f in report["findings"] if f["severity"] == "fault"]
     if expected is None:

@@ -172,6 +172,6 @@ def check_elsewhere(trace: Path) -> dict[str, Any]:
         answer = json.loads(asked.stdout)
     except ValueError:
         raise RuntimeError(f"check answered no JSON: {asked.stdout}{asked.stderr}") from None
-    if "error" in answer:
-        raise RuntimeError(f"check could not answer: {answer['error']}")
-    return dict(answer)
+    if answer["status"] == "error":
+        raise RuntimeError(f"check could not answer: {answer['errors']}")
+    return dict(answer["result"])

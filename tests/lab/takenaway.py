@@ -29,9 +29,9 @@ from unittest import mock
 import numpy as np
 
 import rankscope.diagnosis.check as check_module
-from rankscope.diagnosis import matchedcollectives
 from rankscope.diagnosis.check import check
-from rankscope.diagnosis.stepview import CallView, SlotValues, StepView, step_view_of
+from rankscope.diagnosis.evidence import matchedcollectives
+from rankscope.diagnosis.evidence.stepview import CallView, SlotValues, StepView, step_view_of
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
 from rankscope.record.finding import Kind, Report, Severity

@@ -175,7 +175,7 @@ def told(out: Path) -> list[tuple[int, str]]:
 def check(out: Path) -> dict[str, Any]:
     done = rankscope("check", out, "--json")
     assert done.returncode in (0, 1), done.stderr
-    report: dict[str, Any] = json.loads(done.stdout)
+    report: dict[str, Any] = json.loads(done.stdout)["result"]
     return report
 
 
@@ -187,7 +187,7 @@ def nothing_lost(out: Path) -> bool:
     done = rankscope("verify", out, "--json")
     return all(
         rank["committed"] == rank["received"] and not rank["dropped"] and not rank["gaps"]
-        for rank in json.loads(done.stdout)["ranks"]
+        for rank in json.loads(done.stdout)["result"]["ranks"]
     )
 
 

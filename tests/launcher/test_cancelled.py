@@ -99,7 +99,7 @@ def has_reached(job: Launch, step: int) -> bool:
 
 def checked(out: Path) -> tuple[int, dict[str, object]]:
     done = rankscope("check", out, "--json")
-    return done.returncode, json.loads(done.stdout)
+    return done.returncode, json.loads(done.stdout)["result"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rankscope.record.finding import Kind
 from rankscope.record.triggers import Trigger
 from rankscope.settings import SETTINGS, Setting
 
@@ -30,3 +31,9 @@ def test_every_trigger_stands_in_the_pages_with_what_it_means(trigger: Trigger):
     words = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", row).replace("`", "")
     assert trigger.value.meaning.replace("`", "") in words
     assert re.findall(rf"^\| .*`{trigger.word}`.* \|", HAPPENINGS.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_every_kind_of_finding_stands_in_a_page(kind: Kind):
+    pages = (DOCS / "commands/check.md", DOCS / "commands/diff.md")
+    assert any(f"`{kind.value}`" in page.read_text() for page in pages)

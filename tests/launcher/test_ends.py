@@ -58,8 +58,9 @@ def launch(tmp_path: Path) -> Iterator[Start]:
 
 def verified(trace: Path) -> dict[str, Any]:
     done = rankscope("verify", trace, "--json")
-    report: dict[str, Any] = json.loads(done.stdout)
-    assert done.returncode == (0 if report["verdict"] == "clean" else 1), done.stderr
+    answer = json.loads(done.stdout)
+    assert done.returncode == (0 if answer["status"] == "clean" else 1), done.stderr
+    report: dict[str, Any] = {"status": answer["status"], **answer["result"]}
     return report
 
 
@@ -163,7 +164,7 @@ def test_what_ends_a_program_outside_of_its_modules_is_told_with_its_line(launch
     said = rankscope("verify", job.out).stdout
     assert f"raised: {key}, outside of any module's call, at script.py:8 use" in said
     assert "SystemExit: no data, after KeyError" in said
-    checked = json.loads(rankscope("check", job.out, "--json").stdout)
+    checked = json.loads(rankscope("check", job.out, "--json").stdout)["result"]
     crashed = [f for f in checked["findings"] if f["kind"] == "crash" and f["origin"]]
     said_of = {tuple(f["ranks"]): f["message"] for f in crashed}
     # ranks 0 and 5 raised one exception at one line: that is told once
@@ -203,7 +204,7 @@ def test_an_exception_of_a_forward_hook_is_told_of_the_module_that_has_the_hook(
     told = {each["rank"]: (each["path"], each["error"]) for each in report["raised"]}
     no = "ValueError: no such output"
     assert told == {0: ("0.fc", no), 1: ("0", no), 2: ("", no), 3: ("0", "KeyError: 'later'")}
-    checked = json.loads(rankscope("check", job.out, "--json").stdout)
+    checked = json.loads(rankscope("check", job.out, "--json").stdout)["result"]
     crashed = [(f["path"], *f["ranks"]) for f in checked["findings"] if f["kind"] == "crash"]
     assert sorted(crashed) == [("", 2), ("0", 1), ("0", 3), ("0.fc", 0)]
 
@@ -278,7 +279,7 @@ def test_killed_companions_are_started_again_beside_another_run_of_the_same_host
     assert job.wait() == 0
     assert job.last_line == f"rankscope: trace in {job.out}; read it: rankscope show trace"
     report = verified(job.out)
-    assert report["verdict"] == "clean"
+    assert report["status"] == "clean"
     assert ends(report) == {0: "exit", 1: "exit"}
     steps = json.loads((job.out / "trace.json").read_text())["steps"]
     assert [step["step"] for step in steps] == [*range(len(steps))]
@@ -288,7 +289,7 @@ def test_killed_companions_are_started_again_beside_another_run_of_the_same_host
     assert other.wait() == 0
     assert f"the trace follows in {other.out}" in other.last_line
     assert wait_until(lambda: (other.out / "trace.json").exists())
-    assert verified(other.out)["verdict"] == "clean"
+    assert verified(other.out)["status"] == "clean"
     assert wait_until(lambda: is_empty(other.spool))
 
 
@@ -308,7 +309,7 @@ def test_a_killed_launcher_leaves_a_tree_or_what_recover_makes_one_of(launch: St
     for each in (job, alone):
         each.go()
     assert wait_until(lambda: (job.out / "trace.json").exists())
-    assert verified(job.out)["verdict"] == "clean"
+    assert verified(job.out)["status"] == "clean"
     assert wait_until(lambda: is_empty(job.spool))
     assert wait_until(lambda: not alone.ranks())
     assert not (alone.out / "trace.json").exists()
@@ -319,7 +320,7 @@ def test_a_killed_launcher_leaves_a_tree_or_what_recover_makes_one_of(launch: St
     made = rankscope("recover", run_folder, alone.out, "--out", alone.folder / "made")
     assert made.returncode == 0, made.stderr
     assert f"removed {run_folder}" in made.stdout
-    assert verified(alone.folder / "made")["verdict"] == "clean"
+    assert verified(alone.folder / "made")["status"] == "clean"
     assert is_empty(alone.spool)
 
 
@@ -334,7 +335,7 @@ def test_a_job_that_is_over_while_its_collector_is_down_names_what_finishes_it(l
         kill(companion)
     assert wait_until(lambda: not job.companion())
     made = run_named_command(job.last_line, job.folder)
-    assert verified(made)["verdict"] == "clean"
+    assert verified(made)["status"] == "clean"
     assert is_empty(job.spool)
 
 
@@ -428,8 +429,34 @@ def test_a_full_disk_under_the_trace_harms_no_training_and_is_said(
     assert sum(path.lstat().st_size for path in (small_disk / "trace").glob("spool/*")) >= size
     line = job.last_line.replace(f"--out {small_disk}/trace-recovered", "--out made")
     made = run_named_command(line, job.folder)
-    assert verified(made)["verdict"] == "clean"
+    assert verified(made)["status"] == "clean"
     assert is_empty(job.spool)
+
+
+KILLS_ITS_COMPANION = """
+import os, pathlib, signal, sys, torch
+torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
+(started,) = pathlib.Path(os.environ["RANKSCOPE_SPOOL"]).glob("*/*/companion.started")
+os.kill(int(started.read_text().split()[0].split(":")[0]), signal.SIGKILL)
+"""
+
+
+def test_a_companion_that_is_killed_before_a_script_ends_is_started_once_more(tmp_path: Path):
+    """Nobody waits for one that is known to be dead, and the tree is there all the same."""
+    (tmp_path / "script.py").write_text(KILLS_ITS_COMPANION)
+    places = {"RANKSCOPE_OUT": str(tmp_path / "out"), "RANKSCOPE_SPOOL": str(tmp_path / "spool")}
+    job = forked.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "RANKSCOPE": "1", "RANKSCOPE_FINISH_SECONDS": "100", **places},
+    )
+    assert job.returncode == 0, job.stderr
+    assert f"trace in {tmp_path / 'out'}" in job.stderr, job.stderr
+    assert all_there(verified(tmp_path / "out"))
+    assert is_empty(tmp_path / "spool")
 
 
 ONE_STEP = """

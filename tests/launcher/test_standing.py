@@ -77,7 +77,7 @@ def said(job: Launch) -> list[str]:
 def checked(job: Launch) -> dict[str, Any]:
     done = rankscope("check", job.out, "--json")
     assert done.returncode in (0, 1), done.stderr
-    report: dict[str, Any] = json.loads(done.stdout)
+    report: dict[str, Any] = json.loads(done.stdout)["result"]
     return report
 
 

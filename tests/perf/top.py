@@ -48,7 +48,9 @@ def hang(folder: Path, rng: random.Random) -> float | None:
         took: float | None = None
         while took is None and time.time() - began < _MOST_S:
             done = rankscope("top", job.out, "--once", "--json", "--no-check")
-            if done.returncode == 0 and _is_named(json.loads(done.stdout), ranks, missing, layer):
+            if done.returncode == 0 and _is_named(
+                json.loads(done.stdout)["result"], ranks, missing, layer
+            ):
                 took = time.time() - began
         (job.meeting / "go").touch()
         (job.meeting / "leave").touch()

@@ -240,7 +240,7 @@ def _prepare_beside_head(
 
 
 def _ensure_companion(settings: Settings, run_folder: Path, header: RunHeader) -> None:
-    if _has_companion(run_folder):
+    if has_companion(run_folder):
         return
     if not header.collects:
         _start(run_folder, run_folder / COMPANION_LOG_NAME)
@@ -252,7 +252,7 @@ def _ensure_companion(settings: Settings, run_folder: Path, header: RunHeader) -
     _start(run_folder, header.out / COLLECTOR_LOG_NAME)
 
 
-def _has_companion(run_folder: Path) -> bool:
+def has_companion(run_folder: Path) -> bool:
     """True while the companion lives that a rank started last, or another holds its lock. A
     companion takes the lock once its modules are loaded. A second one, started meanwhile, may find
     that lock free again after the whole run."""
@@ -260,6 +260,17 @@ def _has_companion(run_folder: Path) -> bool:
         if is_process_alive((run_folder / COMPANION_STARTED_NAME).read_text()):
             return True
     return is_held(run_folder / COMPANION_LOCK_NAME)
+
+
+def restart_companion(run_folder: Path) -> bool:
+    """Start a companion again that was killed: it goes on where the records say. False where it
+    cannot be started."""
+    try:
+        _start(run_folder, read_run_header(run_folder).out / COLLECTOR_LOG_NAME)
+    except SpoolError as error:
+        say(str(error))
+        return False
+    return True
 
 
 def _start(run_folder: Path, log: Path) -> None:

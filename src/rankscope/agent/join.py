@@ -15,7 +15,12 @@ import torch.distributed as dist
 
 import rankscope
 from rankscope.agent.blackboxwatch import BlackBoxWatch
-from rankscope.agent.firstrank import ELASTIC_RUN, find_or_prepare_run
+from rankscope.agent.firstrank import (
+    ELASTIC_RUN,
+    find_or_prepare_run,
+    has_companion,
+    restart_companion,
+)
 from rankscope.agent.guard import say
 from rankscope.agent.identity import identify, restarts_left
 from rankscope.agent.recorder import Recorder
@@ -45,6 +50,8 @@ from rankscope.words.joblines import job_verdict
 RUN_FOLDER_VARIABLE = "RANKSCOPE_RUN_FOLDER"
 """Set by a launcher that has prepared the run folder and started the companion itself."""
 _POLL_S = 0.05
+_COMPANION_S = 1.0
+"""How often the rank that waits for the tree asks whether its companion lives."""
 _LAYOUT_PIECE_CHARACTERS = 8192
 _ENVIRONMENT_SHOWN = (
     "CUDA_VISIBLE_DEVICES",
@@ -81,16 +88,23 @@ class Joined(Opened):
         if restarts_left() or (reason is EndReason.RAISED and self.identity.world_size > 1):
             say(f"the trace follows in {self.out}; read it then: {typed('show', self.out)}")
             return False
-        deadline = time.monotonic() + self.finish_seconds
+        began, run_folder, starts_left = time.monotonic(), self.writer.folder.parent, 1
+        looked = began
         while not (self.out / TRACE_NAME).exists():
             if self.holds_back and self._has_run_gone():
                 say(QUIET)
                 return False
-            if time.monotonic() > deadline:
-                places = (self.writer.folder.parent, self.out)
+            now, is_dead = time.monotonic(), False
+            if now - looked > _COMPANION_S:
+                looked = now
+                is_dead = run_folder.exists() and not has_companion(run_folder)
+                if is_dead and starts_left and self.out.exists():
+                    is_dead, starts_left = not restart_companion(run_folder), starts_left - 1
+            if is_dead or now - began > self.finish_seconds:
+                how = "its companion ended" if is_dead else f"after {self.finish_seconds:g} s"
                 say(
-                    f"no tree in {self.out} after {self.finish_seconds:g} s; build it from the "
-                    f"records: {recovering(*places, out=self.out)}"
+                    f"no tree in {self.out}, {how}; build it from the records: "
+                    f"{recovering(run_folder, self.out, out=self.out)}"
                 )
                 return False
             time.sleep(_POLL_S)
@@ -102,8 +116,9 @@ class Joined(Opened):
         return True
 
     def _has_run_gone(self) -> bool:
-        run_folder = self.writer.folder.parents[1]
-        return not run_folder.exists() and not (self.out.is_dir() and any(self.out.iterdir()))
+        return not self.writer.folder.parent.exists() and not (
+            self.out.is_dir() and any(self.out.iterdir())
+        )
 
 
 def who_am_i() -> RankIdentity:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import io
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from rankscope.cli.arguments import ExitCode
 from rankscope.errors import RankscopeError, SettingError
 from rankscope.settings import did_you_mean
 
@@ -39,7 +39,6 @@ COMMANDS = (
     "clean",
     "keys",
 )
-EXIT_TROUBLE = 2
 
 _HELP = """One trace for the whole distributed job: every module call on every rank, in one tree.
 
@@ -173,18 +172,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(args=words, prog_name="rankscope")
     except (RankscopeError, OSError) as error:  # an odd path, a folder that is gone: said as well
-        from rankscope.cli.terminal import visible
+        from rankscope.cli.terminal import remark
 
-        line = visible(" ".join(str(error).split()))
+        line = " ".join(str(error).split())
         _report_trouble(words, line)
-        typer.echo(f"rankscope: {line}", err=True)
-        raise SystemExit(EXIT_TROUBLE) from None
+        remark(line)
+        raise SystemExit(ExitCode.TROUBLE) from None
     except SystemExit as leaving:
-        if leaving.code == EXIT_TROUBLE:  # typer has said what it could not understand
+        if leaving.code == ExitCode.TROUBLE:  # typer has said what it could not understand
             _report_trouble(words, "the command line cannot be understood: see stderr")
         raise
 
 
 def _report_trouble(words: Sequence[str], line: str) -> None:
-    if "--json" in words:
-        typer.echo(json.dumps({"format": "rankscope.report/1", "error": line}))
+    own = words[: words.index("--script")] if "--script" in words else words
+    if "--json" in own:
+        from rankscope.cli.terminal import echo_json, visible
+
+        echo_json(words[0] if words[0] in COMMANDS else "", "error", None, [visible(line)])

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from rankscope.cli.arguments import TraceArgument
+from rankscope.cli.arguments import ExitCode, TraceArgument
 from rankscope.cli.terminal import echo, remark
 from rankscope.errors import FolderBusyError, FolderError, SettingError, TraceError
 from rankscope.record.call import Mode
@@ -27,8 +27,6 @@ from rankscope.settings import settings_from
 from rankscope.tree.reader import trace_folder
 from rankscope.tree.unfinished import is_at_work, received_bytes, spool_bases, status_in
 
-EXIT_NOT_THERE = 1
-EXIT_INTERRUPTED = 130
 _LOOK_S = 0.2
 _TOLD_S = 3.0
 """After so long a host whose relay has not seen the order is named."""
@@ -74,7 +72,7 @@ def command(
             echo(_reading(ordering))
     except KeyboardInterrupt:
         remark("the order stands")
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
 
 
 def _follow(ordering: _Ordering, seconds: float, *, has_wishes: bool) -> None:
@@ -120,7 +118,7 @@ def _follow(ordering: _Ordering, seconds: float, *, has_wishes: bool) -> None:
         echo(f"no rank has taken the order in {seconds:g} s; it stands until the job ends")
     else:
         echo(f"{ranks_named(found.waited_for)} not there after {seconds:g} s; the order stands")
-    raise typer.Exit(EXIT_NOT_THERE)
+    raise typer.Exit(ExitCode.FINDING)
 
 
 def _came(found: _Progress) -> Iterator[str]:

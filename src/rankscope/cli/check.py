@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Annotated
 
 import typer
 
 from rankscope.cli.arguments import (
-    EXIT_COVERAGE,
     CoverageOption,
+    ExitCode,
+    JsonOption,
     LayoutOption,
     TraceArgument,
     part_of,
 )
-from rankscope.cli.terminal import Paint, echo, echo_fitted, opened, progress, remark
+from rankscope.cli.terminal import Paint, echo_fitted, echo_json, opened, progress, remark
 from rankscope.diagnosis.check import check
 from rankscope.record.finding import Verdict
 from rankscope.tree.summary import extent
 from rankscope.words.reportdata import report_json
 from rankscope.words.reports import coverage_line, report_lines
-
-EXIT_FINDING = 1
 
 
 def command(
@@ -30,7 +28,7 @@ def command(
     layout: LayoutOption = None,
     require_coverage: CoverageOption = "0",
     is_all: Annotated[bool, typer.Option("--all", help="List every finding, victims too.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Say which module, on which rank, went wrong first; exit 1 where something did."""
     required = part_of(require_coverage)
@@ -38,12 +36,12 @@ def command(
     with progress() as say:
         report = check(found, layout, progress=say)
     if as_json:
-        echo(json.dumps(report_json(report)))
+        echo_json("check", report.verdict.value, report_json(report))
     else:
         about = [f"{found.path}  {extent(found.run)}, {found.state}"]
         echo_fitted(report_lines(report, about, Paint(sys.stdout), is_all=is_all))
     if report.verdict is not Verdict.CLEAN:
-        raise typer.Exit(EXIT_FINDING)
+        raise typer.Exit(ExitCode.FINDING)
     if report.coverage < required:
         remark(coverage_line(report, required))
-        raise typer.Exit(EXIT_COVERAGE)
+        raise typer.Exit(ExitCode.COVERAGE)

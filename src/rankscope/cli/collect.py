@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from rankscope.cli.arguments import ExitCode
 from rankscope.cli.terminal import progress, remark
 from rankscope.companion.finish import Observer
 from rankscope.companion.hostcompanion import HostCompanion
@@ -28,8 +29,6 @@ from rankscope.run.outfolder import QUIET, announced, default_out, free_out, pre
 from rankscope.settings import settings_from
 from rankscope.tree.reader import open_trace
 from rankscope.words.joblines import JobNotices
-
-EXIT_INCOMPLETE = 1
 
 
 def command(
@@ -166,16 +165,16 @@ def _verdict(out: Path, outcome: int, *, is_quiet: bool) -> int:
             f"no tree in {out}, see {out / COLLECTOR_LOG_NAME}; build it from the records: "
             + recovering(out, out=out)
         )
-        return EXIT_INCOMPLETE
+        return ExitCode.FINDING
     if is_quiet:
         remark(QUIET)
-        return 0
+        return ExitCode.FINE
     if not (out / TRACE_NAME).exists():
         remark(f"nothing was traced: no rank sent a record to {out}")
-        return EXIT_INCOMPLETE
+        return ExitCode.FINDING
     is_complete = open_trace(out).is_complete
     remark(announced(out, is_complete=is_complete))
-    return 0 if is_complete else EXIT_INCOMPLETE
+    return ExitCode.FINE if is_complete else ExitCode.FINDING
 
 
 @contextmanager

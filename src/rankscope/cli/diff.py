@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import functools
-import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from rankscope.cli.arguments import EXIT_COVERAGE, CoverageOption, LayoutOption, part_of
-from rankscope.cli.terminal import Paint, echo, echo_fitted, opened, progress, remark
+from rankscope.cli.arguments import (
+    CoverageOption,
+    ExitCode,
+    ForceOption,
+    JsonOption,
+    LayoutOption,
+    part_of,
+)
+from rankscope.cli.terminal import Paint, echo_fitted, echo_json, opened, progress, remark
 from rankscope.compat.debugger.treefiles import trees_in
 from rankscope.diagnosis.comparison.alignment import PathMap
-from rankscope.diagnosis.comparison.bitwise import BitwiseReport, diff_bitwise
 from rankscope.diagnosis.comparison.diff import diff
 from rankscope.errors import FolderError, SettingError
 from rankscope.page.diffpage import diff_page
 from rankscope.page.pagefile import write_file
 from rankscope.record.finding import Report, Verdict
 from rankscope.run.outfolder import typed
-from rankscope.tree.summary import counted, extent
+from rankscope.tree.summary import extent
 from rankscope.tree.views import Trace
 from rankscope.words.reportdata import report_json
-from rankscope.words.reports import STYLES, coverage_line, matrix_lines, report_lines, where_line
+from rankscope.words.reports import coverage_line, matrix_lines, report_lines
 
-EXIT_FINDING = 1
-_MOST_REASONS = 3
+_WORST_FIRST = (Verdict.FAULT, Verdict.INCOMPLETE, Verdict.CLEAN)
 
 
 def command(
@@ -78,13 +82,12 @@ def command(
         Path | None,
         typer.Option(metavar="FILE", help="Write a page of both runs as well, to look at."),
     ] = None,
+    is_forced: ForceOption = False,
     is_all: Annotated[bool, typer.Option("--all", help="List every origin and note.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout, no text.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Say where TEST first differs from REF: module, ranks, how much; exit 1 where it does."""
     required = part_of(require_coverage)
-    if is_exact and noise is not None:
-        raise SettingError("--exact compares hashes, --noise is about distances: give one of both")
     if len(tests) > 1 and not is_matrix:
         raise SettingError(
             f"{len(tests)} runs are to be held to {ref}", "give --matrix for a table"
@@ -98,42 +101,37 @@ def command(
     again = None if noise is None else runs.pop()
     paint = Paint(sys.stdout)
 
-    def compared(test: Trace) -> tuple[Report, Iterator[str], dict[str, Any]]:
+    def compared(test: Trace) -> Report:
         paths = PathMap(rules or ()) if map_file is None else PathMap.load(map_file, rules or ())
         with progress() as say:
-            if is_exact:
-                exact = diff_bitwise(reference, test, paths=paths, layouts=layout, progress=say)
-                return exact.report, _bitwise_lines(exact, paint), _bitwise_json(exact)
             compare = functools.partial(
                 diff, reference, test, paths=paths, layouts=layout, noise=again, tensors=tensors,
-                progress=say,
+                exact=is_exact, progress=say,
             )  # fmt: skip
             if html is None:
-                report = compare()
-            else:
-                content, report = diff_page(reference, test, compare)
-                write_file(content, html)
-        about = [f"{name:<5} {side.path}  {extent(side.run)}, {side.state}" for name, side in
-                 (("REF", reference), ("TEST", test))]  # fmt: skip
-        lines = report_lines(report, about, paint, is_all=is_all)
-        return report, lines, report_json(report)
+                return compare()
+            content, report = diff_page(reference, test, compare)
+            write_file(content, html, is_forced=is_forced)
+        return report
 
-    found = [compared(test) for test in runs]
-    reports = [report for report, _, _ in found]
-    lines = found[0][1]
-    if is_matrix:
-        lines = matrix_lines(str(ref), [*zip(map(str, tests), reports)], paint)
+    reports = [compared(test) for test in runs]
     if as_json:
-        named = [{"run": str(test), **data} for test, (_, _, data) in zip(tests, found)]
-        echo(json.dumps(named if is_matrix else found[0][2]))
+        data = [report_json(report) for report in reports]
+        named = [{"run": str(test), **each} for test, each in zip(tests, data)]
+        worst = next(v for v in _WORST_FIRST if any(report.verdict is v for report in reports))
+        echo_json("diff", worst.value, {"runs": named} if is_matrix else data[0])
+    elif is_matrix:
+        echo_fitted(matrix_lines(str(ref), [*zip(map(str, tests), reports)], paint))
     else:
-        echo_fitted(lines)
+        sides = (("REF", reference), ("TEST", runs[0]))
+        about = [f"{name:<5} {s.path}  {extent(s.run)}, {s.state}" for name, s in sides]
+        echo_fitted(report_lines(reports[0], about, paint, is_all=is_all))
     if any(report.verdict is not Verdict.CLEAN for report in reports):
-        raise typer.Exit(EXIT_FINDING)
+        raise typer.Exit(ExitCode.FINDING)
     report = min(reports, key=lambda each: each.coverage)
     if report.coverage < required:
         remark(coverage_line(report, required))
-        raise typer.Exit(EXIT_COVERAGE)
+        raise typer.Exit(ExitCode.COVERAGE)
 
 
 def _opened(paths: Sequence[Path], *, takes_printed: bool) -> list[Trace]:
@@ -154,32 +152,3 @@ def _opened(paths: Sequence[Path], *, takes_printed: bool) -> list[Trace]:
 
     with progress() as say:
         return [trace_of_files(path, say, takes_printed=takes_printed) for path in paths]
-
-
-def _bitwise_lines(found: BitwiseReport, paint: Paint) -> Iterator[str]:
-    report, first = found.report, found.first
-    start = paint(STYLES[report.verdict], report.verdict.value)
-    compared = counted(report.compared, "value is", "values are")
-    equal = f"{found.equal:,} of {compared} bitwise equal"
-    yield f"{start}: {f'{report.lacks}; ' if report.lacks else ''}{equal}"
-    if first is None:
-        yield "  first: none differs"
-        yield "  where: nowhere"
-    else:
-        before = counted(found.equal_before, "value")
-        yield f"  first: {paint('bold', first.message)} ({before} before it equal)"
-        yield f"  where: {where_line(first)}"
-    phases = [f"{p.word} {equal:,} of {total:,}" for p, (equal, total) in found.by_phase.items()]
-    yield f"  equal by phase: {', '.join(phases) or 'none was compared'}"
-    reasons = [f"{each.count:,}: {each.reason}" for each in report.skipped[:_MOST_REASONS]]
-    if len(report.skipped) > _MOST_REASONS:
-        reasons.append("...")
-    if report.unpaired:
-        reasons.append(f"{report.unpaired:,}: in one trace alone")
-    yield f"  not comparable: {'; '.join(reasons) or 'none'}"
-
-
-def _bitwise_json(found: BitwiseReport) -> dict[str, Any]:
-    phases = {p.word: {"equal": n, "compared": total} for p, (n, total) in found.by_phase.items()}
-    counts = {"equal": found.equal, "equal_before": found.equal_before, "by_phase": phases}
-    return {**report_json(found.report), "exact": counts}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import signal
 import sys
@@ -11,13 +10,13 @@ from typing import Annotated
 
 import typer
 
-from rankscope.cli.terminal import Paint, echo
+from rankscope.cli.arguments import ExitCode, JsonOption
+from rankscope.cli.terminal import Paint, echo, echo_json
 from rankscope.doctor.condition import Condition, Status
 from rankscope.doctor.job import Question, examine
 from rankscope.doctor.script import ScriptQuestion, script_conditions
 from rankscope.errors import SettingError
 
-EXIT_FAILED = 1
 _COLORS = {"ok": "green", "note": "yellow", "failed": "red", "skipped": "dim"}
 
 
@@ -41,7 +40,7 @@ def command(
     python: Annotated[
         str, typer.Option(metavar="COMMAND", help="Interpreter of the ranks; default this one.")
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: JsonOption = False,
     script_steps: Annotated[
         int, typer.Option(min=1, help="With --script: optimizer steps of each run.")
     ] = 3,
@@ -108,17 +107,12 @@ def command(
                 echo(line)
     has_failed = any(condition.status is Status.FAILED for condition in found)
     if as_json:
-        report = {
-            "format": "rankscope.report/1",
-            "command": "doctor",
-            "verdict": "failed" if has_failed else "clean",
-            "conditions": [
-                {"name": c.name, "status": c.status.value, "found": c.found, "remedy": c.remedy}
-                for c in found
-            ],
-        }
-        echo(json.dumps(report))
-    raise typer.Exit(EXIT_FAILED if has_failed else 0)
+        listed = [
+            {"name": c.name, "status": c.status.value, "found": c.found, "remedy": c.remedy}
+            for c in found
+        ]
+        echo_json("doctor", "failed" if has_failed else "clean", {"conditions": listed})
+    raise typer.Exit(ExitCode.FINDING if has_failed else ExitCode.FINE)
 
 
 def _lines(condition: Condition, paint: Paint) -> Iterator[str]:

@@ -7,49 +7,38 @@ from typing import Annotated
 
 import typer
 
-from rankscope.cli.arguments import TraceArgument, read_layout
+from rankscope.cli.arguments import (
+    ForceOption,
+    LayoutOption,
+    TraceArgument,
+    is_given,
+    selection_option,
+)
 from rankscope.cli.terminal import echo, opened, progress, remark, say_unread
 from rankscope.errors import SettingError
 from rankscope.export.formats import export, format_named
 from rankscope.export.subset import Selection
-from rankscope.layout.layoutfile import LayoutFile
 
 
 def command(
+    context: typer.Context,
     format_name: Annotated[
         str, typer.Option("--format", metavar="FORMAT", help="jsonl, perfetto, parquet or hf.")
     ],
     out: Annotated[
-        Path,
-        typer.Option(
-            metavar="PATH", help="New file, for parquet and hf new folder; never overwritten."
-        ),
+        Path, typer.Option(metavar="PATH", help="New file, for parquet and hf new folder.")
     ],
     trace: TraceArgument = None,
-    path: Annotated[
-        str, typer.Option(metavar="GLOB", help="Modules: fnmatch on the whole path.")
-    ] = "*",
-    step: Annotated[
-        str, typer.Option(metavar="STEPS", help="Steps: 0-2,5 or all; default all.")
-    ] = "",
-    mode: Annotated[str, typer.Option(help="train or eval; default both.")] = "",
-    phase: Annotated[
-        str, typer.Option(metavar="PHASES", help="Phases, separated by commas; default all.")
-    ] = "",
-    rank: Annotated[
-        str, typer.Option(metavar="RANKS", help="Ranks: 0-3,8 or all; default all.")
-    ] = "",
+    is_forced: ForceOption = False,
+    path: Annotated[str, selection_option("path", "all")] = "*",
+    step: Annotated[str, selection_option("step", "all")] = "",
+    mode: Annotated[str, selection_option("mode", "both")] = "",
+    phase: Annotated[str, selection_option("phase", "all")] = "",
+    rank: Annotated[str, selection_option("rank", "all")] = "",
     is_global: Annotated[
         bool, typer.Option("--global", help="hf: global tensors, put together from all ranks.")
     ] = False,
-    layout: Annotated[
-        LayoutFile | None,
-        typer.Option(
-            parser=read_layout,
-            metavar="FILE",
-            help="hf --global: how undescribed tensors lie (TOML).",
-        ),
-    ] = None,
+    layout: LayoutOption = None,
     all_layers: Annotated[
         bool, typer.Option("--all-layers", help="hf: every layer, not the first and last of each.")
     ] = False,
@@ -64,21 +53,18 @@ def command(
     format_named(format_name)
     selection = Selection.parse(path=path, step=step, mode=mode, phase=phase, rank=rank)
     options: dict[str, object] = {
-        "is_global": is_global,
-        "layout": layout,
-        "all_layers": all_layers,
-        "all_outputs": all_outputs,
-        "safetensors": safetensors,
-    }
+        "is_global": is_global, "layout": layout if is_global else None,
+        "all_layers": all_layers, "all_outputs": all_outputs, "safetensors": safetensors,
+    }  # fmt: skip
     if is_global and rank:
         raise SettingError("--global and --rank: take one, global tensors are of all ranks")
-    if layout and not is_global:
+    if is_given(context, "layout") and not is_global:
         raise SettingError("--layout: says how global tensors are put together; give --global")
     found = opened(trace)
     if not found.is_complete:
         remark(f"{found.path} is incomplete: see rankscope verify {found.path}")
     with progress() as say:
-        first, *more = export(found, format_name, out, selection, say, options)
+        first, *more = export(found, format_name, out, selection, say, options, is_forced=is_forced)
     echo(f"{out}: {first}")
     for line in more:
         remark(line)

@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from rankscope.cli.arguments import TraceArgument
+from rankscope.cli.arguments import ForceOption, TraceArgument
 from rankscope.cli.terminal import echo, opened, say_unread
 from rankscope.diagnosis.layoutproposal import LayoutProposal, propose_layout
 from rankscope.errors import LayoutError
-from rankscope.run.replacing import new_file
+from rankscope.run.replacing import free_place, replacing
 from rankscope.tree.summary import counted
 
 
@@ -22,10 +22,9 @@ def command(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write it to this new file; default stdout.")
     ] = None,
+    is_forced: ForceOption = False,
 ) -> None:
     """Propose a layout file from what a run shows, with a reason for each line, to be edited."""
-    if out is not None and not out.parent.is_dir():
-        raise LayoutError(f"{out}: there is no folder {out.parent}; make it, or give another file")
     found = opened(trace)
     if int(found.run["world_size"]) < 2:
         raise LayoutError(f"{found.path}: the run had one rank, which holds everything whole")
@@ -35,10 +34,8 @@ def command(
         echo(text, is_line=False, end="")
         return
     try:
-        with new_file(out) as file:
+        with replacing(free_place(out, is_forced=is_forced), is_synced=False) as file:
             file.write(text.encode())
-    except FileExistsError:
-        raise LayoutError(f"{out}: exists; give a new file with --out") from None
     except OSError as error:
         raise LayoutError(
             f"{out}: cannot be written: {error.strerror}; give another file with --out"

@@ -7,31 +7,28 @@ from typing import Annotated
 
 import typer
 
-from rankscope.cli.arguments import LayoutOption, TraceArgument
+from rankscope.cli.arguments import ForceOption, LayoutOption, TraceArgument, selection_option
 from rankscope.cli.terminal import echo, opened, progress, say_unread
 from rankscope.page.checkpage import check_page
 from rankscope.page.pagefile import write_file
-from rankscope.tree.selection import parse_ranges
+from rankscope.tree.selection import parse_path, parse_ranges
 
 
 def command(
     trace: TraceArgument = None,
     out: Annotated[
-        Path, typer.Option(metavar="FILE", help="The page; one that is there is replaced.")
+        Path, typer.Option(metavar="FILE", help="The file; a page that is there is replaced.")
     ] = Path("report.html"),
-    path: Annotated[
-        str, typer.Option(metavar="GLOB", help="Modules whose values the page holds.")
-    ] = "*",
-    step: Annotated[
-        str, typer.Option(metavar="0-2,5", help="Steps whose values the page holds; all.")
-    ] = "all",
+    path: Annotated[str, selection_option("path", "all")] = "*",
+    step: Annotated[str, selection_option("step", "all")] = "",
     layout: LayoutOption = None,
+    is_forced: ForceOption = False,
 ) -> None:
     """Write a page that needs no network and no server: what went wrong, and where, to look at."""
-    steps = () if step == "all" else tuple(parse_ranges("step", step))
+    steps = parse_ranges("step", step)
     found = opened(trace)
     with progress() as say:
-        content, _ = check_page(found, layout, path=path, steps=steps, progress=say)
-        write_file(content, out)
+        content, _ = check_page(found, layout, path=parse_path(path), steps=steps, progress=say)
+        write_file(content, out, is_forced=is_forced)
     say_unread(found)
     echo(f"{out}: {out.stat().st_size / 1e6:.1f} MB; open it in a browser")

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from rankscope.cli.arguments import TraceArgument
+from rankscope.cli.arguments import TraceArgument, is_given, selection_option
 from rankscope.cli.foldedtree import FoldedTree, shortened
 from rankscope.cli.terminal import (
     Paint,
@@ -50,7 +50,7 @@ from rankscope.run.filenames import (
 )
 from rankscope.run.filepieces import bytes_on_disk
 from rankscope.tree.alikemodules import is_number, module_outlines
-from rankscope.tree.selection import parse_mode, parse_phase, parse_ranges
+from rankscope.tree.selection import parse_mode, parse_path, parse_phases, parse_ranges
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Step, Trace, steps_named
 from rankscope.words.reports import answer_parts, verdict_line, when_text
@@ -77,22 +77,10 @@ def command(
     depth: Annotated[
         int | None, typer.Option(min=0, help="Levels of modules below the root.")
     ] = None,
-    path: Annotated[
-        str, typer.Option(metavar="GLOB", help="Modules to show: fnmatch on the whole path.")
-    ] = "*",
-    step: Annotated[
-        str,
-        typer.Option(metavar="STEPS", help="Steps to show: 0-2,5 or all; default the first one."),
-    ] = "",
-    mode: Annotated[
-        str, typer.Option(help="train or eval; default train where there is any.")
-    ] = "",
-    phase: Annotated[
-        str,
-        typer.Option(
-            metavar="PHASES", help="Phases to show, separated by commas; default all but setup."
-        ),
-    ] = "",
+    path: Annotated[str, selection_option("path", "all")] = "*",
+    step: Annotated[str, selection_option("step", "the first one")] = "",
+    mode: Annotated[str, selection_option("mode", "train where there is any")] = "",
+    phase: Annotated[str, selection_option("phase", "all but setup")] = "",
     rank: Annotated[int | None, typer.Option(min=0, help="Show this rank's own numbers.")] = None,
     stats: Annotated[
         str,
@@ -112,16 +100,16 @@ def command(
     """Show a trace on one screen: how complete, what is wrong, where ranks differ, which modules.
     With --full, or with a selection, its tree call by call.
     """
-    if not {name for name in context.params if _is_given(context, name)} - {"trace"}:
+    if not {name for name in context.params if is_given(context, name)} - {"trace"}:
         _show_summary(trace)
         return
     every = frozenset(Phase) - {Phase.SETUP}
     view = View(
         depth=depth,
-        path="" if path == "(root)" else path,
-        steps=None if not step else () if step == "all" else tuple(parse_ranges("step", step)),
+        path=parse_path(path),
+        steps=parse_ranges("step", step) if step else None,
         mode=parse_mode(mode) if mode else None,
-        phases=frozenset(map(parse_phase, phase.split(","))) if phase else every,
+        phases=parse_phases(phase) if phase else every,
         rank=rank,
         columns=parse_columns(stats),
         slots=slots,
@@ -129,12 +117,6 @@ def command(
     found = opened(trace)
     echo_fitted(tree_lines(found, view, Paint(sys.stdout)))
     say_unread(found)
-
-
-def _is_given(context: typer.Context, name: str) -> bool:
-    """True for what stands on the command line, also where that is the default."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def _show_summary(place: Path | None) -> None:

@@ -8,10 +8,9 @@ from typing import Annotated
 
 import typer
 
-from rankscope.cli.arguments import TraceArgument, read_layout
+from rankscope.cli.arguments import ForceOption, LayoutOption, TraceArgument, selection_option
 from rankscope.cli.terminal import echo, opened, remark, size_text, visible
 from rankscope.errors import SelectionError, SettingError
-from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.ranklists import ranks_text
 from rankscope.tensors.ask import asked_tensors, printed, save_tensors
 from rankscope.tensors.listing import Kept, list_tensors
@@ -39,25 +38,17 @@ def command(
     is_global: Annotated[
         bool, typer.Option("--global", help="Global tensors, put together from all ranks.")
     ] = False,
-    layout: Annotated[
-        LayoutFile | None,
-        typer.Option(
-            parser=read_layout,
-            metavar="FILE",
-            help="TOML file: how tensors lie that no DTensor describes.",
-        ),
-    ] = None,
+    layout: LayoutOption = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write them to this safetensors file, replacing it."),
+        typer.Option(metavar="FILE", help="Write them to this new safetensors file."),
     ] = None,
+    is_forced: ForceOption = False,
     is_printed: Annotated[bool, typer.Option("--print", help="Print them.")] = False,
     step: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Default the first traced.")
     ] = None,
-    mode: Annotated[
-        str, typer.Option(help="train or eval; default train where there is any.")
-    ] = "",
+    mode: Annotated[str, selection_option("mode", "train where there is any")] = "",
     micro_batch: Annotated[
         int, typer.Option(min=0, metavar="N", help="Of inputs, outputs and their gradients.")
     ] = 0,
@@ -102,7 +93,7 @@ def command(
         for headline, numbers in printed(tensors):
             echo(f"{visible(headline)}\n{numbers}", is_line=False)
     if out is not None:
-        size = save_tensors(out, tensors)
+        size = save_tensors(out, tensors, is_forced=is_forced)
         echo(f"{out}: {len(tensors)} tensors, {size_text(size)}", err=is_printed)
 
 

@@ -9,14 +9,15 @@ anybody may have written. A terminal obeys what is in them, a log viewer too. So
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import shutil
 import sys
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Any, Final, TextIO
 
 from rankscope.record.visibletext import visible
 from rankscope.run.progressline import progress
@@ -24,8 +25,8 @@ from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
 
 __all__ = [
-    "Paint", "cut", "echo", "echo_fitted", "fitted", "opened", "progress", "remark", "say_unread",
-    "shown", "size_text", "visible", "width",
+    "Paint", "cut", "echo", "echo_fitted", "echo_json", "fitted", "opened", "progress", "remark",
+    "say_unread", "shown", "size_text", "visible", "width",
 ]  # fmt: skip
 
 _CODES: Final = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
@@ -68,6 +69,14 @@ def echo(text: str, *, err: bool = False, is_line: bool = True, end: str = "\n")
     lines = [text] if is_line else text.split("\n")
     stream.write("\n".join(shown(each, has_colors=has_colors) for each in lines) + end)
     stream.flush()
+
+
+def echo_json(
+    command: str, status: str, result: Mapping[str, Any] | None, errors: Sequence[str] = ()
+) -> None:
+    """Print the one object of `--json`, the same for all commands (docs/commands.md)."""
+    answer = {"command": command, "status": status, "result": result, "errors": [*errors]}
+    echo(json.dumps({"format": "rankscope/1", **answer}))
 
 
 def remark(line: str) -> None:

@@ -4,7 +4,6 @@ screen is made of what it gives as JSON."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import shutil
@@ -18,8 +17,8 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from rankscope.cli.arguments import LayoutOption, TraceArgument
-from rankscope.cli.terminal import Paint, cut, echo, fitted, shown, size_text, width
+from rankscope.cli.arguments import ExitCode, JsonOption, LayoutOption, TraceArgument
+from rankscope.cli.terminal import Paint, cut, echo, echo_json, fitted, shown, size_text, width
 from rankscope.cli.topsource import SORTS, TopSource
 from rankscope.errors import FolderError, RankscopeError, SettingError
 from rankscope.record.ranklists import ranks_named
@@ -29,7 +28,6 @@ from rankscope.tree.summary import counted
 from rankscope.words.reportdata import finding_of
 from rankscope.words.reports import where_line
 
-EXIT_FINDING = 1
 _EVERY_S: Final = 1.0
 _SHARE: Final = 4
 """A look may take a fourth of the time."""
@@ -42,9 +40,7 @@ Keys = Callable[[float], "bytes | None"]
 def command(
     trace: TraceArgument = None,
     once: Annotated[bool, typer.Option("--once", help="Print one screen and end.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="With --once: one JSON object on stdout.")
-    ] = False,
+    as_json: JsonOption = False,
     ranks: Annotated[
         str, typer.Option(metavar="RANKS", help="Ranks to show: 0-3,8 or all.")
     ] = "all",
@@ -73,13 +69,13 @@ def command(
     if once:
         found = source.one()
         if as_json:
-            echo(json.dumps(found))
+            echo_json("top", found["state"], found)
         else:
             columns = width()
             for line in screen_lines(found, Paint(sys.stdout), columns, 0):
                 echo(line)
         if found["check"]["verdict"] == "fault":
-            raise typer.Exit(EXIT_FINDING)
+            raise typer.Exit(ExitCode.FINDING)
         return
     if not sys.stdout.isatty():
         raise SettingError("stdout is no terminal: give --once, and --json for a program")

@@ -31,7 +31,6 @@ from rankscope.tree.unfinished import is_at_work, received_bytes, status_in
 from rankscope.words.joblines import told_in
 from rankscope.words.reportdata import is_finding, report_json
 
-FORMAT: Final = "rankscope.top/1"
 _MOST_WORST: Final = 10
 _OF_WORST: Final = (
     *("rank", "host", "step_s", "own_s", "beside_all", "beside_history"),
@@ -200,7 +199,6 @@ def _job_summary(
     taken = [status.step_s for status in statuses if status.step_s is not None]
     totals, written_ns = status.totals, status.written_ns
     return {
-        "format": FORMAT,
         "trace": str(folder),
         "at": utc_text(time.time_ns()),
         "run": status.run["id"],

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from rankscope.cli.arguments import TraceArgument
-from rankscope.cli.terminal import Paint, echo, opened
+from rankscope.cli.arguments import ExitCode, JsonOption, TraceArgument
+from rankscope.cli.terminal import Paint, echo, echo_json, opened
 from rankscope.companion.cleanup import is_in_tree
 from rankscope.record.ranklists import ranks_named
 from rankscope.run.eventboard import held_anything
@@ -25,7 +24,6 @@ from rankscope.tree.summary import NO_STEP, counted, ended_words, endings, said_
 from rankscope.tree.unfinished import begin_in, spool_bases
 from rankscope.tree.views import Trace
 
-EXIT_INCOMPLETE = 1
 _ENDS = {
     "lost": "gone without an end record: killed by a signal, aborted, or left by os._exit",
     "running": "no end record had arrived when this was read",
@@ -35,22 +33,24 @@ _ENDS = {
 
 def command(
     trace: TraceArgument = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Say per rank what was committed, received and dropped, and read every kept tensor's checksum;
     exit 1 where anything is missing.
     """
     found = opened(trace)
     damaged = _damaged(found)
+    is_clean = found.is_complete and not damaged
     if as_json:
-        echo(json.dumps(_report(found, damaged)))
+        status = "clean" if is_clean else "incomplete"
+        echo_json("verify", status, _report(found, damaged))
     else:
         paint = Paint(sys.stdout)
         for line in _lines(found, paint):
             echo(line)
         for line in damaged:
             echo(paint("red", line))
-    raise typer.Exit(0 if found.is_complete and not damaged else EXIT_INCOMPLETE)
+    raise typer.Exit(ExitCode.FINE if is_clean else ExitCode.FINDING)
 
 
 def _damaged(trace: Trace) -> list[str]:
@@ -65,9 +65,6 @@ def _damaged(trace: Trace) -> list[str]:
 
 def _report(trace: Trace, damaged: list[str]) -> dict[str, Any]:
     return {
-        "format": "rankscope.report/1",
-        "command": "verify",
-        "verdict": "clean" if trace.is_complete and not damaged else "incomplete",
         "trace": str(trace.path),
         "is_live": trace.is_live,
         **trace.completeness,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rankscope.diagnosis.stepview import Array
+from rankscope.diagnosis.evidence.stepview import Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

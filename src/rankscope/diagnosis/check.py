@@ -11,20 +11,20 @@ from typing import Final
 from rankscope.diagnosis.causeorder import Join
 from rankscope.diagnosis.context import Candidate, CheckContext, JudgedStep, Latest
 from rankscope.diagnosis.coverage import Coverage
-from rankscope.diagnosis.endings import MOST_STALLS, ended_badly, ends_of
-from rankscope.diagnosis.evidence import recorded_evidence
+from rankscope.diagnosis.evidence.joins import Message, Messages, joins_of
+from rankscope.diagnosis.evidence.lastcalls import ORDERLY
+from rankscope.diagnosis.evidence.matchedcollectives import MatchedCollectives
+from rankscope.diagnosis.evidence.recorded import recorded_evidence
+from rankscope.diagnosis.evidence.replicas import Layouts
+from rankscope.diagnosis.evidence.stepview import StepView, step_view_of
 from rankscope.diagnosis.finalreport import made_report
-from rankscope.diagnosis.gradientorigins import at_innermost_taker, origins_of_gradients
-from rankscope.diagnosis.joins import Message, Messages, joins_of
-from rankscope.diagnosis.lastcalls import ORDERLY
-from rankscope.diagnosis.matchedcollectives import MatchedCollectives
-from rankscope.diagnosis.replicas import Layouts
 from rankscope.diagnosis.rules.collectives import wrong_messages
+from rankscope.diagnosis.rules.endings import MOST_STALLS, ended_badly, ends_of
 from rankscope.diagnosis.rules.equality import rounded_gradients
+from rankscope.diagnosis.rules.gradientorigins import at_innermost_taker, origins_of_gradients
 from rankscope.diagnosis.rules.stages import note_stages
 from rankscope.diagnosis.rules.table import STEP_RULES
 from rankscope.diagnosis.rules.weights import decided_starts, undecided_starts
-from rankscope.diagnosis.stepview import StepView, step_view_of
 from rankscope.diagnosis.unreduced import note_unreduced, without_unreduced
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.finding import Kind, Report, Severity

@@ -13,16 +13,16 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from rankscope.diagnosis.coverage import Coverage
-from rankscope.diagnosis.evidence import Evidence
-from rankscope.diagnosis.gradientpasses import (
+from rankscope.diagnosis.evidence.gradientpasses import (
     Mixture,
     TakenGradient,
     gathered_apart,
     mixture_of,
     taken_gradients,
 )
-from rankscope.diagnosis.replicas import InferredReplicas, Layouts
-from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView, positions
+from rankscope.diagnosis.evidence.recorded import Evidence
+from rankscope.diagnosis.evidence.replicas import InferredReplicas, Layouts
+from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView, positions
 from rankscope.record.finding import Finding, Kind, Severity
 
 

@@ -9,10 +9,10 @@ from typing import Final
 
 import numpy as np
 
-from rankscope.diagnosis.evidence import Evidence, lacking_words
-from rankscope.diagnosis.issuedcollectives import issues_of
-from rankscope.diagnosis.replicas import Layouts
-from rankscope.diagnosis.stepview import Array, SlotValues, StepView, sibling_path
+from rankscope.diagnosis.evidence.issuedcollectives import issues_of
+from rankscope.diagnosis.evidence.recorded import Evidence, lacking_words
+from rankscope.diagnosis.evidence.replicas import Layouts
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, sibling_path
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named

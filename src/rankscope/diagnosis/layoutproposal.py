@@ -22,9 +22,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from rankscope.diagnosis.issuedcollectives import issues_of
+from rankscope.diagnosis.evidence.issuedcollectives import issues_of
+from rankscope.diagnosis.evidence.stepview import CallView, SlotValues, StepView, step_view_of
 from rankscope.diagnosis.rules.equality import is_within_rounding
-from rankscope.diagnosis.stepview import CallView, SlotValues, StepView, step_view_of
 from rankscope.layout.infer import is_fsdp_axis, lines_along
 from rankscope.layout.layoutfile import described_as
 from rankscope.layout.placement import LayoutSource, Mesh, Placement

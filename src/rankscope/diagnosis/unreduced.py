@@ -46,9 +46,9 @@ from rankscope.diagnosis.context import (
     Left,
     ParameterUpdate,
 )
-from rankscope.diagnosis.issuedcollectives import IssuedCollective, issues_of
-from rankscope.diagnosis.replicas import FSDP1_FLAT
-from rankscope.diagnosis.stepview import Array, SlotValues, StepView, positions
+from rankscope.diagnosis.evidence.issuedcollectives import IssuedCollective, issues_of
+from rankscope.diagnosis.evidence.replicas import FSDP1_FLAT
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, positions
 from rankscope.record.collective import OPS
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from rankscope.errors import FolderError, SettingError
 from rankscope.export.subset import Selection
 from rankscope.run.filenames import Progress
-from rankscope.run.replacing import sync_by_name
+from rankscope.run.replacing import free_place, sync_by_name
 from rankscope.tree.views import Trace
 
 
@@ -72,10 +72,13 @@ def export(
     selection: Selection,
     progress: Progress,
     options: Mapping[str, object] | None = None,
+    *,
+    is_forced: bool = False,
 ) -> Sequence[str]:
     """Write a trace to `out`, which appears when it is whole; return what to say about it.
 
     `options` are what this format alone takes; None and False are the same as not given.
+    `is_forced`: a file that is there is replaced.
 
     Raises:
         SettingError: no such format, an option that is not of it, or a package it needs is missing.
@@ -89,7 +92,7 @@ def export(
         raise SettingError(f"{option}: not an option of --format {name}")
     writer = importlib.import_module(kind.module)
     try:
-        with claimed(out, is_folder=kind.is_folder) as place:
+        with claimed(out, is_folder=kind.is_folder, is_forced=is_forced) as place:
             lines: Sequence[str] = writer.write(trace, selection, place, progress, **given)
     except OSError as error:
         reason = error.strerror or str(error)
@@ -111,7 +114,7 @@ class ExportPlace:
 
 
 @contextmanager
-def claimed(out: Path, *, is_folder: bool) -> Iterator[ExportPlace]:
+def claimed(out: Path, *, is_folder: bool, is_forced: bool = False) -> Iterator[ExportPlace]:
     """Give a place to write an export; what stands there at the end gets its name by rename.
 
     However the export ends, nothing half stands under its name, and only SIGKILL leaves the hidden
@@ -121,9 +124,7 @@ def claimed(out: Path, *, is_folder: bool) -> Iterator[ExportPlace]:
         FolderError: `out` exists (an empty folder is taken for a format that makes one).
         OSError: it cannot be written.
     """
-    name = out.expanduser().absolute()
-    _check_free(name, is_folder=is_folder)
-    name.parent.mkdir(parents=True, exist_ok=True)
+    name = free_place(out, is_folder=is_folder, is_forced=is_forced)
     draft = name.parent / f".{name.name}.{os.getpid()}.new"
     draft.mkdir(mode=0o700)
     try:
@@ -133,18 +134,11 @@ def claimed(out: Path, *, is_folder: bool) -> Iterator[ExportPlace]:
             place.target.mkdir()
         yield place
         _settle(place.target)
-        _check_free(name, is_folder=is_folder)  # somebody else may have been quicker
+        # somebody else may have been quicker
+        free_place(out, is_folder=is_folder, is_forced=is_forced)
         os.replace(place.target, name)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-
-
-def _check_free(name: Path, *, is_folder: bool) -> None:
-    if not os.path.lexists(name):
-        return
-    if is_folder and name.is_dir() and not name.is_symlink() and not any(name.iterdir()):
-        return
-    raise FolderError(f"{name} exists: give a new name with --out, or remove it")
 
 
 def _settle(path: Path) -> None:

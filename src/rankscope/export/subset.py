@@ -12,7 +12,13 @@ from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_text
 from rankscope.run.filenames import Progress
-from rankscope.tree.selection import nothing_matched, parse_mode, parse_phase, parse_ranges
+from rankscope.tree.selection import (
+    nothing_matched,
+    parse_mode,
+    parse_path,
+    parse_phases,
+    parse_ranges,
+)
 from rankscope.tree.views import Node, Step, Trace
 
 _SHOWN = 1000
@@ -36,13 +42,13 @@ class Selection:
     def parse(cls, *, path: str, step: str, mode: str, phase: str, rank: str) -> Selection:
         """Read the options of `rankscope export`, empty where not given; SelectionError: a step,
         mode, phase or rank that cannot be."""
-        named = frozenset(parse_phase(word) for word in phase.split(",")) if phase else None
+        named = parse_phases(phase) if phase else None
         return cls(
-            path="" if path == "(root)" else path,
-            steps=() if step in ("", "all") else tuple(parse_ranges("step", step)),
+            path=parse_path(path),
+            steps=parse_ranges("step", step),
             mode=parse_mode(mode) if mode else None,
             phases=frozenset(Phase) if named is None else named,
-            wanted_ranks=() if rank in ("", "all") else tuple(parse_ranges("rank", rank)),
+            wanted_ranks=parse_ranges("rank", rank),
             with_setup=Phase.SETUP in named if named is not None else not (step or mode),
         )
 

@@ -13,7 +13,13 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.stepview import CallView, SlotValues, StepView, is_input, is_output
+from rankscope.diagnosis.evidence.stepview import (
+    CallView,
+    SlotValues,
+    StepView,
+    is_input,
+    is_output,
+)
 from rankscope.layout.placement import Mesh
 from rankscope.page.cellplanes import ModuleRows
 from rankscope.record.collective import collective_words

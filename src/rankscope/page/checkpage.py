@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from rankscope.diagnosis.check import check
 from rankscope.diagnosis.context import CheckContext
-from rankscope.diagnosis.endings import ends_of
-from rankscope.diagnosis.lastcalls import ORDERLY
-from rankscope.diagnosis.stepview import CallView, SlotValues, StepView, step_view_of
+from rankscope.diagnosis.evidence.lastcalls import ORDERLY
+from rankscope.diagnosis.evidence.stepview import CallView, SlotValues, StepView, step_view_of
+from rankscope.diagnosis.rules.endings import ends_of
 from rankscope.globs import glob_matches
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.page.calldetails import CallDetails

@@ -36,17 +36,19 @@ _SCRIPTS: Final = (
 """In the order in which they need each other."""
 
 
-def write_file(content: PageContent, out: Path) -> Path:
-    """Write a page by rename, so that all readers see a whole one; its owner alone may read it.
+def write_file(content: PageContent, out: Path, *, is_forced: bool = False) -> Path:
+    """Write a page by rename, so that all readers see a whole one; its owner alone may read it. A
+    page that is there is replaced, with `is_forced` any file.
 
     Raises:
         FolderError: the file cannot be written, or is something else than a page; says why.
     """
     place = Path(os.path.realpath(out))
     try:
-        if not out.name or not _may_be_replaced(place):
+        if not out.name or not _may_be_replaced(place, is_forced):
             raise FolderError(
-                f"{out}: is no page of rankscope, and stays as it is; name another file"
+                f"{out}: is no page of rankscope, and stays as it is; name another file, or give "
+                "--force to replace a file"
             )
         with replacing(place, is_synced=False) as file:
             file.write(page_html(content).encode("utf-8", "xmlcharrefreplace"))
@@ -55,7 +57,7 @@ def write_file(content: PageContent, out: Path) -> Path:
     return out
 
 
-def _may_be_replaced(place: Path) -> bool:
+def _may_be_replaced(place: Path, is_forced: bool) -> bool:
     """True where nothing is there, an empty file, or a page; OSError: it cannot be looked at."""
     try:
         found = place.stat()
@@ -63,7 +65,7 @@ def _may_be_replaced(place: Path) -> bool:
         return True
     if not stat.S_ISREG(found.st_mode):
         return False
-    if not found.st_size:
+    if is_forced or not found.st_size:
         return True
     with place.open("rb") as there:
         return _OURS in there.read(_HEAD_BYTES)

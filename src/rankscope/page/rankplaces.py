@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from rankscope.diagnosis.endings import ends_of
-from rankscope.diagnosis.lastcalls import LastCall, last_calls
-from rankscope.diagnosis.stepview import step_view_of
+from rankscope.diagnosis.evidence.lastcalls import LastCall, last_calls
+from rankscope.diagnosis.evidence.stepview import step_view_of
+from rankscope.diagnosis.rules.endings import ends_of
 from rankscope.page.verdicthtml import table_html
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.rankplace import NOTHING, RankPlace, alike_places, step_label

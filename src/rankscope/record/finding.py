@@ -161,6 +161,8 @@ class Report:
     preflight: tuple[tuple[str, bool | None, str], ...] = ()
     """Of `diff`: what was looked at before any number, whether both runs have the same (None where
     the traces do not tell), in words; what differs first."""
+    equal: Mapping[Phase, tuple[int, int]] | None = None
+    """Of `diff` by hashes: {phase: (bitwise equal, compared)}, in order of execution."""
     lacks: str = ""
     """Why nothing could be judged, and what to do about it; "" where something was."""
     layout: str = ""

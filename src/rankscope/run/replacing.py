@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rankscope.errors import SpoolError
+from rankscope.errors import FolderError, SpoolError
 
 _LARGEST_JSON = 16 << 20
 
@@ -28,6 +28,24 @@ def read_json_map(path: Path) -> dict[str, Any]:
     if not isinstance(decoded, dict):
         raise SpoolError(f"{path}: expected a JSON object, found {type(decoded).__name__}")
     return decoded
+
+
+def free_place(out: Path, *, is_folder: bool = False, is_forced: bool = False) -> Path:
+    """Return where to write what `--out` names, its links followed and its parents made. With
+    `is_folder` that may be an empty folder, with `is_forced` a file that is there.
+
+    Raises:
+        FolderError: something else has that name; says what to do.
+        OSError: a parent cannot be made.
+    """
+    place = Path(os.path.realpath(os.path.expanduser(out)))
+    is_file = not is_folder and place.is_file()
+    is_empty = is_folder and place.is_dir() and not any(place.iterdir())
+    if os.path.lexists(place) and not is_empty and not (is_file and is_forced):
+        how = "replace it with --force" if is_file else "remove it"
+        raise FolderError(f"{out} exists: give a new name with --out, or {how}")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    return place
 
 
 def new_file(path: Path) -> BinaryIO:

@@ -11,6 +11,7 @@ from rankscope.chunks.safetensors import Outgoing, write_tensors
 from rankscope.errors import FolderError, LayoutError, SelectionError, TraceError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.ranklists import ranks_text
+from rankscope.run.replacing import free_place
 from rankscope.tensors.globalvalues import assembled, local_tensor, plan_whole
 from rankscope.tensors.kept import held_shapes, references, stored, value_name, why_not_kept
 from rankscope.tensors.tensornames import Chosen, Wanted, choose
@@ -86,12 +87,12 @@ def asked_tensors(
     return asked
 
 
-def save_tensors(out: Path, asked: Iterable[AskedTensor]) -> int:
-    """Write tensors under their keys, and return the size of the file. A file that is there is
-    replaced, or the one a link points to, never a device or a folder.
+def save_tensors(out: Path, asked: Iterable[AskedTensor], *, is_forced: bool = False) -> int:
+    """Write tensors under their keys, and return the size of the file. A file that is
+    there is replaced where `is_forced` says so.
 
     Raises:
-        FolderError: it cannot be written.
+        FolderError: something is there, or it cannot be written.
     """
     from rankscope.tensors.rebuild import bytes_of
 
@@ -99,25 +100,13 @@ def save_tensors(out: Path, asked: Iterable[AskedTensor]) -> int:
         return each.key, each.dtype, each.shape, lambda: bytes_of(each.make())
 
     try:
-        target = out.expanduser().resolve()
-        if target.exists() and not target.is_file():
-            kind = "a folder" if target.is_dir() else "no regular file"
-            raise FolderError(f"--out {out}: is {kind}: give the name of a file to write")
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise _refusal(out, error) from error
-    try:
+        target = free_place(out, is_forced=is_forced)
         return write_tensors(target, [outgoing(each) for each in asked])
     except OSError as error:
-        raise _refusal(out, error) from error
-
-
-def _refusal(out: Path, error: Exception) -> FolderError:
-    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    return FolderError(
-        f"--out {out}: cannot be written: {reason}; nothing was left there: make room, or give "
-        f"another name"
-    )
+        raise FolderError(
+            f"--out {out}: cannot be written: {error.strerror or error}; nothing was left there: "
+            "make room, or give another name"
+        ) from error
 
 
 def printed(asked: Iterable[AskedTensor]) -> Iterator[tuple[str, str]]:

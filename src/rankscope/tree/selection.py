@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from rankscope.errors import SelectionError
@@ -17,14 +17,19 @@ _PHASES = {slot: phase for phase in Phase for slot in phase.facts.slots}
 """Where slots of these kinds are meant, if no phase is named."""
 
 
-def parse_ranges(what: str, text: str) -> Iterator[range]:
-    """Yield the numbers that the option --step or --rank (`what`) names, as in `0-2,5`;
-    SelectionError: it names none."""
-    for part in text.split(","):
-        found = _RANGE.fullmatch(part.strip())
-        if not found:
-            raise SelectionError(f"--{what} {text!r}: write {what}s as 0-2,5 or all")
-        yield range(int(found[1]), int(found[2] or found[1]) + 1)
+def parse_path(text: str) -> str:
+    """Return the glob that the option --path names; `(root)` is how the empty path is shown."""
+    return "" if text == "(root)" else text
+
+
+def parse_ranges(what: str, text: str) -> tuple[range, ...]:
+    """Return the numbers that the option --step or --rank (`what`) names, as in `0-2,5`; () for
+    `all`, and where none is given. SelectionError: it names none."""
+    parts = [] if text in ("", "all") else text.split(",")
+    matches = [_RANGE.fullmatch(part.strip()) for part in parts]
+    if None in matches:
+        raise SelectionError(f"--{what} {text!r}: write {what}s as 0-2,5 or all")
+    return tuple(range(int(m[1]), int(m[2] or m[1]) + 1) for m in matches if m)
 
 
 def parse_phase(word: str) -> Phase:
@@ -33,6 +38,12 @@ def parse_phase(word: str) -> Phase:
         known = ", ".join(phase.word for phase in Phase)
         raise SelectionError(f"--phase: {word!r} is none of {known}")
     return Phase[word.strip().upper()]
+
+
+def parse_phases(text: str) -> frozenset[Phase]:
+    """Return the phases that the option --phase names, separated by commas, or `all`;
+    SelectionError: as of `parse_phase`."""
+    return frozenset(Phase if text == "all" else map(parse_phase, text.split(",")))
 
 
 def parse_mode(word: str) -> Mode:

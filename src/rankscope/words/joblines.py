@@ -130,8 +130,8 @@ def job_verdict(
         process.communicate()
     try:
         data = json.loads(answer)
-        report = report_of(data.get("result", data))
-    except (AttributeError, KeyError, TypeError, ValueError):  # no answer, or an error
+        report = report_of(data["command"], data["result"])
+    except (KeyError, TypeError, ValueError):  # no answer, or an error
         first = next((visible(str(each["text"])) for each in told_in(out)[0] if "text" in each), "")
         told = f"; first while it ran: {first}" if first else ""
         return f"not judged yet{told}: {asked}"

@@ -10,7 +10,6 @@ from rankscope.record.call import Mode
 from rankscope.record.finding import Finding, Kind, Report, Severity, Skipped, Verdict
 from rankscope.record.phases import Phase
 
-_FORMAT: Final = "rankscope.report/1"
 _Readers = Mapping[str, Callable[[Any], Any]]
 _FINDING: Final[_Readers] = {
     "kind": Kind,
@@ -31,7 +30,6 @@ _FINDING: Final[_Readers] = {
 """What is written of a finding, and how it is read; `is_origin` is `origin` there. The names of
 victims are not written."""
 _REPORT: Final[_Readers] = {
-    "command": str,
     "verdict": Verdict,
     "preflight": lambda lines: tuple((each["what"], each["same"], each["text"]) for each in lines),
     "unpaired": int,
@@ -52,19 +50,29 @@ _REPORT: Final[_Readers] = {
 
 def report_json(report: Report) -> dict[str, Any]:
     """Return a report as JSON data; what was looked at before any number stands in that of `diff`
-    alone."""
+    alone, how much is bitwise equal where hashes were compared."""
     data = {name: _plain(getattr(report, name)) for name in _REPORT}
     data["preflight"] = [{"what": w, "same": same, "text": t} for w, same, t in report.preflight]
     data["skipped"] = [{"reason": each.reason, "count": each.count} for each in report.skipped]
     data["findings"] = [finding_json(finding) for finding in report.findings]
     left_out = () if report.preflight else ("preflight", "unpaired")
-    return {"format": _FORMAT, **{name: data[name] for name in data if name not in left_out}}
+    exact = {} if report.equal is None else {"exact": _equal_counts(report, report.equal)}
+    return {**{name: data[name] for name in data if name not in left_out}, **exact}
 
 
-def report_of(data: Mapping[str, Any]) -> Report:
-    """Return the report of `report_json`; KeyError, TypeError, ValueError: the data is none."""
+def _equal_counts(report: Report, equal: Mapping[Phase, tuple[int, int]]) -> dict[str, Any]:
+    count = sum(own for own, _ in equal.values())
+    before = [finding.evidence["equal_before"] for finding in report.findings]
+    phases = {phase.word: {"equal": n, "compared": total} for phase, (n, total) in equal.items()}
+    return {"equal": count, "equal_before": min(before, default=count), "by_phase": phases}
+
+
+def report_of(command: str, data: Mapping[str, Any]) -> Report:
+    """Return the report of `report_json`, but for what is bitwise equal; KeyError, TypeError,
+    ValueError: the data is none."""
     given = {"preflight": (), "unpaired": 0, **data}
-    return Report(**{name: read(given[name]) for name, read in _REPORT.items() if name != "judged"})
+    fields = {name: read(given[name]) for name, read in _REPORT.items() if name != "judged"}
+    return Report(command=command, **fields)
 
 
 def finding_json(finding: Finding) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from rankscope.record.finding import Finding, Report, Severity, Verdict
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.visibletext import visible
 from rankscope.tree.summary import counted
@@ -19,6 +20,7 @@ _LONGEST: Final = 2_000
 """Characters of a text that a tracker is handed; MLflow takes no more than 5,000 in a tag."""
 _MOST: Final = 5
 """Findings of one kind and event that are listed one by one."""
+_MOST_REASONS: Final = 3
 _RANK_LISTS: Final = ("missing", "ranks", "members")
 """Evidence that is lists of ranks."""
 
@@ -197,8 +199,11 @@ def different_before(report: Report) -> str:
 def report_lines(
     report: Report, traces: Sequence[str], paint: Style = _plain, *, is_all: bool = False
 ) -> Iterator[str]:
-    """Yield the lines of a report, the first five of them the answer. `traces`: a line for each
-    that it speaks of; `is_all`: list every finding."""
+    """Yield the lines of a report, the first five of them the answer, of hashes all that is said.
+    `traces`: a line for each that it speaks of; `is_all`: list every finding."""
+    if report.equal is not None:
+        yield from _equality_lines(report, report.equal, paint)
+        return
     yield verdict_line(report, paint)
     same = [text for _, is_same, text in report.preflight if is_same]
     other = different_before(report)
@@ -250,6 +255,30 @@ def _listed(
                     yield f"    infected: {infected_line(finding)}"
         if len(group) > len(shown):
             yield f"  ... and {len(group) - len(shown)} more of that kind in that step (--all)"
+
+
+def _equality_lines(
+    report: Report, equal: Mapping[Phase, tuple[int, int]], paint: Style
+) -> Iterator[str]:
+    lacks = f"{report.lacks}; " if report.lacks else ""
+    compared = counted(report.compared, "value is", "values are")
+    verdict = paint(STYLES[report.verdict], report.verdict.value)
+    yield f"{verdict}: {lacks}{sum(own for own, _ in equal.values()):,} of {compared} bitwise equal"
+    for first in report.findings:
+        before = counted(first.evidence["equal_before"], "value")
+        yield f"  first: {paint('bold', first.message)} ({before} before it equal)"
+        yield f"  where: {where_line(first)}"
+    if not report.findings:
+        yield "  first: none differs"
+        yield "  where: nowhere"
+    phases = [f"{phase.word} {own:,} of {total:,}" for phase, (own, total) in equal.items()]
+    yield f"  equal by phase: {', '.join(phases) or 'none was compared'}"
+    skipped = sorted(report.skipped, key=lambda each: -each.count)
+    reasons = [f"{each.count:,}: {each.reason}" for each in skipped[:_MOST_REASONS]]
+    reasons += ["..."] if len(skipped) > _MOST_REASONS else []
+    if report.unpaired:
+        reasons.append(f"{report.unpaired:,}: in one trace alone")
+    yield f"  not comparable: {'; '.join(reasons) or 'none'}"
 
 
 def assertion_lines(report: Report) -> Iterator[str]:

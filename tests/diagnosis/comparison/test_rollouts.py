@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import rankscope
 from rankscope.diagnosis.comparison.diff import diff
 from rankscope.record.finding import Report
+from rankscope.record.phases import Phase
 
 VOCABULARY, WIDTH, TOKENS, SAMPLES = 40, 16, 12, 3
 
@@ -159,3 +160,15 @@ def test_train_steps_of_other_numbers_are_no_partners(trained: Path, tmp_path: P
             optimizer.step()
     report = diff(trained, tmp_path / "t")
     assert report.verdict.value == "incomplete" and "no step in common" in report.lacks
+
+
+def test_hashes_hold_a_forward_to_the_training_forward_of_the_same_tokens(
+    trained: Path, tmp_path: Path
+) -> None:
+    alike = diff(trained, run(tmp_path / "t", [TOKENS], rounds=2), exact=True)
+    assert alike.equal is not None
+    equal, compared = alike.equal[Phase.FORWARD]
+    assert equal == compared > 0
+    assert steps_told(alike).startswith("forwards alone: 1 eval step beside 1 train step")
+    parts = diff(trained, run(tmp_path / "parts", [1] * TOKENS), exact=True)
+    assert "of another size than the reference's" in {each.reason for each in parts.skipped}

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView, is_input
+from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView, is_input
 from rankscope.errors import SettingError
 from rankscope.record.dtypes import is_whole_number
 from rankscope.record.phases import Phase
@@ -39,22 +39,15 @@ class SlotKey(NamedTuple):
 
 
 class PathMap:
-    """Rewrites the paths of the test into those of the reference."""
+    """Rewrites the paths of the test into those of the reference: each of the rules
+    `regex=replacement` is applied once to every path, in order. SettingError where one is none."""
 
     @classmethod
     def of(cls, rules: PathMap | Iterable[str]) -> PathMap:
-        """Return rules that were read already as they are, texts as they are read."""
+        """Return rules that were read already as they are."""
         return rules if isinstance(rules, PathMap) else cls([*rules])
 
     def __init__(self, rules: Sequence[str] = ()) -> None:
-        """Read rules.
-
-        Args:
-            rules: texts `regex=replacement`; every rule is applied once to every path, in order.
-
-        Raises:
-            SettingError: no regular expression, or no `=`.
-        """
         self._rules = [(rule, *self._read(rule)) for rule in rules]
         self._used: set[str] = set()
         self._known: dict[str, str] = {}
@@ -63,11 +56,7 @@ class PathMap:
     @classmethod
     def load(cls, file: Path, rules: Sequence[str] = ()) -> PathMap:
         """Return the rules of a file, one in a line, and further ones. Empty lines and those that
-        begin with `#` say nothing.
-
-        Raises:
-            SettingError: the file cannot be read, or a line is no rule.
-        """
+        begin with `#` say nothing. SettingError where the file cannot be read."""
         try:
             lines = [line.strip() for line in file.read_text().splitlines()]
         except (OSError, UnicodeDecodeError) as error:
@@ -90,11 +79,8 @@ class PathMap:
         return made, replacement.strip()
 
     def __call__(self, path: str) -> str:
-        """Return what the reference calls a path of the test.
-
-        Raises:
-            SettingError: another path of the test becomes the same one.
-        """
+        """Return what the reference calls a path of the test; SettingError where another path of
+        the test becomes the same one."""
         if not self._rules:
             return path
         if path not in self._known:
@@ -189,8 +175,7 @@ class AlignedStep:
     """The values of one step of both traces."""
 
     values: list[AlignedValue] = field(default_factory=list)
-    """In the order in which one process computes them: what goes into a call, what is inside, what
-    comes out."""
+    """In the order in which one process computes them."""
     only_ref: list[SlotKey] = field(default_factory=list)
     only_test: list[SlotKey] = field(default_factory=list)
     """With the path that the test has."""

@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from rankscope.diagnosis.comparison.wholevalues import EVERY_PLACE, WholeValues
-from rankscope.diagnosis.replicas import InferredReplicas
-from rankscope.diagnosis.stepview import Array, StepView
+from rankscope.diagnosis.evidence.replicas import InferredReplicas
+from rankscope.diagnosis.evidence.stepview import Array, StepView
 from rankscope.layout.infer import HeldParameter, axes_of, largest_mesh
 from rankscope.layout.placement import Mesh
 from rankscope.record.dtypes import is_whole_number
@@ -67,12 +67,14 @@ class StepSamples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleMatch:
-    """Which sample of the reference each sample of the test is."""
+class Batches:
+    """The batches of one step on both sides, and which sample is which."""
 
+    ref: StepSamples
+    test: StepSamples
     partner: Array
     """[samples of the test] positions among the reference's, -1 for those it has not."""
-    is_by_order: bool
+    is_by_order: bool = False
     """True where nothing tells samples apart, and their order was believed."""
     lost: int = 0
     """Samples of the reference that the test has not."""
@@ -82,9 +84,29 @@ class SampleMatch:
     """Samples of the test that it has once more than the reference."""
 
     @property
+    def are_of_other_samples(self) -> bool:
+        """True where one side has a sample that the other has not."""
+        return bool(self.lost or self.unknown)
+
+    @property
     def is_in_order(self) -> bool:
         """True where the samples come in the reference's order."""
         return bool((self.partner == np.arange(len(self.partner))).all())
+
+    @property
+    def are_the_same(self) -> bool:
+        """True where every unit of the test works on the samples of the reference's unit of that
+        number, in that order."""
+        ref, test = self.ref, self.test
+        same = ref.sizes == test.sizes
+        if ref.keys is None or test.keys is None:
+            same = ref.micro_batches == test.micro_batches and ref.place_count == test.place_count
+        return same and self.is_in_order
+
+    def units_with_others(self) -> set[Unit]:
+        """Return the units of the test that have samples which the reference has not."""
+        starts, sizes = self.test.starts, self.test.sizes
+        return {u for u, at in starts.items() if (self.partner[at : at + sizes[u]] < 0).any()}
 
 
 # ---- who has which batch -------------------------------------------------------------------------
@@ -133,11 +155,8 @@ def stages_of(setup: StepView | None, world: int, declared: Mesh | None) -> list
 
 
 def data_places(stages: list[Stage], setup: StepView | None, step: StepView, world: int) -> Array:
-    """Return [world] each rank's place along the data-parallel axes of its stage.
-
-    Which axes these are is what `layout/infer.py` says of parameters at setup and of the root's
-    inputs in this step.
-    """
+    """Return [world] each rank's place along the data-parallel axes of its stage: those that
+    `layout/infer.py` finds by parameters at setup and by the root's inputs in this step."""
     places = np.zeros(world, np.int64)
     wrappers = {w for call in (setup.calls if setup else ()) for w in call.node.wrappers}
     inputs = [
@@ -182,39 +201,33 @@ def samples_of_step(step_view: StepView, places: Array, wholes: WholeValues) -> 
     roots = [call for call in step_view.roots if call.path == ""]
     micro_batches = sorted({call.micro_batch or 0 for call in roots})
     found = StepSamples(
-        places=places,
-        place_count=int(places.max()) + 1,
-        micro_batches=max(len(micro_batches), 1),
+        places=places, place_count=int(places.max()) + 1, micro_batches=max(len(micro_batches), 1)
     )
     chosen = _telling_slot(roots)
     if chosen is None:
         return found
-    slot, found.is_of_integers = chosen
-    found.slot = slot
+    found.slot, found.is_of_integers = chosen
     kept: dict[Unit, Array] = {}
-    by_call = {call.micro_batch or 0: call.slots[slot] for call in roots if slot in call.slots}
-    made_of = wholes.of_all(by_call, places)
-    found.micro_batches = min(found.micro_batches, max(len(made_of), 1))
-    for micro_batch, made in made_of.items():
+    having = (call for call in roots if found.slot in call.slots)
+    by_call = {call.micro_batch or 0: call.slots[found.slot] for call in having}
+    wholes_of_calls = wholes.of_all(by_call, places)
+    found.micro_batches = min(found.micro_batches, max(len(wholes_of_calls), 1))
+    for micro_batch, made in wholes_of_calls.items():
         if isinstance(made, str):
             continue
-        values = by_call[micro_batch]
-        integers = [np.array(v.ranks) for v in values.views if is_whole_number(v.dtype)]
+        views = by_call[micro_batch].views
+        integers = [np.array(view.ranks) for view in views if is_whole_number(view.dtype)]
         # later stages of a pipeline received something else: the first stage is that of rank 0
         for index in sorted(range(len(made)), key=lambda each: int(made.members[each].min())):
-            own = made.samples[index]
+            own, members = made.samples[index], made.members[index]
             unit = (micro_batch, max(int(made.places[index]), 0))
-            if found.is_of_integers and not any(
-                np.isin(made.members[index], ranks).all() for ranks in integers
-            ):
-                continue  # what a later stage of a pipeline received
-            if own is not None and unit not in kept:
+            is_handed = any(np.isin(members, ranks).all() for ranks in integers)
+            if own is not None and unit not in kept and (is_handed or not found.is_of_integers):
                 kept[unit] = own
                 found.elements = made.counts[index] / max(len(own), 1)
-    if not kept:
-        return found
-    found.sizes = {unit: len(kept[unit]) for unit in sorted(kept)}
-    found.keys = np.concatenate([kept[unit] for unit in found.sizes]).astype(np.float64)
+    if kept:
+        found.sizes = {unit: len(kept[unit]) for unit in sorted(kept)}
+        found.keys = np.concatenate([kept[unit] for unit in found.sizes]).astype(np.float64)
     return found
 
 
@@ -226,13 +239,10 @@ def _telling_slot(roots: list[Any]) -> tuple[str, bool] | None:
             is_whole = any(is_whole_number(view.dtype) for view in values.views)
             if (values.column("sample_row") >= 0).any():
                 slots[values.slot] = slots.get(values.slot, False) or is_whole
-    of_integers = [slot for slot, is_whole in slots.items() if is_whole]
-    if of_integers:
-        return of_integers[0], True
-    return (next(iter(slots)), False) if slots else None
+    return max(slots.items(), key=lambda each: each[1], default=None)
 
 
-def match_samples(ref: StepSamples, test: StepSamples) -> SampleMatch:
+def match_samples(ref: StepSamples, test: StepSamples) -> Batches:
     """Return which sample of the reference each one of the test is.
 
     Where either trace kept no samples, ranks hold a part of each sample (of its sequence), or the
@@ -244,8 +254,8 @@ def match_samples(ref: StepSamples, test: StepSamples) -> SampleMatch:
         or ref.elements != test.elements
         or not (np.isfinite(ref.keys).all() and np.isfinite(test.keys).all())
     ):
-        count = max(test.total, ref.total)
-        return SampleMatch(partner=np.arange(count), is_by_order=True)
+        order = np.arange(max(test.total, ref.total))
+        return Batches(ref=ref, test=test, partner=order, is_by_order=True)
     allowed = _SAME_TOKENS if ref.is_of_integers and test.is_of_integers else _SAME_FLOATS
     norms = np.sqrt(np.mean(ref.keys**2, axis=1))
     scale = allowed * max(float(norms.max(initial=0.0)), 1e-30)
@@ -258,24 +268,20 @@ def match_samples(ref: StepSamples, test: StepSamples) -> SampleMatch:
     repeated = 0
     for index, (start, stop) in enumerate(zip(low.tolist(), high.tolist())):
         every = order[start:stop]
-        near = every[~used[every]]
-        if not len(near):
-            apart = np.sqrt(np.mean((ref.keys[every] - test.keys[index]) ** 2, axis=1))
-            if len(every) and apart.min() <= scale:
-                partner[index] = int(every[int(apart.argmin())])
-                repeated += 1
-            continue
+        left = every[~used[every]]
+        near = left if len(left) else every
         apart = np.sqrt(np.mean((ref.keys[near] - test.keys[index]) ** 2, axis=1))
-        if index in near and apart[near == index][0] <= scale:
-            best = index  # equal samples keep their order
-        elif apart.min() <= scale:
-            best = int(near[int(apart.argmin())])
-        else:
+        if apart.min(initial=np.inf) > scale:
             continue
-        partner[index], used[best] = best, True
+        is_same_place = index in near and apart[near == index][0] <= scale
+        # equal samples keep their order
+        best = index if len(left) and is_same_place else int(near[int(apart.argmin())])
+        partner[index] = best
+        repeated += not len(left)
+        used[best] = True
     lost, unknown = int((~used).sum()), int((partner < 0).sum())
     if unknown == len(partner):  # other data: what follows is compared in its order all the same
         partner = np.arange(len(partner)) % max(len(ref.keys), 1)
-    return SampleMatch(
-        partner=partner, is_by_order=False, lost=lost, unknown=unknown, repeated=repeated
+    return Batches(
+        ref=ref, test=test, partner=partner, lost=lost, unknown=unknown, repeated=repeated
     )

@@ -1,4 +1,8 @@
-"""`diff`: two traces of one model, of any two topologies, and where the second went wrong first."""
+"""`diff`: two traces of one model, of any two topologies, and where the second went wrong first.
+
+One walk over the steps that both have serves two measures: distances, which have tolerances, and
+hashes, which have none (`bitwise.py`).
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,9 @@ from typing import Final
 
 import numpy as np
 
-from rankscope.diagnosis.comparison.alignment import COMPARED, FORWARDS, PathMap, SlotKey, align
-from rankscope.diagnosis.comparison.datasamples import places_by_inputs, samples_of_step
-from rankscope.diagnosis.comparison.difference import Batches, Measured
+from rankscope.diagnosis.comparison.alignment import PathMap, SlotKey
+from rankscope.diagnosis.comparison.bitwise import BitwiseMeasure
+from rankscope.diagnosis.comparison.difference import Measured
 from rankscope.diagnosis.comparison.findings import Degrees, finding_of
 from rankscope.diagnosis.comparison.fulltensors import FullTensors
 from rankscope.diagnosis.comparison.origins import OriginSearch
@@ -19,21 +23,27 @@ from rankscope.diagnosis.comparison.preflight import (
     dtype_line,
     forward_line,
     optimizer_lines,
+    preflight_order,
     run_lines,
     start_line,
     step_line,
 )
-from rankscope.diagnosis.comparison.rollouts import StepPair, paired_steps, wholes_of
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences, renumbered_modules
 from rankscope.diagnosis.comparison.tolerances import Tolerances
-from rankscope.diagnosis.comparison.tracesides import StepKey, TraceSide, two_sides
+from rankscope.diagnosis.comparison.tracesides import (
+    PairedStep,
+    StepKey,
+    TraceSide,
+    paired_steps,
+    two_sides,
+)
 from rankscope.diagnosis.comparison.unpaired import Tally
-from rankscope.diagnosis.comparison.wholevalues import WholeValues
-from rankscope.diagnosis.stepview import Array, StepView
+from rankscope.diagnosis.evidence.stepview import Array
+from rankscope.diagnosis.finalreport import verdict_of
 from rankscope.errors import SettingError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
-from rankscope.record.finding import Report
+from rankscope.record.finding import Finding, Report, Skipped
 from rankscope.run.filenames import Progress
 from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.summary import counted
@@ -58,6 +68,7 @@ def diff(
     layouts: LayoutFile | None = None,
     noise: TraceLike | None = None,
     tensors: bool = True,
+    exact: bool = False,
     progress: Progress | None = None,
     each_step: EachStep | None = None,
 ) -> Report:
@@ -72,39 +83,50 @@ def diff(
         noise: the reference once more, with inputs that are off by one rounding: how far its values
             are from the reference's is the unit in which the test is judged.
         tensors: read the full tensors that both traces kept, for exact distances.
+        exact: compare hashes in place of distances. `equal` of the report says how many values are
+            bitwise equal, and its one finding is the first that is not.
         progress: told how far it is.
         each_step: handed the differences of setup (under None) and of every step, under the test's
             mode and number, and the `id` of those of the values that are a fault or follow from
-            one; it keeps none of them.
+            one; it keeps none of them. Not called where hashes are compared.
 
     Raises:
-        SettingError: a rule for paths is none, or `noise` is no second run of the reference.
+        SettingError: a rule for paths is none, or `noise` is no second run of the reference, or
+            given with `exact`.
         LayoutError: the layout file contradicts itself.
         FolderError, TraceError: no trace is there, or a damaged one.
     """
     rules = PathMap.of(paths)
-    measured: _Noise = {}
-    origin = ""
-    with two_sides(ref, test, layouts) as (ours, theirs):
+    if exact and noise is not None:
+        raise SettingError("--exact compares hashes, --noise is about distances: give one of both")
+    with two_sides(ref, test, layouts) as sides:
+        if exact:
+            return _compared(sides, rules, BitwiseMeasure(), progress)
+        errors: _Noise = {}
+        told = ""
         if noise is not None:
             with opened_trace(noise, takes_golden=True) as second:
-                again = _Comparison(ours, TraceSide(second, layouts, "TEST"), PathMap())
-
-                def measure(step: StepKey | None, found: StepDifferences, _: object) -> None:
-                    if step is not None:
-                        measured[step] = found.errors
-
-                origin = _measured_by(second, again.report(progress, measure), measured)
-        made = _Comparison(ours, theirs, rules, measured, origin, reads_tensors=tensors)
-        return made.report(progress, each_step)
+                errors, told = _noise_of(sides[0], second, layouts, progress)
+        measure = _DistanceMeasure(sides, errors, told, each_step, reads_tensors=tensors)
+        return _compared(sides, rules, measure, progress)
 
 
-def _measured_by(noise: Trace, report: Report, measured: _Noise) -> str:
-    """Return where measured tolerances come from.
+def _noise_of(
+    ref: TraceSide, noise: Trace, layouts: LayoutFile | None, progress: Progress | None
+) -> tuple[_Noise, str]:
+    """Return how far a second run is from the reference, and the note that says so.
 
     Raises:
         SettingError: that trace is no second run of the reference, or nothing in it is off.
     """
+    measured: _Noise = {}
+
+    def measure(step: StepKey | None, found: StepDifferences, _: object) -> None:
+        if step is not None:
+            measured[step] = found.errors
+
+    sides = ref, TraceSide(noise, layouts, "TEST")
+    report = _compared(sides, PathMap(), _DistanceMeasure(sides, each_step=measure), progress)
     remedy = "give a run of the reference whose inputs are off by one rounding, and nothing else"
     for what, is_same, text in report.preflight:
         if what in ("samples", "start") and is_same is False:
@@ -120,183 +142,189 @@ def _measured_by(noise: Trace, report: Report, measured: _Noise) -> str:
     )
     if report.origins:
         told += f"; by the table it would be a fault itself: {report.origins[0].message}"
-    return told
+    return measured, told
 
 
-class _Comparison:
-    """Two traces held to each other, step by step."""
+# ---- the walk over both traces -------------------------------------------------------------------
+
+
+def _compared(
+    sides: tuple[TraceSide, TraceSide],
+    paths: PathMap,
+    measure: BitwiseMeasure | _DistanceMeasure,
+    progress: Progress | None,
+) -> Report:
+    ref, test = sides
+    is_alike = (ref.lost.world, ref.lost.untraced) == (test.lost.world, test.lost.untraced)
+    for side in sides:
+        side.lost.is_partial = bool(side.lost.untraced) and not is_alike
+    tally = Tally(ref, test, paths)
+    # no name holds a step: it is gone before the next one is read
+    if ref.setup is not None and test.setup is not None:
+        measure.take(PairedStep(sides, paths, None), tally)
+    pairs = paired_steps(ref, test)
+    cut: list[str] = []
+    for number, pair in enumerate(pairs):
+        if progress is not None:
+            progress("comparing", number / len(pairs))
+        if not measure.take(PairedStep(sides, paths, pair), tally):
+            mode, index = pair.test[0]
+            cut.append(f"{mode.word} step {index}")
+    lines = [
+        *measure.lines(),
+        forward_line(pairs) or step_line(ref.steps, test.steps),
+        *optimizer_lines(ref.steps, test.steps),
+        *run_lines(ref.trace.run, test.trace.run),
+    ]
+    lines.sort(key=preflight_order)
+    breaks = [note for side in sides for note in side.lost.notes(side.name)]
+    if cut:
+        breaks.append(f"left out: {', '.join(cut)}, before whose end a run broke off")
+    findings = measure.findings()
+    lacks = _lacks(sides, tally, measure.too_few, has_steps=bool(pairs))
+    is_complete = ref.trace.is_complete and test.trace.is_complete
+    return Report(
+        command="diff",
+        verdict=verdict_of(findings, lacks, is_complete=is_complete),
+        compared=tally.compared,
+        skipped=tuple(Skipped(reason=r, count=n) for r, n in sorted(tally.skipped.items())),
+        recorded=tally.in_both + tally.unpaired,
+        unpaired=tally.unpaired,
+        alone=0,
+        findings=tuple(findings),
+        notes=(*breaks, *tally.notes(), *measure.notes(tally.compared)),
+        lacks=lacks,
+        preflight=tuple(lines),
+        equal=None if measure.equal is None else dict(sorted(measure.equal.items())),
+    )
+
+
+def _lacks(
+    sides: tuple[TraceSide, TraceSide], tally: Tally, too_few: str, *, has_steps: bool
+) -> str:
+    """Return why nothing can be said of the runs, or of how they ended; "" for nothing."""
+    if not has_steps and sides[0].steps:
+        listed = [
+            ", ".join(f"{mode.word} {step}" for mode, step in [*side.steps][:4]) or "none"
+            for side in sides
+        ]
+        return (
+            f"the traces have no step in common ({' and '.join(listed)}): trace the same steps "
+            "(--rs-steps)"
+        )
+    lost = "; ".join(filter(None, (side.lost.lacks(side.name) for side in sides)))
+    if any(side.lost.is_partial for side in sides):
+        return lost
+    return tally.lacks(too_few) or lost
+
+
+# ---- distances -----------------------------------------------------------------------------------
+
+
+class _DistanceMeasure:
+    """Compares distances, and searches where they began."""
+
+    equal: Final = None
+    too_few: Final = (
+        "{compared:,} of the {both} that both traces hold could be compared; {count:,}: {reason}"
+    )
 
     def __init__(
         self,
-        ref: TraceSide,
-        test: TraceSide,
-        paths: PathMap,
+        sides: tuple[TraceSide, TraceSide],
         noise: _Noise | None = None,
         measured_by: str = "",
+        each_step: EachStep | None = None,
         *,
         reads_tensors: bool = True,
     ) -> None:
-        self._ref, self._test, self._paths = ref, test, paths
-        self._noise = noise or {}
-        self._measured_by = measured_by
-        is_alike = (ref.lost.world, ref.lost.untraced) == (test.lost.world, test.lost.untraced)
-        for lost in (ref.lost, test.lost):
-            lost.is_partial = bool(lost.untraced) and not is_alike
+        ref, test = sides
+        self._ref, self._test = ref, test
+        self._noise, self._measured_by = noise or {}, measured_by
+        self._each_step, self._reads_tensors = each_step, reads_tensors
         self._search = OriginSearch()
         self._tensors = FullTensors((ref.trace, test.trace), (ref.wholes, test.wholes))
-        self._reads_tensors = reads_tensors
-        self._tally = Tally(ref, test, paths)
         self._exact = self._below_resolution = self._by_statistics = 0
         """Values that are bitwise the reference's, and that agree as far as sketches tell."""
-        self._degrees = Degrees.of(ref.trace, test.trace)
+        self._degrees = Degrees(ref.trace, test.trace)
         self._before: dict[tuple[str, str], tuple[Array, Array]] = {}
-        self._lines: list[PreflightLine] = []
-        self._cut: list[str] = []
-        self._printed = [side.printed_digits for side in (ref, test) if side.printed_digits]
+        self._printed = [side.printed_digits for side in sides if side.printed_digits]
         self._last_step = -1
         self._left_out: frozenset[str] = frozenset()
+        self._batch_lines: list[PreflightLine] = []
+        self._start = start_line(None)
+        self._shown: list[StepDifferences] = []
+        """What was compared first, and last: those whose dtypes are said."""
 
-    def report(self, progress: Progress | None, each_step: EachStep | None = None) -> Report:
-        """Compare setup and every step that both have."""
-        pairs = paired_steps(self._ref, self._test)
-        setup = self._setup()
-        if setup is not None and each_step is not None:
-            each_step(None, setup, self._search.wrong())
-        found = [setup] if setup else []
-        for number, pair in enumerate(pairs):
-            if progress is not None:
-                progress("comparing", number / len(pairs))
-            key = pair.test[0]
-            compared = self._step(pair)
-            if compared is None:
-                self._cut.append(f"{key[0].word} step {key[1]}")
-                continue
-            if each_step is not None:
-                each_step(key, compared, self._search.wrong())
-            found = [*found[:1], compared]
-        lines = [
-            *self._lines,
-            forward_line(pairs) or step_line(self._ref.steps, self._test.steps),
-            start_line(setup),
-            dtype_line(found),
-            *optimizer_lines(self._ref.steps, self._test.steps),
-            *run_lines(self._ref.trace.run, self._test.trace.run),
-        ]
-        origins = [origin for origin in self._search.origins if not origin.is_legal]
-        legal = [origin for origin in self._search.origins if origin.is_legal]
-        return self._tally.report(
-            [finding_of(origin, self._degrees) for origin in (*origins, *legal[:1])],
-            reasons=sorted(self._tally.skipped.items()),
-            lacks=self._lacks(has_steps=bool(pairs)),
-            notes=(*self._breaks(), *self._tally.notes(), *self._exactness()),
-            lines=sorted(lines, key=lambda line: (False, None, True).index(line.is_same)),
-        )
+    def take(self, step: PairedStep, tally: Tally) -> bool:
+        """Compare the values of two steps, or setups; False where a run broke off in the step."""
+        if step.pair is None:
+            key, found = None, self._of_setup(step)
+        else:
+            key = mode, number = step.pair.test[0]
+            if mode is Mode.TRAIN:
+                if number != self._last_step + 1:
+                    self._before.clear()
+                self._last_step = number
+            if step.is_cut:
+                return False
+            found = self._differences(step)
+            self._search.step(found, mode, number)
+            self._degrees.take(step.batches)
+            line = batch_line(step.batches, mode, number)
+            if not self._batch_lines or not line.is_same:
+                self._batch_lines.append(line)
+        self._shown = [*self._shown[:1], found]
+        tally.take(step.aligned)
+        known = [(c, d) for c in found.compared if (d := c.difference) and not c.reason]
+        by_elements = [c for c, d in known if d.measured != Measured.STATISTICS]
+        tally.compared += len(known)
+        tally.skipped.update(c.reason for c in found.compared if c.reason)
+        self._exact += found.exact
+        self._by_statistics += len(known) - len(by_elements)
+        self._below_resolution += sum(c.error <= Tolerances.resolution for c in by_elements)
+        if self._each_step is not None:
+            self._each_step(key, found, self._search.wrong())
+        return True
 
-    def _setup(self) -> StepDifferences | None:
-        """Compare what the runs began with, where both traces have it."""
-        ref, test = self._ref.setup, self._test.setup
-        if ref is None or test is None:
-            return None
-        found = self._compared(ref, test)
-        self._left_out = renumbered_modules(found.compared, ref, self._ref.wholes)
+    def _of_setup(self, step: PairedStep) -> StepDifferences:
+        found = self._differences(step)
+        self._left_out = renumbered_modules(found.compared, step.ref, step.wholes[0])
         if self._left_out:
             self._before.clear()
-            self._tally = Tally(self._ref, self._test, self._paths)
-            self._exact = self._below_resolution = self._by_statistics = 0
-            found = self._compared(ref, test)
+            found = self._differences(step)
         for each in found.compared:
             if each.error > each.allowed and self._ref.is_late(each.value.call):
                 each.allowed = _LATE_VECTOR if each.value.is_vector else _LATE
         self._search.setup(found)
+        self._start = start_line(found)
         return found
 
-    def _step(self, pair: StepPair) -> StepDifferences | None:
-        """Compare one step; None where a run broke off in it before it had all samples."""
-        mode, step = pair.test[0]
-        if mode is Mode.TRAIN:
-            if step != self._last_step + 1:
-                self._before.clear()
-            self._last_step = step
-        ref, test = self._ref.view(pair.ref), self._test.view(pair.test)
-        wholes = wholes_of(self._ref, pair.ref, ref), wholes_of(self._test, pair.test, test)
-        places = self._places(ref, test)
-        batches = Batches.of(
-            samples_of_step(ref, places[0], wholes[0]),
-            samples_of_step(test, places[1], wholes[1]),
-        )
-        batches = self._with_places_by_inputs(batches, test)
-        is_cut = any(self._ref.lost.is_cut(*key) for key in pair.ref)
-        is_cut |= any(self._test.lost.is_cut(*key) for key in pair.test)
-        if is_cut and (batches.match.lost or batches.match.unknown):
-            return None
-        found = self._compared(ref, test, pair, batches, wholes)
-        self._search.step(found, mode, step)
-        self._degrees.take(batches)
-        line = batch_line(batches, mode, step)
-        if not self._lines or not line.is_same:
-            self._lines.append(line)
-        return found
-
-    def _places(self, ref: StepView, test: StepView) -> list[Array]:
-        """Return the places of the ranks on both sides. What a trace of fewer options does not tell
-        the other one does, where both are of one program."""
-        sides, views = (self._ref, self._test), (ref, test)
-        places = [side.places(view) for side, view in zip(sides, views)]
-        can = [side.can_place(view) for side, view in zip(sides, views)]
-        if can[0] != can[1] and self._ref.is_same_program(self._test):
-            places[can.index(False)] = places[can.index(True)]
-        return places
-
-    def _with_places_by_inputs(self, batches: Batches, test: StepView) -> Batches:
-        """Return the batches as ranks were handed them, where that explains missing samples."""
-        if not batches.match.lost or batches.test.place_count > 1:
-            return batches
-        places = places_by_inputs(test, self._test.world)
-        found = Batches.of(batches.ref, samples_of_step(test, places, self._test.wholes))
-        is_better = found.match.lost < batches.match.lost and not found.match.unknown
-        return found if is_better else batches
-
-    def _compared(
-        self,
-        ref: StepView,
-        test: StepView,
-        pair: StepPair | None = None,
-        batches: Batches | None = None,
-        wholes: tuple[WholeValues, WholeValues] | None = None,
-    ) -> StepDifferences:
-        """Compare the values of two steps, or of two setups (without a pair)."""
-        own = (self._ref.wholes, self._test.wholes)
-        reads_tensors = self._reads_tensors and wholes in (None, own)  # each of one call
-        is_of_forwards = pair is not None and pair.is_of_forwards
-        aligned = align(ref, test, self._paths, FORWARDS if is_of_forwards else COMPARED)
-        found = StepDifferences(
-            aligned,
-            wholes or own,
-            batches,
+    def _differences(self, step: PairedStep) -> StepDifferences:
+        return StepDifferences(
+            step,
             self._before,
-            None if pair is None else self._noise.get(pair.ref[0]),
+            {} if step.pair is None else self._noise.get(step.pair.ref[0], {}),
             self._left_out,
-            self._tensors if reads_tensors else None,
+            self._tensors if self._reads_tensors and not step.is_joined else None,
             self._test.stages,
             sum(0.5 * 10.0**-digits for digits in self._printed),
         )
-        known = [(c, d) for c in found.compared if (d := c.difference) and not c.reason]
-        by_elements = [c for c, d in known if d.measured != Measured.STATISTICS]
-        self._tally.take(aligned)
-        self._tally.compared += len(known)
-        self._tally.skipped.update(c.reason for c in found.compared if c.reason)
-        self._exact += found.exact
-        self._by_statistics += len(known) - len(by_elements)
-        self._below_resolution += sum(1 for c in by_elements if c.error <= Tolerances.resolution)
-        return found
 
-    def _exactness(self) -> Iterator[str]:
+    def findings(self) -> list[Finding]:
+        origins = [origin for origin in self._search.origins if not origin.is_legal]
+        legal = [origin for origin in self._search.origins if origin.is_legal]
+        return [finding_of(origin, self._degrees) for origin in (*origins, *legal[:1])]
+
+    def lines(self) -> list[PreflightLine]:
+        return [*self._batch_lines, self._start, dtype_line(self._shown)]
+
+    def notes(self, compared: int) -> Iterator[str]:
         if self._measured_by:
             yield self._measured_by
         yield (
-            f"{self._exact:,} of {counted(self._tally.compared, 'value')} are bitwise the "
-            f"reference's, {self._below_resolution - self._exact:,} more agree as far as sketches "
-            "tell"
+            f"{self._exact:,} of {counted(compared, 'value')} are bitwise the reference's, "
+            f"{self._below_resolution - self._exact:,} more agree as far as sketches tell"
         )
         if self._printed:
             yield (
@@ -304,42 +332,3 @@ class _Comparison:
                 f"std, min and max, as they were printed, to {min(self._printed)} digits"
             )
         yield from self._tensors.notes()
-
-    def _lacks(self, *, has_steps: bool) -> str:
-        if not has_steps and self._ref.steps:
-            return (
-                f"the traces have no step in common ({_listed(self._ref)} and "
-                f"{_listed(self._test)}): trace the same steps (--rs-steps)"
-            )
-        sides = (self._ref, self._test)
-        lost = "; ".join(filter(None, (side.lost.lacks(side.name) for side in sides)))
-        if any(side.lost.is_partial for side in sides):
-            return lost
-        return self._tally.lacks or self._too_few() or lost
-
-    def _breaks(self) -> Iterator[str]:
-        """Yield how ranks ended that did not end in order, and what was left out for it."""
-        for side in (self._ref, self._test):
-            yield from side.lost.notes(side.name)
-        if self._cut:
-            yield f"left out: {', '.join(self._cut)}, before whose end a run broke off"
-
-    def _too_few(self) -> str:
-        """Return why values that both traces hold were not compared, where these are most; ""
-        where enough were."""
-        tally = self._tally
-        if tally.is_enough:
-            return ""
-        if tally.in_both:
-            reason, count = tally.skipped.most_common(1)[0]
-            return (
-                f"{tally.compared:,} of the {counted(tally.in_both, 'value')} that both traces "
-                f"hold could be compared; {count:,}: {reason}"
-            )
-        return "the traces have no value in common: " + (
-            self._tally.left_out() or "no value was recorded in one of them"
-        )
-
-
-def _listed(side: TraceSide) -> str:
-    return ", ".join(f"{mode.word} {step}" for mode, step in list(side.steps)[:4]) or "none"

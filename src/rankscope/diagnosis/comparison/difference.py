@@ -14,13 +14,8 @@ from typing import Final
 import numpy as np
 
 from rankscope.diagnosis.comparison.alignment import AlignedValue, SlotKey
-from rankscope.diagnosis.comparison.datasamples import (
-    SampleMatch,
-    StepSamples,
-    Unit,
-    match_samples,
-)
-from rankscope.diagnosis.stepview import Array
+from rankscope.diagnosis.comparison.datasamples import Unit
+from rankscope.diagnosis.evidence.stepview import Array
 from rankscope.record.statistics import NONFINITE
 
 CHI_SQUARE_RANGE: Final = (0.68, 1.92)
@@ -45,7 +40,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """What is known of all elements of a value together."""
+    """Numbers over all elements of a value."""
 
     count: int
     nonfinite: tuple[int, ...]
@@ -73,19 +68,20 @@ class Totals:
 
     @property
     def variance(self) -> float:
-        """Mean squared distance of the elements from their mean."""
+        """Of the elements, divisor n."""
         return max(self.l2**2 / self.count - self.mean**2, 0.0) if self.count else math.nan
 
     def has_numbers_of(self, other: Totals) -> bool:
         """True where norm, mean and extrema are those of the same elements in some order."""
         size = max(abs(other.least), abs(other.greatest), TINY)
-        return (
-            math.isfinite(self.l2)
-            and abs(self.l2 - other.l2) <= _SAME_NUMBERS * other.l2
-            and abs(self.mean - other.mean) <= _SAME_NUMBERS * size
-            and abs(self.least - other.least) <= _SAME_NUMBERS * size
-            and abs(self.greatest - other.greatest) <= _SAME_NUMBERS * size
+        elements = (
+            (self.mean, other.mean),
+            (self.least, other.least),
+            (self.greatest, other.greatest),
         )
+        is_as_long = abs(self.l2 - other.l2) <= _SAME_NUMBERS * other.l2
+        is_like = all(abs(own - theirs) <= _SAME_NUMBERS * size for own, theirs in elements)
+        return math.isfinite(self.l2) and is_as_long and is_like
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -105,6 +101,9 @@ class Difference:
     """One of `Measured`."""
     ref: Totals
     test: Totals
+    rows: list[tuple[Array, Array] | None]
+    """[p] digests of the reference's part and of the test's, None where only all parts together are
+    known."""
     at_least: Array | None = None
     """[p] relative distances that follow from statistics, NaN for parts that have sketches; None
     where all have."""
@@ -113,24 +112,16 @@ class Difference:
     partial: str = ""
     """"sum" or "avg" where that of what ranks hold is the reference's value, though nothing says
     so; "" where not."""
-    ref_rows: list[Array | None] = field(default_factory=list)
-    """[p] digests of the reference's parts, None where only all parts together are known."""
-    test_rows: list[Array | None] = field(default_factory=list)
     is_of_local_batch: bool = False
     """True where units hold a value made of all their samples (a loss, a balance of experts), which
     neither its average nor its sum makes the reference's: those split the batch in another way."""
 
     def is_permuted(self, chosen: Array) -> bool:
         """True where the chosen parts have the reference's norm, mean and extrema."""
-        pairs = [
-            (a, b) for a, b, is_in in zip(self.ref_rows, self.test_rows, chosen.tolist()) if is_in
-        ]
-        if pairs and all(a is not None and b is not None for a, b in pairs):
-            return all(
-                Totals.of(b[None]).has_numbers_of(Totals.of(a[None]))
-                for a, b in pairs
-                if a is not None and b is not None
-            )
+        pairs = [pair for pair, is_in in zip(self.rows, chosen.tolist()) if is_in]
+        known = [pair for pair in pairs if pair is not None]
+        if known and len(known) == len(pairs):
+            return all(Totals.of(b[None]).has_numbers_of(Totals.of(a[None])) for a, b in known)
         return bool(chosen.all()) and self.test.has_numbers_of(self.ref)
 
     @property
@@ -151,7 +142,6 @@ class Difference:
 
     @property
     def _squared_distance(self) -> float:
-        """Of all parts together, as sketches tell it."""
         cross, own, theirs = self.dots.sum(0).tolist()
         return max(float(own + theirs - 2 * cross), 0.0)
 
@@ -162,13 +152,9 @@ class Difference:
         return all(both) and both[0] != both[1]
 
     def errors(self, scales: Array | float = 1.0, floor: float = 0.0) -> Array:
-        """Return [p] relative L2 distances of the parts, after division by `scales`; NaN where
-        nothing tells how far a part is off.
-
-        Args:
-            scales: factor of each part, or of all.
-            floor: least norm that a distance is taken relative to.
-        """
+        """Return [p] relative L2 distances of the parts, after division by `scales` (the factor of
+        each part, or of all); NaN where nothing tells how far a part is off. `floor` is the least
+        norm that a distance is taken relative to."""
         if self.at_least is not None and not np.isnan(self.at_least).any():
             return self.at_least
         if self.has_other_nonfinite:
@@ -184,9 +170,8 @@ class Difference:
         zero = np.where(apart == 0, 0.0, apart + np.inf)  # NaN stays NaN
         found = np.divide(apart, norms, out=zero, where=norms > 0)
         judged: Array = np.where(self.is_exact & (np.asarray(scales) == 1.0), 0.0, found)
-        if self.at_least is not None:
-            judged = np.where(np.isnan(self.at_least), judged, self.at_least)
-        return judged
+        least = self.at_least
+        return judged if least is None else np.where(np.isnan(least), judged, least)
 
     def fit(self) -> tuple[float, float]:
         """Return the factor that fits all parts best, and the relative distance it leaves."""
@@ -201,50 +186,16 @@ class Difference:
         at = np.flatnonzero(chosen).tolist()
         self.dots, self.norms, self.is_exact = self.dots[at], self.norms[at], self.is_exact[at]
         self.members, self.units = [self.members[i] for i in at], [self.units[i] for i in at]
+        self.rows = [self.rows[i] for i in at]
         if self.at_least is not None:
             self.at_least = self.at_least[at]
         if self.squares is not None:
             self.squares = self.squares[at]
-        if self.ref_rows:
-            self.ref_rows = [self.ref_rows[i] for i in at]
-            self.test_rows = [self.test_rows[i] for i in at]
 
     def ranks(self, chosen: Array) -> Array:
         """Return the ranks that hold the chosen parts, sorted."""
         listed = [m for m, is_in in zip(self.members, chosen.tolist()) if is_in]
         return np.unique(np.concatenate(listed)) if listed else np.zeros(0, np.int64)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batches:
-    """The batches of one step on both sides."""
-
-    ref: StepSamples
-    test: StepSamples
-    match: SampleMatch
-
-    @classmethod
-    def of(cls, ref: StepSamples, test: StepSamples) -> Batches:
-        """Return the batches with the samples of one matched to those of the other."""
-        return cls(ref=ref, test=test, match=match_samples(ref, test))
-
-    @property
-    def are_the_same(self) -> bool:
-        """True where every unit of the test works on the samples of the reference's unit of that
-        number, in that order."""
-        same = self.ref.sizes == self.test.sizes
-        if self.ref.keys is None or self.test.keys is None:
-            same = (self.ref.micro_batches, self.ref.place_count) == (
-                self.test.micro_batches,
-                self.test.place_count,
-            )
-        return same and self.match.is_in_order
-
-    def units_with_others(self) -> set[Unit]:
-        """Return the units of the test that have samples which the reference has not."""
-        partners = {unit: self.match.partner[at:] for unit, at in self.test.starts.items()}
-        sizes = self.test.sizes
-        return {unit for unit, own in partners.items() if (own[: sizes[unit]] < 0).any()}
 
 
 def _fit(dots: Array, norm: float) -> tuple[float, float]:
@@ -264,7 +215,7 @@ def dots_of(a: Array, b: Array) -> Array:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ComparedValue:
-    """One value of both traces with what is known of their distance."""
+    """One value of both traces, and how far apart the two are."""
 
     value: AlignedValue
     allowed: float
@@ -277,7 +228,7 @@ class ComparedValue:
     scales: Array | float = 1.0
     """The legal factors, by part."""
     other_samples: tuple[int, int] = (0, 0)
-    """Of the root's input: samples that are missing, and samples that the reference has not."""
+    """Of the root's input: samples that are missing, and those that the reference has not."""
     is_repeated: bool = False
     """Of the root's input: True where samples are missing because others came twice."""
     is_missing: bool = False
@@ -318,7 +269,7 @@ class ComparedValue:
 
     @property
     def is_of_choices(self) -> bool:
-        """True for a mask, and for indices of which each comes many times, as those of experts do:
+        """True for a mask, and for indices that come many times each, as those of experts do:
         positions come once."""
         if self.difference is None or not self.value.is_discrete:
             return False

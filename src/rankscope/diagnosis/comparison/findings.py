@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
+from rankscope.diagnosis.comparison.datasamples import Batches
 from rankscope.diagnosis.comparison.difference import (
     CHI_SQUARE_RANGE,
-    Batches,
     ComparedValue,
     Difference,
     Measured,
 )
 from rankscope.diagnosis.comparison.valueflow import Origin
-from rankscope.diagnosis.stepview import Array
 from rankscope.record.finding import NAMED_VICTIMS, Finding, Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
@@ -25,46 +23,37 @@ from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace
 
 
-@dataclass(slots=True, kw_only=True)
 class Degrees:
     """Numbers of the two jobs that a factor may equal, by name."""
 
-    by_name: dict[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, ref: Trace, test: Trace) -> Degrees:
-        """Return the degrees that the run headers tell."""
-        found = cls()
+    def __init__(self, ref: Trace, test: Trace) -> None:
+        self._by_name: dict[str, int] = {}
         for trace in (test, ref):
             for mesh in trace.run["meshes"]:
                 for axis, size in zip(mesh["axes"], mesh["shape"]):
-                    found._add(f"{axis}={size}", size)
+                    self._by_name[f"{axis}={size}"] = size
         for trace, whose in ((test, ""), (ref, "the reference's ")):
             world = int(trace.run["world_size"])
-            found._add(f"{whose}number of ranks, {world}", world)
-        return found
-
-    def _add(self, name: str, degree: int) -> None:
-        if degree > 1:
-            self.by_name[name] = float(degree)
+            self._by_name[f"{whose}number of ranks, {world}"] = world
 
     def take(self, batches: Batches) -> None:
         """Add what a step shows: data-parallel ranks and micro-batches."""
         for samples, whose in ((batches.test, ""), (batches.ref, "the reference's ")):
             places, micro_batches = samples.place_count, samples.micro_batches
-            self._add(f"{whose}data-parallel ranks, {places}", places)
-            self._add(f"{whose}micro-batches, {micro_batches}", micro_batches)
+            self._by_name[f"{whose}data-parallel ranks, {places}"] = places
+            self._by_name[f"{whose}micro-batches, {micro_batches}"] = micro_batches
 
     def named(self, factor: float) -> list[str]:
-        """Return the degrees that a factor, or one over it, equals."""
+        """Return the degrees above 1 that a factor, or one over it, equals."""
         if factor == 0:
             return []
         size = max(abs(factor), 1 / abs(factor))
-        return [name for name, degree in self.by_name.items() if abs(size / degree - 1) < 0.02]
+        own = self._by_name.items()
+        return [name for name, degree in own if degree > 1 and abs(size / degree - 1) < 0.02]
 
 
 _LEAST_FACTOR: Final = 0.02
-"""A value that is so near the reference's is not called scaled: constants inside a module leave
+"""A value this near the reference's is not called scaled: constants inside a module leave
 differences that look alike."""
 _LEAST_PERMUTED: Final = 0.01
 """Relative distance from which equal norm, mean and extrema are no consequence of being near."""
@@ -98,6 +87,8 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
     if difference is not None and len(ranks) > 1 and len(difference.members) == 1:
         evidence["rank_resolution"] = "none"
     names = dict.fromkeys(v.value.first_test.name for v in origin.victims)
+    units = [] if difference is None else difference.units
+    wrong = [unit[0] for unit, is_bad in zip(units, origin.bad_parts.tolist()) if is_bad]
     has_micro_batch = key.phase.facts.has_micro_batches
     severity = Severity.WARNING if origin.is_legal else Severity.FAULT
     place = f"{path or '(root)'}{f':{slot}' if slot else ''}"
@@ -107,7 +98,7 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
         phase=key.phase,
         mode=origin.mode,
         step=origin.step,
-        micro_batch=_micro_batch(origin) if has_micro_batch else None,
+        micro_batch=min(wrong, default=0) if has_micro_batch else None,
         path=path,
         slot=slot,
         ranks=tuple(sorted(int(rank) for rank in ranks)),
@@ -118,13 +109,6 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
         message=f"{place}: {text}",
         advice=_advice(origin, kind),
     )
-
-
-def _micro_batch(origin: Origin) -> int:
-    difference = origin.compared.difference
-    units = [] if difference is None else difference.units
-    wrong = [unit[0] for unit, is_bad in zip(units, origin.bad_parts.tolist()) if is_bad]
-    return min(wrong, default=0)
 
 
 def _advice(origin: Origin, kind: Kind) -> str:
@@ -196,7 +180,7 @@ def _advice_of_input(origin: Origin) -> str:
 
 
 def _described(origin: Origin, degrees: Degrees, evidence: dict[str, Any]) -> tuple[Kind, str]:
-    """Return what kind it is, and the sentence; add to the evidence what they rest on."""
+    """Return kind and sentence; add to the evidence what they rest on."""
     compared, difference = origin.compared, origin.compared.difference
     if difference is None:
         return Kind.DIVERGENCE, "has no gradient here, and has one in the reference"
@@ -204,24 +188,8 @@ def _described(origin: Origin, degrees: Degrees, evidence: dict[str, Any]) -> tu
         return Kind.DIVERGENCE, "drew other random numbers than the reference"
     if any(compared.other_samples):
         return _of_samples(compared, evidence)
-    if origin.is_of_batch:
-        what = "is made of all samples" if difference.is_of_local_batch else "has statistics"
-        text = f"{what} of its local batch, which the reference splits in another way"
-        return Kind.DIVERGENCE, text
-    if origin.is_choice and compared.is_of_choices:
-        return (
-            Kind.DIVERGENCE,
-            f"{_flips(compared, difference, evidence)}, as rounding can flip them",
-        )
-    if origin.is_choice:
-        text = "may have sent some tokens to other experts than the reference, as rounding can"
-        return Kind.DIVERGENCE, text
-    if origin.is_of_most:
-        text = f"{counted(origin.alike + 1, 'final gradient')} differ, by no factor that they share"
-        if origin.is_blind:
-            return Kind.DIVERGENCE, f"{text}, and nothing that they follow from could be compared"
-        agree = "the gradients of activations that they are made of agree"
-        return Kind.DIVERGENCE, f"{text}, and {agree}"
+    if origin.is_legal or origin.is_of_most:
+        return Kind.DIVERGENCE, _of_legal_or_most(origin, difference, evidence)
     if compared.is_left_behind:
         alike = _alike(origin, "parameter")
         return Kind.PARAMETER, f"stays as it was, and the reference's is updated{alike}"
@@ -233,6 +201,20 @@ def _described(origin: Origin, degrees: Degrees, evidence: dict[str, Any]) -> tu
         )
         return Kind.GRADIENT if compared.key.phase is Phase.GRADS else Kind.REPLICA, text
     return _scaled(origin, difference, degrees, evidence) or _off(origin, difference, evidence)
+
+
+def _of_legal_or_most(origin: Origin, difference: Difference, evidence: dict[str, Any]) -> str:
+    if origin.is_of_batch:
+        what = "is made of all samples" if difference.is_of_local_batch else "has statistics"
+        return f"{what} of its local batch, which the reference splits in another way"
+    if origin.is_choice and origin.compared.is_of_choices:
+        return f"{_flips(origin.compared, difference, evidence)}, as rounding can flip them"
+    if origin.is_choice:
+        return "may have sent some tokens to other experts than the reference, as rounding can"
+    text = f"{counted(origin.alike + 1, 'final gradient')} differ, by no factor that they share"
+    if origin.is_blind:
+        return f"{text}, and nothing that they follow from could be compared"
+    return f"{text}, and the gradients of activations that they are made of agree"
 
 
 def _of_samples(compared: ComparedValue, evidence: dict[str, Any]) -> tuple[Kind, str]:
@@ -260,7 +242,10 @@ def _scaled(
     compared = origin.compared
     if difference.has_other_nonfinite or difference.at_least is not None:
         return None
-    factors, rest = _factors(compared.scales, difference, origin.bad_parts)
+    bad = origin.bad_parts
+    fits = difference.fits()[bad]
+    factors = fits[:, 0] / np.broadcast_to(np.asarray(compared.scales, np.float64), len(bad))[bad]
+    rest = float(fits[:, 1].max())
     factor = float(np.median(factors))
     if not np.isfinite(factors).all():
         return None
@@ -282,22 +267,17 @@ def _scaled(
     if names:
         evidence["equals"] = names
     listed = "; or ".join(names)
-    like = f", as large as {listed}" if names and factor > 1 else ""
-    like = f", one over {listed}" if names and factor < 1 else like
+    size = "as large as" if factor > 1 else "one over"
+    times = f"{factor:.4g} times the reference's{f', {size} {listed}' if names else ''}"
     if origin.is_of_all and compared.is_update:
-        text = f"all updates are {factor:.4g} times the reference's{like}"
-    elif origin.is_of_all:
-        text = (
-            f"all final gradients are {factor:.4g} times the reference's{like}; those of "
-            f"activations have no such factor"
-        )
-    else:
-        text = f"{_noun(origin)} is {factor:.4g} times the reference's{like}{_alike(origin)}"
-    return Kind.SCALE, text
+        return Kind.SCALE, f"all updates are {times}"
+    if origin.is_of_all:
+        alone = "those of activations have no such factor"
+        return Kind.SCALE, f"all final gradients are {times}; {alone}"
+    return Kind.SCALE, f"{_noun(origin)} is {times}{_alike(origin)}"
 
 
 def _off(origin: Origin, difference: Difference, evidence: dict[str, Any]) -> tuple[Kind, str]:
-    """Describe a value that is another one."""
     compared, bad = origin.compared, origin.bad_parts
     if difference.has_other_nonfinite:
         nan = sum(difference.test.nonfinite)
@@ -328,7 +308,6 @@ def _off(origin: Origin, difference: Difference, evidence: dict[str, Any]) -> tu
 
 
 def _flips(compared: ComparedValue, difference: Difference, evidence: dict[str, Any]) -> str:
-    """Say how many choices are other ones."""
     is_mask = compared.value.is_mask
     flips = max(round(difference.flips(is_mask=is_mask)), 1)
     evidence |= {"flips": flips, "choices": difference.ref.count}
@@ -338,14 +317,6 @@ def _flips(compared: ComparedValue, difference: Difference, evidence: dict[str, 
 
 def _noun(origin: Origin) -> str:
     return "its update" if origin.compared.is_update else "the value"
-
-
-def _factors(scales: Array | float, difference: Difference, bad: Array) -> tuple[Array, float]:
-    """Return the factors beyond the legal ones that the wrong parts have, and the most that one of
-    them leaves."""
-    fits = difference.fits()[bad]
-    legal = np.broadcast_to(np.asarray(scales, np.float64), (len(bad),))[bad]
-    return fits[:, 0] / legal, float(fits[:, 1].max())
 
 
 def _evidence(origin: Origin, difference: Difference) -> dict[str, Any]:
@@ -375,5 +346,4 @@ def _short(number: float) -> Any:
 
 
 def _are(number: int, noun: str) -> str:
-    """Return `1 sample is`, `2 samples are`."""
     return f"{counted(number, noun)} {'is' if number == 1 else 'are'}"

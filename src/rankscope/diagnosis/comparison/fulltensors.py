@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from rankscope.diagnosis.comparison.alignment import AlignedValue
-from rankscope.diagnosis.comparison.datasamples import Unit
-from rankscope.diagnosis.comparison.difference import Batches, Difference, Measured, Totals
+from rankscope.diagnosis.comparison.datasamples import Batches, Unit
+from rankscope.diagnosis.comparison.difference import Difference, Measured, Totals
 from rankscope.diagnosis.comparison.wholevalues import Wholes, WholeValues
-from rankscope.diagnosis.stepview import Array, SlotValues
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues
 from rankscope.errors import LayoutError, SelectionError, TraceError
 from rankscope.layout.plan import plan_assemblies
 from rankscope.record.phases import Phase
@@ -56,13 +56,8 @@ class _HeldWhole:
 
     @cached_property
     def tensor(self) -> torch.Tensor:
-        """The tensor.
-
-        Raises:
-            SelectionError: its bytes, or those of a piece, were not kept.
-            LayoutError: its pieces make no whole.
-            TraceError: its bytes are damaged.
-        """
+        """Raises SelectionError where its bytes were not kept, LayoutError where its pieces make no
+        whole, TraceError where bytes are damaged."""
         first, *_ = ranks = self.members.tolist()
         view = next(view for view in self._values.views if first in view.ranks)
         value = Value((view,), self._values.call.node)
@@ -95,7 +90,7 @@ class FullTensors:
         self._batch_dims = [trace.batch_dim for trace in traces]
         self._compared = 0
         self._unread: Counter[str] = Counter()
-        """Why values of which something was kept could not be read."""
+        """Why values could not be read though a part of them was kept."""
 
     def notes(self) -> Iterator[str]:
         """Yield how many distances are exact by tensors, and why others are not."""
@@ -104,8 +99,8 @@ class FullTensors:
         if self._is_matched:
             yield "samples were told apart by the bytes of the root's inputs, which were kept"
         if self._unread:
-            (reason, _), *_ = self._unread.most_common(1)
-            told = counted(sum(self._unread.values()), "value")
+            ((reason, _),) = self._unread.most_common(1)
+            told = counted(self._unread.total(), "value")
             yield f"the kept tensors of {told} could not be compared: {reason}"
 
     def exactly(
@@ -116,23 +111,17 @@ class FullTensors:
         batches: Batches | None,
         allowed: float,
     ) -> Difference | str:
-        """Return the difference of a value by its full tensors; what was estimated of it where
-        these were not kept, or where it is known to the bit.
-
-        Args:
-            sides: what digests compose of it, by micro-batch.
-            estimated: its difference by digests, or why there is none.
-            batches: who worked on which samples; None where no batch goes through it.
-            allowed: relative distance that counts as none.
-        """
+        """Return the difference of a value by its full tensors; what was `estimated` by digests (or
+        why nothing was) where these were not kept, or where that is known to the bit. `sides` is
+        what digests compose of it, by micro-batch; `allowed` the relative distance that counts as
+        none."""
         if isinstance(estimated, str):
-            if estimated not in _WITHOUT_SAMPLES or batches is None:
-                return estimated
-        elif (
-            estimated.measured == Measured.BYTES or estimated.partial or estimated.is_of_local_batch
-        ):
-            return estimated
-        if not (_is_kept(value.ref) and _is_kept(value.test)):
+            is_final = estimated not in _WITHOUT_SAMPLES or batches is None
+        else:
+            is_final = bool(estimated.partial) or estimated.is_of_local_batch
+            is_final |= estimated.measured == Measured.BYTES
+        values = (*value.ref.values(), *value.test.values())
+        if is_final or not all(view.references() for held in values for view in held.views):
             return estimated
         try:
             found = self._difference(value, sides, estimated, batches, allowed)
@@ -152,32 +141,25 @@ class FullTensors:
         batches: Batches | None,
         allowed: float,
     ) -> Difference | None:
-        ref, test = (
-            [*_parts(composing, own, by_micro_batch)]
-            for composing, own, by_micro_batch in zip(
-                self._composing, (value.ref, value.test), sides
-            )
-        )
+        (ours, theirs), (own, other) = self._composing, sides
+        ref, test = _parts(ours, value.ref, own), _parts(theirs, value.test, other)
         if batches is None or not value.key.phase.facts.is_activation:
-            first = min(sides[1])  # what all data-parallel ranks have is in every micro-batch
+            first = min(other)  # what all data-parallel ranks have is in every micro-batch
             alike = [part for part in test if part.unit[0] == first]
             return _held_to({part.unit: ref[0] for part in alike}, alike)
         if batches is not self._batches:
             self._batches, self._partner = batches, None
-        if isinstance(estimated, str):
+        if isinstance(estimated, str) or estimated.measured == Measured.SAMPLES:
             return self._by_sample(value, ref, test, batches)
-        measured = estimated.measured
-        if measured != Measured.SAMPLES:
-            units = [{part.unit for part in side} for side in (ref, test)]
-            if batches.are_the_same and units[0] == units[1]:
-                return _held_to(_first_of_units(ref), test)
-            is_gradient = value.key.phase is Phase.BACKWARD
-            common = None if is_gradient else _held_to({p.unit: ref[0] for p in test}, test)
-            is_near = common is not None and bool((common.errors() <= allowed).all())
-            if is_near:
-                return common
-            if measured == Measured.SKETCHES:  # else of the average over units, or their sum
-                return common if units[1].issuperset(estimated.units) else None
+        units = [{part.unit for part in side} for side in (ref, test)]
+        if batches.are_the_same and units[0] == units[1]:
+            return _held_to(_first_of_units(ref), test)
+        is_gradient = value.key.phase is Phase.BACKWARD
+        common = None if is_gradient else _held_to({p.unit: ref[0] for p in test}, test)
+        if common is not None and (common.errors() <= allowed).all():
+            return common
+        if estimated.measured == Measured.SKETCHES:  # else of the average over units, or their sum
+            return common if units[1].issuperset(estimated.units) else None
         return self._by_sample(value, ref, test, batches)
 
     def _by_sample(
@@ -187,7 +169,7 @@ class FullTensors:
         from rankscope.tensors.exactdistance import joined, same_rows
 
         mine = _first_of_units(ref)
-        if len({part.unit for part in test}) < len(test) and batches.match.is_by_order:
+        if len({part.unit for part in test}) < len(test) and batches.is_by_order:
             return None  # pieces of a batch, in a layout that nobody declared
         tensors = [mine[unit].tensor.movedim(self._batch_dims[0], 0) for unit in sorted(mine)]
         made = [(part, part.tensor.movedim(self._batch_dims[1], 0)) for part in test]
@@ -196,15 +178,15 @@ class FullTensors:
         if len(shapes) > 1 or sum(rows.values()) != sum(map(len, tensors)):
             return None
         whole = joined(tensors)
-        if batches.match.is_by_order:
+        if batches.is_by_order:
             if value.is_root_input and self._partner is None:
                 by_unit = dict(reversed([(part.unit, tensor) for part, tensor in made]))
                 self._partner = same_rows(whole, joined([by_unit[u] for u in sorted(by_unit)]))
             partner = self._partner
             self._is_matched |= partner is not None
         else:
-            is_known = not (batches.match.lost or batches.match.unknown)
-            partner = batches.match.partner if is_known else None
+            is_known = not batches.are_of_other_samples
+            partner = batches.partner if is_known else None
         if partner is None or not len(partner) or len(whole) % len(partner):
             return None
         each = len(whole) // len(partner)
@@ -219,16 +201,14 @@ class FullTensors:
         return _measured(pairs, [mine[unit].row for unit in sorted(mine)])
 
 
-def _is_kept(side: Mapping[int, SlotValues]) -> bool:
-    return all(view.references() for values in side.values() for view in values.views)
-
-
 def _parts(
-    composing: WholeValues, values: Mapping[int, SlotValues], sides: Mapping[int, Wholes]
-) -> Iterator[_HeldWhole]:
-    for micro_batch, wholes in sorted(sides.items()):
-        for index, place in enumerate(wholes.places.tolist()):
-            yield _HeldWhole(composing, values[micro_batch], wholes, index, (micro_batch, place))
+    composing: WholeValues, values: Mapping[int, SlotValues], wholes: Mapping[int, Wholes]
+) -> list[_HeldWhole]:
+    return [
+        _HeldWhole(composing, values[micro_batch], own, index, (micro_batch, place))
+        for micro_batch, own in sorted(wholes.items())
+        for index, place in enumerate(own.places.tolist())
+    ]
 
 
 def _first_of_units(parts: Iterable[_HeldWhole]) -> dict[Unit, _HeldWhole]:
@@ -239,7 +219,6 @@ def _first_of_units(parts: Iterable[_HeldWhole]) -> dict[Unit, _HeldWhole]:
 
 
 def _held_to(partners: Mapping[Unit, _HeldWhole], test: list[_HeldWhole]) -> Difference | None:
-    """Hold each part of the test to the reference's for its unit; None where shapes differ."""
     pairs: list[_Pair] = [
         (partners[part.unit].tensor, part.tensor, partners[part.unit].row, part) for part in test
     ]
@@ -255,7 +234,6 @@ def _measured(pairs: list[_Pair], ref_rows: list[Array]) -> Difference:
 
     apart: list[ExactDistance] = [exact_distance(own, theirs) for own, theirs, _, _ in pairs]
     parts = [part for *_, part in pairs]
-    is_known = all(row is not None for _, _, row, _ in pairs)
     first = _first_of_units(parts)
     return Difference(
         dots=np.array([[each.cross, each.own, each.theirs] for each in apart]),
@@ -267,6 +245,5 @@ def _measured(pairs: list[_Pair], ref_rows: list[Array]) -> Difference:
         measured=Measured.TENSORS,
         ref=Totals.of(np.stack(ref_rows)),
         test=Totals.of(np.stack([first[unit].row for unit in sorted(first)])),
-        ref_rows=[row for _, _, row, _ in pairs],
-        test_rows=[part.row if is_known else None for part in parts],
+        rows=[None if row is None else (row, part.row) for _, _, row, part in pairs],
     )

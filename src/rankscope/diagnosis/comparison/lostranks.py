@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Final
 
-from rankscope.diagnosis.lastcalls import ORDERLY
-from rankscope.diagnosis.stepview import SlotValues
+from rankscope.diagnosis.evidence.lastcalls import ORDERLY
+from rankscope.diagnosis.evidence.stepview import SlotValues
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
@@ -26,7 +26,6 @@ class LostRanks:
         self._trace = trace
         self.world = int(run["world_size"])
         self.untraced = frozenset(range(self.world)) - {each["rank"] for each in run["ranks"]}
-        """Ranks of which the trace holds nothing."""
         self.is_partial = bool(self.untraced)
         """True where values are skipped because of them."""
         self.broken = sorted(
@@ -34,26 +33,22 @@ class LostRanks:
             for each in completeness["ranks"]
             if each["incarnation"] == incarnation and each["end"] not in ORDERLY
         )
-        """Ranks that did not end in order."""
         self._expected: defaultdict[str, set[int]] = defaultdict(set)
+        """By path: the ranks that call the module."""
         self._cut_from: dict[Mode, int] = {}
+        """The first step that a broken rank may have left."""
         if self.broken:
             self._read(incarnation)
 
     def _read(self, incarnation: int) -> None:
-        """Learn which ranks call what, and the first step that a broken rank may have left."""
-        last: defaultdict[Mode, dict[int, int]] = defaultdict(dict)
+        last: defaultdict[Mode, dict[int, int]] = defaultdict(lambda: dict.fromkeys(self.broken, 0))
         for step in (*self._trace.setup, *self._trace.steps):
-            if step.incarnation != incarnation:
-                continue
-            for top in step.fresh():
+            for top in step.fresh() if step.incarnation == incarnation else ():
                 self._take(top)
                 if not step.is_setup:
                     own = last[step.mode]
-                    for rank in set(top.ranks).intersection(self.broken):
-                        own[rank] = max(own.get(rank, 0), step.step)
-        for mode, steps in last.items():
-            self._cut_from[mode] = min(steps.get(rank, 0) for rank in self.broken)
+                    own |= {r: max(own[r], step.step) for r in top.ranks if r in own}
+        self._cut_from = {mode: min(steps.values()) for mode, steps in last.items()}
 
     def _take(self, top: Node) -> None:
         """Note the ranks of a call and of those inside it: a rank that did not come back from one
@@ -74,10 +69,7 @@ class LostRanks:
         if self.is_partial:
             return f"{self._untraced} of the run {self._was} not traced"
         call = values.call
-        if not self.broken or call.phase is Phase.SETUP:
-            return ""
-        head = call.node.head
-        if not self.is_cut(head.mode, head.step):
+        if call.phase is Phase.SETUP or not self.is_cut(call.node.head.mode, call.node.head.step):
             return ""
         came = set(values.ranks[values.is_known].tolist())
         return _BROKEN_OFF if self._expected[call.path] - came else ""
@@ -98,10 +90,10 @@ class LostRanks:
                 f"{self._untraced} of {self.world} {self._was} not traced in {name}: trace all "
                 "ranks, or the same ranks of the same topology in both runs"
             )
-        if self.broken:
-            ended = "; ".join(endings(self._trace.completeness))
-            return f"{name} broke off ({ended}): no difference in what was compared before"
-        return ""
+        if not self.broken:
+            return ""
+        ended = "; ".join(endings(self._trace.completeness))
+        return f"{name} broke off ({ended}): no difference in what was compared before"
 
     def notes(self, name: str) -> list[str]:
         """Return how ranks that raised an exception say they ended."""

@@ -5,7 +5,7 @@ givers agree with the reference and which does not is an origin; a value with a 
 reached is a victim, if it differs at all.
 
 A right program may differ in random numbers, choices between equals, and statistics of a batch that
-is split in another way (`LegalDifferences`).
+is split in another way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rankscope.diagnosis.comparison.difference import CHI_SQUARE_RANGE, Compared
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.tolerances import Tolerances
 from rankscope.diagnosis.comparison.valueflow import GiverState, Origin, ValueFlow
-from rankscope.diagnosis.stepview import CallView
+from rankscope.diagnosis.evidence.stepview import CallView
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 
@@ -35,22 +35,22 @@ class OriginSearch:
         self.origins: list[Origin] = []
         self._owned: defaultdict[str, GiverState] = defaultdict(GiverState)
         """By path of the module: its parameters as they were last seen."""
-        self.legal = LegalDifferences()
+        self._batches_seen: dict[str, tuple[float, float]] = {}
+        """By path of a batch norm: how many batches both sides took statistics of."""
         self._has_stepped = False
 
     def setup(self, found: StepDifferences) -> None:
         """Judge the values that a run began with."""
-        self.legal.read(found)
-        began = _StepSearch(self, found, ValueFlow(self._owned), Mode.TRAIN, 0)
+        flow = ValueFlow(self._owned)
+        began = _StepSearch(self.origins, found, flow, Mode.TRAIN, 0, self._learned(found))
         for each in found.compared:
             if each.difference is not None:
                 self._owned[each.key.path].take(began.judged(each, GiverState()))
 
     def step(self, found: StepDifferences, mode: Mode, step: int) -> None:
         """Judge the values of one step, in the order in which they were computed."""
-        self.legal.read(found)
         flow = ValueFlow(self._owned, has_stepped=self._has_stepped)
-        search = _StepSearch(self, found, flow, mode, step)
+        search = _StepSearch(self.origins, found, flow, mode, step, self._learned(found))
         for index, each in enumerate(found.compared):
             search.take(index, each)
         self._owned.update(flow.stepped)
@@ -61,23 +61,43 @@ class OriginSearch:
         faults = [origin for origin in self.origins if not origin.is_legal]
         return {id(each) for o in faults for each in (o.compared, *o.victims)}
 
+    def _learned(self, found: StepDifferences) -> frozenset[str]:
+        """Return the batch norms that took statistics in one of both runs alone: the other one used
+        what it had learned."""
+        counts = {
+            c.key.path: (c.difference.ref.mean, c.difference.test.mean)
+            for c in found.compared
+            if c.difference is not None and c.key.slot == "buffer:num_batches_tracked"
+        }
+        before = self._batches_seen
+        self._batches_seen = before | counts
+        moved = {
+            path: [was != now for was, now in zip(before[path], counts[path])]
+            for path in counts.keys() & before.keys()
+        }
+        return frozenset(path for path, (ref, test) in moved.items() if ref != test)
+
 
 class _StepSearch:
     """Goes through the values of one step."""
 
     def __init__(
-        self, run: OriginSearch, found: StepDifferences, flow: ValueFlow, mode: Mode, step: int
+        self,
+        origins: list[Origin],
+        found: StepDifferences,
+        flow: ValueFlow,
+        mode: Mode,
+        step: int,
+        learned: frozenset[str],
     ) -> None:
-        self._origins, self._legal = run.origins, run.legal
-        self._found, self._flow = found, flow
-        self._mode, self._step = mode, step
+        self._origins, self._found, self._flow = origins, found, flow
+        self._mode, self._step, self._learned = mode, step, learned
         self._pending = PendingValues(found.compared)
         self._most = _most_gradients(found)
         self._of_all: dict[Phase, Origin] = {}
         """The origins that stand for all values of a phase."""
 
     def take(self, index: int, each: ComparedValue) -> None:
-        """Judge the next value."""
         if each.is_missing:
             givers = self._flow.givers(each)
             if givers.origin is None:
@@ -118,7 +138,6 @@ class _StepSearch:
         return pending.is_counted_elsewhere(index) or index in pending.explained
 
     def _is_of_all(self, phase: Phase) -> bool:
-        """True where one origin stands for all values of a phase."""
         if phase is Phase.GRADS:
             return self._found.is_scaled_at_the_end or bool(self._most)
         return phase is Phase.PARAMS and self._found.update_scale != 1.0
@@ -139,13 +158,21 @@ class _StepSearch:
         origin = self._origins[-1]
         if is_all and earlier is None:
             self._stands_for_all(origin)
-        self._legal.mark(origin, self._flow, self._found)
+        self._mark_legal(origin)
         if earlier is not None:  # it is the origin of what was first found behind it
             origin.victims.append(origin.compared)
             origin.compared = earlier
         origin.is_isolated = _is_isolated(origin.compared, self._found)
         state.origin = self._folded(before)
         return state
+
+    def _mark_legal(self, origin: Origin) -> None:
+        """Say of an origin whether a right program may differ so."""
+        each, mode = origin.compared, origin.mode
+        origin.is_random = _is_random(each, mode) and not self._flow.passes_on(each)
+        origin.is_choice = _is_choice(each, origin.inherited) or _is_flipped(origin)
+        is_learned = each.key.path in self._learned
+        origin.is_of_batch = not is_learned and _is_of_batch(each, mode, self._found)
 
     def _stands_for_all(self, origin: Origin) -> None:
         phase = origin.compared.key.phase
@@ -180,7 +207,7 @@ class _StepSearch:
         return origin
 
     def judged(self, each: ComparedValue, givers: GiverState) -> GiverState:
-        """Return what is known of a value, given what is known of its givers."""
+        """Return how wrong a value is, given how wrong its givers are."""
         error = each.error
         origin: Origin | None = None
         given = 0.0 if each.value.is_discrete else _AMPLIFICATION * givers.error
@@ -215,11 +242,10 @@ def _has_factor_of(new: Origin, old: Origin) -> bool:
     slack = _SAME_FACTOR if is_update else max(_SAME_FACTOR, new.compared.allowed)
     for origin in (new, old):
         compared, difference = origin.compared, origin.compared.difference
-        if not (is_update or compared.key.phase is Phase.GRADS):
+        is_of_kind = is_update or compared.key.phase is Phase.GRADS
+        if not is_of_kind or compared.is_update is not is_update or difference is None:
             return False
-        if compared.is_update is not is_update or difference is None or difference.partial:
-            return False
-        if difference.at_least is not None or not origin.bad_parts.all():
+        if difference.partial or difference.at_least is not None or not origin.bad_parts.all():
             return False
         factor, rest = difference.fit()
         if not rest <= (slack if is_update else 3 * compared.allowed):
@@ -277,38 +303,6 @@ _RANDOM_CLASSES: Final = ("dropout", "droppath", "stochasticdepth")
 """In the class names of modules that draw random numbers while a model trains."""
 
 
-class LegalDifferences:
-    """Tells them, step by step."""
-
-    def __init__(self) -> None:
-        self._batches_seen: dict[str, tuple[float, float]] = {}
-        """By path of a batch norm: how many batches both sides took statistics of."""
-        self._in_one: frozenset[str] = frozenset()
-        """Batch norms that took statistics in one of both runs alone: the other one used what it
-        had learned."""
-
-    def read(self, found: StepDifferences) -> None:
-        """Take note of which batch norms learned in a step, or of what a run began with."""
-        counts = {
-            c.key.path: (c.difference.ref.mean, c.difference.test.mean)
-            for c in found.compared
-            if c.difference is not None and c.key.slot == "buffer:num_batches_tracked"
-        }
-        before = self._batches_seen
-        both = counts.keys() & before.keys()
-        moved = {p: [was != now for was, now in zip(before[p], counts[p])] for p in both}
-        self._in_one = frozenset(path for path, sides in moved.items() if sides[0] != sides[1])
-        self._batches_seen = before | counts
-
-    def mark(self, origin: Origin, flow: ValueFlow, found: StepDifferences) -> None:
-        """Say of an origin whether a right program may differ so."""
-        each, mode = origin.compared, origin.mode
-        origin.is_random = _is_random(each, mode) and not flow.passes_on(each)
-        origin.is_choice = _is_choice(each, origin.inherited) or _is_flipped(origin)
-        is_learned = each.key.path in self._in_one
-        origin.is_of_batch = not is_learned and _is_of_batch(each, mode, found)
-
-
 def _is_random(each: ComparedValue, mode: Mode) -> bool:
     name = each.value.call.node.class_name.lower()
     is_output = not each.value.is_input and each.key.phase.facts.is_activation
@@ -322,14 +316,10 @@ def _is_of_batch(each: ComparedValue, mode: Mode, found: StepDifferences) -> boo
         return True
     if mode is not Mode.TRAIN or each.value.is_input or each.key.phase is not Phase.FORWARD:
         return False
-    names = {
-        side.call.node.class_name.lower()
-        for side in (*each.value.ref.values(), *each.value.test.values())
-    }
-    if not all("batchnorm" in name for name in names):
-        return False
+    sides = (*each.value.ref.values(), *each.value.test.values())
+    names = {side.call.node.class_name.lower() for side in sides}
     batches = found.batches
-    if batches is None:
+    if batches is None or not all("batchnorm" in name for name in names):
         return False
     if any("sync" in name for name in names):  # over the batches of all ranks
         return batches.ref.micro_batches != batches.test.micro_batches
@@ -347,8 +337,8 @@ def _is_choice(each: ComparedValue, inherited: float) -> bool:
 
 
 def _is_flipped(origin: Origin) -> bool:
-    """True for indices or a mask of which no more are other ones than rounding can flip: what they
-    were made of is not exactly the reference's."""
+    """True for indices or a mask with no more other elements than rounding can flip: what they were
+    made of is not exactly the reference's."""
     each, difference = origin.compared, origin.compared.difference
     is_choice = each.key.phase is Phase.FORWARD and each.is_of_choices
     if not is_choice or difference is None or origin.inherited == 0 or difference.is_shifted:
@@ -471,7 +461,6 @@ class PendingValues:
 
 
 def _is_within(call: CallView, other: CallView) -> bool:
-    """True where one call is made inside another."""
     around = call.parent
     while around is not None and around is not other:
         around = around.parent

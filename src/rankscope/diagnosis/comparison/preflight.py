@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
-from rankscope.diagnosis.comparison.difference import Batches
-from rankscope.diagnosis.comparison.rollouts import StepPair
+from rankscope.diagnosis.comparison.datasamples import Batches
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
-from rankscope.diagnosis.comparison.tracesides import StepKey
+from rankscope.diagnosis.comparison.tracesides import StepKey, StepPair
 from rankscope.record.call import Mode
 from rankscope.record.notes import NoteKind, read_options
 from rankscope.tree.summary import counted
@@ -19,48 +18,55 @@ _TELLING: Final = ("torch", "cuda", "nccl", "transformers", "numpy")
 _MOST: Final = 4
 
 
+_WHATS: Final = ("samples", "steps", "start", "dtypes", "optimizer", "versions")
+
+
 class PreflightLine(NamedTuple):
     """One thing that was looked at before any number."""
 
     what: str
-    """"samples", "start", "dtypes", "steps", "optimizer", "versions"."""
+    """One of `_WHATS`."""
     is_same: bool | None
     """None where the traces do not tell."""
     text: str
 
 
+def preflight_order(line: PreflightLine) -> tuple[int, int]:
+    """Return where a line stands among others: what differs first."""
+    return (False, None, True).index(line.is_same), _WHATS.index(line.what)
+
+
 def run_lines(ref: Mapping[str, Any], test: Mapping[str, Any]) -> list[PreflightLine]:
-    """Return what the run headers say of versions."""
+    """Return whether both runs had the same versions."""
     ours, theirs = ref["versions"], test["versions"]
     if not (ours or theirs):
-        return [PreflightLine(what="versions", is_same=None, text="the versions of both runs")]
+        return [PreflightLine("versions", None, "the versions of both runs")]
+    names = sorted({*ours, *theirs}, key=lambda name: (name not in _TELLING, name))
     differ = [
         f"{name} {ours.get(name, 'absent')} and {theirs.get(name, 'absent')}"
-        for name in sorted({*ours, *theirs}, key=lambda n: (n not in _TELLING, n))
+        for name in names
         if ours.get(name) != theirs.get(name)
     ]
-    text = "; ".join(differ[:_MOST]) + ("; ..." if len(differ) > _MOST else "")
     same = f"the same versions (torch {ours.get('torch', 'unknown')})"
-    return [PreflightLine("versions", not differ, text or same)]
+    return [PreflightLine("versions", not differ, _listed(differ, "; ") or same)]
+
+
+def _listed(words: list[str], between: str) -> str:
+    return between.join(words[:_MOST] + ["..."] * (len(words) > _MOST))
 
 
 def step_line(ref: Collection[StepKey], test: Collection[StepKey]) -> PreflightLine:
     """Return which steps both traces have."""
     shared = Counter(mode for mode, step in ref if (mode, step) in test)
-    sides = [Counter(mode for mode, _ in steps) for steps in (ref, test)]
+    ours, theirs = (Counter(mode for mode, _ in steps) for steps in (ref, test))
     parts = []
-    is_same = True
     for mode in Mode:
-        own = [side[mode] for side in sides]
-        if not any(own):
-            continue
-        is_same &= own[0] == own[1] == shared[mode]
-        parts.append(
-            f"{counted(shared[mode], f'{mode.word} step')}"
-            if own[0] == own[1] == shared[mode]
-            else f"{own[0]} and {own[1]} {mode.word} steps, {shared[mode]} in common"
-        )
-    return PreflightLine("steps", is_same, ", ".join(parts) or "no step")
+        if ours[mode] == theirs[mode] == shared[mode]:
+            parts += [counted(shared[mode], f"{mode.word} step")] if shared[mode] else []
+        else:
+            own = f"{ours[mode]} and {theirs[mode]} {mode.word} steps"
+            parts.append(f"{own}, {shared[mode]} in common")
+    return PreflightLine("steps", ours == theirs == shared, ", ".join(parts) or "no step")
 
 
 def optimizer_lines(
@@ -70,30 +76,26 @@ def optimizer_lines(
 
     Optimizers of another class with the same options, such as one that wraps another, are alike.
     """
-    found: list[PreflightLine] = []
+    lines: list[PreflightLine] = []
     for key in sorted(ref.keys() & test.keys(), key=lambda key: key[1]):
         ours, theirs = _options_of(ref[key]), _options_of(test[key])
         if not ours or not theirs:
             continue
-        differ = [
-            f"{name} {theirs.get(name, 'absent')} for {ours.get(name, 'absent')}"
-            for name in dict.fromkeys((*ours, *theirs))
-            if ours.get(name) != theirs.get(name)
-        ]
-        if any(ours.get(name) != theirs.get(name) for name in {*ours, *theirs} - {"class"}):
-            listed = ", ".join(differ[:_MOST]) + (", ..." if len(differ) > _MOST else "")
-            text = f"{key[0].word} step {key[1]}: the optimizer steps with {listed}"
+        names = [n for n in dict.fromkeys((*ours, *theirs)) if ours.get(n) != theirs.get(n)]
+        if any(name != "class" for name in names):
+            differ = [
+                f"{name} {theirs.get(name, 'absent')} for {ours.get(name, 'absent')}"
+                for name in names
+            ]
+            text = f"{key[0].word} step {key[1]}: the optimizer steps with {_listed(differ, ', ')}"
             return [PreflightLine("optimizer", False, text)]
-        found = [PreflightLine("optimizer", True, "the same optimizer options")]
-    return found
+        lines = [PreflightLine("optimizer", True, "the same optimizer options")]
+    return lines
 
 
 def _options_of(step: Step) -> dict[str, str]:
-    """Return the options of a step's optimizers by name, `class` among them.
-
-    Several optimizers of one class, each for a part of the parameters, are told as one: a pipeline
-    or a group of parameters may have one of its own.
-    """
+    """Return the options of a step's optimizers by name, `class` among them. Several optimizers are
+    told as one: a pipeline or a group of parameters may have one of its own."""
     found: dict[str, set[str]] = {}
     for each in step.notes:
         if each.note.kind is NoteKind.OPTIMIZER_OPTIONS:
@@ -105,15 +107,14 @@ def _options_of(step: Step) -> dict[str, str]:
 
 
 def forward_line(pairs: Iterable[StepPair]) -> PreflightLine | None:
-    """Return which steps were held to other ones, of which forwards alone compare; None where all
+    """Return which steps were held to other ones, so that forwards alone compare; None where all
     are of the same mode and number."""
     others = [pair for pair in pairs if pair.is_of_forwards]
     if not others:
         return None
-    first = others[0]
     sides = [
         counted(len(own), f"{own[0][0].word} step") + (" together" if len(own) > 1 else "")
-        for own in (first.test, first.ref)
+        for own in (others[0].test, others[0].ref)
     ]
     text = f"forwards alone: {sides[0]} beside {sides[1]} of the reference"
     times = len(others) - 1
@@ -135,40 +136,35 @@ def start_line(setup: StepDifferences | None) -> PreflightLine:
 
 def dtype_line(found: Iterable[StepDifferences]) -> PreflightLine:
     """Return which dtypes stand beside which other ones."""
-    pairs: Counter[tuple[str, str]] = Counter()
-    for each in found:
-        for compared in each.compared:
-            value = compared.value
-            pairs[value.first_ref.dtype, value.first_test.dtype] += 1
-    other = {pair: count for pair, count in pairs.items() if pair[0] != pair[1]}
-    if not other:
-        return PreflightLine("dtypes", True, "the same dtypes")
-    listed = [f"{theirs} for {ours} in {counted(n, 'value')}" for (ours, theirs), n in
-              sorted(other.items(), key=lambda item: -item[1])]  # fmt: skip
-    return PreflightLine("dtypes", False, "; ".join(listed[:_MOST]))
+    values = [compared.value for each in found for compared in each.compared]
+    pairs = Counter((value.first_ref.dtype, value.first_test.dtype) for value in values)
+    listed = [
+        f"{theirs} for {ours} in {counted(count, 'value')}"
+        for (ours, theirs), count in pairs.most_common()
+        if ours != theirs
+    ]
+    return PreflightLine("dtypes", not listed, "; ".join(listed[:_MOST]) or "the same dtypes")
 
 
 def batch_line(batches: Batches, mode: Mode, step: int) -> PreflightLine:
     """Return whether a step worked on the same samples, and how they were split."""
-    ref, test, match = batches.ref, batches.test, batches.match
+    ref, test = batches.ref, batches.test
     split = f"{_split(test)}, the reference {_split(ref)}"
-    if match.is_by_order:
+    if batches.is_by_order:
         text = f"samples cannot be told apart, their order is believed ({split})"
         return PreflightLine("samples", None, text)
     where = f"{mode.word} step {step}"
-    if match.lost or match.unknown:
-        parts = [
-            f"{match.unknown} of {test.total} samples are not in the reference",
-            f"{match.lost} of the reference's {ref.total} samples are missing",
-            f"{match.repeated} of {test.total} samples come once more",
-        ]
-        counts = (match.unknown, match.lost, match.repeated)
-        said = ", ".join(part for part, count in zip(parts, counts) if count)
-        text = f"{where}: {said} ({split})"
-        return PreflightLine("samples", False, text)
+    if batches.are_of_other_samples:
+        parts = (
+            (batches.unknown, f"of {test.total} samples are not in the reference"),
+            (batches.lost, f"of the reference's {ref.total} samples are missing"),
+            (batches.repeated, f"of {test.total} samples come once more"),
+        )
+        told = ", ".join(f"{count} {text}" for count, text in parts if count)
+        return PreflightLine("samples", False, f"{where}: {told} ({split})")
     is_one = len(ref.sizes) == len(test.sizes) == 1
     same = f"the same {counted(ref.total, 'sample')}"
-    if is_one and not match.is_in_order:
+    if is_one and not batches.is_in_order:
         return PreflightLine("samples", False, f"{where}: {same} in another order")
     return PreflightLine("samples", True, f"{same} ({split})")
 

@@ -18,15 +18,16 @@ from typing import Final
 
 import numpy as np
 
-from rankscope.diagnosis.comparison.alignment import AlignedStep, AlignedValue, SlotKey, whole_shape
-from rankscope.diagnosis.comparison.datasamples import Unit
-from rankscope.diagnosis.comparison.difference import Batches, ComparedValue, Difference, Measured
+from rankscope.diagnosis.comparison.alignment import AlignedValue, SlotKey, whole_shape
+from rankscope.diagnosis.comparison.datasamples import Batches, Unit
+from rankscope.diagnosis.comparison.difference import ComparedValue, Difference, Measured
 from rankscope.diagnosis.comparison.fulltensors import FullTensors
 from rankscope.diagnosis.comparison.tolerances import Tolerances
+from rankscope.diagnosis.comparison.tracesides import PairedStep
 from rankscope.diagnosis.comparison.wholedistances import compare_wholes
 from rankscope.diagnosis.comparison.wholevalues import NO_TENSOR, Wholes, WholeValues
-from rankscope.diagnosis.distances import rounding_of
-from rankscope.diagnosis.stepview import Array, StepView, sibling_path
+from rankscope.diagnosis.evidence.distances import rounding_of
+from rankscope.diagnosis.evidence.stepview import Array, StepView, sibling_path
 from rankscope.record.phases import Phase
 
 _NEAR_SCALED: Final = 0.5
@@ -51,54 +52,46 @@ _SHARE: Final = 0.8
 """A factor is that of a phase where so many of its values have it."""
 _SAME_FACTOR: Final = 0.05
 _NO_FACTOR: Final = 1e-3
-"""A factor that is so near 1 is none, however exact the dtype."""
+"""A factor this near 1 is none, however exact the dtype."""
 
 
 class StepDifferences:
-    """Compares the values of one step."""
+    """The differences of all values of one step, or of setup."""
 
     def __init__(
         self,
-        aligned: AlignedStep,
-        wholes: tuple[WholeValues, WholeValues],
-        batches: Batches | None,
+        step: PairedStep,
         before: dict[tuple[str, str], tuple[Array, Array]],
-        noise: Mapping[SlotKey, float] | None = None,
-        left_out: Collection[str] = (),
-        tensors: FullTensors | None = None,
-        stages: Array | None = None,
-        printed: float = 0.0,
+        noise: Mapping[SlotKey, float],
+        left_out: Collection[str],
+        tensors: FullTensors | None,
+        stages: Array,
+        printed: float,
     ) -> None:
         """Compare everything.
 
         Args:
-            aligned: the values of the step, or of setup.
-            wholes: what composes those of the reference and of the test.
-            batches: who worked on which samples; None for setup.
+            step: the values of both sides.
             before: sketches of every parameter on both sides as they were before; changed to what
                 they are after the step.
             noise: relative distance of each value between two runs of the reference.
             left_out: paths under which ranks of the test hold different modules.
             tensors: what both traces kept; None where that is not to be read.
             stages: [world of the test] which stage of a pipeline each rank is, -1 where that is not
-                known; None for one stage.
+                known.
             printed: relative error of statistics that were printed.
         """
-        self.aligned = aligned
+        self.aligned, self._wholes = step.aligned, step.wholes
+        self.batches = None if step.pair is None else step.batches
+        self._before, self._left_out, self._tensors = before, left_out, tensors
         self._stages, self._printed = stages, printed
-        self._left_out, self._tensors = left_out, tensors
-        self._wholes, self.batches, self._before = wholes, batches, before
-        self._tolerances = Tolerances(aligned.values, noise)
+        self._tolerances = Tolerances(self.aligned.values, noise)
         self.exact = 0
         """Values that are bitwise the same."""
-        self._not_finite: set[tuple[str, str]] = set()
-        """Parameters whose gradient is not finite in one of the two."""
-        self.compared = [self._compare(value) for value in aligned.values]
+        self.compared = [self._compare(value) for value in self.aligned.values]
         phases = (Phase.BACKWARD, Phase.GRADS)
-        self._no_factor = max(
-            (c.allowed for c in self.compared if c.key.phase in phases), default=_NO_FACTOR
-        )
-        """A factor that is so near 1 is none."""
+        allowed = (c.allowed for c in self.compared if c.key.phase in phases)
+        self._no_factor = max(_NO_FACTOR, max(allowed, default=0.0))
         self.gradient_scale = self._scale_of_gradients()
         """Factor that all final gradients have in common, 1.0 for none."""
         scales = self._scales_of_backward()
@@ -107,43 +100,43 @@ class StepDifferences:
         self.unit_scales = self._held_alike(scales)
         """{unit: factor of all gradients of activations}."""
         self._measure()
-        factor = self._scale_of_updates()
-        self.update_scale = 1.0 if abs(factor - 1) < _NEAR_SCALED_UPDATE else factor
+        self.update_scale = self._scale_of_updates()
         """Factor that all updates have in common, 1.0 for none."""
 
     @property
     def errors(self) -> dict[SlotKey, float]:
-        """Return the relative distance of every value that was compared."""
+        """The relative distance of every value that was compared."""
         return {c.key: c.error for c in self.compared if not c.reason}
 
     # ---- one value -------------------------------------------------------------------------------
 
     def _compare(self, value: AlignedValue) -> ComparedValue:
-        allowed = self._tolerances.of(value)
+        compared = ComparedValue(value=value, allowed=self._tolerances.of(value))
         path = value.key.path
         if any(path == each or path.startswith(f"{each}.") for each in self._left_out):
-            reason = "other modules of that name on other ranks"
-            return ComparedValue(value=value, reason=reason, allowed=allowed)
+            compared.reason = "other modules of that name on other ranks"
+            return compared
         is_batched = value.key.phase.facts.is_activation
         batches = self.batches if is_batched else None
         places = (None, None) if batches is None else (batches.ref.places, batches.test.places)
         sides: list[dict[int, Wholes]] = []
         for composing, own, own_places in zip(self._wholes, (value.ref, value.test), places):
-            found: dict[int, Wholes] = {}
+            wholes: dict[int, Wholes] = {}
             for micro_batch, made in composing.of_all(own, own_places).items():
                 if isinstance(made, str):
-                    is_missing = bool(sides) and made == NO_TENSOR
-                    return ComparedValue(
-                        value=value, reason=made, allowed=allowed, is_missing=is_missing
-                    )
-                found[micro_batch] = made
-            sides.append(found)
-        difference = compare_wholes(sides[0], sides[1], batches, allowed, value.key.phase)
+                    compared.is_missing = bool(sides) and made == NO_TENSOR
+                    compared.reason = made
+                    return compared
+                wholes[micro_batch] = made
+            sides.append(wholes)
+        ref, test = sides
+        difference = compare_wholes(ref, test, batches, compared.allowed, value.key.phase)
         if self._tensors is not None:
-            both = sides[0], sides[1]
-            difference = self._tensors.exactly(value, both, difference, self.batches, allowed)
+            difference = self._tensors.exactly(
+                value, (ref, test), difference, self.batches, compared.allowed
+            )
         if isinstance(difference, Difference) and difference.measured == Measured.STATISTICS:
-            allowed += self._printed
+            compared.allowed += self._printed
             shapes = {whole_shape(v) for own in (value.ref, value.test) for v in own.values()}
             if self._printed and len(shapes) > 1:
                 difference = "of another shape than the reference's, and known by statistics alone"
@@ -154,28 +147,23 @@ class StepDifferences:
             elif not is_told.all():
                 difference.keep(is_told)
         if isinstance(difference, str):
-            reason = next((w.reason for w in sides[1].values() if w.reason), difference)
-            return ComparedValue(value=value, reason=reason, allowed=allowed)
-        if is_batched and not difference.partial and self._stages is not None:
-            keep_nearest_stage(difference, self._stages)
-        squares = (float((each.rows["l2"] ** 2).sum()) for each in sides[0].values())
-        made_of = ComparedValue(
-            value=value,
-            difference=difference,
-            allowed=allowed,
-            ref_norm=float(np.sqrt(sum(squares))),
-        )
+            compared.reason = next((w.reason for w in test.values() if w.reason), difference)
+            return compared
+        if is_batched and not difference.partial:
+            _keep_nearest_stage(difference, self._stages)
+        compared.difference = difference
+        squares = (float((each.rows["l2"] ** 2).sum()) for each in ref.values())
+        compared.ref_norm = math.sqrt(sum(squares))
         self.exact += bool(difference.is_exact.all())  # of a parameter, not of its update
         if value.key.slot.startswith("param:"):
-            self._take_update(made_of, sides)
-        return made_of
+            self._take_update(compared, difference, ref[min(ref)], test[min(test)])
+        return compared
 
-    def _take_update(self, compared: ComparedValue, sides: list[dict[int, Wholes]]) -> None:
+    def _take_update(
+        self, compared: ComparedValue, difference: Difference, ref: Wholes, test: Wholes
+    ) -> None:
         """Compare what a step added to a parameter, where both traces know it before."""
         key = (compared.key.path, compared.key.slot)
-        ref, test = (side[min(side)] for side in sides)
-        difference = compared.difference
-        assert difference is not None
         now = ref.sketches[0], test.sketches[0]
         before = self._before.get(key)
         if len(test) > 1 or not np.isfinite(now).all():
@@ -209,7 +197,6 @@ class StepDifferences:
         ]
 
     def _sketched(self, phase: Phase) -> Iterator[tuple[ComparedValue, Difference]]:
-        """Yield those of which sketches tell a factor."""
         return ((c, d) for c, d in self._of(phase) if d.at_least is None and d.ref.l2 != 0)
 
     def _scale_of_gradients(self) -> float:
@@ -235,11 +222,12 @@ class StepDifferences:
         return found
 
     def _held_alike(self, scales: dict[Unit, float]) -> dict[Unit, float]:
-        """Return the factors of units, or one for all of them where they differ and most final
-        gradients are wrong: then units weigh otherwise than in the reference."""
+        """Return the factors of units, or one for all where they differ and most final gradients
+        are wrong: then units weigh otherwise than in the reference."""
         own = self._of(Phase.GRADS)
-        off = [1 for c, d in own if d.errors(self.gradient_scale).max(initial=0.0) > 3 * c.allowed]
-        if 2 * len(off) <= len(own) or _are_alike(scales.values()):
+        errors = [d.errors(self.gradient_scale).max(initial=0.0) for _, d in own]
+        off = sum(error > 3 * c.allowed for error, (c, _) in zip(errors, own))
+        if 2 * off <= len(own) or _are_alike(scales.values()):
             return scales
         logs = [math.log(factor) for factor in scales.values()]
         middle = (min(logs) + max(logs)) / 2
@@ -270,8 +258,13 @@ class StepDifferences:
         scales = {unit: scale / legal for unit, scale in self.unit_scales.items()}
         mean = float(np.median(list(scales.values()))) if scales else 1.0
         floor = self._least_gradient()
-        outputs = self._norms_of_outputs()
+        squares_of_outputs: defaultdict[str, float] = defaultdict(float)
+        for c in self.compared:
+            is_output = c.key.phase is Phase.BACKWARD and c.value.is_input
+            if is_output and math.isfinite(c.ref_norm):
+                squares_of_outputs[c.key.path] += c.ref_norm**2
         of_gradient: dict[tuple[str, str], float] = {}
+        not_finite: set[tuple[str, str]] = set()
         trained = {
             c.key.parameter
             for c in self.compared
@@ -293,13 +286,13 @@ class StepDifferences:
             elif key.phase is Phase.GRADS:
                 least = floor * float(np.sqrt(difference.ref.count))
                 if compared.value.is_vector:
-                    least = max(least, _OF_OUTPUT * outputs.get(key.path, 0.0))
+                    least = max(least, _OF_OUTPUT * math.sqrt(squares_of_outputs[key.path]))
             compared.errors = difference.errors(compared.scales, least)
             name = key.parameter
             if key.phase is Phase.GRADS:  # relative to the reference's own norm, however small
                 of_gradient[name] = float(difference.errors(compared.scales).max(initial=0.0))
                 if sum(difference.ref.nonfinite) + sum(difference.test.nonfinite):
-                    self._not_finite.add(name)
+                    not_finite.add(name)
             elif compared.is_update:
                 compared.is_moved_alone &= bool(trained) and name not in trained
                 if compared.is_moved_alone:
@@ -313,27 +306,17 @@ class StepDifferences:
                 if is_any_sign and name in of_gradient and measured is None:
                     compared.allowed = max(compared.allowed, _OTHER_SIGNS)
                 if math.isinf(compared.allowed) and compared.error > 0:
+                    zero = "the reference's update or its gradient is zero"
                     compared.reason = (
-                        "the reference's update or its gradient is zero"
-                        if name not in self._not_finite
-                        else "the gradient is NaN or infinite"
+                        "the gradient is NaN or infinite" if name in not_finite else zero
                     )
             batches = self.batches if compared.value.is_root_input else None
             if batches is not None and key.slot == batches.ref.slot:
                 _take_samples(compared, difference, batches)
 
-    def _norms_of_outputs(self) -> dict[str, float]:
-        """Return {path: norm of the gradients of the module's outputs} in the reference."""
-        squares: defaultdict[str, float] = defaultdict(float)
-        for compared in self.compared:
-            is_output = compared.key.phase is Phase.BACKWARD and compared.value.is_input
-            if is_output and math.isfinite(compared.ref_norm):
-                squares[compared.key.path] += compared.ref_norm**2
-        return {path: math.sqrt(square) for path, square in squares.items()}
-
     def _plain(self, factor: float) -> float:
         """Return 1.0 for a factor that rounding explains."""
-        return 1.0 if abs(factor - 1.0) <= max(self._no_factor, _NO_FACTOR) else factor
+        return 1.0 if abs(factor - 1.0) <= self._no_factor else factor
 
     def _scale_of_updates(self) -> float:
         fits = [
@@ -342,7 +325,8 @@ class StepDifferences:
             if c.is_update and d.ref.l2 != 0
         ]
         found = [each for each in fits if math.isfinite(each[0][0])]  # something was added to it
-        return (_common_factor(found) or 1.0) if len(found) > 1 else 1.0
+        factor = (_common_factor(found) or 1.0) if len(found) > 1 else 1.0
+        return 1.0 if abs(factor - 1) < _NEAR_SCALED_UPDATE else factor
 
     def _least_gradient(self) -> float:
         """Return the size of elements below which a gradient is as good as zero."""
@@ -356,22 +340,22 @@ class StepDifferences:
 
 def _take_samples(compared: ComparedValue, difference: Difference, batches: Batches) -> None:
     """Judge the input that tells samples apart by those that only one of both runs has."""
-    ref, test, match = batches.ref, batches.test, batches.match
+    ref, test = batches.ref, batches.test
     others = batches.units_with_others()
     is_bad = np.array([unit in others for unit in difference.units])
-    share = max(match.lost, match.unknown) / ref.total if ref.total else 0.0
+    share = max(batches.lost, batches.unknown) / ref.total if ref.total else 0.0
     missing = np.where(is_bad if is_bad.any() else True, share, 0.0)
     compared.errors = np.maximum(compared.errors, missing)
-    compared.other_samples = (match.lost, match.unknown)
+    compared.other_samples = (batches.lost, batches.unknown)
     # ranks that were handed the same may have been meant to have all of the reference's
     copies = len(compared.value.test_ranks) // test.place_count
     is_handed_to_all = copies > 1 and test.total * copies == ref.total
-    compared.is_repeated = match.repeated > 0 or is_handed_to_all
+    compared.is_repeated = batches.repeated > 0 or is_handed_to_all
 
 
 def _common_factor(fits: Sequence[tuple[tuple[float, float], float]]) -> float | None:
-    """Return the factor that most values have, None where there is none, from what `fit` says of
-    each and how much a factor may leave of it."""
+    """Return the factor of most values, None where they share none, from the `fit` of each and how
+    much a factor may leave of it."""
     factors = [factor for (factor, rest), most in fits if rest <= most]
     if not factors:
         return None
@@ -381,7 +365,6 @@ def _common_factor(fits: Sequence[tuple[tuple[float, float], float]]) -> float |
 
 
 def _are_alike(factors: Iterable[float]) -> bool:
-    """True where factors are about the same, or one of them is not above zero."""
     found = list(factors)
     return not found or min(found) <= 0 or max(found) <= (1 + _SAME_FACTOR) * min(found)
 
@@ -423,8 +406,8 @@ def renumbered_modules(
     for each, difference in suspects:
         siblings = np.array(known[sibling_path(each.key.path), each.key.slot])
         bad = np.flatnonzero(each.errors > each.allowed)
-        rows = [difference.test_rows[index] for index in bad.tolist()]
-        if all(row is not None and _is_among(row, siblings) for row in rows):
+        pairs = [difference.rows[index] for index in bad.tolist()]
+        if all(pair is not None and _is_among(pair[1], siblings) for pair in pairs):
             parts = each.key.path.split(".")
             number = max((i for i, part in enumerate(parts) if part.isdecimal()), default=-1)
             if number >= 0:
@@ -433,12 +416,11 @@ def renumbered_modules(
 
 
 def _is_among(row: Array, sketches: Array) -> bool:
-    """True where one of several sketches is that of this digest."""
     apart = np.sqrt(np.mean((sketches - row["sketch"]) ** 2, axis=1))
     return bool((apart <= Tolerances.resolution * max(float(row["l2"]), 1e-30)).any())
 
 
-def keep_nearest_stage(difference: Difference, stages: Array) -> None:
+def _keep_nearest_stage(difference: Difference, stages: Array) -> None:
     """Forget what other stages of a pipeline hold under one name: the module that the reference
     calls so is the one whose value is nearest to the reference's. `stages`, [world of the test],
     says which stage each rank is, -1 where that is not known."""

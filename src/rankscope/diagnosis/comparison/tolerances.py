@@ -1,6 +1,7 @@
 """How far two values may be apart by rounding alone: by dtype, or as far as noise was measured.
 
-`diagnosis/distances.py` knows one rounding of a dtype; here is what roundings add up to in a model.
+`diagnosis/evidence/distances.py` knows one rounding of a dtype; here is what roundings add up to in
+a model.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from rankscope.diagnosis.comparison.alignment import AlignedValue, SlotKey
-from rankscope.diagnosis.distances import rounding_of
+from rankscope.diagnosis.evidence.distances import rounding_of
 from rankscope.record.phases import Phase
 
 DEFAULTS: Final = {
@@ -23,8 +24,6 @@ DEFAULTS: Final = {
 }
 """Relative L2 distance by which a value of forward and a gradient may be off, by dtype: what
 kernels that add in another order leave over some layers. Integers have none."""
-_RESOLUTION: Final = 1e-6
-"""Relative distance below which sketches tell nothing: their factors and samples are float32."""
 _UPDATE_SPREAD: Final = 3.0
 _COARSE: Final = 1e-4
 """Roundings above it are those of half precision, which no run repeats exactly."""
@@ -35,36 +34,29 @@ _NOISES: Final = 4.0
 class Tolerances:
     """How far the values of a step may be off by rounding alone."""
 
-    resolution: Final = _RESOLUTION
+    resolution: Final = 1e-6
+    """Relative distance below which sketches, whose factors are float32, tell nothing."""
 
-    def __init__(
-        self, values: Iterable[AlignedValue], noise: Mapping[SlotKey, float] | None = None
-    ) -> None:
-        """Find the coarsest dtype that activations have: under autocast it rounds what stays in
-        another one too.
-
-        Args:
-            values: of the step.
-            noise: relative distance of each value between two runs of the reference.
-        """
-        self._noise = noise or {}
+    def __init__(self, values: Iterable[AlignedValue], noise: Mapping[SlotKey, float]) -> None:
+        """Take the values of a step, and the relative distance of each value between two runs of
+        the reference. Under autocast the coarsest dtype of activations rounds others too."""
+        self._noise = noise
         activations = [v for v in values if v.key.phase.facts.is_activation]
         known = [DEFAULTS[d] for v in activations for d in v.dtypes if d in DEFAULTS]
         self._coarsest = max(known, default=(0.0, 0.0))
 
     def of(self, value: AlignedValue) -> float:
         """Return the relative L2 distance that the coarser of both dtypes explains."""
-        dtypes = value.dtypes
         measured = self.noise_of(value)
         if measured is not None:
             return measured
-        is_gradient = value.key.phase in (Phase.BACKWARD, Phase.GRADS)
+        rounding = 0.0
         if value.key.phase is Phase.SETUP:
-            cast = max(map(rounding_of, dtypes)) if len(dtypes) > 1 else 0.0
-            return max(cast, _RESOLUTION)
-        if dtypes.isdisjoint(DEFAULTS):
-            return _RESOLUTION
-        return max(self._by_rounding(value)[is_gradient], _RESOLUTION)
+            rounding = max(map(rounding_of, value.dtypes)) if len(value.dtypes) > 1 else 0.0
+        elif not value.dtypes.isdisjoint(DEFAULTS):
+            is_gradient = value.key.phase in (Phase.BACKWARD, Phase.GRADS)
+            rounding = self._by_rounding(value)[is_gradient]
+        return max(rounding, self.resolution)
 
     def noise_of(self, value: AlignedValue) -> float | None:
         """Return the distance that measured noise explains, None where none was measured: at
@@ -74,7 +66,7 @@ class Tolerances:
             return None
         rounding = max(map(rounding_of, value.dtypes)) / 2 if len(value.dtypes) == 1 else 0.0
         coarse = rounding if rounding > _COARSE else 0.0
-        return max(_NOISES * found, coarse, _RESOLUTION)
+        return max(_NOISES * found, coarse, self.resolution)
 
     def of_update(self, value: AlignedValue, gradient_error: float) -> float:
         """Return the same for what an optimizer adds: where it takes the sign of a gradient, the

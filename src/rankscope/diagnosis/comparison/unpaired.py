@@ -6,15 +6,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
 from rankscope.diagnosis.comparison.alignment import AlignedStep, PathMap, SlotKey
-from rankscope.diagnosis.comparison.preflight import PreflightLine
 from rankscope.diagnosis.comparison.tracesides import TraceSide
-from rankscope.diagnosis.finalreport import verdict_of
 from rankscope.globs import glob_matches, slot_matches
-from rankscope.record.finding import Finding, Report, Skipped
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace
 
@@ -32,38 +29,29 @@ _FLAT: Final = ":_flat_param"
 """What FSDP1 makes of the parameters that it wraps together, unless told to keep theirs."""
 
 
-class _RecordedPart:
-    """What one trace was told to record."""
-
-    def __init__(self, trace: Trace) -> None:
-        settings = trace.run.get("settings", {})
-        self._has_digests = settings.get("digest") != "none"
-        self._options = {
-            name: [word.strip() for word in str(settings.get(name, "")).split(",") if word.strip()]
-            for name in ("phases", "paths", "slots")
-        }
-
-    def refuses(self, key: SlotKey) -> str:
-        """Return the option that kept a value out of this trace; "" for none."""
-        if not self._has_digests:
-            return "--rs-digest none"
-        takes = {
-            "phases": lambda word: word in (key.phase.word, "all"),
-            "paths": lambda word: glob_matches(word, key.path),
-            "slots": lambda word: slot_matches(word, key.slot),
-        }
-        for name, words in self._options.items():
-            if words and not any(map(takes[name], words)):
-                return f"--rs-{name} {','.join(words)}"
-        return ""
+def _refusing_option(trace: Trace, key: SlotKey) -> str:
+    """Return the option that kept a value out of a trace; "" for none."""
+    settings = trace.run.get("settings", {})
+    if settings.get("digest") == "none":
+        return "--rs-digest none"
+    takes = {
+        "phases": lambda word: word in (key.phase.word, "all"),
+        "paths": lambda word: glob_matches(word, key.path),
+        "slots": lambda word: slot_matches(word, key.slot),
+    }
+    for name, is_taken in takes.items():
+        words = [word for part in str(settings.get(name, "")).split(",") if (word := part.strip())]
+        if words and not any(map(is_taken, words)):
+            return f"--rs-{name} {','.join(words)}"
+    return ""
 
 
 class Tally:
     """Counts over the steps of a comparison what was compared, and collects what has no partner."""
 
     def __init__(self, ref: TraceSide, test: TraceSide, paths: PathMap) -> None:
-        self._sides, self._paths = (ref, test), paths
-        self._recorded = _RecordedPart(ref.trace), _RecordedPart(test.trace)
+        self._paths = paths
+        self._traces = ref.trace, test.trace
         self._only_ref: dict[SlotKey, str] = {}
         """Values without a partner, with the option of the other trace that left each out, "" for
         none."""
@@ -81,48 +69,48 @@ class Tally:
         self._both.update(dict.fromkeys(value.key for value in aligned.values))
         for key in aligned.only_ref:
             if key not in self._only_ref:
-                self._only_ref[key] = self._recorded[1].refuses(key)
+                self._only_ref[key] = _refusing_option(self._traces[1], key)
         for key in aligned.only_test:
             if key not in self._only_test:
                 mapped = key._replace(path=self._paths(key.path))
-                self._only_test[key] = self._recorded[0].refuses(mapped)
+                self._only_test[key] = _refusing_option(self._traces[0], mapped)
 
     @property
     def in_both(self) -> int:
         """Values that both traces hold."""
         return self.compared + self.skipped.total()
 
-    @property
-    def is_enough(self) -> bool:
-        """True where a verdict may rest on what was compared."""
-        return 0 < self.compared >= _FEWEST_COMPARED * self.in_both
+    def lacks(self, too_few: str) -> str:
+        """Return why so few values were compared that the rest says nothing about the runs, and
+        what to do; "" where enough were. `too_few` says it where most values that both traces hold
+        were left out: it names `compared`, `both`, `count` and `reason`."""
+        for alone, whose, other in (
+            (self._only_ref, "REF", "TEST"),
+            (self._only_test, "TEST", "REF"),
+        ):
+            for noun, fewest, is_meant in (
+                ("parameter", _FEWEST, _is_parameter),
+                ("value", _FEWEST_VALUES, bool),
+            ):
+                met = {(k.path, k.slot) for k in self._both if is_meant(k)}
+                lost = {(k.path, k.slot) for k, why in alone.items() if not why and is_meant(k)}
+                missing, whole = len(lost - met), len(lost | met)
+                if missing and len(met) < fewest * whole:
+                    return (
+                        f"{missing:,} of {counted(whole, noun)} of {whose} "
+                        f"{'has' if missing == 1 else 'have'} no partner in {other}: "
+                        f"{self._remedy()}"
+                    )
+        if 0 < self.compared >= _FEWEST_COMPARED * self.in_both:
+            return ""
+        if self.in_both:
+            ((reason, count),) = self.skipped.most_common(1)
+            both = counted(self.in_both, "value")
+            return too_few.format(compared=self.compared, both=both, count=count, reason=reason)
+        why = self._left_out() or "no value was recorded in one of them"
+        return f"the traces have no value in common: {why}"
 
-    def report(
-        self,
-        findings: Sequence[Finding],
-        *,
-        reasons: Iterable[tuple[str, int]],
-        lacks: str,
-        notes: Iterable[str],
-        lines: Iterable[PreflightLine],
-    ) -> Report:
-        """Return the report of `diff`, with the reasons of `skipped` in order."""
-        is_complete = all(side.trace.is_complete for side in self._sides)
-        return Report(
-            command="diff",
-            verdict=verdict_of(findings, lacks, is_complete=is_complete),
-            compared=self.compared,
-            skipped=tuple(Skipped(reason=r, count=n) for r, n in reasons),
-            recorded=self.in_both + self.unpaired,
-            unpaired=self.unpaired,
-            alone=0,
-            findings=tuple(findings),
-            notes=tuple(notes),
-            lacks=lacks,
-            preflight=tuple(lines),
-        )
-
-    def left_out(self) -> str:
+    def _left_out(self) -> str:
         """Return with which options both traces were taken that left values of the other one out;
         "" for none."""
         told = []
@@ -131,28 +119,6 @@ class Tally:
             if options:
                 told.append(f"{other} was taken with {' and '.join(options)}")
         return f"{', '.join(told)}: trace both with the same options" if told else ""
-
-    @property
-    def lacks(self) -> str:
-        """Why so few values have a partner that the rest says nothing about the runs, and what to
-        do; "" where enough have one."""
-        for alone, whose in ((self._only_ref, "REF"), (self._only_test, "TEST")):
-            for noun, fewest, is_meant in (
-                ("parameter", _FEWEST, _is_parameter),
-                ("value", _FEWEST_VALUES, bool),
-            ):
-                found = {(k.path, k.slot) for k in self._both if is_meant(k)}
-                met = len(found)
-                lost = {(k.path, k.slot) for k, why in alone.items() if not why and is_meant(k)}
-                missing = len(lost - found)
-                if missing and met < fewest * (met + missing):
-                    other = "TEST" if whose == "REF" else "REF"
-                    have = "has" if missing == 1 else "have"
-                    return (
-                        f"{missing:,} of {counted(met + missing, noun)} of {whose} {have} no "
-                        f"partner in {other}: {self._remedy()}"
-                    )
-        return ""
 
     def _remedy(self) -> str:
         alone = (*self._only_ref, *self._only_test)
@@ -169,19 +135,18 @@ class Tally:
     def _rule(self) -> tuple[str, int]:
         """Return the rule that changes how paths of the test begin and makes most of them meet, and
         how many then do; ("", 0) where none makes half of those meet that could."""
-        theirs = {self._paths(key.path) for key, why in self._only_test.items() if not why} - {""}
-        ours = {key.path for key, why in self._only_ref.items() if not why} - {""}
-        known = {key.path for key in self._both}
-        theirs, ours = theirs - known, ours - known
-        candidates: Counter[tuple[str, str]] = Counter()
+        known = {key.path for key in self._both} | {""}
+        theirs = {self._paths(k.path) for k, why in self._only_test.items() if not why} - known
+        ours = {k.path for k, why in self._only_ref.items() if not why} - known
         heads: defaultdict[str, list[str]] = defaultdict(list)
         for path in ours:
             for head, tail in _cuts(path):
                 heads[tail].append(head)
+        candidates: Counter[tuple[str, str]] = Counter()
         for path in theirs:
             for head, tail in _cuts(path):
-                if 0 < len(heads.get(tail, ())) <= _MOST_PREFIXES:
-                    candidates.update((head, other) for other in heads[tail])
+                if len(heads.get(tail, ())) <= _MOST_PREFIXES:
+                    candidates.update((head, other) for other in heads.get(tail, ()))
         best, most = "", 0
         for (head, other), _ in candidates.most_common(_TRIED):
             rule = _rule_of(head, other)
@@ -217,7 +182,6 @@ def _listed(keys: Collection[SlotKey]) -> str:
 
 
 def _cuts(path: str) -> Iterable[tuple[str, str]]:
-    """Yield how a path can be cut in two, from the whole path on."""
     parts = path.split(".")
     return ((".".join(parts[:at]), ".".join(parts[at:])) for at in range(len(parts)))
 

@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 
 from rankscope.diagnosis.comparison.difference import ComparedValue
-from rankscope.diagnosis.stepview import Array, CallView
+from rankscope.diagnosis.evidence.stepview import Array, CallView
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 
@@ -45,7 +45,7 @@ class Origin:
     is_isolated: bool = False
     """True where its call was given what the reference's was, to the bit."""
     alike: int = 0
-    """Further gradients of which the same is to be said."""
+    """Further gradients that the same sentence says."""
     holders: list[Array] = field(default_factory=list)
     """Ranks that hold their wrong parts, one array for each."""
     is_of_all: bool = False
@@ -80,18 +80,19 @@ class Origin:
 
 @dataclass(slots=True, eq=False)
 class GiverState:
-    """What is known of some values together."""
+    """How wrong some values are together."""
 
     error: float = 0.0
     origin: Origin | None = None
     is_known: bool = False
 
-    def take(self, other: GiverState) -> None:
+    def take(self, *others: GiverState) -> None:
         """Add what is known of others."""
-        if other.is_known:
-            self.error = max(self.error, other.error)
-            self.origin = self.origin or other.origin
-            self.is_known = True
+        for other in others:
+            if other.is_known:
+                self.error = max(self.error, other.error)
+                self.origin = self.origin or other.origin
+                self.is_known = True
 
 
 class ValueFlow:
@@ -131,23 +132,19 @@ class ValueFlow:
         key, call = each.key, each.value.call
         found = GiverState()
         if key.phase is Phase.PARAMS:
-            own = self._gradients.get(key.parameter)
-            found.take(own or self._so_far[Phase.GRADS])
-            found.take(self._owned[key.path])
+            own = self._gradients.get(key.parameter) or self._so_far[Phase.GRADS]
+            found.take(own, self._owned[key.path])
             return found
+        both = Phase.FORWARD, Phase.BACKWARD
         if key.phase is Phase.GRADS:
-            found.take(self._at[Phase.FORWARD, key.path])
-            found.take(self._at[Phase.BACKWARD, key.path])
-            found.take(self.data)
+            found.take(*(self._at[phase, key.path] for phase in both), self.data)
             if not found.is_known:
-                found.take(self._so_far[Phase.FORWARD])
-                found.take(self._so_far[Phase.BACKWARD])
+                found.take(*(self._so_far[phase] for phase in both))
                 found.origin = found.origin or self._spoiled
             found.take(self._owned[key.path])
             return found
         if key.phase is Phase.BACKWARD:
-            found.take(self.of_batch)
-            found.take(self._at[Phase.FORWARD, key.path])
+            found.take(self.of_batch, self._at[Phase.FORWARD, key.path])
         if each.value.is_input:
             found.take(self._so_far[key.phase])
             if key.phase is Phase.BACKWARD:
@@ -156,9 +153,7 @@ class ValueFlow:
                 found.origin = found.origin or self._spoiled
             return found
         inputs, inside = self._inputs[call], self._inside[call]
-        found.take(inputs)
-        found.take(inside)
-        found.take(self._owned[key.path])
+        found.take(inputs, inside, self._owned[key.path])
         if self._has_stepped and key.path not in self._shown:
             found.error = max(found.error, _UNSEEN_STEP)
         if found.origin is None:

@@ -11,17 +11,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from rankscope.diagnosis.comparison.datasamples import StepSamples, Unit
-from rankscope.diagnosis.comparison.difference import (
-    TINY,
-    Batches,
-    Difference,
-    Measured,
-    Totals,
-    dots_of,
-)
+from rankscope.diagnosis.comparison.datasamples import Batches, StepSamples, Unit
+from rankscope.diagnosis.comparison.difference import TINY, Difference, Measured, Totals, dots_of
 from rankscope.diagnosis.comparison.wholevalues import EVERY_PLACE, Wholes
-from rankscope.diagnosis.stepview import Array
+from rankscope.diagnosis.evidence.stepview import Array
 from rankscope.record.phases import Phase
 
 _SUM_SLACK: Final = 3.0
@@ -38,7 +31,7 @@ def compare_wholes(
     allowed: float,
     phase: Phase,
 ) -> Difference | str:
-    """Compare one slot.
+    """Return the difference of one slot, or why nothing can be said.
 
     Args:
         ref: the reference's wholes by micro-batch; `test` are the test's.
@@ -46,9 +39,6 @@ def compare_wholes(
             which is in every micro-batch.
         allowed: relative distance that counts as none, and that replicas of the reference may have.
         phase: gradients of what has no samples add up over units.
-
-    Returns:
-        The difference, or why nothing can be said.
     """
     if batches is None:
         ref, test = ({0: side[min(side)]} for side in (ref, test))
@@ -65,7 +55,9 @@ def compare_wholes(
         if left:
             may_add_up = phase not in (Phase.SETUP, Phase.PARAMS)  # nothing reduces those later
             parts = _held_to(ours, left, allowed, may_add_up=may_add_up)
-            return _difference(parts, _first_rows(ours, left), _first_rows(left))
+            return _difference(
+                parts, _first_rows({unit: ours[unit] for unit in left}), _first_rows(left)
+            )
         if batches is None:
             return _other_size(first)
     is_gradient = phase is Phase.BACKWARD
@@ -93,7 +85,6 @@ def compare_wholes(
 
 
 def _other_size(test: Wholes) -> str:
-    """Return why two values of unlike sizes are not compared."""
     if test.is_described or len(test) == 1:
         return "of another size than the reference's"
     return "layout unknown"
@@ -124,7 +115,7 @@ def _units(by_micro_batch: Mapping[int, Wholes]) -> _Units:
 
 
 def _of_size(units: _Units, count_of: Mapping[Unit, int]) -> _Units:
-    """Return the wholes that have as many elements as is said of their unit."""
+    """Return the wholes that have the elements that are said of their unit."""
     found: _Units = {}
     for unit, (wholes, among) in units.items():
         left = [i for i in among if wholes.counts[i] == count_of.get(unit)]
@@ -133,22 +124,19 @@ def _of_size(units: _Units, count_of: Mapping[Unit, int]) -> _Units:
     return found
 
 
-def _first_rows(units: _Units, chosen: Iterable[Unit] | None = None) -> Array:
-    """Return the row of one whole of each unit, or of each of some."""
+def _first_rows(units: _Units) -> Array:
+    """Return the row of one whole of each unit: those of one call are taken at once."""
     at: dict[int, tuple[Wholes, list[int]]] = {}
-    for unit in units if chosen is None else chosen:
-        wholes, among = units[unit]
+    for wholes, among in units.values():
         at.setdefault(id(wholes), (wholes, []))[1].append(among[0])
     return np.concatenate([wholes.rows[own] for wholes, own in at.values()])
 
 
 def _counts(units: _Units) -> dict[Unit, int]:
-    """Return the elements of one whole of each unit."""
     return {unit: wholes.counts[among[0]] for unit, (wholes, among) in units.items()}
 
 
 def _members(units: _Units) -> Array:
-    """Return the ranks that hold any of these, sorted."""
     held = [wholes.members[i] for wholes, among in units.values() for i in among]
     return np.unique(np.concatenate(held))
 
@@ -168,8 +156,8 @@ class _HeldPart(NamedTuple):
     is_sketched: bool = True
     """False where only statistics tell how far it is off."""
     at_least: float = math.nan
-    ref_row: Array | None = None
-    test_row: Array | None = None
+    rows: tuple[Array, Array] | None = None
+    """Digests of both sides."""
     partial: str = ""
 
     @property
@@ -177,15 +165,8 @@ class _HeldPart(NamedTuple):
         """Norm of the reference's part."""
         return self.norm if math.isfinite(self.norm) else math.sqrt(max(self.dots[1], 0.0))
 
-    def is_right(self, allowed: float) -> bool:
-        """True where it is the reference's by itself."""
-        cross, own, theirs = self.dots.tolist()
-        apart = math.sqrt(max(theirs - 2 * cross + own, 0.0))
-        return self.is_exact or apart <= allowed * self.length
-
 
 def _part(ref: Wholes, own: int, test: Wholes, index: int, unit: Unit) -> _HeldPart:
-    """Hold one whole of the test to one of the reference."""
     row, other = ref.rows[own], test.rows[index]
     is_exact = bool(ref.is_hashed[own] and test.is_hashed[index] and row["hash"] == other["hash"])
     a, b = ref.sketches[own], test.sketches[index]
@@ -198,7 +179,7 @@ def _part(ref: Wholes, own: int, test: Wholes, index: int, unit: Unit) -> _HeldP
             a = b = np.zeros(len(a))
     return _HeldPart(
         dots_of(a, b), float(row["l2"]), test.members[index], unit,
-        is_exact=is_exact, is_sketched=is_sketched, at_least=least, ref_row=row, test_row=other,
+        is_exact=is_exact, is_sketched=is_sketched, at_least=least, rows=(row, other),
     )  # fmt: skip
 
 
@@ -224,8 +205,11 @@ def _or_their_sum(
 ) -> list[_HeldPart]:
     """Return parts of a unit, as one where `dots` of their sum say that it, or their average, is
     right, and none of them is by itself."""
-    if any(part.is_right(allowed) for part in parts):
-        return parts
+    for part in parts:
+        cross, own, theirs = part.dots.tolist()
+        apart = math.sqrt(max(theirs - 2 * cross + own, 0.0))
+        if part.is_exact or apart <= allowed * part.length:
+            return parts
     members = np.unique(np.concatenate([part.members for part in parts]))
     cross, own, theirs = dots.tolist()
     for op, count in (("sum", 1), ("avg", len(members))):
@@ -239,12 +223,8 @@ def _or_their_sum(
 def _difference(
     parts: Sequence[_HeldPart], ref: Array, test: Array, measured: str = Measured.SKETCHES
 ) -> Difference:
-    """Return the difference that has these parts.
-
-    Args:
-        ref: rows of the reference's values.
-        test: rows of the test's, one for each part that is no replica of another.
-    """
+    """Return the difference that has these parts. `ref` are the rows of the reference's values,
+    `test` those of the test's, one for each part that is no replica of another."""
     found = Difference(
         dots=np.array([part.dots for part in parts]),
         norms=np.array([part.length for part in parts]),
@@ -255,8 +235,7 @@ def _difference(
         ref=Totals.of(ref),
         test=Totals.of(test),
         partial=next((part.partial for part in reversed(parts) if part.partial), ""),
-        ref_rows=[part.ref_row for part in parts],
-        test_rows=[part.test_row for part in parts],
+        rows=[part.rows for part in parts],
     )
     if not all(part.is_sketched for part in parts):
         found.measured = Measured.STATISTICS
@@ -294,7 +273,6 @@ def _per_sample(samples: StepSamples, counts: Mapping[Unit, int]) -> float | Non
 
 
 def _has_all(samples: StepSamples, units: Iterable[Unit]) -> bool:
-    """True where these units have all samples of the step."""
     return sum(samples.span(unit)[1] for unit in units) == samples.total
 
 
@@ -312,7 +290,7 @@ def _sample_by_sample(
         or any(len(own) != count * mine.shape[1] for own, (_, count) in zip(held, places))
     ):  # a mask of the least number that a dtype has is too large to sketch
         return _by_statistics(ours, left, batches)
-    partner = np.concatenate([batches.match.partner[at : at + count] for at, count in places])
+    partner = np.concatenate([batches.partner[at : at + count] for at, count in places])
     is_known = np.repeat(partner >= 0, mine.shape[1])[:, None]
     a = np.where(is_known, mine[partner].reshape(-1, mine.shape[2]), 0.0)
     b = np.where(is_known, np.concatenate(held), 0.0).astype(np.float64)
@@ -328,8 +306,12 @@ def _sample_by_sample(
     for unit, (wholes, among) in left.items():
         parts = []
         for index in among:
-            own = dots[at] if has_known[at] else _of_no_sample(wholes.sketches[index])
-            norm = _norm(own, wholes.rows["l2"][index]) if has_known[at] else math.nan
+            own, norm = dots[at], math.nan
+            if has_known[at]:
+                norm = _norm(own, wholes.rows["l2"][index])
+            else:  # nothing of the reference belongs to it
+                square = float(np.square(wholes.sketches[index]).mean())
+                own = np.array([0.0, square, square])
             parts.append(_HeldPart(own, norm, wholes.members[index], unit))
             at += 1
         if len(among) > 1 and not wholes.is_described and has_known[at - 1]:
@@ -341,12 +323,6 @@ def _sample_by_sample(
     return _difference(found, _first_rows(ours), _first_rows(left), Measured.SAMPLES)
 
 
-def _of_no_sample(sketch: Array) -> Array:
-    """Return the products of what nothing of the reference belongs to."""
-    square = float(np.square(sketch).mean())
-    return np.array([0.0, square, square])
-
-
 def _norm(dots: Array, length: float) -> float:
     """Return the norm of the reference's part: known for the test's, whose ratio sketches tell."""
     _, own, theirs = dots.tolist()
@@ -356,7 +332,7 @@ def _norm(dots: Array, length: float) -> float:
 
 
 def _sample_matrix(units: _Units, samples: StepSamples) -> Array | None:
-    """Return [samples, rows of each, K] sketches of the reference's samples."""
+    """Return [samples, rows of each, K] of the reference."""
     found: Array | None = None
     for unit, (wholes, among) in units.items():
         own, (start, size) = wholes.samples[among[0]], samples.span(unit)
@@ -373,7 +349,7 @@ def _sample_matrix(units: _Units, samples: StepSamples) -> Array | None:
 
 def _by_statistics(ours: _Units, left: _Units, batches: Batches) -> Difference | str:
     """Compare what batches hold together, where their samples were not sketched."""
-    if batches.match.lost or batches.match.unknown:
+    if batches.are_of_other_samples:
         return "other samples, and no sketches of single ones"
     ref, test = _first_rows(ours), _first_rows(left)
     total = Totals.of(ref)
@@ -388,12 +364,9 @@ def _reduced_over_units(
     ours: _Units, theirs: _Units, batches: Batches, common: Difference, allowed: float
 ) -> Difference | None:
     """Compare what is made of all samples of a batch, such as a loss, where runs split that batch
-    unlike: the average over samples, or the sum over units, may be the reference's.
-
-    Returns:
-        The difference of the average or the sum; `common` with `is_of_local_batch` where neither is
-        the reference's; None where every unit holds the same, or units lack samples.
-    """
+    unlike: by the average over samples or the sum over units, where one is the reference's, else
+    `common` with `is_of_local_batch`. None where every unit holds the same, or units lack
+    samples."""
     ref, test = _weighted(ours, batches.ref), _weighted(theirs, batches.test)
     if ref is None or test is None:
         return None

@@ -17,13 +17,15 @@ from typing import Any, Final
 import numpy as np
 
 from rankscope.assembly.combine import CombinationPlan, apply_plan, plan_rows
+from rankscope.diagnosis.comparison.alignment import whole_shape
 from rankscope.diagnosis.comparison.lostranks import LostRanks
-from rankscope.diagnosis.replicas import Layouts
-from rankscope.diagnosis.stepview import Array, SlotValues
+from rankscope.diagnosis.evidence.replicas import Layouts
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView
 from rankscope.layout.declared import declared_pieces
 from rankscope.layout.placement import Mesh, Placement
 from rankscope.layout.plan import Piece
 from rankscope.record.notes import NoteKind
+from rankscope.record.sketchfactors import factors
 from rankscope.record.statistics import STATISTICS
 from rankscope.record.value import ValueFlag
 from rankscope.record.wholestatistics import Combined
@@ -108,20 +110,22 @@ class WholeValues:
         unknown = self._lost.of(values)
         if unknown:
             return unknown
-        made = _Making(values, places)
+        held = _HeldValues(values, places)
+        made: list[Wholes] = []
         reasons = []
         for view in values.views:
             meshes = self._meshes(view, values)
             if meshes is None:
-                made.add_plain(view)
-                continue
-            for each in meshes:
-                problem = made.add_placed(each)
-                if problem:
-                    reasons.append(problem)
-        if not made.members:
-            return reasons[0] if reasons else "not digested"
-        return made.finished(reasons)
+                at = values.at(np.array(view.ranks, np.int64))
+                made += held.alike(at[values.is_known[at]], is_described=False)
+            for mesh in meshes or ():
+                placed = held.placed(mesh)
+                if isinstance(placed, str):
+                    reasons.append(placed)
+                else:
+                    made += placed
+        reason = reasons[0] if reasons else ""
+        return _together(made, reason) if made else reason or "not digested"
 
     def of_all(
         self, by_call: Mapping[int, SlotValues], places: Array | None
@@ -175,26 +179,21 @@ def _plans_by_mesh(pieces: Mapping[int, Piece], at: Array, ranks: Array) -> list
     for index, rank in enumerate(ranks.tolist()):
         if rank in pieces:
             by_mesh.setdefault(pieces[rank].layout.mesh, []).append(index)
-    found = []
+    plans = []
     for mesh, members in by_mesh.items():
-        held = [(int(ranks[index]), pieces[int(ranks[index])]) for index in members]
-        refusal = next((piece.refusal for _, piece in held if piece.refusal), "")
-        whole = held[0][1].global_shape
-        plan: CombinationPlan | str
-        if refusal:
-            plan = refusal
-        elif mesh is None or whole is None:
-            plan = "layout unknown"
-        else:
-            plan = plan_rows(held)
+        held = [(rank, pieces[rank]) for rank in ranks[members].tolist()]
+        plan: CombinationPlan | str = next((p.refusal for _, p in held if p.refusal), "")
+        if not plan:
+            is_known = mesh is not None and held[0][1].global_shape is not None
+            plan = plan_rows(held) if is_known else "layout unknown"
         rows = [] if isinstance(plan, str) else plan.index[:, 0].tolist()
-        firsts = tuple(held[row][1] for row in rows)
-        found.append(_MeshPlan(at=at[members], ranks=ranks[members], plan=plan, pieces=firsts))
-    return found
+        own = tuple(held[row][1] for row in rows)
+        plans.append(_MeshPlan(at=at[members], ranks=ranks[members], plan=plan, pieces=own))
+    return plans
 
 
-class _Making:
-    """Collects the wholes of one slot."""
+class _HeldValues:
+    """What ranks hold in one slot of one call, on its way to wholes."""
 
     def __init__(self, values: SlotValues, places: Array | None) -> None:
         self._values, self._places = values, places
@@ -202,30 +201,11 @@ class _Making:
         self._samples = values.call.node.step["samples.sketch"]
         self._first = values.column("sample_row")
         self._count = values.column("sample_count")
-        self._dim = values.column("sample_dim")
-        self._rows: list[Array] = []
-        self._hashed: list[Array] = []
-        self._of: list[Array] = []
-        self._kept: list[Array | None] = []
-        self._is_described = True
-        self.members: list[Array] = []
 
-    def _place_of(self, ranks: Array) -> int:
-        if self._places is None:
-            return 0
-        own = self._places[ranks]
-        return int(own[0]) if (own == own[0]).all() else EVERY_PLACE
-
-    def add_plain(self, view: SlotView) -> None:
-        """Take values that nothing describes: those that are bitwise the same are one."""
-        self._is_described = False
-        at = self._values.at(np.array(view.ranks, np.int64))
-        self.add_alike(at[self._values.is_known[at]])
-
-    def add_alike(self, at: Array) -> None:
-        """Take values of which each is a whole: those that are bitwise the same are one."""
+    def alike(self, at: Array, *, is_described: bool) -> list[Wholes]:
+        """Return values of which each is a whole: those that are bitwise the same are one."""
         if not len(at):
-            return
+            return []
         ranks = self._values.ranks[at].astype(np.int64)
         places = np.zeros(len(at), np.int64) if self._places is None else self._places[ranks]
         hashes, counts = self._values.hashes[at], self._values.counts[at]
@@ -234,51 +214,62 @@ class _Making:
         starts = np.flatnonzero(np.r_[True, (keys[:, 1:] != keys[:, :-1]).any(0)])
         first = order[starts]
         by_rank = np.argsort(ranks[first])
-        self._rows.append(self._digests[at[first[by_rank]]])
-        self._hashed.append(np.ones(len(first), bool))
-        self._of.append(places[first[by_rank]])
-        sorted_ranks, edges = ranks[order], [*starts.tolist(), len(order)]
+        holders = np.split(ranks[order], starts[1:])
         # of ranks that hold the same, one may have kept its samples
         rows = np.maximum.reduceat(self._first[at][order], starts)[by_rank].tolist()
         sizes = np.maximum.reduceat(self._count[at][order], starts)[by_rank].tolist()
-        for group, row, size in zip(by_rank.tolist(), rows, sizes):
-            self.members.append(sorted_ranks[edges[group] : edges[group + 1]])
-            is_kept = row >= 0 and self._places is not None
-            self._kept.append(self._samples[row : row + size] if is_kept else None)
+        has_samples = self._places is not None
+        return [
+            Wholes(
+                rows=self._digests[at[first[by_rank]]],
+                is_hashed=np.ones(len(first), bool),
+                places=places[first[by_rank]],
+                members=[holders[group] for group in by_rank.tolist()],
+                samples=[
+                    self._samples[row : row + size] if row >= 0 and has_samples else None
+                    for row, size in zip(rows, sizes)
+                ],
+                is_described=is_described,
+            )
+        ]
 
-    def add_placed(self, mesh: _MeshPlan) -> str:
-        """Take the pieces of one mesh; return why they make no whole, "" where they do."""
+    def placed(self, mesh: _MeshPlan) -> list[Wholes] | str:
+        """Return what the pieces of one mesh make, or why they make no whole."""
         plan = mesh.plan
         if isinstance(plan, str):
             return plan
         if not self._values.is_known[mesh.at].all():
             return "not digested on some ranks"
         if len(plan.index) == 1 and not plan.is_partial:  # every rank holds the whole
-            self.add_alike(mesh.at)
-            return ""
-        found = apply_plan(plan, self._digests[mesh.at])
-        if found.note is not None and found.note.kind is NoteKind.REPLICAS_DIFFER:
-            for column in range(plan.index.shape[1]):
-                own = replace(plan, index=plan.index[:, column : column + 1])
-                self._add_combined(mesh, own, apply_plan(own, self._digests[mesh.at]))
-            return ""
-        if not found.is_known:
-            return str(found.note)
-        self._add_combined(mesh, plan, found)
-        return ""
+            return self.alike(mesh.at, is_described=True)
+        combined = apply_plan(plan, self._digests[mesh.at])
+        if combined.note is not None and combined.note.kind is NoteKind.REPLICAS_DIFFER:
+            columns = range(plan.index.shape[1])
+            plans = [replace(plan, index=plan.index[:, at : at + 1]) for at in columns]
+            every = [(own, apply_plan(own, self._digests[mesh.at])) for own in plans]
+        elif combined.is_known:
+            every = [(plan, combined)]
+        else:
+            return str(combined.note)
+        return [self._composed(mesh, *own) for own in every]
 
-    def _add_combined(self, mesh: _MeshPlan, plan: CombinationPlan, found: Combined) -> None:
-        self._rows.append(combined_row(found, self._digests.dtype)[None])
-        self._hashed.append(np.zeros(1, bool))
-        ranks = mesh.ranks[np.unique(plan.index)]
-        self.members.append(np.sort(ranks))
-        self._of.append(np.array([self._place_of(ranks)]))
-        self._kept.append(self._composed_samples(mesh, plan) if plan.has_offsets else None)
+    def _composed(self, mesh: _MeshPlan, plan: CombinationPlan, combined: Combined) -> Wholes:
+        members = np.sort(mesh.ranks[np.unique(plan.index)])
+        places = np.zeros(1, np.int64) if self._places is None else np.unique(self._places[members])
+        return Wholes(
+            rows=combined_row(combined, self._digests.dtype)[None],
+            is_hashed=np.zeros(1, bool),
+            places=places if len(places) == 1 else np.array([EVERY_PLACE]),
+            members=[members],
+            samples=[self._composed_samples(mesh, plan) if plan.has_offsets else None],
+            is_described=True,
+        )
 
     def _composed_samples(self, mesh: _MeshPlan, plan: CombinationPlan) -> Array | None:
-        """Return the samples of a whole from those of its pieces; None where a piece has none."""
+        """Return the samples of a whole; None where a piece has none."""
         if self._places is None:
             return None
+        dims = self._values.column("sample_dim")
         whole: Array | None = None
         for row, piece in zip(plan.index, mesh.pieces):
             at, ranges, shape = mesh.at[row], piece.ranges, piece.global_shape or ()
@@ -289,7 +280,7 @@ class _Making:
                 if any(not dim for dim in ranges):  # an empty piece
                     continue
                 return None
-            dim = int(self._dim[at[0]])
+            dim = int(dims[at[0]])
             if dim >= len(shape):
                 return None
             if whole is None:
@@ -301,18 +292,21 @@ class _Making:
             whole[own] += self._samples[first : first + count] / plan.divisor
         return whole
 
-    def finished(self, reasons: Sequence[str]) -> Wholes:
-        """Return what was collected."""
-        rows = self._rows[0] if len(self._rows) == 1 else np.concatenate(self._rows)
-        return Wholes(
-            rows=rows,
-            is_hashed=np.concatenate(self._hashed),
-            places=np.concatenate(self._of),
-            members=self.members,
-            samples=self._kept,
-            is_described=self._is_described,
-            reason=reasons[0] if reasons else "",
-        )
+
+def _together(made: Sequence[Wholes], reason: str) -> Wholes:
+    """Return the wholes of several meshes, or of values that none describes, as those of a slot."""
+    if len(made) == 1:
+        made[0].reason = reason
+        return made[0]
+    return Wholes(
+        rows=np.concatenate([each.rows for each in made]),
+        is_hashed=np.concatenate([each.is_hashed for each in made]),
+        places=np.concatenate([each.places for each in made]),
+        members=[ranks for each in made for ranks in each.members],
+        samples=[own for each in made for own in each.samples],
+        is_described=all(each.is_described for each in made),
+        reason=reason,
+    )
 
 
 def combined_row(found: Combined, dtype: np.dtype[Any]) -> Array:
@@ -323,3 +317,90 @@ def combined_row(found: Combined, dtype: np.dtype[Any]) -> Array:
         row[each.name] = number if number is not None else 0 if each.is_count else np.nan
     row["sketch"] = np.nan if found.sketch is None else found.sketch
     return row
+
+
+# ---- rollouts ------------------------------------------------------------------------------------
+
+# Forwards of the same tokens may have been made in other ways: a training step beside a forward
+# without gradients, one call of a whole sequence beside calls of a part and then of single tokens.
+# A token's part of a sketch is the sketch of that token alone, times the factor of its position
+# over that of position 0: factors of dims are independent. So calls of one token each add up to the
+# sketch of the sequence; of calls with several tokens behind the first one they do not.
+_TOKENS_DIM: Final = 1
+
+
+def token_counts(step_view: StepView) -> list[int]:
+    """Return the tokens of a sample in every root call, as the root's inputs tell; [] where they
+    have no dim for them."""
+    found: dict[int, int] = {}
+    for call in step_view.roots:
+        for values in call.inputs:
+            shape = whole_shape(values)
+            if call.path == "" and len(shape) > _TOKENS_DIM:
+                found.setdefault(call.micro_batch or 0, shape[_TOKENS_DIM])
+    return [found[micro_batch] for micro_batch in sorted(found)]
+
+
+class TokenWholes(WholeValues):
+    """Composes what the calls of one rollout hold, which were given so many tokens each."""
+
+    def __init__(self, layouts: Layouts, lost: LostRanks, tokens: Sequence[int]) -> None:
+        super().__init__(layouts, lost)
+        self._tokens = tokens
+
+    def of_all(
+        self, by_call: Mapping[int, SlotValues], places: Array | None
+    ) -> dict[int, Wholes | str]:
+        """Return the wholes of all calls together, as those of call 0."""
+        if set(by_call) != set(range(len(self._tokens))):
+            return {0: "not in every call of the rollout"}
+        calls = [by_call[index] for index in range(len(self._tokens))]
+        shapes = [whole_shape(values) for values in calls]
+        rest = {shape[:_TOKENS_DIM] + shape[_TOKENS_DIM + 1 :] for shape in shapes}
+        counts = [shape[_TOKENS_DIM : _TOKENS_DIM + 1] for shape in shapes]
+        if len(rest) != 1 or counts != [(count,) for count in self._tokens]:
+            return {0: "no value of each token in every call of the rollout"}
+        made: list[Wholes] = []
+        for values in calls:
+            own = self.of(values, places)
+            if isinstance(own, str):
+                return {0: own}
+            made.append(own)
+        return {0: self._joined(made)}
+
+    def _joined(self, calls: list[Wholes]) -> Wholes | str:
+        first = calls[0]
+        for other in calls[1:]:
+            same_places = np.array_equal(other.places, first.places)
+            if not same_places or not all(map(np.array_equal, other.members, first.members)):
+                return "ranks hold other values in some calls of the rollout"
+        if any(count > 1 for count in self._tokens[1:]):
+            return "several tokens at once behind the first call of the rollout"
+        scales = [_scale(sum(self._tokens[:index])) for index in range(len(calls))]
+        plan = CombinationPlan(
+            ranks=tuple(range(len(calls))),
+            index=np.arange(len(calls))[:, None],
+            is_partial=False,
+            summands=1,
+            divisor=1.0,
+            has_offsets=True,
+        )
+        rows, samples = [], []
+        for index in range(len(first)):
+            parts = np.concatenate([each.rows[[index]] for each in calls])
+            parts["sketch"] *= np.array(scales)
+            rows.append(combined_row(apply_plan(plan, parts), first.rows.dtype)[None])
+            kept = [each.samples[index] for each in calls]
+            known = [own * scale for own, scale in zip(kept, scales) if own is not None]
+            is_whole = len(known) == len(calls) and len({len(each) for each in known}) == 1
+            samples.append(np.sum(known, axis=0) if is_whole else None)
+        reason = next((each.reason for each in calls if each.reason), "")
+        is_hashed = np.zeros(len(first), bool)
+        rows_of_all = np.concatenate(rows)
+        return replace(first, rows=rows_of_all, is_hashed=is_hashed, samples=samples, reason=reason)
+
+
+def _scale(start: int) -> Array:
+    """Return [K] the factors of a position over those of position 0."""
+    at, first = (factors(_TOKENS_DIM, ((n, n + 1),))[:, 0].astype(np.float64) for n in (start, 0))
+    return at / first if start else np.ones(len(at))

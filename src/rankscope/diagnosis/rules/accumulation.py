@@ -37,12 +37,12 @@ from typing import Final
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep, candidate_at
-from rankscope.diagnosis.distances import minority, rounding_of
-from rankscope.diagnosis.gradientpasses import (
+from rankscope.diagnosis.evidence.distances import minority, rounding_of
+from rankscope.diagnosis.evidence.gradientpasses import (
     Mixture,
     TakenGradient,
 )
-from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView
+from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
@@ -234,7 +234,7 @@ def carried_gradients(step_view: JudgedStep) -> Iterator[Candidate]:
         first.slot,
         blamed,
         blamed,
-        first.times(blamed) - 2,  # before gradients are reduced: see diagnosis/joins.py
+        first.times(blamed) - 2,  # before gradients are reduced: see diagnosis/evidence/joins.py
         f"backward began with the gradients of the step before on {ranks_named(own.tolist())}, and "
         f"without on {ranks_named(others.tolist())}: they were added to this step's",
         advice="zero_grad was not called on every one of these ranks between the two backward "

@@ -19,10 +19,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
-from rankscope.diagnosis.distances import sides, sides_text
-from rankscope.diagnosis.issuedcollectives import IssuedCollective, known_collectives
-from rankscope.diagnosis.replicas import DDP
-from rankscope.diagnosis.stepview import Array, SlotValues, StepView, root_of
+from rankscope.diagnosis.evidence.distances import sides, sides_text
+from rankscope.diagnosis.evidence.issuedcollectives import IssuedCollective, known_collectives
+from rankscope.diagnosis.evidence.replicas import DDP
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, root_of
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text

@@ -11,7 +11,7 @@ Members, order, op:
 What was exchanged: outputs that a collective makes equal are compared by hash. Sums are held to the
 sketches of the inputs (they are linear), maxima to maxima, parts to means and norms; all within
 rounding. Only collectives of which every member was recorded are looked at, and only messages that
-are known to be one (`diagnosis/joins.py`).
+are known to be one (`diagnosis/evidence/joins.py`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Final
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep, candidate_at
-from rankscope.diagnosis.distances import ROUNDING, minority, rounding_of, sides
-from rankscope.diagnosis.issuedcollectives import (
+from rankscope.diagnosis.evidence.distances import ROUNDING, minority, rounding_of, sides
+from rankscope.diagnosis.evidence.issuedcollectives import (
     EQUAL_OUTPUTS,
     IssuedCollective,
     issued_by_rank,
@@ -32,8 +32,8 @@ from rankscope.diagnosis.issuedcollectives import (
     known_collectives,
     ranks_in_doubt,
 )
-from rankscope.diagnosis.joins import Message, message_value
-from rankscope.diagnosis.stepview import Array, SlotValues, StepView
+from rankscope.diagnosis.evidence.joins import Message, message_value
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView
 from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.value import ValueFlag

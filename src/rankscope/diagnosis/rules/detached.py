@@ -17,8 +17,8 @@ from typing import Final
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, candidate_at
-from rankscope.diagnosis.issuedcollectives import IssuedCollective, issues_in
-from rankscope.diagnosis.stepview import (
+from rankscope.diagnosis.evidence.issuedcollectives import IssuedCollective, issues_in
+from rankscope.diagnosis.evidence.stepview import (
     Array,
     CallView,
     SlotValues,

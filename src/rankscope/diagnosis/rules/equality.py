@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
-from rankscope.diagnosis.distances import (
+from rankscope.diagnosis.evidence.distances import (
     differing_sides,
     distance,
     is_multiple,
@@ -22,10 +22,10 @@ from rankscope.diagnosis.distances import (
     rounding_of,
     sides_text,
 )
-from rankscope.diagnosis.evidence import Evidence
-from rankscope.diagnosis.issuedcollectives import issues_in
-from rankscope.diagnosis.replicas import Same
-from rankscope.diagnosis.stepview import Array, SlotValues, StepView, is_input
+from rankscope.diagnosis.evidence.issuedcollectives import issues_in
+from rankscope.diagnosis.evidence.recorded import Evidence
+from rankscope.diagnosis.evidence.replicas import Same
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, is_input
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named

@@ -21,8 +21,8 @@ from typing import Final
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
-from rankscope.diagnosis.distances import sides
-from rankscope.diagnosis.stepview import Array, SlotValues, StepView, is_input, is_output
+from rankscope.diagnosis.evidence.distances import sides
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, is_input, is_output
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named

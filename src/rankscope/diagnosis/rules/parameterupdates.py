@@ -29,7 +29,7 @@ from typing import Final
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep, Latest
-from rankscope.diagnosis.stepview import (
+from rankscope.diagnosis.evidence.stepview import (
     Array,
     SlotValues,
     StepView,

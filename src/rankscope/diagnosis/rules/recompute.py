@@ -13,8 +13,8 @@ from typing import Any, Final
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
-from rankscope.diagnosis.distances import rounding_of
-from rankscope.diagnosis.stepview import Array, CallView, SlotValues
+from rankscope.diagnosis.evidence.distances import rounding_of
+from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named

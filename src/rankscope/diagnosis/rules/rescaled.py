@@ -17,10 +17,10 @@ from typing import Final
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
-from rankscope.diagnosis.distances import rounding_of
-from rankscope.diagnosis.gradientpasses import TakenGradient, taken_gradients
-from rankscope.diagnosis.replicas import FSDP1_FLAT
-from rankscope.diagnosis.stepview import Array, SlotValues
+from rankscope.diagnosis.evidence.distances import rounding_of
+from rankscope.diagnosis.evidence.gradientpasses import TakenGradient, taken_gradients
+from rankscope.diagnosis.evidence.replicas import FSDP1_FLAT
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues
 from rankscope.layout.marks import FSDP1_AXIS
 from rankscope.layout.placement import PieceKind
 from rankscope.record.finding import Kind

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
-from rankscope.diagnosis.distances import rounding_of
-from rankscope.diagnosis.replicas import RootPlace
-from rankscope.diagnosis.stepview import SlotValues, StepView, is_input, is_output
+from rankscope.diagnosis.evidence.distances import rounding_of
+from rankscope.diagnosis.evidence.replicas import RootPlace
+from rankscope.diagnosis.evidence.stepview import SlotValues, StepView, is_input, is_output
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
 

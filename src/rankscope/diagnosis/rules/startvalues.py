@@ -25,9 +25,9 @@ from typing import Final
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
-from rankscope.diagnosis.distances import sides, sides_text
-from rankscope.diagnosis.replicas import sorted_lines
-from rankscope.diagnosis.stepview import Array, SlotValues, layer_of, sibling_path
+from rankscope.diagnosis.evidence.distances import sides, sides_text
+from rankscope.diagnosis.evidence.replicas import sorted_lines
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, layer_of, sibling_path
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text

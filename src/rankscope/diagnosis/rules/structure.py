@@ -17,11 +17,10 @@ from typing import Final
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep, candidate_at
-from rankscope.diagnosis.distances import minority
-from rankscope.diagnosis.evidence import Evidence
-from rankscope.diagnosis.replicas import InferredReplicas
-from rankscope.diagnosis.rules.stages import stage_edges
-from rankscope.diagnosis.stepview import (
+from rankscope.diagnosis.evidence.distances import minority
+from rankscope.diagnosis.evidence.recorded import Evidence
+from rankscope.diagnosis.evidence.replicas import InferredReplicas
+from rankscope.diagnosis.evidence.stepview import (
     Array,
     CallView,
     SlotValues,
@@ -31,6 +30,7 @@ from rankscope.diagnosis.stepview import (
     layer_of,
     sibling_path,
 )
+from rankscope.diagnosis.rules.stages import stage_edges
 from rankscope.layout.placement import LayoutSource
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase

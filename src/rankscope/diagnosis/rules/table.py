@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from rankscope.diagnosis.context import StepRule
-from rankscope.diagnosis.evidence import Evidence
+from rankscope.diagnosis.evidence.recorded import Evidence
 from rankscope.diagnosis.rules.accumulation import carried_gradients, lost_micro_batches
 from rankscope.diagnosis.rules.batches import duplicate_batches, other_batches
 from rankscope.diagnosis.rules.collectives import mismatched_collectives, wrong_exchanges

@@ -23,9 +23,9 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
-from rankscope.diagnosis.distances import differing_sides, minority, sides, sides_text
-from rankscope.diagnosis.replicas import clusters
-from rankscope.diagnosis.stepview import Array, SlotValues, StepView
+from rankscope.diagnosis.evidence.distances import differing_sides, minority, sides, sides_text
+from rankscope.diagnosis.evidence.replicas import clusters
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rankscope.diagnosis.issuedcollectives import IssuedCollective, issues_of
-from rankscope.diagnosis.stepview import CallView, StepView
+from rankscope.diagnosis.evidence.issuedcollectives import IssuedCollective, issues_of
+from rankscope.diagnosis.evidence.stepview import CallView, StepView
 from rankscope.record.call import CallStatus
 from rankscope.record.streams import EndReason
 

@@ -9,15 +9,15 @@ from typing import Any, Final
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, CheckContext, candidate_at
-from rankscope.diagnosis.issuedcollectives import (
+from rankscope.diagnosis.evidence.issuedcollectives import (
     IssuedCollective,
     issued_by_rank,
     issues_of,
     known_collectives,
     ranks_in_doubt,
 )
-from rankscope.diagnosis.lastcalls import MOST_LISTED, ORDERLY, LastCall, last_words
-from rankscope.diagnosis.stepview import Array, CallView, StepView
+from rankscope.diagnosis.evidence.lastcalls import MOST_LISTED, ORDERLY, LastCall, last_words
+from rankscope.diagnosis.evidence.stepview import Array, CallView, StepView
 from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named, ranks_text
 

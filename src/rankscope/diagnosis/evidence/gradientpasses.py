@@ -15,8 +15,8 @@ from typing import Final
 
 import numpy as np
 
-from rankscope.diagnosis.distances import rounding_of
-from rankscope.diagnosis.stepview import Array, CallView, SlotValues, StepView
+from rankscope.diagnosis.evidence.distances import rounding_of
+from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 

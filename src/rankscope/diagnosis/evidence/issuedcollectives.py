@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from rankscope.diagnosis.stepview import Array, CallView, StepView
+from rankscope.diagnosis.evidence.stepview import Array, CallView, StepView
 from rankscope.record.collective import MESSAGES, OPS
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import parse_ranks

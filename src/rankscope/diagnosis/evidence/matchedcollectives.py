@@ -23,8 +23,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, CheckContext, JudgedStep, candidate_at
-from rankscope.diagnosis.distances import minority
-from rankscope.diagnosis.issuedcollectives import (
+from rankscope.diagnosis.evidence.distances import minority
+from rankscope.diagnosis.evidence.issuedcollectives import (
     EQUAL_OUTPUTS,
     IssuedCollective,
     equal_by_offset,
@@ -32,9 +32,9 @@ from rankscope.diagnosis.issuedcollectives import (
     known_collectives,
     ranks_in_doubt,
 )
-from rankscope.diagnosis.lastcalls import ORDERLY
+from rankscope.diagnosis.evidence.lastcalls import ORDERLY
+from rankscope.diagnosis.evidence.stepview import StepView, step_view_of
 from rankscope.diagnosis.rules.collectives import facts_text
-from rankscope.diagnosis.stepview import StepView, step_view_of
 from rankscope.record.call import Mode
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase

@@ -15,8 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, CheckContext, candidate_at
-from rankscope.diagnosis.hangs import hangs_of, ranks_left_open, without_recent
-from rankscope.diagnosis.lastcalls import (
+from rankscope.diagnosis.evidence.lastcalls import (
     CONNECTION_ENDED,
     MOST_LISTED,
     PEER_LOST,
@@ -24,7 +23,8 @@ from rankscope.diagnosis.lastcalls import (
     last_calls,
     last_words,
 )
-from rankscope.diagnosis.stepview import CallView, StepView
+from rankscope.diagnosis.evidence.stepview import CallView, StepView
+from rankscope.diagnosis.rules.hangs import hangs_of, ranks_left_open, without_recent
 from rankscope.errors import TraceError
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase

@@ -26,15 +26,15 @@ import numpy as np
 
 from rankscope.diagnosis.causeorder import Join
 from rankscope.diagnosis.context import CheckContext, JudgedStep
-from rankscope.diagnosis.issuedcollectives import (
+from rankscope.diagnosis.evidence.issuedcollectives import (
     IssuedCollective,
     equal_by_offset,
     fits_shifted,
     issues_of,
     known_collectives,
 )
+from rankscope.diagnosis.evidence.stepview import SlotValues, StepView
 from rankscope.diagnosis.rules.stages import StageLink, stage_edges
-from rankscope.diagnosis.stepview import SlotValues, StepView
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 

@@ -30,7 +30,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from rankscope.diagnosis.stepview import Array, SlotValues, StepView, sibling_path
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, sibling_path
 from rankscope.layout.infer import AxisName, is_fsdp_axis, lines_along, named_as
 from rankscope.layout.layoutfile import LayoutFile, described_as
 from rankscope.layout.marks import FSDP1_AXIS

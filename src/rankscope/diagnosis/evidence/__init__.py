@@ -1,0 +1,1 @@
+"""What a trace shows, computed from its steps alone: rules judge it and read nothing else."""
