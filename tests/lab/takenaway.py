@@ -29,8 +29,8 @@ from unittest import mock
 import numpy as np
 
 import rankscope.diagnosis.check as check_module
-from rankscope.diagnosis.evidence import matchedcollectives
 from rankscope.diagnosis.check import check
+from rankscope.diagnosis.evidence import matchedcollectives
 from rankscope.diagnosis.evidence.stepview import CallView, SlotValues, StepView, step_view_of
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode

@@ -116,7 +116,6 @@ def _view(step: Step, context: CheckContext) -> JudgedStep:
 
 
 def _of_the_end(trace: Trace, steps: Sequence[Step], context: CheckContext) -> Iterable[Candidate]:
-    """Return what the last incarnation of a job that did not end in order shows."""
     behind = {rank for rank, how in ends_of(trace).items() if how not in ORDERLY}
     if not behind or not steps:
         return ()
@@ -162,8 +161,7 @@ def _judged(step_view: JudgedStep) -> list[Candidate]:
 
 
 def _settled(candidates: Sequence[Candidate], context: CheckContext) -> Iterator[Candidate]:
-    """Yield the candidates; of those that are faults only where every step has one, else the one
-    warning that they are."""
+    """Yield the candidates, with one warning for what would be a fault only if all steps had it."""
     steps: dict[tuple[int, str], set[int]] = {}
     for candidate in candidates:
         if candidate.unless_always:
@@ -208,7 +206,6 @@ def _remember(step_view: JudgedStep, found: Sequence[Candidate]) -> None:
 
 
 def _remember_starts(step_view: JudgedStep) -> None:
-    """Keep which parameters that differed at setup no step has decided on."""
     history = step_view.life
     if history.setup is None or not any(True for _ in step_view.of(Phase.GRADS)):
         return

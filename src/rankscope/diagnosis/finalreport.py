@@ -94,10 +94,7 @@ def _lacks(trace: Trace, coverage: Coverage, unmatched: Sequence[str]) -> str:
 
 
 def _distinct(candidates: Any) -> list[Candidate]:
-    """Return the candidates without those that say of one place again what another does.
-
-    A crash says that of its own ranks alone: many ranks may crash at one place, each by itself.
-    """
+    """Leave out what repeats another of its place. Ranks crash at one place each by itself."""
     kept: dict[Any, Candidate] = {}
     for s in candidates:
         key = (s.where, s.ranks if s.kind is Kind.CRASH else ())

@@ -52,10 +52,9 @@ class ProposedEntry:
     """One `[[layout]]` of the proposal."""
 
     path: str
-    """A glob that matches the modules alike and nothing below them."""
+    """A glob that matches these modules and nothing below them."""
     slot: str
     placements: Mapping[str, Placement]
-    """By axis."""
     reasons: tuple[str, ...]
     """Why, one for each axis."""
 
@@ -69,17 +68,14 @@ class LayoutProposal:
     axis_reasons: tuple[str, ...]
     entries: tuple[ProposedEntry, ...]
     undecided: int
-    """Slots of several ranks of which nothing could be proposed."""
+    """Slots of several ranks without a proposal."""
     lacks: str
-    """Why the trace does not show a whole run, "" where it does."""
+    """Why the trace shows no whole run; "" where it does."""
 
 
 def propose_layout(trace: Trace) -> LayoutProposal:
-    """Return a layout file that the run itself suggests, for values that no DTensor describes.
-
-    Args:
-        trace: an open trace of two ranks or more; one rank holds everything whole.
-    """
+    """Return a layout file that the run itself suggests, for values that no DTensor describes. One
+    rank holds everything whole: the trace needs two or more."""
     mesh = _mesh(int(trace.run["world_size"]), trace.run.get("groups", ()))
     records = LayoutRecords({axis: lines_along(mesh, [axis]) for axis in mesh.axes})
     for step in [*trace.setup, *trace.steps]:
@@ -101,8 +97,7 @@ def propose_layout(trace: Trace) -> LayoutProposal:
 
 
 def _mesh(world_size: int, groups: Iterable[Mapping[str, Any]]) -> Mesh:
-    """Return axes that the job's process groups run along, the last one over neighbours; one axis
-    over all ranks where they make no grid."""
+    """Return axes along which process groups run, the last one over neighbours; one for no grid."""
     steps: dict[int, set[int]] = {}
     for group in groups:
         members = sorted(map(int, group["members"]))
@@ -154,8 +149,7 @@ def _names(placed: _Placing) -> dict[str, tuple[str, str]]:
 
 
 def _of_mesh(records: LayoutRecords, axis: str) -> tuple[str, str] | None:
-    """Return what the mesh that tensors lie on says of an axis: its name there, else what DTensor
-    parameters that are cut along it are for; None where there is no such mesh."""
+    """Return the name of an axis by the mesh of tensors or by DTensors cut along it, and why."""
     known = records.mesh_axis(axis)
     if known is None:
         return None
@@ -225,9 +219,9 @@ class _Placing(Proof):
                 self.say(ends[1], axis, Said(cut(shorter[0]), why))
 
     def read_axis(self, axis: str) -> None:
-        """Say how the root's tokens are cut along an axis, where something shows it: positions that
-        are cut too, positions that are not, or ranks that exchange no activations. Where no weight
-        is cut along it, everything that begins with the dims of the tokens is cut like them."""
+        """Say how the root's tokens are cut along an axis: positions that are cut too show it,
+        positions that are not, or ranks that exchange no activations. Where no weight is cut along
+        it, all that begins with the dims of the tokens is cut alike."""
         root = self.key("", "input")
         shape = self.shown.shape(root) if root else ()
         facts = self.shown.facts.get((root, axis)) if root else None
@@ -303,15 +297,13 @@ def _pattern(path: str) -> str:
 
 
 class LayoutRecords(RecordedValues):
-    """Gathered step by step; what all calls of a path hold in a slot counts as one value, and
-    a gradient as what it is the gradient of."""
+    """Gathered over steps. All calls of a path count as one value, a gradient as what it is of."""
 
     def __init__(self, lines: Mapping[str, Sequence[tuple[int, ...]]]) -> None:
         super().__init__(lines, attrgetter("path"))
         self.integers: set[SlotKey] = set()
         self.runs: dict[tuple[SlotKey, str], int] = {}
-        """Positions that are whole numbers, consecutive over the ranks along an axis: how many one
-        rank has. They are the only integers of one dim that follow each other like that."""
+        """How many positions (whole numbers that run on from rank to rank) one rank has."""
         self.meshes: dict[str, tuple[Mesh, ...]] = {}
         """{kind of mesh: the meshes of it that tensors lie on}"""
         self.on_mesh: dict[tuple[str, str], list[Placement]] = {}
@@ -341,8 +333,7 @@ class LayoutRecords(RecordedValues):
                     self._note(call, described_as(slot), values)
 
     def mesh_axis(self, axis: str) -> tuple[str, str] | None:
-        """Return the kind of mesh and the name of its axis that runs over the same ranks as one of
-        `lines`; None where tensors lie on no such mesh."""
+        """Return (kind of mesh, name) of the tensors' axis over the same ranks."""
         for kind, meshes in self.meshes.items():
             for name in meshes[0].axes:
                 if self.axis_of(meshes, name) == axis:

@@ -82,16 +82,14 @@ _FOLLOWS: Final = frozenset(Phase) - {Phase.SETUP, Phase.COLLECTIVE}
 
 
 def note_unreduced(step_view: JudgedStep) -> None:
-    """Keep what a step shows of ranks that train apart or step other models, and of reductions
-    behind the gradients' reading. Call it before the step's parameters are remembered."""
+    """Keep what tells right differences from faults. Call it before parameters are remembered."""
     _note_stepped_models(step_view)
     _note_averaging(step_view)
     _note_updates(step_view)
 
 
 def without_unreduced(candidates: Iterable[Candidate], context: CheckContext) -> list[Candidate]:
-    """Return the candidates but for what such programs do, with one warning for steps in
-    `no_sync()`."""
+    """Leave out what such programs do, with one warning for steps in `no_sync()`."""
     left: list[Candidate] = []
     for candidate in candidates:
         incarnation = context.incarnation(candidate.incarnation)
@@ -110,7 +108,6 @@ def without_unreduced(candidates: Iterable[Candidate], context: CheckContext) ->
 
 
 def _note_averaging(step_view: JudgedStep) -> None:
-    """Keep whether ranks trained apart in this step, and whether they averaged their parameters."""
     incarnation = step_view.life
     events: dict[int, bool] = {}
     for values in step_view.values(Phase.GRADS):
@@ -149,7 +146,7 @@ def _left(values: SlotValues, incarnation: IncarnationState) -> Left:
 
 
 def _flat(held: list[SlotValues]) -> Iterator[Left]:
-    """Yield all parameters of a root in one flat tensor, and those alone that differ."""
+    """Yield all parameters of a root as one flat tensor, and those that differ as one."""
     unlike = [values for values in held if values.agree(values.ranks) is False]
     for own in (held, unlike):
         if own and all(np.array_equal(each.ranks, own[0].ranks) for each in own):
@@ -179,23 +176,21 @@ def _is_average(step_view: StepView, left: list[Left]) -> bool:
 
 
 def _left_of(left: list[Left]) -> tuple[int, set[int]]:
-    """Return how many elements were left different, and on which ranks; flat tensors hold what
-    stands beside them."""
+    """Return elements left different, and ranks; flat tensors repeat what stands beside them."""
     alone = [part for part in left if part.sketches is not None]
     ranks = {rank for part in alone for rank in part.ranks.tolist()}
     return sum(int(part.counts[0]) for part in alone), ranks
 
 
 def _exchanged(issue: IssuedCollective) -> SlotValues | None:
-    """Return what may carry parameters to other ranks: also what is issued by an unknown op."""
+    """Return what may carry parameters to other ranks; an unknown op may."""
     is_exchange = issue.op in _EXCHANGED or issue.op not in OPS
     return issue.call.slots.get("input.0") if is_exchange else None
 
 
 def _is_of(values: SlotValues, part: Left) -> bool:
-    """True where the input of a collective is, on each of its ranks, a parameter of this size and
-    norm, or its share of a weighted mean, or lies as far from those of other ranks as the parameter
-    does."""
+    """True where a collective's input is on each rank a parameter of this size and norm, its share
+    of a weighted mean, or as far from other ranks' as the parameter."""
     places = positions(part.ranks, values.ranks)
     if (places < 0).any() or (part.counts[places] != values.counts).any():
         return False
@@ -215,8 +210,8 @@ def _is_of(values: SlotValues, part: Left) -> bool:
 
 
 def _note_alone(step_view: StepView, incarnation: IncarnationState) -> None:
-    """Keep which ranks handed most of what was left different to others in a step in which not all
-    of them did. Once all have, each in a step of its own, they averaged their parameters."""
+    """Keep the ranks that handed most of what was left different to others. Once all have, each in
+    a step of its own, they averaged their parameters."""
     if incarnation.unlike:
         incarnation.left.append(incarnation.unlike)
     if not incarnation.left:
@@ -242,8 +237,8 @@ def _note_alone(step_view: StepView, incarnation: IncarnationState) -> None:
 
 
 def _is_own(values: SlotValues, rank: int, incarnation: IncarnationState) -> bool:
-    """True where what a rank hands over is a parameter as one of its last steps left it, its share
-    of a weighted mean, or how far it is from where all ranks began."""
+    """True where a rank hands over a parameter as a step left it, its share of a weighted mean, or
+    how far it is from where all began."""
     place = values.at(np.array([rank]))[0]
     count, norm = int(values.counts[place]), float(values.column("l2")[place])
     given = values.column("sketch")[place]
@@ -276,7 +271,6 @@ def _between(sketches: Array) -> Array:
 
 
 def _of_training_apart(candidate: Candidate, incarnation: IncarnationState) -> Candidate | str:
-    """Return a candidate, or what to say where it differs because ranks train apart."""
     if not _is_apart(candidate, incarnation):
         return candidate
     if incarnation.averages:
@@ -304,7 +298,7 @@ def _is_apart(candidate: Candidate, incarnation: IncarnationState) -> bool:
 
 
 def _note_updates(step_view: JudgedStep) -> None:
-    """Keep what became of the parameters of a step in which no gradient agreed, and of the next: a
+    """Keep what became of parameters whose gradients did not agree, in that step and the next: a
     sharded optimizer may hand its part round behind its step."""
     incarnation = step_view.life
     if not incarnation.apart or step_view.step > max(incarnation.apart) + 1:
@@ -320,7 +314,6 @@ def _note_updates(step_view: JudgedStep) -> None:
 
 
 def _of_late_reductions(candidate: Candidate, incarnation: IncarnationState) -> Candidate | str:
-    """Return a candidate, or what to say where a gradient was reduced behind its reading."""
     if candidate.kind is Kind.GRADIENT and candidate.step in incarnation.reduced_early:
         return dataclasses.replace(candidate, advice=_TOO_EARLY)
     updates = incarnation.updates.get((candidate.path, candidate.slot.partition(":")[2]), {})
@@ -343,8 +336,7 @@ def _of_late_reductions(candidate: Candidate, incarnation: IncarnationState) -> 
 
 
 def _with_one_warning(listed: list[Candidate]) -> Iterator[Candidate]:
-    """Yield the candidates, with one warning in place of all that comes of steps in `no_sync()`, or
-    of a trace that may lie between two averages."""
+    """Put one warning in place of all that comes of steps in `no_sync()`, or of late traces."""
     first: dict[int, Candidate] = {}
     for candidate in listed:
         if _is_held_back(candidate):
@@ -363,7 +355,7 @@ def _with_one_warning(listed: list[Candidate]) -> Iterator[Candidate]:
             where = "in every traced step" if is_late else "inside no_sync()"
             yield dataclasses.replace(
                 began,
-                message=f"{ranks_named(began.members.tolist())} step {where}, each with "
+                message=f"{ranks_named(began.members)} step {where}, each with "
                 "gradients of their own data, and no traced step averages their parameters; what "
                 "differs between these ranks from here on follows from that",
                 advice=_BEGINS_LATE if is_late else _ADVICE,
@@ -394,7 +386,6 @@ _OF_ONE_RANK = frozenset({Kind.NONFINITE, Kind.RECOMPUTE})
 
 
 def _note_stepped_models(step_view: JudgedStep) -> None:
-    """Keep which ranks stepped which models in this step, and whether all stepped the same."""
     stepped: dict[str, set[int]] = {}
     for call in step_view.of(Phase.GRADS):
         if call.parent is None:
@@ -409,7 +400,6 @@ def _note_stepped_models(step_view: JudgedStep) -> None:
 
 
 def _of_uneven_steps(candidate: Candidate, incarnation: IncarnationState) -> Candidate | str:
-    """Return a candidate, or what to say where up to its step members stepped different models."""
     members = set(candidate.members.tolist())
     for step, stepped in incarnation.uneven.items() if candidate.kind not in _OF_ONE_RANK else ():
         if step > candidate.step and not incarnation.begins_late:

@@ -31,8 +31,8 @@ def rounding_of(dtype: str) -> float:
 
 
 def distance(values: SlotValues, places: Array) -> float:
-    """Return the largest relative L2 distance between the first of these values and the others,
-    estimated from sketches; inf where they differ in what is not finite."""
+    """Return the largest relative L2 distance of these values from the first, by their sketches;
+    inf where they differ in what is not finite."""
     special = ("count", *NONFINITE)
     if any((values.column(n)[places] != values.column(n)[places[0]]).any() for n in special):
         return float("inf")
@@ -42,8 +42,7 @@ def distance(values: SlotValues, places: Array) -> float:
 
 
 def is_multiple(values: SlotValues, places: Array) -> bool:
-    """True where the values are multiples of the longest of them, within rounding. Of single
-    elements, which always are, nothing is said."""
+    """True where all values of two elements or more are multiples of the longest, rounded."""
     if int(values.counts[places].min()) < 2:
         return False
     sketches, norms = values.column("sketch")[places], values.column("l2")[places]
@@ -58,8 +57,7 @@ def is_multiple(values: SlotValues, places: Array) -> bool:
 
 
 def minority(ranks: Array, keys: Array) -> Array:
-    """Return the ranks that hold something else than a strict majority does; all of them where
-    there is no such majority."""
+    """Return the ranks that hold something else than a strict majority; all where none is one."""
     kinds, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
     most = int(counts.argmax())
     if len(kinds) > 1 and 2 * counts[most] > len(ranks):
@@ -76,9 +74,7 @@ def sides(values: SlotValues, ranks: Array) -> list[dict[str, Any]]:
     listed: list[dict[str, Any]] = []
     for number in dict.fromkeys(hashes.tolist()):
         same = places[hashes == number]
-        listed.append(
-            {"ranks": ranks_text(values.ranks[same].tolist()), **_numbers(values, same[0])}
-        )
+        listed.append({"ranks": ranks_text(values.ranks[same]), **_numbers(values, same[0])})
         if len(listed) == _MOST_SIDES:
             break
     return listed

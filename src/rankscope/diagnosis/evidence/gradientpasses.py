@@ -24,7 +24,7 @@ _FOREIGN: Final = int(ValueFlag.UNHELD | ValueFlag.SKIPPED)
 """Nobody stepped with such a gradient, or nobody knows who did."""
 _RESTARTED: Final = int(ValueFlag.RESTARTED)
 _NOTHING: Final = 1e-5
-"""Of the longest: what is shorter says nothing."""
+"""Beside the longest: what is shorter says nothing."""
 _FEWEST_EQUATIONS: Final = 4
 """For each unknown."""
 _WORST: Final = 1e-3
@@ -50,8 +50,8 @@ class TakenGradient:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """What a gradient is made of: of every worth so much of the mean over ranks, and so much of
-    what the rank itself has more than that."""
+    """What a gradient is made of, for every worth: so much of the mean over ranks, and so much of
+    what the rank itself has beyond that."""
 
     shared: tuple[float, ...]
     own: tuple[float | None, ...]
@@ -114,7 +114,6 @@ def taken_gradients(step_view: StepView) -> Iterator[list[TakenGradient]]:
 
 
 def _is_between(left: SlotValues, earlier: SlotValues | None, taken: SlotValues) -> bool:
-    """True where a pass came behind the optimizer step before, and before this one."""
     rank = left.ranks[:1]
     now = left.call.times(rank)[0]
     if rank[0] not in taken.ranks or now > taken.call.times(rank)[0]:
@@ -125,8 +124,7 @@ def _is_between(left: SlotValues, earlier: SlotValues | None, taken: SlotValues)
 
 
 def gathered_apart(event: Sequence[TakenGradient]) -> list[TakenGradient]:
-    """Return those gradients of one optimizer step that were wiped between passes on all of their
-    ranks, equally often."""
+    """Return gradients of one optimizer step that were wiped equally often on all their ranks."""
     groups: dict[tuple[int, bytes], list[TakenGradient]] = {}
     for each in event:
         worths = each.worths
@@ -143,8 +141,8 @@ def _is_usable(values: SlotValues, ranks: Array) -> bool:
 
 
 def mixture_of(gradients: Sequence[TakenGradient], lines: Sequence[Array]) -> Mixture | None:
-    """Return what the gradients that an optimizer took are made of, as `gathered_apart` returns
-    them; None where it is nothing that is known here. `lines` are ranks that may have averaged."""
+    """Return what the gradients of `gathered_apart` are made of; None where that is not known.
+    `lines` are ranks that may have averaged."""
     values = gradients[0].values
     ranks = values.ranks
     taken = _stacked([each.values for each in gradients])
@@ -171,7 +169,7 @@ def mixture_of(gradients: Sequence[TakenGradient], lines: Sequence[Array]) -> Mi
 
 
 def _stacked(values: Sequence[SlotValues]) -> Array:
-    """Return [ranks, numbers]: the sketches of these values behind each other."""
+    """Return [ranks, numbers]: the sketches side by side."""
     return np.concatenate([each.column("sketch") for each in values], axis=1)
 
 
@@ -184,8 +182,7 @@ def _means(worth: Array, ranks: Array, groups: Sequence[Array]) -> Array:
 
 
 def _solved(columns: Sequence[Array], taken: Array, allowed: float) -> list[float] | None:
-    """Return the factors with which these add up to what was taken, 0 for what is nothing; None
-    where they do not, or where they cannot be told apart."""
+    """Return the factors with which these add up to `taken`; None where none do, or several."""
     sizes = np.array([np.linalg.norm(each) for each in columns])
     used = np.flatnonzero(sizes > _NOTHING * sizes.max(initial=0.0))
     size = float(np.linalg.norm(taken))

@@ -29,11 +29,9 @@ class IssuedCollective:
     facts: Mapping[str, Any]
     """`collective` of docs/trace-format.md."""
     op: str
-    """torch.distributed's word."""
     group: str
-    """Name of the process group."""
     members: tuple[int, ...]
-    """Of the group, in its own order, as these ranks mean it."""
+    """In the group's own order, as these ranks mean it."""
     sequence: int
     """Which of its group in the step; a message: of its channel since `since`."""
 
@@ -75,15 +73,13 @@ def known_collectives(step_view: StepView) -> Iterator[IssuedCollective]:
 
 
 def ranks_in_doubt(step_view: StepView) -> set[int]:
-    """Return the ranks that issued what lacks a fact: it may be one more of any of their groups, so
-    the numbers of the others say nothing."""
+    """Return the ranks that issued what lacks a fact: it may be one more of any group."""
     found = (each.ranks.tolist() for each in issues_of(step_view) if each.lacks)
     return {rank for ranks in found for rank in ranks}
 
 
 def issues_in(call: CallView) -> Iterator[IssuedCollective]:
-    """Yield what ranks issued in one call: nothing where it is no collective's, several where ranks
-    differ in it."""
+    """Yield what ranks issued in one call: none of other calls, several where ranks differ."""
     issued = call.node.collectives
     for text, facts in issued:
         ranks = call.ranks if len(issued) == 1 else np.array(parse_ranks(text), np.int64)
@@ -110,12 +106,7 @@ def issued_by_rank(issues: Iterable[IssuedCollective]) -> dict[int, list[IssuedC
 def equal_by_offset(
     one: Mapping[int, tuple[int, bool] | None], other: Mapping[int, tuple[int, bool] | None]
 ) -> dict[int, int]:
-    """Return {offset of their numbers: how many values are equal at it}, where any is.
-
-    Args:
-        one: {number: a value; None where it is not known}
-        other: the same of another rank.
-    """
+    """Return {offset of numbers: how many values are equal at it}; None is an unknown value."""
     there: dict[tuple[int, bool] | None, list[int]] = {}
     for number, value in one.items():
         there.setdefault(value, []).append(number)
@@ -124,6 +115,5 @@ def equal_by_offset(
 
 
 def fits_shifted(fits: Mapping[int, int]) -> bool:
-    """True where more values are equal at some offset, as `equal_by_offset` gives them, than
-    without one: then the numbers are wrong, not the values."""
+    """True where more values are equal at some offset than without one: numbers are wrong."""
     return any(count > fits.get(0, 0) for count in fits.values())

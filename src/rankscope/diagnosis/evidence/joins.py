@@ -45,8 +45,7 @@ _TO_ONE: Final = {"reduce", "gather", "gather_into_tensor"}
 def joins_of(
     step_view: JudgedStep, is_one: Callable[[StepView, IssuedCollective], bool]
 ) -> Iterator[Join]:
-    """Yield the joints of one step, but for its messages; `is_one` says of what ranks issued in it
-    whether it is one collective."""
+    """Yield the joints of one step but for messages; `is_one` says what is one collective."""
     for issue in known_collectives(step_view):
         if len(issue.ranks) > 1 and is_one(step_view, issue):
             yield _collective(issue)
@@ -114,13 +113,11 @@ class _MessageEnd(NamedTuple):
     """A send or a recv of one rank."""
 
     step: int
-    """Which of the steps of the trace it was recorded in."""
     call_id: str
-    """Of its node in the tree."""
     time_ns: int
     """When a send began, when a recv ended."""
     value: tuple[int, bool] | None
-    """Hash, and whether it was computed on an accelerator; None where that is not known."""
+    """As `SlotValues.told` has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +148,7 @@ class Messages:
     """(incarnation, point, group, rank) that received from anybody: whose send that took is not
     known, so no later one is either."""
     _doubtful: set[tuple[int, int]] = field(default_factory=set)
-    """(incarnation, rank) that sent or received what may have been of any channel."""
+    """(incarnation, rank) that sent or received on an unknown channel."""
 
     def note(self, step_view: JudgedStep, step: int) -> None:
         """Keep the messages of one step."""

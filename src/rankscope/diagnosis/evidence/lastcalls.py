@@ -27,7 +27,6 @@ CONNECTION_ENDED: Final = re.compile(
 )
 """What it says where the peer's process has ended, and did not only fail to come."""
 MOST_LISTED: Final = 16
-"""Ranks that the evidence of one finding lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +35,6 @@ class LastCall:
 
     step_view: StepView
     call: CallView
-    """The call it entered last."""
     innermost: CallView | None
     """The innermost call that it did not leave; None where it left all."""
     time_ns: int

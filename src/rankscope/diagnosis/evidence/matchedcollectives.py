@@ -48,7 +48,7 @@ _Owners = dict[tuple[Any, ...], dict[_Group, int]]
 """{`Candidate.where`: {group that issued something there: which of the steps it was in}}"""
 _WAITS_FOR_ALL: Final = frozenset({"all_reduce", "all_gather", "all_gather_into_tensor"})
 _MOST_ENDS: Final = 1_000_000
-"""Collectives of one rank that are numbered; a longer line is not known."""
+"""Of one rank; a longer line is not known."""
 _PAIRS: Final = 16
 """Pairs of neighbouring ranks whose outputs are held to each other."""
 
@@ -59,14 +59,13 @@ class _OwnCall(NamedTuple):
     time_ns: int
     sequence: int
     number: int
-    """Which of the steps of the trace it was recorded in."""
+    """Of the step in the trace."""
     call_id: str
     facts: str
     counted: tuple[str, int]
     """Kind of device, and which of the group's it was there by torch's count: 0 if not known."""
     value: tuple[int, bool] | None
-    """What it gave, where that is the same on all ranks: hash, and whether it was computed on an
-    accelerator."""
+    """What it gave, where that is the same on all ranks, as `SlotValues.told` has it."""
 
 
 @dataclass(slots=True)
@@ -77,7 +76,7 @@ class _Met:
     passed: dict[int, int] = field(default_factory=dict)
     """{rank: the first step in which it ran and issued none of what others issued}"""
     torn: int | None = None
-    """The first step in which a rank had left what others had not yet come to: it is not one."""
+    """The first step in which a rank had left what others had not yet come to."""
     miscounted: int | None = None
     """The first step in which ranks had issued unlike many before."""
 
@@ -133,19 +132,10 @@ class MatchedCollectives:
                 met.passed.setdefault(rank, number)
 
     def judged(
-        self,
-        candidates: list[Candidate],
-        steps: Sequence[Step],
-        ends: Mapping[int, str],
+        self, candidates: list[Candidate], steps: Sequence[Step], ends: Mapping[int, str]
     ) -> list[Candidate]:
-        """Return the candidates but for those that hold collectives to each other that are not one,
-        with one for the first that is not one over the run.
-
-        Args:
-            candidates: of single steps.
-            steps: all of the trace; each is read again, and none is kept.
-            ends: {rank: how its last stream ends}
-        """
+        """Return the candidates but for those of collectives that are not one, with one for the
+        first that is not one over the run. Each of the `steps` is read again, and none is kept."""
         final = max((incarnation for incarnation, _ in self._last), default=0)
         unlike = [group for group in self._groups if self._is_unlike(group, ends, final)]
         if not unlike:
@@ -160,16 +150,14 @@ class MatchedCollectives:
         return [c for c in candidates if self._is_left(c, owners)] + found
 
     def is_one(self, number: int, step_view: StepView, issue: IssuedCollective) -> bool:
-        """True where what ranks issued in one step is one collective, as far as that is known. Ask
-        once `judged` was asked; `number` is which of the steps of the trace it is."""
+        """True where an issue is one collective in step `number` of the trace. Ask after `judged`."""
         group = _group_of(step_view, issue)
         return self._are_level(group, number, issue.ranks.tolist())
 
     def _is_unlike(self, group: _Group, ends: Mapping[int, str], final: int) -> bool:
-        """True where a rank passed by a step of others, and not because it ended there. Where steps
-        are missing, counts that differ may say the same, and so do calls of one step that nobody
-        can have waited for in common, if all ranks ended by themselves: none of them waits for a
-        collective that one left out."""
+        """True where a rank passed by a step of others before its end. Where steps are missing,
+        differing counts may say the same, and so may calls that nobody can have waited for in
+        common, if all ranks ended by themselves."""
         incarnation, met = group[0], self._groups[group]
         if self._is_doubtful(group) or any(
             rank in met.came
@@ -242,10 +230,7 @@ class MatchedCollectives:
         self._apart[group] = first
 
     def _counted_group(
-        self,
-        group: _Group,
-        lines: dict[int, list[_OwnCall]],
-        steps: Sequence[Step],
+        self, group: _Group, lines: dict[int, list[_OwnCall]], steps: Sequence[Step]
     ) -> Iterator[Candidate]:
         """The same by torch's count, where that is known and fits what collectives gave."""
         by_count = _by(lines, lambda end: end.counted)
@@ -296,9 +281,8 @@ def _group_of(step_view: StepView, issue: IssuedCollective) -> _Group:
 
 
 def _is_torn(issue: IssuedCollective, context: CheckContext) -> bool:
-    """True where ranks of one host issued a collective that gives each what all gave, and one had
-    left it before another came. Asked of values on the CPU alone: elsewhere a call may return
-    before the others have come."""
+    """True where a rank left a collective before another one of its host came. Asked of values on
+    the CPU alone: elsewhere a call may return before the others come."""
     if issue.op not in _WAITS_FOR_ALL or issue.facts.get("async") or issue.facts.get("object"):
         return False
     given = issue.call.slots.get("input.0")
@@ -360,8 +344,7 @@ def _lines(
 
 
 def _device_of(issue: IssuedCollective) -> str:
-    """Return the kind of device a collective is of: a group may have a backend for each, and each
-    backend counts its own."""
+    """A group may have a backend for each kind of device, and each backend counts its own."""
     values = issue.call.slots.get("input.0") or issue.call.slots.get("output.0")
     return values.views[0].device if values is not None and values.views else ""
 
@@ -411,10 +394,7 @@ def _first_mismatch(lines: Mapping[int, list[_OwnCall]]) -> int | None:
 
 
 def _candidate(
-    group: _Group,
-    wrong: int,
-    sides: Mapping[int, _OwnCall],
-    steps: Sequence[Step],
+    group: _Group, wrong: int, sides: Mapping[int, _OwnCall], steps: Sequence[Step]
 ) -> Candidate:
     """Return the candidate of a collective that is not one, in the last step that holds a side."""
     ranks = np.array(sorted(sides), np.int64)

@@ -51,11 +51,7 @@ _ROOT: Final = ""
 
 
 def recorded_evidence(settings: Mapping[str, str]) -> frozenset[Evidence]:
-    """Return what a job with these settings records.
-
-    Args:
-        settings: texts, as `run.settings` of a trace has them; defaults stand for what lacks.
-    """
+    """Return what a job with these settings (`run.settings` of a trace) records."""
     given = {name: settings.get(name) or default for name, default in _DEFAULTS.items()}
     phases = given["phases"].split(",")
     lacking = {Evidence[p.name] for p in Phase if given["phases"] != "all" and p.word not in phases}

@@ -41,7 +41,6 @@ from rankscope.record.phases import Phase
 
 
 _PLACED: Final = ("dtensor", "marked", "declared")
-"""Sources that stand in the trace itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,13 +147,8 @@ def clusters(values: SlotValues) -> tuple[Array, ...]:
 
 @np.errstate(over="ignore")
 def _equal_lines(held: Sequence[SlotValues], cut: Sequence[SlotValues]) -> tuple[Array, ...]:
-    """Return the groups of two ranks or more that hold the same of everything.
-
-    Args:
-        held: what is looked at.
-        cut: what is cut over ranks that are data-parallel in it: it proves that ranks belong
-            together, whatever it holds.
-    """
+    """Return the groups of two ranks or more that hold the same of everything. What is `cut` over
+    data-parallel ranks proves that they belong together, whatever it holds."""
     every = [values.ranks for values in (*held, *cut)]
     ranks = np.unique(np.concatenate([np.zeros(0, np.int64), *every]))
     prints, number = np.zeros(len(ranks), np.uint64), np.uint64(1)
@@ -198,7 +192,6 @@ class InferredReplicas:
         self._local_lines: tuple[Array, ...] = ()
         """As `_lines`, of the ranks' own pieces of DTensors too."""
         self._along: dict[str, dict[str, list[Placement]]] = {}
-        """{mesh: {axis: placements of its DTensors along it}}."""
         self._meshes: dict[str, tuple[Mesh, ...]] = {}
         self._placed: dict[str, tuple[Array, ...]] = {}
         """{path of a module that owns DTensors: the ranks of each of their meshes}."""
@@ -264,12 +257,9 @@ class InferredReplicas:
         return tuple(part for line in self._lines for part in self.by_part(line))
 
     def data_lines(self, layouts: Layouts) -> dict[str, tuple[Array, ...]]:
-        """Return {what says so: lines of ranks} of the axes along which batches should differ.
-
-        Such an axis is one that a layout file or a mesh of FSDP's parameters names so (dp, data,
-        fsdp ...), one along which FSDP cut every parameter, or all replicas of a DDP model or of
-        one whose parameters are marked as cut along other axes.
-        """
+        """Return {what says so: lines of ranks} of axes along which batches should differ: those
+        that a layout file or FSDP's mesh names so, those along which FSDP cut every parameter, and
+        the replicas of a DDP model or of one with marked parameters."""
         found: dict[str, tuple[Array, ...]] = {}
         declared = layouts.mesh
         if declared is not None:
@@ -303,8 +293,7 @@ class InferredReplicas:
         )
 
     def same(self, values: SlotValues, step_view: StepView) -> Same | None:
-        """Return which ranks' parameter or gradient should be equal though no layout says it; None
-        where nothing is known of it."""
+        """Return which ranks' parameter or gradient should be equal though no layout says it."""
         key = (values.call.path, values.slot.partition(":")[2])
         groups = self._equal.get(key)
         if values.source not in ("unknown", "dtensor", "marked") or not groups:
@@ -370,8 +359,7 @@ class InferredReplicas:
     def _is_proven(
         self, key: tuple[str, str], ranks: Array, values: SlotValues, step_view: StepView
     ) -> bool:
-        """True where something shows in this step, or showed before, that constants are replicas on
-        all of these ranks."""
+        """True where constants showed to be replicas on all of these ranks, now or before."""
         for proven in self._proven.get(key, ()):
             if len(proven) == len(ranks) and (proven == ranks).all():
                 return True
@@ -399,8 +387,7 @@ class InferredReplicas:
         )
 
     def _computed_as_one(self, path: str, group: Array, step_view: StepView) -> Iterator[Array]:
-        """Yield the ranks of a mesh on which a parameter is inside a module of DTensors that was
-        handed the same: of the innermost such module."""
+        """Yield the ranks of a mesh on which the innermost module of DTensors had one input."""
         outer = path
         while outer:
             outer = outer.rpartition(".")[0]
@@ -415,7 +402,6 @@ class InferredReplicas:
                 return
 
     def _siblings_agree(self, values: SlotValues, step_view: StepView, ranks: Array) -> bool:
-        """True where the gradient of this parameter, or of a sibling's, agrees on these ranks."""
         if values.call.phase is not Phase.GRADS:
             return False
         family = step_view.gradient_families.get((sibling_path(values.call.path), values.slot), ())
@@ -445,8 +431,7 @@ def _parts(feeds: Collection[tuple[RootPlace, RootPlace]]) -> dict[int, _Part]:
 
 
 def is_handed_the_same(step_view: StepView, path: str, ranks: Array) -> bool:
-    """True where a module got the same inputs, and the same gradients of its outputs, on all of
-    these ranks in every call of a step."""
+    """True where a module got the same inputs and gradients of its outputs on these ranks."""
     handed = step_view.handed(path)
     phases = {values.call.phase for values in handed}
     return len(phases) == 2 and all(values.agree(ranks) for values in handed)

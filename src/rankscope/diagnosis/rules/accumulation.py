@@ -38,10 +38,7 @@ import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep, candidate_at
 from rankscope.diagnosis.evidence.distances import minority, rounding_of
-from rankscope.diagnosis.evidence.gradientpasses import (
-    Mixture,
-    TakenGradient,
-)
+from rankscope.diagnosis.evidence.gradientpasses import Mixture, TakenGradient
 from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
@@ -55,8 +52,7 @@ _NO_SYNC: Final = int(ValueFlag.NO_SYNC)
 _RESTARTED, _SAME_LINES = int(ValueFlag.RESTARTED), int(ValueFlag.SAME_LINES)
 _MOST_NAMED: Final = 256
 _UNSURE: Final = 0.8
-"""Of the largest gradient that a logit can have in a mean of cross entropies: some sample of a
-batch is guessed worse than that."""
+"""Of the largest gradient that a logit can have: some sample of a batch is guessed worse."""
 _EVEN: Final = 1e-3
 """Relative: the gradients of a sample's logits add up to 0."""
 _ADVICE: Final = (
@@ -72,9 +68,7 @@ _WARNING: Final = (
 
 
 def lost_micro_batches(step_view: JudgedStep) -> Iterator[Candidate]:
-    """Yield a candidate for optimizer steps that lack what earlier micro-batches left: a warning
-    where nothing shows that these were meant to be one batch.
-    """
+    """Yield a candidate for optimizer steps that lack what earlier micro-batches left."""
     events = {id(call.top) for call in step_view.of(Phase.GRADS)}
     for gradients, mixture in step_view.mixtures:
         ranks = gradients[0].values.ranks
@@ -115,8 +109,7 @@ def _are_batches_of_their_own(forwards: Sequence[CallView], ranks: Array) -> boo
 
 
 def _is_held_back(gradients: Sequence[TakenGradient], mixture: Mixture) -> bool:
-    """True where what was lost was not to be reduced, what came last was, and one place of the
-    program ran all these passes."""
+    """True where one place of the program ran all passes, and only the last was to be reduced."""
     worths = gradients[0].worths
     lost = [bool((worths[number].flags & _NO_SYNC).all()) for number in mixture.lost]
     again = [each.flags for each in gradients[0].passes if (each.flags & _RESTARTED).any()]
@@ -147,12 +140,9 @@ def _is_near(numbers: Array, wanted: float, dtype: str) -> bool:
 
 
 def _are_small_logits(gradients: Sequence[SlotValues], count: int) -> bool:
-    """True where gradients of logits are those of mean cross entropies divided by `count`.
-
-    The gradient of a logit is its probability, less 1 for the right one, over the number of
-    samples: the gradients of a sample add up to 0, and none is below minus one over the number of
-    samples.
-    """
+    """True where gradients of logits are those of mean cross entropies divided by `count`: over the
+    number of samples, a probability, less 1 for the right logit. So those of a sample add up to 0,
+    and none is below -1 over the number of samples."""
     largest = []
     for values in gradients:
         shapes = {fold.shape for view in values.views for fold in view.pieces}
@@ -179,7 +169,7 @@ def _lost_candidate(
         first,
         Kind.SCALE,
         ranks,
-        f"{ranks_named(ranks.tolist())} stepped without the gradients of earlier micro-batches: "
+        f"{ranks_named(ranks)} stepped without the gradients of earlier micro-batches: "
         f"they were gone when backward pass {' and pass '.join(began)} of {ends[-1]} of this step "
         "began" + (f" (this gradient and {others} others)" if others else ""),
         advice=_ADVICE,
@@ -201,7 +191,7 @@ def _name(gradient: SlotValues) -> str:
 
 
 def _norm(values: Sequence[SlotValues]) -> float:
-    """Return the norm of all these on their lowest rank."""
+    """On their lowest rank."""
     return float(np.sqrt(sum(float(each.column("l2")[0]) ** 2 for each in values)))
 
 
@@ -235,14 +225,14 @@ def carried_gradients(step_view: JudgedStep) -> Iterator[Candidate]:
         blamed,
         blamed,
         first.times(blamed) - 2,  # before gradients are reduced: see diagnosis/evidence/joins.py
-        f"backward began with the gradients of the step before on {ranks_named(own.tolist())}, and "
-        f"without on {ranks_named(others.tolist())}: they were added to this step's",
+        f"backward began with the gradients of the step before on {ranks_named(own)}, and "
+        f"without on {ranks_named(others)}: they were added to this step's",
         advice="zero_grad was not called on every one of these ranks between the two backward "
         "passes: look for a condition around it that depends on the rank, or for a parameter group "
         "that one rank's optimizer lacks.",
         evidence=lambda: {
-            "carried_by": ranks_text(own.tolist()),
-            "not_by": ranks_text(others.tolist()),
+            "carried_by": ranks_text(own),
+            "not_by": ranks_text(others),
             "gradients": len(shared),
         },
         weight=len(shared),

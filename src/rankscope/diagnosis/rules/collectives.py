@@ -82,8 +82,7 @@ def _group_candidate(step_view: StepView, issues: list[IssuedCollective]) -> Can
     if len(blamed) == len(ranks):
         blamed = members
     listed = "; ".join(
-        f"{ranks_named(i.ranks.tolist())} mean {list(i.members)} by group {i.group}"
-        for i in together
+        f"{ranks_named(i.ranks)} mean {list(i.members)} by group {i.group}" for i in together
     )
     return candidate_at(
         step_view,
@@ -96,7 +95,7 @@ def _group_candidate(step_view: StepView, issues: list[IssuedCollective]) -> Can
         f"{issues[0].op}: {listed}",
         evidence=lambda: {
             "groups": [
-                {"ranks": ranks_text(i.ranks.tolist()), "group": i.group, "members": [*i.members]}
+                {"ranks": ranks_text(i.ranks), "group": i.group, "members": [*i.members]}
                 for i in together
             ]
         },
@@ -137,7 +136,7 @@ def _facts_candidate(
     times = np.concatenate([i.call.times(i.ranks) for i in issues])
     order = np.argsort(ranks, kind="stable")
     listed = "; ".join(
-        f"{ranks_named(i.ranks.tolist())}: {text} in {i.call.path or '(root)'}"
+        f"{ranks_named(i.ranks)}: {text} in {i.call.path or '(root)'}"
         for i, text in zip(issues, facts)
     )
     first = issues[0]
@@ -152,7 +151,7 @@ def _facts_candidate(
         f"number {first.sequence} of group {first.group} is not one collective: {listed}",
         evidence=lambda: {
             "sides": [
-                {"ranks": ranks_text(i.ranks.tolist()), "path": i.call.path, "call": text}
+                {"ranks": ranks_text(i.ranks), "path": i.call.path, "call": text}
                 for i, text in zip(issues, facts)
             ]
         },
@@ -179,7 +178,7 @@ def _swapped(step_view: StepView, group: list[IssuedCollective]) -> Iterator[Can
     ]
     sides = [
         {
-            "ranks": ranks_text(ranks[keys == key].tolist()),
+            "ranks": ranks_text(ranks[keys == key]),
             "order": [_site_text(issue) for issue in swapped[int(ranks[keys == key][0])][:8]],
         }
         for key in dict.fromkeys(keys.tolist())
@@ -277,8 +276,7 @@ def _unlike_inputs(
 
 
 def _has_numbers(values: SlotValues, ranks: Array) -> bool:
-    """True where the statistics and sketches of all ranks are numbers: nothing without elements has
-    any, and those of elements near the end of a dtype's range overflow."""
+    """False without elements, and for numbers near the end of a dtype's range, which overflow."""
     places = values.at(ranks)
     return all(np.isfinite(values.column(n)[places]).all() for n in ("min", "l2", "sketch"))
 
@@ -367,7 +365,7 @@ def _exchange_candidate(
         blamed,
         ranks,
         issue.call.times(ranks, is_end=True),
-        f"{issue.op} of {ranks_named(issue.ranks.tolist())}: {text}",
+        f"{issue.op} of {ranks_named(issue.ranks)}: {text}",
         evidence=lambda: {
             "op": issue.op,
             "reduce": issue.facts.get("reduce"),

@@ -18,12 +18,7 @@ import numpy as np
 
 from rankscope.diagnosis.context import Candidate, candidate_at
 from rankscope.diagnosis.evidence.issuedcollectives import IssuedCollective, issues_in
-from rankscope.diagnosis.evidence.stepview import (
-    Array,
-    CallView,
-    SlotValues,
-    StepView,
-)
+from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
@@ -82,7 +77,6 @@ def _taken(call: CallView) -> IssuedCollective | None:
 
 
 def _needs_gradient(values: SlotValues) -> bool:
-    """True where a value needs a gradient on every rank."""
     return all(fold.requires_grad for view in values.views for fold in view.pieces)
 
 
@@ -146,7 +140,7 @@ def _candidate(step_view: StepView, values: SlotValues, issue: IssuedCollective)
         ranks,
         ranks,
         values.times(ranks),
-        f"has no gradient on {ranks_named(ranks.tolist())}: what the module gave went through "
+        f"has no gradient on {ranks_named(ranks)}: what the module gave went through "
         f"{issue.op}{f' ({at})' if at else ''}, which keeps no graph",
         advice=_ADVICE,
         evidence=lambda: {"collective": {"op": issue.op, "path": issue.call.path, "at": at}},

@@ -56,8 +56,7 @@ _NOT_SUMMED: Final = (
 
 
 def origins_of_gradients(step_view: JudgedStep, found: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Yield the place that explains gradients which a rule found to differ; nothing where the trace
-    lacks what tells."""
+    """Yield the place that explains gradients which rules found to differ."""
     if not step_view.evidence >= _NEEDS:
         return
     unequal = [
@@ -91,8 +90,7 @@ def _first(step_view: JudgedStep, group: Array) -> Iterator[Candidate]:
 
 
 def _apart_in_backward(step_view: StepView, group: Array) -> list[tuple[int, int, SlotValues]]:
-    """Return when, how deep (negative) and which gradients differ although what they are of, and
-    what came in, is the same."""
+    """Return (when, -depth, gradient) of those that differ though values and inputs do not."""
     forward = {_key(call): call for call in step_view.of(Phase.FORWARD)}
     places: list[tuple[int, int, SlotValues]] = []
     for call in step_view.of(Phase.BACKWARD):
@@ -121,7 +119,7 @@ def _candidate(
         values,
         Kind.REPLICA,
         group,
-        f"{ranks_named(group.tolist())} {what} ({sides_text(values, group)})",
+        f"{ranks_named(group)} {what} ({sides_text(values, group)})",
         advice=advice,
         evidence=lambda: {
             "layout": "inferred",
@@ -133,8 +131,7 @@ def _candidate(
 
 
 def _drawn_apart(step_view: JudgedStep, group: Array) -> Iterator[SlotValues]:
-    """Yield what modules without others inside, and without weights of a rank's own, gave; nothing
-    where ranks may draw random numbers of their own."""
+    """Yield unlike outputs of leaf modules with shared weights, where ranks may not draw apart."""
     replicas = step_view.life.replicas
     if not _DATA_PARALLEL.isdisjoint(replicas.wrappers):
         return
@@ -159,8 +156,7 @@ def at_innermost_taker(step_view: StepView, candidate: Candidate) -> Candidate:
 
 
 def _taker(step_view: StepView, values: SlotValues, group: Array) -> SlotValues:
-    """Return the gradient of the same tensor at the innermost module inside that alone took it;
-    itself where none or several did."""
+    """Return the gradient of a tensor at the innermost module that alone took it, or `values`."""
     inside = [
         each
         for call in step_view.of(Phase.BACKWARD)

@@ -43,8 +43,7 @@ def hangs_of(
     ends: dict[int, str],
     stalls: list[dict[str, Any]],
 ) -> Iterator[Candidate]:
-    """Yield a candidate for every hang in the last steps of the last incarnation; `last` is what
-    each rank did last, `ends` how its stream ends, `stalls` what hosts noticed."""
+    """Yield the hangs in the last steps; `last` is what each rank did, `ends` how streams end."""
     found: list[_Hang] = []
     left_open = ranks_left_open(step_views, last, ends)
     for step_view in step_views:
@@ -69,8 +68,7 @@ def hangs_of(
 def ranks_left_open(
     step_views: Sequence[StepView], last: Mapping[int, LastCall], ends: Mapping[int, str]
 ) -> set[int]:
-    """Return the ranks that stand in a collective of which it cannot be said who did not come to
-    it: a fact is missing of it, or of something else that a member issued."""
+    """Return the ranks in a collective whose missing members are unknown: some fact is missing."""
     doubtful = set().union(*map(ranks_in_doubt, step_views))
     return {
         rank
@@ -107,7 +105,6 @@ def _hang(
     stands: IssuedCollective,
     last: dict[int, LastCall],
 ) -> _Hang | None:
-    """Return who did not come to the collective in which ranks stand."""
     group = [issue for issue in issues if issue.group == stands.group]
     came = {r for i in group if i.sequence == stands.sequence for r in i.ranks.tolist()}
     waiting = sorted(r for r in came if r in last and last[r].waiting is not None)
@@ -165,10 +162,8 @@ def _hang_candidate(
 
 
 def _when(hang: _Hang, after: list[_Hang], last: dict[int, LastCall]) -> tuple[Array, Array]:
-    """Return who is part of a hang, and since when.
-
-    Who waits does since it came. Who is missing is after all it did, so what went wrong there
-    before is the cause; but before what it waits in itself where that is because of this hang.
+    """Return who is part of a hang, and since when. Who waits: since it came. Who is missing: after
+    all it did, whose faults are the cause, but before what it waits in itself because of this hang.
     """
     issue = hang.issue
     there = np.array([r for r in hang.waiting if r in issue.ranks] or hang.waiting, np.int64)
@@ -183,14 +178,10 @@ def _when(hang: _Hang, after: list[_Hang], last: dict[int, LastCall]) -> tuple[A
 
 
 def _first_missed(
-    group: list[IssuedCollective],
-    stands: IssuedCollective,
-    waiting: list[int],
-    elsewhere: set[int],
+    group: list[IssuedCollective], stands: IssuedCollective, waiting: list[int], elsewhere: set[int]
 ) -> tuple[IssuedCollective | None, list[int]]:
-    """Return the first collective that members did not come to, and those members. A rank that
-    skipped one may stand in the next as if it were this one: sites tell. Ranks that stand in one of
-    this group in a step of another number (`elsewhere`) wait for the same members."""
+    """Return the first collective that members did not come to, and those. A rank that skipped one
+    may stand in the next as if it were this one: sites tell. Ranks `elsewhere` wait too."""
     lines: dict[int, list[IssuedCollective]] = {rank: [] for rank in stands.members}
     lines |= issued_by_rank(group)
     own = lines[waiting[0]] if waiting else lines[int(stands.ranks[0])]
@@ -213,9 +204,8 @@ def without_recent(
     read_s: float,
     at_s: float | None = None,
 ) -> dict[int, LastCall]:
-    """Leave out, and tell of, ranks that came to their collective just before `at_s`: where the job
-    goes on, before its records were read. They are given three times as long as any rank stood in
-    one in the last steps, and 3 s at least."""
+    """Leave out, and tell of, ranks that came to their collective just before `at_s` (default: the
+    reading of a job that goes on), less long ago than `_TIMES_LONGEST` of the longest stay."""
     longest_ns = 0
     for step_view in step_views:
         for issue in issues_of(step_view):
@@ -236,9 +226,7 @@ def without_recent(
 def _notes_on_waiting(
     waiting: Mapping[int, tuple[IssuedCollective, float]], patience_s: float
 ) -> Iterator[str]:
-    """Yield a line for each collective in which ranks stand for longer than any did before, but not
-    for long enough: after `patience_s` it counts as a hang. `waiting` is {rank: the collective, and
-    for how many seconds}."""
+    """Yield a line for each collective with an unusual stay, in s, that is below `patience_s`."""
     alike: dict[tuple[str, str], list[int]] = {}
     for rank, (issue, _) in sorted(waiting.items()):
         alike.setdefault((issue.op, issue.call.path or "(root)"), []).append(rank)

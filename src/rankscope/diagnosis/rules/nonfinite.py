@@ -77,8 +77,7 @@ def nonfinite_origins(step_view: JudgedStep) -> Iterator[Candidate]:
 
 
 def _mild(spoiled: list[tuple[SlotValues, Array]]) -> str:
-    """Return what is told once, as a warning, "" where something is spoiled: masks that some steps
-    have and others have not, or what collectives alone carry."""
+    """Return what is told as one warning: masks of some steps, or what collectives alone carry."""
     if not any((values.nonfinite > 0).any() for values, _ in spoiled):
         return _MASKS
     if all(values.call.phase is Phase.COLLECTIVE for values, _ in spoiled):
@@ -142,7 +141,7 @@ def _caught(
     first: dict[int, _First],
     origins: dict[int, SlotValues],
 ) -> list[str]:
-    """Return through what other ranks caught it: the collective, else the value they first have."""
+    """Return the collective through which other ranks caught it, else the value they first have."""
     found: dict[str, None] = {}
     for values, places in spoiled:
         call = values.call

@@ -50,8 +50,7 @@ _HALF_SPACING: Final = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.
 """Of numbers of a dtype, beside the number: a smaller change may be lost."""
 _SMALL: Final = 1e-3
 _SURE: Final = 4.0
-"""A narrow parameter should move where its gradient is, beside its elements, this many times as
-large as that of a sibling that moved."""
+"""Times a sibling's gradient, beside its elements, with which a narrow parameter should move."""
 _FEW: Final = 5.0
 """With `_SURE`, twenty elements should have moved, where they are spread evenly."""
 _LEAST: Final = 1e-30
@@ -66,7 +65,6 @@ class _JudgedUpdate:
     """One parameter in one optimizer step."""
 
     values: SlotValues
-    """After the step."""
     stayed: Array
     """Ranks with a gradient whose part is what it was."""
     moved: Array
@@ -83,9 +81,8 @@ class _JudgedUpdate:
     distance: float
     """Root mean square of how far its elements went, by sketches, on ranks on which it moved."""
     lost: float
-    """Change that may be lost of every element, on every rank on which it stayed. Among elements of
-    both signs there are small ones, the more of them there are: of n, spread evenly up to the
-    largest, several lie below `_FEW` n-th parts of that."""
+    """Change that may be lost of every element, on every rank on which it stayed. Elements of both
+    signs spread evenly: of n, several lie below `_FEW` n-th parts of the largest."""
 
 
 def parameters_left(step_view: JudgedStep) -> Iterator[Candidate]:
@@ -128,7 +125,6 @@ def parameters_left(step_view: JudgedStep) -> Iterator[Candidate]:
 
 
 def _with_rate_of_zero(step_view: StepView) -> int:
-    """Return how many parameters the ranks step with a learning rate of 0."""
     notes = [each.note for each in step_view.notes if each.note.kind is NoteKind.RATE_OF_ZERO]
     by_optimizer: dict[str, int] = {}
     for note in notes:
@@ -139,7 +135,6 @@ def _with_rate_of_zero(step_view: StepView) -> int:
 
 
 def _on_foreign_parameters(step_view: StepView) -> list[RanksNote]:
-    """Return the notes on optimizers that hold parameters of no module."""
     return [each for each in step_view.notes if each.note.kind is NoteKind.FOREIGN_PARAMETERS]
 
 
@@ -168,7 +163,6 @@ def _should_move(
 
 
 def _updates(step_view: JudgedStep) -> Iterator[_JudgedUpdate]:
-    """Yield what became of every parameter that had a gradient."""
     incarnation = step_view.life
     gradients = {
         (values.call.path, values.call.ordinal, values.slot[5:]): values
@@ -235,14 +229,12 @@ def _update(values: SlotValues, before: Latest, gradient: SlotValues) -> _Judged
 
 
 def _largest(values: SlotValues, places: Array) -> Array:
-    """Return the largest absolute element on each rank."""
     found: Array = np.maximum(abs(values.column("min")[places]), abs(values.column("max")[places]))
     return found
 
 
 def _smallest(values: SlotValues, places: Array) -> Array:
-    """Return how large the smallest element is on each rank; where both signs occur, how large
-    some of them are at most."""
+    """How large the smallest element is; where both signs occur, how large some are at most."""
     low, high = values.column("min")[places], values.column("max")[places]
     share = _FEW * np.maximum(abs(low), abs(high)) / np.maximum(values.counts[places], 1)
     return np.asarray(np.where(low * high > 0, np.minimum(abs(low), abs(high)), share))
@@ -260,12 +252,12 @@ def _candidate(
         update.values,
         Kind.PARAMETER,
         ranks,
-        f"{text} ({ranks_named(ranks.tolist())})",
+        f"{text} ({ranks_named(ranks)})",
         severity=severity,
         once=once,
         evidence=lambda: {
             "gradient_rms": update.size,
-            "moved": ranks_text(update.moved.tolist()),
+            "moved": ranks_text(update.moved),
             "notes": [str(each) for each in _on_foreign_parameters(step_view)],
         },
         priority=-1,

@@ -46,8 +46,7 @@ def changed_recomputations(step_view: JudgedStep) -> Iterator[Candidate]:
 
 
 def _compared(again: CallView, call: CallView, values: SlotValues, old: SlotValues) -> Array:
-    """Say for every rank of an output whether a call had the same: 1 where it did, 0 where not, -1
-    where that is not known, or its inputs were others."""
+    """Return for every rank what `_alike` does, and -1 where the inputs were others."""
     has_inputs = np.ones(len(values.ranks), bool)
     for given in again.inputs:
         if given.slot in call.slots:
@@ -57,8 +56,7 @@ def _compared(again: CallView, call: CallView, values: SlotValues, old: SlotValu
 
 @np.errstate(invalid="ignore", over="ignore")
 def _alike(values: SlotValues, old: SlotValues, ranks: Array) -> Array:
-    """Say for every rank whether two values are the same within rounding; -1 where one of them is
-    not known."""
+    """Return for every rank 1: alike within rounding, 0: not, -1: one is not known."""
     at, there = values.at(ranks), old.at(ranks)
     is_known = (at >= 0) & (there >= 0) & values.is_known[at] & old.is_known[there]
     between = values.column("sketch")[at] - old.column("sketch")[there]
@@ -86,8 +84,7 @@ def _candidate(
         values,
         Kind.RECOMPUTE,
         wrong,
-        f"{ranks_named(wrong.tolist())} recomputed another value than forward had, from the same "
-        f"inputs",
+        f"{ranks_named(wrong)} recomputed another value than forward had, from the same inputs",
         evidence=lambda: {
             "values": [numbers(value, rank) for rank in few for value in (first, values)]
         },

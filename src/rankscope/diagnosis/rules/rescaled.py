@@ -59,8 +59,7 @@ def rescaled_shards(step_view: JudgedStep) -> Iterator[Candidate]:
 
 
 def _do_replicas_tell(step_view: JudgedStep, ranks: Array) -> bool:
-    """True where gradients that these ranks hold whole differ: that is named by itself, and may
-    tell which of the ranks it is."""
+    """Replicas that differ on these ranks are named by themselves, and may tell the rank."""
     for values in step_view.values(Phase.GRADS):
         same = step_view.context.layouts.same(values)
         for group in same.groups if same is not None else ():
@@ -70,8 +69,7 @@ def _do_replicas_tell(step_view: JudgedStep, ranks: Array) -> bool:
 
 
 def _runs(event: Sequence[TakenGradient]) -> list[Array]:
-    """Return the ranks over which FSDP1 keeps parameters in runs, as marks say: a rank may hold
-    nothing of a parameter, and then no mark is read off its gradient."""
+    """Return the ranks over which FSDP1 keeps runs: no mark shows for a rank that holds nothing."""
     found: dict[tuple[int, ...], None] = {}
     for gradient in event:
         for view in gradient.values.views:
@@ -104,8 +102,7 @@ def _allowed(gradients: Sequence[TakenGradient]) -> float:
 
 
 def _factors(gradients: Sequence[TakenGradient], ranks: Array) -> Array | None:
-    """Return [ranks] by what each scaled all that it holds; None where there is no such factor, or
-    it is not known."""
+    """Return [ranks] by what each scaled all that it holds; None where there is no such factor."""
     if len(gradients) == 1 and gradients[0].values.slot != _FLAT_SLOT:
         return None
     ratios = np.stack([_ratios(each.values, each.passes[-1], ranks) for each in gradients])
@@ -119,8 +116,7 @@ def _factors(gradients: Sequence[TakenGradient], ranks: Array) -> Array | None:
 
 @np.errstate(invalid="ignore", over="ignore", divide="ignore")
 def _ratios(taken: SlotValues, left: SlotValues, ranks: Array) -> Array:
-    """Return [ranks] by what one value was multiplied to give another: NaN where a rank has nothing
-    of it, inf where it is no multiple, or not a positive one, or not known."""
+    """Return [ranks] factors: NaN where a rank has nothing, inf for no positive multiple."""
     at, before = taken.at(ranks), left.at(ranks)
     norm, size = taken.column("l2")[at], left.column("l2")[before]
     ratios = norm / size
@@ -154,7 +150,7 @@ def _candidate(
         first,
         Kind.SCALE,
         ranks,
-        f"between backward and the optimizer's step {ranks_named(ranks.tolist())} scaled their "
+        f"between backward and the optimizer's step {ranks_named(ranks)} scaled their "
         f"shards of this and {len(gradients) - 1} other gradients by factors of their own "
         f"({listed}{more}), as clipping by the norm of one rank's shards does",
         advice=_ADVICE,

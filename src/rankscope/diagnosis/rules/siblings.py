@@ -132,12 +132,12 @@ def _candidate(
     step_view: JudgedStep, values: SlotValues, groups: list[Array], paths: list[str]
 ) -> Candidate:
     ranks = np.unique(np.concatenate(groups))
-    texts = [ranks_text(group.tolist()) for group in groups]
+    texts = [ranks_text(group) for group in groups]
     return step_view.candidate(
         values,
         Kind.REPLICA,
         ranks,
-        f"{ranks_named(ranks.tolist())} hold different values"
+        f"{ranks_named(ranks)} hold different values"
         f"{' within their groups' if len(groups) > 1 else ''}, though in {paths[0]} they hold "
         f"the same ({sides_text(values, groups[0])})",
         evidence=lambda: {

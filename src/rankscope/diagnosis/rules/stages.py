@@ -34,9 +34,9 @@ class StageLink:
     sender: int
     receiver: int
     sent: dict[int, tuple[SlotValues, int]]
-    """{micro-batch: value and its hash} on the sender."""
+    """On the sender."""
     taken: dict[int, tuple[SlotValues, int]]
-    """The same on the receiver."""
+    """On the receiver."""
 
 
 def stage_edges(step_view: StepView) -> list[StageLink]:
@@ -49,11 +49,8 @@ def stage_edges(step_view: StepView) -> list[StageLink]:
 
 
 def note_stages(step_view: JudgedStep) -> None:
-    """Keep which root feeds which in one step, so that these are not taken for replicas.
-
-    Several ranks may have made the same output (tensor-parallel ones): all of them feed. Of
-    integers nothing is kept: token ids that one rank made may be another's batch by chance.
-    """
+    """Keep which root feeds which, so that these are not taken for replicas: of ranks that made the
+    same output all. Integers do not count: equal token ids may be another batch by chance."""
     replicas = step_view.life.replicas
     feeds: set[tuple[RootPlace, RootPlace]] = set()
     for phase in (Phase.FORWARD, Phase.BACKWARD):
@@ -70,8 +67,7 @@ def note_stages(step_view: JudgedStep) -> None:
 def _fits(
     step_view: StepView, phase: Phase
 ) -> Iterator[tuple[_Place, _Values, Counter[_Place], dict[_Place, _Values]]]:
-    """Yield every input of a root that other ranks made, in how many micro-batches which output of
-    theirs is it, and all outputs."""
+    """Yield root inputs made elsewhere, votes of micro-batches for each output, and all outputs."""
     outputs = _by_place(step_view, phase, is_output)
     makers: dict[int, set[_Place]] = {}
     for place, values in outputs.items():

@@ -76,7 +76,6 @@ def equal_shards(step_view: JudgedStep) -> Iterator[Candidate]:
 
 
 def _shard_lines(values: SlotValues) -> dict[str, list[Array]]:
-    """Return {axis: its lines of ranks} of the mesh axes that cut a parameter."""
     view = values.views[0]
     return {
         axis: [line for mesh in view.meshes for line in sorted_lines(mesh, [axis]) if len(line) > 1]
@@ -99,13 +98,13 @@ def _equal_candidate(
         values,
         Kind.DUPLICATE,
         ranks,
-        f"{ranks_named(ranks.tolist())} hold different parts of it (along axis {axis!r}), and yet "
+        f"{ranks_named(ranks)} hold different parts of it (along axis {axis!r}), and yet "
         f"the same values ({sides_text(values, ranks)})",
         advice=_EQUAL_ADVICE,
         severity=Severity.WARNING if is_stacked else Severity.FAULT,
         evidence=lambda: {
             "axis": axis,
-            "same_on": [ranks_text(line.tolist()) for line in lines[:8]],
+            "same_on": [ranks_text(line) for line in lines[:8]],
             "values": sides(values, ranks),
         },
     )
@@ -126,9 +125,7 @@ _ADVICE: Final = (
 
 
 def uninitialised_parameters(step_view: JudgedStep) -> Iterator[Candidate]:
-    """Yield a candidate for every parameter at setup that is empty, or garbage beside its
-    siblings.
-    """
+    """Yield a candidate for every parameter at setup that is zero, or garbage beside siblings."""
     if not step_view.is_setup:
         return
     families: dict[tuple[str, str, str], list[SlotValues]] = {}
@@ -173,13 +170,13 @@ def _judged_family(
 
 
 def _sizes(values: SlotValues) -> Array:
-    """Return the root mean square of the elements on every rank."""
+    """Root mean square on every rank."""
     found: Array = values.column("l2") / np.sqrt(np.maximum(values.counts, 1))
     return found
 
 
 def _size(values: SlotValues) -> float:
-    """Return the largest of them; not 0 where a rank holds what is not finite."""
+    """Return the largest of `_sizes`; inf where a rank holds what is not finite."""
     if not values.is_finite(values.ranks):
         return float("inf")
     return float(_sizes(values)[values.has_elements].max())
@@ -193,7 +190,7 @@ def _empty_candidate(
         values,
         Kind.SCALE,
         ranks,
-        f"{what} on {ranks_named(ranks.tolist())}, while the same parameter of its siblings has a "
+        f"{what} on {ranks_named(ranks)}, while the same parameter of its siblings has a "
         f"root mean square of {usual:.3g} ({sides_text(values, ranks)})",
         advice=_ADVICE,
         severity=severity,

@@ -72,8 +72,7 @@ def different_kinds(step_view: JudgedStep) -> Iterator[Candidate]:
 
 
 def _of_one_part(values: SlotValues, replicas: InferredReplicas) -> list[SlotView]:
-    """Return what ranks hold that compute the same part of a model: stages of a pipeline may hold
-    different things."""
+    """Return the entries of ranks with one part of a model: stages may hold different things."""
     views = [view for view in values.views if view.dtype != "python"]
     for part in replicas.by_part(values.ranks, fewest=1):
         own = [view for view in views if np.isin(part, view.ranks).any()]
@@ -140,8 +139,7 @@ def _candidate(
 def _outvoted(
     step_view: StepView, values: SlotValues, ranks: Array, keys: Array, kind: Kind
 ) -> Array:
-    """Return the ranks that hold what the sibling modules do not; all of them where siblings do not
-    tell."""
+    """Return the ranks that hold what sibling modules do not; all where these do not tell."""
     if kind is not Kind.DTYPE:
         return ranks
     call, family = values.call, sibling_path(values.call.path)
@@ -185,8 +183,7 @@ def different_calls(step_view: JudgedStep) -> Iterator[Candidate]:
 
 
 def _missing(call: CallView, group: Array, owners: Mapping[str, Array]) -> Array:
-    """Return the ranks of a group that made the call around this one, own the module and did not
-    call it; none where nobody of the group did."""
+    """Return the ranks of a group that own the module and skipped it while others called it."""
     parent = call.parent
     assert parent is not None  # roots are no families
     around = group[np.isin(group, parent.ranks)]
@@ -210,12 +207,8 @@ def _uncalled(step_view: StepView, call: CallView, group: Array, absent: Array) 
         absent if len(present) >= len(absent) else present,
         present,
         call.times(present),
-        f"{ranks_named(absent.tolist())} did not call it, {ranks_named(present.tolist())} with the "
-        f"same data did",
-        evidence=lambda: {
-            "called": ranks_text(present.tolist()),
-            "not_called": ranks_text(absent.tolist()),
-        },
+        f"{ranks_named(absent)} did not call it, {ranks_named(present)} with the same data did",
+        evidence=lambda: {"called": ranks_text(present), "not_called": ranks_text(absent)},
     )
 
 
@@ -244,8 +237,8 @@ def _family_and_number(layer: str) -> tuple[str, int]:
 
 
 def _layers_by_rank(step_view: JudgedStep) -> dict[int, dict[str, CallView]]:
-    """Return {rank: {path of a layer with a number: its first call}} of the layers with parameters,
-    but for those that run more than once in a micro-batch: weights that are shared on purpose."""
+    """Return {rank: {layer with parameters and a number: its first call}}; those that run more than
+    once in a micro-batch share weights on purpose."""
     owned = {layer_of(path) for path in step_view.life.replicas.owners}
     calls = [(call, layer_of(call.path)) for call in step_view.of(Phase.FORWARD)]
     repeated = {layer for call, layer in calls if call.ordinal and call.path == layer}
@@ -258,10 +251,8 @@ def _layers_by_rank(step_view: JudgedStep) -> dict[int, dict[str, CallView]]:
 
 
 def _run_by_both(first: Collection[str], second: Collection[str]) -> Iterator[str]:
-    """Yield the layers that stand at the end of one stage and at the begin of the one behind it.
-
-    Two models of which one feeds the other both begin with their own layer 0.
-    """
+    """Yield layers at the end of one stage and the begin of the next. Two models, of which one
+    feeds the other, both begin with a layer 0."""
     own, others = _numbers_by_family(first), _numbers_by_family(second)
     for layer in {*first} & {*second}:
         family, _ = _family_and_number(layer)
@@ -271,7 +262,6 @@ def _run_by_both(first: Collection[str], second: Collection[str]) -> Iterator[st
 
 
 def _numbers_by_family(layers: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Return {family: lowest and highest number of its layers}."""
     found: dict[str, tuple[int, int]] = {}
     for family, number in map(_family_and_number, layers):
         low, high = found.get(family, (number, number))

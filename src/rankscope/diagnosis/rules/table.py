@@ -61,10 +61,7 @@ STEP_RULES: Final[tuple[StepRule, ...]] = (
         asks="outputs that siblings replicate",
         needs=_needs(_FORWARD, _ROOTS),
     ),
-    StepRule(
-        judge=different_kinds,
-        asks="dtypes, shapes and placements over ranks",
-    ),
+    StepRule(judge=different_kinds, asks="dtypes, shapes and placements over ranks"),
     StepRule(
         judge=different_calls,
         asks="modules that some ranks do not call",
@@ -78,9 +75,7 @@ STEP_RULES: Final[tuple[StepRule, ...]] = (
     StepRule(judge=mismatched_collectives, asks="collectives", needs=_needs(_COLLECTIVES)),
     StepRule(judge=wrong_exchanges, asks="what collectives exchange", needs=_needs(_COLLECTIVES)),
     StepRule(
-        judge=mixed_up_micro_batches,
-        asks="micro-batches of stages",
-        needs=_needs(_FORWARD, _ROOTS),
+        judge=mixed_up_micro_batches, asks="micro-batches of stages", needs=_needs(_FORWARD, _ROOTS)
     ),
     StepRule(
         judge=changed_recomputations,
@@ -88,9 +83,7 @@ STEP_RULES: Final[tuple[StepRule, ...]] = (
         needs=_needs(_FORWARD, Evidence.RECOMPUTE),
     ),
     StepRule(
-        judge=parameters_left,
-        asks="parameters that do not move",
-        needs=_needs(_GRADS, _PARAMS),
+        judge=parameters_left, asks="parameters that do not move", needs=_needs(_GRADS, _PARAMS)
     ),
     StepRule(
         judge=detached_by_collectives,
@@ -98,9 +91,7 @@ STEP_RULES: Final[tuple[StepRule, ...]] = (
         needs=_needs(_FORWARD, _GRADS, _PARAMS, _COLLECTIVES),
     ),
     StepRule(
-        judge=rescaled_shards,
-        asks="gradients scaled by each rank",
-        needs=_needs(_GRADS, _PASSES),
+        judge=rescaled_shards, asks="gradients scaled by each rank", needs=_needs(_GRADS, _PASSES)
     ),
     StepRule(
         judge=lost_micro_batches,

@@ -34,9 +34,7 @@ from rankscope.record.ranklists import ranks_named
 
 
 def other_weights(step_view: JudgedStep) -> Iterator[Candidate]:
-    """Yield a candidate for every parameter that differed at setup on ranks that share its
-    gradient. Asked of each parameter once in an incarnation, in the first optimizer step in which
-    its gradient is no constant."""
+    """Yield a candidate for every parameter that differed at setup though its gradient does not."""
     setup = step_view.life.setup
     if setup is None:
         return
@@ -67,8 +65,7 @@ def undecided_starts(step_view: JudgedStep) -> Mapping[_Key, SlotValues]:
 def decided_starts(
     step_view: JudgedStep,
 ) -> Iterator[tuple[_Key, SlotValues, SlotValues, SlotValues]]:
-    """Yield those of them on which a step decides: key, what they held at setup, the gradient that
-    the optimizer took, what they hold after it."""
+    """Yield those a step decides: key, values at setup, gradient, values after the step."""
     gradients = {_key_of_call(values): values for values in step_view.values(Phase.GRADS)}
     after = {_key_of_call(values): values for values in step_view.values(Phase.PARAMS)}
     for key, values in undecided_starts(step_view).items() if gradients else ():
@@ -84,7 +81,6 @@ def _key_of_call(values: SlotValues) -> _Key:
 
 
 def _is_open(values: SlotValues, step_view: JudgedStep) -> bool:
-    """True for a plain parameter that differs between ranks and of which no layout speaks."""
     if values.source != "unknown" or values.is_constant or values.agree(values.ranks) is not False:
         return False
     return step_view.context.layouts.same(values) is None
@@ -93,8 +89,7 @@ def _is_open(values: SlotValues, step_view: JudgedStep) -> bool:
 def _is_unlike(
     group: Array, values: SlotValues, gradient: SlotValues, latest: SlotValues, step_view: StepView
 ) -> bool:
-    """True where the ranks of one gradient hold other weights, before and after the step, and
-    were not handed the same."""
+    """True where ranks of one gradient hold unlike weights before and after, and unlike inputs."""
     if values.agree(group) is not False or latest.agree(group) is not False:
         return False
     if (values.counts[values.at(group)] != gradient.counts[gradient.at(group)]).any():
@@ -110,9 +105,9 @@ def _other_candidate(setup: JudgedStep, values: SlotValues, groups: list[Array])
         values,
         Kind.REPLICA,
         blamed,
-        f"{ranks_named(blamed.tolist())} begin{'s' if len(blamed) == 1 else ''} with other "
+        f"{ranks_named(blamed)} begin{'s' if len(blamed) == 1 else ''} with other "
         f"weights{' than the other replicas' if is_resolved else ''}, though the gradient is "
-        f"reduced over {ranks_named(members.tolist())} ({sides_text(values, groups[0])})",
+        f"reduced over {ranks_named(members)} ({sides_text(values, groups[0])})",
         evidence=lambda: {
             "layout": "inferred",
             "values": differing_sides(values, groups),
@@ -137,8 +132,7 @@ _STAGES_ADVICE = (
 
 
 def lost_ties(step_view: JudgedStep) -> Iterator[Candidate]:
-    """Yield a candidate for every weight that began equal to an embedding's and trains apart. Asked
-    once in an incarnation, of its first optimizer step."""
+    """Yield a candidate for every weight equal to an embedding's that trains apart."""
     incarnation = step_view.life
     setup = incarnation.setup
     if setup is None or incarnation.undecided is not None:
