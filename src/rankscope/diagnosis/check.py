@@ -176,12 +176,8 @@ def _settled(candidates: Sequence[Candidate], context: CheckContext) -> Iterator
             yield candidate
         elif key not in told:
             told.add(key)
-            yield _as_warning(candidate) if candidate.unless_always else candidate
-
-
-def _as_warning(candidate: Candidate) -> Candidate:
-    advice = candidate.unless_always
-    return dataclasses.replace(candidate, severity=Severity.WARNING, advice=advice)
+            advice = candidate.unless_always or candidate.advice
+            yield dataclasses.replace(candidate, severity=Severity.WARNING, advice=advice)
 
 
 # ---- what steps leave to the next ----------------------------------------------------------------
@@ -218,11 +214,12 @@ def _remember_starts(step_view: JudgedStep) -> None:
 
 
 def _remember_parameters(step_view: JudgedStep) -> None:
-    for values in step_view.values(Phase.SETUP, Phase.PARAMS):
-        if values.slot.startswith("param:") and values.is_known.any():
+    for phase in (Phase.SETUP, Phase.PARAMS):
+        for values in step_view.parameters(phase):
             known = values.is_known
-            step_view.life.parameters[values.call.path, values.slot] = Latest(
-                values.ranks[known].copy(),
-                values.hashes[known].copy(),
-                values.column("sketch")[known],
-            )
+            if known.any():
+                step_view.life.parameters[values.call.path, values.slot] = Latest(
+                    values.ranks[known].copy(),
+                    values.hashes[known].copy(),
+                    values.column("sketch")[known],
+                )

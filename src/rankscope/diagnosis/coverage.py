@@ -50,12 +50,13 @@ class Coverage:
     _seen: set[int] = field(default_factory=set)
     _looked_at: set[int] = field(default_factory=set)
 
-    def applied(self, values: SlotValues) -> None:
-        """Count a value that was held to others, once. Without finite elements it was screened."""
-        self.screened(values)
-        if id(values) not in self._seen and not values.is_all_nonfinite:
-            self._seen.add(id(values))
-            self.with_others += 1
+    def applied(self, *held: SlotValues) -> None:
+        """Count values that were held to others, once; without finite elements as screened."""
+        for values in held:
+            self.screened(values)
+            if id(values) not in self._seen and not values.is_all_nonfinite:
+                self._seen.add(id(values))
+                self.with_others += 1
 
     def screened(self, values: SlotValues) -> None:
         """Count a value that a rule looked at by itself."""
@@ -73,7 +74,7 @@ class Coverage:
         self._looked_at.clear()
 
     def count(self, step_view: StepView, layouts: Layouts, apart: Sequence[Array]) -> None:
-        """Count the values of a step behind its rules. Ranks of an `apart` line have unlike data."""
+        """Count the values of a step behind its rules; ranks of an `apart` line have other data."""
         if step_view.mode is Mode.UNKNOWN:
             self._lacking["step", "mode"][step_view.step] += 1
         for issue in issues_of(step_view):

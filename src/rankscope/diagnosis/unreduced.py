@@ -303,14 +303,13 @@ def _note_updates(step_view: JudgedStep) -> None:
     incarnation = step_view.life
     if not incarnation.apart or step_view.step > max(incarnation.apart) + 1:
         return
-    for values in step_view.values(Phase.PARAMS):
+    for values in step_view.parameters(Phase.PARAMS):
         before = incarnation.parameters.get((values.call.path, values.slot))
-        if before is not None and values.slot.startswith("param:"):
-            key = (values.call.path, values.slot[6:])
+        if before is not None:
             update = ParameterUpdate(
                 values.ranks.copy(), values.hashes.copy(), before.ranks, before.hashes
             )
-            incarnation.updates.setdefault(key, {})[step_view.step] = update
+            incarnation.updates.setdefault(values.parameter, {})[step_view.step] = update
 
 
 def _of_late_reductions(candidate: Candidate, incarnation: IncarnationState) -> Candidate | str:

@@ -150,7 +150,7 @@ class MatchedCollectives:
         return [c for c in candidates if self._is_left(c, owners)] + found
 
     def is_one(self, number: int, step_view: StepView, issue: IssuedCollective) -> bool:
-        """True where an issue is one collective in step `number` of the trace. Ask after `judged`."""
+        """True where an issue is one collective in step `number` of the trace; after `judged`."""
         group = _group_of(step_view, issue)
         return self._are_level(group, number, issue.ranks.tolist())
 

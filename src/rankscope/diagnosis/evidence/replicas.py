@@ -213,10 +213,8 @@ class InferredReplicas:
         self.wrappers = frozenset(w for call in setup.calls for w in call.node.wrappers)
         self.wrapped = frozenset(call.path for call in setup.calls if DDP in call.node.wrappers)
         self.owners = {call.path: call.ranks for call in setup.calls if call.slots}
-        for values in setup.values(Phase.SETUP):
-            if not values.slot.startswith("param:"):
-                continue
-            key = (values.call.path, values.slot[6:])
+        for values in setup.parameters(Phase.SETUP):
+            key = values.parameter
             is_plain = values.source in ("unknown", "marked")
             if values.source == "dtensor":
                 view = values.views[0]
@@ -294,7 +292,7 @@ class InferredReplicas:
 
     def same(self, values: SlotValues, step_view: StepView) -> Same | None:
         """Return which ranks' parameter or gradient should be equal though no layout says it."""
-        key = (values.call.path, values.slot.partition(":")[2])
+        key = values.parameter
         groups = self._equal.get(key)
         if values.source not in ("unknown", "dtensor", "marked") or not groups:
             return None

@@ -16,7 +16,7 @@ from rankscope.record.notes import RanksNote
 from rankscope.record.phases import Phase
 from rankscope.record.statistics import NONFINITE
 from rankscope.record.value import ValueFlag, is_form
-from rankscope.tree.slotview import SlotView, by_slot
+from rankscope.tree.slotview import Fold, SlotView, by_slot
 from rankscope.tree.views import Node, Step
 
 Array = NDArray[Any]
@@ -83,6 +83,16 @@ class SlotValues:
         ranks = self._columns["values.rank"][self._rows]
         self._order = None if (ranks[1:] > ranks[:-1]).all() else np.argsort(ranks, kind="stable")
         self.ranks: Array = ranks if self._order is None else ranks[self._order]
+
+    @property
+    def pieces(self) -> Iterator[Fold]:
+        """Of all ranks."""
+        return (piece for view in self.views for piece in view.pieces)
+
+    @property
+    def parameter(self) -> tuple[str, str]:
+        """Path and name of the parameter that this is, or is the gradient of."""
+        return self.call.path, self.slot.partition(":")[2]
 
     @property
     def name(self) -> str:
@@ -250,9 +260,8 @@ class CallView:
     @property
     def outputs(self) -> Iterator[SlotValues]:
         """Tensors that the call ends with."""
-        return (
-            h for s, h in self.slots.items() if is_output(s, self.phase) and h.dtype != "python"
-        )
+        tensors = ((s, h) for s, h in self.slots.items() if h.dtype != "python")
+        return (values for slot, values in tensors if is_output(slot, self.phase))
 
     def is_given_the_same(self, ranks: Array) -> bool:
         """True where it has inputs, and all of them are the same bytes on these ranks."""
@@ -350,10 +359,16 @@ class StepView:
 
     def values(self, *phases: Phase) -> Iterator[SlotValues]:
         """Yield the tensors of some phases."""
-        for call in self.of(*phases):
-            for values in call.slots.values():
-                if values.dtype != "python":
-                    yield values
+        every = (values for call in self.of(*phases) for values in call.slots.values())
+        return (values for values in every if values.dtype != "python")
+
+    def parameters(self, phase: Phase) -> Iterator[SlotValues]:
+        """Yield what modules own, at setup or behind an optimizer step."""
+        return (values for values in self.values(phase) if values.slot.startswith("param:"))
+
+    def gradients(self) -> Iterator[SlotValues]:
+        """Yield the gradients of parameters that optimizers took."""
+        return (h for h in self.values(Phase.GRADS) if h.slot.startswith("grad:"))
 
 
 def step_view_of(step: Step) -> StepView:

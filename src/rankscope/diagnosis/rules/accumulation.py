@@ -82,8 +82,7 @@ def lost_micro_batches(step_view: JudgedStep) -> Iterator[Candidate]:
             continue
         if not _are_batches_of_their_own(forwards, ranks):
             continue
-        for gradient in gradients:
-            step_view.context.coverage.applied(gradient.values)
+        step_view.context.coverage.applied(*(gradient.values for gradient in gradients))
         is_meant = len(events) == 1 and (
             _is_held_back(gradients, mixture) or _are_shares(step_view, root, len(forwards))
         )
@@ -100,8 +99,7 @@ def _are_batches_of_their_own(forwards: Sequence[CallView], ranks: Array) -> boo
     seen = set()
     for call in forwards:
         given = list(call.inputs)
-        folds = [fold for values in given for view in values.views for fold in view.pieces]
-        if not given or any(fold.requires_grad for fold in folds):
+        if not given or any(piece.requires_grad for values in given for piece in values.pieces):
             return False
         own = [values for values in given if np.isin(ranks, values.ranks).all()]
         seen.add(tuple(tuple(values.hashes[values.at(ranks)].tolist()) for values in own))
@@ -145,7 +143,7 @@ def _are_small_logits(gradients: Sequence[SlotValues], count: int) -> bool:
     and none is below -1 over the number of samples."""
     largest = []
     for values in gradients:
-        shapes = {fold.shape for view in values.views for fold in view.pieces}
+        shapes = {piece.shape for piece in values.pieces}
         if len(shapes) != 1 or len(shape := shapes.pop()) < 2 or shape[-1] < 2:
             return False
         samples = np.prod(shape[:-1])
@@ -176,7 +174,10 @@ def _lost_candidate(
         once="lost micro-batches",
         unless_always=_WARNING,
         evidence=lambda: {
-            "parameters": [_name(gradient.values) for gradient in gradients[:_MOST_NAMED]],
+            "parameters": [
+                ".".join(filter(None, gradient.values.parameter))
+                for gradient in gradients[:_MOST_NAMED]
+            ],
             "passes": len(worths),
             "lost": list(mixture.lost),
             "norms": [_norm([g.worths[n] for g in gradients]) for n in range(len(worths))],
@@ -184,10 +185,6 @@ def _lost_candidate(
         },
         weight=len(gradients),
     )
-
-
-def _name(gradient: SlotValues) -> str:
-    return ".".join(filter(None, (gradient.call.path, gradient.slot[5:])))
 
 
 def _norm(values: Sequence[SlotValues]) -> float:
@@ -203,8 +200,7 @@ _LEFT_OVER = int(ValueFlag.CARRIED)
 
 def carried_gradients(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield one candidate for a step that some ranks began with gradients of the step before."""
-    gradients = [h for h in step_view.values(Phase.GRADS) if h.slot.startswith("grad:")]
-    marks = [(values, (values.flags & _LEFT_OVER) != 0) for values in gradients]
+    marks = [(values, (values.flags & _LEFT_OVER) != 0) for values in step_view.gradients()]
     bearers = np.unique(np.concatenate([h.ranks[m] for h, m in marks] or [np.zeros(0, np.int64)]))
     shared = [(h, m) for h, m in marks if m.any() and not np.isin(h.ranks, bearers).all()]
     if not shared:
@@ -215,8 +211,7 @@ def carried_gradients(step_view: JudgedStep) -> Iterator[Candidate]:
     others = ranks[~np.isin(ranks, bearers)]
     odd = minority(ranks, np.isin(ranks, bearers))
     blamed = odd if len(odd) < len(ranks) else own
-    for values, _ in shared:
-        step_view.context.coverage.applied(values)
+    step_view.context.coverage.applied(*(values for values, _ in shared))
     yield candidate_at(
         step_view,
         first.call,

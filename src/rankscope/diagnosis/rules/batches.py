@@ -38,8 +38,7 @@ def duplicate_batches(step_view: JudgedStep) -> Iterator[Candidate]:
     for source, groups in step_view.life.data_lines.items():
         inputs = _of_wrapped(step_view, every) if source == DDP else every
         same = [line for line in groups if _is_shared(inputs, line)]
-        for values in inputs:
-            step_view.context.coverage.applied(values)
+        step_view.context.coverage.applied(*inputs)
         if same:
             yield _duplicate_candidate(step_view, inputs[0], source, same)
             return

@@ -35,15 +35,15 @@ _SAME_NORM: Final = 1e-6
 def detached_by_collectives(step_view: StepView) -> Iterator[Candidate]:
     """Yield a candidate for every parameter whose gradient ends at a collective."""
     stepped = {
-        (values.call.path, values.slot[6:])
-        for values in step_view.values(Phase.PARAMS)
-        if values.slot.startswith("param:") and not (values.flags & int(ValueFlag.AFTER_CALL)).any()
+        values.parameter
+        for values in step_view.parameters(Phase.PARAMS)
+        if not (values.flags & int(ValueFlag.AFTER_CALL)).any()
     }
     ended: dict[str, IssuedCollective | None] = {}
     for call in step_view.of(Phase.GRADS):
         for values in call.slots.values():
             is_absent = bool((values.flags & int(ValueFlag.ABSENT)).all())
-            if not is_absent or (call.path, values.slot[5:]) not in stepped:
+            if not is_absent or values.parameter not in stepped:
                 continue
             if call.path not in ended:
                 ended[call.path] = _end_of_graph(step_view, call.path)
@@ -77,7 +77,7 @@ def _taken(call: CallView) -> IssuedCollective | None:
 
 
 def _needs_gradient(values: SlotValues) -> bool:
-    return all(fold.requires_grad for view in values.views for fold in view.pieces)
+    return all(piece.requires_grad for piece in values.pieces)
 
 
 def _takes(issue: IssuedCollective, given: list[SlotValues]) -> bool:
@@ -102,7 +102,7 @@ def _is_handed(issue: IssuedCollective, call: CallView) -> bool:
         return False
     outputs = [v for s, v in issue.call.slots.items() if s.split(".")[0] == "output"]
     return any(
-        not any(fold.requires_grad for view in values.views for fold in view.pieces)
+        not any(piece.requires_grad for piece in values.pieces)
         and (
             any(_are_same(values, output, issue.ranks) for output in outputs)
             or _are_joined(values, outputs, issue.ranks)
@@ -130,13 +130,12 @@ def _are_joined(values: SlotValues, outputs: list[SlotValues], ranks: Array) -> 
 
 def _candidate(step_view: StepView, values: SlotValues, issue: IssuedCollective) -> Candidate:
     ranks = values.ranks
-    name = values.slot[5:]
     at = str(issue.facts.get("at", ""))
     return candidate_at(
         step_view,
         values.call,
         Kind.PARAMETER,
-        f"param:{name}",
+        f"param:{values.parameter[1]}",
         ranks,
         ranks,
         values.times(ranks),

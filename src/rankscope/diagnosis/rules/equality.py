@@ -47,19 +47,11 @@ _SAME_BATCH: Final = (
 _STRAIGHT: Final = 1e-2
 """A move and its gradient point the same way where what is left of it is this small beside it."""
 _PHASES: Final = tuple(phase for phase in Phase if phase is not Phase.COLLECTIVE)
-_OF_INFERRED: Final = frozenset(
-    {
-        Evidence.FORWARD,
-        Evidence.BACKWARD,
-        Evidence.GRADS,
-        Evidence.PARAMS,
-        Evidence.COLLECTIVE,
-        Evidence.ROOTS,
-        Evidence.SLOTS,
-        Evidence.RANKS,
-        Evidence.DIGESTS,
-    }
-)
+_OF_INFERRED: Final = frozenset(Evidence) - {
+    Evidence.SETUP,
+    Evidence.RECOMPUTE,
+    Evidence.ACCUMULATED,
+}
 """What tells replicas from stages of a pipeline, and from ranks that train apart and average."""
 
 
@@ -170,7 +162,7 @@ def is_within_rounding(values: SlotValues, groups: list[Array]) -> bool:
 def rounded_gradients(step_view: JudgedStep) -> set[tuple[str, str]]:
     """Return (path, name) of parameters whose replicas' gradients differ by rounding alone."""
     return {
-        (values.call.path, values.slot.partition(":")[2])
+        values.parameter
         for values in step_view.values(Phase.GRADS)
         for same in known_replicas(values, step_view)
         if (groups := differing_groups(values, same.groups)[0])
@@ -179,9 +171,9 @@ def rounded_gradients(step_view: JudgedStep) -> set[tuple[str, str]]:
 
 
 def _is_rounding(values: SlotValues, groups: list[Array], step_view: JudgedStep) -> bool:
-    key = (values.call.path, values.slot.partition(":")[2])
     phase = values.call.phase
     if phase is Phase.PARAMS:
+        key = values.parameter
         return key in step_view.life.rounded or key in rounded_gradients(step_view)
     if phase not in _LOCAL or not is_within_rounding(values, groups):
         return False

@@ -165,25 +165,19 @@ def _should_move(
 def _updates(step_view: JudgedStep) -> Iterator[_JudgedUpdate]:
     incarnation = step_view.life
     gradients = {
-        (values.call.path, values.call.ordinal, values.slot[5:]): values
-        for values in step_view.values(Phase.GRADS)
-        if values.slot.startswith("grad:")
+        (values.parameter, values.call.ordinal): values for values in step_view.gradients()
     }
     if not gradients:
         return
     # what no optimizer holds is read when the step closes: its gradient came with an earlier event
-    last = {(key[0], key[2]): gradients[key] for key in sorted(gradients)}
+    last = {key[0]: gradients[key] for key in sorted(gradients)}
     latest = dict(incarnation.parameters)
-    for values in step_view.values(Phase.PARAMS):
-        if not values.slot.startswith("param:"):
-            continue
+    for values in step_view.parameters(Phase.PARAMS):
         key = (values.call.path, values.slot)
         before = latest.get(key)
         latest[key] = Latest(values.ranks, values.hashes, values.column("sketch"))
-        name = values.slot[6:]
-        gradient = gradients.get((values.call.path, values.call.ordinal, name))
-        if gradient is None:
-            gradient = last.get((values.call.path, name))
+        gradient = gradients.get((values.parameter, values.call.ordinal))
+        gradient = gradient or last.get(values.parameter)
         if before is None or gradient is None:
             continue
         update = _update(values, before, gradient)

@@ -140,8 +140,7 @@ def _candidate(
 ) -> Candidate:
     first = next((g.values for g in gradients if (g.values.at(ranks) >= 0).all()), None)
     first = first or gradients[0].values
-    for gradient in gradients:
-        step_view.context.coverage.applied(gradient.values)
+    step_view.context.coverage.applied(*(gradient.values for gradient in gradients))
     norms = np.sqrt(sum(each.values.column("l2")[each.values.at(ranks)] ** 2 for each in gradients))
     by_rank = {int(rank): float(factor) for rank, factor in zip(ranks, factors)}
     listed = ", ".join(f"rank {rank}: {factor:.6g}" for rank, factor in list(by_rank.items())[:4])

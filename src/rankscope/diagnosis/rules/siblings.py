@@ -99,8 +99,7 @@ def _judged(step_view: JudgedStep, family: list[_Sibling], groups: Array) -> Ite
     by_itself = np.stack([sibling.is_by_itself for sibling in family])
     if not (agrees == 1).any():
         return
-    for values in members:
-        step_view.context.coverage.applied(values)
+    step_view.context.coverage.applied(*members)
     found: dict[int, list[tuple[Array, list[str]]]] = {}
     for column in np.flatnonzero((agrees == 1).any(0) & (agrees == 0).any(0)).tolist():
         for like in (1, 0, -1):

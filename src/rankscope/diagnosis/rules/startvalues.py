@@ -53,8 +53,8 @@ def equal_shards(step_view: JudgedStep) -> Iterator[Candidate]:
     if not step_view.is_setup:
         return
     cut: dict[tuple[str, str], list[tuple[SlotValues, list[Array]]]] = {}
-    for values in step_view.values(Phase.SETUP):
-        if not values.slot.startswith("param:") or values.source != "dtensor" or values.is_constant:
+    for values in step_view.parameters(Phase.SETUP):
+        if values.source != "dtensor" or values.is_constant:
             continue
         for axis, lines in _shard_lines(values).items():
             judged = [(line, values.agree(line)) for line in lines]
@@ -130,9 +130,9 @@ def uninitialised_parameters(step_view: JudgedStep) -> Iterator[Candidate]:
         return
     families: dict[tuple[str, str, str], list[SlotValues]] = {}
     instances: dict[str, list[SlotValues]] = {}
-    for values in step_view.values(Phase.SETUP):
+    for values in step_view.parameters(Phase.SETUP):
         path = values.call.path
-        if values.slot.startswith("param:") and values.has_elements.any():
+        if values.has_elements.any():
             key = (sibling_path(path), values.call.node.class_name, values.slot)
             families.setdefault(key, []).append(values)
             instances.setdefault(layer_of(path) or path, []).append(values)

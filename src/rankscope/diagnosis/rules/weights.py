@@ -57,8 +57,8 @@ def undecided_starts(step_view: JudgedStep) -> Mapping[_Key, SlotValues]:
         return history.undecided or {}
     return {
         _key_of_call(values): values
-        for values in history.setup.values(Phase.SETUP)
-        if values.slot.startswith("param:") and _is_open(values, step_view)
+        for values in history.setup.parameters(Phase.SETUP)
+        if _is_open(values, step_view)
     }
 
 
@@ -77,7 +77,8 @@ def decided_starts(
 
 
 def _key_of_call(values: SlotValues) -> _Key:
-    return values.call.path, values.call.ordinal, values.slot.partition(":")[2]
+    path, name = values.parameter
+    return path, values.call.ordinal, name
 
 
 def _is_open(values: SlotValues, step_view: JudgedStep) -> bool:
@@ -137,27 +138,22 @@ def lost_ties(step_view: JudgedStep) -> Iterator[Candidate]:
     setup = incarnation.setup
     if setup is None or incarnation.undecided is not None:
         return
-    gradients = {_key(values): values for values in step_view.values(Phase.GRADS)}
+    gradients = {values.parameter: values for values in step_view.values(Phase.GRADS)}
     for embedding, other in _equal_pairs(setup):
-        own, its = gradients.get(_key(embedding)), gradients.get(_key(other))
+        own, its = gradients.get(embedding.parameter), gradients.get(other.parameter)
         if own is None or its is None:
             continue
-        step_view.context.coverage.applied(own)
-        step_view.context.coverage.applied(its)
+        step_view.context.coverage.applied(own, its)
         if not np.isin(own.hashes, its.hashes).any():
             yield _tie_candidate(setup, embedding, other)
-
-
-def _key(values: SlotValues) -> tuple[str, str]:
-    return values.call.path, values.slot.partition(":")[2]
 
 
 def _equal_pairs(setup: StepView) -> Iterator[tuple[SlotValues, SlotValues]]:
     """Yield the weights of embeddings with those of other modules that hold the same."""
     embeddings: list[SlotValues] = []
     others: dict[int, list[SlotValues]] = {}
-    for values in setup.values(Phase.SETUP):
-        if not values.slot.startswith("param:") or values.is_constant or not values.is_known.all():
+    for values in setup.parameters(Phase.SETUP):
+        if values.is_constant or not values.is_known.all():
             continue
         if "embedding" in values.call.node.class_name.lower():
             embeddings.append(values)
@@ -180,7 +176,7 @@ def _is_on_other_ranks(embedding: SlotValues, other: SlotValues) -> bool:
 
 
 def _tie_candidate(setup: JudgedStep, embedding: SlotValues, other: SlotValues) -> Candidate:
-    first = f"{embedding.call.path}.{embedding.slot[6:]}"
+    first = ".".join(embedding.parameter)
     ranks = np.union1d(embedding.ranks, other.ranks)
     is_beside = np.array_equal(embedding.ranks, other.ranks)
     is_fault = other.source == "dtensor" or not is_beside
