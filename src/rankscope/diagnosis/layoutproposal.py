@@ -1,13 +1,12 @@
 """A layout file proposed from what a run itself shows: what is equal, what adds up, what lies
 behind each other.
 
-Three things are read off the records, axis by axis. Values that hold the same bytes on all ranks
-along an axis, in every call, are replicas. Where a module with other weights on each rank sums over
-them (forward: its output; backward: the gradient of its input), its weight is cut along its inputs,
-or its outputs. Where a module gathers or sums and one dim of what comes out is as many times longer
-or shorter as there are ranks, that dim is cut. From there placements travel: to slots that hold the
-same bytes, and through modules without children that keep the shape. Two answers for one slot are
-no answer.
+Axis by axis: values with the same bytes on all ranks along it, in every call, are replicas. Where a
+module with other weights on each rank sums over them (forward: its output; backward: the gradient
+of its input), its weight is cut along its inputs, or its outputs. A dim that a gather or sum makes
+as many times longer or shorter as there are ranks is cut. From there placements travel: to slots
+with the same bytes, and through modules without children that keep the shape. Two answers for one
+slot are none.
 """
 
 from __future__ import annotations

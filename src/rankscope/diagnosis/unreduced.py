@@ -1,32 +1,25 @@
 """Differences between ranks that are no fault: gradients that nothing reduced before the step of an
 optimizer, and steps of one number that are not the same step.
 
-Such gradients differ between ranks as if a reduction had been forgotten, and so may parameters and
-activations behind them. Three kinds of right programs do that, and something tells each of them:
+Such gradients differ as if a reduction had been forgotten, and parameters and activations follow.
+Three kinds of right programs do that:
 
-* Ranks that train apart and average their parameters now and then (local SGD). What tells is the
-  average: an all-reduce of the very parameters that the step before left different. It may be of
-  each parameter or of all of them in one flat tensor, whole or with weights that add up to one:
-  inputs are told by their number of elements and their norm. Or it is of how far each rank went
-  from a common point (DiLoCo): then inputs differ between ranks by what the parameters differ, as
-  sketches tell. Ranks may also gather their parameters, or send them to neighbours (gossip). A
-  trace that begins later than the training may lie between two averages: where no gradient of it
-  was reduced there is one warning, because it is not known what the ranks did before.
-* An optimizer that reduces gradients inside its own step. What tells is the parameter: after the
-  step, or the one that follows, it is the same on all these ranks, and not what it was before.
-  Asked only of steps in which no gradient agreed: one that lacks among reduced ones is forgotten,
-  whatever became of its parameter. And not of steps in which passes show that a reduction came
-  before the last of them.
-* Optimizer steps inside `no_sync()`. Whether these ranks ever average is not known where no traced
-  step holds an average, so there is one warning. From then on parameters, gradients and activations
-  of these ranks differ because of that. A program that forgot to end `no_sync()` before its
-  optimizer steps cannot be told from that. One that ends it, but after the last backward pass, can:
-  its gradients do not carry the flag.
+* Local SGD: ranks train apart and average their parameters now and then. What tells is an exchange
+  of the very parameters that the step before left different: an all-reduce of each or of all in one
+  flat tensor (told by number of elements and norm), with weights that add up to one, or of the way
+  from a common point (DiLoCo: told by differences of sketches); a gather; messages to neighbours
+  (gossip). A trace that begins later than the training may lie between two averages: where it shows
+  no reduced gradient there is one warning.
+* An optimizer that reduces gradients inside its own step. What tells is the parameter: after this
+  step or the next it is equal on all these ranks, and changed. Asked only of steps in which no
+  gradient agreed (one among reduced ones is forgotten), and in which no reduction came early.
+* Optimizer steps inside `no_sync()`. Where no traced step holds an average there is one warning for
+  all that differs on these ranks from then on. Forgetting to end `no_sync()` before the optimizer
+  steps looks the same; ending it late does not: then gradients do not carry the flag.
 
-A rank's steps are counted by its optimizers' steps. Where one rank trains a model of its own
-besides, or steps one of two models more often than others do, its n-th step is not theirs. What
-tells is a step in which ranks stepped different models, though all of them step the same ones in
-other steps: from then on nothing is compared between these ranks.
+Steps are counted by optimizers' steps. Where one rank also trains a model of its own, its n-th step
+is not that of others. What tells is a step in which ranks stepped different models, though all step
+the same ones elsewhere: from then on nothing is compared between them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Gradients as optimizers took them, beside what the backward passes before had left.
 
-A record of a pass is there only where it tells something (docs/how-it-works/values.md), so what has
-no record on a rank is either what the optimizer took, which its record says (AS_LEFT), or unknown.
-
-How what was taken is made of what was left shows in sketches, because they are linear: a gradient
-that was accumulated is the sum of what passes left, one that was averaged the mean over ranks.
+A pass is recorded only where it tells something (docs/how-it-works/values.md): without a record on
+a rank it left what the optimizer took (AS_LEFT says so), or is unknown. Sketches are linear, so
+they show what was taken: the sum of what passes left, or the mean over ranks.
 """
 
 from __future__ import annotations

@@ -1,19 +1,14 @@
 """What ranks did together, as far as a trace shows it: the joints of the order of causes.
 
-Recorded collectives come first. Reductions of gradients run in C++ and show in no record, so the
-gradients just before an optimizer step join the ranks that hold parts of one parameter, or replicas
-of it.
+Recorded collectives come first. Reductions of gradients run in C++ and leave no record, so the
+gradients just before an optimizer step join the ranks that hold parts or replicas of a parameter.
 
-**Messages** may join two steps. Which receive took which send: the k-th of a channel, counted over
-the whole run.
-
-A channel is a pair of ranks, a group and a tag. Steps say nothing here: a stage receives before its
-own step begins, so its receive may be recorded a step before the send. What counts is the number
-that each rank gave the message since a point that all ranks have in common; where a rank had not
-seen every message since one, nothing is paired. Nor is a channel whose receives fit the sends
-better with an offset than without one: then the numbers are wrong, not the values. Behind a step
-that was not traced a receive may have been posted in it, and take what is sent now: there one
-message of the channel, at least, has to have come as it was sent.
+**Messages** may join two steps: a stage receives before its own step begins, so its receive may be
+recorded a step before the send. The k-th receive of a channel (a pair of ranks, a group and a tag)
+took its k-th send, counted since a point that all ranks have in common. Nothing is paired where a
+rank had not seen every message since one, nor where receives fit the sends better with an offset
+than without: then the numbers are wrong, not the values. Behind a step that was not traced a
+receive may have been posted in it: there one message of the channel has to have come as sent.
 """
 
 from __future__ import annotations

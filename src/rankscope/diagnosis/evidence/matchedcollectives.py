@@ -1,16 +1,14 @@
 """Which collectives of a group are one: the n-th of each of its ranks, counted over the whole run.
 
-As long as all ranks take the same steps, the n-th of a step says the same, and every rule looks at
-one step. Ranks that train apart may take two steps or three between two averages, or evaluate more
-batches than others. What tells is a step in which a rank of the group ran and issued none of what
-others issued. Only such groups are followed over the run, in a second pass.
+As long as all ranks take the same steps, the n-th of a step says the same, and rules look at one
+step. Ranks that train apart, or evaluate more batches, do not. What tells is a step in which a rank
+of the group ran and issued none of what others issued. Only such groups are followed over the run.
 
-A number holds only as long as every collective was recorded. Where steps are missing, torch's own
-count is asked (`calls.issued`), which goes on in steps that are not traced. On some backends it
-counts what not all ranks issue, so it is believed where it makes more outputs equal than the steps
-do. Where neither is known, and where outputs are equal at an offset more often than without one,
-nothing is said of what ranks issued in one step. Nor is a group numbered where a rank ended by
-itself and others still wait for it: there the steps say who left one out.
+Numbers need every collective recorded. Where steps are missing, torch's own count is asked
+(`calls.issued`). On some backends it counts what not all ranks issue, so it is believed only where
+it makes more outputs equal than the steps do. Where neither is known, or where outputs are equal at
+an offset more often than without one, nothing is said. Nor is a group numbered where a rank ended
+by itself and others still wait: there the steps say who left one out.
 """
 
 from __future__ import annotations

@@ -1,22 +1,19 @@
 """Which ranks should hold the same of a value, and how that is known.
 
 In falling order of trust: read off DTensors, marked by a framework on its parameters, declared in a
-layout file (`Layouts`), inferred from what ranks held at setup (`InferredReplicas`). Nothing else
-is compared.
+layout file (`Layouts`), inferred from setup (`InferredReplicas`). Nothing else is compared.
 
-Inferred are plain parameters that are bitwise equal: they are replicas from then on. So are the
-pieces of a DTensor at the same place of several meshes: its layout speaks of the ranks of one mesh,
-and not of the other axes of the job. Constants (ones, zeros) are equal on shards as well, so they
-count only
+Plain parameters that are bitwise equal at setup are replicas from then on. So are pieces of a
+DTensor at the same place of several meshes, because its layout speaks of one mesh. Constants (ones,
+zeros) are equal on shards as well, so they count only
 
-* on a *line*: ranks of which no parameter differs, with one among them that is no constant
-  (data-parallel replicas: everything is equal there), or
-* where the module that owns them was handed the same on these ranks and got the same gradients of
-  its outputs back: then its own gradients are the same by arithmetic, or
-* where they are a norm's, as long as the rows of an embedding that these ranks all hold whole: what
-  is as wide as the model is no part of it, or
-* where they are one element, which nobody cuts, inside a module of DTensors that was handed the
-  same, and in which no plain parameter differs: then what that module computes is one computation.
+* on a *line*: ranks of which no parameter differs, one of them no constant (data-parallel), or
+* where their module had the same inputs and gradients of its outputs: then its own gradients are
+  the same by arithmetic, or
+* where a norm holds them, as long as the rows of an embedding that these ranks hold whole: what is
+  as wide as the model is no part of it, or
+* where they are one element, which nobody cuts, in a module of DTensors that had the same inputs
+  and in which no plain parameter differs.
 """
 
 from __future__ import annotations

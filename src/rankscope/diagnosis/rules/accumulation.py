@@ -1,31 +1,26 @@
 """Gradients that a step takes too few of, and gradients that were left over from the step before.
 
-**Lost micro-batches.** A step takes the gradients of some micro-batches alone, though others left
-some as well. Those of an earlier micro-batch were gone when a later backward pass began, and
-nothing is left of them in what the optimizer takes. Right programs do that too: they measure
-gradients first (of a probe, for a constraint, for a Fisher matrix), wipe them and then train. So it
-is a fault where something shows that the micro-batches were meant to be one batch:
+**Lost micro-batches.** Gradients of an earlier micro-batch were gone when a later backward pass
+began, and are not in what the optimizer takes. Right programs do that too: they measure gradients
+(of a probe, for a Fisher matrix), wipe them, then train. It is a fault where something shows that
+the micro-batches were meant to be one batch:
 
-* the gradients that were lost were not to be reduced (`no_sync`), those of the last pass were, and
-  the same lines of the program called all their forwards: a loop over micro-batches. A pass that
-  measures something has lines of its own. Older traces do not tell lines;
-* every loss was divided by the number of micro-batches: the gradient of each loss is that fraction,
-  or the gradients of the logits are too small by that factor for a mean of cross entropies.
+* the lost gradients were not to be reduced (`no_sync`), the last were, and the same lines of the
+  program called all forwards: a pass that measures has lines of its own; or
+* every loss was divided by the number of micro-batches: its gradient is that fraction, or those of
+  the logits are too small by that factor for a mean of cross entropies.
 
-And only where every traced train step is like that, of two at least: a first step may run a batch
-of zeros to reserve memory, and one may leave out a bad micro-batch. Where several optimizers step,
-the gradients that one pass left for the other are wiped on purpose (a GAN).
+Every traced train step has to be like that, two at least: a first step may run zeros to reserve
+memory, another may leave out a bad micro-batch. With several optimizers, gradients that one pass
+left for the other are wiped on purpose (a GAN). Else it is one warning for a job. Nothing is said
+where micro-batches had the same inputs (sharpness-aware minimization), inputs need gradients
+(attacks), or passes share a forward (gradient surgery).
 
-Else it is a warning, once in a job. Nothing is said where micro-batches were handed the same inputs
-(the second one of sharpness-aware minimization), where inputs need gradients themselves (attacks),
-or where several passes went through one forward (gradient surgery).
-
-**Carried gradients.** Ranks whose backward begins with the gradients of the step before:
-`zero_grad` was skipped. A reduction hides it: what DDP sums holds the old gradient of one rank, and
-all ranks get the same wrong sum. So a rank marks the gradients that were there, and not zero, when
-its backward began. Where ranks that hold the same parameter differ in that one of them is wrong.
-Ranks that are all alike may accumulate over steps; and of a rank with marks next to ranks with some
-others nothing is said, because on accelerators zeros are marked as well.
+**Carried gradients.** `zero_grad` was skipped on some ranks. A reduction hides it, because all
+ranks get the same wrong sum; so ranks mark gradients that were not zero when backward began. Where
+ranks with the same parameter differ in the mark, one is wrong. Ranks that are all alike may
+accumulate over steps; accelerators mark zeros too, so a rank with marks beside ranks with some
+others tells nothing.
 """
 
 from __future__ import annotations

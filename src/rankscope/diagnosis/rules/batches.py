@@ -1,15 +1,13 @@
 """Ranks that were handed the batch of others, or another one than they should share.
 
-**The same batch** on data-parallel ranks is a warning, because nothing breaks. Compared are the
-tensors that the root was handed, on lines of ranks that DDP, FSDP or a layout file calls data. All
-of them that are no constants must be bitwise equal in every micro-batch of the step: masks and
-positions are the same on all ranks anyway.
+**The same batch** on data-parallel ranks is a warning: nothing breaks. Compared are root inputs on
+lines of ranks that DDP, FSDP or a layout file calls data. All that are no constants must be equal
+in every micro-batch of the step: masks and positions are equal anyway.
 
-**Different batches** on ranks that share one layer are a fault. Nobody says that ranks are
-tensor-parallel where layers are cut by hand, and ranks with batches of their own look
-data-parallel. But a module that holds other weights on each rank (a shard), and whose output is the
-sum of all ranks' parts, the same bit for bit on all of them, adds up parts of one layer. Parts that
-were computed from different batches belong to no batch.
+**Different batches** on ranks that share a layer are a fault. Nobody says that ranks are
+tensor-parallel where layers are cut by hand. But a module with other weights on each rank, whose
+output is the sum of all ranks' parts, the same on all of them, adds up parts of one layer, and
+parts of different batches belong to no batch.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
 """Collectives of all ranks belong together, and give what their inputs give.
 
-Members, order, op:
-
 * A group name stands for the same members on every rank that uses it.
-* The n-th collective of a group is the same op with the same reduce op, source and destination on
-  all of its ranks, and (all_reduce, broadcast, reduce) of the same dtype and shape.
-* Two that were issued in the other order on some ranks: each rank has the same call sites, but not
-  in the same order. Where sites differ altogether (stages of a pipeline) nothing is said.
-
-What was exchanged: outputs that a collective makes equal are compared by hash. Sums are held to the
-sketches of the inputs (they are linear), maxima to maxima, parts to means and norms; all within
-rounding. Only collectives of which every member was recorded are looked at, and only messages that
-are known to be one (`diagnosis/evidence/joins.py`).
+* The n-th collective of a group has the same op, reduce op, source and destination on all of its
+  ranks, and (all_reduce, broadcast, reduce) dtype and shape.
+* Order: each rank has the same call sites in the same order. Where sites differ altogether (stages
+  of a pipeline) nothing is said.
+* What was exchanged: outputs made equal are compared by hash, sums with the sketches of the inputs
+  (they are linear), maxima with maxima, parts with means and norms, within rounding. Asked of
+  collectives of which every member was recorded, and messages known to be one (`joins.py`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """What a collective handed on without its graph: the parameters behind it never learn.
 
-The collectives of `torch.distributed` keep no graph. Where a value that needs a gradient goes
-through one, and what came out is handed to modules that train, its gradient ends there. That is
-named for a parameter which an optimizer steps, which took part in the forward pass, and which has
-no gradient on any rank, if three things are seen: a collective behind its module took a value that
-needs a gradient, of the shape of the module's output; a module behind that was handed what came
-out, and no graph with it; and that module took part in the loss. A branch that the loss does not
-use is left alone, and so is what runs under `no_grad`.
+The collectives of `torch.distributed` keep no graph: the gradient of what goes through one ends
+there. It is named for a parameter that an optimizer steps, that took part in forward and has no
+gradient on any rank, if a collective behind its module took a value that needs a gradient, like the
+module's output; a module behind was handed the result without a graph; and that module took part in
+the loss. Branches that the loss does not use, and `no_grad`, are left alone.
 """
 
 from __future__ import annotations

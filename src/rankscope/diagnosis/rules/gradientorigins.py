@@ -1,19 +1,18 @@
 """Where the gradients of ranks that share one computation began to differ.
 
-Ranks that were handed the same batch and hand out the same go through one computation: a value
-that is the same on all of them has one gradient, the sum over all that was made of it. Where
-gradients of replicas differ on such ranks, the first place in backward at which they do is the
-fault, and the gradients are its victims:
+Ranks that were handed the same batch and hand out the same go through one computation: an equal
+value has one gradient, the sum over all that was made of it. Where gradients of replicas differ on
+such ranks, the first place in backward at which they do is the fault, and they are its victims:
 
-* the gradient of the model's own output: the loss differs, though the output is the same, or
-* a module of which the gradients of the outputs agree and that of an input does not, though the
-  input is the same: what was made of it on several ranks was not summed.
+* the gradient of the model's output: the loss differs, though the output is the same, or
+* a module with equal gradients of outputs, an equal input and unlike gradients of that: what was
+  made of it on several ranks was not summed.
 
-Where the ranks hand out different values, forward went apart before: at the first module without
-weights of any rank's own that was handed the same and gave something else. It drew random numbers.
+Where ranks hand out different values, forward went apart before: at the first module without
+weights of any rank's own that was handed the same and drew random numbers.
 
-A tensor that several modules see has one gradient for all of them. It is charged to the innermost
-module that alone took it; where several did, to the module around them.
+A tensor that several modules see has one gradient for all. It is charged to the innermost module
+that alone took it; where several did, to the module around them.
 """
 
 from __future__ import annotations

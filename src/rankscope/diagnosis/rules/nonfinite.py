@@ -1,16 +1,13 @@
 """Where the first NaN or infinity came from finite values, and how it reached other ranks.
 
-On every rank the first value that holds one is looked for. Where a call made it (its inputs are
-finite, its output is not) that call is the origin; a rank that received it (in an input, out of a
-collective, in a reduced gradient) is a victim. Where nobody made one, it came in from outside: the
-first to hold it is told.
+On every rank the first value that holds one is looked for. The call that made it (finite inputs, an
+output that is not) is the origin; a rank that received it (in an input, a collective, a reduced
+gradient) is a victim. Where nobody made one it came from outside: the first to hold it is told.
 
--inf alone is how masks are written: it counts only in a slot that holds none elsewhere, and is a
-warning where no NaN and no +inf comes of it in that step. What collectives alone carry is a warning
-too, as long as no module, gradient or parameter has it: they pad with memory that nobody has
-written (the parts of ranks without a parameter in Muon), and carry infinity as the best loss so
-far. Gradients
-of a step that a GradScaler skipped are not looked at: overflow is how it finds its scale.
+-inf alone is how masks are written: it counts only in a slot that holds none elsewhere, as a
+warning where no NaN or +inf comes of it in that step. What collectives alone carry is a warning
+too: padding that nobody wrote (Muon), infinity as the best loss so far. Gradients of a step that a
+GradScaler skipped are not looked at: overflow is how it finds its scale.
 """
 
 from __future__ import annotations

@@ -1,19 +1,14 @@
-"""What should move in an optimizer step did.
-
-A parameter should move where its gradient is not zero, the step was not skipped, and an optimizer
-holds it. It did not where its bytes are those it had before. Not told, because it is how training
-may be:
+"""What should move in an optimizer step did: its bytes changed, if its gradient is not zero, the step
+was not skipped, and an optimizer holds it. Left alone:
 
 * as many parameters as an optimizer says to step with a learning rate of 0;
-* a step in which nothing moved at all, while every parameter is held: a warm-up begins with a
-  learning rate of 0;
-* a gradient that is small beside those that moved something, by more than a factor of 1,000;
-* elements so large beside the step that it is less than half their spacing: norms' weights of 1 in
-  the first steps of a warm-up, or a bias of few elements, none of them small. How far the step
-  goes is told by the parameters that moved, in proportion to gradients (SGD) or alike (Adam),
-  whichever is less;
-* parameters of two bytes an element, where an update of less than half their spacing is lost,
-  unless a sibling's moved with a gradient of a quarter of the size, each beside its own elements.
+* a step in which nothing moved though all is held: a warm-up begins with a learning rate of 0;
+* a gradient smaller than those that moved something by a factor of more than 1,000;
+* elements so large that the step is less than half their spacing: norms' weights of 1 early in a
+  warm-up, or a bias of few elements. The step's size is told by the parameters that moved, in
+  proportion to gradients (SGD) or alike (Adam), whichever is less;
+* two-byte parameters, where such updates are lost, unless a sibling's moved with a gradient of a
+  quarter of the size, each beside its own elements.
 
 A gradient whose parameter no optimizer holds is a warning, and a fault where the optimizer holds
 parameters that no module owns: it was made before `fully_shard` replaced them.

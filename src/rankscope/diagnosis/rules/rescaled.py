@@ -1,12 +1,11 @@
-"""Shards of one tensor that each rank scaled by a factor of its own before the optimizer's step.
-
-Clipping by the norm of what one rank holds does that: `torch.nn.utils.clip_grad_norm_` on FSDP1, or
-on local tensors of DTensors. What backward left and what the optimizer takes are multiples of each
-other on every rank, with one factor for all gradients of the rank, and with another on the next.
+"""Shards of one tensor that each rank scaled by a factor of its own before the optimizer's step, as
+clipping by the norm of one rank's shards does (`torch.nn.utils.clip_grad_norm_` on FSDP1 or on
+local tensors of DTensors): what backward left and what the optimizer takes are multiples, with one
+factor for all gradients of a rank and another on the next.
 
 Left alone: one factor on all ranks (the norm of all shards, a GradScaler), factors that differ
-between the gradients of a rank (clipping by layers), anything that is no multiple (noise, masks,
-clipping of single elements), and gradients that are whole on each rank: those are replicas.
+between gradients of a rank (clipping by layers), no multiples (noise, masks, clipping of elements),
+and gradients that are whole on each rank: those are replicas.
 """
 
 from __future__ import annotations

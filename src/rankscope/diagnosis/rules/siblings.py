@@ -1,13 +1,10 @@
 """What all sibling modules do, one module does too: replicated activations nobody declared.
 
-Under hand-written parallelism nothing says that the output of a row-parallel layer is the same on
-all ranks. But where ranks were handed the same root inputs, an output that agrees bit by bit on
-them in `layers.1.attn.o_proj`, though its inputs or its weights differ there, is replicated by a
-reduction. Then `layers.*.attn.o_proj` should be, and one that is not has lost its reduction.
-
-Of an output that agrees by itself (same inputs, same weights) the same is said only where at least
-two siblings agree and one does not: random numbers of their own on each rank look alike. Constants
-prove nothing.
+Ranks had the same root inputs. An output of `layers.1.attn.o_proj` that agrees bit by bit on them,
+though its inputs or weights differ, is replicated by a reduction; so one of `layers.*.attn.o_proj`
+that is not has lost its reduction. Of an output that agrees by itself (same inputs, same weights)
+this is said only where two siblings or more agree and one does not: random numbers of their own
+look alike. Constants prove nothing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """What a pipeline stage computes on in a micro-batch is what the stage before it sent for it.
 
-Which root output feeds which root input is read off their hashes: an input that is bitwise an
-output of another rank in the same step came from there. Most inputs of a stage then belong to its
-own micro-batch (or all to the one before, where a stage made one call more); one that belongs to
-another, or to none, is a fault.
+A root input that is bitwise a root output of another rank in the step came from there. Most inputs
+of a stage belong to its own micro-batch (or all to the one before, where a stage made one call
+more); one that belongs to another, or to none, is a fault.
 """
 
 from __future__ import annotations

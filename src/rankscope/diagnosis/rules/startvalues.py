@@ -1,20 +1,15 @@
 """What parameters hold when training begins: shards that are equal, and memory that nobody filled.
 
-**Equal shards.** The shards of a DTensor are different parts of one tensor. Where the ranks along a
-`Shard` axis hold bitwise the same at setup, every rank drew the same random numbers for its own
-part, or loaded the same part of a file. Constants prove nothing, and nor do parameters that repeat
-a pattern on purpose: decay tables that every channel shares, experts that begin as copies of one.
-So equal shards are a fault where the numbers look as if drawn at random (their mean is zero within
-the error of a sample), or where most parameters that are cut along the axis are so. Experts stacked
-in one parameter of three dims or more are a warning, unless a parameter of fewer dims shows the
-same.
+**Equal shards.** Ranks along a `Shard` axis that hold bitwise the same at setup drew the same
+random numbers, or loaded the same part of a file. Constants prove nothing, nor do patterns repeated
+on purpose: decay tables of channels, experts that begin as copies. So it is a fault where numbers
+look random (mean zero within the error of a sample), or most parameters cut along the axis are
+equal. Stacked experts (three dims or more) are a warning, unless one of fewer dims shows the same.
 
 **Uninitialised parameters**: `to_empty` without `reset_parameters`. Fresh memory is zero, recycled
-memory holds whatever was there. What siblings hold (`layers.*`) says what a parameter should look
-like: one of another order of magnitude by a factor of a million is garbage, and one that is zero
-through and through while theirs are random is a fault where its whole layer is zero, norms and all.
-Else it may be zero on purpose: a warning, and not even that for the last sibling or where several
-are zero.
+memory is anything. Siblings (`layers.*`) say what a parameter should look like: a millionfold other
+magnitude is garbage; one of zeros beside random siblings is a fault where its whole layer is zero,
+norms and all, else a warning, and nothing for the last sibling or where several are zero.
 """
 
 from __future__ import annotations

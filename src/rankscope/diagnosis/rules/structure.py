@@ -1,12 +1,12 @@
 """Calls, dtypes, shapes and placements are the same on ranks that do the same.
 
-* dtype: one value has one dtype on all ranks that hold it. Not looked at: what a module with
-  different children on different ranks is handed and hands out (stages of a pipeline).
+* dtype: one value has one on all ranks, but for what a module with different children on different
+  ranks is handed and hands out (stages of a pipeline).
 * placement, global shape: what DTensors of one mesh say of one value.
-* calls: ranks that were handed the same root inputs call the same modules, where all of them own
-  the module. Sibling modules of which each rank calls others (experts) are left alone.
-* layers of a pipeline: of those with numbers no stage runs one that the stage before it runs too,
-  where it begins further back than that one. Layers whose gradients are shared are left alone.
+* calls: ranks with the same root inputs call the same modules, where all of them own them. Siblings
+  of which each rank calls others (experts) are left alone.
+* layers of a pipeline: no stage runs a numbered one that the stage before it runs too, where that
+  begins further back. Layers whose gradients are shared are left alone.
 """
 
 from __future__ import annotations

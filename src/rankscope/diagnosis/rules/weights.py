@@ -1,19 +1,16 @@
 """Weights that should be one and are not: of replicas, and of two modules that are tied.
 
-**Other weights.** Ranks whose gradients are reduced train one model: they began with the same
-weights. Plain parameters that differ at setup may be shards. They are none where the first gradient
-of one that is no constant is the same on these ranks though its module was handed different values
-there: only a reduction makes that so, and what was reduced belongs to replicas. (The first gradient
-of an adapter is zero where its other half begins as zero.) Weights that were made equal between
-setup and the optimizer step (a broadcast after a first forward) are no fault.
+**Other weights.** Plain parameters that differ at setup may be shards. They are not where the first
+gradient that is no constant is equal on these ranks though their module was handed different values
+(the first of an adapter is zero where its other half begins as zero): only a reduction does that,
+and what is reduced belongs to replicas. Weights made equal between setup and the optimizer step (a
+broadcast after a first forward) are no fault.
 
-**Lost ties.** Tied weights became two parameters: an embedding and its head drift apart from then
-on. A parameter that two modules share is one parameter, and the trace has it once. Where the weight
-of an embedding and that of another module begin bitwise equal, and both step with gradients of
-their own, they are a tie that was lost: `parallelize_module` and a copy per module make two
-parameters of one. So are copies on two stages of a pipeline whose gradients nobody sums. Copies of
-whole models (a teacher, a critic) hold two embeddings; those are left alone. Plain weights of one
-rank may be copied on purpose, to train a head of its own: a warning.
+**Lost ties.** A parameter that two modules share is in the trace once. Where the weights of an
+embedding and of another module begin bitwise equal and step with gradients of their own, a tie was
+lost: `parallelize_module` and a copy per module make two parameters of one. So are copies on two
+stages of a pipeline whose gradients nobody sums. Copies of whole models (a teacher, a critic) hold
+two embeddings and are left alone. Plain weights of one rank may be copied on purpose: a warning.
 """
 
 from __future__ import annotations
