@@ -11,12 +11,12 @@ from typing import Final
 from rankscope.diagnosis.causeorder import Join
 from rankscope.diagnosis.context import Candidate, CheckContext, JudgedStep, Latest
 from rankscope.diagnosis.coverage import Coverage
-from rankscope.diagnosis.evidence.joins import Message, Messages, joins_of
+from rankscope.diagnosis.evidence.joins import Messages, joins_of
 from rankscope.diagnosis.evidence.lastcalls import ORDERLY
 from rankscope.diagnosis.evidence.matchedcollectives import MatchedCollectives
 from rankscope.diagnosis.evidence.recorded import recorded_evidence
 from rankscope.diagnosis.evidence.replicas import Layouts
-from rankscope.diagnosis.evidence.stepview import StepView, step_view_of
+from rankscope.diagnosis.evidence.stepview import StepView, grouped, step_view_of
 from rankscope.diagnosis.finalreport import made_report
 from rankscope.diagnosis.rules.collectives import wrong_messages
 from rankscope.diagnosis.rules.endings import MOST_STALLS, ended_badly, ends_of
@@ -136,10 +136,7 @@ def _ranks_of(step: Step) -> set[int]:
 
 def _wrongly_received(messages: Messages, steps: Sequence[Step]) -> Iterator[Candidate]:
     """Read the steps again in which something came that was not sent: most traces have none."""
-    wrong: dict[int, list[Message]] = {}
-    for message in messages.paired():
-        if message.is_other:
-            wrong.setdefault(message.received.step, []).append(message)
+    wrong = grouped((m.received.step, m) for m in messages.paired() if m.is_other)
     for number, found in sorted(wrong.items()):
         yield from wrong_messages(step_view_of(steps[number]), found)
 

@@ -5,7 +5,7 @@ layouts, what was seen before), and faulty places, before it is known which of t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, NamedTuple
@@ -206,24 +206,6 @@ class CheckContext:
         self.incarnations[incarnation] = IncarnationState(
             replicas=replicas, setup=setup, data_lines=lines
         )
-
-
-@dataclass(frozen=True, slots=True)
-class StepRule:
-    """A function of a step, asked only where the trace holds what it needs."""
-
-    judge: Callable[[JudgedStep], Iterable[Candidate]]
-    asks: str
-    """What is not judged where something lacks: a noun phrase."""
-    needs: Set[Evidence] = frozenset()
-
-    def __call__(self, step_view: JudgedStep) -> Iterator[Candidate]:
-        """Yield what is wrong in a step; nothing where the trace lacks what the rule needs."""
-        lacking = frozenset(self.needs - step_view.evidence)
-        if lacking:
-            step_view.context.coverage.not_asked(self.asks, lacking)
-            return
-        yield from self.judge(step_view)
 
 
 @dataclass(eq=False, kw_only=True)

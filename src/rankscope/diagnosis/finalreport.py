@@ -9,6 +9,7 @@ from typing import Any, Final
 from rankscope.diagnosis.causeorder import CauseOrder, FaultPlace, Join, sort_causes
 from rankscope.diagnosis.context import Candidate, CheckContext
 from rankscope.diagnosis.coverage import Coverage
+from rankscope.diagnosis.evidence.stepview import grouped
 from rankscope.record.finding import (
     NAMED_VICTIMS,
     Finding,
@@ -106,9 +107,7 @@ def _distinct(candidates: Any) -> list[Candidate]:
 
 def _ordered(faults: list[Candidate], joins: Sequence[Join]) -> list[Finding]:
     """Return findings, origins first, each followed in the list by nothing that caused it."""
-    events: dict[tuple[bytes, bytes], list[Candidate]] = {}
-    for fault in faults:
-        events.setdefault((fault.members.tobytes(), fault.times_ns.tobytes()), []).append(fault)
+    events = grouped(((s.members.tobytes(), s.times_ns.tobytes()), s) for s in faults)
     listed = sorted(events.values(), key=lambda e: _first_ns(e[0]))
     near, far = listed[:_MOST_EVENTS], listed[_MOST_EVENTS:]
     order = sort_causes(

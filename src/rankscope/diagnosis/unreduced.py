@@ -41,7 +41,7 @@ from rankscope.diagnosis.context import (
 )
 from rankscope.diagnosis.evidence.issuedcollectives import IssuedCollective, issues_of
 from rankscope.diagnosis.evidence.replicas import FSDP1_FLAT
-from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, positions
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped, positions
 from rankscope.record.collective import OPS
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
@@ -102,15 +102,12 @@ def without_unreduced(candidates: Iterable[Candidate], context: CheckContext) ->
 
 def _note_averaging(step_view: JudgedStep) -> None:
     incarnation = step_view.life
-    events: dict[int, bool] = {}
-    for values in step_view.values(Phase.GRADS):
-        if not _is_plain(values) or values.is_constant:
-            continue
-        key = id(values.call.top)
-        events[key] = events.get(key, True) and values.agree(values.ranks) is False
-    if any(events.values()):
+    plain = (h for h in step_view.values(Phase.GRADS) if _is_plain(h) and not h.is_constant)
+    events = grouped((id(h.call.top), h.agree(h.ranks) is False) for h in plain)
+    are_apart = [all(differs) for differs in events.values()]
+    if any(are_apart):
         incarnation.apart.add(step_view.step)
-    if not all(events.values()):
+    if not all(are_apart):
         incarnation.together.add(step_view.step)
     latest = [h for h in step_view.values(Phase.PARAMS) if _is_plain(h) and h.slot != _FLAT_SLOT]
     before = incarnation.unlike
@@ -119,10 +116,9 @@ def _note_averaging(step_view: JudgedStep) -> None:
         incarnation.unlike = [
             _left(values, incarnation) for values in latest if values.agree(values.ranks) is False
         ]
-        roots: dict[int, list[SlotValues]] = {}
-        for values in latest if incarnation.unlike else ():
-            roots.setdefault(id(values.call.top), []).append(values)
-        incarnation.unlike += [flat for held in roots.values() for flat in _flat(held)]
+        if incarnation.unlike:
+            roots = grouped((id(values.call.top), values) for values in latest)
+            incarnation.unlike += [flat for held in roots.values() for flat in _flat(held)]
     if any(left and _is_average(step_view, left) for left in (before, incarnation.unlike)):
         incarnation.averages.append(step_view.step)
     elif not incarnation.averages:
@@ -264,7 +260,10 @@ def _between(sketches: Array) -> Array:
 
 
 def _of_training_apart(candidate: Candidate, incarnation: IncarnationState) -> Candidate | str:
-    if not _is_apart(candidate, incarnation):
+    is_unequal = candidate.kind is Kind.REPLICA and candidate.phase in (Phase.GRADS, Phase.PARAMS)
+    if candidate.step not in incarnation.apart or not (
+        is_unequal or candidate.kind is Kind.GRADIENT
+    ):
         return candidate
     if incarnation.averages:
         return (
@@ -277,14 +276,6 @@ def _of_training_apart(candidate: Candidate, incarnation: IncarnationState) -> C
     if candidate.kind is Kind.GRADIENT and is_late:
         return dataclasses.replace(candidate, severity=Severity.WARNING, advice=_BEGINS_LATE)
     return candidate
-
-
-def _is_apart(candidate: Candidate, incarnation: IncarnationState) -> bool:
-    if candidate.step not in incarnation.apart:
-        return False
-    return candidate.kind is Kind.GRADIENT or (
-        candidate.kind is Kind.REPLICA and candidate.phase in (Phase.GRADS, Phase.PARAMS)
-    )
 
 
 # ---- reductions inside an optimizer's step -------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from rankscope.diagnosis.evidence.distances import rounding_of
-from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView
+from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView, grouped
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 
@@ -86,10 +86,8 @@ def taken_gradients(step_view: StepView) -> Iterator[list[TakenGradient]]:
     """Yield the gradients of each optimizer step of which a pass is recorded."""
     if not step_view.left_by_passes:
         return
-    left: dict[tuple[str, str], list[SlotValues]] = {}
-    for call in step_view.left_by_passes:
-        for values in call.slots.values():
-            left.setdefault((call.path, values.slot), []).append(values)
+    every = (values for call in step_view.left_by_passes for values in call.slots.values())
+    left = grouped(((values.call.path, values.slot), values) for values in every)
     before: dict[tuple[str, str], SlotValues] = {}
     by_top: dict[int, tuple[CallView, list[SlotValues]]] = {}
     for call in step_view.of(Phase.GRADS):

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from rankscope.diagnosis.evidence.stepview import Array, CallView, StepView
+from rankscope.diagnosis.evidence.stepview import Array, CallView, StepView, grouped
 from rankscope.record.collective import MESSAGES, OPS
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import parse_ranks
@@ -63,8 +63,7 @@ class IssuedCollective:
 
 def issues_of(step_view: StepView) -> Iterator[IssuedCollective]:
     """Yield what ranks issued in one step."""
-    for call in step_view.of(Phase.COLLECTIVE):
-        yield from issues_in(call)
+    return (issue for call in step_view.of(Phase.COLLECTIVE) for issue in issues_in(call))
 
 
 def known_collectives(step_view: StepView) -> Iterator[IssuedCollective]:
@@ -74,8 +73,7 @@ def known_collectives(step_view: StepView) -> Iterator[IssuedCollective]:
 
 def ranks_in_doubt(step_view: StepView) -> set[int]:
     """Return the ranks that issued what lacks a fact: it may be one more of any group."""
-    found = (each.ranks.tolist() for each in issues_of(step_view) if each.lacks)
-    return {rank for ranks in found for rank in ranks}
+    return {rank for issue in issues_of(step_view) if issue.lacks for rank in issue.ranks.tolist()}
 
 
 def issues_in(call: CallView) -> Iterator[IssuedCollective]:
@@ -96,20 +94,15 @@ def issues_in(call: CallView) -> Iterator[IssuedCollective]:
 
 def issued_by_rank(issues: Iterable[IssuedCollective]) -> dict[int, list[IssuedCollective]]:
     """Return {rank: what it issued of one group, in order}."""
-    found: dict[int, list[IssuedCollective]] = {}
-    for issue in sorted(issues, key=lambda issue: issue.sequence):
-        for rank in issue.ranks.tolist():
-            found.setdefault(rank, []).append(issue)
-    return found
+    in_order = sorted(issues, key=lambda issue: issue.sequence)
+    return grouped((rank, issue) for issue in in_order for rank in issue.ranks.tolist())
 
 
 def equal_by_offset(
     one: Mapping[int, tuple[int, bool] | None], other: Mapping[int, tuple[int, bool] | None]
 ) -> dict[int, int]:
     """Return {offset of numbers: how many values are equal at it}; None is an unknown value."""
-    there: dict[tuple[int, bool] | None, list[int]] = {}
-    for number, value in one.items():
-        there.setdefault(value, []).append(number)
+    there = grouped((value, number) for number, value in one.items())
     known = ((number, value) for number, value in other.items() if value is not None)
     return Counter(found - number for number, value in known for found in there.get(value, ()))
 

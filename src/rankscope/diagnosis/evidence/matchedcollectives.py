@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, islice
+from itertools import combinations, islice, zip_longest
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -31,7 +31,7 @@ from rankscope.diagnosis.evidence.issuedcollectives import (
     ranks_in_doubt,
 )
 from rankscope.diagnosis.evidence.lastcalls import ORDERLY
-from rankscope.diagnosis.evidence.stepview import StepView, step_view_of
+from rankscope.diagnosis.evidence.stepview import StepView, grouped, step_view_of
 from rankscope.diagnosis.rules.collectives import facts_text
 from rankscope.record.call import Mode
 from rankscope.record.finding import Kind
@@ -292,9 +292,7 @@ def _is_torn(issue: IssuedCollective, context: CheckContext) -> bool:
     if (given.flags[given.at(ranks)] & int(ValueFlag.MIX64)).any():
         return False
     begins, ends = issue.call.span(ranks)
-    by_host: dict[str, list[int]] = {}
-    for place, rank in enumerate(ranks.tolist()):
-        by_host.setdefault(context.hosts.get(rank, str(rank)), []).append(place)
+    by_host = grouped((context.hosts.get(r, str(r)), n) for n, r in enumerate(ranks.tolist()))
     return any(
         bool((ends[own] > begins[own]).all() and begins[own].max() > ends[own].min())
         for own in by_host.values()
@@ -344,7 +342,7 @@ def _lines(
 def _device_of(issue: IssuedCollective) -> str:
     """A group may have a backend for each kind of device, and each backend counts its own."""
     values = issue.call.slots.get("input.0") or issue.call.slots.get("output.0")
-    return values.views[0].device if values is not None and values.views else ""
+    return "" if values is None else values.views[0].device
 
 
 def _by(
@@ -373,20 +371,15 @@ def _equal_outputs(by_rank: Mapping[int, Mapping[tuple[str, int, int], _OwnCall]
 
 
 def _are_shifted(lines: Mapping[int, list[_OwnCall]]) -> bool:
-    ordered = sorted(lines)
-    for one, other in islice(combinations(ordered, 2), _PAIRS):
-        left, right = (
-            {place: end.value for place, end in enumerate(lines[rank])} for rank in (one, other)
-        )
-        if fits_shifted(equal_by_offset(left, right)):
-            return True
-    return False
+    ranks = sorted(lines)[: _PAIRS + 1]
+    values = [{n: end.value for n, end in enumerate(lines[rank])} for rank in ranks]
+    pairs = islice(combinations(values, 2), _PAIRS)
+    return any(fits_shifted(equal_by_offset(one, other)) for one, other in pairs)
 
 
 def _first_mismatch(lines: Mapping[int, list[_OwnCall]]) -> int | None:
-    longest = max(map(len, lines.values()))
-    for place in range(longest):
-        if len({line[place].facts for line in lines.values() if place < len(line)}) > 1:
+    for place, sides in enumerate(zip_longest(*lines.values())):
+        if len({side.facts for side in sides if side is not None}) > 1:
             return place
     return None
 

@@ -27,7 +27,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, sibling_path
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped, sibling_path
 from rankscope.layout.infer import AxisName, is_fsdp_axis, lines_along, named_as
 from rankscope.layout.layoutfile import LayoutFile, described_as
 from rankscope.layout.marks import FSDP1_AXIS
@@ -405,10 +405,8 @@ class InferredReplicas:
 
 def _parts(feeds: Collection[tuple[RootPlace, RootPlace]]) -> dict[int, _Part]:
     """Return which part of a model every rank computes that feeds another or is fed."""
-    takers: dict[RootPlace, list[RootPlace]] = {}
+    takers = grouped(feeds)
     waits_for = Counter(receiver for _, receiver in feeds)
-    for sender, receiver in feeds:
-        takers.setdefault(sender, []).append(receiver)
     depths = {place: 0 for feed in feeds for place in feed}
     ready = [place for place in depths if not waits_for[place]]
     while ready:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,16 @@ _NO_VALUE: Final = (
 )
 _ABSENT: Final = "absent"
 _NUMBER: Final = re.compile(r"(^|\.)\d+(?=\.|$)")
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+def grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
+    """Return {key: its values}, both in order."""
+    groups: dict[_Key, list[_Value]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def sibling_path(path: str) -> str:
@@ -304,10 +314,7 @@ class StepView:
 
     @cached_property
     def _by_path(self) -> dict[str, list[CallView]]:
-        found: dict[str, list[CallView]] = {}
-        for call in self.calls:
-            found.setdefault(call.path, []).append(call)
-        return found
+        return grouped((call.path, call) for call in self.calls)
 
     @cached_property
     def roots(self) -> list[CallView]:
@@ -331,18 +338,13 @@ class StepView:
                     values.ranks.tolist(), values.hashes.tolist(), values.is_known.tolist()
                 ):
                     keys.setdefault(rank, []).extend((number, own if known else -1 - rank))
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank, key in sorted(keys.items()):
-            groups.setdefault(tuple(key), []).append(rank)
+        groups = grouped((tuple(key), rank) for rank, key in sorted(keys.items()))
         return tuple(np.array(g, np.int64) for g in groups.values() if len(g) > 1)
 
     @cached_property
     def gradient_families(self) -> dict[tuple[str, str], list[SlotValues]]:
         """{(path that siblings have in common, slot): gradients of these}"""
-        found: dict[tuple[str, str], list[SlotValues]] = {}
-        for values in self.values(Phase.GRADS):
-            found.setdefault((sibling_path(values.call.path), values.slot), []).append(values)
-        return found
+        return grouped(((sibling_path(h.call.path), h.slot), h) for h in self.values(Phase.GRADS))
 
     def handed(self, path: str) -> list[SlotValues]:
         """Return what a module was handed in forward and backward."""

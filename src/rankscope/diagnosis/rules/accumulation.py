@@ -34,7 +34,7 @@ import numpy as np
 from rankscope.diagnosis.context import Candidate, JudgedStep, candidate_at
 from rankscope.diagnosis.evidence.distances import minority, rounding_of
 from rankscope.diagnosis.evidence.gradientpasses import Mixture, TakenGradient
-from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView
+from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView, grouped
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
@@ -112,11 +112,8 @@ def _is_held_back(gradients: Sequence[TakenGradient], mixture: Mixture) -> bool:
 
 def _are_shares(step_view: StepView, root: str, count: int) -> bool:
     """True where every loss of the step was divided by the number of micro-batches."""
-    came: dict[tuple[str, str], list[SlotValues]] = {}
-    for call in step_view.of(Phase.BACKWARD):
-        if call.parent is None:
-            for values in call.inputs:
-                came.setdefault((call.path, values.slot), []).append(values)
+    roots = (call for call in step_view.of(Phase.BACKWARD) if call.parent is None)
+    came = grouped(((call.path, h.slot), h) for call in roots for h in call.inputs)
     for (path, _), gradients in came.items():
         if len(gradients) != count or not all(each.is_known.all() for each in gradients):
             continue

@@ -29,7 +29,7 @@ from rankscope.diagnosis.evidence.issuedcollectives import (
     ranks_in_doubt,
 )
 from rankscope.diagnosis.evidence.joins import Message, message_value
-from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped
 from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.value import ValueFlag
@@ -41,10 +41,8 @@ _FACTS: Final = ("op", "reduce", "src", "dst")
 def mismatched_collectives(step_view: StepView) -> Iterator[Candidate]:
     """Yield a candidate for every collective whose sides do not belong together."""
     doubtful = ranks_in_doubt(step_view)
-    by_group: dict[str, list[IssuedCollective]] = {}
-    for issue in issues_of(step_view):
-        if issue.group and issue.members and not issue.is_message:
-            by_group.setdefault(issue.group, []).append(issue)
+    named = (issue for issue in issues_of(step_view) if issue.group and issue.members)
+    by_group = grouped((issue.group, issue) for issue in named if not issue.is_message)
     for group in by_group.values():
         meant = {tuple(sorted(issue.members)) for issue in group}
         if len(meant) > 1:
@@ -60,10 +58,7 @@ def mismatched_collectives(step_view: StepView) -> Iterator[Candidate]:
 
 
 def _other_members(step_view: StepView, group: list[IssuedCollective]) -> Iterator[Candidate]:
-    by_call: dict[int, list[IssuedCollective]] = {}
-    for issue in group:
-        by_call.setdefault(id(issue.call), []).append(issue)
-    for issues in by_call.values():
+    for issues in grouped((id(issue.call), issue) for issue in group).values():
         if len({tuple(sorted(issue.members)) for issue in issues}) > 1:
             yield _group_candidate(step_view, issues)
 
@@ -103,10 +98,7 @@ def _group_candidate(step_view: StepView, issues: list[IssuedCollective]) -> Can
 
 
 def _other_facts(step_view: StepView, group: list[IssuedCollective]) -> Iterator[Candidate]:
-    by_sequence: dict[int, list[IssuedCollective]] = {}
-    for issue in group:
-        by_sequence.setdefault(issue.sequence, []).append(issue)
-    for issues in by_sequence.values():
+    for issues in grouped((issue.sequence, issue) for issue in group).values():
         facts = [facts_text(issue, issue.ranks.tolist()) for issue in issues]
         if len(issues) > 1 and len(set(facts)) > 1:
             yield _facts_candidate(step_view, issues, facts)

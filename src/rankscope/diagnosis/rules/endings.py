@@ -23,7 +23,7 @@ from rankscope.diagnosis.evidence.lastcalls import (
     last_calls,
     last_words,
 )
-from rankscope.diagnosis.evidence.stepview import CallView, StepView
+from rankscope.diagnosis.evidence.stepview import CallView, StepView, grouped
 from rankscope.diagnosis.rules.hangs import hangs_of, ranks_left_open, without_recent
 from rankscope.errors import TraceError
 from rankscope.record.finding import Kind
@@ -146,9 +146,7 @@ def _crashes(
     incarnations = {rank["rank"]: rank["incarnation"] for rank in trace.completeness["ranks"]}
     errors = {c.rank: _end_of(c) for c in crashes(trace) if c.incarnation == incarnations[c.rank]}
     raised = {rank for rank, end in ends.items() if end == EndReason.RAISED.value}
-    ranks_of: dict[_End, list[int]] = {}
-    for rank in sorted(raised):
-        ranks_of.setdefault(errors.get(rank, _UNKNOWN), []).append(rank)
+    ranks_of = grouped((errors.get(rank, _UNKNOWN), rank) for rank in sorted(raised))
     own = {end: ranks for end, ranks in ranks_of.items() if not end.is_consequence}
     lost = [rank for rank, end in ends.items() if end == EndReason.LOST.value]
     if killed and own.keys() <= {_UNKNOWN}:

@@ -17,7 +17,7 @@ from rankscope.diagnosis.evidence.issuedcollectives import (
     ranks_in_doubt,
 )
 from rankscope.diagnosis.evidence.lastcalls import MOST_LISTED, ORDERLY, LastCall, last_words
-from rankscope.diagnosis.evidence.stepview import Array, CallView, StepView
+from rankscope.diagnosis.evidence.stepview import Array, CallView, StepView, grouped
 from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named, ranks_text
 
@@ -227,9 +227,10 @@ def _notes_on_waiting(
     waiting: Mapping[int, tuple[IssuedCollective, float]], patience_s: float
 ) -> Iterator[str]:
     """Yield a line for each collective with an unusual stay, in s, that is below `patience_s`."""
-    alike: dict[tuple[str, str], list[int]] = {}
-    for rank, (issue, _) in sorted(waiting.items()):
-        alike.setdefault((issue.op, issue.call.path or "(root)"), []).append(rank)
+    alike = grouped(
+        ((issue.op, issue.call.path or "(root)"), rank)
+        for rank, (issue, _) in sorted(waiting.items())
+    )
     for (op, path), ranks in [*alike.items()][:_MOST_TOLD]:
         waited_s = max(waiting[rank][1] for rank in ranks)
         if waited_s >= patience_s / _TIMES_LONGEST:

@@ -1,5 +1,5 @@
-"""What should move in an optimizer step did: its bytes changed, if its gradient is not zero, the step
-was not skipped, and an optimizer holds it. Left alone:
+"""What should move in an optimizer step did: the bytes of what an optimizer holds changed where the
+gradient is not zero and the step was not skipped. Left alone:
 
 * as many parameters as an optimizer says to step with a learning rate of 0;
 * a step in which nothing moved though all is held: a warm-up begins with a learning rate of 0;
@@ -28,6 +28,7 @@ from rankscope.diagnosis.evidence.stepview import (
     Array,
     SlotValues,
     StepView,
+    grouped,
     positions,
     root_of,
     sibling_path,
@@ -55,7 +56,7 @@ _STALE: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _JudgedUpdate:
     """One parameter in one optimizer step."""
 
@@ -83,20 +84,22 @@ class _JudgedUpdate:
 def parameters_left(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every parameter that an optimizer step left as it was."""
     updates = list(_updates(step_view))
-    typical = _typical([u.moved_size for u in updates if len(u.moved)])
-    distance = _typical([u.distance for u in updates if len(u.moved)])
+    moved = [(u.moved_size, u.distance) for u in updates if len(u.moved)]
+    typical, distance = np.median(moved, axis=0).tolist() if moved else (math.inf, 0.0)
     siblings: dict[tuple[str, str], float] = {}
     for update in updates:
         sibling_key = _sibling_key(update.values)
         siblings[sibling_key] = min(siblings.get(sibling_key, math.inf), update.moved_pressure)
     is_stale = bool(_on_foreign_parameters(step_view))
     unheld: set[str] = set()
-    at_rest = sum(
-        len(update.stayed) > 0 and not len(update.unheld)
+    at_rest = [
+        update
         for update in updates
-        if _should_move(update, typical, distance, siblings)
-    )
-    is_meant = at_rest <= _with_rate_of_zero(step_view)
+        if len(update.stayed)
+        and not len(update.unheld)
+        and _should_move(update, typical, distance, siblings)
+    ]
+    is_meant = len(at_rest) <= _with_rate_of_zero(step_view)
     called = {root_of(call.path) for call in step_view.of(Phase.FORWARD, Phase.BACKWARD)}
     for update in updates:
         step_view.context.coverage.applied(update.values)
@@ -110,23 +113,15 @@ def parameters_left(step_view: JudgedStep) -> Iterator[Candidate]:
             severity = Severity.FAULT if is_stale else Severity.WARNING
             text = _STALE if is_stale else "has a gradient, but no optimizer holds it"
             yield _candidate(step_view, update, update.unheld, text, severity, once=once)
-        elif (
-            len(update.stayed)
-            and not is_meant
-            and _should_move(update, typical, distance, siblings)
-        ):
+        elif update in at_rest and not is_meant:
             text = "has a gradient and was not moved by the optimizer step"
             yield _candidate(step_view, update, update.stayed, text, Severity.FAULT)
 
 
 def _with_rate_of_zero(step_view: StepView) -> int:
     notes = [each.note for each in step_view.notes if each.note.kind is NoteKind.RATE_OF_ZERO]
-    by_optimizer: dict[str, int] = {}
-    for note in notes:
-        name = str(note.fields["optimizer"])
-        count = int(note.fields["parameters"])
-        by_optimizer[name] = max(by_optimizer.get(name, 0), count)
-    return sum(by_optimizer.values())
+    counts = grouped((note.fields["optimizer"], int(note.fields["parameters"])) for note in notes)
+    return sum(map(max, counts.values()))
 
 
 def _on_foreign_parameters(step_view: StepView) -> list[RanksNote]:
@@ -137,17 +132,13 @@ def _sibling_key(values: SlotValues) -> tuple[str, str]:
     return sibling_path(values.call.path), values.slot
 
 
-def _typical(sizes: list[float]) -> float | None:
-    return float(np.median(sizes)) if sizes else None
-
-
 def _should_move(
     update: _JudgedUpdate,
-    typical: float | None,
-    distance: float | None,
+    typical: float,
+    distance: float,
     siblings: Mapping[tuple[str, str], float],
 ) -> bool:
-    if typical is None or distance is None or update.size < _SMALL * typical:
+    if update.size < _SMALL * typical:
         return False
     reach = distance * min(1.0, update.size / max(typical, _LEAST))
     if not reach >= _SURE * update.lost:  # a parameter that is NaN has no number to hold it to

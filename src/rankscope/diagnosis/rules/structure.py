@@ -25,6 +25,7 @@ from rankscope.diagnosis.evidence.stepview import (
     CallView,
     SlotValues,
     StepView,
+    grouped,
     is_input,
     is_output,
     layer_of,
@@ -168,11 +169,8 @@ def different_calls(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every module that some of the ranks with the same data did not call."""
     groups = step_view.same_inputs
     owners = step_view.life.replicas.owners
-    families: dict[tuple[int, str, Phase], list[CallView]] = {}
-    for call in step_view.of(Phase.FORWARD):
-        if call.parent is not None:
-            key = (id(call.parent), sibling_path(call.path), call.phase)
-            families.setdefault(key, []).append(call)
+    inside = (call for call in step_view.of(Phase.FORWARD) if call.parent is not None)
+    families = grouped(((id(call.parent), sibling_path(call.path)), call) for call in inside)
     for calls in families.values():
         for group in groups:
             absent = [(call, _missing(call, group, owners)) for call in calls]

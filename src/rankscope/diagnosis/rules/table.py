@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Set
+from dataclasses import dataclass
 from typing import Final
 
-from rankscope.diagnosis.context import StepRule
+from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.evidence.recorded import Evidence
 from rankscope.diagnosis.rules.accumulation import carried_gradients, lost_micro_batches
 from rankscope.diagnosis.rules.batches import duplicate_batches, other_batches
@@ -26,6 +28,25 @@ from rankscope.diagnosis.rules.structure import (
 from rankscope.diagnosis.rules.weights import lost_ties, other_weights
 
 __all__ = ["STEP_RULES"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRule:
+    """A function of a step, asked only where the trace holds what it needs."""
+
+    judge: Callable[[JudgedStep], Iterable[Candidate]]
+    asks: str
+    """What is not judged where something lacks: a noun phrase."""
+    needs: Set[Evidence] = frozenset()
+
+    def __call__(self, step_view: JudgedStep) -> Iterator[Candidate]:
+        """Yield what is wrong in a step; nothing where the trace lacks what the rule needs."""
+        lacking = frozenset(self.needs - step_view.evidence)
+        if lacking:
+            step_view.context.coverage.not_asked(self.asks, lacking)
+            return
+        yield from self.judge(step_view)
+
 
 _SETUP, _FORWARD, _ROOTS = Evidence.SETUP, Evidence.FORWARD, Evidence.ROOTS
 _GRADS, _PARAMS, _PASSES = Evidence.GRADS, Evidence.PARAMS, Evidence.ACCUMULATED
