@@ -67,17 +67,19 @@ def candidate_at(
     kind: Kind,
     slot: str,
     ranks: Array | tuple[int, ...] | list[int],
-    members: Array,
-    times_ns: Array,
     message: str,
     *,
+    members: Array | None = None,
+    times_ns: Array | None = None,
     path: str | None = None,
     advice: str = "",
     severity: Severity = Severity.FAULT,
     evidence: Callable[[], Mapping[str, Any]] = dict,
     **more: Any,
 ) -> Candidate:
-    """Return a candidate in a call; `path` where it is to be looked for elsewhere."""
+    """Return a candidate in a call, at `path` where it is to be looked for elsewhere, when its
+    members (default: ranks) began that call."""
+    members = np.asarray(ranks) if members is None else members
     return Candidate(
         kind=kind,
         phase=call.phase,
@@ -89,7 +91,7 @@ def candidate_at(
         slot=slot,
         ranks=tuple(sorted({int(rank) for rank in ranks})),
         members=members,
-        times_ns=times_ns,
+        times_ns=call.times(members) if times_ns is None else times_ns,
         message=message,
         advice=advice,
         severity=severity,
@@ -249,8 +251,6 @@ class JudgedStep(StepView):
         **more: Any,
     ) -> Candidate:
         """Return a candidate in a value of the step, when its members (default: ranks) had it."""
-        of = np.asarray(ranks) if members is None else members
-        times_ns = values.times(of)
-        return candidate_at(
-            self, values.call, kind, values.slot, ranks, of, times_ns, message, **more
-        )
+        members = np.asarray(ranks) if members is None else members
+        more |= {"members": members, "times_ns": values.times(members)}
+        return candidate_at(self, values.call, kind, values.slot, ranks, message, **more)

@@ -363,7 +363,6 @@ def _is_due_to(candidate: Candidate, began: Candidate) -> bool:
 
 # ---- ranks that count their steps unlike ---------------------------------------------------------
 
-
 _OF_ONE_RANK = frozenset({Kind.NONFINITE, Kind.RECOMPUTE})
 """What needs no other rank to be seen."""
 

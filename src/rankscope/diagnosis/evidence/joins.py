@@ -27,6 +27,7 @@ from rankscope.diagnosis.evidence.issuedcollectives import (
     fits_shifted,
     issues_of,
     known_collectives,
+    ranks_in_doubt,
 )
 from rankscope.diagnosis.evidence.stepview import SlotValues, StepView
 from rankscope.diagnosis.rules.stages import StageLink, stage_edges
@@ -96,7 +97,6 @@ def _events(step_view: JudgedStep) -> Iterator[Join]:
 
 # ---- messages ------------------------------------------------------------------------------------
 
-
 _Channel = tuple[int, str, str, int, int, int]
 """Incarnation, point it is counted from, group, sender, receiver, tag."""
 _FROM_ANYBODY: Final = -1
@@ -147,10 +147,9 @@ class Messages:
 
     def note(self, step_view: JudgedStep, step: int) -> None:
         """Keep the messages of one step."""
+        self._doubtful |= {(step_view.incarnation, rank) for rank in ranks_in_doubt(step_view)}
         for issue in issues_of(step_view):
             since = str(issue.facts.get("since", ""))
-            if issue.lacks:
-                self._doubtful |= {(step_view.incarnation, rank) for rank in issue.ranks.tolist()}
             if issue.lacks or not issue.is_message or not since:
                 continue
             peer = issue.facts["peer"]

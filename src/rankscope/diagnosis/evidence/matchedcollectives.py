@@ -403,11 +403,11 @@ def _candidate(
         Kind.COLLECTIVE,
         issue.slot,
         blamed,
-        ranks,
-        np.array([sides[rank].time_ns for rank in ranks.tolist()], np.int64),
         f"number {wrong} of group {group[1]} over the run is not one collective: {listed}",
         evidence=lambda: {
             "sides": [{"ranks": ranks_text(some), "call": text} for text, some in alike]
         },
+        members=ranks,
+        times_ns=np.array([sides[rank].time_ns for rank in ranks.tolist()], np.int64),
         priority=-2,
     )

@@ -36,7 +36,6 @@ from rankscope.record.phases import Phase
 
 # ---- what layouts say ----------------------------------------------------------------------------
 
-
 _PLACED: Final = ("dtensor", "marked", "declared")
 
 
@@ -115,7 +114,6 @@ def _wide(groups: Iterable[Array]) -> tuple[Array, ...]:
 
 
 # ---- what is inferred ----------------------------------------------------------------------------
-
 
 RootPlace = tuple[str, int]
 """Path of a root module, rank."""

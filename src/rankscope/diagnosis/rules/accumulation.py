@@ -42,7 +42,6 @@ from rankscope.record.value import ValueFlag
 
 # ---- micro-batches that are lost -----------------------------------------------------------------
 
-
 _NO_SYNC: Final = int(ValueFlag.NO_SYNC)
 _RESTARTED, _SAME_LINES = int(ValueFlag.RESTARTED), int(ValueFlag.SAME_LINES)
 _MOST_NAMED: Final = 256
@@ -186,7 +185,6 @@ def _norm(values: Sequence[SlotValues]) -> float:
 
 # ---- gradients that are left over ----------------------------------------------------------------
 
-
 _LEFT_OVER = int(ValueFlag.CARRIED)
 
 
@@ -210,8 +208,6 @@ def carried_gradients(step_view: JudgedStep) -> Iterator[Candidate]:
         Kind.REPLICA,
         first.slot,
         blamed,
-        blamed,
-        first.times(blamed) - 2,  # before gradients are reduced: see diagnosis/evidence/joins.py
         f"backward began with the gradients of the step before on {ranks_named(own)}, and "
         f"without on {ranks_named(others)}: they were added to this step's",
         advice="zero_grad was not called on every one of these ranks between the two backward "
@@ -222,6 +218,7 @@ def carried_gradients(step_view: JudgedStep) -> Iterator[Candidate]:
             "not_by": ranks_text(others),
             "gradients": len(shared),
         },
+        times_ns=first.times(blamed) - 2,  # before gradients are reduced: see evidence/joins.py
         weight=len(shared),
         priority=-2,
     )

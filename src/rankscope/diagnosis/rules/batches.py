@@ -71,7 +71,6 @@ def _duplicate_candidate(
 
 # ---- different batches ---------------------------------------------------------------------------
 
-
 _ADVICE = (
     "Ranks that share a layer have to read the same rows: build the sampler from the data-parallel "
     "rank and size, not from the global ones."

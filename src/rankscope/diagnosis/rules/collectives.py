@@ -81,9 +81,8 @@ def _group_candidate(step_view: StepView, issues: list[IssuedCollective]) -> Can
         Kind.GROUP,
         issues[0].slot,
         blamed,
-        members,
-        call.times(members),
         f"{issues[0].op}: {listed}",
+        members=members,
         evidence=lambda: {
             "groups": [
                 {"ranks": ranks_text(i.ranks), "group": i.group, "members": [*i.members]}
@@ -134,8 +133,6 @@ def _facts_candidate(
         Kind.COLLECTIVE,
         first.slot,
         minority(ranks, keys),
-        ranks[order],
-        times[order],
         f"number {first.sequence} of group {first.group} is not one collective: {listed}",
         evidence=lambda: {
             "sides": [
@@ -143,6 +140,8 @@ def _facts_candidate(
                 for i, text in zip(issues, facts)
             ]
         },
+        members=ranks[order],
+        times_ns=times[order],
         priority=-2,
     )
 
@@ -183,10 +182,10 @@ def _swapped(step_view: StepView, group: list[IssuedCollective]) -> Iterator[Can
             Kind.COLLECTIVE,
             issue.slot,
             minority(ranks, keys),
-            ranks,
-            np.array(begins),
             f"{issue.op} was issued in another order on some ranks of group {issue.group}: "
             f"{listed}",
+            members=ranks,
+            times_ns=np.array(begins),
             evidence=lambda: {"sides": sides},
             priority=-2,
         )
@@ -198,7 +197,6 @@ def _site_text(issue: IssuedCollective) -> str:
 
 
 # ---- what was exchanged --------------------------------------------------------------------------
-
 
 _ADDED: Final = frozenset({*ROUNDING, "int32", "int64"})
 """dtypes whose sums do not wrap around, or not in practice."""
@@ -351,8 +349,6 @@ def _exchange_candidate(
         Kind.COLLECTIVE,
         issue.slot,
         blamed,
-        ranks,
-        issue.call.times(ranks, is_end=True),
         f"{issue.op} of {ranks_named(issue.ranks)}: {text}",
         evidence=lambda: {
             "op": issue.op,
@@ -362,5 +358,7 @@ def _exchange_candidate(
             "inputs": [side for values in given[:2] for side in sides(values, issue.ranks)],
             "outputs": sides(output, issue.ranks),
         },
+        members=ranks,
+        times_ns=issue.call.times(ranks, is_end=True),
         priority=-1,
     )

@@ -99,19 +99,19 @@ def _is_handed(issue: IssuedCollective, call: CallView) -> bool:
     if call.phase is not Phase.FORWARD or not any(map(_needs_gradient, call.outputs)):
         return False
     outputs = [v for s, v in issue.call.slots.items() if s.split(".")[0] == "output"]
+    known = [output for output in outputs if output.are_known(issue.ranks)]
     return any(
         not any(piece.requires_grad for piece in values.pieces)
         and (
-            any(_are_same(values, output, issue.ranks) for output in outputs)
+            (
+                not values.is_constant
+                and values.are_known(issue.ranks)
+                and any(values.equals(output, issue.ranks) for output in known)
+            )
             or _are_joined(values, outputs, issue.ranks)
         )
         for values in call.inputs
     )
-
-
-def _are_same(values: SlotValues, output: SlotValues, ranks: Array) -> bool:
-    are_known = values.are_known(ranks) and output.are_known(ranks)
-    return are_known and not values.is_constant and values.equals(output, ranks)
 
 
 def _are_joined(values: SlotValues, outputs: list[SlotValues], ranks: Array) -> bool:
@@ -135,8 +135,6 @@ def _candidate(step_view: StepView, values: SlotValues, issue: IssuedCollective)
         Kind.PARAMETER,
         f"param:{values.parameter[1]}",
         ranks,
-        ranks,
-        values.times(ranks),
         f"has no gradient on {ranks_named(ranks)}: what the module gave went through "
         f"{issue.op}{f' ({at})' if at else ''}, which keeps no graph",
         advice=_ADVICE,

@@ -232,20 +232,19 @@ def _crash(
     if not known:
         return
     each = last[known[0]]
-    members = np.array(known, np.int64)
     yield candidate_at(
         each.step_view,
         call or _call_left(each, known[0], end),
         Kind.CRASH,
         "",
         ranks,
-        members,
-        np.array([last[rank].time_ns for rank in known], np.int64) + 1,
         f"{ranks_named(ranks)}: {end.text}",
         evidence=lambda: {
             "last": [last_words(rank, last[rank]) for rank in known][:MOST_LISTED],
             "ends": {str(rank): end for rank, end in sorted(ends.items())[:MOST_LISTED]},
         },
+        members=np.array(known, np.int64),
+        times_ns=np.array([last[rank].time_ns for rank in known], np.int64) + 1,
         path=end.path,
     )
 

@@ -136,8 +136,6 @@ def _hang_candidate(
         Kind.HANG,
         issue.slot,
         hang.missing,
-        members,
-        times,
         f"{ranks_named(hang.waiting)} wait{'s' if len(hang.waiting) == 1 else ''} for "
         f"{ranks_named(hang.missing)}, who never came to this {issue.op} of "
         f"{ranks_named(sorted(issue.members))}{'; ' if heard else ''}{', '.join(heard[:4])}",
@@ -157,6 +155,8 @@ def _hang_candidate(
             "last": [last_words(r, each) for r, each in sorted(last.items())][:MOST_LISTED],
             **({"stalls": stalls} if stalls else {}),
         },
+        members=members,
+        times_ns=times,
         priority=-4,
     )
 

@@ -41,12 +41,8 @@ _NOT_USED: Final = (
     "for the worst score so far, this is as it should be."
 )
 _GRADIENTS: Final = (Phase.BACKWARD, Phase.GRADS)
-
-
 _MASKS: Final = "-inf that masks"
 _CARRIED: Final = "what collectives alone carry"
-
-
 _First = tuple[int, SlotValues]
 """When a rank first had a value that is not finite, and which."""
 

@@ -16,7 +16,7 @@ import numpy as np
 from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.evidence.distances import rounding_of
 from rankscope.diagnosis.evidence.replicas import RootPlace
-from rankscope.diagnosis.evidence.stepview import SlotValues, StepView, is_input, is_output
+from rankscope.diagnosis.evidence.stepview import SlotValues, StepView, grouped, is_input, is_output
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
 
@@ -68,18 +68,14 @@ def _fits(
 ) -> Iterator[tuple[_Place, _Values, Counter[_Place], dict[_Place, _Values]]]:
     """Yield root inputs made elsewhere, votes of micro-batches for each output, and all outputs."""
     outputs = _by_place(step_view, phase, is_output)
-    makers: dict[int, set[_Place]] = {}
-    for place, values in outputs.items():
-        for _, number in values.values():
-            makers.setdefault(number, set()).add(place)
-    own = {
-        (rank, number) for (_, _, rank), values in outputs.items() for _, number in values.values()
-    }
+    made = ((number, place) for place, own in outputs.items() for _, number in own.values())
+    makers = {number: set(places) for number, places in grouped(made).items()}
     for place, values in _by_place(step_view, phase, is_input).items():
         votes: Counter[_Place] = Counter()
         for _, number in values.values():
-            if (place[2], number) not in own:
-                votes.update(p for p in makers.get(number, ()) if p[2] != place[2])
+            places = makers.get(number, set())
+            if all(maker[2] != place[2] for maker in places):
+                votes.update(places)
         if votes:
             yield place, values, votes, outputs
 

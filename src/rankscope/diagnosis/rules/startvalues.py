@@ -29,7 +29,6 @@ from rankscope.record.ranklists import ranks_named, ranks_text
 
 # ---- shards that are equal -----------------------------------------------------------------------
 
-
 _FEWEST_ELEMENTS: Final = 8
 """Of a shard: fewer may be equal by chance."""
 _ERRORS: Final = 5.0
@@ -106,7 +105,6 @@ def _equal_candidate(
 
 
 # ---- parameters that nobody initialised ----------------------------------------------------------
-
 
 _FEWEST: Final = 2
 """Siblings that have to agree on what a parameter looks like."""

@@ -203,9 +203,8 @@ def _uncalled(step_view: StepView, call: CallView, group: Array, absent: Array) 
         Kind.STRUCTURE,
         "",
         absent if len(present) >= len(absent) else present,
-        present,
-        call.times(present),
         f"{ranks_named(absent)} did not call it, {ranks_named(present)} with the same data did",
+        members=present,
         evidence=lambda: {"called": ranks_text(present), "not_called": ranks_text(absent)},
     )
 
@@ -284,19 +283,17 @@ def _is_shared(step_view: StepView, layer: str, ranks: Array) -> bool:
 
 
 def _run_twice(step_view: StepView, call: CallView, layer: str, ranks: list[int]) -> Candidate:
-    members = call.ranks[np.isin(call.ranks, ranks)]
     return candidate_at(
         step_view,
         call,
         Kind.STRUCTURE,
         "",
         ranks,
-        members,
-        call.times(members),
         f"{layer} runs on {ranks_named(ranks)}, of which one stage feeds the other: the model "
         f"runs it twice",
         advice="Look at how the layers are split into stages: the end of one range is the begin of "
         "the next, and counts for one of them alone. A layer that stages share on purpose has to "
         "have its gradients summed over them.",
+        members=call.ranks[np.isin(call.ranks, ranks)],
         evidence=lambda: {"stages": ranks_text(ranks)},
     )

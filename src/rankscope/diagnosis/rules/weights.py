@@ -118,7 +118,6 @@ def _other_candidate(setup: JudgedStep, values: SlotValues, groups: list[Array])
 
 # ---- ties that were lost -------------------------------------------------------------------------
 
-
 _TIE_ADVICE = (
     "Tie them again behind parallelize_module or fully_shard (head.weight = embedding.weight), "
     "before the optimizer is made. Weights copied to train a head of its own are no fault."
