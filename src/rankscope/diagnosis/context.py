@@ -35,7 +35,6 @@ class Candidate(Finding):
     victims: int = 0
     incarnation: int
     members: Array
-    """Ranks that took part."""
     times_ns: Array
     """Per member when it happened, on the member's own clock."""
     make_evidence: Callable[[], Mapping[str, Any]]
@@ -152,8 +151,8 @@ class IncarnationState:
     """None once all of `undecided` is decided."""
     begins_late: bool = True
     """True until the first train step was seen: the trace begins later than the training."""
-    undecided: dict[tuple[str, int, str], SlotValues] | None = None
-    """{(path, call, name): a parameter that differed at setup}, until a gradient says whether it
+    undecided: dict[tuple[tuple[str, str], int], SlotValues] | None = None
+    """{((path, name), call): a parameter that differed at setup}, until a gradient says whether it
     is a replica; None before the first optimizer step."""
     data_lines: Mapping[str, tuple[Array, ...]]
     rounded: set[tuple[str, str]] = field(default_factory=set)
@@ -164,7 +163,6 @@ class IncarnationState:
     left: deque[list[Left]] = field(default_factory=lambda: deque(maxlen=_STEPS_LEFT))
     """`unlike` of the last steps: ranks may be steps apart."""
     handed: set[int] = field(default_factory=set)
-    """Ranks that handed their parameters to others, each in a step of its own."""
     apart: set[int] = field(default_factory=set)
     """Steps in which an optimizer stepped with no gradient that was the same on all ranks."""
     together: set[int] = field(default_factory=set)
@@ -172,14 +170,12 @@ class IncarnationState:
     """Steps in which gradients were averaged before those of the last backward pass were added."""
     stepped: set[int] = field(default_factory=set)
     steppers: dict[str, set[int]] = field(default_factory=dict)
-    """{root: ranks that stepped it in any step}"""
     uneven: dict[int, dict[str, set[int]]] = field(default_factory=dict)
     """{step: {root: ranks that stepped it}}, of steps in which not all ranks stepped the same"""
     averages: list[int] = field(default_factory=list)
     updates: dict[tuple[str, str], dict[int, ParameterUpdate]] = field(default_factory=dict)
     """{(path, name): {step: what became of it}}, of the steps in `apart` and those behind them."""
     is_spoiled: bool = False
-    """True once a value that is not finite was told of."""
     parameters: dict[tuple[str, str], Latest] = field(default_factory=dict)
     begun: dict[tuple[str, str], Latest] = field(default_factory=dict)
     """`parameters` before the first optimizer step."""

@@ -36,7 +36,6 @@ class Coverage:
     """Those of `compared` that several ranks hold, in a layout that nothing describes, and that
     were held to no others."""
     undeclared_names: dict[str, None] = field(default_factory=dict)
-    """The first few of those, siblings (`layers.*`) under one name."""
     is_any_inside: bool = False
     """True once a value of a module below a root was seen."""
     skipped: Counter[str] = field(default_factory=Counter)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any, Final
 
@@ -67,7 +67,6 @@ def verdict_of(findings: Sequence[Finding], lacks: str, *, is_complete: bool) ->
 
 
 def _unmatched_globs(trace: Trace) -> list[str]:
-    """Return what the ranks say of globs of `--rs-paths` that matched a module on none of them."""
     unmatched = [
         {note.fields["glob"]: note for note in notes if note.kind is NoteKind.UNMATCHED_GLOB}
         for notes in trace.error_notes
@@ -94,7 +93,7 @@ def _lacks(trace: Trace, coverage: Coverage, unmatched: Sequence[str]) -> str:
     return "none of its values has numbers to judge: trace again with --rs-digest full"
 
 
-def _distinct(candidates: Any) -> list[Candidate]:
+def _distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Leave out what repeats another of its place. Ranks crash at one place each by itself."""
     kept: dict[Any, Candidate] = {}
     for s in candidates:
@@ -139,7 +138,6 @@ def _first_ns(candidate: Candidate) -> int:
 
 
 def _beside(index: int, events: list[list[Candidate]], order: CauseOrder) -> list[str]:
-    """Return the other origins that nothing puts before or after this one."""
     others = {b if a == index else a for a, b in order.unordered if index in (a, b)}
     return [f"{events[o][0].place} ({ranks_named(events[o][0].ranks)})" for o in sorted(others)][:4]
 

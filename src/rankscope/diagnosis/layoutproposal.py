@@ -22,7 +22,13 @@ from typing import Any, Final
 import numpy as np
 
 from rankscope.diagnosis.evidence.issuedcollectives import issues_of
-from rankscope.diagnosis.evidence.stepview import CallView, SlotValues, StepView, step_view_of
+from rankscope.diagnosis.evidence.stepview import (
+    CallView,
+    SlotValues,
+    StepView,
+    grouped,
+    step_view_of,
+)
 from rankscope.diagnosis.rules.equality import is_within_rounding
 from rankscope.layout.infer import is_fsdp_axis, lines_along
 from rankscope.layout.layoutfile import described_as
@@ -55,7 +61,6 @@ class ProposedEntry:
     slot: str
     placements: Mapping[str, Placement]
     reasons: tuple[str, ...]
-    """Why, one for each axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,11 +121,9 @@ def _mesh(world_size: int, groups: Iterable[Mapping[str, Any]]) -> Mesh:
 
 
 def _names(placed: _Placing) -> dict[str, tuple[str, str]]:
-    """Return {axis: (a name that says what it does, why)}."""
     found: dict[str, tuple[str, str]] = {}
     for axis in placed.shown.lines:
-        issued = {kind for (_, own), kinds in placed.shown.issued.items() if own == axis
-                  for kind in kinds}  # fmt: skip
+        issued = placed.shown.issued_along(axis)
         forward = {op for issuer, op in issued if issuer == "forward"}
         is_cut = any(
             key[1].startswith("param:") and placement.dim is not None
@@ -228,9 +231,7 @@ class _Placing(Proof):
             return
         runs = {key: size for (key, own), size in self.shown.runs.items() if own == axis}
         dims = {dim for size in runs.values() for dim in (0, 1) if shape[dim] == size}
-        issued = {kind for (_, own), kinds in self.shown.issued.items() if own == axis
-                  for kind in kinds}  # fmt: skip
-        is_exchanging = any(issuer == "forward" for issuer, _ in issued)
+        is_exchanging = any(issuer == "forward" for issuer, _ in self.shown.issued_along(axis))
         whole = [key for key in self.shown.integers if self.shown.shape(key) == shape[1:2]
                  and self.is_whole(key, axis)]  # fmt: skip
         if len(dims) == 1:
@@ -272,13 +273,11 @@ def _entries(placed: _Placing, names: Mapping[str, tuple[str, str]]) -> Iterator
         if len(said_of) == 1 and (path, slot, axis) not in refused:
             ((placement, reason),) = said_of.items()
             merged.setdefault((path, slot), {})[axis] = placement, reason
-    every: dict[tuple[str, str], set[str]] = {}
-    for path, slot in {key for key, _ in placed.shown.facts}:
-        head = (_pattern(path), slot.split(".")[0])
-        every.setdefault(head, set()).add(slot)
+    keys = {key for key, _ in placed.shown.facts}
+    every = grouped(((_pattern(path), slot.split(".")[0]), slot) for path, slot in keys)
     for (path, slot), by_axis in sorted(merged.items()):
         kind = slot.split(".")[0]
-        is_only = kind in _ACTIVATIONS and len(every[path, kind]) == 1
+        is_only = kind in _ACTIVATIONS and len({*every[path, kind]}) == 1
         yield ProposedEntry(
             path=path or "(root)",
             slot=kind if is_only else slot,
@@ -324,12 +323,13 @@ class LayoutRecords(RecordedValues):
         for call in step_view.calls:
             for slot, values in call.slots.items() if call.phase is not Phase.COLLECTIVE else ():
                 self._note_mesh(call, values)
-                if (
-                    values.dtype != "python"
-                    and values.source == "unknown"
-                    and len(values.ranks) > 1
-                ):
+                is_plain = values.dtype != "python" and values.source == "unknown"
+                if is_plain and len(values.ranks) > 1:
                     self._note(call, described_as(slot), values)
+
+    def issued_along(self, axis: str) -> set[tuple[str, str]]:
+        """Return (issuer, op) of all collectives over the ranks along an axis."""
+        return {kind for (_, own), kinds in self.issued.items() if own == axis for kind in kinds}
 
     def mesh_axis(self, axis: str) -> tuple[str, str] | None:
         """Return (kind of mesh, name) of the tensors' axis over the same ranks."""

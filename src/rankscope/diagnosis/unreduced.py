@@ -145,13 +145,11 @@ def _flat(held: list[SlotValues]) -> Iterator[Left]:
 
 
 def _is_plain(values: SlotValues) -> bool:
-    """True for a plain parameter or gradient that several ranks hold."""
     is_owned = values.slot.startswith(("param:", "grad:"))
     return is_owned and values.source in ("unknown", "marked") and len(values.ranks) > 1
 
 
 def _is_average(step_view: StepView, left: list[Left]) -> bool:
-    """True where every rank hands most of what was left different to others."""
     every, ranks = _left_of(left)
     handed = dict.fromkeys(ranks, 0)
     for issue in issues_of(step_view):
@@ -244,9 +242,9 @@ def _is_own(values: SlotValues, rank: int, incarnation: IncarnationState) -> boo
             sketch, share = part.sketches[at], norm / own
             if share < 1 and _is_close(given, share * sketch):
                 return True
-            begun = [s[at] - sketch for s in (part.begun,) if s is not None]
-            scales = (1, 1 / len(part.ranks))
-            if any(_is_close(given, w * f * b) for b in begun for f in scales for w in (1, -1)):
+            way = np.zeros(0) if part.begun is None else part.begun[at] - sketch
+            scales = (1, -1, 1 / len(part.ranks), -1 / len(part.ranks))
+            if len(way) and any(_is_close(given, scale * way) for scale in scales):
                 return True
     return False
 

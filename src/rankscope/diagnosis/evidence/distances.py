@@ -98,22 +98,15 @@ def differing_sides(values: SlotValues, groups: list[Array]) -> list[dict[str, A
 def sides_text(values: SlotValues, ranks: Array) -> str:
     """Return `rank 1: mean 0.031; ranks 0,2-3: mean 0.872`."""
     listed = sides(values, ranks)
-    telling = next(
-        (
-            name
-            for name in ("mean", "l2", "std", "max")
-            if len({_short(side.get(name)) for side in listed}) > 1
-        ),
-        "mean",
-    )
+    names = ("mean", "l2", "std", "max")
+    differing = (n for n in names if len({_short(side.get(n)) for side in listed}) > 1)
+    telling = next(differing, "mean")
     parts = []
     for side in listed[:4]:
         word = "rank" if side["ranks"].isdecimal() else "ranks"
         special = [f"{side[n]} {n}" for n in NONFINITE if n in side]
-        value = side.get(telling)
-        parts.append(
-            f"{word} {side['ranks']}: {', '.join([f'{telling} {_short(value)}', *special])}"
-        )
+        numbers = ", ".join([f"{telling} {_short(side.get(telling))}", *special])
+        parts.append(f"{word} {side['ranks']}: {numbers}")
     more = "; ..." if len(listed) > 4 else ""
     return "; ".join(parts) + more
 

@@ -78,7 +78,6 @@ def _stage(edge: StageLink) -> Iterator[Join]:
 
 
 def _events(step_view: JudgedStep) -> Iterator[Join]:
-    """Yield one joint for every group of ranks whose gradients were reduced together."""
     seen: set[bytes] = set()
     incarnation = step_view.life
     for values in step_view.values(Phase.GRADS):

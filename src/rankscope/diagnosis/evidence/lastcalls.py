@@ -41,7 +41,6 @@ class LastCall:
     stack: tuple[str, ...]
     """Paths of the calls it did not leave, outermost first."""
     waiting: IssuedCollective | None
-    """The collective it stands in."""
 
 
 def last_calls(step_views: Sequence[StepView]) -> dict[int, LastCall]:
@@ -77,9 +76,7 @@ def last_calls(step_views: Sequence[StepView]) -> dict[int, LastCall]:
 
 def _stands_in(issue: IssuedCollective, rank: int) -> bool:
     """True where a rank did not come back from a collective, or came back without its peers."""
-    if rank not in issue.ranks:
-        return False
-    return any(
+    return rank in issue.ranks and any(
         rank in outcome.ranks
         and (
             outcome.status == CallStatus.UNFINISHED.word

@@ -13,6 +13,7 @@ by itself and others still wait: there the steps say who left one out.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, islice, zip_longest
@@ -83,9 +84,8 @@ class _Met:
 class MatchedCollectives:
     """Filled step by step; what is kept does not grow with the number of steps."""
 
-    _groups: dict[_Group, _Met] = field(default_factory=dict)
+    _groups: defaultdict[_Group, _Met] = field(default_factory=lambda: defaultdict(_Met))
     _last: dict[tuple[int, int], int] = field(default_factory=dict)
-    """{(incarnation, rank): the last step it ran in}"""
     _steps: dict[tuple[int, int, int], tuple[int, int]] = field(default_factory=dict)
     """{(incarnation, rank, mode): (how many steps, the highest number of one)}"""
     _apart: dict[_Group, dict[tuple[int, int], int] | None] = field(default_factory=dict)
@@ -110,21 +110,20 @@ class MatchedCollectives:
             key = step_view.incarnation, rank, int(step_view.mode)
             count, highest = self._steps.get(key, (0, -1))
             self._steps[key] = count + 1, max(highest, last)
-        came: dict[_Group, set[int]] = {}
-        counts: dict[_Group, set[int]] = {}
+        came: defaultdict[_Group, set[int]] = defaultdict(set)
+        counts: defaultdict[_Group, set[int]] = defaultdict(set)
         for issue in known_collectives(step_view):
             group = _group_of(step_view, issue)
-            came.setdefault(group, set()).update(issue.ranks.tolist())
+            came[group].update(issue.ranks.tolist())
             if not issue.sequence:
-                issued = issue.call.column("issued", issue.ranks)
-                counts.setdefault(group, set()).update(issued.tolist())
-            if _is_torn(issue, step_view.context):
-                met = self._groups.setdefault(group, _Met())
-                met.torn = number if met.torn is None else met.torn
+                counts[group].update(issue.call.column("issued", issue.ranks).tolist())
+            met = self._groups[group]
+            if met.torn is None and _is_torn(issue, step_view.context):
+                met.torn = number
         for group, ranks in came.items():
-            met = self._groups.setdefault(group, _Met())
+            met = self._groups[group]
             met.came |= ranks
-            if met.miscounted is None and len(counts.get(group, set()) - {0}) > 1:
+            if met.miscounted is None and len(counts[group] - {0}) > 1:
                 met.miscounted = number
             for rank in (ran & set(group[2])) - ranks:
                 met.passed.setdefault(rank, number)
@@ -175,11 +174,9 @@ class MatchedCollectives:
         return True
 
     def _is_doubtful(self, group: _Group) -> bool:
-        """True where its collectives cannot be numbered: one more may be of it."""
         return any((group[0], rank) in self._doubtful for rank in group[2])
 
     def _are_whole(self, incarnation: int, ranks: Container[int]) -> bool:
-        """True where every step of these ranks was traced, from the first on."""
         return all(
             count == highest + 1
             for (own, rank, _), (count, highest) in self._steps.items()
@@ -351,12 +348,8 @@ def _by(
     """Return {rank: {key, and how many of this rank had the same before: call}}."""
     found: dict[int, dict[tuple[str, int, int], _OwnCall]] = {}
     for rank, line in lines.items():
-        own = found.setdefault(rank, {})
-        seen: dict[tuple[str, int], int] = {}
-        for end in line:
-            of = key(end)
-            seen[of] = seen.get(of, -1) + 1
-            own[of[0], of[1], seen[of]] = end
+        alike = grouped((key(end), end) for end in line)
+        found[rank] = {(*of, n): end for of, ends in alike.items() for n, end in enumerate(ends)}
     return found
 
 
@@ -387,7 +380,6 @@ def _first_mismatch(lines: Mapping[int, list[_OwnCall]]) -> int | None:
 def _candidate(
     group: _Group, wrong: int, sides: Mapping[int, _OwnCall], steps: Sequence[Step]
 ) -> Candidate:
-    """Return the candidate of a collective that is not one, in the last step that holds a side."""
     ranks = np.array(sorted(sides), np.int64)
     keys = np.array([sides[rank].facts for rank in ranks.tolist()])
     blamed = minority(ranks, keys)

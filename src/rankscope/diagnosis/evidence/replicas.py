@@ -116,7 +116,6 @@ def _wide(groups: Iterable[Array]) -> tuple[Array, ...]:
 # ---- what is inferred ----------------------------------------------------------------------------
 
 RootPlace = tuple[str, int]
-"""Path of a root module, rank."""
 _Part = frozenset[tuple[str, int]]
 """{(path of a root, how many roots the data went through before it)}."""
 _OF_ONE_RANK: Final = re.compile("expert|head|task|adapter")
@@ -156,7 +155,6 @@ def _equal_lines(held: Sequence[SlotValues], cut: Sequence[SlotValues]) -> tuple
 
 
 def _across(equal: Iterable[Array], meshes: Sequence[Mesh]) -> tuple[Array, ...]:
-    """Return those of each group that stand at one place of several meshes."""
     if len({mesh.shape for mesh in meshes}) != 1 or len(meshes) < 2:
         return ()
     columns = list(zip(*(mesh.ranks for mesh in meshes)))
@@ -174,15 +172,12 @@ class InferredReplicas:
         self._shared: dict[tuple[str, str], SlotValues] = {}
         """Parameters that differ between some ranks that hold them."""
         self.sharded_paths: frozenset[str] = frozenset()
-        """Paths of the modules that own such parameters."""
         self.wrappers: frozenset[str] = frozenset()
         """Words for what was put around modules: DDP, FSDP2 ..."""
         self.wrapped: frozenset[str] = frozenset()
         """Paths of what DDP wraps, or is part of."""
         self.owners: dict[str, Array] = {}
-        """{path: ranks} of the modules that own parameters or buffers."""
         self.is_marked = False
-        """True where a framework marked parameters as cut."""
         self._lines: tuple[Array, ...] = ()
         self._local_lines: tuple[Array, ...] = ()
         """As `_lines`, of the ranks' own pieces of DTensors too."""
@@ -194,7 +189,6 @@ class InferredReplicas:
         """Width of an embedding's rows, ranks that hold all of it."""
         self._feeds: set[tuple[RootPlace, RootPlace]] = set()
         self._parts: dict[int, _Part] = {}
-        """Which part of a model the ranks of a pipeline compute."""
         self._tied: dict[tuple[str, str], list[Array]] = {}
         """{(path, name): ranks of several parts that stepped with one gradient of it}."""
         self._proven: dict[tuple[str, str], list[Array]] = {}
@@ -402,7 +396,6 @@ class InferredReplicas:
 
 
 def _parts(feeds: Collection[tuple[RootPlace, RootPlace]]) -> dict[int, _Part]:
-    """Return which part of a model every rank computes that feeds another or is fed."""
     takers = grouped(feeds)
     waits_for = Counter(receiver for _, receiver in feeds)
     depths = {place: 0 for feed in feeds for place in feed}

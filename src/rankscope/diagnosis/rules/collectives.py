@@ -242,21 +242,19 @@ def _unlike_inputs(
         return None
     if not (given.is_finite(issue.ranks) and output.is_finite(issue.ranks)):
         return None
-    if issue.op == "all_gather" and outputs == len(issue.members):
-        sender = issue.members[number]
-        is_whole = given.hashes[given.at(np.array([sender]))[0]]
-        wrong = issue.ranks[output.hashes[output.at(issue.ranks)] != is_whole]
-        return (f"rank {sender}'s part is not what it gave", wrong) if len(wrong) else None
-    if issue.op == "broadcast":
-        source = given.hashes[given.at(np.array([issue.facts.get("src", -1)]))[0]]
-        wrong = issue.ranks[output.hashes[output.at(issue.ranks)] != source]
-        return ("it is not what the source gave", wrong) if len(wrong) else None
+    is_part = issue.op == "all_gather" and outputs == len(issue.members)
+    if is_part or issue.op == "broadcast":
+        sender = issue.members[number] if is_part else issue.facts.get("src", -1)
+        sent = given.hashes[given.at(np.array([sender]))[0]]
+        wrong = issue.ranks[output.hashes[output.at(issue.ranks)] != sent]
+        text = f"rank {sender}'s part is not what it gave"
+        text = text if is_part else "it is not what the source gave"
+        return (text, wrong) if len(wrong) else None
     test = _TESTS.get((issue.op, str(issue.facts.get("reduce", ""))))
     if test is None or given.dtype not in _ADDED:
         return None
-    if not (_has_numbers(given, issue.ranks) and _has_numbers(output, issue.ranks)):
-        return None
-    if test(issue, given, output):
+    has_numbers = _has_numbers(given, issue.ranks) and _has_numbers(output, issue.ranks)
+    if not has_numbers or test(issue, given, output):
         return None
     return "its output is not what its inputs give", issue.ranks
 

@@ -58,7 +58,6 @@ def _end_of_graph(step_view: StepView, path: str) -> IssuedCollective | None:
 
 
 def _taken(call: CallView) -> IssuedCollective | None:
-    """Return the collective that took what one call gave and handed it on without a graph."""
     given = [values for values in call.outputs if _needs_gradient(values)]
     inner, around = call, call.parent
     while given and around is not None:
@@ -79,7 +78,6 @@ def _needs_gradient(values: SlotValues) -> bool:
 
 
 def _takes(issue: IssuedCollective, given: list[SlotValues]) -> bool:
-    """True where a collective of all members took something like one of these values."""
     if issue.is_message or issue.lacks or len(issue.ranks) != len(issue.members):
         return False
     taken = issue.call.slots.get("input.0")

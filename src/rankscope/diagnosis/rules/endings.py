@@ -34,7 +34,6 @@ from rankscope.tree.crashes import Crash, crashes
 from rankscope.tree.views import Trace
 
 MOST_STALLS: Final = 16
-"""Stalls in the notes of one report, and as evidence of one hang."""
 _NAMELESS: Final = "an exception outside of any module's call"
 
 
@@ -185,7 +184,6 @@ class _End:
     path: str
     """Of the innermost call it left, "" outside of all."""
     phase: Phase | None
-    """Of that call."""
     text: str
     is_consequence: bool = False
     """It says that a peer is gone."""

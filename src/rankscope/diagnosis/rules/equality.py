@@ -114,7 +114,6 @@ def known_replicas(values: SlotValues, step_view: JudgedStep) -> Iterator[Same]:
 
 
 def _is_shared(step_view: StepView, group: Array) -> bool:
-    """True where all of these ranks were handed the same batch."""
     return any(np.isin(group, shared).all() for shared in step_view.same_inputs)
 
 
@@ -270,7 +269,6 @@ def _departed(
 
 
 def _unlike_reduced(step_view: StepView, values: SlotValues, group: Array) -> Array | None:
-    """Return the ranks on which a gradient is not what an all-reduce gave to all of them."""
     places = values.at(group)
     for call in step_view.of(Phase.COLLECTIVE):
         for issue in issues_in(call):
@@ -317,7 +315,6 @@ def _moved_oddly(
 
 
 def _is_along(move: Array, gradient: Array) -> bool:
-    """True where a move is a multiple of the gradient, as a plain step of SGD is."""
     square = float(gradient @ gradient)
     factor = float(move @ gradient) / square if square else 0.0
     rest = float(np.sqrt(np.mean((move - factor * gradient) ** 2)))

@@ -184,7 +184,6 @@ def _differs(values: SlotValues, group: Array) -> bool:
 
 
 def _agrees(forward: CallView, gradient: SlotValues, word: str, group: Array) -> bool:
-    """True where the value that a gradient is of is the same on all of these ranks."""
     slot = gradient.slot.replace(word, word.removeprefix("grad_"), 1)
     value = forward.slots.get(slot)
     return value is not None and value.agree(group) is True

@@ -31,7 +31,6 @@ _MADE: Final = 0
 _HOOKED: Final = 1
 """Its output is finite too; what its hooks made of it is not: they may have reduced it."""
 _CAUGHT: Final = 2
-"""The rank received it."""
 _NOT_MADE_HERE: Final = (
     "No module made it: look at the loss, at what was loaded, or at whatever else code outside of "
     "modules hands to this one."

@@ -65,7 +65,6 @@ class _JudgedUpdate:
     """Ranks with a gradient whose part is what it was."""
     moved: Array
     unheld: Array
-    """Ranks on which no optimizer holds it."""
     size: float
     """Root mean square of the gradient, the largest over the ranks on which it stayed."""
     moved_size: float

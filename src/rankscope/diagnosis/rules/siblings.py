@@ -90,10 +90,8 @@ def _meshes_inside(call: CallView) -> frozenset[str]:
 
 
 def _judged(step_view: JudgedStep, family: list[_Sibling], groups: Array) -> Iterator[Candidate]:
-    members = [sibling.values for sibling in family]
-    agrees = np.stack([sibling.agrees for sibling in family])
-    inputs = np.stack([sibling.inputs_agree for sibling in family])
-    by_itself = np.stack([sibling.is_by_itself for sibling in family])
+    members, *rows_of = zip(*family)
+    agrees, inputs, by_itself = map(np.stack, rows_of)
     if not (agrees == 1).any():
         return
     step_view.context.coverage.applied(*members)
@@ -116,7 +114,6 @@ def _judged(step_view: JudgedStep, family: list[_Sibling], groups: Array) -> Ite
 
 
 def _is_telling(agreeing: Array, lost: Array, is_by_itself: bool) -> bool:
-    """True where those that agree show that the others should."""
     if not len(agreeing) or not len(lost):
         return False
     if is_by_itself:

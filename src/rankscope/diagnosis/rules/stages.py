@@ -32,10 +32,8 @@ class StageLink:
 
     sender: int
     receiver: int
-    sent: dict[int, tuple[SlotValues, int]]
-    """On the sender."""
-    taken: dict[int, tuple[SlotValues, int]]
-    """On the receiver."""
+    sent: _Values
+    taken: _Values
 
 
 def stage_edges(step_view: StepView) -> list[StageLink]:

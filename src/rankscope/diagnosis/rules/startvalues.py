@@ -22,7 +22,7 @@ import numpy as np
 from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.evidence.distances import sides, sides_text
 from rankscope.diagnosis.evidence.replicas import sorted_lines
-from rankscope.diagnosis.evidence.stepview import Array, SlotValues, layer_of, sibling_path
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, grouped, layer_of, sibling_path
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
@@ -121,14 +121,11 @@ def uninitialised_parameters(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every parameter at setup that is zero, or garbage beside siblings."""
     if not step_view.is_setup:
         return
-    families: dict[tuple[str, str, str], list[SlotValues]] = {}
-    instances: dict[str, list[SlotValues]] = {}
-    for values in step_view.parameters(Phase.SETUP):
-        path = values.call.path
-        if values.has_elements.any():
-            key = (sibling_path(path), values.call.node.class_name, values.slot)
-            families.setdefault(key, []).append(values)
-            instances.setdefault(layer_of(path) or path, []).append(values)
+    filled = [values for values in step_view.parameters(Phase.SETUP) if values.has_elements.any()]
+    instances = grouped((layer_of(h.call.path) or h.call.path, h) for h in filled)
+    families = grouped(
+        ((sibling_path(h.call.path), h.call.node.class_name, h.slot), h) for h in filled
+    )
     for family in families.values():
         if len(family) > _FEWEST:
             yield from _judged_family(step_view, family, instances)
@@ -157,13 +154,11 @@ def _judged_family(
         if values is family[-1] or not (is_whole or is_alone):
             continue
         severity = Severity.FAULT if is_whole else Severity.WARNING
-        yield _empty_candidate(
-            step_view, values, values.ranks[values.has_elements], usual, severity
-        )
+        ranks = values.ranks[values.has_elements]
+        yield _empty_candidate(step_view, values, ranks, usual, severity)
 
 
 def _sizes(values: SlotValues) -> Array:
-    """Root mean square on every rank."""
     found: Array = values.column("l2") / np.sqrt(np.maximum(values.counts, 1))
     return found
 

@@ -83,7 +83,6 @@ def _of_one_part(values: SlotValues, replicas: InferredReplicas) -> list[SlotVie
 
 
 def _layout_text(view: SlotView) -> str:
-    """Return everything of a layout in which ranks may differ: `tp=Shard(0) on mesh tp=2`."""
     if not view.placements:
         return f"layout {view.source.value}"
     placed = " ".join(f"{axis}={placement}" for axis, placement in view.placements.items())
@@ -102,7 +101,6 @@ def _is_stage(values: SlotValues) -> bool:
 
 
 def _is_one_mesh(views: list[SlotView]) -> bool:
-    """True where ranks of one mesh are among those that disagree."""
     meshes = [set(mesh.ranks) for view in views for mesh in view.meshes]
     return (
         any(sum(not mesh.isdisjoint(view.ranks) for view in views) > 1 for mesh in meshes)
@@ -267,7 +265,6 @@ def _numbers_by_family(layers: Iterable[str]) -> dict[str, tuple[int, int]]:
 
 
 def _is_shared(step_view: StepView, layer: str, ranks: Array) -> bool:
-    """True where both ranks step with one gradient of it, or its parameters stay the same."""
     inside = f"{layer}."
     for phase in (Phase.GRADS, Phase.PARAMS):
         agrees = [

@@ -43,8 +43,8 @@ def other_weights(step_view: JudgedStep) -> Iterator[Candidate]:
             yield _other_candidate(setup, values, groups)
 
 
-_Key = tuple[str, int, str]
-"""Path, call, name of a parameter."""
+_Key = tuple[tuple[str, str], int]
+"""Path and name of a parameter, call."""
 
 
 def undecided_starts(step_view: JudgedStep) -> Mapping[_Key, SlotValues]:
@@ -74,8 +74,7 @@ def decided_starts(
 
 
 def _key_of_call(values: SlotValues) -> _Key:
-    path, name = values.parameter
-    return path, values.call.ordinal, name
+    return values.parameter, values.call.ordinal
 
 
 def _is_open(values: SlotValues, step_view: JudgedStep) -> bool:
@@ -164,7 +163,6 @@ def _equal_pairs(setup: StepView) -> Iterator[tuple[SlotValues, SlotValues]]:
 
 
 def _is_on_other_ranks(embedding: SlotValues, other: SlotValues) -> bool:
-    """True where ranks without the embedding hold all of it in the other module."""
     is_apart = not np.isin(embedding.ranks, other.ranks).any()
     hashes = np.unique(np.concatenate([embedding.hashes, other.hashes]))
     counts = np.unique(np.concatenate([embedding.counts, other.counts]))
