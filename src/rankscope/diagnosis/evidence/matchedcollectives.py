@@ -99,8 +99,7 @@ class MatchedCollectives:
         """Keep who came to what in one step."""
         if step_view.is_setup:
             return
-        doubtful = ranks_in_doubt(step_view)
-        self._doubtful |= {(step_view.incarnation, rank) for rank in doubtful}
+        self._doubtful |= {(step_view.incarnation, rank) for rank in ranks_in_doubt(step_view)}
         # where the mode is not known, nor is whether a step before it is missing
         last = _MOST_ENDS if step_view.mode is Mode.UNKNOWN else step_view.step
         texts = {id(c.ranks): c.ranks for c in step_view.calls if c.phase is not Phase.COLLECTIVE}
@@ -134,16 +133,23 @@ class MatchedCollectives:
         """Return the candidates but for those of collectives that are not one, with one for the
         first that is not one over the run. Each of the `steps` is read again, and none is kept."""
         final = max((incarnation for incarnation, _ in self._last), default=0)
-        unlike = [group for group in self._groups if self._is_unlike(group, ends, final)]
+        ended = {rank for rank, how in ends.items() if how in ORDERLY}
+        unlike = [group for group in self._groups if self._is_unlike(group, ended, final)]
         if not unlike:
             return candidates
-        lines, owners = _lines(steps, set(unlike))
+        lines_of, owners = _lines(steps, set(unlike))
         found: list[Candidate] = []
         for group in unlike:
-            if self._is_doubtful(group):
+            lines = lines_of[group]
+            longest = max(map(len, lines.values()), default=0)
+            short = {rank for rank, line in lines.items() if len(line) < longest}
+            is_waited_for = not ended >= lines.keys() and not ended.isdisjoint(short)
+            if self._is_doubtful(group) or longest >= _MOST_ENDS:
                 self._apart[group] = None
-                continue
-            found += self._judged_group(group, lines[group], steps, ends, final)
+            elif not self._are_whole(group[0], lines):
+                found += self._counted_group(group, lines, steps)
+            elif group[0] != final or not is_waited_for:
+                found += self._judged_group(group, lines, steps)
         return [c for c in candidates if self._is_left(c, owners)] + found
 
     def is_one(self, number: int, step_view: StepView, issue: IssuedCollective) -> bool:
@@ -151,21 +157,18 @@ class MatchedCollectives:
         group = _group_of(step_view, issue)
         return self._are_level(group, number, issue.ranks.tolist())
 
-    def _is_unlike(self, group: _Group, ends: Mapping[int, str], final: int) -> bool:
+    def _is_unlike(self, group: _Group, ended: set[int], final: int) -> bool:
         """True where a rank passed by a step of others before its end. Where steps are missing,
         differing counts may say the same, and so may calls that nobody can have waited for in
         common, if all ranks ended by themselves."""
         incarnation, met = group[0], self._groups[group]
         if self._is_doubtful(group) or any(
-            rank in met.came
-            and (
-                number < self._last[incarnation, rank]
-                or (incarnation == final and ends.get(rank) in ORDERLY)
-            )
+            number < self._last[incarnation, rank] or (incarnation == final and rank in ended)
             for rank, number in met.passed.items()
+            if rank in met.came
         ):
             return True
-        is_over = incarnation == final and all(ends.get(rank) in ORDERLY for rank in met.came)
+        is_over = incarnation == final and met.came <= ended
         signs = [met.miscounted, met.torn if is_over else None]
         found = [number for number in signs if number is not None]
         if not found or self._are_whole(incarnation, met.came):
@@ -184,31 +187,9 @@ class MatchedCollectives:
         )
 
     def _judged_group(
-        self,
-        group: _Group,
-        lines: dict[int, list[_OwnCall]],
-        steps: Sequence[Step],
-        ends: Mapping[int, str],
-        final: int,
+        self, group: _Group, lines: dict[int, list[_OwnCall]], steps: Sequence[Step]
     ) -> Iterator[Candidate]:
         """Number one group, and yield a candidate for the first number that is not one."""
-        incarnation = group[0]
-        if any(len(line) >= _MOST_ENDS for line in lines.values()):
-            self._apart[group] = None
-            return
-        if not self._are_whole(incarnation, lines):
-            yield from self._counted_group(group, lines, steps)
-            return
-        longest = max(map(len, lines.values()))
-        is_over = all(ends.get(rank) in ORDERLY for rank in lines)
-        if (
-            incarnation == final
-            and not is_over
-            and any(
-                ends.get(rank) in ORDERLY and len(line) < longest for rank, line in lines.items()
-            )
-        ):
-            return
         if _are_shifted(lines):
             self._apart[group] = None
             return

@@ -86,9 +86,10 @@ def _is_because_of(later: _Hang, hang: _Hang, step_views: Sequence[StepView]) ->
     one, other = hang.issue.call, later.issue.call
     for step_view in reversed(step_views):
         a, b = _same_call(step_view, one), _same_call(step_view, other)
-        common = np.intersect1d(a.ranks, b.ranks)[:1] if a and b else None
-        if a is not None and b is not None and common is not None and len(common):
-            return bool(a.times(common) < b.times(common))
+        if a is not None and b is not None:
+            common = np.intersect1d(a.ranks, b.ranks)[:1]
+            if len(common):
+                return bool(a.times(common) < b.times(common))
     calls = hang.step_view.calls
     return calls.index(one) < calls.index(other) if one in calls and other in calls else False
 
@@ -206,11 +207,9 @@ def without_recent(
 ) -> dict[int, LastCall]:
     """Leave out, and tell of, ranks that came to their collective just before `at_s` (default: the
     reading of a job that goes on), less long ago than `_TIMES_LONGEST` of the longest stay."""
-    longest_ns = 0
-    for step_view in step_views:
-        for issue in issues_of(step_view):
-            begins, ends = issue.call.span(issue.ranks)
-            longest_ns = max(longest_ns, int((ends - begins).max()))
+    issues = (issue for step_view in step_views for issue in issues_of(step_view))
+    spans = (issue.call.span(issue.ranks) for issue in issues)
+    longest_ns = max((int((ends - begins).max()) for begins, ends in spans), default=0)
     patience_s = max(_FEWEST_S, _TIMES_LONGEST * longest_ns / 1e9)
     now_s = read_s if at_s is None else at_s
     recent = {
