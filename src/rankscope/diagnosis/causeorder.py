@@ -114,19 +114,19 @@ def _minimal(
     left: Sequence[int], places: Sequence[FaultPlace], joins: Sequence[Join], size: int
 ) -> int:
     """Return one that no other reaches: begin with the first by clock, go back to its causes."""
-    found = left[0]
-    seen = {found}
+    earliest = left[0]
+    seen = {earliest}
     while True:
-        limit = _limits_of(places[found], joins, size)
+        limit = _limits_of(places[earliest], joins, size)
         for index in left:
             one = places[index]
             is_before = index not in seen and (one.times_ns < limit[one.ranks]).any()
-            if is_before and not _is_mutual(one, places[found]):
-                found = index
+            if is_before and not _is_mutual(one, places[earliest]):
+                earliest = index
                 seen.add(index)
                 break
         else:
-            return found
+            return earliest
 
 
 def _is_before_locally(one: FaultPlace, other: FaultPlace) -> bool:

@@ -63,8 +63,8 @@ def check(
         LayoutError: the layout file is for another number of ranks, or contradicts itself.
         FolderError, TraceError: no trace is there, or a damaged one.
     """
-    with opened_trace(trace) as found:
-        return _checked(found, layouts, progress, each_step)
+    with opened_trace(trace) as read_trace:
+        return _checked(read_trace, layouts, progress, each_step)
 
 
 def _checked(
@@ -137,24 +137,24 @@ def _ranks_of(step: Step) -> set[int]:
 def _wrongly_received(messages: Messages, steps: Sequence[Step]) -> Iterator[Candidate]:
     """Read the steps again in which something came that was not sent: most traces have none."""
     wrong = grouped((m.received.step, m) for m in messages.paired() if m.is_other)
-    for number, found in sorted(wrong.items()):
-        yield from wrong_messages(step_view_of(steps[number]), found)
+    for number, received in sorted(wrong.items()):
+        yield from wrong_messages(step_view_of(steps[number]), received)
 
 
 def _judged(step_view: JudgedStep) -> list[Candidate]:
     if step_view.is_setup:
         step_view.context.begin(step_view.incarnation, step_view)
     note_stages(step_view)
-    found = [
+    candidates = [
         candidate
         for rule in STEP_RULES
         for candidate in rule(step_view)
         if candidate.unless_always or candidate.once not in step_view.life.told
     ]
-    found = [at_innermost_taker(step_view, candidate) for candidate in found]
-    found += origins_of_gradients(step_view, found)
-    _remember(step_view, found)
-    return found
+    candidates = [at_innermost_taker(step_view, candidate) for candidate in candidates]
+    candidates += origins_of_gradients(step_view, candidates)
+    _remember(step_view, candidates)
+    return candidates
 
 
 def _settled(candidates: Sequence[Candidate], context: CheckContext) -> Iterator[Candidate]:
@@ -180,11 +180,11 @@ def _settled(candidates: Sequence[Candidate], context: CheckContext) -> Iterator
 # ---- what steps leave to the next ----------------------------------------------------------------
 
 
-def _remember(step_view: JudgedStep, found: Sequence[Candidate]) -> None:
+def _remember(step_view: JudgedStep, candidates: Sequence[Candidate]) -> None:
     """Keep what later steps need of a step, and what was said of it. Nothing else writes what is
     known of an incarnation: rules read it as the steps before left it."""
     history = step_view.life
-    for candidate in found:
+    for candidate in candidates:
         history.told.update({candidate.once} - {""})
         is_fault = candidate.severity is Severity.FAULT
         history.is_spoiled |= is_fault and candidate.kind is Kind.NONFINITE

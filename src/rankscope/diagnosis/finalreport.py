@@ -95,13 +95,13 @@ def _lacks(trace: Trace, coverage: Coverage, unmatched: Sequence[str]) -> str:
 
 def _distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Leave out what repeats another of its place. Ranks crash at one place each by itself."""
-    kept: dict[Any, Candidate] = {}
+    distinct: dict[Any, Candidate] = {}
     for s in candidates:
         key = (s.where, s.ranks if s.kind is Kind.CRASH else ())
-        same = kept.get(key)
+        same = distinct.get(key)
         if same is None or s.priority < same.priority:
-            kept[key] = s
-    return list(kept.values())
+            distinct[key] = s
+    return list(distinct.values())
 
 
 def _ordered(faults: list[Candidate], joins: Sequence[Join]) -> list[Finding]:
@@ -119,7 +119,7 @@ def _ordered(faults: list[Candidate], joins: Sequence[Join]) -> list[Finding]:
     origins = [index for index, origin in enumerate(order.origin_of) if origin is None]
     if origins:
         victims.setdefault(origins[0], []).extend(s for event in far for s in event)
-    found = [
+    findings = [
         _finding(
             candidate,
             is_origin=True,
@@ -130,7 +130,9 @@ def _ordered(faults: list[Candidate], joins: Sequence[Join]) -> list[Finding]:
         for candidate in near[index]
     ]
     later = [s for group in victims.values() for s in group]
-    return found + [_finding(s, is_origin=False, victims=[]) for s in sorted(later, key=_first_ns)]
+    return findings + [
+        _finding(s, is_origin=False, victims=[]) for s in sorted(later, key=_first_ns)
+    ]
 
 
 def _first_ns(candidate: Candidate) -> int:

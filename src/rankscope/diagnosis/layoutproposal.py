@@ -121,7 +121,7 @@ def _mesh(world_size: int, groups: Iterable[Mapping[str, Any]]) -> Mesh:
 
 
 def _names(placed: _Placing) -> dict[str, tuple[str, str]]:
-    found: dict[str, tuple[str, str]] = {}
+    names: dict[str, tuple[str, str]] = {}
     for axis in placed.shown.lines:
         issued = placed.shown.issued_along(axis)
         forward = {op for issuer, op in issued if issuer == "forward"}
@@ -145,9 +145,9 @@ def _names(placed: _Placing) -> dict[str, tuple[str, str]]:
             name, why = "dp", "the ranks are handed other data and exchange no activations"
         else:
             name, why = axis, "nothing shows what it is for"
-        taken = {known for known, _ in found.values()}
-        found[axis] = (name if name not in taken else f"{name}{len(taken)}", why)
-    return found
+        taken = {known for known, _ in names.values()}
+        names[axis] = (name if name not in taken else f"{name}{len(taken)}", why)
+    return names
 
 
 def _of_mesh(records: LayoutRecords, axis: str) -> tuple[str, str] | None:

@@ -84,10 +84,10 @@ def _numbers(values: SlotValues, place: int) -> dict[str, Any]:
     names = numbers_with_first("mean", "std", "l2")
     if not values.is_known[place]:
         return {"digested": False}
-    found: dict[str, Any] = {n: statistic(float(values.column(n)[place])) for n in names}
+    numbers: dict[str, Any] = {n: statistic(float(values.column(n)[place])) for n in names}
     special = {n: int(values.column(n)[place]) for n in NONFINITE}
-    found |= {name: count for name, count in special.items() if count}
-    return found | {"hash": f"{int(values.hashes[place]):016x}"}
+    numbers |= {name: count for name, count in special.items() if count}
+    return numbers | {"hash": f"{int(values.hashes[place]):016x}"}
 
 
 def differing_sides(values: SlotValues, groups: list[Array]) -> list[dict[str, Any]]:

@@ -94,19 +94,19 @@ def taken_gradients(step_view: StepView) -> Iterator[list[TakenGradient]]:
         own_slots = [each for slot, each in call.slots.items() if slot.startswith("grad:")]
         by_top.setdefault(id(call.top), (call.top, []))[1].extend(own_slots)
     for _, taken in sorted(by_top.values(), key=lambda each: each[0].ordinal):
-        found = []
+        gradients = []
         for values in taken:
             place = (values.call.path, values.slot)
             earlier, before[place] = before.get(place), values
-            own = left.get(place)
-            if not own or (values.flags & _FOREIGN).any():
+            left_here = left.get(place)
+            if not left_here or (values.flags & _FOREIGN).any():
                 continue
-            passes = [each for each in own if _is_between(each, earlier, values)]
+            passes = [each for each in left_here if _is_between(each, earlier, values)]
             if passes:
                 passes.sort(key=lambda each: each.call.ordinal)
-                found.append(TakenGradient(values, tuple(passes)))
-        if found:
-            yield found
+                gradients.append(TakenGradient(values, tuple(passes)))
+        if gradients:
+            yield gradients
 
 
 def _is_between(left: SlotValues, earlier: SlotValues | None, taken: SlotValues) -> bool:
@@ -145,9 +145,9 @@ def mixture_of(gradients: Sequence[TakenGradient], lines: Sequence[Array]) -> Mi
     count = len(gradients[0].worths)
     worths = [_stacked([each.worths[number] for each in gradients]) for number in range(count)]
     allowed = 4 * rounding_of(values.dtype)
-    found = _solved(worths, taken, allowed)
-    if found is not None:
-        return Mixture(tuple(found), tuple(found))
+    factors = _solved(worths, taken, allowed)
+    if factors is not None:
+        return Mixture(tuple(factors), tuple(factors))
     if len(ranks) < 2 or any(each.values.source == "dtensor" for each in gradients):
         return None
     for groups in ([ranks], [line for line in lines if np.isin(line, ranks).all()]):
@@ -155,12 +155,12 @@ def mixture_of(gradients: Sequence[TakenGradient], lines: Sequence[Array]) -> Mi
             continue
         means = [_means(worth, ranks, groups) for worth in worths]
         rests = [worth - mean for worth, mean in zip(worths, means)]
-        found = _solved([*means, *rests], taken, allowed)
-        if found is not None:
+        factors = _solved([*means, *rests], taken, allowed)
+        if factors is not None:
             longest = max(float(np.linalg.norm(each)) for each in worths)
             is_there = [float(np.linalg.norm(rest)) > _NOTHING * longest for rest in rests]
-            own = tuple(each if there else None for each, there in zip(found[count:], is_there))
-            return Mixture(tuple(found[:count]), own)
+            own = tuple(each if there else None for each, there in zip(factors[count:], is_there))
+            return Mixture(tuple(factors[:count]), own)
     return None
 
 

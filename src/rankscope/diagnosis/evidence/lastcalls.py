@@ -45,7 +45,7 @@ class LastCall:
 
 def last_calls(step_views: Sequence[StepView]) -> dict[int, LastCall]:
     """Return {rank: what it did last} in these steps."""
-    found: dict[int, LastCall] = {}
+    last: dict[int, LastCall] = {}
     for step_view in step_views:
         issues = list(issues_of(step_view))
         latest: dict[int, tuple[int, CallView]] = {}
@@ -60,10 +60,10 @@ def last_calls(step_views: Sequence[StepView]) -> dict[int, LastCall]:
                 for rank in outcome.ranks if outcome.status == CallStatus.UNFINISHED.word else ():
                     opened.setdefault(rank, []).append((at[rank], number, call))
         for rank, (time_ns, call) in latest.items():
-            if rank in found and found[rank].time_ns > time_ns:
+            if rank in last and last[rank].time_ns > time_ns:
                 continue
             stack = [each for _, _, each in sorted(opened.get(rank, ()), key=lambda o: o[:2])]
-            found[rank] = LastCall(
+            last[rank] = LastCall(
                 step_view=step_view,
                 call=call,
                 innermost=stack[-1] if stack else None,
@@ -71,7 +71,7 @@ def last_calls(step_views: Sequence[StepView]) -> dict[int, LastCall]:
                 stack=tuple(dict.fromkeys(each.path for each in stack)),
                 waiting=next((i for i in issues if _stands_in(i, rank)), None),
             )
-    return found
+    return last
 
 
 def _stands_in(issue: IssuedCollective, rank: int) -> bool:

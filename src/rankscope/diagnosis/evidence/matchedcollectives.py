@@ -138,7 +138,7 @@ class MatchedCollectives:
         if not unlike:
             return candidates
         lines_of, owners = _lines(steps, set(unlike))
-        found: list[Candidate] = []
+        mismatches: list[Candidate] = []
         for group in unlike:
             lines = lines_of[group]
             longest = max(map(len, lines.values()), default=0)
@@ -147,10 +147,10 @@ class MatchedCollectives:
             if self._is_doubtful(group) or longest >= _MOST_ENDS:
                 self._apart[group] = None
             elif not self._are_whole(group[0], lines):
-                found += self._counted_group(group, lines, steps)
+                mismatches += self._counted_group(group, lines, steps)
             elif group[0] != final or not is_waited_for:
-                found += self._judged_group(group, lines, steps)
-        return [c for c in candidates if self._is_left(c, owners)] + found
+                mismatches += self._judged_group(group, lines, steps)
+        return [c for c in candidates if self._is_left(c, owners)] + mismatches
 
     def is_one(self, number: int, step_view: StepView, issue: IssuedCollective) -> bool:
         """True where an issue is one collective in step `number` of the trace; after `judged`."""
@@ -170,10 +170,10 @@ class MatchedCollectives:
             return True
         is_over = incarnation == final and met.came <= ended
         signs = [met.miscounted, met.torn if is_over else None]
-        found = [number for number in signs if number is not None]
-        if not found or self._are_whole(incarnation, met.came):
+        signs_seen = [number for number in signs if number is not None]
+        if not signs_seen or self._are_whole(incarnation, met.came):
             return False
-        self._level[group] = min(found)
+        self._level[group] = min(signs_seen)
         return True
 
     def _is_doubtful(self, group: _Group) -> bool:
@@ -327,11 +327,11 @@ def _by(
     lines: Mapping[int, list[_OwnCall]], key: Callable[[_OwnCall], tuple[str, int]]
 ) -> dict[int, dict[tuple[str, int, int], _OwnCall]]:
     """Return {rank: {key, and how many of this rank had the same before: call}}."""
-    found: dict[int, dict[tuple[str, int, int], _OwnCall]] = {}
+    numbered: dict[int, dict[tuple[str, int, int], _OwnCall]] = {}
     for rank, line in lines.items():
         alike = grouped((key(end), end) for end in line)
-        found[rank] = {(*of, n): end for of, ends in alike.items() for n, end in enumerate(ends)}
-    return found
+        numbered[rank] = {(*of, n): end for of, ends in alike.items() for n, end in enumerate(ends)}
+    return numbered
 
 
 def _equal_outputs(by_rank: Mapping[int, Mapping[tuple[str, int, int], _OwnCall]]) -> int:

@@ -18,7 +18,6 @@ zeros) are equal on shards as well, so they count only
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -81,10 +80,10 @@ class Layouts:
             return {}
         key = (path, slot)
         if key not in self._named:
-            found = self.declared.placements(path, slot)
-            if not found and slot.startswith("grad:"):
-                found = self.declared.placements(path, described_as(slot))
-            self._named[key] = found
+            placements = self.declared.placements(path, slot)
+            if not placements and slot.startswith("grad:"):
+                placements = self.declared.placements(path, described_as(slot))
+            self._named[key] = placements
         return self._named[key]
 
     def _recorded(self, values: SlotValues) -> tuple[Array, ...]:
@@ -131,12 +130,12 @@ _MIX: Final = np.uint64(0xD6E8FEB86659FD93)
 def clusters(values: SlotValues) -> tuple[Array, ...]:
     """Return the groups of two ranks or more that hold the same bytes, each sorted."""
     known = np.flatnonzero(values.has_elements)
-    found = []
+    groups = []
     for number in np.unique(values.hashes[known]):
         group = values.ranks[known[values.hashes[known] == number]]
         if len(group) > 1:
-            found.append(group.astype(np.int64))
-    return tuple(found)
+            groups.append(group.astype(np.int64))
+    return tuple(groups)
 
 
 @np.errstate(over="ignore")
@@ -158,8 +157,8 @@ def _across(equal: Iterable[Array], meshes: Sequence[Mesh]) -> tuple[Array, ...]
     if len({mesh.shape for mesh in meshes}) != 1 or len(meshes) < 2:
         return ()
     columns = list(zip(*(mesh.ranks for mesh in meshes)))
-    found = (group[np.isin(group, column)] for column in columns for group in equal)
-    return tuple(group for group in found if len(group) > 1)
+    parts = (group[np.isin(group, column)] for column in columns for group in equal)
+    return tuple(group for group in parts if len(group) > 1)
 
 
 class InferredReplicas:
@@ -247,22 +246,23 @@ class InferredReplicas:
         """Return {what says so: lines of ranks} of axes along which batches should differ: those
         that a layout file or FSDP's mesh names so, those along which FSDP cut every parameter, and
         the replicas of a DDP model or of one with marked parameters."""
-        found: dict[str, tuple[Array, ...]] = {}
+        lines_by_source: dict[str, tuple[Array, ...]] = {}
         declared = layouts.mesh
         if declared is not None:
             for axis, extent in zip(declared.axes, declared.shape):
                 if named_as(axis) is AxisName.DATA and extent > 1:
-                    found[f"declared axis {axis}"] = sorted_lines(declared, [axis])
+                    lines_by_source[f"declared axis {axis}"] = sorted_lines(declared, [axis])
         for name, by_axis in self._along.items() if "FSDP2" in self.wrappers else ():
             for axis, placements in by_axis.items():
                 if is_fsdp_axis(axis, placements, len(by_axis)):
-                    lines = (sorted_lines(mesh, [axis]) for mesh in self._meshes[name])
-                    found[f"FSDP's axis {axis}"] = _wide(itertools.chain.from_iterable(lines))
+                    meshes = self._meshes[name]
+                    lines = (line for mesh in meshes for line in sorted_lines(mesh, [axis]))
+                    lines_by_source[f"FSDP's axis {axis}"] = _wide(lines)
         if DDP in self.wrappers and self.lines:
-            found[DDP] = self.lines
+            lines_by_source[DDP] = self.lines
         elif self.is_marked and self.lines:
-            found["replicas of marked parameters"] = self.lines
-        return found
+            lines_by_source["replicas of marked parameters"] = self.lines
+        return lines_by_source
 
     def note_stages(self, feeds: Collection[tuple[RootPlace, RootPlace]]) -> None:
         """Keep which root hands its output to which other, as a step showed."""

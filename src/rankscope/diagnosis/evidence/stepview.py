@@ -137,8 +137,8 @@ class SlotValues:
     @cached_property
     def is_known(self) -> Array:
         """[n] True where the value was digested."""
-        known: Array = self.column("digested") & ((self.flags & int(_NO_VALUE)) == 0)
-        return known
+        is_known: Array = self.column("digested") & ((self.flags & int(_NO_VALUE)) == 0)
+        return is_known
 
     @cached_property
     def has_elements(self) -> Array:

@@ -226,23 +226,23 @@ def _crash(
     ends: dict[int, str],
     call: CallView | None = None,
 ) -> Iterator[Candidate]:
-    known = [rank for rank in ranks if rank in last]
-    if not known:
+    recorded = [rank for rank in ranks if rank in last]
+    if not recorded:
         return
-    each = last[known[0]]
+    each = last[recorded[0]]
     yield candidate_at(
         each.step_view,
-        call or _call_left(each, known[0], end),
+        call or _call_left(each, recorded[0], end),
         Kind.CRASH,
         "",
         ranks,
         f"{ranks_named(ranks)}: {end.text}",
         evidence=lambda: {
-            "last": [last_words(rank, last[rank]) for rank in known][:MOST_LISTED],
+            "last": [last_words(rank, last[rank]) for rank in recorded][:MOST_LISTED],
             "ends": {str(rank): end for rank, end in sorted(ends.items())[:MOST_LISTED]},
         },
-        members=np.array(known, np.int64),
-        times_ns=np.array([last[rank].time_ns for rank in known], np.int64) + 1,
+        members=np.array(recorded, np.int64),
+        times_ns=np.array([last[rank].time_ns for rank in recorded], np.int64) + 1,
         path=end.path,
     )
 

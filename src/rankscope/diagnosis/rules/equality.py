@@ -57,7 +57,7 @@ _OF_INFERRED: Final = frozenset(Evidence) - {
 
 def unequal_replicas(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every value whose replicas differ."""
-    found: list[tuple[SlotValues, Candidate]] = []
+    unequal: list[tuple[SlotValues, Candidate]] = []
     for values in step_view.values(*_PHASES):
         for same in known_replicas(values, step_view):
             groups, is_applied = differing_groups(values, same.groups)
@@ -69,10 +69,10 @@ def unequal_replicas(step_view: JudgedStep) -> Iterator[Candidate]:
             if is_applied:
                 step_view.context.coverage.applied(values)
             if groups and not _is_rounding(values, groups, step_view):
-                found.append((values, _candidate(step_view, values, same, groups)))
+                unequal.append((values, _candidate(step_view, values, same, groups)))
                 break
-    crossed = _crossed([values for values, _ in found if values.call.phase is Phase.GRADS])
-    for values, candidate in found:
+    crossed = _crossed([values for values, _ in unequal if values.call.phase is Phase.GRADS])
+    for values, candidate in unequal:
         other = crossed.get(id(values))
         if other is None:
             yield candidate
@@ -140,7 +140,7 @@ def differing_groups(values: SlotValues, groups: tuple[Array, ...]) -> tuple[lis
         places = values.at(matrix)
         if (places >= 0).all() and values.is_known[places].all():
             return [groups[row] for row in np.flatnonzero(values.agreements(matrix) == 0)], True
-    found, is_applied = [], False
+    differing, is_applied = [], False
     for group in groups:
         places = values.at(group)
         present = group[(places >= 0) & values.is_known[np.maximum(places, 0)]]
@@ -148,8 +148,8 @@ def differing_groups(values: SlotValues, groups: tuple[Array, ...]) -> tuple[lis
             answer = values.agree(present)
             is_applied |= answer is not None
             if answer is False:
-                found.append(present)
-    return found, is_applied
+                differing.append(present)
+    return differing, is_applied
 
 
 def is_within_rounding(values: SlotValues, groups: list[Array]) -> bool:

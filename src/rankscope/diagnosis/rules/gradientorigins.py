@@ -54,12 +54,14 @@ _NOT_SUMMED: Final = (
 )
 
 
-def origins_of_gradients(step_view: JudgedStep, found: Sequence[Candidate]) -> Iterator[Candidate]:
+def origins_of_gradients(
+    step_view: JudgedStep, candidates: Sequence[Candidate]
+) -> Iterator[Candidate]:
     """Yield the place that explains gradients which rules found to differ."""
     if not step_view.evidence >= _NEEDS:
         return
     unequal = [
-        s for s in found if s.phase is Phase.GRADS and s.severity is Severity.FAULT and s.slot
+        s for s in candidates if s.phase is Phase.GRADS and s.severity is Severity.FAULT and s.slot
     ]
     for group in step_view.same_inputs if unequal else ():
         ranks = set(group.tolist())

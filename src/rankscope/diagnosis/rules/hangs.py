@@ -44,7 +44,7 @@ def hangs_of(
     stalls: list[dict[str, Any]],
 ) -> Iterator[Candidate]:
     """Yield the hangs in the last steps; `last` is what each rank did, `ends` how streams end."""
-    found: list[_Hang] = []
+    hangs: list[_Hang] = []
     left_open = ranks_left_open(step_views, last, ends)
     for step_view in step_views:
         issues = [*known_collectives(step_view)]
@@ -59,9 +59,9 @@ def hangs_of(
             seen.add(key)
             hang = _hang(step_view, issues, stands, last)
             if hang is not None:
-                found.append(hang)
-    for hang in found:
-        after = [h for h in found if h is not hang and _is_because_of(h, hang, step_views)]
+                hangs.append(hang)
+    for hang in hangs:
+        after = [h for h in hangs if h is not hang and _is_because_of(h, hang, step_views)]
         yield _hang_candidate(hang, after, last, stalls)
 
 

@@ -134,7 +134,7 @@ def _caught(
     origins: dict[int, SlotValues],
 ) -> list[str]:
     """Return the collective through which other ranks caught it, else the value they first have."""
-    found: dict[str, None] = {}
+    ways: dict[str, None] = {}
     for values, places in spoiled:
         call = values.call
         if call.phase is Phase.COLLECTIVE and values.slot.startswith("output"):
@@ -147,13 +147,13 @@ def _caught(
             late = [rank for rank in values.ranks[places].tolist() if rank not in entered]
             if late and entered:
                 place = f"{call.path or '(root)'}:collective.{call.ordinal}"
-                found[f"{place} ({ranks_named(late)})"] = None
+                ways[f"{place} ({ranks_named(late)})"] = None
     others = [(time_ns, rank) for rank, (time_ns, _) in first.items() if rank not in origins]
-    if others and not found:
+    if others and not ways:
         _, rank = min(others)
         _, values = first[rank]
-        found[f"{values.name} ({ranks_named([rank])}, {values.call.phase.word})"] = None
-    return list(found)[:4]
+        ways[f"{values.name} ({ranks_named([rank])}, {values.call.phase.word})"] = None
+    return list(ways)[:4]
 
 
 def _candidate(

@@ -32,16 +32,18 @@ def changed_recomputations(step_view: JudgedStep) -> Iterator[Candidate]:
             if call.phase is Phase.FORWARD and call.micro_batch == again.micro_batch
         ]
         for values in again.outputs:
-            held = [(call, call.slots[values.slot]) for call in firsts if values.slot in call.slots]
+            firsts_of = [
+                (call, call.slots[values.slot]) for call in firsts if values.slot in call.slots
+            ]
             answers = np.array(
-                [_compared(again, call, values, old) for call, old in held], np.int8
+                [_compared(again, call, values, old) for call, old in firsts_of], np.int8
             ).reshape(-1, len(values.ranks))
             is_compared = (answers >= 0).any(axis=0)
             if is_compared.any():
                 step_view.context.coverage.applied(values)
             wrong = np.flatnonzero(is_compared & ~(answers == 1).any(axis=0))
             if len(wrong):
-                _, first = held[int((answers[:, wrong[-1]] >= 0).argmax())]
+                _, first = firsts_of[int((answers[:, wrong[-1]] >= 0).argmax())]
                 yield _candidate(step_view, values, first, values.ranks[wrong])
 
 

@@ -69,12 +69,12 @@ def _do_replicas_tell(step_view: JudgedStep, ranks: Array) -> bool:
 
 def _runs(event: Sequence[TakenGradient]) -> list[Array]:
     """Return the ranks over which FSDP1 keeps runs: no mark shows for a rank that holds nothing."""
-    found: dict[tuple[int, ...], None] = {}
+    runs: dict[tuple[int, ...], None] = {}
     for gradient in event:
         for view in gradient.values.views:
             if gradient.values.source != "dtensor" and FSDP1_AXIS in view.placements:
-                found.update(dict.fromkeys(tuple(sorted(mesh.ranks)) for mesh in view.meshes))
-    return [np.array(ranks, np.int64) for ranks in found]
+                runs.update(dict.fromkeys(tuple(sorted(mesh.ranks)) for mesh in view.meshes))
+    return [np.array(ranks, np.int64) for ranks in runs]
 
 
 def _sharing(gradient: TakenGradient, runs: Sequence[Array], *, is_fsdp1: bool) -> Iterator[Array]:

@@ -48,7 +48,7 @@ def lost_reductions(step_view: JudgedStep) -> Iterator[Candidate]:
 
 def _families(step_view: JudgedStep, groups: Array) -> Iterable[list[_Sibling]]:
     sharded = step_view.life.replicas.sharded_paths
-    found: dict[tuple[Any, ...], list[_Sibling]] = {}
+    families: dict[tuple[Any, ...], list[_Sibling]] = {}
     for call in step_view.of(Phase.FORWARD, Phase.BACKWARD):
         outputs = [h for h in call.outputs if not _is_described(step_view, h) and not h.is_constant]
         if not outputs:
@@ -64,8 +64,8 @@ def _families(step_view: JudgedStep, groups: Array) -> Iterable[list[_Sibling]]:
             )  # fmt: skip
             by_itself = (inputs != 0) & (not is_cut)
             sibling = _Sibling(values, values.agreements(groups), inputs, by_itself)
-            found.setdefault(key, []).append(sibling)
-    return found.values()
+            families.setdefault(key, []).append(sibling)
+    return families.values()
 
 
 def _is_described(step_view: JudgedStep, values: SlotValues) -> bool:
@@ -79,14 +79,14 @@ def _inputs_agree(call: CallView, groups: Array) -> Array:
 
 def _meshes_inside(call: CallView) -> frozenset[str]:
     """Return the meshes of DTensors inside a call: siblings on other meshes do otherwise."""
-    found: set[str] = set()
+    meshes: set[str] = set()
     waiting = [call]
     while waiting:
         each = waiting.pop()
         waiting.extend(each.children)
         dtensors = (values for values in each.slots.values() if values.source == "dtensor")
-        found.update(view.mesh_name for values in dtensors for view in values.views)
-    return frozenset(found)
+        meshes.update(view.mesh_name for values in dtensors for view in values.views)
+    return frozenset(meshes)
 
 
 def _judged(step_view: JudgedStep, family: list[_Sibling], groups: Array) -> Iterator[Candidate]:
@@ -95,7 +95,7 @@ def _judged(step_view: JudgedStep, family: list[_Sibling], groups: Array) -> Ite
     if not (agrees == 1).any():
         return
     step_view.context.coverage.applied(*members)
-    found: dict[int, list[tuple[Array, list[str]]]] = {}
+    lost_by_row: dict[int, list[tuple[Array, list[str]]]] = {}
     for column in np.flatnonzero((agrees == 1).any(0) & (agrees == 0).any(0)).tolist():
         for like in (1, 0, -1):
             rows = np.flatnonzero(inputs[:, column] == like)
@@ -107,8 +107,8 @@ def _judged(step_view: JudgedStep, family: list[_Sibling], groups: Array) -> Ite
             for row in lost.tolist():
                 if not is_within_rounding(members[row], [group]):
                     paths = [members[other].call.path for other in agreeing.tolist()]
-                    found.setdefault(row, []).append((group, paths))
-    for row, lost_on in found.items():
+                    lost_by_row.setdefault(row, []).append((group, paths))
+    for row, lost_on in lost_by_row.items():
         apart = [group for group, _ in lost_on]
         yield _candidate(step_view, members[row], apart, lost_on[0][1])
 

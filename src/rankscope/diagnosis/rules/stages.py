@@ -81,7 +81,7 @@ def _fits(
 def _by_place(
     step_view: StepView, phase: Phase, is_asked: Callable[[str, Phase], bool]
 ) -> dict[_Place, _Values]:
-    found: dict[_Place, _Values] = {}
+    places: dict[_Place, _Values] = {}
     for call in step_view.of(phase):
         if call.parent is not None or call.micro_batch is None:
             continue
@@ -93,8 +93,8 @@ def _by_place(
             ):
                 if known:
                     place = (call.path, values.slot, rank)
-                    found.setdefault(place, {})[call.micro_batch] = (values, number)
-    return found
+                    places.setdefault(place, {})[call.micro_batch] = (values, number)
+    return places
 
 
 def mixed_up_micro_batches(step_view: JudgedStep) -> Iterator[Candidate]:

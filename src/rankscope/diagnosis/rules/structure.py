@@ -237,12 +237,12 @@ def _layers_by_rank(step_view: JudgedStep) -> dict[int, dict[str, CallView]]:
     owned = {layer_of(path) for path in step_view.life.replicas.owners}
     calls = [(call, layer_of(call.path)) for call in step_view.of(Phase.FORWARD)]
     repeated = {layer for call, layer in calls if call.ordinal and call.path == layer}
-    found: dict[int, dict[str, CallView]] = {}
+    layers: dict[int, dict[str, CallView]] = {}
     for call, layer in calls:
         if layer and layer in owned and layer not in repeated:
             for rank in call.ranks.tolist():
-                found.setdefault(rank, {}).setdefault(layer, call)
-    return found
+                layers.setdefault(rank, {}).setdefault(layer, call)
+    return layers
 
 
 def _run_by_both(first: Collection[str], second: Collection[str]) -> Iterator[str]:
@@ -257,11 +257,11 @@ def _run_by_both(first: Collection[str], second: Collection[str]) -> Iterator[st
 
 
 def _numbers_by_family(layers: Iterable[str]) -> dict[str, tuple[int, int]]:
-    found: dict[str, tuple[int, int]] = {}
+    spans: dict[str, tuple[int, int]] = {}
     for family, number in map(_family_and_number, layers):
-        low, high = found.get(family, (number, number))
-        found[family] = min(low, number), max(high, number)
-    return found
+        low, high = spans.get(family, (number, number))
+        spans[family] = min(low, number), max(high, number)
+    return spans
 
 
 def _is_shared(step_view: StepView, layer: str, ranks: Array) -> bool:
