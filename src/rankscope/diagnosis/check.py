@@ -159,15 +159,11 @@ def _judged(step_view: JudgedStep) -> list[Candidate]:
 
 def _settled(candidates: Sequence[Candidate], context: CheckContext) -> Iterator[Candidate]:
     """Yield the candidates, with one warning for what would be a fault only if all steps had it."""
-    steps: dict[tuple[int, str], set[int]] = {}
-    for candidate in candidates:
-        if candidate.unless_always:
-            key = (candidate.incarnation, candidate.once)
-            steps.setdefault(key, set()).add(candidate.step)
+    steps = grouped(((s.incarnation, s.once), s.step) for s in candidates if s.unless_always)
     told: set[tuple[int, str]] = set()
     for candidate in candidates:
         key = (candidate.incarnation, candidate.once)
-        own = steps.get(key, set())
+        own = set(steps.get(key, ()))
         is_always = len(own) > 1 and own == context.incarnation(key[0]).stepped
         if not own or is_always:
             yield candidate

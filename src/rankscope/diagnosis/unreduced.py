@@ -318,10 +318,7 @@ def _of_late_reductions(candidate: Candidate, incarnation: IncarnationState) -> 
 
 def _with_one_warning(listed: list[Candidate]) -> Iterator[Candidate]:
     """Put one warning in place of all that comes of steps in `no_sync()`, or of late traces."""
-    first: dict[int, Candidate] = {}
-    for candidate in listed:
-        if _is_held_back(candidate):
-            first.setdefault(candidate.incarnation, candidate)
+    first = {s.incarnation: s for s in reversed(listed) if _is_held_back(s)}
     counts = Counter(
         candidate.incarnation
         for candidate in listed

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from rankscope.diagnosis.evidence.distances import rounding_of
-from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView, grouped
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 
@@ -89,11 +89,9 @@ def taken_gradients(step_view: StepView) -> Iterator[list[TakenGradient]]:
     every = (values for call in step_view.left_by_passes for values in call.slots.values())
     left = grouped(((values.call.path, values.slot), values) for values in every)
     before: dict[tuple[str, str], SlotValues] = {}
-    by_top: dict[int, tuple[CallView, list[SlotValues]]] = {}
-    for call in step_view.of(Phase.GRADS):
-        own_slots = [each for slot, each in call.slots.items() if slot.startswith("grad:")]
-        by_top.setdefault(id(call.top), (call.top, []))[1].extend(own_slots)
-    for _, taken in sorted(by_top.values(), key=lambda each: each[0].ordinal):
+    read = (values for call in step_view.of(Phase.GRADS) for values in call.slots.values())
+    events = grouped((id(h.call.top), h) for h in read if h.slot.startswith("grad:"))
+    for taken in sorted(events.values(), key=lambda event: event[0].call.top.ordinal):
         gradients = []
         for values in taken:
             place = (values.call.path, values.slot)

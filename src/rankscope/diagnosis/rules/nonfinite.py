@@ -19,7 +19,14 @@ import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.evidence.distances import sides
-from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, is_input, is_output
+from rankscope.diagnosis.evidence.stepview import (
+    Array,
+    SlotValues,
+    StepView,
+    grouped,
+    is_input,
+    is_output,
+)
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
@@ -60,9 +67,7 @@ def nonfinite_origins(step_view: JudgedStep) -> Iterator[Candidate]:
     first = _first_by_rank(spoiled)
     surest = min(_level(values) for _, values in first.values())
     origins = {rank: values for rank, (_, values) in first.items() if _level(values) == surest}
-    by_place: dict[int, list[int]] = {}
-    for rank, values in origins.items():
-        by_place.setdefault(id(values), []).append(rank)
+    by_place = grouped((id(values), rank) for rank, values in origins.items())
     caught = _caught(spoiled, first, origins)
     for ranks in by_place.values():
         yield _candidate(step_view, origins[ranks[0]], sorted(ranks), spoiled, caught, mild)
