@@ -20,7 +20,6 @@ from rankscope.diagnosis.evidence.stepview import StepView, grouped, step_view_o
 from rankscope.diagnosis.finalreport import made_report
 from rankscope.diagnosis.rules.collectives import wrong_messages
 from rankscope.diagnosis.rules.endings import MOST_STALLS, ended_badly, ends_of
-from rankscope.diagnosis.rules.equality import rounded_gradients
 from rankscope.diagnosis.rules.gradientorigins import at_innermost_taker, origins_of_gradients
 from rankscope.diagnosis.rules.stages import note_stages
 from rankscope.diagnosis.rules.table import STEP_RULES
@@ -184,7 +183,7 @@ def _remember(step_view: JudgedStep, candidates: Sequence[Candidate]) -> None:
         history.told.update({candidate.once} - {""})
         is_fault = candidate.severity is Severity.FAULT
         history.is_spoiled |= is_fault and candidate.kind is Kind.NONFINITE
-    history.rounded |= rounded_gradients(step_view)
+    history.rounded |= step_view.rounded_gradients
     if any(True for _ in step_view.of(Phase.GRADS)):
         history.stepped.add(step_view.step)
     if any(mixture.is_reduced_early for _, mixture in step_view.mixtures):

@@ -5,7 +5,7 @@ layouts, what was seen before), and faulty places, before it is known which of t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, NamedTuple
@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from rankscope.diagnosis.coverage import Coverage
+from rankscope.diagnosis.evidence.distances import is_within_rounding
 from rankscope.diagnosis.evidence.gradientpasses import (
     Mixture,
     TakenGradient,
@@ -21,9 +22,15 @@ from rankscope.diagnosis.evidence.gradientpasses import (
     taken_gradients,
 )
 from rankscope.diagnosis.evidence.recorded import Evidence
-from rankscope.diagnosis.evidence.replicas import InferredReplicas, Layouts
+from rankscope.diagnosis.evidence.replicas import (
+    InferredReplicas,
+    Layouts,
+    Same,
+    differing_groups,
+)
 from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView, positions
 from rankscope.record.finding import Finding, Kind, Severity
+from rankscope.record.phases import Phase
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -211,6 +218,7 @@ class JudgedStep(StepView):
     """A step as rules are given it: with what is known beyond it."""
 
     context: CheckContext
+    _compared: dict[int, list[tuple[Same, list[Array], bool]]] = field(default_factory=dict)
 
     @cached_property
     def roots(self) -> list[CallView]:
@@ -230,6 +238,36 @@ class JudgedStep(StepView):
         apart = (gathered_apart(event) for event in taken_gradients(self))
         mixed = ((own, mixture_of(own, self.life.replicas.lines)) for own in apart if own)
         return [(own, mixture) for own, mixture in mixed if mixture is not None]
+
+    def compared_replicas(self, values: SlotValues) -> list[tuple[Same, list[Array], bool]]:
+        """Return the ranks that should hold the same of a value, by layout and then by inference,
+        those groups of them that differ, and whether any could be compared."""
+        if id(values) not in self._compared:
+            self._compared[id(values)] = [
+                (same, *differing_groups(values, same.groups)) for same in self._replicas_of(values)
+            ]
+        return self._compared[id(values)]
+
+    def _replicas_of(self, values: SlotValues) -> Iterator[Same]:
+        laid = self.context.layouts.same(values)
+        if laid is not None and laid.groups:
+            yield laid
+        is_of_one_mesh = laid is not None and laid.source in ("dtensor", "marked")
+        if (laid is None or is_of_one_mesh) and values.slot.startswith(("param:", "grad:")):
+            inferred = self.life.replicas.same(values, self)
+            if inferred is not None:
+                yield inferred
+
+    @cached_property
+    def rounded_gradients(self) -> set[tuple[str, str]]:
+        """(path, name) of parameters whose replicas' gradients differ by rounding alone: so may
+        the parameters behind the step."""
+        return {
+            values.parameter
+            for values in self.values(Phase.GRADS)
+            for _, groups, _ in self.compared_replicas(values)
+            if groups and is_within_rounding(values, groups)
+        }
 
     @property
     def life(self) -> IncarnationState:

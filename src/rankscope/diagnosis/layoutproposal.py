@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from rankscope.diagnosis.evidence.distances import is_within_rounding
 from rankscope.diagnosis.evidence.issuedcollectives import issues_of
 from rankscope.diagnosis.evidence.stepview import (
     CallView,
@@ -29,7 +30,6 @@ from rankscope.diagnosis.evidence.stepview import (
     grouped,
     step_view_of,
 )
-from rankscope.diagnosis.rules.equality import is_within_rounding
 from rankscope.layout.infer import is_fsdp_axis, lines_along
 from rankscope.layout.layoutfile import described_as
 from rankscope.layout.placement import LayoutSource, Mesh, Placement

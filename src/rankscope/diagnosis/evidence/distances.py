@@ -113,3 +113,9 @@ def sides_text(values: SlotValues, ranks: Array) -> str:
 
 def _short(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else f"{value}"
+
+
+def is_within_rounding(values: SlotValues, groups: list[Array]) -> bool:
+    """True where what differs does so by rounding alone."""
+    allowed = rounding_of(values.dtype)
+    return bool(allowed) and all(distance(values, values.at(g)) <= allowed for g in groups)

@@ -419,3 +419,23 @@ def is_handed_the_same(step_view: StepView, path: str, ranks: Array) -> bool:
     handed = step_view.handed(path)
     phases = {values.call.phase for values in handed}
     return len(phases) == 2 and all(values.agree(ranks) for values in handed)
+
+
+def differing_groups(values: SlotValues, groups: tuple[Array, ...]) -> tuple[list[Array], bool]:
+    """Return the groups that differ in their bytes, and whether any could be compared. Ranks that
+    recorded nothing are left out of their group."""
+    if len({len(group) for group in groups}) == 1:
+        matrix = np.stack(groups)
+        places = values.at(matrix)
+        if (places >= 0).all() and values.is_known[places].all():
+            return [groups[row] for row in np.flatnonzero(values.agreements(matrix) == 0)], True
+    differing, is_applied = [], False
+    for group in groups:
+        places = values.at(group)
+        present = group[(places >= 0) & values.is_known[np.maximum(places, 0)]]
+        if len(present) > 1:
+            answer = values.agree(present)
+            is_applied |= answer is not None
+            if answer is False:
+                differing.append(present)
+    return differing, is_applied

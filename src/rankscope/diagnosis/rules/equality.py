@@ -18,6 +18,7 @@ from rankscope.diagnosis.evidence.distances import (
     differing_sides,
     distance,
     is_multiple,
+    is_within_rounding,
     minority,
     rounding_of,
     sides_text,
@@ -59,8 +60,7 @@ def unequal_replicas(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every value whose replicas differ."""
     unequal: list[tuple[SlotValues, Candidate]] = []
     for values in step_view.values(*_PHASES):
-        for same in known_replicas(values, step_view):
-            groups, is_applied = differing_groups(values, same.groups)
+        for same, groups, is_applied in step_view.compared_replicas(values):
             lacking = _OF_INFERRED - step_view.evidence
             if groups and same.source == "inferred" and lacking:
                 asks = "replicas that no layout describes"
@@ -101,18 +101,6 @@ def _crossed(gradients: list[SlotValues]) -> dict[int, SlotValues]:
     }
 
 
-def known_replicas(values: SlotValues, step_view: JudgedStep) -> Iterator[Same]:
-    """Yield the ranks that should hold the same: by layout, then by inference."""
-    laid = step_view.context.layouts.same(values)
-    if laid is not None and laid.groups:
-        yield laid
-    is_of_one_mesh = laid is not None and laid.source in ("dtensor", "marked")
-    if (laid is None or is_of_one_mesh) and values.slot.startswith(("param:", "grad:")):
-        inferred = step_view.life.replicas.same(values, step_view)
-        if inferred is not None:
-            yield inferred
-
-
 def _is_shared(step_view: StepView, group: Array) -> bool:
     return any(np.isin(group, shared).all() for shared in step_view.same_inputs)
 
@@ -132,48 +120,11 @@ def _drawn_apart(step_view: StepView, group: Array) -> str:
     )
 
 
-def differing_groups(values: SlotValues, groups: tuple[Array, ...]) -> tuple[list[Array], bool]:
-    """Return the groups that differ in their bytes, and whether any could be compared. Ranks that
-    recorded nothing are left out of their group."""
-    if len({len(group) for group in groups}) == 1:
-        matrix = np.stack(groups)
-        places = values.at(matrix)
-        if (places >= 0).all() and values.is_known[places].all():
-            return [groups[row] for row in np.flatnonzero(values.agreements(matrix) == 0)], True
-    differing, is_applied = [], False
-    for group in groups:
-        places = values.at(group)
-        present = group[(places >= 0) & values.is_known[np.maximum(places, 0)]]
-        if len(present) > 1:
-            answer = values.agree(present)
-            is_applied |= answer is not None
-            if answer is False:
-                differing.append(present)
-    return differing, is_applied
-
-
-def is_within_rounding(values: SlotValues, groups: list[Array]) -> bool:
-    """True where what differs does so by rounding alone."""
-    allowed = rounding_of(values.dtype)
-    return bool(allowed) and all(distance(values, values.at(g)) <= allowed for g in groups)
-
-
-def rounded_gradients(step_view: JudgedStep) -> set[tuple[str, str]]:
-    """Return (path, name) of parameters whose replicas' gradients differ by rounding alone."""
-    return {
-        values.parameter
-        for values in step_view.values(Phase.GRADS)
-        for same in known_replicas(values, step_view)
-        if (groups := differing_groups(values, same.groups)[0])
-        and is_within_rounding(values, groups)
-    }
-
-
 def _is_rounding(values: SlotValues, groups: list[Array], step_view: JudgedStep) -> bool:
     phase = values.call.phase
     if phase is Phase.PARAMS:
-        key = values.parameter
-        return key in step_view.life.rounded or key in rounded_gradients(step_view)
+        rounded = step_view.life.rounded | step_view.rounded_gradients
+        return values.parameter in rounded
     if phase not in _LOCAL or not is_within_rounding(values, groups):
         return False
     step_view.context.coverage.skipped["equal within rounding, not bit by bit"] += 1

@@ -24,10 +24,10 @@ from typing import Any, Final
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
-from rankscope.diagnosis.evidence.distances import sides, sides_text
+from rankscope.diagnosis.evidence.distances import is_within_rounding, sides, sides_text
 from rankscope.diagnosis.evidence.recorded import Evidence
 from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView
-from rankscope.diagnosis.rules.equality import drawn_apart_advice, is_within_rounding
+from rankscope.diagnosis.rules.equality import drawn_apart_advice
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named

@@ -15,9 +15,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
-from rankscope.diagnosis.evidence.distances import sides, sides_text
+from rankscope.diagnosis.evidence.distances import is_within_rounding, sides, sides_text
 from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, sibling_path
-from rankscope.diagnosis.rules.equality import is_within_rounding
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
