@@ -29,8 +29,8 @@ def cold_outputs(step_view: JudgedStep) -> Iterator[Candidate]:
 '''
 ROWS = {
     "diagnosis/rules/table.py": (
-        "    StepRule(\n        judge=other_batches,",
-        '    StepRule(judge=cold_outputs, asks="cold outputs", needs=_needs(_FORWARD)),\n',
+        "    StepRule(\n        other_batches,",
+        '    StepRule(cold_outputs, "cold outputs", {_FORWARD}),\n',
     ),
     "record/finding.py": ('    CRASH = "crash"\n', '    COLD = "too-cold"\n'),
 }

@@ -35,7 +35,7 @@ def test_a_tenth_of_the_recorded_jobs_gives_what_it_gave(board: str) -> None:
 
 def test_a_rule_that_is_missing_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     job = golden.read_jobs("faults")[_DRIFTING]
-    rules = tuple(rule for rule in checking.STEP_RULES if rule is not unequal_replicas)
+    rules = tuple(rule for rule in checking.STEP_RULES if rule.judge is not unequal_replicas)
     monkeypatch.setattr(checking, "STEP_RULES", rules)
     with golden.unpacked("faults", [job]) as records:
         lines = [*golden.differences(job.found, golden.replayed(records, job))]

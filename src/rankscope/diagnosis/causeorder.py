@@ -20,8 +20,7 @@ from rankscope.diagnosis.evidence.stepview import Array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """Something several ranks did together: what was before it on any of `givers` is before what
-    comes after it on all of `takers`."""
+    """What was before it on any of `givers` is before what comes after it on all of `takers`."""
 
     givers: Array
     begins: Array
@@ -33,7 +32,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultPlace:
-    """Where a fault is: ranks, and when on each."""
+    """A fault on some ranks, and when on each."""
 
     ranks: Array
     times_ns: Array
@@ -41,7 +40,7 @@ class FaultPlace:
 
 @dataclass(slots=True, kw_only=True)
 class CauseOrder:
-    """Who came first."""
+    """Which faults are origins."""
 
     origin_of: list[int | None]
     """Per place the origin that reaches it; None for origins."""
@@ -76,11 +75,11 @@ def _limits_of(place: FaultPlace, joins: Sequence[Join], size: int) -> Array:
 
 
 def sort_causes(places: Sequence[FaultPlace], joins: Sequence[Join]) -> CauseOrder:
-    """Say which of these faults are origins, and which origin reaches each of the others.
+    """Return which of these faults are origins, and which origin reaches each other one.
 
     Args:
         places: the faults, in any order.
-        joins: what ranks did together, in any order (near the order of time it is faster).
+        joins: in any order (near the order of time is faster).
     """
     size = 1 + max((int(p.ranks.max()) for p in places if len(p.ranks)), default=0)
     size = max(size, *(1 + int(max(j.givers.max(), j.takers.max())) for j in joins), 0)
@@ -115,19 +114,19 @@ def _minimal(
     left: Sequence[int], places: Sequence[FaultPlace], joins: Sequence[Join], size: int
 ) -> int:
     """Return one that no other reaches: begin with the first by clock, go back to its causes."""
-    found = left[0]
-    seen = {found}
+    earliest = left[0]
+    seen = {earliest}
     while True:
-        limit = _limits_of(places[found], joins, size)
+        limit = _limits_of(places[earliest], joins, size)
         for index in left:
             one = places[index]
             is_before = index not in seen and (one.times_ns < limit[one.ranks]).any()
-            if is_before and not _is_mutual(one, places[found]):
-                found = index
+            if is_before and not _is_mutual(one, places[earliest]):
+                earliest = index
                 seen.add(index)
                 break
         else:
-            return found
+            return earliest
 
 
 def _is_before_locally(one: FaultPlace, other: FaultPlace) -> bool:

@@ -11,16 +11,15 @@ from typing import Final
 from rankscope.diagnosis.causeorder import Join
 from rankscope.diagnosis.context import Candidate, CheckContext, JudgedStep, Latest
 from rankscope.diagnosis.coverage import Coverage
-from rankscope.diagnosis.evidence.joins import Message, Messages, joins_of
+from rankscope.diagnosis.evidence.joins import Messages, joins_of
 from rankscope.diagnosis.evidence.lastcalls import ORDERLY
 from rankscope.diagnosis.evidence.matchedcollectives import MatchedCollectives
 from rankscope.diagnosis.evidence.recorded import recorded_evidence
 from rankscope.diagnosis.evidence.replicas import Layouts
-from rankscope.diagnosis.evidence.stepview import StepView, step_view_of
+from rankscope.diagnosis.evidence.stepview import StepView, grouped, step_view_of
 from rankscope.diagnosis.finalreport import made_report
 from rankscope.diagnosis.rules.collectives import wrong_messages
 from rankscope.diagnosis.rules.endings import MOST_STALLS, ended_badly, ends_of
-from rankscope.diagnosis.rules.equality import rounded_gradients
 from rankscope.diagnosis.rules.gradientorigins import at_innermost_taker, origins_of_gradients
 from rankscope.diagnosis.rules.stages import note_stages
 from rankscope.diagnosis.rules.table import STEP_RULES
@@ -63,8 +62,8 @@ def check(
         LayoutError: the layout file is for another number of ranks, or contradicts itself.
         FolderError, TraceError: no trace is there, or a damaged one.
     """
-    with opened_trace(trace) as found:
-        return _checked(found, layouts, progress, each_step)
+    with opened_trace(trace) as read_trace:
+        return _checked(read_trace, layouts, progress, each_step)
 
 
 def _checked(
@@ -116,7 +115,6 @@ def _view(step: Step, context: CheckContext) -> JudgedStep:
 
 
 def _of_the_end(trace: Trace, steps: Sequence[Step], context: CheckContext) -> Iterable[Candidate]:
-    """Return what the last incarnation of a job that did not end in order shows."""
     behind = {rank for rank, how in ends_of(trace).items() if how not in ORDERLY}
     if not behind or not steps:
         return ()
@@ -137,67 +135,55 @@ def _ranks_of(step: Step) -> set[int]:
 
 def _wrongly_received(messages: Messages, steps: Sequence[Step]) -> Iterator[Candidate]:
     """Read the steps again in which something came that was not sent: most traces have none."""
-    wrong: dict[int, list[Message]] = {}
-    for message in messages.paired():
-        if message.is_other:
-            wrong.setdefault(message.received.step, []).append(message)
-    for number, found in sorted(wrong.items()):
-        yield from wrong_messages(step_view_of(steps[number]), found)
+    wrong = grouped((m.received.step, m) for m in messages.paired() if m.is_other)
+    for number, received in sorted(wrong.items()):
+        yield from wrong_messages(step_view_of(steps[number]), received)
 
 
 def _judged(step_view: JudgedStep) -> list[Candidate]:
     if step_view.is_setup:
         step_view.context.begin(step_view.incarnation, step_view)
     note_stages(step_view)
-    found = [
+    candidates = [
         candidate
         for rule in STEP_RULES
         for candidate in rule(step_view)
         if candidate.unless_always or candidate.once not in step_view.life.told
     ]
-    found = [at_innermost_taker(step_view, candidate) for candidate in found]
-    found += origins_of_gradients(step_view, found)
-    _remember(step_view, found)
-    return found
+    candidates = [at_innermost_taker(step_view, candidate) for candidate in candidates]
+    candidates += origins_of_gradients(step_view, candidates)
+    _remember(step_view, candidates)
+    return candidates
 
 
 def _settled(candidates: Sequence[Candidate], context: CheckContext) -> Iterator[Candidate]:
-    """Yield the candidates; of those that are faults only where every step has one, else the one
-    warning that they are."""
-    steps: dict[tuple[int, str], set[int]] = {}
-    for candidate in candidates:
-        if candidate.unless_always:
-            key = (candidate.incarnation, candidate.once)
-            steps.setdefault(key, set()).add(candidate.step)
+    """Yield the candidates, with one warning for what would be a fault only if all steps had it."""
+    steps = grouped(((s.incarnation, s.once), s.step) for s in candidates if s.unless_always)
     told: set[tuple[int, str]] = set()
     for candidate in candidates:
         key = (candidate.incarnation, candidate.once)
-        own = steps.get(key, set())
+        own = set(steps.get(key, ()))
         is_always = len(own) > 1 and own == context.incarnation(key[0]).stepped
         if not own or is_always:
             yield candidate
         elif key not in told:
             told.add(key)
-            yield _as_warning(candidate) if candidate.unless_always else candidate
-
-
-def _as_warning(candidate: Candidate) -> Candidate:
-    advice = candidate.unless_always
-    return dataclasses.replace(candidate, severity=Severity.WARNING, advice=advice)
+            advice = candidate.unless_always or candidate.advice
+            yield dataclasses.replace(candidate, severity=Severity.WARNING, advice=advice)
 
 
 # ---- what steps leave to the next ----------------------------------------------------------------
 
 
-def _remember(step_view: JudgedStep, found: Sequence[Candidate]) -> None:
+def _remember(step_view: JudgedStep, candidates: Sequence[Candidate]) -> None:
     """Keep what later steps need of a step, and what was said of it. Nothing else writes what is
     known of an incarnation: rules read it as the steps before left it."""
     history = step_view.life
-    for candidate in found:
+    for candidate in candidates:
         history.told.update({candidate.once} - {""})
         is_fault = candidate.severity is Severity.FAULT
         history.is_spoiled |= is_fault and candidate.kind is Kind.NONFINITE
-    history.rounded |= rounded_gradients(step_view)
+    history.rounded |= step_view.rounded_gradients
     if any(True for _ in step_view.of(Phase.GRADS)):
         history.stepped.add(step_view.step)
     if any(mixture.is_reduced_early for _, mixture in step_view.mixtures):
@@ -208,7 +194,6 @@ def _remember(step_view: JudgedStep, found: Sequence[Candidate]) -> None:
 
 
 def _remember_starts(step_view: JudgedStep) -> None:
-    """Keep which parameters that differed at setup no step has decided on."""
     history = step_view.life
     if history.setup is None or not any(True for _ in step_view.of(Phase.GRADS)):
         return
@@ -221,11 +206,12 @@ def _remember_starts(step_view: JudgedStep) -> None:
 
 
 def _remember_parameters(step_view: JudgedStep) -> None:
-    for values in step_view.values(Phase.SETUP, Phase.PARAMS):
-        if values.slot.startswith("param:") and values.is_known.any():
+    for phase in (Phase.SETUP, Phase.PARAMS):
+        for values in step_view.parameters(phase):
             known = values.is_known
-            step_view.life.parameters[values.call.path, values.slot] = Latest(
-                values.ranks[known].copy(),
-                values.hashes[known].copy(),
-                values.column("sketch")[known],
-            )
+            if known.any():
+                step_view.life.parameters[values.call.path, values.slot] = Latest(
+                    values.ranks[known].copy(),
+                    values.hashes[known].copy(),
+                    values.column("sketch")[known],
+                )

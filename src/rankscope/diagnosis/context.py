@@ -5,7 +5,7 @@ layouts, what was seen before), and faulty places, before it is known which of t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, NamedTuple
@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from rankscope.diagnosis.coverage import Coverage
+from rankscope.diagnosis.evidence.distances import is_within_rounding
 from rankscope.diagnosis.evidence.gradientpasses import (
     Mixture,
     TakenGradient,
@@ -21,9 +22,15 @@ from rankscope.diagnosis.evidence.gradientpasses import (
     taken_gradients,
 )
 from rankscope.diagnosis.evidence.recorded import Evidence
-from rankscope.diagnosis.evidence.replicas import InferredReplicas, Layouts
+from rankscope.diagnosis.evidence.replicas import (
+    InferredReplicas,
+    Layouts,
+    Same,
+    differing_groups,
+)
 from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView, positions
 from rankscope.record.finding import Finding, Kind, Severity
+from rankscope.record.phases import Phase
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -35,13 +42,11 @@ class Candidate(Finding):
     victims: int = 0
     incarnation: int
     members: Array
-    """Ranks that took part: the order of causes goes through them."""
     times_ns: Array
     """Per member when it happened, on the member's own clock."""
     make_evidence: Callable[[], Mapping[str, Any]]
     """Called when the finding is written: most candidates are victims, which need none."""
     weight: int = 1
-    """Values it stands for."""
     priority: int = 0
     """Of two candidates at one place the lower is reported."""
     once: str = ""
@@ -52,7 +57,7 @@ class Candidate(Finding):
 
     @property
     def where(self) -> tuple[Any, ...]:
-        """Life, step, call and slot."""
+        """Incarnation, step, call and slot."""
         step = (self.incarnation, self.mode, self.step)
         return (*step, self.phase, self.path, self.micro_batch, self.slot)
 
@@ -68,17 +73,19 @@ def candidate_at(
     kind: Kind,
     slot: str,
     ranks: Array | tuple[int, ...] | list[int],
-    members: Array,
-    times_ns: Array,
     message: str,
     *,
+    members: Array | None = None,
+    times_ns: Array | None = None,
     path: str | None = None,
     advice: str = "",
     severity: Severity = Severity.FAULT,
     evidence: Callable[[], Mapping[str, Any]] = dict,
     **more: Any,
 ) -> Candidate:
-    """Return a candidate in a call of a step; `path` where it is to be looked for elsewhere."""
+    """Return a candidate in a call, at `path` where it is to be looked for elsewhere, when its
+    members (default: ranks) began that call."""
+    members = np.asarray(ranks) if members is None else members
     return Candidate(
         kind=kind,
         phase=call.phase,
@@ -90,7 +97,7 @@ def candidate_at(
         slot=slot,
         ranks=tuple(sorted({int(rank) for rank in ranks})),
         members=members,
-        times_ns=times_ns,
+        times_ns=call.times(members) if times_ns is None else times_ns,
         message=message,
         advice=advice,
         severity=severity,
@@ -108,7 +115,6 @@ class Left(NamedTuple):
     ranks: Array
     counts: Array
     squares: Array
-    """Sums of squares."""
     sketches: Array | None
     """None of several parameters in one flat tensor."""
     begun: Array | None = None
@@ -149,59 +155,47 @@ class IncarnationState:
 
     replicas: InferredReplicas
     setup: JudgedStep | None = None
-    """None also once all of `undecided` is decided."""
+    """None once all of `undecided` is decided."""
     begins_late: bool = True
     """True until the first train step was seen: the trace begins later than the training."""
-    undecided: dict[tuple[str, int, str], SlotValues] | None = None
-    """{(path, call, name): a parameter that differed at setup}, until a gradient says whether it
+    undecided: dict[tuple[tuple[str, str], int], SlotValues] | None = None
+    """{((path, name), call): a parameter that differed at setup}, until a gradient says whether it
     is a replica; None before the first optimizer step."""
     data_lines: Mapping[str, tuple[Array, ...]]
-    """Of `replicas`, as setup showed them."""
     rounded: set[tuple[str, str]] = field(default_factory=set)
     """Parameters of which replicas' gradients differed by rounding: so may the parameters."""
     told: set[str] = field(default_factory=set)
-    """`once` of the candidates of its steps."""
     unlike: list[Left] = field(default_factory=list)
-    """Parameters that the latest step left different, and behind them those of each root in one
-    flat tensor."""
+    """Parameters that the latest step left different, then those of each root as one tensor."""
     left: deque[list[Left]] = field(default_factory=lambda: deque(maxlen=_STEPS_LEFT))
     """`unlike` of the last steps: ranks may be steps apart."""
     handed: set[int] = field(default_factory=set)
-    """Ranks that handed their parameters to others, each in a step of its own."""
     apart: set[int] = field(default_factory=set)
     """Steps in which an optimizer stepped with no gradient that was the same on all ranks."""
     together: set[int] = field(default_factory=set)
-    """Steps in which some gradient was."""
     reduced_early: set[int] = field(default_factory=set)
     """Steps in which gradients were averaged before those of the last backward pass were added."""
     stepped: set[int] = field(default_factory=set)
-    """Train steps in which an optimizer took gradients."""
     steppers: dict[str, set[int]] = field(default_factory=dict)
-    """{root: ranks that stepped it in any step}"""
     uneven: dict[int, dict[str, set[int]]] = field(default_factory=dict)
     """{step: {root: ranks that stepped it}}, of steps in which not all ranks stepped the same"""
     averages: list[int] = field(default_factory=list)
-    """Steps in which such parameters were averaged."""
     updates: dict[tuple[str, str], dict[int, ParameterUpdate]] = field(default_factory=dict)
     """{(path, name): {step: what became of it}}, of the steps in `apart` and those behind them."""
     is_spoiled: bool = False
-    """True once a value that is not finite was told of."""
     parameters: dict[tuple[str, str], Latest] = field(default_factory=dict)
-    """{(path, slot): the latest parameter seen}."""
     begun: dict[tuple[str, str], Latest] = field(default_factory=dict)
-    """The same before the first optimizer step."""
+    """`parameters` before the first optimizer step."""
 
 
 @dataclass(slots=True, kw_only=True)
 class CheckContext:
-    """One trace under judgement."""
+    """One trace that is checked."""
 
     layouts: Layouts
     coverage: Coverage
     evidence: frozenset[Evidence]
-    """What the trace was asked to hold."""
     hosts: Mapping[int, str] = field(default_factory=dict)
-    """{rank: its host}"""
     incarnations: dict[int, IncarnationState] = field(default_factory=dict)
 
     def incarnation(self, incarnation: int) -> IncarnationState:
@@ -219,34 +213,16 @@ class CheckContext:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRule:
-    """One rule: a function of a step, which is asked only where the trace holds what it needs."""
-
-    judge: Callable[[JudgedStep], Iterable[Candidate]]
-    asks: str
-    """What is not judged where something lacks: a noun phrase."""
-    needs: frozenset[Evidence] = frozenset()
-
-    def __call__(self, step_view: JudgedStep) -> Iterator[Candidate]:
-        """Yield what is wrong in a step; nothing where the trace lacks what the rule needs."""
-        lacking = self.needs - step_view.evidence
-        if lacking:
-            step_view.context.coverage.not_asked(self.asks, lacking)
-            return
-        yield from self.judge(step_view)
-
-
 @dataclass(eq=False, kw_only=True)
 class JudgedStep(StepView):
     """A step as rules are given it: with what is known beyond it."""
 
     context: CheckContext
+    _compared: dict[int, list[tuple[Same, list[Array], bool]]] = field(default_factory=dict)
 
     @cached_property
     def roots(self) -> list[CallView]:
-        """The outermost forward calls; none where roots are not recorded: what stands outermost
-        then is a module inside."""
+        """None where roots are not recorded: what stands outermost then is a module inside."""
         return super().roots if Evidence.ROOTS in self.context.evidence else []
 
     @cached_property
@@ -263,6 +239,36 @@ class JudgedStep(StepView):
         mixed = ((own, mixture_of(own, self.life.replicas.lines)) for own in apart if own)
         return [(own, mixture) for own, mixture in mixed if mixture is not None]
 
+    def compared_replicas(self, values: SlotValues) -> list[tuple[Same, list[Array], bool]]:
+        """Return the ranks that should hold the same of a value, by layout and then by inference,
+        those groups of them that differ, and whether any could be compared."""
+        if id(values) not in self._compared:
+            self._compared[id(values)] = [
+                (same, *differing_groups(values, same.groups)) for same in self._replicas_of(values)
+            ]
+        return self._compared[id(values)]
+
+    def _replicas_of(self, values: SlotValues) -> Iterator[Same]:
+        laid = self.context.layouts.same(values)
+        if laid is not None and laid.groups:
+            yield laid
+        is_of_one_mesh = laid is not None and laid.source in ("dtensor", "marked")
+        if (laid is None or is_of_one_mesh) and values.slot.startswith(("param:", "grad:")):
+            inferred = self.life.replicas.same(values, self)
+            if inferred is not None:
+                yield inferred
+
+    @cached_property
+    def rounded_gradients(self) -> set[tuple[str, str]]:
+        """(path, name) of parameters whose replicas' gradients differ by rounding alone: so may
+        the parameters behind the step."""
+        return {
+            values.parameter
+            for values in self.values(Phase.GRADS)
+            for _, groups, _ in self.compared_replicas(values)
+            if groups and is_within_rounding(values, groups)
+        }
+
     @property
     def life(self) -> IncarnationState:
         """What is known of its incarnation."""
@@ -278,10 +284,7 @@ class JudgedStep(StepView):
         members: Array | None = None,
         **more: Any,
     ) -> Candidate:
-        """Return a candidate in a value of the step, when its members had it: they are the faulty
-        ranks where nothing else is said."""
-        of = np.asarray(ranks) if members is None else members
-        times_ns = values.times(of)
-        return candidate_at(
-            self, values.call, kind, values.slot, ranks, of, times_ns, message, **more
-        )
+        """Return a candidate in a value of the step, when its members (default: ranks) had it."""
+        members = np.asarray(ranks) if members is None else members
+        more |= {"members": members, "times_ns": values.times(members)}
+        return candidate_at(self, values.call, kind, values.slot, ranks, message, **more)

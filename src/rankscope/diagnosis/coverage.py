@@ -36,28 +36,26 @@ class Coverage:
     """Those of `compared` that several ranks hold, in a layout that nothing describes, and that
     were held to no others."""
     undeclared_names: dict[str, None] = field(default_factory=dict)
-    """The first few of those, siblings (`layers.*`) under one name."""
     is_any_inside: bool = False
     """True once a value of a module below a root was seen."""
     skipped: Counter[str] = field(default_factory=Counter)
-    """{reason: how many values nothing could be said of}"""
     notes: list[str] = field(default_factory=list)
     _not_asked: dict[tuple[str, frozenset[Evidence]], str] = field(default_factory=dict)
     """{(what rules ask, what the trace lacks of what they need): an example}"""
     _lacking: defaultdict[tuple[str, str], Counter[int]] = field(
         default_factory=lambda: defaultdict(Counter)
     )
-    """{(what it is of, the fact that is not known): how often on each rank, of each step}"""
+    """{(what it is of, the unknown fact): how often on each rank, or of each step}"""
     _seen: set[int] = field(default_factory=set)
     _looked_at: set[int] = field(default_factory=set)
 
-    def applied(self, values: SlotValues) -> None:
-        """Count a value that was held to others, once however many rules look at it. One without a
-        finite element was looked at, but nothing can be held to it."""
-        self.screened(values)
-        if id(values) not in self._seen and not values.is_all_nonfinite:
-            self._seen.add(id(values))
-            self.with_others += 1
+    def applied(self, *held: SlotValues) -> None:
+        """Count values that were held to others, once; without finite elements as screened."""
+        for values in held:
+            self.screened(values)
+            if id(values) not in self._seen and not values.is_all_nonfinite:
+                self._seen.add(id(values))
+                self.with_others += 1
 
     def screened(self, values: SlotValues) -> None:
         """Count a value that a rule looked at by itself."""
@@ -70,13 +68,12 @@ class Coverage:
         return id(values) in self._seen
 
     def next_step(self) -> None:
-        """Forget which values were counted: those of a step are gone with it."""
+        """Forget which values were counted: they go with their step."""
         self._seen.clear()
         self._looked_at.clear()
 
     def count(self, step_view: StepView, layouts: Layouts, apart: Sequence[Array]) -> None:
-        """Count the values of a step that the rules have been through, and those of several ranks
-        that nothing was compared of. Ranks of the lines `apart` work on other data."""
+        """Count the values of a step behind its rules; ranks of an `apart` line have other data."""
         if step_view.mode is Mode.UNKNOWN:
             self._lacking["step", "mode"][step_view.step] += 1
         for issue in issues_of(step_view):
@@ -113,8 +110,7 @@ class Coverage:
         self._not_asked.setdefault((asks, lacking), example)
 
     def unjudged(self) -> Iterator[str]:
-        """Yield a line for all that the trace was not asked to hold, and for every fact that rules
-        need and that is not known."""
+        """Yield a line for what the trace was not asked to hold, and for every unknown fact."""
         if self._not_asked:
             lacking = frozenset[Evidence]().union(*(lacks for _, lacks in self._not_asked))
             asked = {asks: example for (asks, _), example in self._not_asked.items()}
@@ -138,7 +134,6 @@ class Coverage:
 
 
 def _is_of_other_data(values: SlotValues, apart: Sequence[Array]) -> bool:
-    """True for activations of ranks that are data-parallel to each other: no layout could make one
-    tensor of them that another rank holds too."""
+    """No layout could make one tensor of activations of data-parallel ranks."""
     is_activation = values.call.phase in _ACTIVATIONS
     return is_activation and any(np.isin(values.ranks, line).all() for line in apart)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any, Final
 
 from rankscope.diagnosis.causeorder import CauseOrder, FaultPlace, Join, sort_causes
 from rankscope.diagnosis.context import Candidate, CheckContext
 from rankscope.diagnosis.coverage import Coverage
+from rankscope.diagnosis.evidence.stepview import grouped
 from rankscope.record.finding import (
     NAMED_VICTIMS,
     Finding,
@@ -68,7 +69,6 @@ def verdict_of(findings: Sequence[Finding], lacks: str, *, is_complete: bool) ->
 
 
 def _unmatched_globs(trace: Trace) -> list[str]:
-    """Return what the ranks say of globs of `--rs-paths` that matched a module on none of them."""
     unmatched = [
         {note.fields["glob"]: note for note in notes if note.kind is NoteKind.UNMATCHED_GLOB}
         for notes in trace.error_notes
@@ -95,25 +95,20 @@ def _lacks(trace: Trace, coverage: Coverage, unmatched: Sequence[str]) -> str:
     return "none of its values has numbers to judge: trace again with --rs-digest full"
 
 
-def _distinct(candidates: Any) -> list[Candidate]:
-    """Return the candidates without those that say of one place again what another does.
-
-    A crash says that of its own ranks alone: many ranks may crash at one place, each by itself.
-    """
-    kept: dict[Any, Candidate] = {}
+def _distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Leave out what repeats another of its place. Ranks crash at one place each by itself."""
+    distinct: dict[Any, Candidate] = {}
     for s in candidates:
         key = (s.where, s.ranks if s.kind is Kind.CRASH else ())
-        same = kept.get(key)
+        same = distinct.get(key)
         if same is None or s.priority < same.priority:
-            kept[key] = s
-    return list(kept.values())
+            distinct[key] = s
+    return list(distinct.values())
 
 
 def _ordered(faults: list[Candidate], joins: Sequence[Join]) -> list[Finding]:
     """Return findings, origins first, each followed in the list by nothing that caused it."""
-    events: dict[tuple[bytes, bytes], list[Candidate]] = {}
-    for fault in faults:
-        events.setdefault((fault.members.tobytes(), fault.times_ns.tobytes()), []).append(fault)
+    events = grouped(((s.members.tobytes(), s.times_ns.tobytes()), s) for s in faults)
     listed = sorted(events.values(), key=lambda e: _first_ns(e[0]))
     near, far = listed[:_MOST_EVENTS], listed[_MOST_EVENTS:]
     order = sort_causes(
@@ -126,7 +121,7 @@ def _ordered(faults: list[Candidate], joins: Sequence[Join]) -> list[Finding]:
     origins = [index for index, origin in enumerate(order.origin_of) if origin is None]
     if origins:
         victims.setdefault(origins[0], []).extend(s for event in far for s in event)
-    found = [
+    findings = [
         _finding(
             candidate,
             is_origin=True,
@@ -137,7 +132,9 @@ def _ordered(faults: list[Candidate], joins: Sequence[Join]) -> list[Finding]:
         for candidate in near[index]
     ]
     later = [s for group in victims.values() for s in group]
-    return found + [_finding(s, is_origin=False, victims=[]) for s in sorted(later, key=_first_ns)]
+    return findings + [
+        _finding(s, is_origin=False, victims=[]) for s in sorted(later, key=_first_ns)
+    ]
 
 
 def _first_ns(candidate: Candidate) -> int:
@@ -145,7 +142,6 @@ def _first_ns(candidate: Candidate) -> int:
 
 
 def _beside(index: int, events: list[list[Candidate]], order: CauseOrder) -> list[str]:
-    """Return the other origins that nothing puts before or after this one."""
     others = {b if a == index else a for a, b in order.unordered if index in (a, b)}
     return [f"{events[o][0].place} ({ranks_named(events[o][0].ranks)})" for o in sorted(others)][:4]
 

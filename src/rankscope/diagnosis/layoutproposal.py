@@ -1,13 +1,12 @@
 """A layout file proposed from what a run itself shows: what is equal, what adds up, what lies
 behind each other.
 
-Three things are read off the records, axis by axis. Values that hold the same bytes on all ranks
-along an axis, in every call, are replicas. Where a module with other weights on each rank sums over
-them (forward: its output; backward: the gradient of its input), its weight is cut along its inputs,
-or its outputs. Where a module gathers or sums and one dim of what comes out is as many times longer
-or shorter as there are ranks, that dim is cut. From there placements travel: to slots that hold the
-same bytes, and through modules without children that keep the shape. Two answers for one slot are
-no answer.
+Axis by axis: values with the same bytes on all ranks along it, in every call, are replicas. Where a
+module with other weights on each rank sums over them (forward: its output; backward: the gradient
+of its input), its weight is cut along its inputs, or its outputs. A dim that a gather or sum makes
+as many times longer or shorter as there are ranks is cut. From there placements travel: to slots
+with the same bytes, and through modules without children that keep the shape. Two answers for one
+slot are none.
 """
 
 from __future__ import annotations
@@ -22,9 +21,15 @@ from typing import Any, Final
 
 import numpy as np
 
+from rankscope.diagnosis.evidence.distances import is_within_rounding
 from rankscope.diagnosis.evidence.issuedcollectives import issues_of
-from rankscope.diagnosis.evidence.stepview import CallView, SlotValues, StepView, step_view_of
-from rankscope.diagnosis.rules.equality import is_within_rounding
+from rankscope.diagnosis.evidence.stepview import (
+    CallView,
+    SlotValues,
+    StepView,
+    grouped,
+    step_view_of,
+)
 from rankscope.layout.infer import is_fsdp_axis, lines_along
 from rankscope.layout.layoutfile import described_as
 from rankscope.layout.placement import LayoutSource, Mesh, Placement
@@ -52,12 +57,10 @@ class ProposedEntry:
     """One `[[layout]]` of the proposal."""
 
     path: str
-    """A glob that matches the modules alike and nothing below them."""
+    """A glob that matches these modules and nothing below them."""
     slot: str
     placements: Mapping[str, Placement]
-    """By axis."""
     reasons: tuple[str, ...]
-    """Why, one for each axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,17 +72,14 @@ class LayoutProposal:
     axis_reasons: tuple[str, ...]
     entries: tuple[ProposedEntry, ...]
     undecided: int
-    """Slots of several ranks of which nothing could be proposed."""
+    """Slots of several ranks without a proposal."""
     lacks: str
-    """Why the trace does not show a whole run, "" where it does."""
+    """Why the trace shows no whole run; "" where it does."""
 
 
 def propose_layout(trace: Trace) -> LayoutProposal:
-    """Return a layout file that the run itself suggests, for values that no DTensor describes.
-
-    Args:
-        trace: an open trace of two ranks or more; one rank holds everything whole.
-    """
+    """Return a layout file that the run itself suggests, for values that no DTensor describes. One
+    rank holds everything whole: the trace needs two or more."""
     mesh = _mesh(int(trace.run["world_size"]), trace.run.get("groups", ()))
     records = LayoutRecords({axis: lines_along(mesh, [axis]) for axis in mesh.axes})
     for step in [*trace.setup, *trace.steps]:
@@ -101,8 +101,7 @@ def propose_layout(trace: Trace) -> LayoutProposal:
 
 
 def _mesh(world_size: int, groups: Iterable[Mapping[str, Any]]) -> Mesh:
-    """Return axes that the job's process groups run along, the last one over neighbours; one axis
-    over all ranks where they make no grid."""
+    """Return axes along which process groups run, the last one over neighbours; one for no grid."""
     steps: dict[int, set[int]] = {}
     for group in groups:
         members = sorted(map(int, group["members"]))
@@ -122,11 +121,9 @@ def _mesh(world_size: int, groups: Iterable[Mapping[str, Any]]) -> Mesh:
 
 
 def _names(placed: _Placing) -> dict[str, tuple[str, str]]:
-    """Return {axis: (a name that says what it does, why)}."""
-    found: dict[str, tuple[str, str]] = {}
+    names: dict[str, tuple[str, str]] = {}
     for axis in placed.shown.lines:
-        issued = {kind for (_, own), kinds in placed.shown.issued.items() if own == axis
-                  for kind in kinds}  # fmt: skip
+        issued = placed.shown.issued_along(axis)
         forward = {op for issuer, op in issued if issuer == "forward"}
         is_cut = any(
             key[1].startswith("param:") and placement.dim is not None
@@ -148,14 +145,13 @@ def _names(placed: _Placing) -> dict[str, tuple[str, str]]:
             name, why = "dp", "the ranks are handed other data and exchange no activations"
         else:
             name, why = axis, "nothing shows what it is for"
-        taken = {known for known, _ in found.values()}
-        found[axis] = (name if name not in taken else f"{name}{len(taken)}", why)
-    return found
+        taken = {known for known, _ in names.values()}
+        names[axis] = (name if name not in taken else f"{name}{len(taken)}", why)
+    return names
 
 
 def _of_mesh(records: LayoutRecords, axis: str) -> tuple[str, str] | None:
-    """Return what the mesh that tensors lie on says of an axis: its name there, else what DTensor
-    parameters that are cut along it are for; None where there is no such mesh."""
+    """Return the name of an axis by the mesh of tensors or by DTensors cut along it, and why."""
     known = records.mesh_axis(axis)
     if known is None:
         return None
@@ -225,9 +221,9 @@ class _Placing(Proof):
                 self.say(ends[1], axis, Said(cut(shorter[0]), why))
 
     def read_axis(self, axis: str) -> None:
-        """Say how the root's tokens are cut along an axis, where something shows it: positions that
-        are cut too, positions that are not, or ranks that exchange no activations. Where no weight
-        is cut along it, everything that begins with the dims of the tokens is cut like them."""
+        """Say how the root's tokens are cut along an axis: positions that are cut too show it,
+        positions that are not, or ranks that exchange no activations. Where no weight is cut along
+        it, all that begins with the dims of the tokens is cut alike."""
         root = self.key("", "input")
         shape = self.shown.shape(root) if root else ()
         facts = self.shown.facts.get((root, axis)) if root else None
@@ -235,9 +231,7 @@ class _Placing(Proof):
             return
         runs = {key: size for (key, own), size in self.shown.runs.items() if own == axis}
         dims = {dim for size in runs.values() for dim in (0, 1) if shape[dim] == size}
-        issued = {kind for (_, own), kinds in self.shown.issued.items() if own == axis
-                  for kind in kinds}  # fmt: skip
-        is_exchanging = any(issuer == "forward" for issuer, _ in issued)
+        is_exchanging = any(issuer == "forward" for issuer, _ in self.shown.issued_along(axis))
         whole = [key for key in self.shown.integers if self.shown.shape(key) == shape[1:2]
                  and self.is_whole(key, axis)]  # fmt: skip
         if len(dims) == 1:
@@ -279,13 +273,11 @@ def _entries(placed: _Placing, names: Mapping[str, tuple[str, str]]) -> Iterator
         if len(said_of) == 1 and (path, slot, axis) not in refused:
             ((placement, reason),) = said_of.items()
             merged.setdefault((path, slot), {})[axis] = placement, reason
-    every: dict[tuple[str, str], set[str]] = {}
-    for path, slot in {key for key, _ in placed.shown.facts}:
-        head = (_pattern(path), slot.split(".")[0])
-        every.setdefault(head, set()).add(slot)
+    keys = {key for key, _ in placed.shown.facts}
+    every = grouped(((_pattern(path), slot.split(".")[0]), slot) for path, slot in keys)
     for (path, slot), by_axis in sorted(merged.items()):
         kind = slot.split(".")[0]
-        is_only = kind in _ACTIVATIONS and len(every[path, kind]) == 1
+        is_only = kind in _ACTIVATIONS and len({*every[path, kind]}) == 1
         yield ProposedEntry(
             path=path or "(root)",
             slot=kind if is_only else slot,
@@ -303,15 +295,13 @@ def _pattern(path: str) -> str:
 
 
 class LayoutRecords(RecordedValues):
-    """Gathered step by step; what all calls of a path hold in a slot counts as one value, and
-    a gradient as what it is the gradient of."""
+    """Gathered over steps. All calls of a path count as one value, a gradient as what it is of."""
 
     def __init__(self, lines: Mapping[str, Sequence[tuple[int, ...]]]) -> None:
         super().__init__(lines, attrgetter("path"))
         self.integers: set[SlotKey] = set()
         self.runs: dict[tuple[SlotKey, str], int] = {}
-        """Positions that are whole numbers, consecutive over the ranks along an axis: how many one
-        rank has. They are the only integers of one dim that follow each other like that."""
+        """How many positions (whole numbers that run on from rank to rank) one rank has."""
         self.meshes: dict[str, tuple[Mesh, ...]] = {}
         """{kind of mesh: the meshes of it that tensors lie on}"""
         self.on_mesh: dict[tuple[str, str], list[Placement]] = {}
@@ -333,16 +323,16 @@ class LayoutRecords(RecordedValues):
         for call in step_view.calls:
             for slot, values in call.slots.items() if call.phase is not Phase.COLLECTIVE else ():
                 self._note_mesh(call, values)
-                if (
-                    values.dtype != "python"
-                    and values.source == "unknown"
-                    and len(values.ranks) > 1
-                ):
+                is_plain = values.dtype != "python" and values.source == "unknown"
+                if is_plain and len(values.ranks) > 1:
                     self._note(call, described_as(slot), values)
 
+    def issued_along(self, axis: str) -> set[tuple[str, str]]:
+        """Return (issuer, op) of all collectives over the ranks along an axis."""
+        return {kind for (_, own), kinds in self.issued.items() if own == axis for kind in kinds}
+
     def mesh_axis(self, axis: str) -> tuple[str, str] | None:
-        """Return the kind of mesh and the name of its axis that runs over the same ranks as one of
-        `lines`; None where tensors lie on no such mesh."""
+        """Return (kind of mesh, name) of the tensors' axis over the same ranks."""
         for kind, meshes in self.meshes.items():
             for name in meshes[0].axes:
                 if self.axis_of(meshes, name) == axis:

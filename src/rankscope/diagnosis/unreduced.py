@@ -1,32 +1,25 @@
 """Differences between ranks that are no fault: gradients that nothing reduced before the step of an
 optimizer, and steps of one number that are not the same step.
 
-Such gradients differ between ranks as if a reduction had been forgotten, and so may parameters and
-activations behind them. Three kinds of right programs do that, and something tells each of them:
+Such gradients differ as if a reduction had been forgotten, and parameters and activations follow.
+Three kinds of right programs do that:
 
-* Ranks that train apart and average their parameters now and then (local SGD). What tells is the
-  average: an all-reduce of the very parameters that the step before left different. It may be of
-  each parameter or of all of them in one flat tensor, whole or with weights that add up to one:
-  inputs are told by their number of elements and their norm. Or it is of how far each rank went
-  from a common point (DiLoCo): then inputs differ between ranks by what the parameters differ, as
-  sketches tell. Ranks may also gather their parameters, or send them to neighbours (gossip). A
-  trace that begins later than the training may lie between two averages: where no gradient of it
-  was reduced there is one warning, because it is not known what the ranks did before.
-* An optimizer that reduces gradients inside its own step. What tells is the parameter: after the
-  step, or the one that follows, it is the same on all these ranks, and not what it was before.
-  Asked only of steps in which no gradient agreed: one that lacks among reduced ones is forgotten,
-  whatever became of its parameter. And not of steps in which passes show that a reduction came
-  before the last of them.
-* Optimizer steps inside `no_sync()`. Whether these ranks ever average is not known where no traced
-  step holds an average, so there is one warning. From then on parameters, gradients and activations
-  of these ranks differ because of that. A program that forgot to end `no_sync()` before its
-  optimizer steps cannot be told from that. One that ends it, but after the last backward pass, can:
-  its gradients do not carry the flag.
+* Local SGD: ranks train apart and average their parameters now and then. What tells is an exchange
+  of the very parameters that the step before left different: an all-reduce of each or of all in one
+  flat tensor (told by number of elements and norm), with weights that add up to one, or of the way
+  from a common point (DiLoCo: told by differences of sketches); a gather; messages to neighbours
+  (gossip). A trace that begins later than the training may lie between two averages: where it shows
+  no reduced gradient there is one warning.
+* An optimizer that reduces gradients inside its own step. What tells is the parameter: after this
+  step or the next it is equal on all these ranks, and changed. Asked only of steps in which no
+  gradient agreed (one among reduced ones is forgotten), and in which no reduction came early.
+* Optimizer steps inside `no_sync()`. Where no traced step holds an average there is one warning for
+  all that differs on these ranks from then on. Forgetting to end `no_sync()` before the optimizer
+  steps looks the same; ending it late does not: then gradients do not carry the flag.
 
-A rank's steps are counted by its optimizers' steps. Where one rank trains a model of its own
-besides, or steps one of two models more often than others do, its n-th step is not theirs. What
-tells is a step in which ranks stepped different models, though all of them step the same ones in
-other steps: from then on nothing is compared between these ranks.
+Steps are counted by optimizers' steps. Where one rank also trains a model of its own, its n-th step
+is not that of others. What tells is a step in which ranks stepped different models, though all step
+the same ones elsewhere: from then on nothing is compared between them.
 """
 
 from __future__ import annotations
@@ -48,7 +41,7 @@ from rankscope.diagnosis.context import (
 )
 from rankscope.diagnosis.evidence.issuedcollectives import IssuedCollective, issues_of
 from rankscope.diagnosis.evidence.replicas import FSDP1_FLAT
-from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, positions
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped, positions
 from rankscope.record.collective import OPS
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
@@ -82,16 +75,14 @@ _FOLLOWS: Final = frozenset(Phase) - {Phase.SETUP, Phase.COLLECTIVE}
 
 
 def note_unreduced(step_view: JudgedStep) -> None:
-    """Keep what a step shows of ranks that train apart or step other models, and of reductions
-    behind the gradients' reading. Call it before the step's parameters are remembered."""
+    """Keep what tells right differences from faults. Call it before parameters are remembered."""
     _note_stepped_models(step_view)
     _note_averaging(step_view)
     _note_updates(step_view)
 
 
 def without_unreduced(candidates: Iterable[Candidate], context: CheckContext) -> list[Candidate]:
-    """Return the candidates but for what such programs do, with one warning for steps in
-    `no_sync()`."""
+    """Leave out what such programs do, with one warning for steps in `no_sync()`."""
     left: list[Candidate] = []
     for candidate in candidates:
         incarnation = context.incarnation(candidate.incarnation)
@@ -110,17 +101,13 @@ def without_unreduced(candidates: Iterable[Candidate], context: CheckContext) ->
 
 
 def _note_averaging(step_view: JudgedStep) -> None:
-    """Keep whether ranks trained apart in this step, and whether they averaged their parameters."""
     incarnation = step_view.life
-    events: dict[int, bool] = {}
-    for values in step_view.values(Phase.GRADS):
-        if not _is_plain(values) or values.is_constant:
-            continue
-        key = id(values.call.top)
-        events[key] = events.get(key, True) and values.agree(values.ranks) is False
-    if any(events.values()):
+    plain = (h for h in step_view.values(Phase.GRADS) if _is_plain(h) and not h.is_constant)
+    events = grouped((id(h.call.top), h.agree(h.ranks) is False) for h in plain)
+    are_apart = [all(differs) for differs in events.values()]
+    if any(are_apart):
         incarnation.apart.add(step_view.step)
-    if not all(events.values()):
+    if not all(are_apart):
         incarnation.together.add(step_view.step)
     latest = [h for h in step_view.values(Phase.PARAMS) if _is_plain(h) and h.slot != _FLAT_SLOT]
     before = incarnation.unlike
@@ -129,10 +116,9 @@ def _note_averaging(step_view: JudgedStep) -> None:
         incarnation.unlike = [
             _left(values, incarnation) for values in latest if values.agree(values.ranks) is False
         ]
-        roots: dict[int, list[SlotValues]] = {}
-        for values in latest if incarnation.unlike else ():
-            roots.setdefault(id(values.call.top), []).append(values)
-        incarnation.unlike += [flat for held in roots.values() for flat in _flat(held)]
+        if incarnation.unlike:
+            roots = grouped((id(values.call.top), values) for values in latest)
+            incarnation.unlike += [flat for held in roots.values() for flat in _flat(held)]
     if any(left and _is_average(step_view, left) for left in (before, incarnation.unlike)):
         incarnation.averages.append(step_view.step)
     elif not incarnation.averages:
@@ -149,7 +135,7 @@ def _left(values: SlotValues, incarnation: IncarnationState) -> Left:
 
 
 def _flat(held: list[SlotValues]) -> Iterator[Left]:
-    """Yield all parameters of a root in one flat tensor, and those alone that differ."""
+    """Yield all parameters of a root as one flat tensor, and those that differ as one."""
     unlike = [values for values in held if values.agree(values.ranks) is False]
     for own in (held, unlike):
         if own and all(np.array_equal(each.ranks, own[0].ranks) for each in own):
@@ -159,13 +145,11 @@ def _flat(held: list[SlotValues]) -> Iterator[Left]:
 
 
 def _is_plain(values: SlotValues) -> bool:
-    """True for a plain parameter or gradient that several ranks hold."""
     is_owned = values.slot.startswith(("param:", "grad:"))
     return is_owned and values.source in ("unknown", "marked") and len(values.ranks) > 1
 
 
 def _is_average(step_view: StepView, left: list[Left]) -> bool:
-    """True where every rank hands most of what was left different to others."""
     every, ranks = _left_of(left)
     handed = dict.fromkeys(ranks, 0)
     for issue in issues_of(step_view):
@@ -179,23 +163,21 @@ def _is_average(step_view: StepView, left: list[Left]) -> bool:
 
 
 def _left_of(left: list[Left]) -> tuple[int, set[int]]:
-    """Return how many elements were left different, and on which ranks; flat tensors hold what
-    stands beside them."""
+    """Return elements left different, and ranks; flat tensors repeat what stands beside them."""
     alone = [part for part in left if part.sketches is not None]
     ranks = {rank for part in alone for rank in part.ranks.tolist()}
     return sum(int(part.counts[0]) for part in alone), ranks
 
 
 def _exchanged(issue: IssuedCollective) -> SlotValues | None:
-    """Return what may carry parameters to other ranks: also what is issued by an unknown op."""
+    """Return what may carry parameters to other ranks; an unknown op may."""
     is_exchange = issue.op in _EXCHANGED or issue.op not in OPS
     return issue.call.slots.get("input.0") if is_exchange else None
 
 
 def _is_of(values: SlotValues, part: Left) -> bool:
-    """True where the input of a collective is, on each of its ranks, a parameter of this size and
-    norm, or its share of a weighted mean, or lies as far from those of other ranks as the parameter
-    does."""
+    """True where a collective's input is on each rank a parameter of this size and norm, its share
+    of a weighted mean, or as far from other ranks' as the parameter."""
     places = positions(part.ranks, values.ranks)
     if (places < 0).any() or (part.counts[places] != values.counts).any():
         return False
@@ -215,8 +197,8 @@ def _is_of(values: SlotValues, part: Left) -> bool:
 
 
 def _note_alone(step_view: StepView, incarnation: IncarnationState) -> None:
-    """Keep which ranks handed most of what was left different to others in a step in which not all
-    of them did. Once all have, each in a step of its own, they averaged their parameters."""
+    """Keep the ranks that handed most of what was left different to others. Once all have, each in
+    a step of its own, they averaged their parameters."""
     if incarnation.unlike:
         incarnation.left.append(incarnation.unlike)
     if not incarnation.left:
@@ -242,8 +224,8 @@ def _note_alone(step_view: StepView, incarnation: IncarnationState) -> None:
 
 
 def _is_own(values: SlotValues, rank: int, incarnation: IncarnationState) -> bool:
-    """True where what a rank hands over is a parameter as one of its last steps left it, its share
-    of a weighted mean, or how far it is from where all ranks began."""
+    """True where a rank hands over a parameter as a step left it, its share of a weighted mean, or
+    how far it is from where all began."""
     place = values.at(np.array([rank]))[0]
     count, norm = int(values.counts[place]), float(values.column("l2")[place])
     given = values.column("sketch")[place]
@@ -260,9 +242,9 @@ def _is_own(values: SlotValues, rank: int, incarnation: IncarnationState) -> boo
             sketch, share = part.sketches[at], norm / own
             if share < 1 and _is_close(given, share * sketch):
                 return True
-            begun = [s[at] - sketch for s in (part.begun,) if s is not None]
-            scales = (1, 1 / len(part.ranks))
-            if any(_is_close(given, w * f * b) for b in begun for f in scales for w in (1, -1)):
+            way = np.zeros(0) if part.begun is None else part.begun[at] - sketch
+            scales = (1, -1, 1 / len(part.ranks), -1 / len(part.ranks))
+            if len(way) and any(_is_close(given, scale * way) for scale in scales):
                 return True
     return False
 
@@ -276,8 +258,10 @@ def _between(sketches: Array) -> Array:
 
 
 def _of_training_apart(candidate: Candidate, incarnation: IncarnationState) -> Candidate | str:
-    """Return a candidate, or what to say where it differs because ranks train apart."""
-    if not _is_apart(candidate, incarnation):
+    is_unequal = candidate.kind is Kind.REPLICA and candidate.phase in (Phase.GRADS, Phase.PARAMS)
+    if candidate.step not in incarnation.apart or not (
+        is_unequal or candidate.kind is Kind.GRADIENT
+    ):
         return candidate
     if incarnation.averages:
         return (
@@ -292,35 +276,25 @@ def _of_training_apart(candidate: Candidate, incarnation: IncarnationState) -> C
     return candidate
 
 
-def _is_apart(candidate: Candidate, incarnation: IncarnationState) -> bool:
-    if candidate.step not in incarnation.apart:
-        return False
-    return candidate.kind is Kind.GRADIENT or (
-        candidate.kind is Kind.REPLICA and candidate.phase in (Phase.GRADS, Phase.PARAMS)
-    )
-
-
 # ---- reductions inside an optimizer's step -------------------------------------------------------
 
 
 def _note_updates(step_view: JudgedStep) -> None:
-    """Keep what became of the parameters of a step in which no gradient agreed, and of the next: a
+    """Keep what became of parameters whose gradients did not agree, in that step and the next: a
     sharded optimizer may hand its part round behind its step."""
     incarnation = step_view.life
     if not incarnation.apart or step_view.step > max(incarnation.apart) + 1:
         return
-    for values in step_view.values(Phase.PARAMS):
+    for values in step_view.parameters(Phase.PARAMS):
         before = incarnation.parameters.get((values.call.path, values.slot))
-        if before is not None and values.slot.startswith("param:"):
-            key = (values.call.path, values.slot[6:])
+        if before is not None:
             update = ParameterUpdate(
                 values.ranks.copy(), values.hashes.copy(), before.ranks, before.hashes
             )
-            incarnation.updates.setdefault(key, {})[step_view.step] = update
+            incarnation.updates.setdefault(values.parameter, {})[step_view.step] = update
 
 
 def _of_late_reductions(candidate: Candidate, incarnation: IncarnationState) -> Candidate | str:
-    """Return a candidate, or what to say where a gradient was reduced behind its reading."""
     if candidate.kind is Kind.GRADIENT and candidate.step in incarnation.reduced_early:
         return dataclasses.replace(candidate, advice=_TOO_EARLY)
     updates = incarnation.updates.get((candidate.path, candidate.slot.partition(":")[2]), {})
@@ -343,12 +317,8 @@ def _of_late_reductions(candidate: Candidate, incarnation: IncarnationState) -> 
 
 
 def _with_one_warning(listed: list[Candidate]) -> Iterator[Candidate]:
-    """Yield the candidates, with one warning in place of all that comes of steps in `no_sync()`, or
-    of a trace that may lie between two averages."""
-    first: dict[int, Candidate] = {}
-    for candidate in listed:
-        if _is_held_back(candidate):
-            first.setdefault(candidate.incarnation, candidate)
+    """Put one warning in place of all that comes of steps in `no_sync()`, or of late traces."""
+    first = {s.incarnation: s for s in reversed(listed) if _is_held_back(s)}
     counts = Counter(
         candidate.incarnation
         for candidate in listed
@@ -363,7 +333,7 @@ def _with_one_warning(listed: list[Candidate]) -> Iterator[Candidate]:
             where = "in every traced step" if is_late else "inside no_sync()"
             yield dataclasses.replace(
                 began,
-                message=f"{ranks_named(began.members.tolist())} step {where}, each with "
+                message=f"{ranks_named(began.members)} step {where}, each with "
                 "gradients of their own data, and no traced step averages their parameters; what "
                 "differs between these ranks from here on follows from that",
                 advice=_BEGINS_LATE if is_late else _ADVICE,
@@ -388,13 +358,11 @@ def _is_due_to(candidate: Candidate, began: Candidate) -> bool:
 
 # ---- ranks that count their steps unlike ---------------------------------------------------------
 
-
 _OF_ONE_RANK = frozenset({Kind.NONFINITE, Kind.RECOMPUTE})
 """What needs no other rank to be seen."""
 
 
 def _note_stepped_models(step_view: JudgedStep) -> None:
-    """Keep which ranks stepped which models in this step, and whether all stepped the same."""
     stepped: dict[str, set[int]] = {}
     for call in step_view.of(Phase.GRADS):
         if call.parent is None:
@@ -409,7 +377,6 @@ def _note_stepped_models(step_view: JudgedStep) -> None:
 
 
 def _of_uneven_steps(candidate: Candidate, incarnation: IncarnationState) -> Candidate | str:
-    """Return a candidate, or what to say where up to its step members stepped different models."""
     members = set(candidate.members.tolist())
     for step, stepped in incarnation.uneven.items() if candidate.kind not in _OF_ONE_RANK else ():
         if step > candidate.step and not incarnation.begins_late:

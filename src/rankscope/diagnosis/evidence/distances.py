@@ -31,8 +31,8 @@ def rounding_of(dtype: str) -> float:
 
 
 def distance(values: SlotValues, places: Array) -> float:
-    """Return the largest relative L2 distance between the first of these values and the others,
-    estimated from sketches; inf where they differ in what is not finite."""
+    """Return the largest relative L2 distance of these values from the first, by their sketches;
+    inf where they differ in what is not finite."""
     special = ("count", *NONFINITE)
     if any((values.column(n)[places] != values.column(n)[places[0]]).any() for n in special):
         return float("inf")
@@ -42,8 +42,7 @@ def distance(values: SlotValues, places: Array) -> float:
 
 
 def is_multiple(values: SlotValues, places: Array) -> bool:
-    """True where the values are multiples of the longest of them, within rounding. Of single
-    elements, which always are, nothing is said."""
+    """True where all values of two elements or more are multiples of the longest, rounded."""
     if int(values.counts[places].min()) < 2:
         return False
     sketches, norms = values.column("sketch")[places], values.column("l2")[places]
@@ -58,8 +57,7 @@ def is_multiple(values: SlotValues, places: Array) -> bool:
 
 
 def minority(ranks: Array, keys: Array) -> Array:
-    """Return the ranks that hold something else than a strict majority does; all of them where
-    there is no such majority."""
+    """Return the ranks that hold something else than a strict majority; all where none is one."""
     kinds, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
     most = int(counts.argmax())
     if len(kinds) > 1 and 2 * counts[most] > len(ranks):
@@ -76,9 +74,7 @@ def sides(values: SlotValues, ranks: Array) -> list[dict[str, Any]]:
     listed: list[dict[str, Any]] = []
     for number in dict.fromkeys(hashes.tolist()):
         same = places[hashes == number]
-        listed.append(
-            {"ranks": ranks_text(values.ranks[same].tolist()), **_numbers(values, same[0])}
-        )
+        listed.append({"ranks": ranks_text(values.ranks[same]), **_numbers(values, same[0])})
         if len(listed) == _MOST_SIDES:
             break
     return listed
@@ -88,10 +84,10 @@ def _numbers(values: SlotValues, place: int) -> dict[str, Any]:
     names = numbers_with_first("mean", "std", "l2")
     if not values.is_known[place]:
         return {"digested": False}
-    found: dict[str, Any] = {n: statistic(float(values.column(n)[place])) for n in names}
+    numbers: dict[str, Any] = {n: statistic(float(values.column(n)[place])) for n in names}
     special = {n: int(values.column(n)[place]) for n in NONFINITE}
-    found |= {name: count for name, count in special.items() if count}
-    return found | {"hash": f"{int(values.hashes[place]):016x}"}
+    numbers |= {name: count for name, count in special.items() if count}
+    return numbers | {"hash": f"{int(values.hashes[place]):016x}"}
 
 
 def differing_sides(values: SlotValues, groups: list[Array]) -> list[dict[str, Any]]:
@@ -102,25 +98,24 @@ def differing_sides(values: SlotValues, groups: list[Array]) -> list[dict[str, A
 def sides_text(values: SlotValues, ranks: Array) -> str:
     """Return `rank 1: mean 0.031; ranks 0,2-3: mean 0.872`."""
     listed = sides(values, ranks)
-    telling = next(
-        (
-            name
-            for name in ("mean", "l2", "std", "max")
-            if len({_short(side.get(name)) for side in listed}) > 1
-        ),
-        "mean",
-    )
+    names = ("mean", "l2", "std", "max")
+    differing = (n for n in names if len({_short(side.get(n)) for side in listed}) > 1)
+    telling = next(differing, "mean")
     parts = []
     for side in listed[:4]:
         word = "rank" if side["ranks"].isdecimal() else "ranks"
         special = [f"{side[n]} {n}" for n in NONFINITE if n in side]
-        value = side.get(telling)
-        parts.append(
-            f"{word} {side['ranks']}: {', '.join([f'{telling} {_short(value)}', *special])}"
-        )
+        numbers = ", ".join([f"{telling} {_short(side.get(telling))}", *special])
+        parts.append(f"{word} {side['ranks']}: {numbers}")
     more = "; ..." if len(listed) > 4 else ""
     return "; ".join(parts) + more
 
 
 def _short(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else f"{value}"
+
+
+def is_within_rounding(values: SlotValues, groups: list[Array]) -> bool:
+    """True where what differs does so by rounding alone."""
+    allowed = rounding_of(values.dtype)
+    return bool(allowed) and all(distance(values, values.at(g)) <= allowed for g in groups)

@@ -1,10 +1,8 @@
 """Gradients as optimizers took them, beside what the backward passes before had left.
 
-A record of a pass is there only where it tells something (docs/how-it-works/values.md), so what has
-no record on a rank is either what the optimizer took, which its record says (AS_LEFT), or unknown.
-
-How what was taken is made of what was left shows in sketches, because they are linear: a gradient
-that was accumulated is the sum of what passes left, one that was averaged the mean over ranks.
+A pass is recorded only where it tells something (docs/how-it-works/values.md): without a record on
+a rank it left what the optimizer took (AS_LEFT says so), or is unknown. Sketches are linear, so
+they show what was taken: the sum of what passes left, or the mean over ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from rankscope.diagnosis.evidence.distances import rounding_of
-from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 
@@ -24,7 +22,7 @@ _FOREIGN: Final = int(ValueFlag.UNHELD | ValueFlag.SKIPPED)
 """Nobody stepped with such a gradient, or nobody knows who did."""
 _RESTARTED: Final = int(ValueFlag.RESTARTED)
 _NOTHING: Final = 1e-5
-"""Of the longest: what is shorter says nothing."""
+"""Beside the longest: what is shorter says nothing."""
 _FEWEST_EQUATIONS: Final = 4
 """For each unknown."""
 _WORST: Final = 1e-3
@@ -50,8 +48,8 @@ class TakenGradient:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """What a gradient is made of: of every worth so much of the mean over ranks, and so much of
-    what the rank itself has more than that."""
+    """What a gradient is made of, for every worth: so much of the mean over ranks, and so much of
+    what the rank itself has beyond that."""
 
     shared: tuple[float, ...]
     own: tuple[float | None, ...]
@@ -88,33 +86,28 @@ def taken_gradients(step_view: StepView) -> Iterator[list[TakenGradient]]:
     """Yield the gradients of each optimizer step of which a pass is recorded."""
     if not step_view.left_by_passes:
         return
-    left: dict[tuple[str, str], list[SlotValues]] = {}
-    for call in step_view.left_by_passes:
-        for values in call.slots.values():
-            left.setdefault((call.path, values.slot), []).append(values)
+    every = (values for call in step_view.left_by_passes for values in call.slots.values())
+    left = grouped(((values.call.path, values.slot), values) for values in every)
     before: dict[tuple[str, str], SlotValues] = {}
-    by_top: dict[int, tuple[CallView, list[SlotValues]]] = {}
-    for call in step_view.of(Phase.GRADS):
-        own_slots = [each for slot, each in call.slots.items() if slot.startswith("grad:")]
-        by_top.setdefault(id(call.top), (call.top, []))[1].extend(own_slots)
-    for _, taken in sorted(by_top.values(), key=lambda each: each[0].ordinal):
-        found = []
+    read = (values for call in step_view.of(Phase.GRADS) for values in call.slots.values())
+    events = grouped((id(h.call.top), h) for h in read if h.slot.startswith("grad:"))
+    for taken in sorted(events.values(), key=lambda event: event[0].call.top.ordinal):
+        gradients = []
         for values in taken:
             place = (values.call.path, values.slot)
             earlier, before[place] = before.get(place), values
-            own = left.get(place)
-            if not own or (values.flags & _FOREIGN).any():
+            left_here = left.get(place)
+            if not left_here or (values.flags & _FOREIGN).any():
                 continue
-            passes = [each for each in own if _is_between(each, earlier, values)]
+            passes = [each for each in left_here if _is_between(each, earlier, values)]
             if passes:
                 passes.sort(key=lambda each: each.call.ordinal)
-                found.append(TakenGradient(values, tuple(passes)))
-        if found:
-            yield found
+                gradients.append(TakenGradient(values, tuple(passes)))
+        if gradients:
+            yield gradients
 
 
 def _is_between(left: SlotValues, earlier: SlotValues | None, taken: SlotValues) -> bool:
-    """True where a pass came behind the optimizer step before, and before this one."""
     rank = left.ranks[:1]
     now = left.call.times(rank)[0]
     if rank[0] not in taken.ranks or now > taken.call.times(rank)[0]:
@@ -125,8 +118,7 @@ def _is_between(left: SlotValues, earlier: SlotValues | None, taken: SlotValues)
 
 
 def gathered_apart(event: Sequence[TakenGradient]) -> list[TakenGradient]:
-    """Return those gradients of one optimizer step that were wiped between passes on all of their
-    ranks, equally often."""
+    """Return gradients of one optimizer step that were wiped equally often on all their ranks."""
     groups: dict[tuple[int, bytes], list[TakenGradient]] = {}
     for each in event:
         worths = each.worths
@@ -143,17 +135,17 @@ def _is_usable(values: SlotValues, ranks: Array) -> bool:
 
 
 def mixture_of(gradients: Sequence[TakenGradient], lines: Sequence[Array]) -> Mixture | None:
-    """Return what the gradients that an optimizer took are made of, as `gathered_apart` returns
-    them; None where it is nothing that is known here. `lines` are ranks that may have averaged."""
+    """Return what the gradients of `gathered_apart` are made of; None where that is not known.
+    `lines` are ranks that may have averaged."""
     values = gradients[0].values
     ranks = values.ranks
     taken = _stacked([each.values for each in gradients])
     count = len(gradients[0].worths)
     worths = [_stacked([each.worths[number] for each in gradients]) for number in range(count)]
     allowed = 4 * rounding_of(values.dtype)
-    found = _solved(worths, taken, allowed)
-    if found is not None:
-        return Mixture(tuple(found), tuple(found))
+    factors = _solved(worths, taken, allowed)
+    if factors is not None:
+        return Mixture(tuple(factors), tuple(factors))
     if len(ranks) < 2 or any(each.values.source == "dtensor" for each in gradients):
         return None
     for groups in ([ranks], [line for line in lines if np.isin(line, ranks).all()]):
@@ -161,17 +153,17 @@ def mixture_of(gradients: Sequence[TakenGradient], lines: Sequence[Array]) -> Mi
             continue
         means = [_means(worth, ranks, groups) for worth in worths]
         rests = [worth - mean for worth, mean in zip(worths, means)]
-        found = _solved([*means, *rests], taken, allowed)
-        if found is not None:
+        factors = _solved([*means, *rests], taken, allowed)
+        if factors is not None:
             longest = max(float(np.linalg.norm(each)) for each in worths)
             is_there = [float(np.linalg.norm(rest)) > _NOTHING * longest for rest in rests]
-            own = tuple(each if there else None for each, there in zip(found[count:], is_there))
-            return Mixture(tuple(found[:count]), own)
+            own = tuple(each if there else None for each, there in zip(factors[count:], is_there))
+            return Mixture(tuple(factors[:count]), own)
     return None
 
 
 def _stacked(values: Sequence[SlotValues]) -> Array:
-    """Return [ranks, numbers]: the sketches of these values behind each other."""
+    """Return [ranks, numbers]: the sketches side by side."""
     return np.concatenate([each.column("sketch") for each in values], axis=1)
 
 
@@ -184,8 +176,7 @@ def _means(worth: Array, ranks: Array, groups: Sequence[Array]) -> Array:
 
 
 def _solved(columns: Sequence[Array], taken: Array, allowed: float) -> list[float] | None:
-    """Return the factors with which these add up to what was taken, 0 for what is nothing; None
-    where they do not, or where they cannot be told apart."""
+    """Return the factors with which these add up to `taken`; None where none do, or several."""
     sizes = np.array([np.linalg.norm(each) for each in columns])
     used = np.flatnonzero(sizes > _NOTHING * sizes.max(initial=0.0))
     size = float(np.linalg.norm(taken))

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from rankscope.diagnosis.evidence.stepview import Array, CallView, StepView
+from rankscope.diagnosis.evidence.stepview import Array, CallView, StepView, grouped
 from rankscope.record.collective import MESSAGES, OPS
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import parse_ranks
@@ -29,11 +29,9 @@ class IssuedCollective:
     facts: Mapping[str, Any]
     """`collective` of docs/trace-format.md."""
     op: str
-    """torch.distributed's word."""
     group: str
-    """Name of the process group."""
     members: tuple[int, ...]
-    """Of the group, in its own order, as these ranks mean it."""
+    """In the group's own order, as these ranks mean it."""
     sequence: int
     """Which of its group in the step; a message: of its channel since `since`."""
 
@@ -65,8 +63,7 @@ class IssuedCollective:
 
 def issues_of(step_view: StepView) -> Iterator[IssuedCollective]:
     """Yield what ranks issued in one step."""
-    for call in step_view.of(Phase.COLLECTIVE):
-        yield from issues_in(call)
+    return (issue for call in step_view.of(Phase.COLLECTIVE) for issue in issues_in(call))
 
 
 def known_collectives(step_view: StepView) -> Iterator[IssuedCollective]:
@@ -75,15 +72,12 @@ def known_collectives(step_view: StepView) -> Iterator[IssuedCollective]:
 
 
 def ranks_in_doubt(step_view: StepView) -> set[int]:
-    """Return the ranks that issued what lacks a fact: it may be one more of any of their groups, so
-    the numbers of the others say nothing."""
-    found = (each.ranks.tolist() for each in issues_of(step_view) if each.lacks)
-    return {rank for ranks in found for rank in ranks}
+    """Return the ranks that issued what lacks a fact: it may be one more of any group."""
+    return {rank for issue in issues_of(step_view) if issue.lacks for rank in issue.ranks.tolist()}
 
 
 def issues_in(call: CallView) -> Iterator[IssuedCollective]:
-    """Yield what ranks issued in one call: nothing where it is no collective's, several where ranks
-    differ in it."""
+    """Yield what ranks issued in one call: none of other calls, several where ranks differ."""
     issued = call.node.collectives
     for text, facts in issued:
         ranks = call.ranks if len(issued) == 1 else np.array(parse_ranks(text), np.int64)
@@ -100,30 +94,19 @@ def issues_in(call: CallView) -> Iterator[IssuedCollective]:
 
 def issued_by_rank(issues: Iterable[IssuedCollective]) -> dict[int, list[IssuedCollective]]:
     """Return {rank: what it issued of one group, in order}."""
-    found: dict[int, list[IssuedCollective]] = {}
-    for issue in sorted(issues, key=lambda issue: issue.sequence):
-        for rank in issue.ranks.tolist():
-            found.setdefault(rank, []).append(issue)
-    return found
+    in_order = sorted(issues, key=lambda issue: issue.sequence)
+    return grouped((rank, issue) for issue in in_order for rank in issue.ranks.tolist())
 
 
 def equal_by_offset(
     one: Mapping[int, tuple[int, bool] | None], other: Mapping[int, tuple[int, bool] | None]
 ) -> dict[int, int]:
-    """Return {offset of their numbers: how many values are equal at it}, where any is.
-
-    Args:
-        one: {number: a value; None where it is not known}
-        other: the same of another rank.
-    """
-    there: dict[tuple[int, bool] | None, list[int]] = {}
-    for number, value in one.items():
-        there.setdefault(value, []).append(number)
+    """Return {offset of numbers: how many values are equal at it}; None is an unknown value."""
+    there = grouped((value, number) for number, value in one.items())
     known = ((number, value) for number, value in other.items() if value is not None)
     return Counter(found - number for number, value in known for found in there.get(value, ()))
 
 
 def fits_shifted(fits: Mapping[int, int]) -> bool:
-    """True where more values are equal at some offset, as `equal_by_offset` gives them, than
-    without one: then the numbers are wrong, not the values."""
+    """True where more values are equal at some offset than without one: numbers are wrong."""
     return any(count > fits.get(0, 0) for count in fits.values())

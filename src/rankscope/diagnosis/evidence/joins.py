@@ -1,19 +1,14 @@
 """What ranks did together, as far as a trace shows it: the joints of the order of causes.
 
-Recorded collectives come first. Reductions of gradients run in C++ and show in no record, so the
-gradients just before an optimizer step join the ranks that hold parts of one parameter, or replicas
-of it.
+Recorded collectives come first. Reductions of gradients run in C++ and leave no record, so the
+gradients just before an optimizer step join the ranks that hold parts or replicas of a parameter.
 
-**Messages** may join two steps. Which receive took which send: the k-th of a channel, counted over
-the whole run.
-
-A channel is a pair of ranks, a group and a tag. Steps say nothing here: a stage receives before its
-own step begins, so its receive may be recorded a step before the send. What counts is the number
-that each rank gave the message since a point that all ranks have in common; where a rank had not
-seen every message since one, nothing is paired. Nor is a channel whose receives fit the sends
-better with an offset than without one: then the numbers are wrong, not the values. Behind a step
-that was not traced a receive may have been posted in it, and take what is sent now: there one
-message of the channel, at least, has to have come as it was sent.
+**Messages** may join two steps: a stage receives before its own step begins, so its receive may be
+recorded a step before the send. The k-th receive of a channel (a pair of ranks, a group and a tag)
+took its k-th send, counted since a point that all ranks have in common. Nothing is paired where a
+rank had not seen every message since one, nor where receives fit the sends better with an offset
+than without: then the numbers are wrong, not the values. Behind a step that was not traced a
+receive may have been posted in it: there one message of the channel has to have come as sent.
 """
 
 from __future__ import annotations
@@ -32,6 +27,7 @@ from rankscope.diagnosis.evidence.issuedcollectives import (
     fits_shifted,
     issues_of,
     known_collectives,
+    ranks_in_doubt,
 )
 from rankscope.diagnosis.evidence.stepview import SlotValues, StepView
 from rankscope.diagnosis.rules.stages import StageLink, stage_edges
@@ -45,8 +41,7 @@ _TO_ONE: Final = {"reduce", "gather", "gather_into_tensor"}
 def joins_of(
     step_view: JudgedStep, is_one: Callable[[StepView, IssuedCollective], bool]
 ) -> Iterator[Join]:
-    """Yield the joints of one step, but for its messages; `is_one` says of what ranks issued in it
-    whether it is one collective."""
+    """Yield the joints of one step but for messages; `is_one` says what is one collective."""
     for issue in known_collectives(step_view):
         if len(issue.ranks) > 1 and is_one(step_view, issue):
             yield _collective(issue)
@@ -83,7 +78,6 @@ def _stage(edge: StageLink) -> Iterator[Join]:
 
 
 def _events(step_view: JudgedStep) -> Iterator[Join]:
-    """Yield one joint for every group of ranks whose gradients were reduced together."""
     seen: set[bytes] = set()
     incarnation = step_view.life
     for values in step_view.values(Phase.GRADS):
@@ -102,7 +96,6 @@ def _events(step_view: JudgedStep) -> Iterator[Join]:
 
 # ---- messages ------------------------------------------------------------------------------------
 
-
 _Channel = tuple[int, str, str, int, int, int]
 """Incarnation, point it is counted from, group, sender, receiver, tag."""
 _FROM_ANYBODY: Final = -1
@@ -114,13 +107,11 @@ class _MessageEnd(NamedTuple):
     """A send or a recv of one rank."""
 
     step: int
-    """Which of the steps of the trace it was recorded in."""
     call_id: str
-    """Of its node in the tree."""
     time_ns: int
     """When a send began, when a recv ended."""
     value: tuple[int, bool] | None
-    """Hash, and whether it was computed on an accelerator; None where that is not known."""
+    """As `SlotValues.told` has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,14 +142,13 @@ class Messages:
     """(incarnation, point, group, rank) that received from anybody: whose send that took is not
     known, so no later one is either."""
     _doubtful: set[tuple[int, int]] = field(default_factory=set)
-    """(incarnation, rank) that sent or received what may have been of any channel."""
+    """(incarnation, rank) that sent or received on an unknown channel."""
 
     def note(self, step_view: JudgedStep, step: int) -> None:
         """Keep the messages of one step."""
+        self._doubtful |= {(step_view.incarnation, rank) for rank in ranks_in_doubt(step_view)}
         for issue in issues_of(step_view):
             since = str(issue.facts.get("since", ""))
-            if issue.lacks:
-                self._doubtful |= {(step_view.incarnation, rank) for rank in issue.ranks.tolist()}
             if issue.lacks or not issue.is_message or not since:
                 continue
             peer = issue.facts["peer"]

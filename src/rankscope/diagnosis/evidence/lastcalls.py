@@ -27,7 +27,6 @@ CONNECTION_ENDED: Final = re.compile(
 )
 """What it says where the peer's process has ended, and did not only fail to come."""
 MOST_LISTED: Final = 16
-"""Ranks that the evidence of one finding lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,19 +35,17 @@ class LastCall:
 
     step_view: StepView
     call: CallView
-    """The call it entered last."""
     innermost: CallView | None
     """The innermost call that it did not leave; None where it left all."""
     time_ns: int
     stack: tuple[str, ...]
     """Paths of the calls it did not leave, outermost first."""
     waiting: IssuedCollective | None
-    """The collective it stands in."""
 
 
 def last_calls(step_views: Sequence[StepView]) -> dict[int, LastCall]:
     """Return {rank: what it did last} in these steps."""
-    found: dict[int, LastCall] = {}
+    last: dict[int, LastCall] = {}
     for step_view in step_views:
         issues = list(issues_of(step_view))
         latest: dict[int, tuple[int, CallView]] = {}
@@ -63,10 +60,10 @@ def last_calls(step_views: Sequence[StepView]) -> dict[int, LastCall]:
                 for rank in outcome.ranks if outcome.status == CallStatus.UNFINISHED.word else ():
                     opened.setdefault(rank, []).append((at[rank], number, call))
         for rank, (time_ns, call) in latest.items():
-            if rank in found and found[rank].time_ns > time_ns:
+            if rank in last and last[rank].time_ns > time_ns:
                 continue
             stack = [each for _, _, each in sorted(opened.get(rank, ()), key=lambda o: o[:2])]
-            found[rank] = LastCall(
+            last[rank] = LastCall(
                 step_view=step_view,
                 call=call,
                 innermost=stack[-1] if stack else None,
@@ -74,14 +71,12 @@ def last_calls(step_views: Sequence[StepView]) -> dict[int, LastCall]:
                 stack=tuple(dict.fromkeys(each.path for each in stack)),
                 waiting=next((i for i in issues if _stands_in(i, rank)), None),
             )
-    return found
+    return last
 
 
 def _stands_in(issue: IssuedCollective, rank: int) -> bool:
     """True where a rank did not come back from a collective, or came back without its peers."""
-    if rank not in issue.ranks:
-        return False
-    return any(
+    return rank in issue.ranks and any(
         rank in outcome.ranks
         and (
             outcome.status == CallStatus.UNFINISHED.word

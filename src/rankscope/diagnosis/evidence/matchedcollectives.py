@@ -1,23 +1,22 @@
 """Which collectives of a group are one: the n-th of each of its ranks, counted over the whole run.
 
-As long as all ranks take the same steps, the n-th of a step says the same, and every rule looks at
-one step. Ranks that train apart may take two steps or three between two averages, or evaluate more
-batches than others. What tells is a step in which a rank of the group ran and issued none of what
-others issued. Only such groups are followed over the run, in a second pass.
+As long as all ranks take the same steps, the n-th of a step says the same, and rules look at one
+step. Ranks that train apart, or evaluate more batches, do not. What tells is a step in which a rank
+of the group ran and issued none of what others issued. Only such groups are followed over the run.
 
-A number holds only as long as every collective was recorded. Where steps are missing, torch's own
-count is asked (`calls.issued`), which goes on in steps that are not traced. On some backends it
-counts what not all ranks issue, so it is believed where it makes more outputs equal than the steps
-do. Where neither is known, and where outputs are equal at an offset more often than without one,
-nothing is said of what ranks issued in one step. Nor is a group numbered where a rank ended by
-itself and others still wait for it: there the steps say who left one out.
+Numbers need every collective recorded. Where steps are missing, torch's own count is asked
+(`calls.issued`). On some backends it counts what not all ranks issue, so it is believed only where
+it makes more outputs equal than the steps do. Where neither is known, or where outputs are equal at
+an offset more often than without one, nothing is said. Nor is a group numbered where a rank ended
+by itself and others still wait: there the steps say who left one out.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, islice
+from itertools import combinations, islice, zip_longest
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -33,7 +32,7 @@ from rankscope.diagnosis.evidence.issuedcollectives import (
     ranks_in_doubt,
 )
 from rankscope.diagnosis.evidence.lastcalls import ORDERLY
-from rankscope.diagnosis.evidence.stepview import StepView, step_view_of
+from rankscope.diagnosis.evidence.stepview import StepView, grouped, step_view_of
 from rankscope.diagnosis.rules.collectives import facts_text
 from rankscope.record.call import Mode
 from rankscope.record.finding import Kind
@@ -48,7 +47,7 @@ _Owners = dict[tuple[Any, ...], dict[_Group, int]]
 """{`Candidate.where`: {group that issued something there: which of the steps it was in}}"""
 _WAITS_FOR_ALL: Final = frozenset({"all_reduce", "all_gather", "all_gather_into_tensor"})
 _MOST_ENDS: Final = 1_000_000
-"""Collectives of one rank that are numbered; a longer line is not known."""
+"""Of one rank; a longer line is not known."""
 _PAIRS: Final = 16
 """Pairs of neighbouring ranks whose outputs are held to each other."""
 
@@ -59,14 +58,13 @@ class _OwnCall(NamedTuple):
     time_ns: int
     sequence: int
     number: int
-    """Which of the steps of the trace it was recorded in."""
+    """Of the step in the trace."""
     call_id: str
     facts: str
     counted: tuple[str, int]
     """Kind of device, and which of the group's it was there by torch's count: 0 if not known."""
     value: tuple[int, bool] | None
-    """What it gave, where that is the same on all ranks: hash, and whether it was computed on an
-    accelerator."""
+    """What it gave, where that is the same on all ranks, as `SlotValues.told` has it."""
 
 
 @dataclass(slots=True)
@@ -77,7 +75,7 @@ class _Met:
     passed: dict[int, int] = field(default_factory=dict)
     """{rank: the first step in which it ran and issued none of what others issued}"""
     torn: int | None = None
-    """The first step in which a rank had left what others had not yet come to: it is not one."""
+    """The first step in which a rank had left what others had not yet come to."""
     miscounted: int | None = None
     """The first step in which ranks had issued unlike many before."""
 
@@ -86,9 +84,8 @@ class _Met:
 class MatchedCollectives:
     """Filled step by step; what is kept does not grow with the number of steps."""
 
-    _groups: dict[_Group, _Met] = field(default_factory=dict)
+    _groups: defaultdict[_Group, _Met] = field(default_factory=lambda: defaultdict(_Met))
     _last: dict[tuple[int, int], int] = field(default_factory=dict)
-    """{(incarnation, rank): the last step it ran in}"""
     _steps: dict[tuple[int, int, int], tuple[int, int]] = field(default_factory=dict)
     """{(incarnation, rank, mode): (how many steps, the highest number of one)}"""
     _apart: dict[_Group, dict[tuple[int, int], int] | None] = field(default_factory=dict)
@@ -102,8 +99,7 @@ class MatchedCollectives:
         """Keep who came to what in one step."""
         if step_view.is_setup:
             return
-        doubtful = ranks_in_doubt(step_view)
-        self._doubtful |= {(step_view.incarnation, rank) for rank in doubtful}
+        self._doubtful |= {(step_view.incarnation, rank) for rank in ranks_in_doubt(step_view)}
         # where the mode is not known, nor is whether a step before it is missing
         last = _MOST_ENDS if step_view.mode is Mode.UNKNOWN else step_view.step
         texts = {id(c.ranks): c.ranks for c in step_view.calls if c.phase is not Phase.COLLECTIVE}
@@ -113,87 +109,77 @@ class MatchedCollectives:
             key = step_view.incarnation, rank, int(step_view.mode)
             count, highest = self._steps.get(key, (0, -1))
             self._steps[key] = count + 1, max(highest, last)
-        came: dict[_Group, set[int]] = {}
-        counts: dict[_Group, set[int]] = {}
+        came: defaultdict[_Group, set[int]] = defaultdict(set)
+        counts: defaultdict[_Group, set[int]] = defaultdict(set)
         for issue in known_collectives(step_view):
             group = _group_of(step_view, issue)
-            came.setdefault(group, set()).update(issue.ranks.tolist())
+            came[group].update(issue.ranks.tolist())
             if not issue.sequence:
-                issued = issue.call.column("issued", issue.ranks)
-                counts.setdefault(group, set()).update(issued.tolist())
-            if _is_torn(issue, step_view.context):
-                met = self._groups.setdefault(group, _Met())
-                met.torn = number if met.torn is None else met.torn
+                counts[group].update(issue.call.column("issued", issue.ranks).tolist())
+            met = self._groups[group]
+            if met.torn is None and _is_torn(issue, step_view.context):
+                met.torn = number
         for group, ranks in came.items():
-            met = self._groups.setdefault(group, _Met())
+            met = self._groups[group]
             met.came |= ranks
-            if met.miscounted is None and len(counts.get(group, set()) - {0}) > 1:
+            if met.miscounted is None and len(counts[group] - {0}) > 1:
                 met.miscounted = number
             for rank in (ran & set(group[2])) - ranks:
                 met.passed.setdefault(rank, number)
 
     def judged(
-        self,
-        candidates: list[Candidate],
-        steps: Sequence[Step],
-        ends: Mapping[int, str],
+        self, candidates: list[Candidate], steps: Sequence[Step], ends: Mapping[int, str]
     ) -> list[Candidate]:
-        """Return the candidates but for those that hold collectives to each other that are not one,
-        with one for the first that is not one over the run.
-
-        Args:
-            candidates: of single steps.
-            steps: all of the trace; each is read again, and none is kept.
-            ends: {rank: how its last stream ends}
-        """
+        """Return the candidates but for those of collectives that are not one, with one for the
+        first that is not one over the run. Each of the `steps` is read again, and none is kept."""
         final = max((incarnation for incarnation, _ in self._last), default=0)
-        unlike = [group for group in self._groups if self._is_unlike(group, ends, final)]
+        ended = {rank for rank, how in ends.items() if how in ORDERLY}
+        unlike = [group for group in self._groups if self._is_unlike(group, ended, final)]
         if not unlike:
             return candidates
-        lines, owners = _lines(steps, set(unlike))
-        found: list[Candidate] = []
+        lines_of, owners = _lines(steps, set(unlike))
+        mismatches: list[Candidate] = []
         for group in unlike:
-            if self._is_doubtful(group):
+            lines = lines_of[group]
+            longest = max(map(len, lines.values()), default=0)
+            short = {rank for rank, line in lines.items() if len(line) < longest}
+            is_waited_for = not ended >= lines.keys() and not ended.isdisjoint(short)
+            if self._is_doubtful(group) or longest >= _MOST_ENDS:
                 self._apart[group] = None
-                continue
-            found += self._judged_group(group, lines[group], steps, ends, final)
-        return [c for c in candidates if self._is_left(c, owners)] + found
+            elif not self._are_whole(group[0], lines):
+                mismatches += self._counted_group(group, lines, steps)
+            elif group[0] != final or not is_waited_for:
+                mismatches += self._judged_group(group, lines, steps)
+        return [c for c in candidates if self._is_left(c, owners)] + mismatches
 
     def is_one(self, number: int, step_view: StepView, issue: IssuedCollective) -> bool:
-        """True where what ranks issued in one step is one collective, as far as that is known. Ask
-        once `judged` was asked; `number` is which of the steps of the trace it is."""
+        """True where an issue is one collective in step `number` of the trace; after `judged`."""
         group = _group_of(step_view, issue)
         return self._are_level(group, number, issue.ranks.tolist())
 
-    def _is_unlike(self, group: _Group, ends: Mapping[int, str], final: int) -> bool:
-        """True where a rank passed by a step of others, and not because it ended there. Where steps
-        are missing, counts that differ may say the same, and so do calls of one step that nobody
-        can have waited for in common, if all ranks ended by themselves: none of them waits for a
-        collective that one left out."""
+    def _is_unlike(self, group: _Group, ended: set[int], final: int) -> bool:
+        """True where a rank passed by a step of others before its end. Where steps are missing,
+        differing counts may say the same, and so may calls that nobody can have waited for in
+        common, if all ranks ended by themselves."""
         incarnation, met = group[0], self._groups[group]
         if self._is_doubtful(group) or any(
-            rank in met.came
-            and (
-                number < self._last[incarnation, rank]
-                or (incarnation == final and ends.get(rank) in ORDERLY)
-            )
+            number < self._last[incarnation, rank] or (incarnation == final and rank in ended)
             for rank, number in met.passed.items()
+            if rank in met.came
         ):
             return True
-        is_over = incarnation == final and all(ends.get(rank) in ORDERLY for rank in met.came)
+        is_over = incarnation == final and met.came <= ended
         signs = [met.miscounted, met.torn if is_over else None]
-        found = [number for number in signs if number is not None]
-        if not found or self._are_whole(incarnation, met.came):
+        signs_seen = [number for number in signs if number is not None]
+        if not signs_seen or self._are_whole(incarnation, met.came):
             return False
-        self._level[group] = min(found)
+        self._level[group] = min(signs_seen)
         return True
 
     def _is_doubtful(self, group: _Group) -> bool:
-        """True where its collectives cannot be numbered: one more may be of it."""
         return any((group[0], rank) in self._doubtful for rank in group[2])
 
     def _are_whole(self, incarnation: int, ranks: Container[int]) -> bool:
-        """True where every step of these ranks was traced, from the first on."""
         return all(
             count == highest + 1
             for (own, rank, _), (count, highest) in self._steps.items()
@@ -201,31 +187,9 @@ class MatchedCollectives:
         )
 
     def _judged_group(
-        self,
-        group: _Group,
-        lines: dict[int, list[_OwnCall]],
-        steps: Sequence[Step],
-        ends: Mapping[int, str],
-        final: int,
+        self, group: _Group, lines: dict[int, list[_OwnCall]], steps: Sequence[Step]
     ) -> Iterator[Candidate]:
         """Number one group, and yield a candidate for the first number that is not one."""
-        incarnation = group[0]
-        if any(len(line) >= _MOST_ENDS for line in lines.values()):
-            self._apart[group] = None
-            return
-        if not self._are_whole(incarnation, lines):
-            yield from self._counted_group(group, lines, steps)
-            return
-        longest = max(map(len, lines.values()))
-        is_over = all(ends.get(rank) in ORDERLY for rank in lines)
-        if (
-            incarnation == final
-            and not is_over
-            and any(
-                ends.get(rank) in ORDERLY and len(line) < longest for rank, line in lines.items()
-            )
-        ):
-            return
         if _are_shifted(lines):
             self._apart[group] = None
             return
@@ -242,10 +206,7 @@ class MatchedCollectives:
         self._apart[group] = first
 
     def _counted_group(
-        self,
-        group: _Group,
-        lines: dict[int, list[_OwnCall]],
-        steps: Sequence[Step],
+        self, group: _Group, lines: dict[int, list[_OwnCall]], steps: Sequence[Step]
     ) -> Iterator[Candidate]:
         """The same by torch's count, where that is known and fits what collectives gave."""
         by_count = _by(lines, lambda end: end.counted)
@@ -296,9 +257,8 @@ def _group_of(step_view: StepView, issue: IssuedCollective) -> _Group:
 
 
 def _is_torn(issue: IssuedCollective, context: CheckContext) -> bool:
-    """True where ranks of one host issued a collective that gives each what all gave, and one had
-    left it before another came. Asked of values on the CPU alone: elsewhere a call may return
-    before the others have come."""
+    """True where a rank left a collective before another one of its host came. Asked of values on
+    the CPU alone: elsewhere a call may return before the others come."""
     if issue.op not in _WAITS_FOR_ALL or issue.facts.get("async") or issue.facts.get("object"):
         return False
     given = issue.call.slots.get("input.0")
@@ -310,9 +270,7 @@ def _is_torn(issue: IssuedCollective, context: CheckContext) -> bool:
     if (given.flags[given.at(ranks)] & int(ValueFlag.MIX64)).any():
         return False
     begins, ends = issue.call.span(ranks)
-    by_host: dict[str, list[int]] = {}
-    for place, rank in enumerate(ranks.tolist()):
-        by_host.setdefault(context.hosts.get(rank, str(rank)), []).append(place)
+    by_host = grouped((context.hosts.get(r, str(r)), n) for n, r in enumerate(ranks.tolist()))
     return any(
         bool((ends[own] > begins[own]).all() and begins[own].max() > ends[own].min())
         for own in by_host.values()
@@ -360,25 +318,20 @@ def _lines(
 
 
 def _device_of(issue: IssuedCollective) -> str:
-    """Return the kind of device a collective is of: a group may have a backend for each, and each
-    backend counts its own."""
+    """A group may have a backend for each kind of device, and each backend counts its own."""
     values = issue.call.slots.get("input.0") or issue.call.slots.get("output.0")
-    return values.views[0].device if values is not None and values.views else ""
+    return "" if values is None else values.views[0].device
 
 
 def _by(
     lines: Mapping[int, list[_OwnCall]], key: Callable[[_OwnCall], tuple[str, int]]
 ) -> dict[int, dict[tuple[str, int, int], _OwnCall]]:
     """Return {rank: {key, and how many of this rank had the same before: call}}."""
-    found: dict[int, dict[tuple[str, int, int], _OwnCall]] = {}
+    numbered: dict[int, dict[tuple[str, int, int], _OwnCall]] = {}
     for rank, line in lines.items():
-        own = found.setdefault(rank, {})
-        seen: dict[tuple[str, int], int] = {}
-        for end in line:
-            of = key(end)
-            seen[of] = seen.get(of, -1) + 1
-            own[of[0], of[1], seen[of]] = end
-    return found
+        alike = grouped((key(end), end) for end in line)
+        numbered[rank] = {(*of, n): end for of, ends in alike.items() for n, end in enumerate(ends)}
+    return numbered
 
 
 def _equal_outputs(by_rank: Mapping[int, Mapping[tuple[str, int, int], _OwnCall]]) -> int:
@@ -392,31 +345,22 @@ def _equal_outputs(by_rank: Mapping[int, Mapping[tuple[str, int, int], _OwnCall]
 
 
 def _are_shifted(lines: Mapping[int, list[_OwnCall]]) -> bool:
-    ordered = sorted(lines)
-    for one, other in islice(combinations(ordered, 2), _PAIRS):
-        left, right = (
-            {place: end.value for place, end in enumerate(lines[rank])} for rank in (one, other)
-        )
-        if fits_shifted(equal_by_offset(left, right)):
-            return True
-    return False
+    ranks = sorted(lines)[: _PAIRS + 1]
+    values = [{n: end.value for n, end in enumerate(lines[rank])} for rank in ranks]
+    pairs = islice(combinations(values, 2), _PAIRS)
+    return any(fits_shifted(equal_by_offset(one, other)) for one, other in pairs)
 
 
 def _first_mismatch(lines: Mapping[int, list[_OwnCall]]) -> int | None:
-    longest = max(map(len, lines.values()))
-    for place in range(longest):
-        if len({line[place].facts for line in lines.values() if place < len(line)}) > 1:
+    for place, sides in enumerate(zip_longest(*lines.values())):
+        if len({side.facts for side in sides if side is not None}) > 1:
             return place
     return None
 
 
 def _candidate(
-    group: _Group,
-    wrong: int,
-    sides: Mapping[int, _OwnCall],
-    steps: Sequence[Step],
+    group: _Group, wrong: int, sides: Mapping[int, _OwnCall], steps: Sequence[Step]
 ) -> Candidate:
-    """Return the candidate of a collective that is not one, in the last step that holds a side."""
     ranks = np.array(sorted(sides), np.int64)
     keys = np.array([sides[rank].facts for rank in ranks.tolist()])
     blamed = minority(ranks, keys)
@@ -432,11 +376,11 @@ def _candidate(
         Kind.COLLECTIVE,
         issue.slot,
         blamed,
-        ranks,
-        np.array([sides[rank].time_ns for rank in ranks.tolist()], np.int64),
         f"number {wrong} of group {group[1]} over the run is not one collective: {listed}",
         evidence=lambda: {
             "sides": [{"ranks": ranks_text(some), "call": text} for text, some in alike]
         },
+        members=ranks,
+        times_ns=np.array([sides[rank].time_ns for rank in ranks.tolist()], np.int64),
         priority=-2,
     )

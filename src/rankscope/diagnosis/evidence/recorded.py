@@ -11,6 +11,7 @@ import enum
 from collections.abc import Collection, Mapping
 from typing import Final
 
+from rankscope.diagnosis.evidence.stepview import grouped
 from rankscope.globs import glob_matches
 from rankscope.record.phases import Phase
 
@@ -34,46 +35,32 @@ class Evidence(enum.Enum):
     DIGESTS = "digests of root modules on every rank", ""
     """No setting asks for less: a rank was killed, or a value came too late."""
 
-    @property
-    def word(self) -> str:
-        """What it is, in words."""
-        return self.value[0]
-
-    @property
-    def setting(self) -> str:
-        """The setting that asks for it, as in `--rs-phases`; "" for none."""
-        return self.value[1]
+    def __init__(self, word: str, setting: str) -> None:
+        self.word = word
+        self.setting = setting
+        """As in `--rs-phases`; "" for none."""
 
 
-_ALL: Final = frozenset(Evidence)
 _DEFAULTS: Final = {"phases": "all", "paths": "*", "slots": "*", "ranks": "all"}
-_ROOT: Final = ""
 
 
 def recorded_evidence(settings: Mapping[str, str]) -> frozenset[Evidence]:
-    """Return what a job with these settings records.
-
-    Args:
-        settings: texts, as `run.settings` of a trace has them; defaults stand for what lacks.
-    """
+    """Return what a job with these settings (`run.settings` of a trace) records."""
     given = {name: settings.get(name) or default for name, default in _DEFAULTS.items()}
     phases = given["phases"].split(",")
     lacking = {Evidence[p.name] for p in Phase if given["phases"] != "all" and p.word not in phases}
-    if not any(glob_matches(glob.strip(), _ROOT) for glob in given["paths"].split(",")):
+    if not any(glob_matches(glob.strip(), "") for glob in given["paths"].split(",")):
         lacking.add(Evidence.ROOTS)
     if given["slots"] != "*":
         lacking.add(Evidence.SLOTS)
     if given["ranks"] != "all":
         lacking.add(Evidence.RANKS)
-    return _ALL - lacking
+    return frozenset(Evidence) - lacking
 
 
 def lacking_words(lacking: Collection[Evidence]) -> str:
     """Return what is lacking, with its settings: "backward, params (--rs-phases)"."""
-    by_setting: dict[str, list[str]] = {}
-    for evidence in Evidence:
-        if evidence in lacking:
-            by_setting.setdefault(evidence.setting, []).append(evidence.word)
+    by_setting = grouped((each.setting, each.word) for each in Evidence if each in lacking)
     return "; ".join(
         f"{', '.join(words)}{f' (--rs-{name})' if name else ''}"
         for name, words in by_setting.items()

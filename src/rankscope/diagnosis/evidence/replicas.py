@@ -1,27 +1,23 @@
 """Which ranks should hold the same of a value, and how that is known.
 
 In falling order of trust: read off DTensors, marked by a framework on its parameters, declared in a
-layout file (`Layouts`), inferred from what ranks held at setup (`InferredReplicas`). Nothing else
-is compared.
+layout file (`Layouts`), inferred from setup (`InferredReplicas`). Nothing else is compared.
 
-Inferred are plain parameters that are bitwise equal: they are replicas from then on. So are the
-pieces of a DTensor at the same place of several meshes: its layout speaks of the ranks of one mesh,
-and not of the other axes of the job. Constants (ones, zeros) are equal on shards as well, so they
-count only
+Plain parameters that are bitwise equal at setup are replicas from then on. So are pieces of a
+DTensor at the same place of several meshes, because its layout speaks of one mesh. Constants (ones,
+zeros) are equal on shards as well, so they count only
 
-* on a *line*: ranks of which no parameter differs, with one among them that is no constant
-  (data-parallel replicas: everything is equal there), or
-* where the module that owns them was handed the same on these ranks and got the same gradients of
-  its outputs back: then its own gradients are the same by arithmetic, or
-* where they are a norm's, as long as the rows of an embedding that these ranks all hold whole: what
-  is as wide as the model is no part of it, or
-* where they are one element, which nobody cuts, inside a module of DTensors that was handed the
-  same, and in which no plain parameter differs: then what that module computes is one computation.
+* on a *line*: ranks of which no parameter differs, one of them no constant (data-parallel), or
+* where their module had the same inputs and gradients of its outputs: then its own gradients are
+  the same by arithmetic, or
+* where a norm holds them, as long as the rows of an embedding that these ranks hold whole: what is
+  as wide as the model is no part of it, or
+* where they are one element, which nobody cuts, in a module of DTensors that had the same inputs
+  and in which no plain parameter differs.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +26,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, sibling_path
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped, sibling_path
 from rankscope.layout.infer import AxisName, is_fsdp_axis, lines_along, named_as
 from rankscope.layout.layoutfile import LayoutFile, described_as
 from rankscope.layout.marks import FSDP1_AXIS
@@ -39,9 +35,7 @@ from rankscope.record.phases import Phase
 
 # ---- what layouts say ----------------------------------------------------------------------------
 
-
 _PLACED: Final = ("dtensor", "marked", "declared")
-"""Sources that stand in the trace itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +80,10 @@ class Layouts:
             return {}
         key = (path, slot)
         if key not in self._named:
-            found = self.declared.placements(path, slot)
-            if not found and slot.startswith("grad:"):
-                found = self.declared.placements(path, described_as(slot))
-            self._named[key] = found
+            placements = self.declared.placements(path, slot)
+            if not placements and slot.startswith("grad:"):
+                placements = self.declared.placements(path, described_as(slot))
+            self._named[key] = placements
         return self._named[key]
 
     def _recorded(self, values: SlotValues) -> tuple[Array, ...]:
@@ -120,9 +114,7 @@ def _wide(groups: Iterable[Array]) -> tuple[Array, ...]:
 
 # ---- what is inferred ----------------------------------------------------------------------------
 
-
 RootPlace = tuple[str, int]
-"""Path of a root module, rank."""
 _Part = frozenset[tuple[str, int]]
 """{(path of a root, how many roots the data went through before it)}."""
 _OF_ONE_RANK: Final = re.compile("expert|head|task|adapter")
@@ -138,23 +130,18 @@ _MIX: Final = np.uint64(0xD6E8FEB86659FD93)
 def clusters(values: SlotValues) -> tuple[Array, ...]:
     """Return the groups of two ranks or more that hold the same bytes, each sorted."""
     known = np.flatnonzero(values.has_elements)
-    found = []
+    groups = []
     for number in np.unique(values.hashes[known]):
         group = values.ranks[known[values.hashes[known] == number]]
         if len(group) > 1:
-            found.append(group.astype(np.int64))
-    return tuple(found)
+            groups.append(group.astype(np.int64))
+    return tuple(groups)
 
 
 @np.errstate(over="ignore")
 def _equal_lines(held: Sequence[SlotValues], cut: Sequence[SlotValues]) -> tuple[Array, ...]:
-    """Return the groups of two ranks or more that hold the same of everything.
-
-    Args:
-        held: what is looked at.
-        cut: what is cut over ranks that are data-parallel in it: it proves that ranks belong
-            together, whatever it holds.
-    """
+    """Return the groups of two ranks or more that hold the same of everything. What is `cut` over
+    data-parallel ranks proves that they belong together, whatever it holds."""
     every = [values.ranks for values in (*held, *cut)]
     ranks = np.unique(np.concatenate([np.zeros(0, np.int64), *every]))
     prints, number = np.zeros(len(ranks), np.uint64), np.uint64(1)
@@ -167,12 +154,11 @@ def _equal_lines(held: Sequence[SlotValues], cut: Sequence[SlotValues]) -> tuple
 
 
 def _across(equal: Iterable[Array], meshes: Sequence[Mesh]) -> tuple[Array, ...]:
-    """Return those of each group that stand at one place of several meshes."""
     if len({mesh.shape for mesh in meshes}) != 1 or len(meshes) < 2:
         return ()
     columns = list(zip(*(mesh.ranks for mesh in meshes)))
-    found = (group[np.isin(group, column)] for column in columns for group in equal)
-    return tuple(group for group in found if len(group) > 1)
+    parts = (group[np.isin(group, column)] for column in columns for group in equal)
+    return tuple(group for group in parts if len(group) > 1)
 
 
 class InferredReplicas:
@@ -185,20 +171,16 @@ class InferredReplicas:
         self._shared: dict[tuple[str, str], SlotValues] = {}
         """Parameters that differ between some ranks that hold them."""
         self.sharded_paths: frozenset[str] = frozenset()
-        """Paths of the modules that own such parameters."""
         self.wrappers: frozenset[str] = frozenset()
         """Words for what was put around modules: DDP, FSDP2 ..."""
         self.wrapped: frozenset[str] = frozenset()
         """Paths of what DDP wraps, or is part of."""
         self.owners: dict[str, Array] = {}
-        """{path: ranks} of the modules that own parameters or buffers."""
         self.is_marked = False
-        """True where a framework marked parameters as cut."""
         self._lines: tuple[Array, ...] = ()
         self._local_lines: tuple[Array, ...] = ()
         """As `_lines`, of the ranks' own pieces of DTensors too."""
         self._along: dict[str, dict[str, list[Placement]]] = {}
-        """{mesh: {axis: placements of its DTensors along it}}."""
         self._meshes: dict[str, tuple[Mesh, ...]] = {}
         self._placed: dict[str, tuple[Array, ...]] = {}
         """{path of a module that owns DTensors: the ranks of each of their meshes}."""
@@ -206,7 +188,6 @@ class InferredReplicas:
         """Width of an embedding's rows, ranks that hold all of it."""
         self._feeds: set[tuple[RootPlace, RootPlace]] = set()
         self._parts: dict[int, _Part] = {}
-        """Which part of a model the ranks of a pipeline compute."""
         self._tied: dict[tuple[str, str], list[Array]] = {}
         """{(path, name): ranks of several parts that stepped with one gradient of it}."""
         self._proven: dict[tuple[str, str], list[Array]] = {}
@@ -220,10 +201,8 @@ class InferredReplicas:
         self.wrappers = frozenset(w for call in setup.calls for w in call.node.wrappers)
         self.wrapped = frozenset(call.path for call in setup.calls if DDP in call.node.wrappers)
         self.owners = {call.path: call.ranks for call in setup.calls if call.slots}
-        for values in setup.values(Phase.SETUP):
-            if not values.slot.startswith("param:"):
-                continue
-            key = (values.call.path, values.slot[6:])
+        for values in setup.parameters(Phase.SETUP):
+            key = values.parameter
             is_plain = values.source in ("unknown", "marked")
             if values.source == "dtensor":
                 view = values.views[0]
@@ -264,28 +243,26 @@ class InferredReplicas:
         return tuple(part for line in self._lines for part in self.by_part(line))
 
     def data_lines(self, layouts: Layouts) -> dict[str, tuple[Array, ...]]:
-        """Return {what says so: lines of ranks} of the axes along which batches should differ.
-
-        Such an axis is one that a layout file or a mesh of FSDP's parameters names so (dp, data,
-        fsdp ...), one along which FSDP cut every parameter, or all replicas of a DDP model or of
-        one whose parameters are marked as cut along other axes.
-        """
-        found: dict[str, tuple[Array, ...]] = {}
+        """Return {what says so: lines of ranks} of axes along which batches should differ: those
+        that a layout file or FSDP's mesh names so, those along which FSDP cut every parameter, and
+        the replicas of a DDP model or of one with marked parameters."""
+        lines_by_source: dict[str, tuple[Array, ...]] = {}
         declared = layouts.mesh
         if declared is not None:
             for axis, extent in zip(declared.axes, declared.shape):
                 if named_as(axis) is AxisName.DATA and extent > 1:
-                    found[f"declared axis {axis}"] = sorted_lines(declared, [axis])
+                    lines_by_source[f"declared axis {axis}"] = sorted_lines(declared, [axis])
         for name, by_axis in self._along.items() if "FSDP2" in self.wrappers else ():
             for axis, placements in by_axis.items():
                 if is_fsdp_axis(axis, placements, len(by_axis)):
-                    lines = (sorted_lines(mesh, [axis]) for mesh in self._meshes[name])
-                    found[f"FSDP's axis {axis}"] = _wide(itertools.chain.from_iterable(lines))
+                    meshes = self._meshes[name]
+                    lines = (line for mesh in meshes for line in sorted_lines(mesh, [axis]))
+                    lines_by_source[f"FSDP's axis {axis}"] = _wide(lines)
         if DDP in self.wrappers and self.lines:
-            found[DDP] = self.lines
+            lines_by_source[DDP] = self.lines
         elif self.is_marked and self.lines:
-            found["replicas of marked parameters"] = self.lines
-        return found
+            lines_by_source["replicas of marked parameters"] = self.lines
+        return lines_by_source
 
     def note_stages(self, feeds: Collection[tuple[RootPlace, RootPlace]]) -> None:
         """Keep which root hands its output to which other, as a step showed."""
@@ -303,9 +280,8 @@ class InferredReplicas:
         )
 
     def same(self, values: SlotValues, step_view: StepView) -> Same | None:
-        """Return which ranks' parameter or gradient should be equal though no layout says it; None
-        where nothing is known of it."""
-        key = (values.call.path, values.slot.partition(":")[2])
+        """Return which ranks' parameter or gradient should be equal though no layout says it."""
+        key = values.parameter
         groups = self._equal.get(key)
         if values.source not in ("unknown", "dtensor", "marked") or not groups:
             return None
@@ -370,8 +346,7 @@ class InferredReplicas:
     def _is_proven(
         self, key: tuple[str, str], ranks: Array, values: SlotValues, step_view: StepView
     ) -> bool:
-        """True where something shows in this step, or showed before, that constants are replicas on
-        all of these ranks."""
+        """True where constants showed to be replicas on all of these ranks, now or before."""
         for proven in self._proven.get(key, ()):
             if len(proven) == len(ranks) and (proven == ranks).all():
                 return True
@@ -399,8 +374,7 @@ class InferredReplicas:
         )
 
     def _computed_as_one(self, path: str, group: Array, step_view: StepView) -> Iterator[Array]:
-        """Yield the ranks of a mesh on which a parameter is inside a module of DTensors that was
-        handed the same: of the innermost such module."""
+        """Yield the ranks of a mesh on which the innermost module of DTensors had one input."""
         outer = path
         while outer:
             outer = outer.rpartition(".")[0]
@@ -415,7 +389,6 @@ class InferredReplicas:
                 return
 
     def _siblings_agree(self, values: SlotValues, step_view: StepView, ranks: Array) -> bool:
-        """True where the gradient of this parameter, or of a sibling's, agrees on these ranks."""
         if values.call.phase is not Phase.GRADS:
             return False
         family = step_view.gradient_families.get((sibling_path(values.call.path), values.slot), ())
@@ -423,11 +396,8 @@ class InferredReplicas:
 
 
 def _parts(feeds: Collection[tuple[RootPlace, RootPlace]]) -> dict[int, _Part]:
-    """Return which part of a model every rank computes that feeds another or is fed."""
-    takers: dict[RootPlace, list[RootPlace]] = {}
+    takers = grouped(feeds)
     waits_for = Counter(receiver for _, receiver in feeds)
-    for sender, receiver in feeds:
-        takers.setdefault(sender, []).append(receiver)
     depths = {place: 0 for feed in feeds for place in feed}
     ready = [place for place in depths if not waits_for[place]]
     while ready:
@@ -445,8 +415,27 @@ def _parts(feeds: Collection[tuple[RootPlace, RootPlace]]) -> dict[int, _Part]:
 
 
 def is_handed_the_same(step_view: StepView, path: str, ranks: Array) -> bool:
-    """True where a module got the same inputs, and the same gradients of its outputs, on all of
-    these ranks in every call of a step."""
+    """True where a module got the same inputs and gradients of its outputs on these ranks."""
     handed = step_view.handed(path)
     phases = {values.call.phase for values in handed}
     return len(phases) == 2 and all(values.agree(ranks) for values in handed)
+
+
+def differing_groups(values: SlotValues, groups: tuple[Array, ...]) -> tuple[list[Array], bool]:
+    """Return the groups that differ in their bytes, and whether any could be compared. Ranks that
+    recorded nothing are left out of their group."""
+    if len({len(group) for group in groups}) == 1:
+        matrix = np.stack(groups)
+        places = values.at(matrix)
+        if (places >= 0).all() and values.is_known[places].all():
+            return [groups[row] for row in np.flatnonzero(values.agreements(matrix) == 0)], True
+    differing, is_applied = [], False
+    for group in groups:
+        places = values.at(group)
+        present = group[(places >= 0) & values.is_known[np.maximum(places, 0)]]
+        if len(present) > 1:
+            answer = values.agree(present)
+            is_applied |= answer is not None
+            if answer is False:
+                differing.append(present)
+    return differing, is_applied

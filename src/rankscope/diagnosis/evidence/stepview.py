@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from rankscope.record.notes import RanksNote
 from rankscope.record.phases import Phase
 from rankscope.record.statistics import NONFINITE
 from rankscope.record.value import ValueFlag, is_form
-from rankscope.tree.slotview import SlotView, by_slot
+from rankscope.tree.slotview import Fold, SlotView, by_slot
 from rankscope.tree.views import Node, Step
 
 Array = NDArray[Any]
@@ -29,6 +29,16 @@ _NO_VALUE: Final = (
 )
 _ABSENT: Final = "absent"
 _NUMBER: Final = re.compile(r"(^|\.)\d+(?=\.|$)")
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+def grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
+    """Return {key: its values}, both in order."""
+    groups: dict[_Key, list[_Value]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def sibling_path(path: str) -> str:
@@ -85,6 +95,16 @@ class SlotValues:
         self.ranks: Array = ranks if self._order is None else ranks[self._order]
 
     @property
+    def pieces(self) -> Iterator[Fold]:
+        """Of all ranks."""
+        return (piece for view in self.views for piece in view.pieces)
+
+    @property
+    def parameter(self) -> tuple[str, str]:
+        """Path and name of the parameter that this is, or is the gradient of."""
+        return self.call.path, self.slot.partition(":")[2]
+
+    @property
     def name(self) -> str:
         """Path and slot, as people write them."""
         return f"{self.call.path or '(root)'}:{self.slot}"
@@ -101,24 +121,24 @@ class SlotValues:
 
     @cached_property
     def hashes(self) -> Array:
-        """[n] uint64."""
+        """uint64 of each rank."""
         return self.column("hash")
 
     @cached_property
     def counts(self) -> Array:
-        """[n] elements."""
+        """Elements of each rank."""
         return self.column("count")
 
     @cached_property
     def flags(self) -> Array:
-        """[n] ValueFlag bits."""
+        """ValueFlag bits of each rank."""
         return self.column("flags")
 
     @cached_property
     def is_known(self) -> Array:
         """[n] True where the value was digested."""
-        known: Array = self.column("digested") & ((self.flags & int(_NO_VALUE)) == 0)
-        return known
+        is_known: Array = self.column("digested") & ((self.flags & int(_NO_VALUE)) == 0)
+        return is_known
 
     @cached_property
     def has_elements(self) -> Array:
@@ -134,8 +154,7 @@ class SlotValues:
 
     @cached_property
     def is_all_nonfinite(self) -> bool:
-        """True where it has elements and all of them, on every rank, are NaN or infinite: such
-        values are equal whatever should have stood there."""
+        """All elements of all ranks are NaN or infinite: equal whatever should have stood there."""
         low = self.column("min")[self.has_elements]
         return bool(len(low) and np.isnan(low).all())
 
@@ -146,8 +165,7 @@ class SlotValues:
 
     @cached_property
     def dtype(self) -> str:
-        """torch's name without the prefix, of the lowest rank that has the value: where a rank has
-        no gradient, its entry has no dtype."""
+        """Of the lowest rank that has the value: the entry of one without gradient has no dtype."""
         if len(self.views) > 1:
             held = (view.dtype for view in self.views if not _is_absent(view))
             return next(held, self.views[0].dtype)
@@ -155,8 +173,7 @@ class SlotValues:
 
     @cached_property
     def source(self) -> str:
-        """Where the layout comes from, "mixed" where ranks differ in that. Ranks without a gradient
-        have no layout, and no part in it."""
+        """Where the layout comes from, "mixed" where ranks with a gradient differ in that."""
         sources = {view.source.value for view in self.views}
         if len(sources) > 1:
             held = (view for view in self.views if not _is_absent(view))
@@ -168,13 +185,10 @@ class SlotValues:
         return positions(self.ranks, ranks)
 
     def times(self, ranks: Array) -> Array:
-        """Return when the value was there on these ranks, each by its own clock.
-
-        Inputs stand at the begin of their call, outputs at its end, and just after it what hooks
-        made of them, and what came out of a collective: its end is when the others reach this rank.
-        A gradient has the time at which its tensor hook fired. Setup, gradients and parameters are
-        one event each: their values have no order among themselves.
-        """
+        """Return when the value was there on these ranks, in ns by each one's own clock. What hooks
+        made of an output is there just after it; so is what came out of a collective, because its
+        end is when the others reach this rank. A gradient has the time of its tensor hook. Setup,
+        gradients and parameters are one event each: their values have no order."""
         call = self.call
         if call.phase is Phase.BACKWARD:
             return self.column("time_ns")[np.maximum(self.at(ranks), 0)]
@@ -200,8 +214,8 @@ class SlotValues:
         return bool(is_there and (self.hashes[at] == other.hashes[there]).all())
 
     def told(self, rank: int) -> tuple[int, bool] | None:
-        """Return what tells a rank's value from others: its hash, and whether that was computed on
-        an accelerator; None where it is not known."""
+        """Return what tells a rank's value from others: its hash, and whether an accelerator made
+        that; None where it is not known."""
         ranks = np.array([rank])
         if not self.are_known(ranks):
             return None
@@ -209,14 +223,8 @@ class SlotValues:
         return int(self.hashes[place]), bool(self.flags[place] & ValueFlag.MIX64)
 
     def agreements(self, groups: Array) -> Array:
-        """Say for every group whether its ranks hold the same bytes.
-
-        Args:
-            groups: [g, n] ranks.
-
-        Returns:
-            [g] int8: 1 where they do, 0 where not, -1 where one is not known.
-        """
+        """Return [g] for `groups` of shape [g, n]: 1 where a group holds the same bytes, 0 where
+        not, -1 where that is not known."""
         places = self.at(groups)
         is_known = (places >= 0).all(1) & self.is_known[places].all(1)
         kinds = self.flags[places] & int(ValueFlag.MIX64)
@@ -256,15 +264,14 @@ class CallView:
 
     @property
     def inputs(self) -> Iterator[SlotValues]:
-        """What the call begins with, tensors only."""
+        """Tensors that the call begins with."""
         return (h for s, h in self.slots.items() if is_input(s, self.phase) and h.dtype != "python")
 
     @property
     def outputs(self) -> Iterator[SlotValues]:
-        """What the call ends with, tensors only."""
-        return (
-            h for s, h in self.slots.items() if is_output(s, self.phase) and h.dtype != "python"
-        )
+        """Tensors that the call ends with."""
+        tensors = ((s, h) for s, h in self.slots.items() if h.dtype != "python")
+        return (values for slot, values in tensors if is_output(slot, self.phase))
 
     def is_given_the_same(self, ranks: Array) -> bool:
         """True where it has inputs, and all of them are the same bytes on these ranks."""
@@ -285,8 +292,7 @@ class CallView:
         return start, start + np.maximum(self.column("duration_ns", ranks), 0)
 
     def times(self, ranks: Array, *, is_end: bool = False) -> Array:
-        """Return when it began (or ended) on these ranks; what is part of an event is there when
-        the event begins."""
+        """Return when it began or ended; parts of an event are there when the event begins."""
         is_event = self.phase.facts.is_event
         begin, end = (self.top if is_event else self).span(ranks)
         return end if is_end and not is_event else begin
@@ -304,15 +310,11 @@ class StepView:
     calls: list[CallView]
     """But for those of phase `accumulated`."""
     left_by_passes: tuple[CallView, ...] = ()
-    """Gradients as backward passes left them: what differs there is not yet reduced, so only rules
-    that ask for them see them."""
+    """Gradients as backward passes left them: what differs is not yet reduced."""
 
     @cached_property
     def _by_path(self) -> dict[str, list[CallView]]:
-        found: dict[str, list[CallView]] = {}
-        for call in self.calls:
-            found.setdefault(call.path, []).append(call)
-        return found
+        return grouped((call.path, call) for call in self.calls)
 
     @cached_property
     def roots(self) -> list[CallView]:
@@ -327,11 +329,8 @@ class StepView:
 
     @cached_property
     def same_inputs(self) -> tuple[Array, ...]:
-        """The groups of two ranks or more that were handed bitwise the same root inputs in every
-        micro-batch of the step, in calls they made together.
-
-        Their activations may be compared; those of any other ranks may not.
-        """
+        """The groups of ranks with bitwise the same root inputs in every micro-batch of the step.
+        Only their activations may be compared."""
         keys: dict[int, list[int]] = {}
         for number, call in enumerate(self.roots):
             for values in call.inputs:
@@ -339,21 +338,16 @@ class StepView:
                     values.ranks.tolist(), values.hashes.tolist(), values.is_known.tolist()
                 ):
                     keys.setdefault(rank, []).extend((number, own if known else -1 - rank))
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank, key in sorted(keys.items()):
-            groups.setdefault(tuple(key), []).append(rank)
+        groups = grouped((tuple(key), rank) for rank, key in sorted(keys.items()))
         return tuple(np.array(g, np.int64) for g in groups.values() if len(g) > 1)
 
     @cached_property
     def gradient_families(self) -> dict[tuple[str, str], list[SlotValues]]:
         """{(path that siblings have in common, slot): gradients of these}"""
-        found: dict[tuple[str, str], list[SlotValues]] = {}
-        for values in self.values(Phase.GRADS):
-            found.setdefault((sibling_path(values.call.path), values.slot), []).append(values)
-        return found
+        return grouped(((sibling_path(h.call.path), h.slot), h) for h in self.values(Phase.GRADS))
 
     def handed(self, path: str) -> list[SlotValues]:
-        """Return what a module was handed in forward, and in backward as gradients of outputs."""
+        """Return what a module was handed in forward and backward."""
         calls = (c for c in self.named(path) if c.phase in (Phase.FORWARD, Phase.BACKWARD))
         return [values for call in calls for values in call.inputs]
 
@@ -366,11 +360,17 @@ class StepView:
         return (call for call in self.calls if call.phase in phases)
 
     def values(self, *phases: Phase) -> Iterator[SlotValues]:
-        """Yield the tensors of some phases, in order of the tree."""
-        for call in self.of(*phases):
-            for values in call.slots.values():
-                if values.dtype != "python":
-                    yield values
+        """Yield the tensors of some phases."""
+        every = (values for call in self.of(*phases) for values in call.slots.values())
+        return (values for values in every if values.dtype != "python")
+
+    def parameters(self, phase: Phase) -> Iterator[SlotValues]:
+        """Yield what modules own, at setup or behind an optimizer step."""
+        return (values for values in self.values(phase) if values.slot.startswith("param:"))
+
+    def gradients(self) -> Iterator[SlotValues]:
+        """Yield the gradients of parameters that optimizers took."""
+        return (h for h in self.values(Phase.GRADS) if h.slot.startswith("grad:"))
 
 
 def step_view_of(step: Step) -> StepView:

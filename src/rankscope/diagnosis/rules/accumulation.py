@@ -1,31 +1,26 @@
 """Gradients that a step takes too few of, and gradients that were left over from the step before.
 
-**Lost micro-batches.** A step takes the gradients of some micro-batches alone, though others left
-some as well. Those of an earlier micro-batch were gone when a later backward pass began, and
-nothing is left of them in what the optimizer takes. Right programs do that too: they measure
-gradients first (of a probe, for a constraint, for a Fisher matrix), wipe them and then train. So it
-is a fault where something shows that the micro-batches were meant to be one batch:
+**Lost micro-batches.** Gradients of an earlier micro-batch were gone when a later backward pass
+began, and are not in what the optimizer takes. Right programs do that too: they measure gradients
+(of a probe, for a Fisher matrix), wipe them, then train. It is a fault where something shows that
+the micro-batches were meant to be one batch:
 
-* the gradients that were lost were not to be reduced (`no_sync`), those of the last pass were, and
-  the same lines of the program called all their forwards: a loop over micro-batches. A pass that
-  measures something has lines of its own. Older traces do not tell lines;
-* every loss was divided by the number of micro-batches: the gradient of each loss is that fraction,
-  or the gradients of the logits are too small by that factor for a mean of cross entropies.
+* the lost gradients were not to be reduced (`no_sync`), the last were, and the same lines of the
+  program called all forwards: a pass that measures has lines of its own; or
+* every loss was divided by the number of micro-batches: its gradient is that fraction, or those of
+  the logits are too small by that factor for a mean of cross entropies.
 
-And only where every traced train step is like that, of two at least: a first step may run a batch
-of zeros to reserve memory, and one may leave out a bad micro-batch. Where several optimizers step,
-the gradients that one pass left for the other are wiped on purpose (a GAN).
+Every traced train step has to be like that, two at least: a first step may run zeros to reserve
+memory, another may leave out a bad micro-batch. With several optimizers, gradients that one pass
+left for the other are wiped on purpose (a GAN). Else it is one warning for a job. Nothing is said
+where micro-batches had the same inputs (sharpness-aware minimization), inputs need gradients
+(attacks), or passes share a forward (gradient surgery).
 
-Else it is a warning, once in a job. Nothing is said where micro-batches were handed the same inputs
-(the second one of sharpness-aware minimization), where inputs need gradients themselves (attacks),
-or where several passes went through one forward (gradient surgery).
-
-**Carried gradients.** Ranks whose backward begins with the gradients of the step before:
-`zero_grad` was skipped. A reduction hides it: what DDP sums holds the old gradient of one rank, and
-all ranks get the same wrong sum. So a rank marks the gradients that were there, and not zero, when
-its backward began. Where ranks that hold the same parameter differ in that one of them is wrong.
-Ranks that are all alike may accumulate over steps; and of a rank with marks next to ranks with some
-others nothing is said, because on accelerators zeros are marked as well.
+**Carried gradients.** `zero_grad` was skipped on some ranks. A reduction hides it, because all
+ranks get the same wrong sum; so ranks mark gradients that were not zero when backward began. Where
+ranks with the same parameter differ in the mark, one is wrong. Ranks that are all alike may
+accumulate over steps; accelerators mark zeros too, so a rank with marks beside ranks with some
+others tells nothing.
 """
 
 from __future__ import annotations
@@ -38,11 +33,8 @@ import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep, candidate_at
 from rankscope.diagnosis.evidence.distances import minority, rounding_of
-from rankscope.diagnosis.evidence.gradientpasses import (
-    Mixture,
-    TakenGradient,
-)
-from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView
+from rankscope.diagnosis.evidence.gradientpasses import Mixture, TakenGradient
+from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView, grouped
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
@@ -50,13 +42,11 @@ from rankscope.record.value import ValueFlag
 
 # ---- micro-batches that are lost -----------------------------------------------------------------
 
-
 _NO_SYNC: Final = int(ValueFlag.NO_SYNC)
 _RESTARTED, _SAME_LINES = int(ValueFlag.RESTARTED), int(ValueFlag.SAME_LINES)
 _MOST_NAMED: Final = 256
 _UNSURE: Final = 0.8
-"""Of the largest gradient that a logit can have in a mean of cross entropies: some sample of a
-batch is guessed worse than that."""
+"""Of the largest gradient that a logit can have: some sample of a batch is guessed worse."""
 _EVEN: Final = 1e-3
 """Relative: the gradients of a sample's logits add up to 0."""
 _ADVICE: Final = (
@@ -72,9 +62,7 @@ _WARNING: Final = (
 
 
 def lost_micro_batches(step_view: JudgedStep) -> Iterator[Candidate]:
-    """Yield a candidate for optimizer steps that lack what earlier micro-batches left: a warning
-    where nothing shows that these were meant to be one batch.
-    """
+    """Yield a candidate for optimizer steps that lack what earlier micro-batches left."""
     events = {id(call.top) for call in step_view.of(Phase.GRADS)}
     for gradients, mixture in step_view.mixtures:
         ranks = gradients[0].values.ranks
@@ -88,8 +76,7 @@ def lost_micro_batches(step_view: JudgedStep) -> Iterator[Candidate]:
             continue
         if not _are_batches_of_their_own(forwards, ranks):
             continue
-        for gradient in gradients:
-            step_view.context.coverage.applied(gradient.values)
+        step_view.context.coverage.applied(*(gradient.values for gradient in gradients))
         is_meant = len(events) == 1 and (
             _is_held_back(gradients, mixture) or _are_shares(step_view, root, len(forwards))
         )
@@ -106,8 +93,7 @@ def _are_batches_of_their_own(forwards: Sequence[CallView], ranks: Array) -> boo
     seen = set()
     for call in forwards:
         given = list(call.inputs)
-        folds = [fold for values in given for view in values.views for fold in view.pieces]
-        if not given or any(fold.requires_grad for fold in folds):
+        if not given or any(piece.requires_grad for values in given for piece in values.pieces):
             return False
         own = [values for values in given if np.isin(ranks, values.ranks).all()]
         seen.add(tuple(tuple(values.hashes[values.at(ranks)].tolist()) for values in own))
@@ -115,8 +101,7 @@ def _are_batches_of_their_own(forwards: Sequence[CallView], ranks: Array) -> boo
 
 
 def _is_held_back(gradients: Sequence[TakenGradient], mixture: Mixture) -> bool:
-    """True where what was lost was not to be reduced, what came last was, and one place of the
-    program ran all these passes."""
+    """True where one place of the program ran all passes, and only the last was to be reduced."""
     worths = gradients[0].worths
     lost = [bool((worths[number].flags & _NO_SYNC).all()) for number in mixture.lost]
     again = [each.flags for each in gradients[0].passes if (each.flags & _RESTARTED).any()]
@@ -126,11 +111,8 @@ def _is_held_back(gradients: Sequence[TakenGradient], mixture: Mixture) -> bool:
 
 def _are_shares(step_view: StepView, root: str, count: int) -> bool:
     """True where every loss of the step was divided by the number of micro-batches."""
-    came: dict[tuple[str, str], list[SlotValues]] = {}
-    for call in step_view.of(Phase.BACKWARD):
-        if call.parent is None:
-            for values in call.inputs:
-                came.setdefault((call.path, values.slot), []).append(values)
+    roots = (call for call in step_view.of(Phase.BACKWARD) if call.parent is None)
+    came = grouped(((call.path, h.slot), h) for call in roots for h in call.inputs)
     for (path, _), gradients in came.items():
         if len(gradients) != count or not all(each.is_known.all() for each in gradients):
             continue
@@ -147,15 +129,12 @@ def _is_near(numbers: Array, wanted: float, dtype: str) -> bool:
 
 
 def _are_small_logits(gradients: Sequence[SlotValues], count: int) -> bool:
-    """True where gradients of logits are those of mean cross entropies divided by `count`.
-
-    The gradient of a logit is its probability, less 1 for the right one, over the number of
-    samples: the gradients of a sample add up to 0, and none is below minus one over the number of
-    samples.
-    """
+    """True where gradients of logits are those of mean cross entropies divided by `count`: over the
+    number of samples, a probability, less 1 for the right logit. So those of a sample add up to 0,
+    and none is below -1 over the number of samples."""
     largest = []
     for values in gradients:
-        shapes = {fold.shape for view in values.views for fold in view.pieces}
+        shapes = {piece.shape for piece in values.pieces}
         if len(shapes) != 1 or len(shape := shapes.pop()) < 2 or shape[-1] < 2:
             return False
         samples = np.prod(shape[:-1])
@@ -179,14 +158,17 @@ def _lost_candidate(
         first,
         Kind.SCALE,
         ranks,
-        f"{ranks_named(ranks.tolist())} stepped without the gradients of earlier micro-batches: "
+        f"{ranks_named(ranks)} stepped without the gradients of earlier micro-batches: "
         f"they were gone when backward pass {' and pass '.join(began)} of {ends[-1]} of this step "
         "began" + (f" (this gradient and {others} others)" if others else ""),
         advice=_ADVICE,
         once="lost micro-batches",
         unless_always=_WARNING,
         evidence=lambda: {
-            "parameters": [_name(gradient.values) for gradient in gradients[:_MOST_NAMED]],
+            "parameters": [
+                ".".join(filter(None, gradient.values.parameter))
+                for gradient in gradients[:_MOST_NAMED]
+            ],
             "passes": len(worths),
             "lost": list(mixture.lost),
             "norms": [_norm([g.worths[n] for g in gradients]) for n in range(len(worths))],
@@ -196,25 +178,19 @@ def _lost_candidate(
     )
 
 
-def _name(gradient: SlotValues) -> str:
-    return ".".join(filter(None, (gradient.call.path, gradient.slot[5:])))
-
-
 def _norm(values: Sequence[SlotValues]) -> float:
-    """Return the norm of all these on their lowest rank."""
+    """On their lowest rank."""
     return float(np.sqrt(sum(float(each.column("l2")[0]) ** 2 for each in values)))
 
 
 # ---- gradients that are left over ----------------------------------------------------------------
-
 
 _LEFT_OVER = int(ValueFlag.CARRIED)
 
 
 def carried_gradients(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield one candidate for a step that some ranks began with gradients of the step before."""
-    gradients = [h for h in step_view.values(Phase.GRADS) if h.slot.startswith("grad:")]
-    marks = [(values, (values.flags & _LEFT_OVER) != 0) for values in gradients]
+    marks = [(values, (values.flags & _LEFT_OVER) != 0) for values in step_view.gradients()]
     bearers = np.unique(np.concatenate([h.ranks[m] for h, m in marks] or [np.zeros(0, np.int64)]))
     shared = [(h, m) for h, m in marks if m.any() and not np.isin(h.ranks, bearers).all()]
     if not shared:
@@ -225,26 +201,24 @@ def carried_gradients(step_view: JudgedStep) -> Iterator[Candidate]:
     others = ranks[~np.isin(ranks, bearers)]
     odd = minority(ranks, np.isin(ranks, bearers))
     blamed = odd if len(odd) < len(ranks) else own
-    for values, _ in shared:
-        step_view.context.coverage.applied(values)
+    step_view.context.coverage.applied(*(values for values, _ in shared))
     yield candidate_at(
         step_view,
         first.call,
         Kind.REPLICA,
         first.slot,
         blamed,
-        blamed,
-        first.times(blamed) - 2,  # before gradients are reduced: see diagnosis/evidence/joins.py
-        f"backward began with the gradients of the step before on {ranks_named(own.tolist())}, and "
-        f"without on {ranks_named(others.tolist())}: they were added to this step's",
+        f"backward began with the gradients of the step before on {ranks_named(own)}, and "
+        f"without on {ranks_named(others)}: they were added to this step's",
         advice="zero_grad was not called on every one of these ranks between the two backward "
         "passes: look for a condition around it that depends on the rank, or for a parameter group "
         "that one rank's optimizer lacks.",
         evidence=lambda: {
-            "carried_by": ranks_text(own.tolist()),
-            "not_by": ranks_text(others.tolist()),
+            "carried_by": ranks_text(own),
+            "not_by": ranks_text(others),
             "gradients": len(shared),
         },
+        times_ns=first.times(blamed) - 2,  # before gradients are reduced: see evidence/joins.py
         weight=len(shared),
         priority=-2,
     )

@@ -1,15 +1,13 @@
 """Ranks that were handed the batch of others, or another one than they should share.
 
-**The same batch** on data-parallel ranks is a warning, because nothing breaks. Compared are the
-tensors that the root was handed, on lines of ranks that DDP, FSDP or a layout file calls data. All
-of them that are no constants must be bitwise equal in every micro-batch of the step: masks and
-positions are the same on all ranks anyway.
+**The same batch** on data-parallel ranks is a warning: nothing breaks. Compared are root inputs on
+lines of ranks that DDP, FSDP or a layout file calls data. All that are no constants must be equal
+in every micro-batch of the step: masks and positions are equal anyway.
 
-**Different batches** on ranks that share one layer are a fault. Nobody says that ranks are
-tensor-parallel where layers are cut by hand, and ranks with batches of their own look
-data-parallel. But a module that holds other weights on each rank (a shard), and whose output is the
-sum of all ranks' parts, the same bit for bit on all of them, adds up parts of one layer. Parts that
-were computed from different batches belong to no batch.
+**Different batches** on ranks that share a layer are a fault. Nobody says that ranks are
+tensor-parallel where layers are cut by hand. But a module with other weights on each rank, whose
+output is the sum of all ranks' parts, the same on all of them, adds up parts of one layer, and
+parts of different batches belong to no batch.
 """
 
 from __future__ import annotations
@@ -38,16 +36,14 @@ def duplicate_batches(step_view: JudgedStep) -> Iterator[Candidate]:
     for source, groups in step_view.life.data_lines.items():
         inputs = _of_wrapped(step_view, every) if source == DDP else every
         same = [line for line in groups if _is_shared(inputs, line)]
-        for values in inputs:
-            step_view.context.coverage.applied(values)
+        step_view.context.coverage.applied(*inputs)
         if same:
             yield _duplicate_candidate(step_view, inputs[0], source, same)
             return
 
 
 def _of_wrapped(step_view: JudgedStep, inputs: list[SlotValues]) -> list[SlotValues]:
-    """Return what roots were handed that are wrapped, or hold what is: a model beside them may be
-    handed the same on all ranks (a reference, what measures the whole batch)."""
+    """Return what wrapped roots were handed: a reference model beside them may share its batch."""
     wrapped = [call.path for call in step_view.calls if DDP in call.node.wrappers]
     roots = {root_of(path) for path in (*wrapped, *step_view.life.replicas.wrapped)}
     return [values for values in inputs if root_of(values.call.path) in roots]
@@ -66,19 +62,14 @@ def _duplicate_candidate(
         values,
         Kind.DUPLICATE,
         ranks,
-        f"{ranks_named(ranks.tolist())} are data-parallel ({source}) and were handed the same "
-        f"batch",
+        f"{ranks_named(ranks)} are data-parallel ({source}) and were handed the same batch",
         severity=Severity.WARNING,
         once="duplicate batch",
-        evidence=lambda: {
-            "data_axis": source,
-            "same_on": [ranks_text(line.tolist()) for line in lines[:8]],
-        },
+        evidence=lambda: {"data_axis": source, "same_on": [ranks_text(line) for line in lines[:8]]},
     )
 
 
 # ---- different batches ---------------------------------------------------------------------------
-
 
 _ADVICE = (
     "Ranks that share a layer have to read the same rows: build the sampler from the data-parallel "
@@ -87,9 +78,7 @@ _ADVICE = (
 
 
 def other_batches(step_view: JudgedStep) -> Iterator[Candidate]:
-    """Yield a candidate for the first root input that differs on ranks which sum parts of a
-    layer.
-    """
+    """Yield a candidate for the first root input that differs on ranks that sum up a layer."""
     if step_view.is_setup:
         return
     seen: set[tuple[int, ...]] = set()
@@ -105,8 +94,7 @@ def other_batches(step_view: JudgedStep) -> Iterator[Candidate]:
 
 
 def _sums_a_layer(issue: IssuedCollective, step_view: JudgedStep) -> bool:
-    """True for a sum in forward of what ranks made with weights of their own: it is what the module
-    hands out."""
+    """True where a module hands out a forward sum of what ranks made with weights of their own."""
     is_sum = issue.op == "all_reduce" and issue.facts.get("reduce") == "sum"
     if not is_sum or issue.facts.get("issuer") != "forward" or len(issue.ranks) < 2:
         return False
@@ -126,7 +114,6 @@ def _sums_a_layer(issue: IssuedCollective, step_view: JudgedStep) -> bool:
 
 
 def _differing_input(step_view: StepView, issue: IssuedCollective) -> SlotValues | None:
-    """Return the first tensor that a root was handed and that differs on these ranks."""
     calls = (c for c in step_view.roots if c.micro_batch == issue.call.micro_batch)
     given = (values for call in calls for values in call.inputs)
     return next((values for values in given if values.agree(issue.ranks) is False), None)
@@ -140,7 +127,7 @@ def _other_candidate(
         given,
         Kind.REPLICA,
         ranks,
-        f"{ranks_named(ranks.tolist())} were handed different batches, and add up their parts of "
+        f"{ranks_named(ranks)} were handed different batches, and add up their parts of "
         f"one layer in {issue.call.path} ({sides_text(given, ranks)})",
         advice=_ADVICE,
         evidence=lambda: {

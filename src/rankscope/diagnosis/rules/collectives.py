@@ -1,17 +1,13 @@
 """Collectives of all ranks belong together, and give what their inputs give.
 
-Members, order, op:
-
 * A group name stands for the same members on every rank that uses it.
-* The n-th collective of a group is the same op with the same reduce op, source and destination on
-  all of its ranks, and (all_reduce, broadcast, reduce) of the same dtype and shape.
-* Two that were issued in the other order on some ranks: each rank has the same call sites, but not
-  in the same order. Where sites differ altogether (stages of a pipeline) nothing is said.
-
-What was exchanged: outputs that a collective makes equal are compared by hash. Sums are held to the
-sketches of the inputs (they are linear), maxima to maxima, parts to means and norms; all within
-rounding. Only collectives of which every member was recorded are looked at, and only messages that
-are known to be one (`diagnosis/evidence/joins.py`).
+* The n-th collective of a group has the same op, reduce op, source and destination on all of its
+  ranks, and (all_reduce, broadcast, reduce) dtype and shape.
+* Order: each rank has the same call sites in the same order. Where sites differ altogether (stages
+  of a pipeline) nothing is said.
+* What was exchanged: outputs made equal are compared by hash, sums with the sketches of the inputs
+  (they are linear), maxima with maxima, parts with means and norms, within rounding. Asked of
+  collectives of which every member was recorded, and messages known to be one (`joins.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ from rankscope.diagnosis.evidence.issuedcollectives import (
     ranks_in_doubt,
 )
 from rankscope.diagnosis.evidence.joins import Message, message_value
-from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, grouped
 from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.value import ValueFlag
@@ -45,10 +41,8 @@ _FACTS: Final = ("op", "reduce", "src", "dst")
 def mismatched_collectives(step_view: StepView) -> Iterator[Candidate]:
     """Yield a candidate for every collective whose sides do not belong together."""
     doubtful = ranks_in_doubt(step_view)
-    by_group: dict[str, list[IssuedCollective]] = {}
-    for issue in issues_of(step_view):
-        if issue.group and issue.members and not issue.is_message:
-            by_group.setdefault(issue.group, []).append(issue)
+    named = (issue for issue in issues_of(step_view) if issue.group and issue.members)
+    by_group = grouped((issue.group, issue) for issue in named if not issue.is_message)
     for group in by_group.values():
         meant = {tuple(sorted(issue.members)) for issue in group}
         if len(meant) > 1:
@@ -64,10 +58,7 @@ def mismatched_collectives(step_view: StepView) -> Iterator[Candidate]:
 
 
 def _other_members(step_view: StepView, group: list[IssuedCollective]) -> Iterator[Candidate]:
-    by_call: dict[int, list[IssuedCollective]] = {}
-    for issue in group:
-        by_call.setdefault(id(issue.call), []).append(issue)
-    for issues in by_call.values():
+    for issues in grouped((id(issue.call), issue) for issue in group).values():
         if len({tuple(sorted(issue.members)) for issue in issues}) > 1:
             yield _group_candidate(step_view, issues)
 
@@ -82,8 +73,7 @@ def _group_candidate(step_view: StepView, issues: list[IssuedCollective]) -> Can
     if len(blamed) == len(ranks):
         blamed = members
     listed = "; ".join(
-        f"{ranks_named(i.ranks.tolist())} mean {list(i.members)} by group {i.group}"
-        for i in together
+        f"{ranks_named(i.ranks)} mean {list(i.members)} by group {i.group}" for i in together
     )
     return candidate_at(
         step_view,
@@ -91,12 +81,11 @@ def _group_candidate(step_view: StepView, issues: list[IssuedCollective]) -> Can
         Kind.GROUP,
         issues[0].slot,
         blamed,
-        members,
-        call.times(members),
         f"{issues[0].op}: {listed}",
+        members=members,
         evidence=lambda: {
             "groups": [
-                {"ranks": ranks_text(i.ranks.tolist()), "group": i.group, "members": [*i.members]}
+                {"ranks": ranks_text(i.ranks), "group": i.group, "members": [*i.members]}
                 for i in together
             ]
         },
@@ -108,10 +97,7 @@ def _group_candidate(step_view: StepView, issues: list[IssuedCollective]) -> Can
 
 
 def _other_facts(step_view: StepView, group: list[IssuedCollective]) -> Iterator[Candidate]:
-    by_sequence: dict[int, list[IssuedCollective]] = {}
-    for issue in group:
-        by_sequence.setdefault(issue.sequence, []).append(issue)
-    for issues in by_sequence.values():
+    for issues in grouped((issue.sequence, issue) for issue in group).values():
         facts = [facts_text(issue, issue.ranks.tolist()) for issue in issues]
         if len(issues) > 1 and len(set(facts)) > 1:
             yield _facts_candidate(step_view, issues, facts)
@@ -137,7 +123,7 @@ def _facts_candidate(
     times = np.concatenate([i.call.times(i.ranks) for i in issues])
     order = np.argsort(ranks, kind="stable")
     listed = "; ".join(
-        f"{ranks_named(i.ranks.tolist())}: {text} in {i.call.path or '(root)'}"
+        f"{ranks_named(i.ranks)}: {text} in {i.call.path or '(root)'}"
         for i, text in zip(issues, facts)
     )
     first = issues[0]
@@ -147,15 +133,15 @@ def _facts_candidate(
         Kind.COLLECTIVE,
         first.slot,
         minority(ranks, keys),
-        ranks[order],
-        times[order],
         f"number {first.sequence} of group {first.group} is not one collective: {listed}",
         evidence=lambda: {
             "sides": [
-                {"ranks": ranks_text(i.ranks.tolist()), "path": i.call.path, "call": text}
+                {"ranks": ranks_text(i.ranks), "path": i.call.path, "call": text}
                 for i, text in zip(issues, facts)
             ]
         },
+        members=ranks[order],
+        times_ns=times[order],
         priority=-2,
     )
 
@@ -179,7 +165,7 @@ def _swapped(step_view: StepView, group: list[IssuedCollective]) -> Iterator[Can
     ]
     sides = [
         {
-            "ranks": ranks_text(ranks[keys == key].tolist()),
+            "ranks": ranks_text(ranks[keys == key]),
             "order": [_site_text(issue) for issue in swapped[int(ranks[keys == key][0])][:8]],
         }
         for key in dict.fromkeys(keys.tolist())
@@ -196,10 +182,10 @@ def _swapped(step_view: StepView, group: list[IssuedCollective]) -> Iterator[Can
             Kind.COLLECTIVE,
             issue.slot,
             minority(ranks, keys),
-            ranks,
-            np.array(begins),
             f"{issue.op} was issued in another order on some ranks of group {issue.group}: "
             f"{listed}",
+            members=ranks,
+            times_ns=np.array(begins),
             evidence=lambda: {"sides": sides},
             priority=-2,
         )
@@ -211,7 +197,6 @@ def _site_text(issue: IssuedCollective) -> str:
 
 
 # ---- what was exchanged --------------------------------------------------------------------------
-
 
 _ADDED: Final = frozenset({*ROUNDING, "int32", "int64"})
 """dtypes whose sums do not wrap around, or not in practice."""
@@ -257,28 +242,25 @@ def _unlike_inputs(
         return None
     if not (given.is_finite(issue.ranks) and output.is_finite(issue.ranks)):
         return None
-    if issue.op == "all_gather" and outputs == len(issue.members):
-        sender = issue.members[number]
-        is_whole = given.hashes[given.at(np.array([sender]))[0]]
-        wrong = issue.ranks[output.hashes[output.at(issue.ranks)] != is_whole]
-        return (f"rank {sender}'s part is not what it gave", wrong) if len(wrong) else None
-    if issue.op == "broadcast":
-        source = given.hashes[given.at(np.array([issue.facts.get("src", -1)]))[0]]
-        wrong = issue.ranks[output.hashes[output.at(issue.ranks)] != source]
-        return ("it is not what the source gave", wrong) if len(wrong) else None
+    is_part = issue.op == "all_gather" and outputs == len(issue.members)
+    if is_part or issue.op == "broadcast":
+        sender = issue.members[number] if is_part else issue.facts.get("src", -1)
+        sent = given.hashes[given.at(np.array([sender]))[0]]
+        wrong = issue.ranks[output.hashes[output.at(issue.ranks)] != sent]
+        text = f"rank {sender}'s part is not what it gave"
+        text = text if is_part else "it is not what the source gave"
+        return (text, wrong) if len(wrong) else None
     test = _TESTS.get((issue.op, str(issue.facts.get("reduce", ""))))
     if test is None or given.dtype not in _ADDED:
         return None
-    if not (_has_numbers(given, issue.ranks) and _has_numbers(output, issue.ranks)):
-        return None
-    if test(issue, given, output):
+    has_numbers = _has_numbers(given, issue.ranks) and _has_numbers(output, issue.ranks)
+    if not has_numbers or test(issue, given, output):
         return None
     return "its output is not what its inputs give", issue.ranks
 
 
 def _has_numbers(values: SlotValues, ranks: Array) -> bool:
-    """True where the statistics and sketches of all ranks are numbers: nothing without elements has
-    any, and those of elements near the end of a dtype's range overflow."""
+    """False without elements, and for numbers near the end of a dtype's range, which overflow."""
     places = values.at(ranks)
     return all(np.isfinite(values.column(n)[places]).all() for n in ("min", "l2", "sketch"))
 
@@ -365,9 +347,7 @@ def _exchange_candidate(
         Kind.COLLECTIVE,
         issue.slot,
         blamed,
-        ranks,
-        issue.call.times(ranks, is_end=True),
-        f"{issue.op} of {ranks_named(issue.ranks.tolist())}: {text}",
+        f"{issue.op} of {ranks_named(issue.ranks)}: {text}",
         evidence=lambda: {
             "op": issue.op,
             "reduce": issue.facts.get("reduce"),
@@ -376,5 +356,7 @@ def _exchange_candidate(
             "inputs": [side for values in given[:2] for side in sides(values, issue.ranks)],
             "outputs": sides(output, issue.ranks),
         },
+        members=ranks,
+        times_ns=issue.call.times(ranks, is_end=True),
         priority=-1,
     )

@@ -1,12 +1,10 @@
 """What a collective handed on without its graph: the parameters behind it never learn.
 
-The collectives of `torch.distributed` keep no graph. Where a value that needs a gradient goes
-through one, and what came out is handed to modules that train, its gradient ends there. That is
-named for a parameter which an optimizer steps, which took part in the forward pass, and which has
-no gradient on any rank, if three things are seen: a collective behind its module took a value that
-needs a gradient, of the shape of the module's output; a module behind that was handed what came
-out, and no graph with it; and that module took part in the loss. A branch that the loss does not
-use is left alone, and so is what runs under `no_grad`.
+The collectives of `torch.distributed` keep no graph: the gradient of what goes through one ends
+there. It is named for a parameter that an optimizer steps, that took part in forward and has no
+gradient on any rank, if a collective behind its module took a value that needs a gradient, like the
+module's output; a module behind was handed the result without a graph; and that module took part in
+the loss. Branches that the loss does not use, and `no_grad`, are left alone.
 """
 
 from __future__ import annotations
@@ -18,12 +16,7 @@ import numpy as np
 
 from rankscope.diagnosis.context import Candidate, candidate_at
 from rankscope.diagnosis.evidence.issuedcollectives import IssuedCollective, issues_in
-from rankscope.diagnosis.evidence.stepview import (
-    Array,
-    CallView,
-    SlotValues,
-    StepView,
-)
+from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
@@ -40,15 +33,15 @@ _SAME_NORM: Final = 1e-6
 def detached_by_collectives(step_view: StepView) -> Iterator[Candidate]:
     """Yield a candidate for every parameter whose gradient ends at a collective."""
     stepped = {
-        (values.call.path, values.slot[6:])
-        for values in step_view.values(Phase.PARAMS)
-        if values.slot.startswith("param:") and not (values.flags & int(ValueFlag.AFTER_CALL)).any()
+        values.parameter
+        for values in step_view.parameters(Phase.PARAMS)
+        if not (values.flags & int(ValueFlag.AFTER_CALL)).any()
     }
     ended: dict[str, IssuedCollective | None] = {}
     for call in step_view.of(Phase.GRADS):
         for values in call.slots.values():
             is_absent = bool((values.flags & int(ValueFlag.ABSENT)).all())
-            if not is_absent or (call.path, values.slot[5:]) not in stepped:
+            if not is_absent or values.parameter not in stepped:
                 continue
             if call.path not in ended:
                 ended[call.path] = _end_of_graph(step_view, call.path)
@@ -65,7 +58,6 @@ def _end_of_graph(step_view: StepView, path: str) -> IssuedCollective | None:
 
 
 def _taken(call: CallView) -> IssuedCollective | None:
-    """Return the collective that took what one call gave and handed it on without a graph."""
     given = [values for values in call.outputs if _needs_gradient(values)]
     inner, around = call, call.parent
     while given and around is not None:
@@ -82,12 +74,10 @@ def _taken(call: CallView) -> IssuedCollective | None:
 
 
 def _needs_gradient(values: SlotValues) -> bool:
-    """True where a value needs a gradient on every rank."""
-    return all(fold.requires_grad for view in values.views for fold in view.pieces)
+    return all(piece.requires_grad for piece in values.pieces)
 
 
 def _takes(issue: IssuedCollective, given: list[SlotValues]) -> bool:
-    """True where a collective of all members took something like one of these values."""
     if issue.is_message or issue.lacks or len(issue.ranks) != len(issue.members):
         return False
     taken = issue.call.slots.get("input.0")
@@ -107,19 +97,19 @@ def _is_handed(issue: IssuedCollective, call: CallView) -> bool:
     if call.phase is not Phase.FORWARD or not any(map(_needs_gradient, call.outputs)):
         return False
     outputs = [v for s, v in issue.call.slots.items() if s.split(".")[0] == "output"]
+    known = [output for output in outputs if output.are_known(issue.ranks)]
     return any(
-        not any(fold.requires_grad for view in values.views for fold in view.pieces)
+        not any(piece.requires_grad for piece in values.pieces)
         and (
-            any(_are_same(values, output, issue.ranks) for output in outputs)
+            (
+                not values.is_constant
+                and values.are_known(issue.ranks)
+                and any(values.equals(output, issue.ranks) for output in known)
+            )
             or _are_joined(values, outputs, issue.ranks)
         )
         for values in call.inputs
     )
-
-
-def _are_same(values: SlotValues, output: SlotValues, ranks: Array) -> bool:
-    are_known = values.are_known(ranks) and output.are_known(ranks)
-    return are_known and not values.is_constant and values.equals(output, ranks)
 
 
 def _are_joined(values: SlotValues, outputs: list[SlotValues], ranks: Array) -> bool:
@@ -136,17 +126,14 @@ def _are_joined(values: SlotValues, outputs: list[SlotValues], ranks: Array) -> 
 
 def _candidate(step_view: StepView, values: SlotValues, issue: IssuedCollective) -> Candidate:
     ranks = values.ranks
-    name = values.slot[5:]
     at = str(issue.facts.get("at", ""))
     return candidate_at(
         step_view,
         values.call,
         Kind.PARAMETER,
-        f"param:{name}",
+        f"param:{values.parameter[1]}",
         ranks,
-        ranks,
-        values.times(ranks),
-        f"has no gradient on {ranks_named(ranks.tolist())}: what the module gave went through "
+        f"has no gradient on {ranks_named(ranks)}: what the module gave went through "
         f"{issue.op}{f' ({at})' if at else ''}, which keeps no graph",
         advice=_ADVICE,
         evidence=lambda: {"collective": {"op": issue.op, "path": issue.call.path, "at": at}},

@@ -23,7 +23,7 @@ from rankscope.diagnosis.evidence.lastcalls import (
     last_calls,
     last_words,
 )
-from rankscope.diagnosis.evidence.stepview import CallView, StepView
+from rankscope.diagnosis.evidence.stepview import CallView, StepView, grouped
 from rankscope.diagnosis.rules.hangs import hangs_of, ranks_left_open, without_recent
 from rankscope.errors import TraceError
 from rankscope.record.finding import Kind
@@ -34,7 +34,6 @@ from rankscope.tree.crashes import Crash, crashes
 from rankscope.tree.views import Trace
 
 MOST_STALLS: Final = 16
-"""Stalls in the notes of one report, and as evidence of one hang."""
 _NAMELESS: Final = "an exception outside of any module's call"
 
 
@@ -46,8 +45,7 @@ def ends_of(trace: Trace) -> dict[int, str]:
 def ended_badly(
     trace: Trace, context: CheckContext, step_views: Sequence[StepView]
 ) -> Iterator[Candidate]:
-    """Yield a candidate for every hang and crash that the last steps of the last incarnation
-    show."""
+    """Yield the hangs and crashes that the last steps of the last incarnation show."""
     ends = ends_of(trace)
     last = last_calls(step_views)
     ended = trace.run.get("ended")
@@ -69,26 +67,21 @@ def ended_badly(
 
 
 def _stalls(trace: Trace) -> list[dict[str, Any]]:
-    """Return the last stall of each host, as the evidence of a hang has it.
-
-    A stall is no verdict: a first step that compiles for ten minutes stands still too. It says
-    since when, which records alone cannot.
-    """
+    """Return the last stall of each host: no verdict (a first step may compile for ten minutes),
+    but it says since when, which records cannot."""
     now_ns = time.time_ns() if trace.is_live else None
     latest = {stall.host: stall for stall in trace.stalls}
     return [stall.as_evidence(now_ns) for _, stall in sorted(latest.items())][:MOST_STALLS]
 
 
 def _killed(trace: Trace, ends: Mapping[int, str]) -> dict[int, str]:
-    """Return {rank: signal} of ranks that the launcher saw killed before any other rank failed: it
-    ended the others because of that, wherever they stood."""
+    """Return {rank: signal} of those killed before any failed: the launcher ended the others."""
     noted = {int(each["rank"]): str(each["by"]) for each in trace.run.get("killed", ())}
     return {rank: by for rank, by in noted.items() if ends.get(rank) == EndReason.LOST.value}
 
 
 def _are_left(last: Mapping[int, LastCall], ends: Mapping[int, str]) -> bool:
-    """True where nobody stands any more: a rank is gone without a word, and all that waited raised
-    because a connection ended."""
+    """True where nobody stands any more: a rank is lost, and all that waited raised."""
     waiting = [(rank, call.waiting.call.node) for rank, call in last.items() if call.waiting]
     return EndReason.LOST.value in ends.values() and all(
         any(rank in o.ranks and CONNECTION_ENDED.search(o.error) for o in node.outcomes)
@@ -97,7 +90,7 @@ def _are_left(last: Mapping[int, LastCall], ends: Mapping[int, str]) -> bool:
 
 
 def _seconds(trace: Trace, at: object) -> float:
-    """Return a time of the trace's header.
+    """Return a time of the header.
 
     Raises:
         TraceError: it is none.
@@ -111,8 +104,7 @@ def _seconds(trace: Trace, at: object) -> float:
 
 
 def _unrecorded(trace: Trace, last: dict[int, LastCall]) -> dict[int, str]:
-    """Return {rank: the step} of ranks of whose end nothing is recorded, because their spool was
-    full from that step on."""
+    """Return {rank: the step} from which on its spool was full, so that its end is not recorded."""
     of_last_life = {rank["rank"]: rank.get("full_from") for rank in trace.completeness["ranks"]}
     return {
         rank: f"{since['mode']} step {since['step']}"
@@ -122,8 +114,7 @@ def _unrecorded(trace: Trace, last: dict[int, LastCall]) -> dict[int, str]:
 
 
 def _is_behind(call: LastCall | None, since: Mapping[str, Any]) -> bool:
-    """True where a rank was recorded later: calls of steps that are written are gone from records,
-    and so is what followed when that was seen."""
+    """True where later steps are recorded: those already written make room in the spool again."""
     if call is None:
         return False
     step = call.step_view
@@ -141,9 +132,7 @@ def _crashes(
     *,
     is_explained: bool,
 ) -> Iterator[Candidate]:
-    """Yield a candidate for every place where ranks raised, or were killed while others went on;
-    `is_explained` where a hang was found, or ranks stand where one may be that could not be judged.
-    """
+    """Yield ranks that raised, or were killed while others went on; `is_explained` by a hang."""
     # One crash ends a whole job: peers raise because it is gone ("connection closed"), and the
     # launcher kills the rest. Only ranks that no other rank ended may be named. What is asked comes
     # in the order of trust: (1) exceptions that do not speak of a lost peer; (2) where those do not
@@ -156,9 +145,7 @@ def _crashes(
     incarnations = {rank["rank"]: rank["incarnation"] for rank in trace.completeness["ranks"]}
     errors = {c.rank: _end_of(c) for c in crashes(trace) if c.incarnation == incarnations[c.rank]}
     raised = {rank for rank, end in ends.items() if end == EndReason.RAISED.value}
-    ranks_of: dict[_End, list[int]] = {}
-    for rank in sorted(raised):
-        ranks_of.setdefault(errors.get(rank, _UNKNOWN), []).append(rank)
+    ranks_of = grouped((errors.get(rank, _UNKNOWN), rank) for rank in sorted(raised))
     own = {end: ranks for end, ranks in ranks_of.items() if not end.is_consequence}
     lost = [rank for rank, end in ends.items() if end == EndReason.LOST.value]
     if killed and own.keys() <= {_UNKNOWN}:
@@ -192,12 +179,11 @@ def _crashes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _End:
-    """What is told of the exception that ended a rank."""
+    """How an exception ended a rank."""
 
     path: str
     """Of the innermost call it left, "" outside of all."""
     phase: Phase | None
-    """Of that call."""
     text: str
     is_consequence: bool = False
     """It says that a peer is gone."""
@@ -240,35 +226,30 @@ def _crash(
     ends: dict[int, str],
     call: CallView | None = None,
 ) -> Iterator[Candidate]:
-    """Yield the candidate of ranks that ended in the same way, in `call` where that is known."""
-    known = [rank for rank in ranks if rank in last]
-    if not known:
+    recorded = [rank for rank in ranks if rank in last]
+    if not recorded:
         return
-    each = last[known[0]]
-    members = np.array(known, np.int64)
+    each = last[recorded[0]]
     yield candidate_at(
         each.step_view,
-        call or _call_left(each, known[0], end),
+        call or _call_left(each, recorded[0], end),
         Kind.CRASH,
         "",
         ranks,
-        members,
-        np.array([last[rank].time_ns for rank in known], np.int64) + 1,
         f"{ranks_named(ranks)}: {end.text}",
         evidence=lambda: {
-            "last": [last_words(rank, last[rank]) for rank in known][:MOST_LISTED],
+            "last": [last_words(rank, last[rank]) for rank in recorded][:MOST_LISTED],
             "ends": {str(rank): end for rank, end in sorted(ends.items())[:MOST_LISTED]},
         },
+        members=np.array(recorded, np.int64),
+        times_ns=np.array([last[rank].time_ns for rank in recorded], np.int64) + 1,
         path=end.path,
     )
 
 
 def _call_left(each: LastCall, rank: int, end: _End) -> CallView:
-    """Return the call that an exception left; outside of all, the last that was no collective.
-
-    A collective has the path of the module that issued it, and is no place to look for a crash of
-    that module.
-    """
+    """Return the call that an exception left; outside of all, the last that was no collective: that
+    has the path of a module, and is no place to look for its crash."""
     own = [call for call in each.step_view.calls if rank in call.ranks]
     left = [call for call in own if call.path == end.path and call.phase is end.phase]
     if left:

@@ -18,6 +18,7 @@ from rankscope.diagnosis.evidence.distances import (
     differing_sides,
     distance,
     is_multiple,
+    is_within_rounding,
     minority,
     rounding_of,
     sides_text,
@@ -32,7 +33,6 @@ from rankscope.record.ranklists import ranks_named
 from rankscope.record.value import ValueFlag
 
 _LOCAL: Final = Phase.having(lambda facts: facts.is_activation) | {Phase.GRADS}
-"""Phases whose values replicas compute each for itself."""
 _NO_GRADIENT: Final = (
     "On these ranks it is frozen (requires_grad), or nothing that went into the loss used it."
 )
@@ -48,29 +48,19 @@ _SAME_BATCH: Final = (
 _STRAIGHT: Final = 1e-2
 """A move and its gradient point the same way where what is left of it is this small beside it."""
 _PHASES: Final = tuple(phase for phase in Phase if phase is not Phase.COLLECTIVE)
-_OF_INFERRED: Final = frozenset(
-    {
-        Evidence.FORWARD,
-        Evidence.BACKWARD,
-        Evidence.GRADS,
-        Evidence.PARAMS,
-        Evidence.COLLECTIVE,
-        Evidence.ROOTS,
-        Evidence.SLOTS,
-        Evidence.RANKS,
-        Evidence.DIGESTS,
-    }
-)
-"""What tells ranks of one model that began alike from stages of a pipeline and from ranks that
-train apart and average now and then."""
+_OF_INFERRED: Final = frozenset(Evidence) - {
+    Evidence.SETUP,
+    Evidence.RECOMPUTE,
+    Evidence.ACCUMULATED,
+}
+"""What tells replicas from stages of a pipeline, and from ranks that train apart and average."""
 
 
 def unequal_replicas(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every value whose replicas differ."""
-    found: list[tuple[SlotValues, Candidate]] = []
+    unequal: list[tuple[SlotValues, Candidate]] = []
     for values in step_view.values(*_PHASES):
-        for same in known_replicas(values, step_view):
-            groups, is_applied = differing_groups(values, same.groups)
+        for same, groups, is_applied in step_view.compared_replicas(values):
             lacking = _OF_INFERRED - step_view.evidence
             if groups and same.source == "inferred" and lacking:
                 asks = "replicas that no layout describes"
@@ -79,10 +69,10 @@ def unequal_replicas(step_view: JudgedStep) -> Iterator[Candidate]:
             if is_applied:
                 step_view.context.coverage.applied(values)
             if groups and not _is_rounding(values, groups, step_view):
-                found.append((values, _candidate(step_view, values, same, groups)))
+                unequal.append((values, _candidate(step_view, values, same, groups)))
                 break
-    crossed = _crossed([values for values, _ in found if values.call.phase is Phase.GRADS])
-    for values, candidate in found:
+    crossed = _crossed([values for values, _ in unequal if values.call.phase is Phase.GRADS])
+    for values, candidate in unequal:
         other = crossed.get(id(values))
         if other is None:
             yield candidate
@@ -95,8 +85,8 @@ def unequal_replicas(step_view: JudgedStep) -> Iterator[Candidate]:
 
 
 def _crossed(gradients: list[SlotValues]) -> dict[int, SlotValues]:
-    """Return {id of a gradient: the first that it met in one reduction}: what one parameter has on
-    some ranks, bit by bit, the other has on the others."""
+    """Return {id of a gradient: the first that it met in one reduction}: what one has on some
+    ranks, bit by bit, the other has on the others."""
     alike: dict[tuple[bytes, bytes], list[SlotValues]] = {}
     for values in gradients:
         own = np.unique(values.hashes)
@@ -111,27 +101,12 @@ def _crossed(gradients: list[SlotValues]) -> dict[int, SlotValues]:
     }
 
 
-def known_replicas(values: SlotValues, step_view: JudgedStep) -> Iterator[Same]:
-    """Yield which ranks should hold the same: as a layout says, and on ranks of which it does not
-    speak as was inferred."""
-    laid = step_view.context.layouts.same(values)
-    if laid is not None and laid.groups:
-        yield laid
-    is_of_one_mesh = laid is not None and laid.source in ("dtensor", "marked")
-    if (laid is None or is_of_one_mesh) and values.slot.startswith(("param:", "grad:")):
-        inferred = step_view.life.replicas.same(values, step_view)
-        if inferred is not None:
-            yield inferred
-
-
 def _is_shared(step_view: StepView, group: Array) -> bool:
-    """True where all of these ranks were handed the same batch."""
     return any(np.isin(group, shared).all() for shared in step_view.same_inputs)
 
 
 def _drawn_apart(step_view: StepView, group: Array) -> str:
-    """Return the path of the first dropout that was handed the same on these ranks and handed out
-    something else; "" where there is none."""
+    """Return the path of the first dropout with equal inputs and unlike outputs, "" for none."""
     if not _is_shared(step_view, group):
         return ""
     return next(
@@ -145,51 +120,11 @@ def _drawn_apart(step_view: StepView, group: Array) -> str:
     )
 
 
-def differing_groups(values: SlotValues, groups: tuple[Array, ...]) -> tuple[list[Array], bool]:
-    """Return the groups whose ranks hold different bytes, and whether any could be compared.
-
-    Ranks that recorded nothing are left out of their group.
-    """
-    if len({len(group) for group in groups}) == 1:
-        matrix = np.stack(groups)
-        places = values.at(matrix)
-        if (places >= 0).all() and values.is_known[places].all():
-            return [groups[row] for row in np.flatnonzero(values.agreements(matrix) == 0)], True
-    found, is_applied = [], False
-    for group in groups:
-        places = values.at(group)
-        present = group[(places >= 0) & values.is_known[np.maximum(places, 0)]]
-        if len(present) > 1:
-            answer = values.agree(present)
-            is_applied |= answer is not None
-            if answer is False:
-                found.append(present)
-    return found, is_applied
-
-
-def is_within_rounding(values: SlotValues, groups: list[Array]) -> bool:
-    """True where what differs does so by rounding alone."""
-    allowed = rounding_of(values.dtype)
-    return bool(allowed) and all(distance(values, values.at(g)) <= allowed for g in groups)
-
-
-def rounded_gradients(step_view: JudgedStep) -> set[tuple[str, str]]:
-    """Return path and name of the parameters of which replicas' gradients differ in this step, by
-    rounding alone: so may the parameters behind it."""
-    return {
-        (values.call.path, values.slot.partition(":")[2])
-        for values in step_view.values(Phase.GRADS)
-        for same in known_replicas(values, step_view)
-        if (groups := differing_groups(values, same.groups)[0])
-        and is_within_rounding(values, groups)
-    }
-
-
 def _is_rounding(values: SlotValues, groups: list[Array], step_view: JudgedStep) -> bool:
-    key = (values.call.path, values.slot.partition(":")[2])
     phase = values.call.phase
     if phase is Phase.PARAMS:
-        return key in step_view.life.rounded or key in rounded_gradients(step_view)
+        rounded = step_view.life.rounded | step_view.rounded_gradients
+        return values.parameter in rounded
     if phase not in _LOCAL or not is_within_rounding(values, groups):
         return False
     step_view.context.coverage.skipped["equal within rounding, not bit by bit"] += 1
@@ -197,10 +132,7 @@ def _is_rounding(values: SlotValues, groups: list[Array], step_view: JudgedStep)
 
 
 def _candidate(
-    step_view: JudgedStep,
-    values: SlotValues,
-    same: Same,
-    groups: list[Array],
+    step_view: JudgedStep, values: SlotValues, same: Same, groups: list[Array]
 ) -> Candidate:
     blamed = np.concatenate([minority(g, values.hashes[values.at(g)]) for g in groups])
     members = np.unique(np.concatenate(groups))
@@ -210,7 +142,7 @@ def _candidate(
         blamed, is_resolved = known[0], True
     is_changed = known is not None and values.call.phase is Phase.GRADS
     kind = Kind.REPLICA if is_changed else _kind(step_view, values, same, groups)
-    whose = ranks_named(blamed.tolist())
+    whose = ranks_named(blamed)
     detail = (
         f"{whose} hold{'s' if len(blamed) == 1 else ''} another value than the other replicas"
         if is_resolved
@@ -223,10 +155,10 @@ def _candidate(
     bare = _without_gradient(step_view, values, members)
     if len(bare):
         blamed, is_resolved = bare, True
-        detail = f"{ranks_named(bare.tolist())} had no gradient of it, the other replicas had one"
+        detail = f"{ranks_named(bare)} had no gradient of it, the other replicas had one"
     is_held_back = False
     if kind is Kind.GRADIENT:
-        detail = f"{ranks_named(members.tolist())} each step with a gradient of their own data"
+        detail = f"{ranks_named(members)} each step with a gradient of their own data"
         flags = values.flags[values.at(members)]
         is_held_back = bool((flags & int(ValueFlag.NO_SYNC)).all())
     random = next(filter(None, (_drawn_apart(step_view, group) for group in groups)), "")
@@ -274,8 +206,7 @@ def drawn_apart_advice(path: str) -> str:
 def _departed(
     step_view: JudgedStep, values: SlotValues, groups: list[Array]
 ) -> tuple[Array, str] | None:
-    """Return the ranks that left what all of them held before, and how; None where no record tells
-    them from the others."""
+    """Return the ranks that left what all held before, and how; None where no record tells them."""
     if len(groups) != 1:
         return None
     (group,) = groups
@@ -289,7 +220,6 @@ def _departed(
 
 
 def _unlike_reduced(step_view: StepView, values: SlotValues, group: Array) -> Array | None:
-    """Return the ranks on which a gradient is not what an all-reduce gave to all of them."""
     places = values.at(group)
     for call in step_view.of(Phase.COLLECTIVE):
         for issue in issues_in(call):
@@ -310,8 +240,8 @@ def _unlike_reduced(step_view: StepView, values: SlotValues, group: Array) -> Ar
 def _moved_oddly(
     step_view: JudgedStep, values: SlotValues, group: Array
 ) -> tuple[Array, str] | None:
-    """Return the ranks whose parameter stayed, or moved elsewhere than its gradient says, where all
-    of them held the same before and stepped with one gradient."""
+    """Return the ranks whose parameter stayed, or moved elsewhere than its gradient says, and how;
+    all had held the same, and stepped with one gradient."""
     before = step_view.life.parameters.get((values.call.path, values.slot))
     slot = f"grad:{values.slot[6:]}"
     own = [call.slots[slot] for call in step_view.named(values.call.path) if slot in call.slots]
@@ -336,7 +266,6 @@ def _moved_oddly(
 
 
 def _is_along(move: Array, gradient: Array) -> bool:
-    """True where a move is a multiple of the gradient, as a plain step of SGD is."""
     square = float(gradient @ gradient)
     factor = float(move @ gradient) / square if square else 0.0
     rest = float(np.sqrt(np.mean((move - factor * gradient) ** 2)))
@@ -344,8 +273,7 @@ def _is_along(move: Array, gradient: Array) -> bool:
 
 
 def _without_gradient(step_view: StepView, values: SlotValues, members: Array) -> Array:
-    """Return the ranks that stepped with no gradient of a parameter while other replicas had one;
-    none for anything but a parameter after its step."""
+    """Return the ranks that stepped without a gradient of a parameter while others had one."""
     nobody = members[:0]
     if values.call.phase is not Phase.PARAMS or not values.slot.startswith("param:"):
         return nobody
@@ -370,8 +298,7 @@ def _kind(step_view: JudgedStep, values: SlotValues, same: Same, groups: list[Ar
 
 
 def _plain_entered(values: SlotValues, groups: list[Array]) -> bool:
-    """True where a plain tensor that differs on these ranks went into the call, or was made in
-    it: `from_local` called it replicated."""
+    """True where an unlike plain tensor went into the call or was made in it: see `from_local`."""
     call = values.call
     sources = [*call.inputs, *(out for child in call.children for out in child.outputs)]
     return any(
@@ -382,11 +309,8 @@ def _plain_entered(values: SlotValues, groups: list[Array]) -> bool:
 
 
 def _gradient_kind(step_view: JudgedStep, values: SlotValues, groups: list[Array]) -> Kind:
-    """Tell gradients of each rank's own data from reduced ones that were changed afterwards.
-
-    They are local where the module was handed different values on these ranks, and are no multiples
-    of each other (a gradient clipped on one rank alone is one).
-    """
+    """Local gradients (of unlike inputs) are unreduced; multiples of each other were changed
+    afterwards, as by clipping on one rank."""
     if all(is_multiple(values, values.at(group)) for group in groups):
         return Kind.REPLICA
     if not {Evidence.FORWARD, Evidence.BACKWARD} <= step_view.evidence:

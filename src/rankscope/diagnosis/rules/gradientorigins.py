@@ -1,19 +1,18 @@
 """Where the gradients of ranks that share one computation began to differ.
 
-Ranks that were handed the same batch and hand out the same go through one computation: a value
-that is the same on all of them has one gradient, the sum over all that was made of it. Where
-gradients of replicas differ on such ranks, the first place in backward at which they do is the
-fault, and the gradients are its victims:
+Ranks that were handed the same batch and hand out the same go through one computation: an equal
+value has one gradient, the sum over all that was made of it. Where gradients of replicas differ on
+such ranks, the first place in backward at which they do is the fault, and they are its victims:
 
-* the gradient of the model's own output: the loss differs, though the output is the same, or
-* a module of which the gradients of the outputs agree and that of an input does not, though the
-  input is the same: what was made of it on several ranks was not summed.
+* the gradient of the model's output: the loss differs, though the output is the same, or
+* a module with equal gradients of outputs, an equal input and unlike gradients of that: what was
+  made of it on several ranks was not summed.
 
-Where the ranks hand out different values, forward went apart before: at the first module without
-weights of any rank's own that was handed the same and gave something else. It drew random numbers.
+Where ranks hand out different values, forward went apart before: at the first module without
+weights of any rank's own that was handed the same and drew random numbers.
 
-A tensor that several modules see has one gradient for all of them. It is charged to the innermost
-module that alone took it; where several did, to the module around them.
+A tensor that several modules see has one gradient for all. It is charged to the innermost module
+that alone took it; where several did, to the module around them.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from typing import Any, Final
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
-from rankscope.diagnosis.evidence.distances import sides, sides_text
+from rankscope.diagnosis.evidence.distances import is_within_rounding, sides, sides_text
 from rankscope.diagnosis.evidence.recorded import Evidence
 from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView
-from rankscope.diagnosis.rules.equality import drawn_apart_advice, is_within_rounding
+from rankscope.diagnosis.rules.equality import drawn_apart_advice
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
@@ -55,13 +54,14 @@ _NOT_SUMMED: Final = (
 )
 
 
-def origins_of_gradients(step_view: JudgedStep, found: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Yield the place that explains gradients which a rule found to differ; nothing where the trace
-    lacks what tells."""
+def origins_of_gradients(
+    step_view: JudgedStep, candidates: Sequence[Candidate]
+) -> Iterator[Candidate]:
+    """Yield the place that explains gradients which rules found to differ."""
     if not step_view.evidence >= _NEEDS:
         return
     unequal = [
-        s for s in found if s.phase is Phase.GRADS and s.severity is Severity.FAULT and s.slot
+        s for s in candidates if s.phase is Phase.GRADS and s.severity is Severity.FAULT and s.slot
     ]
     for group in step_view.same_inputs if unequal else ():
         ranks = set(group.tolist())
@@ -91,8 +91,7 @@ def _first(step_view: JudgedStep, group: Array) -> Iterator[Candidate]:
 
 
 def _apart_in_backward(step_view: StepView, group: Array) -> list[tuple[int, int, SlotValues]]:
-    """Return when, how deep (negative) and which gradients differ although what they are of, and
-    what came in, is the same."""
+    """Return (when, -depth, gradient) of those that differ though values and inputs do not."""
     forward = {_key(call): call for call in step_view.of(Phase.FORWARD)}
     places: list[tuple[int, int, SlotValues]] = []
     for call in step_view.of(Phase.BACKWARD):
@@ -121,7 +120,7 @@ def _candidate(
         values,
         Kind.REPLICA,
         group,
-        f"{ranks_named(group.tolist())} {what} ({sides_text(values, group)})",
+        f"{ranks_named(group)} {what} ({sides_text(values, group)})",
         advice=advice,
         evidence=lambda: {
             "layout": "inferred",
@@ -133,8 +132,7 @@ def _candidate(
 
 
 def _drawn_apart(step_view: JudgedStep, group: Array) -> Iterator[SlotValues]:
-    """Yield what modules without others inside, and without weights of a rank's own, gave; nothing
-    where ranks may draw random numbers of their own."""
+    """Yield unlike outputs of leaf modules with shared weights, where ranks may not draw apart."""
     replicas = step_view.life.replicas
     if not _DATA_PARALLEL.isdisjoint(replicas.wrappers):
         return
@@ -159,8 +157,7 @@ def at_innermost_taker(step_view: StepView, candidate: Candidate) -> Candidate:
 
 
 def _taker(step_view: StepView, values: SlotValues, group: Array) -> SlotValues:
-    """Return the gradient of the same tensor at the innermost module inside that alone took it;
-    itself where none or several did."""
+    """Return the gradient of a tensor at the innermost module that alone took it, or `values`."""
     inside = [
         each
         for call in step_view.of(Phase.BACKWARD)
@@ -189,7 +186,6 @@ def _differs(values: SlotValues, group: Array) -> bool:
 
 
 def _agrees(forward: CallView, gradient: SlotValues, word: str, group: Array) -> bool:
-    """True where the value that a gradient is of is the same on all of these ranks."""
     slot = gradient.slot.replace(word, word.removeprefix("grad_"), 1)
     value = forward.slots.get(slot)
     return value is not None and value.agree(group) is True

@@ -17,7 +17,7 @@ from rankscope.diagnosis.evidence.issuedcollectives import (
     ranks_in_doubt,
 )
 from rankscope.diagnosis.evidence.lastcalls import MOST_LISTED, ORDERLY, LastCall, last_words
-from rankscope.diagnosis.evidence.stepview import Array, CallView, StepView
+from rankscope.diagnosis.evidence.stepview import Array, CallView, StepView, grouped
 from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named, ranks_text
 
@@ -43,9 +43,8 @@ def hangs_of(
     ends: dict[int, str],
     stalls: list[dict[str, Any]],
 ) -> Iterator[Candidate]:
-    """Yield a candidate for every hang in the last steps of the last incarnation; `last` is what
-    each rank did last, `ends` how its stream ends, `stalls` what hosts noticed."""
-    found: list[_Hang] = []
+    """Yield the hangs in the last steps; `last` is what each rank did, `ends` how streams end."""
+    hangs: list[_Hang] = []
     left_open = ranks_left_open(step_views, last, ends)
     for step_view in step_views:
         issues = [*known_collectives(step_view)]
@@ -60,17 +59,16 @@ def hangs_of(
             seen.add(key)
             hang = _hang(step_view, issues, stands, last)
             if hang is not None:
-                found.append(hang)
-    for hang in found:
-        after = [h for h in found if h is not hang and _is_because_of(h, hang, step_views)]
+                hangs.append(hang)
+    for hang in hangs:
+        after = [h for h in hangs if h is not hang and _is_because_of(h, hang, step_views)]
         yield _hang_candidate(hang, after, last, stalls)
 
 
 def ranks_left_open(
     step_views: Sequence[StepView], last: Mapping[int, LastCall], ends: Mapping[int, str]
 ) -> set[int]:
-    """Return the ranks that stand in a collective of which it cannot be said who did not come to
-    it: a fact is missing of it, or of something else that a member issued."""
+    """Return the ranks in a collective whose missing members are unknown: some fact is missing."""
     doubtful = set().union(*map(ranks_in_doubt, step_views))
     return {
         rank
@@ -88,9 +86,10 @@ def _is_because_of(later: _Hang, hang: _Hang, step_views: Sequence[StepView]) ->
     one, other = hang.issue.call, later.issue.call
     for step_view in reversed(step_views):
         a, b = _same_call(step_view, one), _same_call(step_view, other)
-        common = np.intersect1d(a.ranks, b.ranks)[:1] if a and b else None
-        if a is not None and b is not None and common is not None and len(common):
-            return bool(a.times(common) < b.times(common))
+        if a is not None and b is not None:
+            common = np.intersect1d(a.ranks, b.ranks)[:1]
+            if len(common):
+                return bool(a.times(common) < b.times(common))
     calls = hang.step_view.calls
     return calls.index(one) < calls.index(other) if one in calls and other in calls else False
 
@@ -107,7 +106,6 @@ def _hang(
     stands: IssuedCollective,
     last: dict[int, LastCall],
 ) -> _Hang | None:
-    """Return who did not come to the collective in which ranks stand."""
     group = [issue for issue in issues if issue.group == stands.group]
     came = {r for i in group if i.sequence == stands.sequence for r in i.ranks.tolist()}
     waiting = sorted(r for r in came if r in last and last[r].waiting is not None)
@@ -139,8 +137,6 @@ def _hang_candidate(
         Kind.HANG,
         issue.slot,
         hang.missing,
-        members,
-        times,
         f"{ranks_named(hang.waiting)} wait{'s' if len(hang.waiting) == 1 else ''} for "
         f"{ranks_named(hang.missing)}, who never came to this {issue.op} of "
         f"{ranks_named(sorted(issue.members))}{'; ' if heard else ''}{', '.join(heard[:4])}",
@@ -160,15 +156,15 @@ def _hang_candidate(
             "last": [last_words(r, each) for r, each in sorted(last.items())][:MOST_LISTED],
             **({"stalls": stalls} if stalls else {}),
         },
+        members=members,
+        times_ns=times,
         priority=-4,
     )
 
 
 def _when(hang: _Hang, after: list[_Hang], last: dict[int, LastCall]) -> tuple[Array, Array]:
-    """Return who is part of a hang, and since when.
-
-    Who waits does since it came. Who is missing is after all it did, so what went wrong there
-    before is the cause; but before what it waits in itself where that is because of this hang.
+    """Return who is part of a hang, and since when. Who waits: since it came. Who is missing: after
+    all it did, whose faults are the cause, but before what it waits in itself because of this hang.
     """
     issue = hang.issue
     there = np.array([r for r in hang.waiting if r in issue.ranks] or hang.waiting, np.int64)
@@ -183,14 +179,10 @@ def _when(hang: _Hang, after: list[_Hang], last: dict[int, LastCall]) -> tuple[A
 
 
 def _first_missed(
-    group: list[IssuedCollective],
-    stands: IssuedCollective,
-    waiting: list[int],
-    elsewhere: set[int],
+    group: list[IssuedCollective], stands: IssuedCollective, waiting: list[int], elsewhere: set[int]
 ) -> tuple[IssuedCollective | None, list[int]]:
-    """Return the first collective that members did not come to, and those members. A rank that
-    skipped one may stand in the next as if it were this one: sites tell. Ranks that stand in one of
-    this group in a step of another number (`elsewhere`) wait for the same members."""
+    """Return the first collective that members did not come to, and those. A rank that skipped one
+    may stand in the next as if it were this one: sites tell. Ranks `elsewhere` wait too."""
     lines: dict[int, list[IssuedCollective]] = {rank: [] for rank in stands.members}
     lines |= issued_by_rank(group)
     own = lines[waiting[0]] if waiting else lines[int(stands.ranks[0])]
@@ -213,14 +205,11 @@ def without_recent(
     read_s: float,
     at_s: float | None = None,
 ) -> dict[int, LastCall]:
-    """Leave out, and tell of, ranks that came to their collective just before `at_s`: where the job
-    goes on, before its records were read. They are given three times as long as any rank stood in
-    one in the last steps, and 3 s at least."""
-    longest_ns = 0
-    for step_view in step_views:
-        for issue in issues_of(step_view):
-            begins, ends = issue.call.span(issue.ranks)
-            longest_ns = max(longest_ns, int((ends - begins).max()))
+    """Leave out, and tell of, ranks that came to their collective just before `at_s` (default: the
+    reading of a job that goes on), less long ago than `_TIMES_LONGEST` of the longest stay."""
+    issues = (issue for step_view in step_views for issue in issues_of(step_view))
+    spans = (issue.call.span(issue.ranks) for issue in issues)
+    longest_ns = max((int((ends - begins).max()) for begins, ends in spans), default=0)
     patience_s = max(_FEWEST_S, _TIMES_LONGEST * longest_ns / 1e9)
     now_s = read_s if at_s is None else at_s
     recent = {
@@ -236,12 +225,11 @@ def without_recent(
 def _notes_on_waiting(
     waiting: Mapping[int, tuple[IssuedCollective, float]], patience_s: float
 ) -> Iterator[str]:
-    """Yield a line for each collective in which ranks stand for longer than any did before, but not
-    for long enough: after `patience_s` it counts as a hang. `waiting` is {rank: the collective, and
-    for how many seconds}."""
-    alike: dict[tuple[str, str], list[int]] = {}
-    for rank, (issue, _) in sorted(waiting.items()):
-        alike.setdefault((issue.op, issue.call.path or "(root)"), []).append(rank)
+    """Yield a line for each collective with an unusual stay, in s, that is below `patience_s`."""
+    alike = grouped(
+        ((issue.op, issue.call.path or "(root)"), rank)
+        for rank, (issue, _) in sorted(waiting.items())
+    )
     for (op, path), ranks in [*alike.items()][:_MOST_TOLD]:
         waited_s = max(waiting[rank][1] for rank in ranks)
         if waited_s >= patience_s / _TIMES_LONGEST:

@@ -1,16 +1,13 @@
 """Where the first NaN or infinity came from finite values, and how it reached other ranks.
 
-On every rank the first value that holds one is looked for. Where a call made it (its inputs are
-finite, its output is not) that call is the origin; a rank that received it (in an input, out of a
-collective, in a reduced gradient) is a victim. Where nobody made one, it came in from outside: the
-first to hold it is told.
+On every rank the first value that holds one is looked for. The call that made it (finite inputs, an
+output that is not) is the origin; a rank that received it (in an input, a collective, a reduced
+gradient) is a victim. Where nobody made one it came from outside: the first to hold it is told.
 
--inf alone is how masks are written: it counts only in a slot that holds none elsewhere, and is a
-warning where no NaN and no +inf comes of it in that step. What collectives alone carry is a warning
-too, as long as no module, gradient or parameter has it: they pad with memory that nobody has
-written (the parts of ranks without a parameter in Muon), and carry infinity as the best loss so
-far. Gradients
-of a step that a GradScaler skipped are not looked at: overflow is how it finds its scale.
+-inf alone is how masks are written: it counts only in a slot that holds none elsewhere, as a
+warning where no NaN or +inf comes of it in that step. What collectives alone carry is a warning
+too: padding that nobody wrote (Muon), infinity as the best loss so far. Gradients of a step that a
+GradScaler skipped are not looked at: overflow is how it finds its scale.
 """
 
 from __future__ import annotations
@@ -22,7 +19,14 @@ import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.evidence.distances import sides
-from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, is_input, is_output
+from rankscope.diagnosis.evidence.stepview import (
+    Array,
+    SlotValues,
+    StepView,
+    grouped,
+    is_input,
+    is_output,
+)
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
@@ -34,7 +38,6 @@ _MADE: Final = 0
 _HOOKED: Final = 1
 """Its output is finite too; what its hooks made of it is not: they may have reduced it."""
 _CAUGHT: Final = 2
-"""The rank received it."""
 _NOT_MADE_HERE: Final = (
     "No module made it: look at the loss, at what was loaded, or at whatever else code outside of "
     "modules hands to this one."
@@ -44,12 +47,8 @@ _NOT_USED: Final = (
     "for the worst score so far, this is as it should be."
 )
 _GRADIENTS: Final = (Phase.BACKWARD, Phase.GRADS)
-
-
 _MASKS: Final = "-inf that masks"
 _CARRIED: Final = "what collectives alone carry"
-
-
 _First = tuple[int, SlotValues]
 """When a rank first had a value that is not finite, and which."""
 
@@ -68,17 +67,14 @@ def nonfinite_origins(step_view: JudgedStep) -> Iterator[Candidate]:
     first = _first_by_rank(spoiled)
     surest = min(_level(values) for _, values in first.values())
     origins = {rank: values for rank, (_, values) in first.items() if _level(values) == surest}
-    by_place: dict[int, list[int]] = {}
-    for rank, values in origins.items():
-        by_place.setdefault(id(values), []).append(rank)
+    by_place = grouped((id(values), rank) for rank, values in origins.items())
     caught = _caught(spoiled, first, origins)
     for ranks in by_place.values():
         yield _candidate(step_view, origins[ranks[0]], sorted(ranks), spoiled, caught, mild)
 
 
 def _mild(spoiled: list[tuple[SlotValues, Array]]) -> str:
-    """Return what is told once, as a warning, "" where something is spoiled: masks that some steps
-    have and others have not, or what collectives alone carry."""
+    """Return what is told as one warning: masks of some steps, or what collectives alone carry."""
     if not any((values.nonfinite > 0).any() for values, _ in spoiled):
         return _MASKS
     if all(values.call.phase is Phase.COLLECTIVE for values, _ in spoiled):
@@ -142,8 +138,8 @@ def _caught(
     first: dict[int, _First],
     origins: dict[int, SlotValues],
 ) -> list[str]:
-    """Return through what other ranks caught it: the collective, else the value they first have."""
-    found: dict[str, None] = {}
+    """Return the collective through which other ranks caught it, else the value they first have."""
+    ways: dict[str, None] = {}
     for values, places in spoiled:
         call = values.call
         if call.phase is Phase.COLLECTIVE and values.slot.startswith("output"):
@@ -156,13 +152,13 @@ def _caught(
             late = [rank for rank in values.ranks[places].tolist() if rank not in entered]
             if late and entered:
                 place = f"{call.path or '(root)'}:collective.{call.ordinal}"
-                found[f"{place} ({ranks_named(late)})"] = None
+                ways[f"{place} ({ranks_named(late)})"] = None
     others = [(time_ns, rank) for rank, (time_ns, _) in first.items() if rank not in origins]
-    if others and not found:
+    if others and not ways:
         _, rank = min(others)
         _, values = first[rank]
-        found[f"{values.name} ({ranks_named([rank])}, {values.call.phase.word})"] = None
-    return list(found)[:4]
+        ways[f"{values.name} ({ranks_named([rank])}, {values.call.phase.word})"] = None
+    return list(ways)[:4]
 
 
 def _candidate(

@@ -1,19 +1,14 @@
-"""What should move in an optimizer step did.
-
-A parameter should move where its gradient is not zero, the step was not skipped, and an optimizer
-holds it. It did not where its bytes are those it had before. Not told, because it is how training
-may be:
+"""What should move in an optimizer step did: the bytes of what an optimizer holds changed where the
+gradient is not zero and the step was not skipped. Left alone:
 
 * as many parameters as an optimizer says to step with a learning rate of 0;
-* a step in which nothing moved at all, while every parameter is held: a warm-up begins with a
-  learning rate of 0;
-* a gradient that is small beside those that moved something, by more than a factor of 1,000;
-* elements so large beside the step that it is less than half their spacing: norms' weights of 1 in
-  the first steps of a warm-up, or a bias of few elements, none of them small. How far the step
-  goes is told by the parameters that moved, in proportion to gradients (SGD) or alike (Adam),
-  whichever is less;
-* parameters of two bytes an element, where an update of less than half their spacing is lost,
-  unless a sibling's moved with a gradient of a quarter of the size, each beside its own elements.
+* a step in which nothing moved though all is held: a warm-up begins with a learning rate of 0;
+* a gradient smaller than those that moved something by a factor of more than 1,000;
+* elements so large that the step is less than half their spacing: norms' weights of 1 early in a
+  warm-up, or a bias of few elements. The step's size is told by the parameters that moved, in
+  proportion to gradients (SGD) or alike (Adam), whichever is less;
+* two-byte parameters, where such updates are lost, unless a sibling's moved with a gradient of a
+  quarter of the size, each beside its own elements.
 
 A gradient whose parameter no optimizer holds is a warning, and a fault where the optimizer holds
 parameters that no module owns: it was made before `fully_shard` replaced them.
@@ -33,6 +28,7 @@ from rankscope.diagnosis.evidence.stepview import (
     Array,
     SlotValues,
     StepView,
+    grouped,
     positions,
     root_of,
     sibling_path,
@@ -50,8 +46,7 @@ _HALF_SPACING: Final = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.
 """Of numbers of a dtype, beside the number: a smaller change may be lost."""
 _SMALL: Final = 1e-3
 _SURE: Final = 4.0
-"""A narrow parameter should move where its gradient is, beside its elements, this many times as
-large as that of a sibling that moved."""
+"""Times a sibling's gradient, beside its elements, with which a narrow parameter should move."""
 _FEW: Final = 5.0
 """With `_SURE`, twenty elements should have moved, where they are spread evenly."""
 _LEAST: Final = 1e-30
@@ -61,17 +56,15 @@ _STALE: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _JudgedUpdate:
     """One parameter in one optimizer step."""
 
     values: SlotValues
-    """After the step."""
     stayed: Array
     """Ranks with a gradient whose part is what it was."""
     moved: Array
     unheld: Array
-    """Ranks on which no optimizer holds it."""
     size: float
     """Root mean square of the gradient, the largest over the ranks on which it stayed."""
     moved_size: float
@@ -83,28 +76,29 @@ class _JudgedUpdate:
     distance: float
     """Root mean square of how far its elements went, by sketches, on ranks on which it moved."""
     lost: float
-    """Change that may be lost of every element, on every rank on which it stayed. Among elements of
-    both signs there are small ones, the more of them there are: of n, spread evenly up to the
-    largest, several lie below `_FEW` n-th parts of that."""
+    """Change that may be lost of every element, on every rank on which it stayed. Elements of both
+    signs spread evenly: of n, several lie below `_FEW` n-th parts of the largest."""
 
 
 def parameters_left(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every parameter that an optimizer step left as it was."""
     updates = list(_updates(step_view))
-    typical = _typical([u.moved_size for u in updates if len(u.moved)])
-    distance = _typical([u.distance for u in updates if len(u.moved)])
+    moved = [(u.moved_size, u.distance) for u in updates if len(u.moved)]
+    typical, distance = np.median(moved, axis=0).tolist() if moved else (math.inf, 0.0)
     siblings: dict[tuple[str, str], float] = {}
     for update in updates:
         sibling_key = _sibling_key(update.values)
         siblings[sibling_key] = min(siblings.get(sibling_key, math.inf), update.moved_pressure)
     is_stale = bool(_on_foreign_parameters(step_view))
     unheld: set[str] = set()
-    at_rest = sum(
-        len(update.stayed) > 0 and not len(update.unheld)
+    at_rest = [
+        update
         for update in updates
-        if _should_move(update, typical, distance, siblings)
-    )
-    is_meant = at_rest <= _with_rate_of_zero(step_view)
+        if len(update.stayed)
+        and not len(update.unheld)
+        and _should_move(update, typical, distance, siblings)
+    ]
+    is_meant = len(at_rest) <= _with_rate_of_zero(step_view)
     called = {root_of(call.path) for call in step_view.of(Phase.FORWARD, Phase.BACKWARD)}
     for update in updates:
         step_view.context.coverage.applied(update.values)
@@ -118,28 +112,18 @@ def parameters_left(step_view: JudgedStep) -> Iterator[Candidate]:
             severity = Severity.FAULT if is_stale else Severity.WARNING
             text = _STALE if is_stale else "has a gradient, but no optimizer holds it"
             yield _candidate(step_view, update, update.unheld, text, severity, once=once)
-        elif (
-            len(update.stayed)
-            and not is_meant
-            and _should_move(update, typical, distance, siblings)
-        ):
+        elif update in at_rest and not is_meant:
             text = "has a gradient and was not moved by the optimizer step"
             yield _candidate(step_view, update, update.stayed, text, Severity.FAULT)
 
 
 def _with_rate_of_zero(step_view: StepView) -> int:
-    """Return how many parameters the ranks step with a learning rate of 0."""
     notes = [each.note for each in step_view.notes if each.note.kind is NoteKind.RATE_OF_ZERO]
-    by_optimizer: dict[str, int] = {}
-    for note in notes:
-        name = str(note.fields["optimizer"])
-        count = int(note.fields["parameters"])
-        by_optimizer[name] = max(by_optimizer.get(name, 0), count)
-    return sum(by_optimizer.values())
+    counts = grouped((note.fields["optimizer"], int(note.fields["parameters"])) for note in notes)
+    return sum(map(max, counts.values()))
 
 
 def _on_foreign_parameters(step_view: StepView) -> list[RanksNote]:
-    """Return the notes on optimizers that hold parameters of no module."""
     return [each for each in step_view.notes if each.note.kind is NoteKind.FOREIGN_PARAMETERS]
 
 
@@ -147,17 +131,13 @@ def _sibling_key(values: SlotValues) -> tuple[str, str]:
     return sibling_path(values.call.path), values.slot
 
 
-def _typical(sizes: list[float]) -> float | None:
-    return float(np.median(sizes)) if sizes else None
-
-
 def _should_move(
     update: _JudgedUpdate,
-    typical: float | None,
-    distance: float | None,
+    typical: float,
+    distance: float,
     siblings: Mapping[tuple[str, str], float],
 ) -> bool:
-    if typical is None or distance is None or update.size < _SMALL * typical:
+    if update.size < _SMALL * typical:
         return False
     reach = distance * min(1.0, update.size / max(typical, _LEAST))
     if not reach >= _SURE * update.lost:  # a parameter that is NaN has no number to hold it to
@@ -168,28 +148,21 @@ def _should_move(
 
 
 def _updates(step_view: JudgedStep) -> Iterator[_JudgedUpdate]:
-    """Yield what became of every parameter that had a gradient."""
     incarnation = step_view.life
     gradients = {
-        (values.call.path, values.call.ordinal, values.slot[5:]): values
-        for values in step_view.values(Phase.GRADS)
-        if values.slot.startswith("grad:")
+        (values.parameter, values.call.ordinal): values for values in step_view.gradients()
     }
     if not gradients:
         return
     # what no optimizer holds is read when the step closes: its gradient came with an earlier event
-    last = {(key[0], key[2]): gradients[key] for key in sorted(gradients)}
+    last = {key[0]: gradients[key] for key in sorted(gradients)}
     latest = dict(incarnation.parameters)
-    for values in step_view.values(Phase.PARAMS):
-        if not values.slot.startswith("param:"):
-            continue
+    for values in step_view.parameters(Phase.PARAMS):
         key = (values.call.path, values.slot)
         before = latest.get(key)
         latest[key] = Latest(values.ranks, values.hashes, values.column("sketch"))
-        name = values.slot[6:]
-        gradient = gradients.get((values.call.path, values.call.ordinal, name))
-        if gradient is None:
-            gradient = last.get((values.call.path, name))
+        gradient = gradients.get((values.parameter, values.call.ordinal))
+        gradient = gradient or last.get(values.parameter)
         if before is None or gradient is None:
             continue
         update = _update(values, before, gradient)
@@ -235,14 +208,12 @@ def _update(values: SlotValues, before: Latest, gradient: SlotValues) -> _Judged
 
 
 def _largest(values: SlotValues, places: Array) -> Array:
-    """Return the largest absolute element on each rank."""
     found: Array = np.maximum(abs(values.column("min")[places]), abs(values.column("max")[places]))
     return found
 
 
 def _smallest(values: SlotValues, places: Array) -> Array:
-    """Return how large the smallest element is on each rank; where both signs occur, how large
-    some of them are at most."""
+    """How large the smallest element is; where both signs occur, how large some are at most."""
     low, high = values.column("min")[places], values.column("max")[places]
     share = _FEW * np.maximum(abs(low), abs(high)) / np.maximum(values.counts[places], 1)
     return np.asarray(np.where(low * high > 0, np.minimum(abs(low), abs(high)), share))
@@ -260,12 +231,12 @@ def _candidate(
         update.values,
         Kind.PARAMETER,
         ranks,
-        f"{text} ({ranks_named(ranks.tolist())})",
+        f"{text} ({ranks_named(ranks)})",
         severity=severity,
         once=once,
         evidence=lambda: {
             "gradient_rms": update.size,
-            "moved": ranks_text(update.moved.tolist()),
+            "moved": ranks_text(update.moved),
             "notes": [str(each) for each in _on_foreign_parameters(step_view)],
         },
         priority=-1,

@@ -32,22 +32,23 @@ def changed_recomputations(step_view: JudgedStep) -> Iterator[Candidate]:
             if call.phase is Phase.FORWARD and call.micro_batch == again.micro_batch
         ]
         for values in again.outputs:
-            held = [(call, call.slots[values.slot]) for call in firsts if values.slot in call.slots]
+            firsts_of = [
+                (call, call.slots[values.slot]) for call in firsts if values.slot in call.slots
+            ]
             answers = np.array(
-                [_compared(again, call, values, old) for call, old in held], np.int8
+                [_compared(again, call, values, old) for call, old in firsts_of], np.int8
             ).reshape(-1, len(values.ranks))
             is_compared = (answers >= 0).any(axis=0)
             if is_compared.any():
                 step_view.context.coverage.applied(values)
             wrong = np.flatnonzero(is_compared & ~(answers == 1).any(axis=0))
             if len(wrong):
-                _, first = held[int((answers[:, wrong[-1]] >= 0).argmax())]
+                _, first = firsts_of[int((answers[:, wrong[-1]] >= 0).argmax())]
                 yield _candidate(step_view, values, first, values.ranks[wrong])
 
 
 def _compared(again: CallView, call: CallView, values: SlotValues, old: SlotValues) -> Array:
-    """Say for every rank of an output whether a call had the same: 1 where it did, 0 where not, -1
-    where that is not known, or its inputs were others."""
+    """Return for every rank what `_alike` does, and -1 where the inputs were others."""
     has_inputs = np.ones(len(values.ranks), bool)
     for given in again.inputs:
         if given.slot in call.slots:
@@ -57,8 +58,7 @@ def _compared(again: CallView, call: CallView, values: SlotValues, old: SlotValu
 
 @np.errstate(invalid="ignore", over="ignore")
 def _alike(values: SlotValues, old: SlotValues, ranks: Array) -> Array:
-    """Say for every rank whether two values are the same within rounding; -1 where one of them is
-    not known."""
+    """Return for every rank 1: alike within rounding, 0: not, -1: one is not known."""
     at, there = values.at(ranks), old.at(ranks)
     is_known = (at >= 0) & (there >= 0) & values.is_known[at] & old.is_known[there]
     between = values.column("sketch")[at] - old.column("sketch")[there]
@@ -86,8 +86,7 @@ def _candidate(
         values,
         Kind.RECOMPUTE,
         wrong,
-        f"{ranks_named(wrong.tolist())} recomputed another value than forward had, from the same "
-        f"inputs",
+        f"{ranks_named(wrong)} recomputed another value than forward had, from the same inputs",
         evidence=lambda: {
             "values": [numbers(value, rank) for rank in few for value in (first, values)]
         },

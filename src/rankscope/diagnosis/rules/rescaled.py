@@ -1,12 +1,11 @@
-"""Shards of one tensor that each rank scaled by a factor of its own before the optimizer's step.
-
-Clipping by the norm of what one rank holds does that: `torch.nn.utils.clip_grad_norm_` on FSDP1, or
-on local tensors of DTensors. What backward left and what the optimizer takes are multiples of each
-other on every rank, with one factor for all gradients of the rank, and with another on the next.
+"""Shards of one tensor that each rank scaled by a factor of its own before the optimizer's step, as
+clipping by the norm of one rank's shards does (`torch.nn.utils.clip_grad_norm_` on FSDP1 or on
+local tensors of DTensors): what backward left and what the optimizer takes are multiples, with one
+factor for all gradients of a rank and another on the next.
 
 Left alone: one factor on all ranks (the norm of all shards, a GradScaler), factors that differ
-between the gradients of a rank (clipping by layers), anything that is no multiple (noise, masks,
-clipping of single elements), and gradients that are whole on each rank: those are replicas.
+between gradients of a rank (clipping by layers), no multiples (noise, masks, clipping of elements),
+and gradients that are whole on each rank: those are replicas.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ def rescaled_shards(step_view: JudgedStep) -> Iterator[Candidate]:
 
 
 def _do_replicas_tell(step_view: JudgedStep, ranks: Array) -> bool:
-    """True where gradients that these ranks hold whole differ: that is named by itself, and may
-    tell which of the ranks it is."""
+    """Replicas that differ on these ranks are named by themselves, and may tell the rank."""
     for values in step_view.values(Phase.GRADS):
         same = step_view.context.layouts.same(values)
         for group in same.groups if same is not None else ():
@@ -70,14 +68,13 @@ def _do_replicas_tell(step_view: JudgedStep, ranks: Array) -> bool:
 
 
 def _runs(event: Sequence[TakenGradient]) -> list[Array]:
-    """Return the ranks over which FSDP1 keeps parameters in runs, as marks say: a rank may hold
-    nothing of a parameter, and then no mark is read off its gradient."""
-    found: dict[tuple[int, ...], None] = {}
+    """Return the ranks over which FSDP1 keeps runs: no mark shows for a rank that holds nothing."""
+    runs: dict[tuple[int, ...], None] = {}
     for gradient in event:
         for view in gradient.values.views:
             if gradient.values.source != "dtensor" and FSDP1_AXIS in view.placements:
-                found.update(dict.fromkeys(tuple(sorted(mesh.ranks)) for mesh in view.meshes))
-    return [np.array(ranks, np.int64) for ranks in found]
+                runs.update(dict.fromkeys(tuple(sorted(mesh.ranks)) for mesh in view.meshes))
+    return [np.array(ranks, np.int64) for ranks in runs]
 
 
 def _sharing(gradient: TakenGradient, runs: Sequence[Array], *, is_fsdp1: bool) -> Iterator[Array]:
@@ -104,8 +101,7 @@ def _allowed(gradients: Sequence[TakenGradient]) -> float:
 
 
 def _factors(gradients: Sequence[TakenGradient], ranks: Array) -> Array | None:
-    """Return [ranks] by what each scaled all that it holds; None where there is no such factor, or
-    it is not known."""
+    """Return [ranks] by what each scaled all that it holds; None where there is no such factor."""
     if len(gradients) == 1 and gradients[0].values.slot != _FLAT_SLOT:
         return None
     ratios = np.stack([_ratios(each.values, each.passes[-1], ranks) for each in gradients])
@@ -119,8 +115,7 @@ def _factors(gradients: Sequence[TakenGradient], ranks: Array) -> Array | None:
 
 @np.errstate(invalid="ignore", over="ignore", divide="ignore")
 def _ratios(taken: SlotValues, left: SlotValues, ranks: Array) -> Array:
-    """Return [ranks] by what one value was multiplied to give another: NaN where a rank has nothing
-    of it, inf where it is no multiple, or not a positive one, or not known."""
+    """Return [ranks] factors: NaN where a rank has nothing, inf for no positive multiple."""
     at, before = taken.at(ranks), left.at(ranks)
     norm, size = taken.column("l2")[at], left.column("l2")[before]
     ratios = norm / size
@@ -144,8 +139,7 @@ def _candidate(
 ) -> Candidate:
     first = next((g.values for g in gradients if (g.values.at(ranks) >= 0).all()), None)
     first = first or gradients[0].values
-    for gradient in gradients:
-        step_view.context.coverage.applied(gradient.values)
+    step_view.context.coverage.applied(*(gradient.values for gradient in gradients))
     norms = np.sqrt(sum(each.values.column("l2")[each.values.at(ranks)] ** 2 for each in gradients))
     by_rank = {int(rank): float(factor) for rank, factor in zip(ranks, factors)}
     listed = ", ".join(f"rank {rank}: {factor:.6g}" for rank, factor in list(by_rank.items())[:4])
@@ -154,7 +148,7 @@ def _candidate(
         first,
         Kind.SCALE,
         ranks,
-        f"between backward and the optimizer's step {ranks_named(ranks.tolist())} scaled their "
+        f"between backward and the optimizer's step {ranks_named(ranks)} scaled their "
         f"shards of this and {len(gradients) - 1} other gradients by factors of their own "
         f"({listed}{more}), as clipping by the norm of one rank's shards does",
         advice=_ADVICE,

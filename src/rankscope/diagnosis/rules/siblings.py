@@ -1,13 +1,10 @@
 """What all sibling modules do, one module does too: replicated activations nobody declared.
 
-Under hand-written parallelism nothing says that the output of a row-parallel layer is the same on
-all ranks. But where ranks were handed the same root inputs, an output that agrees bit by bit on
-them in `layers.1.attn.o_proj`, though its inputs or its weights differ there, is replicated by a
-reduction. Then `layers.*.attn.o_proj` should be, and one that is not has lost its reduction.
-
-Of an output that agrees by itself (same inputs, same weights) the same is said only where at least
-two siblings agree and one does not: random numbers of their own on each rank look alike. Constants
-prove nothing.
+Ranks had the same root inputs. An output of `layers.1.attn.o_proj` that agrees bit by bit on them,
+though its inputs or weights differ, is replicated by a reduction; so one of `layers.*.attn.o_proj`
+that is not has lost its reduction. Of an output that agrees by itself (same inputs, same weights)
+this is said only where two siblings or more agree and one does not: random numbers of their own
+look alike. Constants prove nothing.
 """
 
 from __future__ import annotations
@@ -18,9 +15,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
-from rankscope.diagnosis.evidence.distances import sides, sides_text
+from rankscope.diagnosis.evidence.distances import is_within_rounding, sides, sides_text
 from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, sibling_path
-from rankscope.diagnosis.rules.equality import is_within_rounding
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
@@ -51,7 +47,7 @@ def lost_reductions(step_view: JudgedStep) -> Iterator[Candidate]:
 
 def _families(step_view: JudgedStep, groups: Array) -> Iterable[list[_Sibling]]:
     sharded = step_view.life.replicas.sharded_paths
-    found: dict[tuple[Any, ...], list[_Sibling]] = {}
+    families: dict[tuple[Any, ...], list[_Sibling]] = {}
     for call in step_view.of(Phase.FORWARD, Phase.BACKWARD):
         outputs = [h for h in call.outputs if not _is_described(step_view, h) and not h.is_constant]
         if not outputs:
@@ -67,8 +63,8 @@ def _families(step_view: JudgedStep, groups: Array) -> Iterable[list[_Sibling]]:
             )  # fmt: skip
             by_itself = (inputs != 0) & (not is_cut)
             sibling = _Sibling(values, values.agreements(groups), inputs, by_itself)
-            found.setdefault(key, []).append(sibling)
-    return found.values()
+            families.setdefault(key, []).append(sibling)
+    return families.values()
 
 
 def _is_described(step_view: JudgedStep, values: SlotValues) -> bool:
@@ -82,26 +78,23 @@ def _inputs_agree(call: CallView, groups: Array) -> Array:
 
 def _meshes_inside(call: CallView) -> frozenset[str]:
     """Return the meshes of DTensors inside a call: siblings on other meshes do otherwise."""
-    found: set[str] = set()
+    meshes: set[str] = set()
     waiting = [call]
     while waiting:
         each = waiting.pop()
         waiting.extend(each.children)
         dtensors = (values for values in each.slots.values() if values.source == "dtensor")
-        found.update(view.mesh_name for values in dtensors for view in values.views)
-    return frozenset(found)
+        meshes.update(view.mesh_name for values in dtensors for view in values.views)
+    return frozenset(meshes)
 
 
 def _judged(step_view: JudgedStep, family: list[_Sibling], groups: Array) -> Iterator[Candidate]:
-    members = [sibling.values for sibling in family]
-    agrees = np.stack([sibling.agrees for sibling in family])
-    inputs = np.stack([sibling.inputs_agree for sibling in family])
-    by_itself = np.stack([sibling.is_by_itself for sibling in family])
+    members, *rows_of = zip(*family)
+    agrees, inputs, by_itself = map(np.stack, rows_of)
     if not (agrees == 1).any():
         return
-    for values in members:
-        step_view.context.coverage.applied(values)
-    found: dict[int, list[tuple[Array, list[str]]]] = {}
+    step_view.context.coverage.applied(*members)
+    lost_by_row: dict[int, list[tuple[Array, list[str]]]] = {}
     for column in np.flatnonzero((agrees == 1).any(0) & (agrees == 0).any(0)).tolist():
         for like in (1, 0, -1):
             rows = np.flatnonzero(inputs[:, column] == like)
@@ -113,14 +106,13 @@ def _judged(step_view: JudgedStep, family: list[_Sibling], groups: Array) -> Ite
             for row in lost.tolist():
                 if not is_within_rounding(members[row], [group]):
                     paths = [members[other].call.path for other in agreeing.tolist()]
-                    found.setdefault(row, []).append((group, paths))
-    for row, lost_on in found.items():
+                    lost_by_row.setdefault(row, []).append((group, paths))
+    for row, lost_on in lost_by_row.items():
         apart = [group for group, _ in lost_on]
         yield _candidate(step_view, members[row], apart, lost_on[0][1])
 
 
 def _is_telling(agreeing: Array, lost: Array, is_by_itself: bool) -> bool:
-    """True where those that agree show that the others should."""
     if not len(agreeing) or not len(lost):
         return False
     if is_by_itself:
@@ -132,12 +124,12 @@ def _candidate(
     step_view: JudgedStep, values: SlotValues, groups: list[Array], paths: list[str]
 ) -> Candidate:
     ranks = np.unique(np.concatenate(groups))
-    texts = [ranks_text(group.tolist()) for group in groups]
+    texts = [ranks_text(group) for group in groups]
     return step_view.candidate(
         values,
         Kind.REPLICA,
         ranks,
-        f"{ranks_named(ranks.tolist())} hold different values"
+        f"{ranks_named(ranks)} hold different values"
         f"{' within their groups' if len(groups) > 1 else ''}, though in {paths[0]} they hold "
         f"the same ({sides_text(values, groups[0])})",
         evidence=lambda: {

@@ -1,9 +1,8 @@
 """What a pipeline stage computes on in a micro-batch is what the stage before it sent for it.
 
-Which root output feeds which root input is read off their hashes: an input that is bitwise an
-output of another rank in the same step came from there. Most inputs of a stage then belong to its
-own micro-batch (or all to the one before, where a stage made one call more); one that belongs to
-another, or to none, is a fault.
+A root input that is bitwise a root output of another rank in the step came from there. Most inputs
+of a stage belong to its own micro-batch (or all to the one before, where a stage made one call
+more); one that belongs to another, or to none, is a fault.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.evidence.distances import rounding_of
 from rankscope.diagnosis.evidence.replicas import RootPlace
-from rankscope.diagnosis.evidence.stepview import SlotValues, StepView, is_input, is_output
+from rankscope.diagnosis.evidence.stepview import SlotValues, StepView, grouped, is_input, is_output
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
 
@@ -33,10 +32,8 @@ class StageLink:
 
     sender: int
     receiver: int
-    sent: dict[int, tuple[SlotValues, int]]
-    """{micro-batch: value and its hash} on the sender."""
-    taken: dict[int, tuple[SlotValues, int]]
-    """The same on the receiver."""
+    sent: _Values
+    taken: _Values
 
 
 def stage_edges(step_view: StepView) -> list[StageLink]:
@@ -49,11 +46,8 @@ def stage_edges(step_view: StepView) -> list[StageLink]:
 
 
 def note_stages(step_view: JudgedStep) -> None:
-    """Keep which root feeds which in one step, so that these are not taken for replicas.
-
-    Several ranks may have made the same output (tensor-parallel ones): all of them feed. Of
-    integers nothing is kept: token ids that one rank made may be another's batch by chance.
-    """
+    """Keep which root feeds which, so that these are not taken for replicas: of ranks that made the
+    same output all. Integers do not count: equal token ids may be another batch by chance."""
     replicas = step_view.life.replicas
     feeds: set[tuple[RootPlace, RootPlace]] = set()
     for phase in (Phase.FORWARD, Phase.BACKWARD):
@@ -70,21 +64,16 @@ def note_stages(step_view: JudgedStep) -> None:
 def _fits(
     step_view: StepView, phase: Phase
 ) -> Iterator[tuple[_Place, _Values, Counter[_Place], dict[_Place, _Values]]]:
-    """Yield every input of a root that other ranks made, in how many micro-batches which output of
-    theirs is it, and all outputs."""
+    """Yield root inputs made elsewhere, votes of micro-batches for each output, and all outputs."""
     outputs = _by_place(step_view, phase, is_output)
-    makers: dict[int, set[_Place]] = {}
-    for place, values in outputs.items():
-        for _, number in values.values():
-            makers.setdefault(number, set()).add(place)
-    own = {
-        (rank, number) for (_, _, rank), values in outputs.items() for _, number in values.values()
-    }
+    made = ((number, place) for place, own in outputs.items() for _, number in own.values())
+    makers = {number: set(places) for number, places in grouped(made).items()}
     for place, values in _by_place(step_view, phase, is_input).items():
         votes: Counter[_Place] = Counter()
         for _, number in values.values():
-            if (place[2], number) not in own:
-                votes.update(p for p in makers.get(number, ()) if p[2] != place[2])
+            places = makers.get(number, set())
+            if all(maker[2] != place[2] for maker in places):
+                votes.update(places)
         if votes:
             yield place, values, votes, outputs
 
@@ -92,7 +81,7 @@ def _fits(
 def _by_place(
     step_view: StepView, phase: Phase, is_asked: Callable[[str, Phase], bool]
 ) -> dict[_Place, _Values]:
-    found: dict[_Place, _Values] = {}
+    places: dict[_Place, _Values] = {}
     for call in step_view.of(phase):
         if call.parent is not None or call.micro_batch is None:
             continue
@@ -104,8 +93,8 @@ def _by_place(
             ):
                 if known:
                     place = (call.path, values.slot, rank)
-                    found.setdefault(place, {})[call.micro_batch] = (values, number)
-    return found
+                    places.setdefault(place, {})[call.micro_batch] = (values, number)
+    return places
 
 
 def mixed_up_micro_batches(step_view: JudgedStep) -> Iterator[Candidate]:

@@ -1,20 +1,15 @@
 """What parameters hold when training begins: shards that are equal, and memory that nobody filled.
 
-**Equal shards.** The shards of a DTensor are different parts of one tensor. Where the ranks along a
-`Shard` axis hold bitwise the same at setup, every rank drew the same random numbers for its own
-part, or loaded the same part of a file. Constants prove nothing, and nor do parameters that repeat
-a pattern on purpose: decay tables that every channel shares, experts that begin as copies of one.
-So equal shards are a fault where the numbers look as if drawn at random (their mean is zero within
-the error of a sample), or where most parameters that are cut along the axis are so. Experts stacked
-in one parameter of three dims or more are a warning, unless a parameter of fewer dims shows the
-same.
+**Equal shards.** Ranks along a `Shard` axis that hold bitwise the same at setup drew the same
+random numbers, or loaded the same part of a file. Constants prove nothing, nor do patterns repeated
+on purpose: decay tables of channels, experts that begin as copies. So it is a fault where numbers
+look random (mean zero within the error of a sample), or most parameters cut along the axis are
+equal. Stacked experts (three dims or more) are a warning, unless one of fewer dims shows the same.
 
 **Uninitialised parameters**: `to_empty` without `reset_parameters`. Fresh memory is zero, recycled
-memory holds whatever was there. What siblings hold (`layers.*`) says what a parameter should look
-like: one of another order of magnitude by a factor of a million is garbage, and one that is zero
-through and through while theirs are random is a fault where its whole layer is zero, norms and all.
-Else it may be zero on purpose: a warning, and not even that for the last sibling or where several
-are zero.
+memory is anything. Siblings (`layers.*`) say what a parameter should look like: a millionfold other
+magnitude is garbage; one of zeros beside random siblings is a fault where its whole layer is zero,
+norms and all, else a warning, and nothing for the last sibling or where several are zero.
 """
 
 from __future__ import annotations
@@ -27,13 +22,12 @@ import numpy as np
 from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.evidence.distances import sides, sides_text
 from rankscope.diagnosis.evidence.replicas import sorted_lines
-from rankscope.diagnosis.evidence.stepview import Array, SlotValues, layer_of, sibling_path
+from rankscope.diagnosis.evidence.stepview import Array, SlotValues, grouped, layer_of, sibling_path
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
 
 # ---- shards that are equal -----------------------------------------------------------------------
-
 
 _FEWEST_ELEMENTS: Final = 8
 """Of a shard: fewer may be equal by chance."""
@@ -53,8 +47,8 @@ def equal_shards(step_view: JudgedStep) -> Iterator[Candidate]:
     if not step_view.is_setup:
         return
     cut: dict[tuple[str, str], list[tuple[SlotValues, list[Array]]]] = {}
-    for values in step_view.values(Phase.SETUP):
-        if not values.slot.startswith("param:") or values.source != "dtensor" or values.is_constant:
+    for values in step_view.parameters(Phase.SETUP):
+        if values.source != "dtensor" or values.is_constant:
             continue
         for axis, lines in _shard_lines(values).items():
             judged = [(line, values.agree(line)) for line in lines]
@@ -76,7 +70,6 @@ def equal_shards(step_view: JudgedStep) -> Iterator[Candidate]:
 
 
 def _shard_lines(values: SlotValues) -> dict[str, list[Array]]:
-    """Return {axis: its lines of ranks} of the mesh axes that cut a parameter."""
     view = values.views[0]
     return {
         axis: [line for mesh in view.meshes for line in sorted_lines(mesh, [axis]) if len(line) > 1]
@@ -99,20 +92,19 @@ def _equal_candidate(
         values,
         Kind.DUPLICATE,
         ranks,
-        f"{ranks_named(ranks.tolist())} hold different parts of it (along axis {axis!r}), and yet "
+        f"{ranks_named(ranks)} hold different parts of it (along axis {axis!r}), and yet "
         f"the same values ({sides_text(values, ranks)})",
         advice=_EQUAL_ADVICE,
         severity=Severity.WARNING if is_stacked else Severity.FAULT,
         evidence=lambda: {
             "axis": axis,
-            "same_on": [ranks_text(line.tolist()) for line in lines[:8]],
+            "same_on": [ranks_text(line) for line in lines[:8]],
             "values": sides(values, ranks),
         },
     )
 
 
 # ---- parameters that nobody initialised ----------------------------------------------------------
-
 
 _FEWEST: Final = 2
 """Siblings that have to agree on what a parameter looks like."""
@@ -126,19 +118,14 @@ _ADVICE: Final = (
 
 
 def uninitialised_parameters(step_view: JudgedStep) -> Iterator[Candidate]:
-    """Yield a candidate for every parameter at setup that is empty, or garbage beside its
-    siblings.
-    """
+    """Yield a candidate for every parameter at setup that is zero, or garbage beside siblings."""
     if not step_view.is_setup:
         return
-    families: dict[tuple[str, str, str], list[SlotValues]] = {}
-    instances: dict[str, list[SlotValues]] = {}
-    for values in step_view.values(Phase.SETUP):
-        path = values.call.path
-        if values.slot.startswith("param:") and values.has_elements.any():
-            key = (sibling_path(path), values.call.node.class_name, values.slot)
-            families.setdefault(key, []).append(values)
-            instances.setdefault(layer_of(path) or path, []).append(values)
+    filled = [values for values in step_view.parameters(Phase.SETUP) if values.has_elements.any()]
+    instances = grouped((layer_of(h.call.path) or h.call.path, h) for h in filled)
+    families = grouped(
+        ((sibling_path(h.call.path), h.call.node.class_name, h.slot), h) for h in filled
+    )
     for family in families.values():
         if len(family) > _FEWEST:
             yield from _judged_family(step_view, family, instances)
@@ -167,19 +154,17 @@ def _judged_family(
         if values is family[-1] or not (is_whole or is_alone):
             continue
         severity = Severity.FAULT if is_whole else Severity.WARNING
-        yield _empty_candidate(
-            step_view, values, values.ranks[values.has_elements], usual, severity
-        )
+        ranks = values.ranks[values.has_elements]
+        yield _empty_candidate(step_view, values, ranks, usual, severity)
 
 
 def _sizes(values: SlotValues) -> Array:
-    """Return the root mean square of the elements on every rank."""
     found: Array = values.column("l2") / np.sqrt(np.maximum(values.counts, 1))
     return found
 
 
 def _size(values: SlotValues) -> float:
-    """Return the largest of them; not 0 where a rank holds what is not finite."""
+    """Return the largest of `_sizes`; inf where a rank holds what is not finite."""
     if not values.is_finite(values.ranks):
         return float("inf")
     return float(_sizes(values)[values.has_elements].max())
@@ -193,7 +178,7 @@ def _empty_candidate(
         values,
         Kind.SCALE,
         ranks,
-        f"{what} on {ranks_named(ranks.tolist())}, while the same parameter of its siblings has a "
+        f"{what} on {ranks_named(ranks)}, while the same parameter of its siblings has a "
         f"root mean square of {usual:.3g} ({sides_text(values, ranks)})",
         advice=_ADVICE,
         severity=severity,

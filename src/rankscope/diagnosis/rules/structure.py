@@ -1,12 +1,12 @@
 """Calls, dtypes, shapes and placements are the same on ranks that do the same.
 
-* dtype: one value has one dtype on all ranks that hold it. Not looked at: what a module with
-  different children on different ranks is handed and hands out (stages of a pipeline).
+* dtype: one value has one on all ranks, but for what a module with different children on different
+  ranks is handed and hands out (stages of a pipeline).
 * placement, global shape: what DTensors of one mesh say of one value.
-* calls: ranks that were handed the same root inputs call the same modules, where all of them own
-  the module. Sibling modules of which each rank calls others (experts) are left alone.
-* layers of a pipeline: of those with numbers no stage runs one that the stage before it runs too,
-  where it begins further back than that one. Layers whose gradients are shared are left alone.
+* calls: ranks with the same root inputs call the same modules, where all of them own them. Siblings
+  of which each rank calls others (experts) are left alone.
+* layers of a pipeline: no stage runs a numbered one that the stage before it runs too, where that
+  begins further back. Layers whose gradients are shared are left alone.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rankscope.diagnosis.evidence.stepview import (
     CallView,
     SlotValues,
     StepView,
+    grouped,
     is_input,
     is_output,
     layer_of,
@@ -72,8 +73,7 @@ def different_kinds(step_view: JudgedStep) -> Iterator[Candidate]:
 
 
 def _of_one_part(values: SlotValues, replicas: InferredReplicas) -> list[SlotView]:
-    """Return what ranks hold that compute the same part of a model: stages of a pipeline may hold
-    different things."""
+    """Return the entries of ranks with one part of a model: stages may hold different things."""
     views = [view for view in values.views if view.dtype != "python"]
     for part in replicas.by_part(values.ranks, fewest=1):
         own = [view for view in views if np.isin(part, view.ranks).any()]
@@ -83,7 +83,6 @@ def _of_one_part(values: SlotValues, replicas: InferredReplicas) -> list[SlotVie
 
 
 def _layout_text(view: SlotView) -> str:
-    """Return everything of a layout in which ranks may differ: `tp=Shard(0) on mesh tp=2`."""
     if not view.placements:
         return f"layout {view.source.value}"
     placed = " ".join(f"{axis}={placement}" for axis, placement in view.placements.items())
@@ -102,7 +101,6 @@ def _is_stage(values: SlotValues) -> bool:
 
 
 def _is_one_mesh(views: list[SlotView]) -> bool:
-    """True where ranks of one mesh are among those that disagree."""
     meshes = [set(mesh.ranks) for view in views for mesh in view.meshes]
     return (
         any(sum(not mesh.isdisjoint(view.ranks) for view in views) > 1 for mesh in meshes)
@@ -140,8 +138,7 @@ def _candidate(
 def _outvoted(
     step_view: StepView, values: SlotValues, ranks: Array, keys: Array, kind: Kind
 ) -> Array:
-    """Return the ranks that hold what the sibling modules do not; all of them where siblings do not
-    tell."""
+    """Return the ranks that hold what sibling modules do not; all where these do not tell."""
     if kind is not Kind.DTYPE:
         return ranks
     call, family = values.call, sibling_path(values.call.path)
@@ -170,11 +167,8 @@ def different_calls(step_view: JudgedStep) -> Iterator[Candidate]:
     """Yield a candidate for every module that some of the ranks with the same data did not call."""
     groups = step_view.same_inputs
     owners = step_view.life.replicas.owners
-    families: dict[tuple[int, str, Phase], list[CallView]] = {}
-    for call in step_view.of(Phase.FORWARD):
-        if call.parent is not None:
-            key = (id(call.parent), sibling_path(call.path), call.phase)
-            families.setdefault(key, []).append(call)
+    inside = (call for call in step_view.of(Phase.FORWARD) if call.parent is not None)
+    families = grouped(((id(call.parent), sibling_path(call.path)), call) for call in inside)
     for calls in families.values():
         for group in groups:
             absent = [(call, _missing(call, group, owners)) for call in calls]
@@ -185,8 +179,7 @@ def different_calls(step_view: JudgedStep) -> Iterator[Candidate]:
 
 
 def _missing(call: CallView, group: Array, owners: Mapping[str, Array]) -> Array:
-    """Return the ranks of a group that made the call around this one, own the module and did not
-    call it; none where nobody of the group did."""
+    """Return the ranks of a group that own the module and skipped it while others called it."""
     parent = call.parent
     assert parent is not None  # roots are no families
     around = group[np.isin(group, parent.ranks)]
@@ -208,14 +201,9 @@ def _uncalled(step_view: StepView, call: CallView, group: Array, absent: Array) 
         Kind.STRUCTURE,
         "",
         absent if len(present) >= len(absent) else present,
-        present,
-        call.times(present),
-        f"{ranks_named(absent.tolist())} did not call it, {ranks_named(present.tolist())} with the "
-        f"same data did",
-        evidence=lambda: {
-            "called": ranks_text(present.tolist()),
-            "not_called": ranks_text(absent.tolist()),
-        },
+        f"{ranks_named(absent)} did not call it, {ranks_named(present)} with the same data did",
+        members=present,
+        evidence=lambda: {"called": ranks_text(present), "not_called": ranks_text(absent)},
     )
 
 
@@ -244,24 +232,22 @@ def _family_and_number(layer: str) -> tuple[str, int]:
 
 
 def _layers_by_rank(step_view: JudgedStep) -> dict[int, dict[str, CallView]]:
-    """Return {rank: {path of a layer with a number: its first call}} of the layers with parameters,
-    but for those that run more than once in a micro-batch: weights that are shared on purpose."""
+    """Return {rank: {layer with parameters and a number: its first call}}; those that run more than
+    once in a micro-batch share weights on purpose."""
     owned = {layer_of(path) for path in step_view.life.replicas.owners}
     calls = [(call, layer_of(call.path)) for call in step_view.of(Phase.FORWARD)]
     repeated = {layer for call, layer in calls if call.ordinal and call.path == layer}
-    found: dict[int, dict[str, CallView]] = {}
+    layers: dict[int, dict[str, CallView]] = {}
     for call, layer in calls:
         if layer and layer in owned and layer not in repeated:
             for rank in call.ranks.tolist():
-                found.setdefault(rank, {}).setdefault(layer, call)
-    return found
+                layers.setdefault(rank, {}).setdefault(layer, call)
+    return layers
 
 
 def _run_by_both(first: Collection[str], second: Collection[str]) -> Iterator[str]:
-    """Yield the layers that stand at the end of one stage and at the begin of the one behind it.
-
-    Two models of which one feeds the other both begin with their own layer 0.
-    """
+    """Yield layers at the end of one stage and the begin of the next. Two models, of which one
+    feeds the other, both begin with a layer 0."""
     own, others = _numbers_by_family(first), _numbers_by_family(second)
     for layer in {*first} & {*second}:
         family, _ = _family_and_number(layer)
@@ -271,16 +257,14 @@ def _run_by_both(first: Collection[str], second: Collection[str]) -> Iterator[st
 
 
 def _numbers_by_family(layers: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Return {family: lowest and highest number of its layers}."""
-    found: dict[str, tuple[int, int]] = {}
+    spans: dict[str, tuple[int, int]] = {}
     for family, number in map(_family_and_number, layers):
-        low, high = found.get(family, (number, number))
-        found[family] = min(low, number), max(high, number)
-    return found
+        low, high = spans.get(family, (number, number))
+        spans[family] = min(low, number), max(high, number)
+    return spans
 
 
 def _is_shared(step_view: StepView, layer: str, ranks: Array) -> bool:
-    """True where both ranks step with one gradient of it, or its parameters stay the same."""
     inside = f"{layer}."
     for phase in (Phase.GRADS, Phase.PARAMS):
         agrees = [
@@ -296,19 +280,17 @@ def _is_shared(step_view: StepView, layer: str, ranks: Array) -> bool:
 
 
 def _run_twice(step_view: StepView, call: CallView, layer: str, ranks: list[int]) -> Candidate:
-    members = call.ranks[np.isin(call.ranks, ranks)]
     return candidate_at(
         step_view,
         call,
         Kind.STRUCTURE,
         "",
         ranks,
-        members,
-        call.times(members),
         f"{layer} runs on {ranks_named(ranks)}, of which one stage feeds the other: the model "
         f"runs it twice",
         advice="Look at how the layers are split into stages: the end of one range is the begin of "
         "the next, and counts for one of them alone. A layer that stages share on purpose has to "
         "have its gradients summed over them.",
+        members=call.ranks[np.isin(call.ranks, ranks)],
         evidence=lambda: {"stages": ranks_text(ranks)},
     )

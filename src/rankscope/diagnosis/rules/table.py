@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Set
+from dataclasses import dataclass
 from typing import Final
 
-from rankscope.diagnosis.context import StepRule
+from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.evidence.recorded import Evidence
 from rankscope.diagnosis.rules.accumulation import carried_gradients, lost_micro_batches
 from rankscope.diagnosis.rules.batches import duplicate_batches, other_batches
@@ -27,94 +29,57 @@ from rankscope.diagnosis.rules.weights import lost_ties, other_weights
 
 __all__ = ["STEP_RULES"]
 
-_SETUP, _FORWARD = Evidence.SETUP, Evidence.FORWARD
+
+@dataclass(frozen=True, slots=True)
+class StepRule:
+    """A function of a step, asked only where the trace holds what it needs."""
+
+    judge: Callable[[JudgedStep], Iterable[Candidate]]
+    asks: str
+    """What is not judged where something lacks: a noun phrase."""
+    needs: Set[Evidence] = frozenset()
+
+    def __call__(self, step_view: JudgedStep) -> Iterator[Candidate]:
+        """Yield what is wrong in a step; nothing where the trace lacks what the rule needs."""
+        lacking = frozenset(self.needs - step_view.evidence)
+        if lacking:
+            step_view.context.coverage.not_asked(self.asks, lacking)
+            return
+        yield from self.judge(step_view)
+
+
+_SETUP, _FORWARD, _ROOTS = Evidence.SETUP, Evidence.FORWARD, Evidence.ROOTS
 _GRADS, _PARAMS, _PASSES = Evidence.GRADS, Evidence.PARAMS, Evidence.ACCUMULATED
-_COLLECTIVES, _ROOTS = Evidence.COLLECTIVE, Evidence.ROOTS
-
-
-def _needs(*evidence: Evidence) -> frozenset[Evidence]:
-    return frozenset(evidence)
-
+_COLLECTIVES, _RECOMPUTE = Evidence.COLLECTIVE, Evidence.RECOMPUTE
 
 STEP_RULES: Final[tuple[StepRule, ...]] = (
-    StepRule(judge=nonfinite_origins, asks="NaN and infinity"),
+    StepRule(nonfinite_origins, "NaN and infinity"),
+    StepRule(uninitialised_parameters, "parameters that nobody initialised", {_SETUP}),
+    StepRule(equal_shards, "shards that begin equal", {_SETUP}),
+    StepRule(carried_gradients, "gradients left over from the step before", {_GRADS}),
+    StepRule(unequal_replicas, "replicas"),
+    StepRule(lost_ties, "lost ties", {_SETUP, _GRADS}),
+    StepRule(other_weights, "weights that begin unlike", {_SETUP, _FORWARD, _GRADS, _PARAMS}),
+    StepRule(lost_reductions, "outputs that siblings replicate", {_FORWARD, _ROOTS}),
+    StepRule(different_kinds, "dtypes, shapes and placements over ranks"),
+    StepRule(different_calls, "modules that some ranks do not call", {_SETUP, _FORWARD, _ROOTS}),
+    StepRule(layers_of_two_stages, "layers that two stages run", {_SETUP, _FORWARD, _ROOTS}),
+    StepRule(mismatched_collectives, "collectives", {_COLLECTIVES}),
+    StepRule(wrong_exchanges, "what collectives exchange", {_COLLECTIVES}),
+    StepRule(mixed_up_micro_batches, "micro-batches of stages", {_FORWARD, _ROOTS}),
+    StepRule(changed_recomputations, "recomputations", {_FORWARD, _RECOMPUTE}),
+    StepRule(parameters_left, "parameters that do not move", {_GRADS, _PARAMS}),
     StepRule(
-        judge=uninitialised_parameters,
-        asks="parameters that nobody initialised",
-        needs=_needs(_SETUP),
+        detached_by_collectives,
+        "gradients that end at a collective",
+        {_FORWARD, _GRADS, _PARAMS, _COLLECTIVES},
     ),
-    StepRule(judge=equal_shards, asks="shards that begin equal", needs=_needs(_SETUP)),
+    StepRule(rescaled_shards, "gradients scaled by each rank", {_GRADS, _PASSES}),
+    StepRule(lost_micro_batches, "lost micro-batches", {_FORWARD, _GRADS, _PASSES, _ROOTS}),
+    StepRule(duplicate_batches, "batches that ranks have in common", {_FORWARD, _ROOTS}),
     StepRule(
-        judge=carried_gradients,
-        asks="gradients left over from the step before",
-        needs=_needs(_GRADS),
-    ),
-    StepRule(judge=unequal_replicas, asks="replicas"),
-    StepRule(judge=lost_ties, asks="lost ties", needs=_needs(_SETUP, _GRADS)),
-    StepRule(
-        judge=other_weights,
-        asks="weights that begin unlike",
-        needs=_needs(_SETUP, _FORWARD, _GRADS, _PARAMS),
-    ),
-    StepRule(
-        judge=lost_reductions,
-        asks="outputs that siblings replicate",
-        needs=_needs(_FORWARD, _ROOTS),
-    ),
-    StepRule(
-        judge=different_kinds,
-        asks="dtypes, shapes and placements over ranks",
-    ),
-    StepRule(
-        judge=different_calls,
-        asks="modules that some ranks do not call",
-        needs=_needs(_SETUP, _FORWARD, _ROOTS),
-    ),
-    StepRule(
-        judge=layers_of_two_stages,
-        asks="layers that two stages run",
-        needs=_needs(_SETUP, _FORWARD, _ROOTS),
-    ),
-    StepRule(judge=mismatched_collectives, asks="collectives", needs=_needs(_COLLECTIVES)),
-    StepRule(judge=wrong_exchanges, asks="what collectives exchange", needs=_needs(_COLLECTIVES)),
-    StepRule(
-        judge=mixed_up_micro_batches,
-        asks="micro-batches of stages",
-        needs=_needs(_FORWARD, _ROOTS),
-    ),
-    StepRule(
-        judge=changed_recomputations,
-        asks="recomputations",
-        needs=_needs(_FORWARD, Evidence.RECOMPUTE),
-    ),
-    StepRule(
-        judge=parameters_left,
-        asks="parameters that do not move",
-        needs=_needs(_GRADS, _PARAMS),
-    ),
-    StepRule(
-        judge=detached_by_collectives,
-        asks="gradients that end at a collective",
-        needs=_needs(_FORWARD, _GRADS, _PARAMS, _COLLECTIVES),
-    ),
-    StepRule(
-        judge=rescaled_shards,
-        asks="gradients scaled by each rank",
-        needs=_needs(_GRADS, _PASSES),
-    ),
-    StepRule(
-        judge=lost_micro_batches,
-        asks="lost micro-batches",
-        needs=_needs(_FORWARD, _GRADS, _PASSES, _ROOTS),
-    ),
-    StepRule(
-        judge=duplicate_batches,
-        asks="batches that ranks have in common",
-        needs=_needs(_FORWARD, _ROOTS),
-    ),
-    StepRule(
-        judge=other_batches,
-        asks="batches of ranks that share a layer",
-        needs=_needs(_SETUP, _FORWARD, _ROOTS, _COLLECTIVES),
+        other_batches,
+        "batches of ranks that share a layer",
+        {_SETUP, _FORWARD, _ROOTS, _COLLECTIVES},
     ),
 )

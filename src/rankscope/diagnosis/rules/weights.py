@@ -1,19 +1,16 @@
 """Weights that should be one and are not: of replicas, and of two modules that are tied.
 
-**Other weights.** Ranks whose gradients are reduced train one model: they began with the same
-weights. Plain parameters that differ at setup may be shards. They are none where the first gradient
-of one that is no constant is the same on these ranks though its module was handed different values
-there: only a reduction makes that so, and what was reduced belongs to replicas. (The first gradient
-of an adapter is zero where its other half begins as zero.) Weights that were made equal between
-setup and the optimizer step (a broadcast after a first forward) are no fault.
+**Other weights.** Plain parameters that differ at setup may be shards. They are not where the first
+gradient that is no constant is equal on these ranks though their module was handed different values
+(the first of an adapter is zero where its other half begins as zero): only a reduction does that,
+and what is reduced belongs to replicas. Weights made equal between setup and the optimizer step (a
+broadcast after a first forward) are no fault.
 
-**Lost ties.** Tied weights became two parameters: an embedding and its head drift apart from then
-on. A parameter that two modules share is one parameter, and the trace has it once. Where the weight
-of an embedding and that of another module begin bitwise equal, and both step with gradients of
-their own, they are a tie that was lost: `parallelize_module` and a copy per module make two
-parameters of one. So are copies on two stages of a pipeline whose gradients nobody sums. Copies of
-whole models (a teacher, a critic) hold two embeddings; those are left alone. Plain weights of one
-rank may be copied on purpose, to train a head of its own: a warning.
+**Lost ties.** A parameter that two modules share is in the trace once. Where the weights of an
+embedding and of another module begin bitwise equal and step with gradients of their own, a tie was
+lost: `parallelize_module` and a copy per module make two parameters of one. So are copies on two
+stages of a pipeline whose gradients nobody sums. Copies of whole models (a teacher, a critic) hold
+two embeddings and are left alone. Plain weights of one rank may be copied on purpose: a warning.
 """
 
 from __future__ import annotations
@@ -34,9 +31,7 @@ from rankscope.record.ranklists import ranks_named
 
 
 def other_weights(step_view: JudgedStep) -> Iterator[Candidate]:
-    """Yield a candidate for every parameter that differed at setup on ranks that share its
-    gradient. Asked of each parameter once in an incarnation, in the first optimizer step in which
-    its gradient is no constant."""
+    """Yield a candidate for every parameter that differed at setup though its gradient does not."""
     setup = step_view.life.setup
     if setup is None:
         return
@@ -48,8 +43,8 @@ def other_weights(step_view: JudgedStep) -> Iterator[Candidate]:
             yield _other_candidate(setup, values, groups)
 
 
-_Key = tuple[str, int, str]
-"""Path, call, name of a parameter."""
+_Key = tuple[tuple[str, str], int]
+"""Path and name of a parameter, call."""
 
 
 def undecided_starts(step_view: JudgedStep) -> Mapping[_Key, SlotValues]:
@@ -59,16 +54,15 @@ def undecided_starts(step_view: JudgedStep) -> Mapping[_Key, SlotValues]:
         return history.undecided or {}
     return {
         _key_of_call(values): values
-        for values in history.setup.values(Phase.SETUP)
-        if values.slot.startswith("param:") and _is_open(values, step_view)
+        for values in history.setup.parameters(Phase.SETUP)
+        if _is_open(values, step_view)
     }
 
 
 def decided_starts(
     step_view: JudgedStep,
 ) -> Iterator[tuple[_Key, SlotValues, SlotValues, SlotValues]]:
-    """Yield those of them on which a step decides: key, what they held at setup, the gradient that
-    the optimizer took, what they hold after it."""
+    """Yield those a step decides: key, values at setup, gradient, values after the step."""
     gradients = {_key_of_call(values): values for values in step_view.values(Phase.GRADS)}
     after = {_key_of_call(values): values for values in step_view.values(Phase.PARAMS)}
     for key, values in undecided_starts(step_view).items() if gradients else ():
@@ -80,11 +74,10 @@ def decided_starts(
 
 
 def _key_of_call(values: SlotValues) -> _Key:
-    return values.call.path, values.call.ordinal, values.slot.partition(":")[2]
+    return values.parameter, values.call.ordinal
 
 
 def _is_open(values: SlotValues, step_view: JudgedStep) -> bool:
-    """True for a plain parameter that differs between ranks and of which no layout speaks."""
     if values.source != "unknown" or values.is_constant or values.agree(values.ranks) is not False:
         return False
     return step_view.context.layouts.same(values) is None
@@ -93,8 +86,7 @@ def _is_open(values: SlotValues, step_view: JudgedStep) -> bool:
 def _is_unlike(
     group: Array, values: SlotValues, gradient: SlotValues, latest: SlotValues, step_view: StepView
 ) -> bool:
-    """True where the ranks of one gradient hold other weights, before and after the step, and
-    were not handed the same."""
+    """True where ranks of one gradient hold unlike weights before and after, and unlike inputs."""
     if values.agree(group) is not False or latest.agree(group) is not False:
         return False
     if (values.counts[values.at(group)] != gradient.counts[gradient.at(group)]).any():
@@ -110,9 +102,9 @@ def _other_candidate(setup: JudgedStep, values: SlotValues, groups: list[Array])
         values,
         Kind.REPLICA,
         blamed,
-        f"{ranks_named(blamed.tolist())} begin{'s' if len(blamed) == 1 else ''} with other "
+        f"{ranks_named(blamed)} begin{'s' if len(blamed) == 1 else ''} with other "
         f"weights{' than the other replicas' if is_resolved else ''}, though the gradient is "
-        f"reduced over {ranks_named(members.tolist())} ({sides_text(values, groups[0])})",
+        f"reduced over {ranks_named(members)} ({sides_text(values, groups[0])})",
         evidence=lambda: {
             "layout": "inferred",
             "values": differing_sides(values, groups),
@@ -125,7 +117,6 @@ def _other_candidate(setup: JudgedStep, values: SlotValues, groups: list[Array])
 
 # ---- ties that were lost -------------------------------------------------------------------------
 
-
 _TIE_ADVICE = (
     "Tie them again behind parallelize_module or fully_shard (head.weight = embedding.weight), "
     "before the optimizer is made. Weights copied to train a head of its own are no fault."
@@ -137,33 +128,27 @@ _STAGES_ADVICE = (
 
 
 def lost_ties(step_view: JudgedStep) -> Iterator[Candidate]:
-    """Yield a candidate for every weight that began equal to an embedding's and trains apart. Asked
-    once in an incarnation, of its first optimizer step."""
+    """Yield a candidate for every weight equal to an embedding's that trains apart."""
     incarnation = step_view.life
     setup = incarnation.setup
     if setup is None or incarnation.undecided is not None:
         return
-    gradients = {_key(values): values for values in step_view.values(Phase.GRADS)}
+    gradients = {values.parameter: values for values in step_view.values(Phase.GRADS)}
     for embedding, other in _equal_pairs(setup):
-        own, its = gradients.get(_key(embedding)), gradients.get(_key(other))
+        own, its = gradients.get(embedding.parameter), gradients.get(other.parameter)
         if own is None or its is None:
             continue
-        step_view.context.coverage.applied(own)
-        step_view.context.coverage.applied(its)
+        step_view.context.coverage.applied(own, its)
         if not np.isin(own.hashes, its.hashes).any():
             yield _tie_candidate(setup, embedding, other)
-
-
-def _key(values: SlotValues) -> tuple[str, str]:
-    return values.call.path, values.slot.partition(":")[2]
 
 
 def _equal_pairs(setup: StepView) -> Iterator[tuple[SlotValues, SlotValues]]:
     """Yield the weights of embeddings with those of other modules that hold the same."""
     embeddings: list[SlotValues] = []
     others: dict[int, list[SlotValues]] = {}
-    for values in setup.values(Phase.SETUP):
-        if not values.slot.startswith("param:") or values.is_constant or not values.is_known.all():
+    for values in setup.parameters(Phase.SETUP):
+        if values.is_constant or not values.is_known.all():
             continue
         if "embedding" in values.call.node.class_name.lower():
             embeddings.append(values)
@@ -178,7 +163,6 @@ def _equal_pairs(setup: StepView) -> Iterator[tuple[SlotValues, SlotValues]]:
 
 
 def _is_on_other_ranks(embedding: SlotValues, other: SlotValues) -> bool:
-    """True where ranks without the embedding hold all of it in the other module."""
     is_apart = not np.isin(embedding.ranks, other.ranks).any()
     hashes = np.unique(np.concatenate([embedding.hashes, other.hashes]))
     counts = np.unique(np.concatenate([embedding.counts, other.counts]))
@@ -186,7 +170,7 @@ def _is_on_other_ranks(embedding: SlotValues, other: SlotValues) -> bool:
 
 
 def _tie_candidate(setup: JudgedStep, embedding: SlotValues, other: SlotValues) -> Candidate:
-    first = f"{embedding.call.path}.{embedding.slot[6:]}"
+    first = ".".join(embedding.parameter)
     ranks = np.union1d(embedding.ranks, other.ranks)
     is_beside = np.array_equal(embedding.ranks, other.ranks)
     is_fault = other.source == "dtensor" or not is_beside
