@@ -76,7 +76,7 @@ def test_a_wrong_constant_is_told_in_the_first_five_lines_and_exits_with_1(
     lines = text.splitlines()
     assert code == 1
     assert lines[0].startswith("fault: ")
-    assert lines[1].startswith("  before any number: ")
+    assert lines[1].startswith("  both runs: ")
     assert lines[2].startswith("  first: 1:output: ")
     code, text = asked(capsys, *pair, "--json")
     answer = json.loads(text)
@@ -239,7 +239,7 @@ def test_what_the_traces_do_not_tell_is_not_called_the_same(
 ) -> None:
     traces = [run(tmp_path / name, samples=70) for name in "ab"]
     _, text = asked(capsys, *traces)
-    assert "not told: samples cannot be told apart" in text
+    assert "not known: whether both runs had the same samples" in text
     assert "the same: samples" not in text
     _, text = asked(capsys, *traces, "--json")
     told = {line["what"]: line["same"] for line in json.loads(text)["result"]["preflight"]}

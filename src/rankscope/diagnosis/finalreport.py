@@ -27,8 +27,8 @@ from rankscope.tree.views import Trace
 _MOST_EVENTS = 2_000
 """Events that are put in order; what comes later by clock than that many counts as a victim."""
 _HANDED_UNEQUAL: Final = (
-    "These ranks were handed different values: look at what made them: the data, the loss, code "
-    "between modules, hooks, and weights."
+    "What came in already differs on these ranks. Look at what ran before it, in backward at what "
+    "stands behind it in the model: the data, the loss, code between modules, hooks, weights."
 )
 
 

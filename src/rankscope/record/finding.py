@@ -61,9 +61,10 @@ _ADVICE: Final = {
     "run_check=False nothing compares what it calls Replicate(). Reduce or broadcast it first, or "
     "give it the placement it has. Behind dropout: ranks that hold the same must draw the same "
     "random numbers.",
-    Kind.GRADIENT: "Call the model through its data-parallel wrapper, not through .module; look "
-    "at no_sync() around the last micro-batch, and at parameters added after wrapping. Ranks that "
-    "are meant to train apart are known by their average: trace a step that has one.",
+    Kind.GRADIENT: "All gradients: call the model through its data-parallel wrapper, not through "
+    ".module, and look at no_sync() around the last micro-batch. A few: look at parameters added "
+    "after wrapping, and at norms of sequence-parallel ranks, which need an all-reduce of their "
+    "own. Local SGD on purpose is known by its average: trace a step in which ranks average.",
     Kind.NONFINITE: "Look at this module on these ranks: its inputs were finite. Keep its full "
     "tensors: --rs-tensors with its path.",
     Kind.COLLECTIVE: "Compare the order and the arguments of collectives on these ranks: each "

@@ -21,6 +21,8 @@ _LONGEST: Final = 2_000
 _MOST: Final = 5
 """Findings of one kind and event that are listed one by one."""
 _MOST_REASONS: Final = 3
+_OF_FACTORS: Final = ("relative_error", "range")
+"""Evidence that says with less accuracy what a factor says."""
 _RANK_LISTS: Final = ("missing", "ranks", "members")
 """Evidence that is lists of ranks."""
 
@@ -77,8 +79,13 @@ def evidence_parts(
     pairs = {name: value for name, value in evidence.items() if isinstance(value, Mapping)}
     if pairs:
         yield "side by side", [{"": name, **value} for name, value in pairs.items()]
+    hidden = _OF_FACTORS if "factor" in evidence else ()
     for name, value in evidence.items():
-        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        if name in hidden:
+            continue
+        if name == "rank_resolution":
+            yield "wrong rank", "cannot be told from the records"
+        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
             yield name.replace("_", " "), value
         elif name not in pairs and value not in (None, [], ""):
             is_ranks = name in _RANK_LISTS and _kinds(value) == {int}
@@ -192,7 +199,7 @@ def coverage_line(report: Report, required: float) -> str:
 
 
 def different_before(report: Report) -> str:
-    """Return what two runs did not have in common before any number; "" for nothing."""
+    """Return in what two runs differ apart from numbers; "" for nothing."""
     return "; ".join(text for _, is_same, text in report.preflight if is_same is False)
 
 
@@ -208,7 +215,9 @@ def report_lines(
     same = [text for _, is_same, text in report.preflight if is_same]
     other = different_before(report)
     if other or same:
-        yield f"  before any number: {paint('bold', other) if other else '; '.join(same)}"
+        yield (
+            f"  runs differ: {paint('bold', other)}" if other else f"  both runs: {'; '.join(same)}"
+        )
     for first in report.origins[:1]:
         parts = answer_parts(first)
         parts["first"] = paint("bold", parts["first"])
@@ -219,7 +228,8 @@ def report_lines(
     if is_all and report.command == "check":
         yield from _listed("victims", report.victims, paint, is_all=True)
     left = [f"the same: {text}" for text in same if other]
-    left += [f"not told: {text}" for _, is_same, text in report.preflight if is_same is None]
+    unknown = dict.fromkeys(text for _, is_same, text in report.preflight if is_same is None)
+    left += [f"not known: {text}" for text in unknown]
     between = " between ranks" if report.command == "check" else ""
     for skipped in report.skipped:
         values = counted(skipped.count, "value")
@@ -285,7 +295,7 @@ def assertion_lines(report: Report) -> Iterator[str]:
     """Yield what a test that fails says."""
     yield verdict_line(report)
     if other := different_before(report):
-        yield f"before any number: {other}"
+        yield f"runs differ: {other}"
     for finding in report.origins[:_MOST]:
         after = counted(finding.victims, "value follows", "values follow")
         yield f"{finding.kind.value}: {finding.message} ({after})"

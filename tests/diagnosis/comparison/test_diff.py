@@ -182,7 +182,7 @@ def test_another_seed_is_a_finding_for_every_parameter(
     setup = replace(Setup(), seed=1)
     report = compared(alone["float32"], jobs.traced_alone(ranks, setup, tmp_path))
     assert {f.phase.word for f in report.origins if f.path} == {"setup"}
-    assert ("start", False, "15 of 20 start values differ") in report.preflight
+    assert ("start", False, "15 of 20 initial values differ") in report.preflight
 
 
 def test_assert_same_says_where_a_run_leaves_its_golden_trace(

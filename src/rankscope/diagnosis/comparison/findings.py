@@ -196,8 +196,8 @@ def _described(origin: Origin, degrees: Degrees, evidence: dict[str, Any]) -> tu
     if difference.partial:
         word = "sum" if difference.partial == "sum" else "average"
         text = (
-            f"every rank holds a value of its own, whose {word} is the reference's, and which is "
-            f"used as it is, unreduced{_alike(origin)}"
+            f"the {word} over ranks is the reference's, but each rank uses its own part: a "
+            f"reduction is missing{_alike(origin)}"
         )
         return Kind.GRADIENT if compared.key.phase is Phase.GRADS else Kind.REPLICA, text
     return _scaled(origin, difference, degrees, evidence) or _off(origin, difference, evidence)
@@ -266,13 +266,13 @@ def _scaled(
     names = degrees.named(factor)
     if names:
         evidence["equals"] = names
-    listed = "; or ".join(names)
-    size = "as large as" if factor > 1 else "one over"
-    times = f"{factor:.4g} times the reference's{f', {size} {listed}' if names else ''}"
+    counts = " = ".join(f"{name.replace(', ', ' (')})" if ", " in name else name for name in names)
+    share = "" if factor > 1 else "1 / "
+    times = f"{factor:.4g} times the reference's{f', {share}{counts}' if names else ''}"
     if origin.is_of_all and compared.is_update:
         return Kind.SCALE, f"all updates are {times}"
     if origin.is_of_all:
-        alone = "those of activations have no such factor"
+        alone = "gradients of activations have no such factor"
         return Kind.SCALE, f"all final gradients are {times}; {alone}"
     return Kind.SCALE, f"{_noun(origin)} is {times}{_alike(origin)}"
 
@@ -289,12 +289,12 @@ def _off(origin: Origin, difference: Difference, evidence: dict[str, Any]) -> tu
         return Kind.DIVERGENCE, text
     what = _noun(origin)
     if difference.at_least is not None:
-        text = f"{what} is off by at least {compared.error:.3g} of its norm, by its statistics"
+        text = f"{what} has a relative error of at least {compared.error:.3g}, by its statistics"
         return Kind.DIVERGENCE, text
     low, high = (compared.error * times for times in CHI_SQUARE_RANGE)
     is_exact = difference.measured == Measured.TENSORS
     sure = "exactly, by full tensors" if is_exact else f"{low:.2g} to {high:.2g}"
-    off = f"{what} is off by {compared.error:.3g} of its norm ({sure})"
+    off = f"{what} has a relative error of {compared.error:.3g} ({sure})"
     is_far = compared.error > _LEAST_PERMUTED and not compared.is_update
     if is_far and difference.is_permuted(bad):
         text = f"the same numbers in another order: norm, mean, least and greatest agree, and {off}"

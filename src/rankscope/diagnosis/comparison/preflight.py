@@ -129,9 +129,9 @@ def start_line(setup: StepDifferences | None) -> PreflightLine:
     known = [c for c in setup.compared if c.difference is not None]
     other = [c for c in known if c.error > c.allowed]
     if other:
-        text = f"{len(other)} of {counted(len(known), 'start value')} differ"
+        text = f"{len(other)} of {counted(len(known), 'initial value')} differ"
         return PreflightLine("start", False, text)
-    return PreflightLine("start", True, f"{counted(len(known), 'start value')} agree")
+    return PreflightLine("start", True, f"{counted(len(known), 'initial value')} agree")
 
 
 def dtype_line(found: Iterable[StepDifferences]) -> PreflightLine:
@@ -151,7 +151,7 @@ def batch_line(batches: Batches, mode: Mode, step: int) -> PreflightLine:
     ref, test = batches.ref, batches.test
     split = f"{_split(test)}, the reference {_split(ref)}"
     if batches.is_by_order:
-        text = f"samples cannot be told apart, their order is believed ({split})"
+        text = f"whether both runs had the same samples in this order ({split})"
         return PreflightLine("samples", None, text)
     where = f"{mode.word} step {step}"
     if batches.are_of_other_samples:

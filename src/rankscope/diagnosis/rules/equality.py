@@ -41,9 +41,9 @@ _CROSSED: Final = (
     "through the parameters in one order on all ranks (a list, or sorted names; no set)."
 )
 _SAME_BATCH: Final = (
-    "These ranks were handed the same batch: look for random numbers that they should draw alike "
-    "(dropout from another seed or generator), and for a reduction that is missing, in backward "
-    "too. Where they are data-parallel all the same, the model was called past its wrapper."
+    "These ranks were handed the same batch: look for dropout that draws from another seed or "
+    "generator on each of them, and for a reduction that is missing, in backward too. If they are "
+    "data-parallel after all, the forward went past the wrapper (DDP, FSDP)."
 )
 _STRAIGHT: Final = 1e-2
 """A move and its gradient point the same way where what is left of it is this small beside it."""
@@ -158,7 +158,7 @@ def _candidate(
         detail = f"{ranks_named(bare)} had no gradient of it, the other replicas had one"
     is_held_back = False
     if kind is Kind.GRADIENT:
-        detail = f"{ranks_named(members)} each step with a gradient of their own data"
+        detail = f"{ranks_named(members)} step the optimizer with different, unreduced gradients"
         flags = values.flags[values.at(members)]
         is_held_back = bool((flags & int(ValueFlag.NO_SYNC)).all())
     random = next(filter(None, (_drawn_apart(step_view, group) for group in groups)), "")

@@ -119,11 +119,11 @@ def _other_candidate(setup: JudgedStep, values: SlotValues, groups: list[Array])
 
 _TIE_ADVICE = (
     "Tie them again behind parallelize_module or fully_shard (head.weight = embedding.weight), "
-    "before the optimizer is made. Weights copied to train a head of its own are no fault."
+    "before the optimizer is made. If one was only initialised from the other, this is no fault."
 )
 _STAGES_ADVICE = (
     "Sum the gradients of the two over the ranks that hold them, before the optimizer steps. "
-    "Weights copied to train a head of its own are no fault."
+    "If one was only initialised from the other, this is no fault."
 )
 
 
@@ -178,8 +178,8 @@ def _tie_candidate(setup: JudgedStep, embedding: SlotValues, other: SlotValues) 
         other,
         Kind.STRUCTURE,
         ranks,
-        f"begins with the values of {first}, but is a parameter of its own: each steps with its "
-        f"own gradient, as if they had never been tied",
+        f"is initialised with the values of {first}, but is another parameter: each steps with a "
+        f"gradient of its own, so the two are not tied",
         advice=_TIE_ADVICE if is_beside else _STAGES_ADVICE,
         severity=Severity.FAULT if is_fault else Severity.WARNING,
         evidence=lambda: {"tied_to": first, "values": sides(other, other.ranks)},
