@@ -34,6 +34,7 @@ from rankscope.tree.views import Trace
 __all__ = ["main"]
 
 _NICE: Final = 10
+_STATUS_NICE: Final = 19
 _PR_SET_PDEATHSIG: Final = 1
 _LOOK_S: Final = 0.25
 _REST: Final = 3
@@ -145,6 +146,9 @@ def main(arguments: list[str] | None = None) -> int:
             dataset=_into_dataset(out) if settings.parquet else None,
         )
         job.listeners.append(keeper)
+    if judge is None and keeper is None:  # a status alone can wait for whoever has work to do
+        with contextlib.suppress(OSError):
+            os.nice(_STATUS_NICE - _NICE)
     if not (out / TRACE_NAME).exists():
         _go_along(job, keeper, is_stopped)
     if judge is not None:
