@@ -93,7 +93,7 @@ def test_every_way_a_rank_can_end_keeps_its_records_and_is_named(launch: Start):
     assert report["missing"] == "7-8"
     assert all_there(report)
     text = rankscope("verify", job.out).stdout
-    assert text.count("killed by a signal, aborted, or left by os._exit") == 5
+    assert "ranks 2-6: gone without an end record: killed by a signal, aborted" in text
     assert "nothing at all from ranks 7-8" in text
     assert is_empty(job.spool)
 
@@ -389,7 +389,8 @@ def test_a_trace_folder_that_is_removed_while_the_job_runs_ends_its_companion(la
     job = launch("removed", ["wait", "wait"], "--rs-finish-seconds", 30)
     job.trained()
     companion = job.companion()
-    shutil.rmtree(job.out)
+    # files come and go in it meanwhile
+    assert wait_until(lambda: shutil.rmtree(job.out, ignore_errors=True) or not job.out.exists(), 9)
     assert wait_until(lambda: job.companion() != companion, 60), "it goes on for nobody"
     job.go()
     began = time.monotonic()

@@ -88,7 +88,7 @@ class Joined(Opened):
         if restarts_left() or (reason is EndReason.RAISED and self.identity.world_size > 1):
             say(f"the trace follows in {self.out}; read it then: {typed('show', self.out)}")
             return False
-        began, run_folder, starts_left = time.monotonic(), self.writer.folder.parent, 1
+        began, run_folder, starts_left = time.monotonic(), self._run_folder, 1
         looked = began
         while not (self.out / TRACE_NAME).exists():
             if self.holds_back and self._has_run_gone():
@@ -115,10 +115,14 @@ class Joined(Opened):
                 say(verdict)
         return True
 
+    @property
+    def _run_folder(self) -> Path:
+        folder = self.writer.folder  # a black box has its streams in a folder of their own
+        return folder.parents[1] if self.holds_back else folder.parent
+
     def _has_run_gone(self) -> bool:
-        return not self.writer.folder.parent.exists() and not (
-            self.out.is_dir() and any(self.out.iterdir())
-        )
+        is_written = self.out.is_dir() and any(self.out.iterdir())
+        return not self._run_folder.exists() and not is_written
 
 
 def who_am_i() -> RankIdentity:

@@ -60,7 +60,7 @@ def test_what_grew_is_what_an_export_writes(tmp_path: Path, which: str, kills: b
     assert sum(name.startswith("values/train") for name in before) > 3
     assert not any("setup" in name for name in before)
     build(work)
-    assert main(["--finish-dataset", "--out", str(work)]) == 0
+    assert main(["--finish-dataset", str(work)]) == 0
     found = files(work / PARQUET_FOLDER)
     assert len(found) > len(before)
     same(found, exported(open_trace(work), tmp_path / "exported"))
@@ -90,7 +90,7 @@ def test_what_a_kill_left_is_written_again(tmp_path: Path):
     shutil.rmtree(work / REPLICA_FOLDER)
     shutil.copytree(out / REPLICA_FOLDER, work / REPLICA_FOLDER)
     build(work)
-    assert main(["--finish-dataset", "--out", str(work)]) == 0
+    assert main(["--finish-dataset", str(work)]) == 0
     same(files(work / PARQUET_FOLDER), exported(open_trace(out), tmp_path / "exported"))
 
 
@@ -106,13 +106,13 @@ def test_of_a_job_that_was_killed_an_export_makes_all_of_it(tmp_path: Path):
 def test_a_trace_that_did_not_grow_gets_all_of_its_dataset_in_the_end(tmp_path: Path):
     out = job(tmp_path)
     build(out)
-    assert main(["--finish-dataset", "--out", str(out)]) == 0
+    assert main(["--finish-dataset", str(out)]) == 0
     same(files(out / PARQUET_FOLDER), exported(open_trace(out), tmp_path / "exported"))
 
 
 def test_what_cannot_be_written_is_said_in_the_end(tmp_path: Path):
     with pytest.raises(SystemExit, match=r"trace\.json"):
-        main(["--finish-dataset", "--out", str(tmp_path)])
+        main(["--finish-dataset", str(tmp_path)])
 
 
 def test_only_what_was_written_of_a_whole_trace_says_so(tmp_path: Path):
@@ -120,7 +120,7 @@ def test_only_what_was_written_of_a_whole_trace_says_so(tmp_path: Path):
     for _ in grown(out, work, pieces=9, dataset=written_into(work)):
         pass
     build(work)
-    main(["--finish-dataset", "--out", str(work)])
+    main(["--finish-dataset", str(work)])
     said = [
         pq.read_schema(path).metadata[b"rankscope.complete"]
         for path in sorted((work / PARQUET_FOLDER / "values").glob("train-*"))
