@@ -149,6 +149,8 @@ def main(arguments: list[str] | None = None) -> int:
     if judge is None and keeper is None:  # a status alone can wait for whoever has work to do
         with contextlib.suppress(OSError):
             os.nice(_STATUS_NICE - _NICE)
+            # Linux weighs sessions, each by a nice of its own, and nice within them alone
+            Path("/proc/self/autogroup").write_text(str(_STATUS_NICE))
     if not (out / TRACE_NAME).exists():
         _go_along(job, keeper, is_stopped)
     if judge is not None:
