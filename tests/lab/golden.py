@@ -20,7 +20,6 @@ import functools
 import json
 import math
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -43,6 +42,7 @@ __all__ = [
     "Job",
     "differences",
     "facts",
+    "rebuilt",
     "replayed",
     "unpacked",
     "write_board",
@@ -154,27 +154,32 @@ def unpacked(board: str, only: Sequence[Job] = ()) -> Iterator[Path]:
 
 def replayed(records: Path, job: Job) -> dict[str, Any]:
     """Build the trees of a job's records, and return what is found in them, without sentences."""
-    folder = Path(tempfile.mkdtemp(prefix="golden-"))
-    try:
-        traces = [folder / f"{n}" for n in range(len(job.records))]
-        for trace, name in zip(traces, job.records, strict=True):
-            recover([records / name], trace)
-        layouts = None
-        if job.layout:
-            (folder / "layout.toml").write_text(job.layout)
-            layouts = LayoutFile.load(folder / "layout.toml")
+    with rebuilt(records, job) as (traces, layouts):
         if job.asked == "diff":
             reference, test = traces
             report = diff(reference, test, paths=job.paths, layouts=layouts)
         else:
             report = check(open_trace(traces[0]), layouts)
-        left_out = ("undeclared", "layout", "is_live")  # follow from what the jobs were asked
-        data = {key: value for key, value in report_json(report).items() if key not in left_out}
-        counts = {"lacks": bool(report.lacks), "alone": report.alone}
-        found: dict[str, Any] = facts({**data, **counts})
-        return found
-    finally:
-        shutil.rmtree(folder)
+    left_out = ("undeclared", "layout", "is_live")  # follow from what the jobs were asked
+    data = {key: value for key, value in report_json(report).items() if key not in left_out}
+    counts = {"lacks": bool(report.lacks), "alone": report.alone}
+    found: dict[str, Any] = facts({**data, **counts})
+    return found
+
+
+@contextlib.contextmanager
+def rebuilt(records: Path, job: Job) -> Iterator[tuple[list[Path], LayoutFile | None]]:
+    """Give the trees of a job's records, and its layout file, in a folder that goes afterwards."""
+    with tempfile.TemporaryDirectory(prefix="golden-") as name:
+        folder = Path(name)
+        traces = [folder / f"{n}" for n in range(len(job.records))]
+        for trace, record in zip(traces, job.records, strict=True):
+            recover([records / record], trace)
+        layouts = None
+        if job.layout:
+            (folder / "layout.toml").write_text(job.layout)
+            layouts = LayoutFile.load(folder / "layout.toml")
+        yield traces, layouts
 
 
 def facts(found: Any) -> Any:

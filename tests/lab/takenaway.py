@@ -14,9 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
-import shutil
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -36,10 +34,9 @@ from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
 from rankscope.record.finding import Kind, Report, Severity
 from rankscope.record.phases import Phase
-from rankscope.tree.build import recover
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Step
-from tests.lab.golden import BOARDS, Job, read_jobs, unpacked
+from tests.lab.golden import BOARDS, Job, read_jobs, rebuilt, unpacked
 
 View = Callable[[StepView], StepView]
 Steps = Callable[[Sequence[Step]], Sequence[Step]]
@@ -198,19 +195,13 @@ def _places(report: Report) -> set[tuple[str, str]]:
 
 def new_faults(records: Path, pieces: Sequence[str], job: Job) -> list[str]:
     """Return a line for every fault of one job that only less evidence shows."""
-    folder = Path(tempfile.mkdtemp(prefix="takenaway-"))
-    try:
-        recover([records / job.records[0]], folder / "trace")
-        layouts = None
-        if job.layout:
-            (folder / "layout.toml").write_text(job.layout)
-            layouts = LayoutFile.load(folder / "layout.toml")
-        whole = _checked(folder / "trace", layouts, Piece())
+    with rebuilt(records, job) as ((trace,), layouts):
+        whole = _checked(trace, layouts, Piece())
         known, kinds = _places(whole), {f.kind for f in whole.findings}
         lines = []
         for piece in pieces:
             try:
-                report = _checked(folder / "trace", layouts, PIECES[piece])
+                report = _checked(trace, layouts, PIECES[piece])
             except Exception:
                 lines.append(f"without {piece}: {traceback.format_exc()}")
                 continue
@@ -225,8 +216,6 @@ def new_faults(records: Path, pieces: Sequence[str], job: Job) -> list[str]:
                 how += "" if finding.kind in kinds else "new kind: "
                 lines.append(f"without {piece}: {how}{finding.kind.value}: {finding.message[:200]}")
         return lines
-    finally:
-        shutil.rmtree(folder)
 
 
 def main() -> int:

@@ -23,7 +23,6 @@ from rankscope.diagnosis.rules.endings import MOST_STALLS, ended_badly, ends_of
 from rankscope.diagnosis.rules.gradientorigins import at_innermost_taker, origins_of_gradients
 from rankscope.diagnosis.rules.stages import note_stages
 from rankscope.diagnosis.rules.table import STEP_RULES
-from rankscope.diagnosis.rules.weights import decided_starts, undecided_starts
 from rankscope.diagnosis.unreduced import note_unreduced, without_unreduced
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.finding import Kind, Report, Severity
@@ -158,13 +157,13 @@ def _judged(step_view: JudgedStep) -> list[Candidate]:
 
 def _settled(candidates: Sequence[Candidate], context: CheckContext) -> Iterator[Candidate]:
     """Yield the candidates, with one warning for what would be a fault only if all steps had it."""
-    steps = grouped(((s.incarnation, s.once), s.step) for s in candidates if s.unless_always)
+    listed = grouped(((s.incarnation, s.once), s.step) for s in candidates if s.unless_always)
+    steps = {key: set(numbers) for key, numbers in listed.items()}
     told: set[tuple[int, str]] = set()
     for candidate in candidates:
         key = (candidate.incarnation, candidate.once)
-        own = set(steps.get(key, ()))
-        is_always = len(own) > 1 and own == context.incarnation(key[0]).stepped
-        if not own or is_always:
+        own = steps.get(key)
+        if own is None or (len(own) > 1 and own == context.incarnation(key[0]).stepped):
             yield candidate
         elif key not in told:
             told.add(key)
@@ -186,23 +185,21 @@ def _remember(step_view: JudgedStep, candidates: Sequence[Candidate]) -> None:
     history.rounded |= step_view.rounded_gradients
     if any(True for _ in step_view.of(Phase.GRADS)):
         history.stepped.add(step_view.step)
+        _remember_starts(step_view)
     if any(mixture.is_reduced_early for _, mixture in step_view.mixtures):
         history.reduced_early.add(step_view.step)
-    _remember_starts(step_view)
     note_unreduced(step_view)
     _remember_parameters(step_view)
 
 
 def _remember_starts(step_view: JudgedStep) -> None:
     history = step_view.life
-    if history.setup is None or not any(True for _ in step_view.of(Phase.GRADS)):
-        return
-    left = dict(undecided_starts(step_view))
-    for key, *_ in decided_starts(step_view):
-        del left[key]
-    history.undecided = left
-    if not left:
-        history.setup = None
+    if history.setup is not None:
+        decided = step_view.decided_starts
+        undecided = step_view.undecided_starts.items()
+        history.undecided = {key: values for key, values in undecided if key not in decided}
+        if not history.undecided:
+            history.setup = None
 
 
 def _remember_parameters(step_view: JudgedStep) -> None:

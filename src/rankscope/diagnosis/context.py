@@ -5,7 +5,7 @@ layouts, what was seen before), and faulty places, before it is known which of t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, NamedTuple
@@ -21,14 +21,21 @@ from rankscope.diagnosis.evidence.gradientpasses import (
     mixture_of,
     taken_gradients,
 )
-from rankscope.diagnosis.evidence.recorded import Evidence
+from rankscope.diagnosis.evidence.recorded import Evidence, EvidenceScope
 from rankscope.diagnosis.evidence.replicas import (
     InferredReplicas,
     Layouts,
     Same,
     differing_groups,
 )
-from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView, positions
+from rankscope.diagnosis.evidence.stepview import (
+    Array,
+    CallView,
+    ParameterCall,
+    SlotValues,
+    StepView,
+    positions,
+)
 from rankscope.record.finding import Finding, Kind, Severity
 from rankscope.record.phases import Phase
 
@@ -129,6 +136,14 @@ class Latest(NamedTuple):
     sketches: Array
 
 
+class DecidedStart(NamedTuple):
+    """A parameter that differed at setup, in the first step whose gradient tells what it is."""
+
+    begun: SlotValues
+    gradient: SlotValues
+    latest: SlotValues
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterUpdate:
     """One parameter after a step and before it."""
@@ -158,7 +173,7 @@ class IncarnationState:
     """None once all of `undecided` is decided."""
     begins_late: bool = True
     """True until the first train step was seen: the trace begins later than the training."""
-    undecided: dict[tuple[tuple[str, str], int], SlotValues] | None = None
+    undecided: dict[ParameterCall, SlotValues] | None = None
     """{((path, name), call): a parameter that differed at setup}, until a gradient says whether it
     is a replica; None before the first optimizer step."""
     data_lines: Mapping[str, tuple[Array, ...]]
@@ -223,14 +238,21 @@ class JudgedStep(StepView):
     @cached_property
     def roots(self) -> list[CallView]:
         """None where roots are not recorded: what stands outermost then is a module inside."""
-        return super().roots if Evidence.ROOTS in self.context.evidence else []
+        return super().roots if EvidenceScope.ROOTS in self.context.evidence else []
 
     @cached_property
     def evidence(self) -> frozenset[Evidence]:
         """What this step holds."""
         given = (values for call in self.roots for values in (*call.inputs, *call.outputs))
         is_whole = all(values.is_known.all() for values in given)
-        return self.context.evidence - (frozenset() if is_whole else {Evidence.DIGESTS})
+        return self.context.evidence - (frozenset() if is_whole else {EvidenceScope.DIGESTS})
+
+    def lacks(self, needs: Set[Evidence], asks: str, example: str = "") -> bool:
+        """True where the step lacks what a rule needs: the report says what was not asked."""
+        lacking = needs - self.evidence
+        if lacking:
+            self.context.coverage.not_asked(asks, lacking, example)
+        return bool(lacking)
 
     @cached_property
     def mixtures(self) -> list[tuple[list[TakenGradient], Mixture]]:
@@ -257,6 +279,35 @@ class JudgedStep(StepView):
             inferred = self.life.replicas.same(values, self)
             if inferred is not None:
                 yield inferred
+
+    @cached_property
+    def undecided_starts(self) -> Mapping[ParameterCall, SlotValues]:
+        """Parameters that differed at setup and on which no step before has decided."""
+        history = self.life
+        if history.undecided is not None or history.setup is None:
+            return history.undecided or {}
+        return {
+            values.parameter_call: values
+            for values in history.setup.parameters(Phase.SETUP)
+            if self._is_open(values)
+        }
+
+    def _is_open(self, values: SlotValues) -> bool:
+        is_plain = values.source == "unknown" and not values.is_constant
+        is_unlike = is_plain and values.agree(values.ranks) is False
+        return is_unlike and self.context.layouts.same(values) is None
+
+    @cached_property
+    def decided_starts(self) -> Mapping[ParameterCall, DecidedStart]:
+        """Those of them on which this step decides."""
+        gradients = {values.parameter_call: values for values in self.values(Phase.GRADS)}
+        after = {values.parameter_call: values for values in self.values(Phase.PARAMS)}
+        return {
+            key: DecidedStart(values, gradients[key], after[key])
+            for key, values in (self.undecided_starts.items() if gradients else ())
+            if key in gradients and key in after
+            if gradients[key].source == "unknown" and not gradients[key].is_constant
+        }
 
     @cached_property
     def rounded_gradients(self) -> set[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -40,8 +40,9 @@ class Coverage:
     """True once a value of a module below a root was seen."""
     skipped: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
-    _not_asked: dict[tuple[str, frozenset[Evidence]], str] = field(default_factory=dict)
-    """{(what rules ask, what the trace lacks of what they need): an example}"""
+    _not_asked: dict[str, str] = field(default_factory=dict)
+    """{what rules ask that the trace cannot tell: the first place where it matters, "" for none}"""
+    _not_recorded: set[Evidence] = field(default_factory=set)
     _lacking: defaultdict[tuple[str, str], Counter[int]] = field(
         default_factory=lambda: defaultdict(Counter)
     )
@@ -105,20 +106,19 @@ class Coverage:
                 path = sibling_path(values.call.path) or "(root)"
                 self.undeclared_names[f"{path}:{values.slot}"] = None
 
-    def not_asked(self, asks: str, lacking: frozenset[Evidence], example: str = "") -> None:
-        """Keep what was not judged, why, and the first place at which it may have told."""
-        self._not_asked.setdefault((asks, lacking), example)
+    def not_asked(self, asks: str, lacking: Set[Evidence], example: str) -> None:
+        """Keep what was not judged, why, and the first place where it matters."""
+        self._not_asked.setdefault(asks, example)
+        self._not_recorded |= lacking
 
     def unjudged(self) -> Iterator[str]:
         """Yield a line for what the trace was not asked to hold, and for every unknown fact."""
         if self._not_asked:
-            lacking = frozenset[Evidence]().union(*(lacks for _, lacks in self._not_asked))
-            asked = {asks: example for (asks, _), example in self._not_asked.items()}
-            listed = [f"{asks} ({each})" if each else asks for asks, each in asked.items()]
-            listed.sort(key=lambda text: text in asked)  # what differs first
+            listed = [f"{asks} ({place})" for asks, place in self._not_asked.items() if place]
+            listed += [asks for asks, place in self._not_asked.items() if not place]
             more = f", {len(listed) - _MOST_ASKS} more" if len(listed) > _MOST_ASKS else ""
             asks = ", ".join(listed[:_MOST_ASKS])
-            yield f"not judged without {lacking_words(lacking)}: {asks}{more}"
+            yield f"not judged without {lacking_words(self._not_recorded)}: {asks}{more}"
         for (what, fact), of in [*self._lacking.items()][:_MOST_UNJUDGED]:
             unjudged = f"order of collectives, messages and hangs of {ranks_named(set(of))}"
             if what == "step":

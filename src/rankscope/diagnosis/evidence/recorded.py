@@ -9,26 +9,18 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Mapping
-from typing import Final
+from typing import Final, TypeAlias
 
 from rankscope.diagnosis.evidence.stepview import grouped
 from rankscope.globs import glob_matches
 from rankscope.record.phases import Phase
 
-__all__ = ["Evidence", "lacking_words", "recorded_evidence"]
+__all__ = ["Evidence", "EvidenceScope", "lacking_words", "recorded_evidence"]
 
 
-class Evidence(enum.Enum):
-    """One thing that a trace may lack, with the setting that asks for it."""
+class EvidenceScope(enum.Enum):
+    """What a trace may lack in every phase, with the setting that asks for it."""
 
-    SETUP = "setup", "phases"
-    FORWARD = "forward", "phases"
-    RECOMPUTE = "recompute", "phases"
-    BACKWARD = "backward", "phases"
-    GRADS = "grads", "phases"
-    PARAMS = "params", "phases"
-    COLLECTIVE = "collective", "phases"
-    ACCUMULATED = "accumulated", "phases"
     ROOTS = "root modules", "paths"
     SLOTS = "every slot", "slots"
     RANKS = "every rank", "ranks"
@@ -38,9 +30,12 @@ class Evidence(enum.Enum):
     def __init__(self, word: str, setting: str) -> None:
         self.word = word
         self.setting = setting
-        """As in `--rs-phases`; "" for none."""
+        """As in `--rs-paths`; "" for none."""
 
 
+Evidence: TypeAlias = Phase | EvidenceScope
+"""One thing that a trace may lack."""
+_ALL: Final[tuple[Evidence, ...]] = (*Phase, *EvidenceScope)
 _DEFAULTS: Final = {"phases": "all", "paths": "*", "slots": "*", "ranks": "all"}
 
 
@@ -48,20 +43,26 @@ def recorded_evidence(settings: Mapping[str, str]) -> frozenset[Evidence]:
     """Return what a job with these settings (`run.settings` of a trace) records."""
     given = {name: settings.get(name) or default for name, default in _DEFAULTS.items()}
     phases = given["phases"].split(",")
-    lacking = {Evidence[p.name] for p in Phase if given["phases"] != "all" and p.word not in phases}
+    lacking: set[Evidence] = set()
+    if given["phases"] != "all":
+        lacking.update(phase for phase in Phase if phase.word not in phases)
     if not any(glob_matches(glob.strip(), "") for glob in given["paths"].split(",")):
-        lacking.add(Evidence.ROOTS)
+        lacking.add(EvidenceScope.ROOTS)
     if given["slots"] != "*":
-        lacking.add(Evidence.SLOTS)
+        lacking.add(EvidenceScope.SLOTS)
     if given["ranks"] != "all":
-        lacking.add(Evidence.RANKS)
-    return frozenset(Evidence) - lacking
+        lacking.add(EvidenceScope.RANKS)
+    return frozenset(_ALL) - lacking
 
 
 def lacking_words(lacking: Collection[Evidence]) -> str:
     """Return what is lacking, with its settings: "backward, params (--rs-phases)"."""
-    by_setting = grouped((each.setting, each.word) for each in Evidence if each in lacking)
+    words_by_setting = grouped(
+        ("phases" if isinstance(each, Phase) else each.setting, each.word)
+        for each in _ALL
+        if each in lacking
+    )
     return "; ".join(
         f"{', '.join(words)}{f' (--rs-{name})' if name else ''}"
-        for name, words in by_setting.items()
+        for name, words in words_by_setting.items()
     )

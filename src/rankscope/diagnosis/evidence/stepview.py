@@ -20,6 +20,8 @@ from rankscope.tree.slotview import Fold, SlotView, by_slot
 from rankscope.tree.views import Node, Step
 
 Array = NDArray[Any]
+ParameterCall = tuple[tuple[str, str], int]
+"""Path and name of a parameter, and the call of its module."""
 _NO_VALUE: Final = (
     ValueFlag.ABSENT
     | ValueFlag.PENDING
@@ -103,6 +105,11 @@ class SlotValues:
     def parameter(self) -> tuple[str, str]:
         """Path and name of the parameter that this is, or is the gradient of."""
         return self.call.path, self.slot.partition(":")[2]
+
+    @property
+    def parameter_call(self) -> ParameterCall:
+        """The same of one call of its module."""
+        return self.parameter, self.call.ordinal
 
     @property
     def name(self) -> str:

@@ -24,7 +24,7 @@ from rankscope.diagnosis.evidence.distances import (
     sides_text,
 )
 from rankscope.diagnosis.evidence.issuedcollectives import issues_in
-from rankscope.diagnosis.evidence.recorded import Evidence
+from rankscope.diagnosis.evidence.recorded import EvidenceScope
 from rankscope.diagnosis.evidence.replicas import Same
 from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, is_input
 from rankscope.record.finding import Kind, Severity
@@ -41,18 +41,19 @@ _CROSSED: Final = (
     "through the parameters in one order on all ranks (a list, or sorted names; no set)."
 )
 _SAME_BATCH: Final = (
-    "These ranks were handed the same batch: look for dropout that draws from another seed or "
-    "generator on each of them, and for a reduction that is missing, in backward too. If they are "
-    "data-parallel after all, the forward went past the wrapper (DDP, FSDP)."
+    "These ranks were handed the same batch: look for random numbers that must be the same on them "
+    "(dropout from one seed or generator), and for a reduction that is missing, in backward too. "
+    "If they are data-parallel after all, the forward went past the wrapper (DDP, FSDP)."
 )
 _STRAIGHT: Final = 1e-2
 """A move and its gradient point the same way where what is left of it is this small beside it."""
 _PHASES: Final = tuple(phase for phase in Phase if phase is not Phase.COLLECTIVE)
-_OF_INFERRED: Final = frozenset(Evidence) - {
-    Evidence.SETUP,
-    Evidence.RECOMPUTE,
-    Evidence.ACCUMULATED,
-}
+_OF_INFERRED: Final = frozenset(
+    {
+        *(Phase.FORWARD, Phase.BACKWARD, Phase.GRADS, Phase.PARAMS, Phase.COLLECTIVE),
+        *EvidenceScope,
+    }
+)
 """What tells replicas from stages of a pipeline, and from ranks that train apart and average."""
 
 
@@ -61,11 +62,10 @@ def unequal_replicas(step_view: JudgedStep) -> Iterator[Candidate]:
     unequal: list[tuple[SlotValues, Candidate]] = []
     for values in step_view.values(*_PHASES):
         for same, groups, is_applied in step_view.compared_replicas(values):
-            lacking = _OF_INFERRED - step_view.evidence
-            if groups and same.source == "inferred" and lacking:
-                asks = "replicas that no layout describes"
-                step_view.context.coverage.not_asked(asks, lacking, f"{values.name} differs")
-                continue
+            if groups and same.source == "inferred":
+                asks, example = "replicas that no layout describes", f"{values.name} differs"
+                if step_view.lacks(_OF_INFERRED, asks, example):
+                    continue
             if is_applied:
                 step_view.context.coverage.applied(values)
             if groups and not _is_rounding(values, groups, step_view):
@@ -123,8 +123,8 @@ def _drawn_apart(step_view: StepView, group: Array) -> str:
 def _is_rounding(values: SlotValues, groups: list[Array], step_view: JudgedStep) -> bool:
     phase = values.call.phase
     if phase is Phase.PARAMS:
-        rounded = step_view.life.rounded | step_view.rounded_gradients
-        return values.parameter in rounded
+        rounded = (step_view.life.rounded, step_view.rounded_gradients)
+        return any(values.parameter in parameters for parameters in rounded)
     if phase not in _LOCAL or not is_within_rounding(values, groups):
         return False
     step_view.context.coverage.skipped["equal within rounding, not bit by bit"] += 1
@@ -313,7 +313,7 @@ def _gradient_kind(step_view: JudgedStep, values: SlotValues, groups: list[Array
     afterwards, as by clipping on one rank."""
     if all(is_multiple(values, values.at(group)) for group in groups):
         return Kind.REPLICA
-    if not {Evidence.FORWARD, Evidence.BACKWARD} <= step_view.evidence:
+    if not {Phase.FORWARD, Phase.BACKWARD} <= step_view.evidence:
         return Kind.GRADIENT
     given = step_view.handed(values.call.path)
     handed = [value.agree(group) for value in given for group in groups]

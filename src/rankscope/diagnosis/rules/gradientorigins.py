@@ -25,7 +25,7 @@ import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
 from rankscope.diagnosis.evidence.distances import is_within_rounding, sides, sides_text
-from rankscope.diagnosis.evidence.recorded import Evidence
+from rankscope.diagnosis.evidence.recorded import EvidenceScope
 from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView
 from rankscope.diagnosis.rules.equality import drawn_apart_advice
 from rankscope.record.finding import Kind, Severity
@@ -34,12 +34,12 @@ from rankscope.record.ranklists import ranks_named
 
 _NEEDS: Final = frozenset(
     {
-        Evidence.SETUP,
-        Evidence.FORWARD,
-        Evidence.BACKWARD,
-        Evidence.GRADS,
-        Evidence.ROOTS,
-        Evidence.SLOTS,
+        Phase.SETUP,
+        Phase.FORWARD,
+        Phase.BACKWARD,
+        Phase.GRADS,
+        EvidenceScope.ROOTS,
+        EvidenceScope.SLOTS,
     }
 )
 _DATA_PARALLEL: Final = frozenset({"DDP", "FSDP1", "FSDP2"})

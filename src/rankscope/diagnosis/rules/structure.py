@@ -18,7 +18,7 @@ import numpy as np
 
 from rankscope.diagnosis.context import Candidate, JudgedStep, candidate_at
 from rankscope.diagnosis.evidence.distances import minority
-from rankscope.diagnosis.evidence.recorded import Evidence
+from rankscope.diagnosis.evidence.recorded import Evidence, EvidenceScope
 from rankscope.diagnosis.evidence.replicas import InferredReplicas
 from rankscope.diagnosis.evidence.stepview import (
     Array,
@@ -38,8 +38,8 @@ from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.tree.slotview import SlotView
 
-_OF_STAGES: Final = frozenset(
-    {Evidence.FORWARD, Evidence.BACKWARD, Evidence.ROOTS, Evidence.RANKS, Evidence.DIGESTS}
+_OF_STAGES: Final[frozenset[Evidence]] = frozenset(
+    {Phase.FORWARD, Phase.BACKWARD, EvidenceScope.ROOTS, EvidenceScope.RANKS, EvidenceScope.DIGESTS}
 )
 """What tells stages of a pipeline, which hold different things under one path, from replicas."""
 
@@ -56,10 +56,8 @@ def different_kinds(step_view: JudgedStep) -> Iterator[Candidate]:
         what = {word for view in views for word in view.disagreement}
         if len(views) < 2 or not what or _is_stage(values):
             continue
-        lacking = _OF_STAGES - step_view.evidence
-        if lacking and values.source == "unknown":
-            asks, example = "dtypes over ranks", f"{values.name} differs"
-            step_view.context.coverage.not_asked(asks, lacking, example)
+        example = f"{values.name} differs"
+        if values.source == "unknown" and step_view.lacks(_OF_STAGES, "dtypes over ranks", example):
             continue
         if len({view.dtype for view in views}) > 1:
             texts = [view.dtype for view in views]

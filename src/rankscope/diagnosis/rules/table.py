@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from rankscope.diagnosis.context import Candidate, JudgedStep
-from rankscope.diagnosis.evidence.recorded import Evidence
+from rankscope.diagnosis.evidence.recorded import Evidence, EvidenceScope
 from rankscope.diagnosis.rules.accumulation import carried_gradients, lost_micro_batches
 from rankscope.diagnosis.rules.batches import duplicate_batches, other_batches
 from rankscope.diagnosis.rules.collectives import mismatched_collectives, wrong_exchanges
@@ -26,6 +26,7 @@ from rankscope.diagnosis.rules.structure import (
     layers_of_two_stages,
 )
 from rankscope.diagnosis.rules.weights import lost_ties, other_weights
+from rankscope.record.phases import Phase
 
 __all__ = ["STEP_RULES"]
 
@@ -41,16 +42,13 @@ class StepRule:
 
     def __call__(self, step_view: JudgedStep) -> Iterator[Candidate]:
         """Yield what is wrong in a step; nothing where the trace lacks what the rule needs."""
-        lacking = frozenset(self.needs - step_view.evidence)
-        if lacking:
-            step_view.context.coverage.not_asked(self.asks, lacking)
-            return
-        yield from self.judge(step_view)
+        if not step_view.lacks(self.needs, self.asks):
+            yield from self.judge(step_view)
 
 
-_SETUP, _FORWARD, _ROOTS = Evidence.SETUP, Evidence.FORWARD, Evidence.ROOTS
-_GRADS, _PARAMS, _PASSES = Evidence.GRADS, Evidence.PARAMS, Evidence.ACCUMULATED
-_COLLECTIVES, _RECOMPUTE = Evidence.COLLECTIVE, Evidence.RECOMPUTE
+_SETUP, _FORWARD, _RECOMPUTE = Phase.SETUP, Phase.FORWARD, Phase.RECOMPUTE
+_GRADS, _PARAMS, _PASSES = Phase.GRADS, Phase.PARAMS, Phase.ACCUMULATED
+_COLLECTIVES, _ROOTS = Phase.COLLECTIVE, EvidenceScope.ROOTS
 
 STEP_RULES: Final[tuple[StepRule, ...]] = (
     StepRule(nonfinite_origins, "NaN and infinity"),

@@ -15,7 +15,7 @@ two embeddings and are left alone. Plain weights of one rank may be copied on pu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -35,52 +35,12 @@ def other_weights(step_view: JudgedStep) -> Iterator[Candidate]:
     setup = step_view.life.setup
     if setup is None:
         return
-    for _, values, gradient, latest in decided_starts(step_view):
+    for values, gradient, latest in step_view.decided_starts.values():
         groups = [
             g for g in clusters(gradient) if _is_unlike(g, values, gradient, latest, step_view)
         ]
         if groups:
             yield _other_candidate(setup, values, groups)
-
-
-_Key = tuple[tuple[str, str], int]
-"""Path and name of a parameter, call."""
-
-
-def undecided_starts(step_view: JudgedStep) -> Mapping[_Key, SlotValues]:
-    """Return the parameters that differed at setup and on which no step before has decided."""
-    history = step_view.life
-    if history.undecided is not None or history.setup is None:
-        return history.undecided or {}
-    return {
-        _key_of_call(values): values
-        for values in history.setup.parameters(Phase.SETUP)
-        if _is_open(values, step_view)
-    }
-
-
-def decided_starts(
-    step_view: JudgedStep,
-) -> Iterator[tuple[_Key, SlotValues, SlotValues, SlotValues]]:
-    """Yield those a step decides: key, values at setup, gradient, values after the step."""
-    gradients = {_key_of_call(values): values for values in step_view.values(Phase.GRADS)}
-    after = {_key_of_call(values): values for values in step_view.values(Phase.PARAMS)}
-    for key, values in undecided_starts(step_view).items() if gradients else ():
-        gradient, latest = gradients.get(key), after.get(key)
-        if gradient is None or latest is None or gradient.source != "unknown":
-            continue
-        if not gradient.is_constant:
-            yield key, values, gradient, latest
-
-
-def _key_of_call(values: SlotValues) -> _Key:
-    return values.parameter, values.call.ordinal
-
-
-def _is_open(values: SlotValues, step_view: JudgedStep) -> bool:
-    if values.source != "unknown" or values.is_constant or values.agree(values.ranks) is not False:
-        return False
-    return step_view.context.layouts.same(values) is None
 
 
 def _is_unlike(
