@@ -25,42 +25,70 @@ ROOMS = {
     "settings": {"errors", "layout", "record"},
     "run": {"errors", "record", "settings"},
     "spool": {"errors", "record", "run"},
-    "chunks": {"errors", "record", "run"},
+    "spool.chunks": {"errors", "record", "run"},
     "capture": {"errors", "layout", "record", "run"},
     "agent": {
         *("errors", "globs", "layout", "record", "settings", "run"),
-        *("spool", "chunks", "capture", "words"),
+        *("spool", "spool.chunks", "capture", "words"),
     },
-    "assembly": {"errors", "layout", "record", "run", "spool", "chunks"},
-    "tree": {"errors", "globs", "layout", "record", "run", "spool", "chunks", "assembly"},
+    "tree.assembly": {"errors", "layout", "record", "run", "spool", "spool.chunks"},
+    "tree": {
+        "errors",
+        "globs",
+        "layout",
+        "record",
+        "run",
+        "spool",
+        "spool.chunks",
+        "tree.assembly",
+    },
     "words": {"record", "run", "tree"},
-    "tensors": {"errors", "globs", "layout", "record", "run", "chunks", "tree"},
-    "diagnosis": {"errors", "globs", "layout", "record", "run", "assembly", "tree", "tensors"},
-    "page": {"errors", "globs", "layout", "record", "run", "tree", "diagnosis", "words"},
+    "tree.tensors": {"errors", "globs", "layout", "record", "run", "spool.chunks", "tree"},
+    "diagnosis": {
+        "errors",
+        "globs",
+        "layout",
+        "record",
+        "run",
+        "tree.assembly",
+        "tree",
+        "tree.tensors",
+    },
+    "words.page": {"errors", "globs", "layout", "record", "run", "tree", "diagnosis", "words"},
     "export": {"errors", "globs", "layout", "record", "run", "tree"},
     "companion": {
-        *("errors", "record", "settings", "run", "spool", "chunks", "assembly", "tree"),
+        *("errors", "record", "settings", "run", "spool", "spool.chunks", "tree.assembly", "tree"),
         *("diagnosis", "export", "words"),
     },
     "doctor": {"errors", "record", "settings", "run", "companion", "agent", "capture", "tree"},
     "block": {
-        *("errors", "record", "settings", "run", "spool", "chunks"),
-        *("capture", "agent", "assembly", "tree"),
+        *("errors", "record", "settings", "run", "spool", "spool.chunks"),
+        *("capture", "agent", "tree.assembly", "tree"),
     },
     "compat": {
-        *("errors", "layout", "record", "run", "spool", "chunks", "capture", "agent", "block"),
-        *("assembly", "tree", "tensors", "export"),
+        *(
+            "errors",
+            "layout",
+            "record",
+            "run",
+            "spool",
+            "spool.chunks",
+            "capture",
+            "agent",
+            "block",
+        ),
+        *("tree.assembly", "tree", "tree.tensors", "export"),
     },
     "cli": {
-        *("errors", "globs", "layout", "record", "settings", "run", "companion", "assembly"),
-        *("tree", "tensors", "diagnosis", "export", "doctor", "page", "compat", "words"),
+        *("errors", "globs", "layout", "record", "settings", "run", "companion", "tree.assembly"),
+        *("tree", "tree.tensors", "diagnosis", "export", "doctor", "words.page", "compat", "words"),
     },
     "testing": {"errors", "record", "tree", "diagnosis", "words"},
     "replaying": {
-        *("errors", "layout", "record", "capture", "agent", "tree", "tensors", "diagnosis"),
+        *("errors", "layout", "record", "capture", "agent", "tree", "tree.tensors", "diagnosis"),
     },
-    "tracing": {"errors", "settings", "agent", "block", "tree", "tensors"},
-    "report": {"errors", "layout", "record", "tree", "diagnosis", "page", "words"},
+    "tracing": {"errors", "settings", "agent", "block", "tree", "tree.tensors"},
+    "report": {"errors", "layout", "record", "tree", "diagnosis", "words.page", "words"},
     "integrations": {"record", "agent", "diagnosis", "tracing", "words"},
     "__init__": {"tracing", "tree", "diagnosis", "replaying"},
     "__main__": {"cli"},
@@ -85,7 +113,7 @@ ONE_FILE = {
 }
 """Optional package -> the only file that may import it."""
 ALONE = {
-    *(("tensors/rebuild.py", "torch"), ("tensors/exactdistance.py", "torch")),
+    *(("tree/tensors/rebuild.py", "torch"), ("tree/tensors/exactdistance.py", "torch")),
     ("doctor/scriptprobe.py", "torch"),  # runs in a process of its own, in the place of a script
 }
 """Single files of other rooms that may know a package: nothing imports them before a tensor is
@@ -120,7 +148,7 @@ WITHOUT_TORCH = [
     "rankscope.layout.declared",
     "rankscope.layout.layoutfile",
     "rankscope.cli.tensor",
-    "rankscope.tensors.globalvalues",
+    "rankscope.tree.tensors.globalvalues",
     "rankscope.diagnosis.check",
     "rankscope.cli.check",
     "rankscope.diagnosis.comparison.diff",
@@ -129,9 +157,18 @@ WITHOUT_TORCH = [
 ]
 
 
-def room(path: Path) -> str:
-    inside = path.relative_to(SOURCE)
-    return inside.parts[0] if len(inside.parts) > 1 else inside.stem
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module: str) -> str:
+    """Return the room of a module: the longest of the names on its way that `ROOMS` lists."""
+    names = module.split(".")[1:]
+    return next(
+        (room for size in (2, 1) if (room := ".".join(names[:size])) in ROOMS),
+        (*names, "__init__")[0],
+    )
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
@@ -159,18 +196,19 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
 def test_no_import_goes_against_the_flow(path: Path) -> None:
-    own = room(path)
+    room = room_of(module_name(path))
     unloaded = for_types_alone(path)
     for line, module in imports(path):
         top, _, rest = module.partition(".")
         is_alone = (path.relative_to(SOURCE).as_posix(), top) in ALONE
         if top in FOREIGN and line not in unloaded and not is_alone:
-            assert own in FOREIGN[top], f"{path}:{line}: {own} must not know {top}"
+            assert room in FOREIGN[top], f"{path}:{line}: {room} must not know {top}"
         if top in ONE_FILE:
             assert str(path.relative_to(SOURCE)) == ONE_FILE[top], f"{path}:{line}: {top}"
         if top == "rankscope" and rest:
-            target = rest.split(".")[0]
-            assert target == own or target in ROOMS[own], f"{path}:{line}: {own} imports {target}"
+            target = room_of(module)
+            allowed = target == room or target in ROOMS[room]
+            assert allowed, f"{path}:{line}: {room} imports {target}"
 
 
 def test_no_rooms_import_each_other_in_a_circle() -> None:
@@ -179,11 +217,6 @@ def test_no_rooms_import_each_other_in_a_circle() -> None:
         free = [r for r, needs in ROOMS.items() if r not in below and needs <= below.keys()]
         assert free, f"a circle among {sorted(ROOMS.keys() - below.keys())}"
         below |= dict.fromkeys(free, len(below))
-
-
-def module_name(path: Path) -> str:
-    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -285,7 +318,8 @@ def test_broad_excepts_are_few_and_give_their_reason() -> None:
 def test_a_placement_is_parsed_once_for_each_source_of_its_text() -> None:
     # a layout file, the ranks' records, a tree and older ones: others are handed placements
     readers = {
-        "layout/layoutfile.py", "assembly/interning.py", "tree/heldlayouts.py", "tree/older.py",
+        *("layout/layoutfile.py", "tree/assembly/interning.py"),
+        *("tree/heldlayouts.py", "tree/older.py"),
     }  # fmt: skip
     calling = {
         path.relative_to(SOURCE).as_posix()
@@ -301,7 +335,7 @@ def test_one_module_writes_and_parses_safetensors_headers() -> None:
         for path in MODULES
         if "data_offsets" in path.read_text() or "__metadata__" in path.read_text()
     ]
-    assert knowing == ["chunks/safetensors.py"]
+    assert knowing == ["spool/chunks/safetensors.py"]
 
 
 def calling(name: str) -> set[str]:
@@ -321,7 +355,7 @@ def test_one_function_opens_step_files_and_one_writes_them() -> None:
     """What is checked when a file is opened, and what it may lack, is known in one place."""
     assert calling("MappedFile") == {
         "tree/columns.py:map_columns",
-        "chunks/finishing.py:read_header",  # of full tensors
+        "spool/chunks/finishing.py:read_header",  # of full tensors
         "compat/debugger/filetrace.py:find",  # a tensor that a debugger wrote
     }
     assert {each.partition(":")[0] for each in calling("map_columns")} == {
@@ -337,7 +371,7 @@ def test_one_reader_follows_the_records_of_a_running_job() -> None:
     decoding = {
         path.relative_to(SOURCE).as_posix()
         for path in MODULES
-        if room(path) not in {"spool", "assembly"}
+        if room_of(module_name(path)) not in {"spool", "tree.assembly"}
         and {"records", "records_at"}
         & {
             alias.name
@@ -356,7 +390,7 @@ def test_one_reader_follows_the_records_of_a_running_job() -> None:
 
 def test_rules_and_exports_read_a_tree_through_its_typed_views() -> None:
     for path in MODULES:
-        if room(path) in {"diagnosis", "tensors", "export"}:
+        if room_of(module_name(path)) in {"diagnosis", "tree.tensors", "export"}:
             raw = [line for line in path.read_text().splitlines() if ".data[" in line]
             assert not raw, f"{path}: {raw}"
 

@@ -24,7 +24,6 @@ from rankscope.agent.recorder import Recorder
 from rankscope.agent.session import Opened, Session
 from rankscope.agent.values.bytestores import Store
 from rankscope.agent.values.tensorstore import make_tensor_store
-from rankscope.assembly.rankstreams import StreamBytes
 from rankscope.capture.kernel import prepare as prepare_kernel
 from rankscope.errors import RankscopeError, SettingError, SpoolError
 from rankscope.record.streams import EndReason
@@ -36,6 +35,7 @@ from rankscope.settings import Settings, as_keywords
 from rankscope.spool.replication import StreamEnd, replica_path, write_end
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
+from rankscope.tree.assembly.rankstreams import StreamBytes
 
 _MadeT = TypeVar("_MadeT")
 _TRACED_ALREADY = "not tracing this block: this process is traced already"

@@ -21,13 +21,13 @@ from typing import Any, Final
 from rankscope.diagnosis.check import check
 from rankscope.errors import RankscopeError, TrackerError
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.page.checkpage import check_page
-from rankscope.page.pagefile import write_file
-from rankscope.page.rankplaces import ranks_html
-from rankscope.page.verdicthtml import job_html, table_html, text, verdict_html
 from rankscope.record.finding import Report
 from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.views import Trace
+from rankscope.words.page.checkpage import check_page
+from rankscope.words.page.pagefile import write_file
+from rankscope.words.page.rankplaces import ranks_html
+from rankscope.words.page.verdicthtml import job_html, table_html, text, verdict_html
 from rankscope.words.reports import tracker_fields
 
 __all__ = ["fragment", "to", "write"]

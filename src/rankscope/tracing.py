@@ -69,8 +69,8 @@ def open_trace(
         TraceError: not a trace, or a damaged one.
         TraceVersionError: a newer format than this reader knows.
     """
-    from rankscope.tensors.globalvalues import full_tensor, local_tensor
     from rankscope.tree import reader, views
+    from rankscope.tree.tensors.globalvalues import full_tensor, local_tensor
 
     found = reader.open_trace(path, wait_s=wait_s, progress=progress)
     found.tensors = views.TensorReaders(local_tensor, full_tensor)

@@ -15,9 +15,9 @@ from rankscope.agent.values.bytestores import LocalChunkStore
 from rankscope.agent.values.tensorstore import TensorStore
 from rankscope.capture.describe import Described, Describer
 from rankscope.capture.invisible import invisible
-from rankscope.chunks.writing import ChunkEntry, ChunkWriter
 from rankscope.record.dtypes import STORED_TYPES
 from rankscope.record.streams import StreamId
+from rankscope.spool.chunks.writing import ChunkEntry, ChunkWriter
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import TENSOR, RecordKind
 from rankscope.spool.streamreader import StreamReader

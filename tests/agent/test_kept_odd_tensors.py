@@ -16,7 +16,7 @@ from torch import nn
 
 import rankscope
 from rankscope.capture.pytree import walk
-from rankscope.chunks import writing as chunks
+from rankscope.spool.chunks import writing as chunks
 from rankscope.tree.views import Trace
 from tests.unharmed import traced_unharmed
 

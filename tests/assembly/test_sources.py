@@ -7,12 +7,12 @@ import random
 import numpy as np
 import pytest
 
-from rankscope.assembly.rankstreams import read_stream
-from rankscope.assembly.sources import find_streams
 from rankscope.errors import FolderError, TraceError, TraceVersionError
 from rankscope.run.folders import segment_indexes, segment_path
 from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.streamreader import StreamReader
+from rankscope.tree.assembly.rankstreams import read_stream
+from rankscope.tree.assembly.sources import find_streams
 from rankscope.tree.build import build, recover
 from rankscope.tree.reader import open_trace
 from tests.spool.streams import SMALL, record_begins, settle, settled, write_some

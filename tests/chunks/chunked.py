@@ -11,9 +11,9 @@ import numpy as np
 import xxhash
 from safetensors import safe_open
 
-from rankscope.chunks.writing import ChunkEntry, ChunkWriter
 from rankscope.record.dtypes import STORED_TYPES
 from rankscope.record.streams import StreamId
+from rankscope.spool.chunks.writing import ChunkEntry, ChunkWriter
 from rankscope.spool.recordformat import TENSOR, TENSOR_DTYPE
 
 STREAM = StreamId(rank=3, incarnation=0)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, load_file
 
-from rankscope.chunks.safetensors import (
+from rankscope.errors import ChunkError, TraceError
+from rankscope.spool.chunks.safetensors import (
     LENGTH_BYTES,
     MappedFile,
     as_array,
@@ -20,7 +21,6 @@ from rankscope.chunks.safetensors import (
     write_tensor,
     write_tensors,
 )
-from rankscope.errors import ChunkError, TraceError
 
 ARRAYS = {
     "a": np.arange(6, dtype=np.float64).reshape(2, 3),

@@ -18,11 +18,16 @@ import numpy as np
 import pytest
 from safetensors import SafetensorError, safe_open
 
-from rankscope.chunks.chunkheader import chunk_folder, chunk_path, parse_header, stream_of_folder
-from rankscope.chunks.finishing import damaged, finish_chunks, read_header
-from rankscope.chunks.writing import HEADER_BYTES, ChunkWriter
 from rankscope.errors import ChunkError, ChunkFullError
 from rankscope.record.streams import StreamId
+from rankscope.spool.chunks.chunkheader import (
+    chunk_folder,
+    chunk_path,
+    parse_header,
+    stream_of_folder,
+)
+from rankscope.spool.chunks.finishing import damaged, finish_chunks, read_header
+from rankscope.spool.chunks.writing import HEADER_BYTES, ChunkWriter
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.streamreader import StreamReader
@@ -488,7 +493,7 @@ import msgpack
 from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.writer import SpoolWriter
 from tests.chunks.chunked import STREAM, content, pack
-from rankscope.chunks.writing import HEADER_BYTES, ChunkWriter
+from rankscope.spool.chunks.writing import HEADER_BYTES, ChunkWriter
 trace, chosen = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
 spool = SpoolWriter(trace / "spool", limit_bytes=64 << 20)
 writer = ChunkWriter(trace, STREAM, limit_bytes=1 << 40, chunk_bytes=3_000_000, chunk_tensors=60)

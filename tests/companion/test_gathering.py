@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.assembly.sources import find_streams
 from rankscope.companion.protocol import Ended, OpenStream
 from rankscope.companion.shipping import Shipment
 from rankscope.record.streams import EndReason, StreamId
@@ -24,6 +23,7 @@ from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.replication import read_end, replica_path
 from rankscope.spool.validprefix import valid_prefix
 from rankscope.spool.writer import SpoolWriter
+from rankscope.tree.assembly.sources import find_streams
 from tests import forked
 from tests.companion.jobs import environment
 from tests.ports import free_port, has_ipv6

@@ -11,8 +11,6 @@ import pytest
 
 from rankscope.agent.blackboxwatch import BlackBoxWatch
 from rankscope.agent.recorder import Recorder
-from rankscope.assembly.rankstreams import RankStream, read_stream
-from rankscope.assembly.sources import find_streams
 from rankscope.capture.describe import Described
 from rankscope.capture.reading import ValueNumbers
 from rankscope.companion import heldstream
@@ -33,6 +31,8 @@ from rankscope.spool import ringwriter
 from rankscope.spool.recordformat import StepEvent
 from rankscope.spool.ringwriter import RingWriter
 from rankscope.spool.streamreader import StreamReader
+from rankscope.tree.assembly.rankstreams import RankStream, read_stream
+from rankscope.tree.assembly.sources import find_streams
 from rankscope.tree.header import completeness
 
 STREAM = StreamId(rank=0, incarnation=0)

@@ -7,7 +7,6 @@ import zlib
 import pytest
 import zmq
 
-from rankscope.chunks.chunkheader import chunk_folder
 from rankscope.companion.chunkstore import ReceivedChunks
 from rankscope.companion.protocol import (
     PROTOCOL_VERSION,
@@ -23,6 +22,7 @@ from rankscope.companion.replica import MOST_LIVES, ReplicaFiles
 from rankscope.errors import FolderError
 from rankscope.record.streams import StreamId
 from rankscope.run.stallrecords import Stall
+from rankscope.spool.chunks.chunkheader import chunk_folder
 from tests.spool.streams import write_some
 from tests.waiting import wait_until
 

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rankscope.agent.values.tensorstore import TensorStore
 from rankscope.capture.describe import Described, Describer
 from rankscope.capture.invisible import invisible
-from rankscope.chunks.writing import ChunkEntry
 from rankscope.compat.debugger import kept
 from rankscope.compat.debugger.kept import DebuggerStore
+from rankscope.spool.chunks.writing import ChunkEntry
 
 
 class Rank:

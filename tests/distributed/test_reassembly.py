@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rankscope.layout.plan import plan_assemblies
-from rankscope.tensors.rebuild import assemble
+from rankscope.tree.tensors.rebuild import assemble
 from tests.distributed.pool import RankPool
 from tests.distributed.reassembly_job import Case, run
 from tests.torches import GATHERS_STRIDED_SHARDS

@@ -21,9 +21,6 @@ from typing import Any
 
 import msgpack
 
-from rankscope.assembly.rankstreams import StreamBytes, definitions_in, read_stream
-from rankscope.assembly.sources import find_streams
-from rankscope.chunks.chunkheader import parse_header
 from rankscope.cli.app import main
 from rankscope.companion.protocol import decode, encode
 from rankscope.companion.running.streamtail import StreamTail
@@ -50,11 +47,14 @@ from rankscope.run.folders import RUN_NAME, RunHeader, read_run_header, write_ru
 from rankscope.run.orders import Order, seen_by
 from rankscope.run.stallrecords import stalls_in
 from rankscope.settings import SETTINGS
+from rankscope.spool.chunks.chunkheader import parse_header
 from rankscope.spool.definitions import decode_definition
 from rankscope.spool.recordcolumns import COLUMNS, ending, records
 from rankscope.spool.recordformat import DEFINITION_LENGTH
 from rankscope.spool.replication import read_end
 from rankscope.spool.settledprefix import SettledPrefix, read_settled, settled_to, write_settled
+from rankscope.tree.assembly.rankstreams import StreamBytes, definitions_in, read_stream
+from rankscope.tree.assembly.sources import find_streams
 from rankscope.tree.build import assemble
 from rankscope.tree.finishedtrace import trace_of
 from rankscope.tree.growingtree import GrowingTree

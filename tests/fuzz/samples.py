@@ -13,11 +13,11 @@ from typing import Any
 
 import msgpack
 
-from rankscope.assembly.sources import find_streams
 from rankscope.run.filenames import REPLICA_FOLDER
 from rankscope.run.stallrecords import Stall, keep_stall
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import DEFINITION_LENGTH, FIRST, PAYLOAD_BYTES, RecordKind
+from rankscope.tree.assembly.sources import find_streams
 from rankscope.tree.build import build, recover
 from rankscope.tree.goldenfile import write_golden
 from rankscope.tree.reader import open_trace

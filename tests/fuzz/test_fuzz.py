@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope.chunks.chunkheader import parse_header
 from rankscope.companion.protocol import decode
 from rankscope.errors import ChunkError, LayoutError, RankscopeError, SpoolError, WireError
 from rankscope.layout.layoutfile import LayoutFile
+from rankscope.spool.chunks.chunkheader import parse_header
 from rankscope.spool.definitions import decode_definition
 from rankscope.spool.recordcolumns import COLUMNS, records
 from rankscope.spool.recordformat import CELL_BYTES, DEFINITION_LENGTH

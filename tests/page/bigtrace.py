@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from rankscope.assembly.rankstreams import StreamBytes
 from rankscope.diagnosis.check import check
 from rankscope.record.streams import StreamId
+from rankscope.tree.assembly.rankstreams import StreamBytes
 from rankscope.tree.build import assemble
 from rankscope.tree.reader import open_trace
 from rankscope.tree.treewriter import write_trace

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from rankscope.page.cellplanes import CALL_KIND, CellClass, CellPlanes, ModuleRows
-from rankscope.page.checkpage import check_page
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase
 from rankscope.record.streams import EndReason
 from rankscope.tree.reader import open_trace
+from rankscope.words.page.cellplanes import CALL_KIND, CellClass, CellPlanes, ModuleRows
+from rankscope.words.page.checkpage import check_page
 from tests.diagnosis.paper import module, numbers, setup
 from tests.page.papertraces import written
 from tests.page.test_contents import calls, cells

@@ -18,18 +18,18 @@ from hypothesis import strategies as st
 
 from rankscope.errors import FolderError, SelectionError
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.page.cellplanes import CellClass, DistanceClass
-from rankscope.page.checkpage import check_page
-from rankscope.page.diffpage import diff_page
-from rankscope.page.pagecontent import DATA_BYTES, PageContent, chosen_values
-from rankscope.page.pagefile import page_html, served_data
-from rankscope.page.verdicthtml import job_html
 from rankscope.record.finding import Report, Severity
 from rankscope.record.ranklists import parse_ranks
 from rankscope.record.visibletext import visible
 from rankscope.testing import save_golden
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
+from rankscope.words.page.cellplanes import CellClass, DistanceClass
+from rankscope.words.page.checkpage import check_page
+from rankscope.words.page.diffpage import diff_page
+from rankscope.words.page.pagecontent import DATA_BYTES, PageContent, chosen_values
+from rankscope.words.page.pagefile import page_html, served_data
+from rankscope.words.page.verdicthtml import job_html
 from tests.faults.model import GPT
 from tests.faults.setup import Shape
 from tests.page.driven import write_page

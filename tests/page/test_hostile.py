@@ -130,7 +130,7 @@ def test_filters_mean_what_globs_mean_elsewhere_and_take_no_time(browser) -> Non
     names = ["".join(chosen.choices("ab.]^\\($[", k=chosen.randrange(7))) for _ in globs]
     page = browser.new_page()
     page.goto("about:blank")
-    code = (files("rankscope.page") / "static" / "elements.js").read_text()
+    code = (files("rankscope.words.page") / "static" / "elements.js").read_text()
     each = f"{code}; return globs.map((glob, at) => globOf(glob).test(names[at]));"
     told = page.evaluate(f"([globs, names]) => {{ {each} }}", [globs, names])
     assert told == [glob_matches(*each) for each in zip(globs, names)] and sum(told) > 100

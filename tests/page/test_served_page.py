@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from rankscope.page.checkpage import check_page
-from rankscope.page.pageserver import PageServer, PageSource
 from rankscope.spool.recordformat import StepEvent
 from rankscope.tree.reader import open_trace
+from rankscope.words.page.checkpage import check_page
+from rankscope.words.page.pageserver import PageServer, PageSource
 from tests.diagnosis.paper import module, numbers
 from tests.page.driven import Driven, opened
 from tests.page.papertraces import written

@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from rankscope.errors import RankscopeError, SettingError, TraceError
-from rankscope.page.checkpage import check_page
-from rankscope.page.pageserver import PageServer, PageSource, is_loopback
 from rankscope.tree.reader import open_trace
+from rankscope.words.page.checkpage import check_page
+from rankscope.words.page.pageserver import PageServer, PageSource, is_loopback
 
 
 @pytest.fixture(scope="package")

@@ -20,11 +20,11 @@ from pathlib import Path
 import msgpack
 import numpy as np
 
-from rankscope.assembly.rankstreams import StreamBytes, read_stream
 from rankscope.record.streams import StreamId
 from rankscope.spool import recordformat
 from rankscope.spool.recordformat import RecordKind, StepEvent
 from rankscope.spool.validprefix import cell_crcs
+from rankscope.tree.assembly.rankstreams import StreamBytes, read_stream
 from rankscope.tree.build import assemble
 from rankscope.tree.reader import open_trace
 from rankscope.tree.treewriter import write_trace

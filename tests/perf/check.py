@@ -25,12 +25,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.assembly.rankstreams import StreamBytes
 from rankscope.cli import show
 from rankscope.cli.app import main as cli
 from rankscope.diagnosis.check import check
 from rankscope.record.finding import Report
 from rankscope.record.streams import StreamId
+from rankscope.tree.assembly.rankstreams import StreamBytes
 from rankscope.tree.build import assemble
 from rankscope.tree.columns import map_columns
 from rankscope.tree.reader import open_trace

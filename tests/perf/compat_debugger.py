@@ -31,9 +31,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from rankscope.chunks.safetensors import write_tensor
 from rankscope.compat import model_addition_debugger_context as ours
-from rankscope.tensors.rebuild import bytes_of
+from rankscope.spool.chunks.safetensors import write_tensor
+from rankscope.tree.tensors.rebuild import bytes_of
 from tests.perf.overhead import llama
 
 Debugger = Callable[..., AbstractContextManager[nn.Module]]

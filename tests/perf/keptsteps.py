@@ -38,8 +38,8 @@ from rankscope.agent.values.bytestores import LocalChunkStore
 from rankscope.agent.values.tensorstore import TensorStore
 from rankscope.capture.describe import Describer
 from rankscope.capture.invisible import invisible
-from rankscope.chunks.writing import ChunkWriter
 from rankscope.record.streams import StreamId
+from rankscope.spool.chunks.writing import ChunkWriter
 from tests.perf.overhead import Step, llama
 
 INPUTS_AND_OUTPUTS = "**:input*,**:output*"

@@ -23,9 +23,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rankscope.page.checkpage import check_page
-from rankscope.page.pagefile import write_file
 from rankscope.tree.reader import open_trace
+from rankscope.words.page.checkpage import check_page
+from rankscope.words.page.pagefile import write_file
 from tests.page.bigtrace import big_trace
 from tests.page.driven import CHROMIUM, opened
 

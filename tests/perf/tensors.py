@@ -28,8 +28,8 @@ from rankscope.agent.values.tensorstore import TensorStore
 from rankscope.capture.describe import Described, Describer
 from rankscope.capture.invisible import invisible
 from rankscope.capture.keeping import own_bytes
-from rankscope.chunks.writing import ChunkEntry, ChunkWriter
 from rankscope.record.streams import StreamId
+from rankscope.spool.chunks.writing import ChunkEntry, ChunkWriter
 from rankscope.spool.recordformat import TENSOR, RecordKind
 from rankscope.spool.writer import SpoolWriter
 from tests.perf import keptsteps

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.chunks import writing
-from rankscope.chunks.writing import ChunkWriter
 from rankscope.record.streams import StreamId
 from rankscope.run import diskspace
 from rankscope.run.diskspace import reserve
+from rankscope.spool.chunks import writing
+from rankscope.spool.chunks.writing import ChunkWriter
 
 STREAM = StreamId(rank=0, incarnation=0)
 MIB = 1 << 20

@@ -6,7 +6,6 @@ import struct
 import msgpack
 import numpy as np
 
-from rankscope.assembly.rankstreams import _samples
 from rankscope.record.streams import EndReason
 from rankscope.spool.recordcolumns import ending, records
 from rankscope.spool.recordformat import (
@@ -15,6 +14,7 @@ from rankscope.spool.recordformat import (
     RecordKind,
 )
 from rankscope.spool.writer import SpoolWriter
+from rankscope.tree.assembly.rankstreams import _samples
 from tests.spool.streams import (
     SMALL,
     enter,

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.assembly.sources import find_streams
 from rankscope.errors import SpoolError
 from rankscope.record.streams import StreamId
 from rankscope.spool.recordcolumns import records
@@ -24,6 +23,7 @@ from rankscope.spool.settledprefix import (
     write_settled,
 )
 from rankscope.spool.validprefix import valid_prefix
+from rankscope.tree.assembly.sources import find_streams
 from tests import forked
 from tests.spool.streams import open_replica, record_begins, settle, settled, write_some
 from tests.spool.test_reader import record_ends

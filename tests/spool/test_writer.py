@@ -9,7 +9,6 @@ import threading
 import msgpack
 import pytest
 
-from rankscope.assembly.rankstreams import StreamBytes, read_stream
 from rankscope.errors import SpoolError
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.folders import segment_indexes, segment_path
@@ -24,6 +23,7 @@ from rankscope.spool.recordformat import (
 )
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
+from rankscope.tree.assembly.rankstreams import StreamBytes, read_stream
 from tests.spool.streams import SMALL, enter, rank_definition, step, stream_bytes, value, write_some
 
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from rankscope.tensors import exactdistance
-from rankscope.tensors.exactdistance import exact_distance, same_rows
+from rankscope.tree.tensors import exactdistance
+from rankscope.tree.tensors.exactdistance import exact_distance, same_rows
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float8_e4m3fn", "complex64", "int32"])

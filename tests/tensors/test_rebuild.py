@@ -23,7 +23,7 @@ from rankscope.layout.placement import (
     parse_placement,
 )
 from rankscope.layout.plan import AssemblyPlan, plan_assemblies, plan_assembly
-from rankscope.tensors.rebuild import Whole, assemble
+from rankscope.tree.tensors.rebuild import Whole, assemble
 from tests.tree.cutting import cases, spread
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.assembly.sources import find_streams
 from rankscope.spool.recordformat import StepEvent
+from rankscope.tree.assembly.sources import find_streams
 from rankscope.tree.build import assemble, build
 from rankscope.tree.growingtree import GrowingTree
 from tests.diagnosis.paper import module, numbers

@@ -13,7 +13,6 @@ import msgpack  # type: ignore[import-untyped]  # ships no types
 
 from rankscope.capture.describe import Described
 from rankscope.capture.reading import ValueNumbers
-from rankscope.chunks.writing import ChunkEntry
 from rankscope.layout.placement import Mesh
 from rankscope.record.call import CallStatus, Mode
 from rankscope.record.collective import Collective
@@ -21,6 +20,7 @@ from rankscope.record.notes import Note
 from rankscope.record.phases import Phase
 from rankscope.record.streams import ProcessGroup
 from rankscope.record.value import ValueFlag
+from rankscope.spool.chunks.writing import ChunkEntry
 from rankscope.spool.recordcolumns import Records
 from rankscope.spool.recordformat import (
     ENTER,

@@ -23,12 +23,12 @@ from rankscope.compat.debugger.treefiles import trees_in
 from rankscope.diagnosis.comparison.alignment import PathMap
 from rankscope.diagnosis.comparison.diff import diff
 from rankscope.errors import FolderError, SettingError
-from rankscope.page.diffpage import diff_page
-from rankscope.page.pagefile import write_file
 from rankscope.record.finding import Report, Verdict
 from rankscope.run.outfolder import typed
 from rankscope.tree.summary import extent
 from rankscope.tree.views import Trace
+from rankscope.words.page.diffpage import diff_page
+from rankscope.words.page.pagefile import write_file
 from rankscope.words.reportdata import report_json
 from rankscope.words.reports import coverage_line, matrix_lines, report_lines
 

@@ -9,9 +9,9 @@ import typer
 
 from rankscope.cli.arguments import ForceOption, LayoutOption, TraceArgument, selection_option
 from rankscope.cli.terminal import echo, opened, progress, say_unread
-from rankscope.page.checkpage import check_page
-from rankscope.page.pagefile import write_file
 from rankscope.tree.selection import parse_path, parse_ranges
+from rankscope.words.page.checkpage import check_page
+from rankscope.words.page.pagefile import write_file
 
 
 def command(

@@ -12,11 +12,11 @@ from rankscope.cli.arguments import ForceOption, LayoutOption, TraceArgument, se
 from rankscope.cli.terminal import echo, opened, remark, size_text, visible
 from rankscope.errors import SelectionError, SettingError
 from rankscope.record.ranklists import ranks_text
-from rankscope.tensors.ask import asked_tensors, printed, save_tensors
-from rankscope.tensors.listing import Kept, list_tensors
-from rankscope.tensors.tensornames import Wanted, choose
 from rankscope.tree.selection import default_phase, parse_mode, parse_phase
 from rankscope.tree.summary import counted
+from rankscope.tree.tensors.ask import asked_tensors, printed, save_tensors
+from rankscope.tree.tensors.listing import Kept, list_tensors
+from rankscope.tree.tensors.tensornames import Wanted, choose
 from rankscope.tree.views import Trace
 
 _MOST_SHAPES = 3

@@ -17,7 +17,6 @@ from typing import Any, Final
 from rankscope.diagnosis.check import check
 from rankscope.errors import RankscopeError, TraceError
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.page.rankplaces import places_in
 from rankscope.record.call import Mode
 from rankscope.record.ranklists import ranks_text
 from rankscope.record.timetext import utc_text
@@ -29,6 +28,7 @@ from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.reader import open_trace
 from rankscope.tree.unfinished import is_at_work, received_bytes, status_in
 from rankscope.words.joblines import told_in
+from rankscope.words.page.rankplaces import places_in
 from rankscope.words.reportdata import is_finding, report_json
 
 _MOST_WORST: Final = 10

@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rankscope.chunks.chunkheader import chunk_folder, chunk_numbers, chunk_path
-from rankscope.chunks.safetensors import checksum_of, write_all
 from rankscope.companion.log import log
 from rankscope.companion.protocol import (
     ChunkEnded,
@@ -23,6 +21,8 @@ from rankscope.companion.protocol import (
 )
 from rankscope.record.streams import StreamId
 from rankscope.run.replacing import sync_by_name
+from rankscope.spool.chunks.chunkheader import chunk_folder, chunk_numbers, chunk_path
+from rankscope.spool.chunks.safetensors import checksum_of, write_all
 
 DEFAULT_QUOTA_BYTES = 1 << 40
 _PART_SUFFIX = ".part"

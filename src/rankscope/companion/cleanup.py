@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from rankscope.chunks.chunkheader import chunk_folder, chunk_numbers
 from rankscope.companion.heldstream import HeldStream
 from rankscope.errors import ChunkError, SpoolError
 from rankscope.record.streams import StreamId
@@ -16,6 +15,7 @@ from rankscope.run.folders import remove_run_folder, stream_folder, streams
 from rankscope.run.locks import is_alive
 from rankscope.run.removal import Place, Reach, Removable, may_remove
 from rankscope.run.stallrecords import remove_stalls
+from rankscope.spool.chunks.chunkheader import chunk_folder, chunk_numbers
 from rankscope.spool.origin import origin_text
 from rankscope.spool.streamreader import StreamReader
 

@@ -23,7 +23,6 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
-from rankscope.chunks.safetensors import write_all
 from rankscope.companion.log import log
 from rankscope.errors import FolderError, SpoolError
 from rankscope.record.streams import MAX_INCARNATIONS, StreamId
@@ -31,6 +30,7 @@ from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER, RUN_ID_NAME
 from rankscope.run.filepieces import bytes_on_disk
 from rankscope.run.ownership import own_subfolder
 from rankscope.run.replacing import sync_by_name
+from rankscope.spool.chunks.safetensors import write_all
 from rankscope.spool.origin import UNKNOWN, origin_of, origin_text
 from rankscope.spool.recordformat import CELL_BYTES
 from rankscope.spool.replication import replica_path, replicated

@@ -18,8 +18,6 @@ import os
 import zlib
 from pathlib import Path
 
-from rankscope.chunks.chunkheader import chunk_folder, chunk_numbers, chunk_path
-from rankscope.chunks.safetensors import LENGTH_BYTES, checksum_of
 from rankscope.companion.log import log
 from rankscope.companion.protocol import (
     CHUNK_FRAME_BYTES,
@@ -41,6 +39,8 @@ from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.folders import stream_folder
 from rankscope.run.locks import is_alive
 from rankscope.run.removal import Place, Reach, Removable, may_remove
+from rankscope.spool.chunks.chunkheader import chunk_folder, chunk_numbers, chunk_path
+from rankscope.spool.chunks.safetensors import LENGTH_BYTES, checksum_of
 from rankscope.spool.origin import UNKNOWN
 from rankscope.spool.streamreader import StreamReader
 

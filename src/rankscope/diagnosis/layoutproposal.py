@@ -36,8 +36,8 @@ from rankscope.layout.placement import LayoutSource, Mesh, Placement
 from rankscope.layout.proof import Proof, Said, SlotKey, cut
 from rankscope.record.collective import MESSAGES
 from rankscope.record.phases import Phase
-from rankscope.tensors.proofs import RecordedValues, digests
 from rankscope.tree.slotview import shapes_of
+from rankscope.tree.tensors.proofs import RecordedValues, digests
 from rankscope.tree.views import Trace
 
 _DIGITS: Final = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")

@@ -8,10 +8,10 @@ each held by two ranks, which must hold the same values::
 Placed (Partial(sum), Shard(0)) the same two parts have two *summands* each, held by one rank each,
 and a reduction that makes them one.
 
-`pieces_of` says which ranks hold which part. Numbers need no more: `assembly/combine.py` adds up
-digests by it. Bytes also need the place of every part: `plan_assembly` names which ranks to read,
-in which order, and where the result goes; `tensors/rebuild.py` executes that. No torch, numpy or
-process group is needed.
+`pieces_of` says which ranks hold which part. Numbers need no more: `tree/assembly/combine.py` adds
+up digests by it. Bytes also need the place of every part: `plan_assembly` names which ranks to
+read, in which order, and where the result goes; `tree/tensors/rebuild.py` executes that. No torch,
+numpy or process group is needed.
 
 What cannot be put together is a `LayoutError` that says why; it is never guessed.
 """

@@ -17,9 +17,9 @@ from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.value import is_form
-from rankscope.tensors.globalvalues import local_tensor, whole_value
 from rankscope.tree.selection import named
 from rankscope.tree.slotview import SlotView, by_slot
+from rankscope.tree.tensors.globalvalues import local_tensor, whole_value
 from rankscope.tree.views import Trace, Value
 
 _OF_TORCH: Final = re.compile(r"torch\.(\w+)")

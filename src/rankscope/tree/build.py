@@ -11,11 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rankscope.assembly.interning import build_vocabulary
-from rankscope.assembly.keptchunks import carry_chunks, finish_kept, with_places
-from rankscope.assembly.rankstreams import RankStream, StreamBytes, read_stream
-from rankscope.assembly.sources import find_streams
-from rankscope.assembly.steprecords import StepRecords
 from rankscope.errors import FolderError, TraceError, TraceVersionError
 from rankscope.run.filenames import (
     INDEX_NAME,
@@ -30,6 +25,11 @@ from rankscope.run.outfolder import typed
 from rankscope.run.removal import Place, Reach, Removable, may_remove
 from rankscope.run.stallrecords import carry_stalls
 from rankscope.spool.definitions import Decoded
+from rankscope.tree.assembly.interning import build_vocabulary
+from rankscope.tree.assembly.keptchunks import carry_chunks, finish_kept, with_places
+from rankscope.tree.assembly.rankstreams import RankStream, StreamBytes, read_stream
+from rankscope.tree.assembly.sources import find_streams
+from rankscope.tree.assembly.steprecords import StepRecords
 from rankscope.tree.document import Document
 from rankscope.tree.growingtree import GrowingTree, grown_in
 from rankscope.tree.header import completeness, how_ended, run_header, step_notes

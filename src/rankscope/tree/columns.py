@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.chunks.safetensors import MappedFile, as_array, parse_entries
 from rankscope.errors import TraceError
 from rankscope.record.statistics import ADDED
 from rankscope.record.stepcolumns import COLUMNS, Column
 from rankscope.record.streams import MAX_RANKS
+from rankscope.spool.chunks.safetensors import MappedFile, as_array, parse_entries
 
 _UNCHECKED = {"format": "rankscope.values/1"}
 """All that was said of a file before it had a checksum."""

@@ -10,19 +10,19 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.assembly.calltable import CallTable
-from rankscope.assembly.declaredlayouts import declare_layouts, placed_meshes
-from rankscope.assembly.interning import Vocabulary
-from rankscope.assembly.markedlayouts import mark_layouts
-from rankscope.assembly.nodes import Merged, merge
-from rankscope.assembly.rankstreams import RankStream
-from rankscope.assembly.steprecords import Group, StepRecords
-from rankscope.assembly.tables import Tables, build_tables
-from rankscope.chunks.tensorfiles import TensorRecords
 from rankscope.record.call import CallStatus, Mode
 from rankscope.record.phases import Phase
 from rankscope.record.statistics import STATISTICS
 from rankscope.record.streams import StreamId
+from rankscope.spool.chunks.tensorfiles import TensorRecords
+from rankscope.tree.assembly.calltable import CallTable
+from rankscope.tree.assembly.declaredlayouts import declare_layouts, placed_meshes
+from rankscope.tree.assembly.interning import Vocabulary
+from rankscope.tree.assembly.markedlayouts import mark_layouts
+from rankscope.tree.assembly.nodes import Merged, merge
+from rankscope.tree.assembly.rankstreams import RankStream
+from rankscope.tree.assembly.steprecords import Group, StepRecords
+from rankscope.tree.assembly.tables import Tables, build_tables
 from rankscope.tree.step import LazyColumns, StepColumns, StepHead, StepTexts
 
 Array = NDArray[Any]

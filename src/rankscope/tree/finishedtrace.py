@@ -23,8 +23,8 @@ from rankscope.tree.tracejson import load_json
 from rankscope.tree.views import Trace, TraceSource
 
 if TYPE_CHECKING:
-    from rankscope.chunks.tensorfiles import TensorRecords
     from rankscope.record.streams import StreamId
+    from rankscope.spool.chunks.tensorfiles import TensorRecords
     from rankscope.tree.document import Document
 
 _POLL_S = 0.1

@@ -9,10 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rankscope.assembly.declaredlayouts import layout_header
-from rankscope.assembly.interning import MeshFamily, mesh_of
-from rankscope.assembly.rankstreams import RankStream
-from rankscope.assembly.steprecords import Group
 from rankscope.errors import TraceError
 from rankscope.record.call import Mode
 from rankscope.record.notes import Note
@@ -24,6 +20,10 @@ from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
 from rankscope.run.jobend import JobEnd
 from rankscope.spool.origin import origin_text
 from rankscope.spool.recordformat import NO_SEQUENCE, TO_ITS_END
+from rankscope.tree.assembly.declaredlayouts import layout_header
+from rankscope.tree.assembly.interning import MeshFamily, mesh_of
+from rankscope.tree.assembly.rankstreams import RankStream
+from rankscope.tree.assembly.steprecords import Group
 
 
 def run_header(streams: Sequence[RankStream]) -> dict[str, Any]:

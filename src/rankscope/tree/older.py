@@ -38,8 +38,8 @@ from rankscope.tree.tracejson import load_json
 from rankscope.tree.views import meshes_of
 
 if TYPE_CHECKING:
-    from rankscope.chunks.tensorfiles import TensorRecords
     from rankscope.record.streams import StreamId
+    from rankscope.spool.chunks.tensorfiles import TensorRecords
 
 Array = NDArray[Any]
 Data = Mapping[str, Any]

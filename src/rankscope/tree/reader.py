@@ -126,7 +126,7 @@ def _finished(folder: Path) -> Trace | None:
 def _unfinished(folder: Path, progress: Progress | None) -> Trace:
     """Return the trace of the records that have come so far. FolderError: the folder is empty;
     TraceError: there are none."""
-    from rankscope.assembly.sources import find_streams
+    from rankscope.tree.assembly.sources import find_streams
     from rankscope.tree.build import (  # slow to import; a finished tree needs neither
         assemble,
         told_of_lost,

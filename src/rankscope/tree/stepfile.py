@@ -18,11 +18,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.chunks.safetensors import write_arrays
 from rankscope.errors import TraceError
 from rankscope.record.call import Mode
 from rankscope.record.stepcolumns import COLUMNS, Column
 from rankscope.run.filenames import STEPS_FOLDER, STEPS_FORMAT
+from rankscope.spool.chunks.safetensors import write_arrays
 from rankscope.tree.columns import filled, map_columns
 from rankscope.tree.damage import UNREADABLE, damage
 from rankscope.tree.step import StepColumns, StepHead, StepTexts

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rankscope.assembly.sources import run_in
 from rankscope.errors import SpoolError
 from rankscope.run.filenames import COLLECTOR_LOCK_NAME, HOST_STATE_PREFIX, REPLICA_FOLDER
 from rankscope.run.folders import find_runs, is_held, relay_name, spool_base, stream_folder, streams
@@ -18,6 +17,7 @@ from rankscope.run.locks import is_abandoned, is_alive
 from rankscope.spool.origin import origin_text
 from rankscope.spool.replication import read_end, replica_path, replicated
 from rankscope.spool.streamreader import StreamReader
+from rankscope.tree.assembly.sources import run_in
 
 _SILENT_S = 30.0
 """Relays of other hosts leave a word in a shared folder every second."""

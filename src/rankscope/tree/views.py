@@ -37,9 +37,9 @@ from rankscope.tree.summary import NO_STEP, ended_words, endings, extent
 if TYPE_CHECKING:
     import torch
 
-    from rankscope.chunks.tensorfiles import TensorFiles, TensorRecords
     from rankscope.layout.layoutfile import LayoutFile
     from rankscope.record.streams import StreamId
+    from rankscope.spool.chunks.tensorfiles import TensorFiles, TensorRecords
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +134,8 @@ class Value:
         """Return the global tensor, put together from what the ranks held.
 
         Warns (`TensorWarning`) where ranks that should hold the same do not, or could not be
-        compared, and of what was inferred; `rankscope.tensors.globalvalues.whole_value` returns all
-        of it beside the tensor.
+        compared, and of what was inferred; `whole_value` of `tree/tensors/globalvalues.py` returns
+        all of it beside the tensor.
 
         Args:
             layouts: declared layouts, for values that no DTensor describes.
@@ -584,7 +584,7 @@ class Trace:
     def tensor_files(self) -> TensorFiles:
         """The full tensors that were kept: found by rank, incarnation and the reference in
         `columns()`, mapped where they lie; of a job that still runs those that are whole."""
-        from rankscope.chunks.tensorfiles import TensorFiles  # numpy: as above
+        from rankscope.spool.chunks.tensorfiles import TensorFiles  # numpy: as above
 
         return TensorFiles(self.path, self._source.tensors)
 

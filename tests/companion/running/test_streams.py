@@ -10,7 +10,6 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from rankscope.assembly.rankstreams import definitions_in
 from rankscope.companion.running.rankstatuses import StatusWriter
 from rankscope.companion.running.runningjob import RunningJob
 from rankscope.companion.running.streamtail import StreamTail
@@ -32,6 +31,7 @@ from rankscope.spool.recordformat import (
 )
 from rankscope.spool.replication import replica_path
 from rankscope.spool.writer import SpoolWriter
+from rankscope.tree.assembly.rankstreams import definitions_in
 from tests.companion.jobs import Host
 from tests.spool.streams import (
     settle,

@@ -11,8 +11,8 @@ import xxhash
 
 from rankscope.capture.describe import Described
 from rankscope.capture.keeping import byte_pieces
-from rankscope.chunks.writing import ByteArray, ChunkEntry, ChunkWriter
 from rankscope.errors import ChunkError, ChunkFullError
+from rankscope.spool.chunks.writing import ByteArray, ChunkEntry, ChunkWriter
 
 _MOST_STORED: Final = 1 << 16
 _CLOSED: Final = "the trace is closed"

@@ -20,12 +20,12 @@ from rankscope.agent.values.bytestores import LocalChunkStore, RecordTensor, Sto
 from rankscope.capture.describe import Described
 from rankscope.capture.keeping import byte_pieces, own_bytes, why_not_stored
 from rankscope.capture.staging import DeviceStaging
-from rankscope.chunks.writing import ChunkWriter
 from rankscope.errors import ChunkError
 from rankscope.globs import glob_matches, slot_matches, split_place
 from rankscope.record.streams import StreamId
 from rankscope.run.diskspace import free_bytes
 from rankscope.settings import Settings
+from rankscope.spool.chunks.writing import ChunkWriter
 from rankscope.spool.writelock import WriteLock
 
 _MOST_NAMES: Final = 1 << 16

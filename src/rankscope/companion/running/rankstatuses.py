@@ -14,8 +14,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from rankscope.assembly.interning import roots_of
-from rankscope.assembly.rootnames import join_path, name_roots
 from rankscope.companion.running.runningjob import RunningJob
 from rankscope.companion.running.splitstream import SplitStream, StepKey
 from rankscope.companion.running.streamtail import EnteredCall, StreamTail
@@ -29,6 +27,8 @@ from rankscope.run.folders import find_runs, stream_folder, streams
 from rankscope.run.jobstatus import JobStatus, JobTotals, RankStatus, write_status
 from rankscope.run.locks import is_alive
 from rankscope.spool.streamreader import StreamReader
+from rankscope.tree.assembly.interning import roots_of
+from rankscope.tree.assembly.rootnames import join_path, name_roots
 from rankscope.tree.unfinished import spool_bases
 
 _EVERY_S: Final = 1.0

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final, Protocol
 
-from rankscope.assembly.rankstreams import StreamBytes
 from rankscope.companion.running.splitstream import SplitStream, StepKey
 from rankscope.errors import SpoolError
 from rankscope.record.call import Mode
@@ -17,6 +16,7 @@ from rankscope.record.streams import StreamId
 from rankscope.run.jobend import job_end
 from rankscope.spool.definitions import Decoded
 from rankscope.spool.replication import StreamEnd, read_end, replica_path, replicated
+from rankscope.tree.assembly.rankstreams import StreamBytes
 from rankscope.tree.build import assemble
 from rankscope.tree.document import Document
 from rankscope.tree.finishedtrace import trace_of

@@ -14,7 +14,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.assembly.rankstreams import definitions_in
 from rankscope.companion.running.streamtail import StreamTail
 from rankscope.errors import SpoolError
 from rankscope.record.call import Mode
@@ -37,6 +36,7 @@ from rankscope.spool.settledprefix import (
     settled_to,
     write_settled,
 )
+from rankscope.tree.assembly.rankstreams import definitions_in
 
 Cells = NDArray[np.uint8]
 _LEAST_BYTES: Final = 64 << 10

@@ -15,7 +15,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.assembly.rankstreams import definitions_in
 from rankscope.record.call import Mode
 from rankscope.record.notes import Note, NoteKind
 from rankscope.record.phases import Phase
@@ -25,6 +24,7 @@ from rankscope.run.jobstatus import EndedStep
 from rankscope.spool.recordcolumns import Records, Sequences, ValueRows, ending, records
 from rankscope.spool.recordformat import NO_SEQUENCE, RecordKind, StepEvent
 from rankscope.spool.streamreader import StreamReader
+from rankscope.tree.assembly.rankstreams import definitions_in
 
 Rows = NDArray[Any]
 _OPTIMIZER: Final = (int(Phase.GRADS), int(Phase.PARAMS))

@@ -25,14 +25,10 @@ from typing import Any, Final
 import xxhash
 
 from rankscope.agent.recorder import Recorder
-from rankscope.assembly.rankstreams import StreamBytes
 from rankscope.capture.describe import Described, Describer
 from rankscope.capture.digest import Digester
 from rankscope.capture.invisible import invisible
 from rankscope.capture.reading import ValueNumbers
-from rankscope.chunks.safetensors import MappedFile, parse_entries
-from rankscope.chunks.tensorfiles import StoredTensor, TensorFiles
-from rankscope.chunks.writing import ChunkEntry
 from rankscope.compat.debugger.kept import tensor_of
 from rankscope.compat.debugger.treefiles import trees_in
 from rankscope.errors import TraceError
@@ -42,9 +38,13 @@ from rankscope.record.phases import Phase
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.record.value import SKETCH_SIZE, ValueMeta
 from rankscope.run.filenames import Progress
+from rankscope.spool.chunks.safetensors import MappedFile, parse_entries
+from rankscope.spool.chunks.tensorfiles import StoredTensor, TensorFiles
+from rankscope.spool.chunks.writing import ChunkEntry
 from rankscope.spool.recordformat import FORMAT_VERSION, StepEvent
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
+from rankscope.tree.assembly.rankstreams import StreamBytes
 from rankscope.tree.build import assemble
 from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.finishedtrace import WrittenSteps

@@ -33,12 +33,12 @@ from rankscope.agent.values.bytestores import (
 from rankscope.capture.describe import Described
 from rankscope.capture.invisible import invisible_operations
 from rankscope.capture.keeping import byte_pieces
-from rankscope.chunks.safetensors import write_all
-from rankscope.chunks.writing import ChunkEntry
 from rankscope.compat.debugger.text import Arena, Glimpse, glimpse_of
 from rankscope.record.dtypes import STORED_TYPES
 from rankscope.run.diskspace import reserve
 from rankscope.run.ownfile import OwnFile, above_standard_streams, leave_mapping, map_file
+from rankscope.spool.chunks.safetensors import write_all
+from rankscope.spool.chunks.writing import ChunkEntry
 
 _LINE: Final = 64
 """Places begin at multiples of it: torch and the kernel read tensors where they lie."""

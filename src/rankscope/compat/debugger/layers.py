@@ -19,10 +19,10 @@ from typing import Final
 import numpy as np
 
 from rankscope.agent.recorder import Recorder
-from rankscope.assembly.rankstreams import RankStream
 from rankscope.record.phases import Phase
 from rankscope.spool.recordcolumns import Records
 from rankscope.spool.recordformat import NO_SEQUENCE, RecordKind, StepEvent
+from rankscope.tree.assembly.rankstreams import RankStream
 
 _NUMBERED: Final = re.compile(r"(.*)\.(\d+)")
 _LOOSE: Final = ".@"

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from rankscope.chunks.safetensors import write_tensor
 from rankscope.errors import FolderError, SelectionError
 from rankscope.export.formats import ExportPlace
 from rankscope.export.subset import Selection
@@ -30,6 +29,7 @@ from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase
 from rankscope.run.filenames import TRACE_NAME, Progress
+from rankscope.spool.chunks.safetensors import write_tensor
 from rankscope.tree.slotview import SlotView, by_slot
 from rankscope.tree.views import Node, Step, Trace
 

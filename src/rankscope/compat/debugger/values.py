@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 
 from rankscope.capture.describe import dtype_name
-from rankscope.chunks.tensorfiles import StoredTensor
 from rankscope.compat.debugger.kept import KeptTensor, tensor_of
 from rankscope.compat.debugger.text import (
     Arena,
@@ -27,11 +26,12 @@ from rankscope.compat.debugger.text import (
 from rankscope.errors import LayoutError, SelectionError, TraceError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.layout.placement import LayoutSource
-from rankscope.tensors.globalvalues import whole_value
-from rankscope.tensors.kept import why_not_kept
-from rankscope.tensors.proofs import digests, how_it_lies
-from rankscope.tensors.rebuild import bytes_of
+from rankscope.spool.chunks.tensorfiles import StoredTensor
 from rankscope.tree.slotview import SlotView
+from rankscope.tree.tensors.globalvalues import whole_value
+from rankscope.tree.tensors.kept import why_not_kept
+from rankscope.tree.tensors.proofs import digests, how_it_lies
+from rankscope.tree.tensors.rebuild import bytes_of
 from rankscope.tree.views import Node, Trace, Value
 
 _OF_PARAMETER: Final = "Parameter containing:"

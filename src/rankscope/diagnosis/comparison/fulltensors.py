@@ -24,14 +24,14 @@ from rankscope.diagnosis.evidence.stepview import Array, SlotValues
 from rankscope.errors import LayoutError, SelectionError, TraceError
 from rankscope.layout.plan import plan_assemblies
 from rankscope.record.phases import Phase
-from rankscope.tensors.globalvalues import assembled, local_tensor
 from rankscope.tree.summary import counted
+from rankscope.tree.tensors.globalvalues import assembled, local_tensor
 from rankscope.tree.views import Trace, Value
 
 if TYPE_CHECKING:
     import torch
 
-    from rankscope.tensors.exactdistance import ExactDistance
+    from rankscope.tree.tensors.exactdistance import ExactDistance
 
 _WITHOUT_SAMPLES: Final = frozenset(
     {
@@ -166,7 +166,7 @@ class FullTensors:
         self, value: AlignedValue, ref: list[_HeldWhole], test: list[_HeldWhole], batches: Batches
     ) -> Difference | None:
         """Compare the samples of the test with the same ones of the reference."""
-        from rankscope.tensors.exactdistance import joined, same_rows
+        from rankscope.tree.tensors.exactdistance import joined, same_rows
 
         mine = _first_of_units(ref)
         if len({part.unit for part in test}) < len(test) and batches.is_by_order:
@@ -230,7 +230,7 @@ def _held_to(partners: Mapping[Unit, _HeldWhole], test: list[_HeldWhole]) -> Dif
 def _measured(pairs: list[_Pair], ref_rows: list[Array]) -> Difference:
     """Return the difference of pairs of tensors, one for each part; `ref_rows` are the digests of
     all values of the reference."""
-    from rankscope.tensors.exactdistance import exact_distance
+    from rankscope.tree.tensors.exactdistance import exact_distance
 
     apart: list[ExactDistance] = [exact_distance(own, theirs) for own, theirs, _, _ in pairs]
     parts = [part for *_, part in pairs]

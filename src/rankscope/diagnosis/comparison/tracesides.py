@@ -24,8 +24,8 @@ from rankscope.diagnosis.evidence.replicas import Layouts
 from rankscope.diagnosis.evidence.stepview import Array, CallView, StepView, step_view_of
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
-from rankscope.tensors.proofs import cut_dtensors
 from rankscope.tree.reader import TraceLike, opened_trace
+from rankscope.tree.tensors.proofs import cut_dtensors
 from rankscope.tree.views import Step, Trace, number_setting
 
 StepKey = tuple[Mode, int]

@@ -1,8 +1,8 @@
 """What the ranks of one trace hold of a value, as whole tensors: composed from digests alone.
 
-How pieces make a whole is `assembly/combine.py`'s answer, by the plan of `layout/plan.py`. Ranks
-whose plain values are bitwise the same hold one whole. What several ranks hold differently stays
-several wholes: whether these are faulty replicas, batches of data-parallel ranks or shards that
+How pieces make a whole is `tree/assembly/combine.py`'s answer, by the plan of `layout/plan.py`.
+Ranks whose plain values are bitwise the same hold one whole. What several ranks hold differently
+stays several wholes: whether these are faulty replicas, batches of data-parallel ranks or shards that
 nothing describes is decided where they are held to the reference.
 """
 
@@ -16,7 +16,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from rankscope.assembly.combine import CombinationPlan, apply_plan, plan_rows
 from rankscope.diagnosis.comparison.alignment import whole_shape
 from rankscope.diagnosis.comparison.lostranks import LostRanks
 from rankscope.diagnosis.evidence.replicas import Layouts
@@ -29,9 +28,10 @@ from rankscope.record.sketchfactors import factors
 from rankscope.record.statistics import STATISTICS
 from rankscope.record.value import ValueFlag
 from rankscope.record.wholestatistics import Combined
-from rankscope.tensors.kept import held_pieces
-from rankscope.tensors.proofs import proven_layout
+from rankscope.tree.assembly.combine import CombinationPlan, apply_plan, plan_rows
 from rankscope.tree.slotview import SlotView
+from rankscope.tree.tensors.kept import held_pieces
+from rankscope.tree.tensors.proofs import proven_layout
 from rankscope.tree.views import Value
 
 NO_TENSOR: Final = "no tensor was there"

@@ -19,7 +19,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.chunks.chunkheader import (
+from rankscope.errors import ChunkError
+from rankscope.record.dtypes import STORED_TYPES
+from rankscope.record.streams import StreamId
+from rankscope.spool.chunks.chunkheader import (
     ChunkHeader,
     HeldTensor,
     begun_rank,
@@ -29,16 +32,13 @@ from rankscope.chunks.chunkheader import (
     rebuilt_json,
     write_header,
 )
-from rankscope.chunks.safetensors import (
+from rankscope.spool.chunks.safetensors import (
     LENGTH_BYTES,
     MOST_HEADER_BYTES,
     MappedFile,
     checksum_of,
     fits,
 )
-from rankscope.errors import ChunkError
-from rankscope.record.dtypes import STORED_TYPES
-from rankscope.record.streams import StreamId
 
 _UNFINISHED: Final = b"\0"
 """First byte of a header region that was never filled in."""

@@ -17,22 +17,22 @@ from pathlib import Path
 
 import numpy as np
 
-from rankscope.assembly.rankstreams import Array, RankStream, ValueColumns
-from rankscope.assembly.sources import origins_in
-from rankscope.chunks.chunkheader import (
+from rankscope.errors import ChunkError
+from rankscope.record.streams import StreamId
+from rankscope.record.value import ValueFlag
+from rankscope.spool.chunks.chunkheader import (
     chunk_folder,
     chunk_numbers,
     chunk_path,
     rebuilt_json,
     write_header,
 )
-from rankscope.chunks.finishing import finish_chunks, read_header, recorded_tensors
-from rankscope.chunks.safetensors import LENGTH_BYTES, write_all
-from rankscope.chunks.tensorfiles import TensorFiles, standing_references
-from rankscope.errors import ChunkError
-from rankscope.record.streams import StreamId
-from rankscope.record.value import ValueFlag
+from rankscope.spool.chunks.finishing import finish_chunks, read_header, recorded_tensors
+from rankscope.spool.chunks.safetensors import LENGTH_BYTES, write_all
+from rankscope.spool.chunks.tensorfiles import TensorFiles, standing_references
 from rankscope.spool.origin import UNKNOWN
+from rankscope.tree.assembly.rankstreams import Array, RankStream, ValueColumns
+from rankscope.tree.assembly.sources import origins_in
 
 
 def finish_kept(out: Path, stream: RankStream) -> RankStream:

@@ -4,9 +4,9 @@
     whole.tensor, whole.mismatches, whole.notes
 
 How the pieces belong together is taken from DTensors, else from a layout file (the one given now,
-else the one that was given when the trace was taken), else inferred (`tensors/peers.py`,
-`tensors/proofs.py`); which of these it was stands in the notes. What none of them says is an error,
-never a guess. Torch is loaded when a tensor is made, not before.
+else the one that was given when the trace was taken), else inferred (`tree/tensors/peers.py`,
+`tree/tensors/proofs.py`); which of these it was stands in the notes. What none of them says is an
+error, never a guess. Torch is loaded when a tensor is made, not before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rankscope.layout.layoutfile import LayoutFile, layout_given
 from rankscope.layout.placement import Layout, LayoutSource, Mesh, Placement
 from rankscope.layout.plan import AssemblyPlan, Piece, plan_assemblies, plan_assembly, ranks_words
 from rankscope.layout.proof import WHOLE
-from rankscope.tensors.kept import (
+from rankscope.tree.tensors.kept import (
     held_pieces,
     held_shapes,
     references,
@@ -31,13 +31,13 @@ from rankscope.tensors.kept import (
     value_name,
     why_not_kept,
 )
-from rankscope.tensors.peers import Peers, find_peers, prints_of
-from rankscope.tensors.proofs import how_it_lies
+from rankscope.tree.tensors.peers import Peers, find_peers, prints_of
+from rankscope.tree.tensors.proofs import how_it_lies
 
 if TYPE_CHECKING:
     import torch
 
-    from rankscope.tensors.rebuild import Whole
+    from rankscope.tree.tensors.rebuild import Whole
     from rankscope.tree.views import Trace, Value
 
 
@@ -62,7 +62,7 @@ def local_tensor(value: Value, rank: int, *, is_checked: bool = False) -> torch.
     known = references(value)
     if rank not in known:
         raise SelectionError(why_not_kept(value, [rank]))
-    from rankscope.tensors.rebuild import tensor_of
+    from rankscope.tree.tensors.rebuild import tensor_of
 
     found = stored(value, rank, known[rank])
     if is_checked and not found.is_intact:
@@ -95,7 +95,7 @@ def whole_value(value: Value, layouts: LayoutFile | None = None) -> Whole:
 
 def assembled(value: Value, plan: AssemblyPlan) -> Whole:
     """Return what a plan makes of a value's bytes, each piece checked against its checksum."""
-    from rankscope.tensors.rebuild import assemble
+    from rankscope.tree.tensors.rebuild import assemble
 
     return assemble(plan, lambda rank: local_tensor(value, rank, is_checked=True))
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from rankscope.chunks.chunkheader import chunk_folder, chunk_numbers, chunk_path
-from rankscope.chunks.finishing import damaged
-from rankscope.chunks.tensorfiles import TensorFiles
 from rankscope.errors import ChunkError
 from rankscope.record.dtypes import STORED_TYPES
 from rankscope.record.streams import StreamId
+from rankscope.spool.chunks.chunkheader import chunk_folder, chunk_numbers, chunk_path
+from rankscope.spool.chunks.finishing import damaged
+from rankscope.spool.chunks.tensorfiles import TensorFiles
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.views import Node, Trace
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.assembly.rankstreams import Array, StreamBytes
 from rankscope.errors import FolderError, SpoolError
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER
@@ -34,6 +33,7 @@ from rankscope.spool.replication import read_end, replica_path, replicated
 from rankscope.spool.settledprefix import NOTHING_SETTLED, lock_for_reading, read_replica
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.validprefix import as_cells, valid_prefix, valid_runs
+from rankscope.tree.assembly.rankstreams import Array, StreamBytes
 
 _FIRST_BYTES = MAX_RECORD_CELLS * CELL_BYTES
 """The first record of a stream is whole in so many."""

@@ -21,13 +21,13 @@ from rankscope.diagnosis.evidence.stepview import (
     is_output,
 )
 from rankscope.layout.placement import Mesh
-from rankscope.page.cellplanes import ModuleRows
 from rankscope.record.collective import collective_words
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.statistics import NUMBERS, STATISTICS
 from rankscope.record.visibletext import visible
 from rankscope.tree.slotview import SlotView, shapes_of
+from rankscope.words.page.cellplanes import ModuleRows
 
 Array = NDArray[Any]
 ROWS_PER_BLOCK: Final = 32

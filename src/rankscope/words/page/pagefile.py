@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope.errors import FolderError
-from rankscope.page.pagecontent import PageContent
 from rankscope.record.visibletext import visible
 from rankscope.run.replacing import replacing
+from rankscope.words.page.pagecontent import PageContent
 
 _OURS: Final = b"<title>rankscope - "
 _HEAD_BYTES: Final = 4096

@@ -18,10 +18,10 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from rankscope.chunks.tensorfiles import StoredTensor
 from rankscope.errors import LayoutError, TraceError
 from rankscope.layout.placement import Ranges
 from rankscope.layout.plan import AssemblyPlan, Box, Reduction
+from rankscope.spool.chunks.tensorfiles import StoredTensor
 
 Load = Callable[[int], torch.Tensor]
 """Returns a rank's piece, perhaps a view of mapped memory; never written to."""

@@ -1,7 +1,7 @@
 """How far two full tensors of one shape are apart: exact sums over all elements, in float64; and
 which rows of one are those of the other.
 
-Needs torch, as `tensors/rebuild.py` does; import it where tensors are compared, not before.
+Needs torch, as `tree/tensors/rebuild.py` does; import it where tensors are compared, not before.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rankscope.tensors.rebuild import bytes_of
+from rankscope.tree.tensors.rebuild import bytes_of
 
 _CHUNK: Final = 1 << 22  # elements that are held as float64 at a time
 

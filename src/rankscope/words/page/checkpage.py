@@ -16,11 +16,6 @@ from rankscope.diagnosis.evidence.stepview import CallView, SlotValues, StepView
 from rankscope.diagnosis.rules.endings import ends_of
 from rankscope.globs import glob_matches
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.page.calldetails import CallDetails
-from rankscope.page.cellplanes import CALL_KIND, CellClass, ModuleRows, slot_kind
-from rankscope.page.pagecontent import DATA_BYTES, PageContent, PageMap, ValueChoice, fitting
-from rankscope.page.rankplaces import ranks_html
-from rankscope.page.verdicthtml import job_html
 from rankscope.record.call import CallStatus, Mode
 from rankscope.record.finding import Finding, Kind, Report, Severity
 from rankscope.record.phases import Phase
@@ -29,6 +24,11 @@ from rankscope.run.filenames import Progress
 from rankscope.tree.selection import nothing_matched
 from rankscope.tree.step import StepHead
 from rankscope.tree.views import Trace
+from rankscope.words.page.calldetails import CallDetails
+from rankscope.words.page.cellplanes import CALL_KIND, CellClass, ModuleRows, slot_kind
+from rankscope.words.page.pagecontent import DATA_BYTES, PageContent, PageMap, ValueChoice, fitting
+from rankscope.words.page.rankplaces import ranks_html
+from rankscope.words.page.verdicthtml import job_html
 
 Array = NDArray[Any]
 _OF_STATUS: Final = {

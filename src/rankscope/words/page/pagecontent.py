@@ -11,15 +11,20 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.page.calldetails import NUMBER_NAMES, ROWS_PER_BLOCK, packed_blocks, packed_json
-from rankscope.page.cellplanes import CellPlanes, MapClass, ModuleRows, PageSteps, slot_kind
-from rankscope.page.verdicthtml import coverage_lines, findings_html, text, verdict_html
 from rankscope.record.finding import Finding, Report
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.visibletext import visible
 from rankscope.tree.step import StepHead
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace
+from rankscope.words.page.calldetails import (
+    NUMBER_NAMES,
+    ROWS_PER_BLOCK,
+    packed_blocks,
+    packed_json,
+)
+from rankscope.words.page.cellplanes import CellPlanes, MapClass, ModuleRows, PageSteps, slot_kind
+from rankscope.words.page.verdicthtml import coverage_lines, findings_html, text, verdict_html
 
 Array = NDArray[Any]
 DATA_BYTES: Final = 10_000_000

@@ -17,15 +17,15 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.assembly.interning import MeshFamily, Vocabulary
-from rankscope.assembly.rankstreams import RankStream
-from rankscope.assembly.tables import Tables, factorize
 from rankscope.errors import LayoutError
 from rankscope.layout.declared import declared_pieces
 from rankscope.layout.layoutfile import layout_given
 from rankscope.layout.placement import LayoutSource, Mesh, Placement
 from rankscope.record.ranklists import ranks_text
 from rankscope.record.value import ValueFlag
+from rankscope.tree.assembly.interning import MeshFamily, Vocabulary
+from rankscope.tree.assembly.rankstreams import RankStream
+from rankscope.tree.assembly.tables import Tables, factorize
 
 T = TypeVar("T")
 _CALL: Final = ("incarnation", "mode", "step", "micro_batch", "phase", "path", "ordinal")

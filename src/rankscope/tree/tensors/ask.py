@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankscope.chunks.safetensors import Outgoing, write_tensors
 from rankscope.errors import FolderError, LayoutError, SelectionError, TraceError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.ranklists import ranks_text
 from rankscope.run.replacing import free_place
-from rankscope.tensors.globalvalues import assembled, local_tensor, plan_whole
-from rankscope.tensors.kept import held_shapes, references, stored, value_name, why_not_kept
-from rankscope.tensors.tensornames import Chosen, Wanted, choose
+from rankscope.spool.chunks.safetensors import Outgoing, write_tensors
+from rankscope.tree.tensors.globalvalues import assembled, local_tensor, plan_whole
+from rankscope.tree.tensors.kept import held_shapes, references, stored, value_name, why_not_kept
+from rankscope.tree.tensors.tensornames import Chosen, Wanted, choose
 from rankscope.tree.views import Trace
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def save_tensors(out: Path, asked: Iterable[AskedTensor], *, is_forced: bool = F
     Raises:
         FolderError: something is there, or it cannot be written.
     """
-    from rankscope.tensors.rebuild import bytes_of
+    from rankscope.tree.tensors.rebuild import bytes_of
 
     def outgoing(each: AskedTensor) -> Outgoing:
         return each.key, each.dtype, each.shape, lambda: bytes_of(each.make())

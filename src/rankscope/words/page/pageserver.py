@@ -23,10 +23,10 @@ from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
 from rankscope.errors import RankscopeError, SettingError
-from rankscope.page.pagecontent import PageContent
-from rankscope.page.pagefile import page_html, served_data
 from rankscope.record.visibletext import visible
 from rankscope.tree.damage import UNREADABLE
+from rankscope.words.page.pagecontent import PageContent
+from rankscope.words.page.pagefile import page_html, served_data
 
 _TOKEN_BYTES: Final = 18
 _LEAST_WAIT_S: Final = 2.0

@@ -15,12 +15,12 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from rankscope.assembly.calltable import CallTable
-from rankscope.assembly.interning import Interned, Vocabulary
-from rankscope.assembly.tables import Tables, factorize
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.value import UNFOLDED_FLAGS
+from rankscope.tree.assembly.calltable import CallTable
+from rankscope.tree.assembly.interning import Interned, Vocabulary
+from rankscope.tree.assembly.tables import Tables, factorize
 
 MAX_DEPTH = 50
 """Deeper nodes are hung onto their ancestor at this depth: readers of JSON recurse."""

@@ -16,15 +16,15 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.assembly.declaredlayouts import described_slots
-from rankscope.assembly.interning import Vocabulary, mark_of
-from rankscope.assembly.rankstreams import RankStream
-from rankscope.assembly.tables import Tables
 from rankscope.errors import LayoutError
 from rankscope.layout.declared import declared_pieces
 from rankscope.layout.marks import AXIS_GROUPS, LayoutMark, Members, believed_groups
 from rankscope.layout.placement import LayoutSource, Mesh
 from rankscope.record.phases import Phase
+from rankscope.tree.assembly.declaredlayouts import described_slots
+from rankscope.tree.assembly.interning import Vocabulary, mark_of
+from rankscope.tree.assembly.rankstreams import RankStream
+from rankscope.tree.assembly.tables import Tables
 
 _ISSUERS: Final = (Phase.FORWARD.word, Phase.RECOMPUTE.word)
 _OPS: Final = ("all_reduce", "all_gather", "reduce_scatter")

@@ -21,7 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from rankscope.chunks.safetensors import (
+from rankscope.errors import ChunkError
+from rankscope.record.dtypes import STORED_TYPES
+from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS, StreamId
+from rankscope.run.filenames import TENSOR_FOLDER
+from rankscope.spool.chunks.safetensors import (
     CHECKSUM_DIGITS,
     LENGTH_BYTES,
     entry_text,
@@ -30,10 +34,6 @@ from rankscope.chunks.safetensors import (
     parse_entries,
     write_all,
 )
-from rankscope.errors import ChunkError
-from rankscope.record.dtypes import STORED_TYPES
-from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS, StreamId
-from rankscope.run.filenames import TENSOR_FOLDER
 
 CHUNK_FORMAT: Final = "rankscope.tensors/1"
 CHUNK_TEXT_BYTES: Final = 256  # more than the header takes without entries and checksums

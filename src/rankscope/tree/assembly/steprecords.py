@@ -11,11 +11,11 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.assembly.interning import Vocabulary, common_numbers
-from rankscope.assembly.rankstreams import RankStream, SampleSketches
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.spool.recordcolumns import Sequences, step_codes
+from rankscope.tree.assembly.interning import Vocabulary, common_numbers
+from rankscope.tree.assembly.rankstreams import RankStream, SampleSketches
 
 _MOST_ROWS: Final = 1 << 17
 """Calls and values of a part of several steps."""

@@ -3,7 +3,7 @@
 A chunk is a safetensors file that is written from front to back: a header region of fixed size is
 reserved, the bytes of each tensor follow, and when the chunk is full the header is filled in with
 one write. There is no footer and no rename: a chunk that was left unfinished is finished from the
-TENSOR records of the spool (`rankscope.chunks.finishing`).
+TENSOR records of the spool (`rankscope.spool.chunks.finishing`).
 
 Bytes go from the tensor's memory to the file with `pwrite`: nothing is copied on the way, nothing
 is mapped (a full disk is an error here, not a SIGBUS), and once `write` has returned the tensor may
@@ -26,7 +26,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from rankscope.chunks.chunkheader import (
+from rankscope.errors import ChunkError, ChunkFullError
+from rankscope.record.dtypes import STORED_TYPES
+from rankscope.record.streams import StreamId
+from rankscope.run.diskspace import reserve
+from rankscope.run.ownfile import OwnFile, above_standard_streams
+from rankscope.spool.chunks.chunkheader import (
     CHUNK_TEXT_BYTES,
     begun_chunk,
     chunk_folder,
@@ -34,12 +39,7 @@ from rankscope.chunks.chunkheader import (
     header_json,
     write_header,
 )
-from rankscope.chunks.safetensors import CHECKSUM_DIGITS, LENGTH_BYTES, entry_text, write_all
-from rankscope.errors import ChunkError, ChunkFullError
-from rankscope.record.dtypes import STORED_TYPES
-from rankscope.record.streams import StreamId
-from rankscope.run.diskspace import reserve
-from rankscope.run.ownfile import OwnFile, above_standard_streams
+from rankscope.spool.chunks.safetensors import CHECKSUM_DIGITS, LENGTH_BYTES, entry_text, write_all
 
 CHUNK_BYTES: Final = 256 << 20
 CHUNK_TENSORS: Final = 8192

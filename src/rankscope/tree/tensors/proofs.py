@@ -17,7 +17,8 @@ from rankscope.layout.layoutfile import described_as
 from rankscope.layout.placement import LayoutSource, Mesh, Placement
 from rankscope.layout.proof import WHOLE, Proof, Said, ShownValues, may_be_cut
 from rankscope.record.phases import Phase
-from rankscope.tensors.peers import (
+from rankscope.tree.slotview import shapes_of
+from rankscope.tree.tensors.peers import (
     find_peers,
     is_constant,
     once_a_step,
@@ -25,7 +26,6 @@ from rankscope.tensors.peers import (
     steps_of,
     tensors_of,
 )
-from rankscope.tree.slotview import shapes_of
 
 if TYPE_CHECKING:
     from rankscope.tree.slotview import SlotView

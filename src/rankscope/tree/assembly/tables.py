@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.assembly.calltable import CallTable
-from rankscope.assembly.interning import Vocabulary, common_numbers
-from rankscope.assembly.rankstreams import RankStream, ValueColumns
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 from rankscope.spool.recordcolumns import Sequences
 from rankscope.spool.recordformat import NO_SEQUENCE
+from rankscope.tree.assembly.calltable import CallTable
+from rankscope.tree.assembly.interning import Vocabulary, common_numbers
+from rankscope.tree.assembly.rankstreams import RankStream, ValueColumns
 
 _MOST_SPARSE = 4
 """Numbers of a span for each row of a column whose values are counted and not sorted."""

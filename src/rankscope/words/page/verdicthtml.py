@@ -12,11 +12,11 @@ from math import prod
 from typing import Any, Final
 from urllib.parse import quote
 
-from rankscope.page.cellplanes import PageSteps
 from rankscope.record.finding import Finding, Report
 from rankscope.record.visibletext import visible
 from rankscope.tree.summary import counted, extent
 from rankscope.tree.views import Trace, steps_named
+from rankscope.words.page.cellplanes import PageSteps
 from rankscope.words.reports import (
     answer_parts,
     cell_text,

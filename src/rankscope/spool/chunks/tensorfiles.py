@@ -19,18 +19,18 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from rankscope.chunks.chunkheader import (
+from rankscope.errors import ChunkError, TraceError
+from rankscope.record.streams import StreamId
+from rankscope.run.filenames import TENSOR_FOLDER
+from rankscope.spool.chunks.chunkheader import (
     HeldTensor,
     chunk_folder,
     chunk_numbers,
     chunk_path,
     stream_of_folder,
 )
-from rankscope.chunks.finishing import read_header, recorded_tensors
-from rankscope.chunks.safetensors import MappedFile, as_array
-from rankscope.errors import ChunkError, TraceError
-from rankscope.record.streams import StreamId
-from rankscope.run.filenames import TENSOR_FOLDER
+from rankscope.spool.chunks.finishing import read_header, recorded_tensors
+from rankscope.spool.chunks.safetensors import MappedFile, as_array
 
 TensorRecords = tuple[NDArray[Any], Mapping[int, Mapping[str, Any]]]
 """A stream's TENSOR records (TENSOR_DTYPE) and its definitions by number."""

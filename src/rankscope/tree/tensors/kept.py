@@ -12,7 +12,7 @@ from rankscope.record.dtypes import STORED_TYPES
 from rankscope.record.ranklists import ranks_text
 
 if TYPE_CHECKING:
-    from rankscope.chunks.tensorfiles import StoredTensor
+    from rankscope.spool.chunks.tensorfiles import StoredTensor
     from rankscope.tree.slotview import SlotView
     from rankscope.tree.views import Value
 

@@ -14,17 +14,17 @@ from rankscope.diagnosis.comparison.diff import diff
 from rankscope.diagnosis.comparison.difference import ComparedValue
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.tracesides import StepKey
-from rankscope.page.calldetails import slot_detail
-from rankscope.page.cellplanes import CALL_KIND, DistanceClass, slot_kind
-from rankscope.page.pagecontent import DATA_BYTES, PageContent, PageMap, ValueChoice, fitting
-from rankscope.page.rankplaces import ranks_html
-from rankscope.page.verdicthtml import job_html
 from rankscope.record.call import Mode
 from rankscope.record.finding import Report
 from rankscope.record.phases import Phase
 from rankscope.record.visibletext import visible
 from rankscope.tree.step import StepHead
 from rankscope.tree.views import Trace
+from rankscope.words.page.calldetails import slot_detail
+from rankscope.words.page.cellplanes import CALL_KIND, DistanceClass, slot_kind
+from rankscope.words.page.pagecontent import DATA_BYTES, PageContent, PageMap, ValueChoice, fitting
+from rankscope.words.page.rankplaces import ranks_html
+from rankscope.words.page.verdicthtml import job_html
 
 _UNBOUNDED: Final = 1e300
 _LIMITS: Final = (0.0, 0.1, 1.0, 10.0, 100.0)
