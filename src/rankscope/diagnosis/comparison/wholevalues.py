@@ -2,8 +2,8 @@
 
 How pieces make a whole is `tree/assembly/combine.py`'s answer, by the plan of `layout/plan.py`.
 Ranks whose plain values are bitwise the same hold one whole. What several ranks hold differently
-stays several wholes: whether these are faulty replicas, batches of data-parallel ranks or shards that
-nothing describes is decided where they are held to the reference.
+stays several wholes: whether these are faulty replicas, batches of data-parallel ranks or shards
+that nothing describes is decided where they are held to the reference.
 """
 
 from __future__ import annotations
