@@ -1,4 +1,4 @@
-"""docs/fault-benchmark.md is held to the code: every option, and every row in its tables."""
+"""docs/lab/fault-benchmark.md is held to the code: every option, and every row in its tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.lab.faults.runs import about
 
 
 def page(repository: Path) -> str:
-    return (repository / "docs" / "fault-benchmark.md").read_text()
+    return (repository / "docs" / "lab" / "fault-benchmark.md").read_text()
 
 
 def test_every_option_is_on_the_page(repository: Path) -> None:
