@@ -48,7 +48,7 @@ class Bug(Row):
 
     @property
     def in_words(self) -> str:
-        """The begin of its row on the page: name, with where that was reported, and what is wrong."""
+        """The begin of its row on the page: name with its report, and what is wrong."""
         name = f"[{self.name}]({self.url})" if self.url else self.name
         return f"| {name} | {self.about} |"
 
