@@ -25,7 +25,7 @@ from rankscope.agent.guard import attempt, text_of
 from rankscope.capture.describe import dtype_name
 from rankscope.capture.pytree import is_tensor, walk
 from rankscope.capture.torch_internals.dtensor import is_dtensor
-from rankscope.diagnosis.comparison.tolerances import DEFAULTS
+from rankscope.diagnosis.comparison.difference import DEFAULTS
 from rankscope.errors import ReplayError, SelectionError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode

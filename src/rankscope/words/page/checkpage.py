@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from rankscope.diagnosis.check import check
 from rankscope.diagnosis.context import CheckContext
-from rankscope.diagnosis.evidence.lastcalls import ORDERLY
 from rankscope.diagnosis.evidence.stepview import CallView, SlotValues, StepView, step_view_of
-from rankscope.diagnosis.rules.endings import ends_of
+from rankscope.diagnosis.rules.endings import ORDERLY, ends_of
 from rankscope.globs import glob_matches
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import CallStatus, Mode

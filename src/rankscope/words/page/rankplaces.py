@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from rankscope.diagnosis.evidence.lastcalls import LastCall, last_calls
 from rankscope.diagnosis.evidence.stepview import step_view_of
-from rankscope.diagnosis.rules.endings import ends_of
+from rankscope.diagnosis.rules.endings import LastCall, ends_of, last_calls
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.rankplace import NOTHING, RankPlace, alike_places, step_label
 from rankscope.tree.summary import counted
