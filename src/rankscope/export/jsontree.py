@@ -9,8 +9,8 @@ from rankscope.export.formats import ExportPlace
 from rankscope.export.subset import Selection
 from rankscope.record.phases import Phase
 from rankscope.run.filenames import Progress
+from rankscope.tree.jsontext import write_tree
 from rankscope.tree.summary import counted
-from rankscope.tree.treewriter import write_tree
 from rankscope.tree.views import Trace
 
 

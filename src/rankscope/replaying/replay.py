@@ -33,7 +33,7 @@ from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.replaying.recordedcall import RecordedCall, ReplayInputs
 from rankscope.tree.reader import TraceLike, opened_trace
-from rankscope.tree.tensors.exactdistance import exact_distance
+from rankscope.tree.tensors.rebuild import exact_distance
 from rankscope.tree.views import Node, Value
 
 __all__ = ["Replay", "ReplayedOutput", "replay"]

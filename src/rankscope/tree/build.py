@@ -1,15 +1,15 @@
 """From the ranks' records to a trace: `build` in a trace folder, `recover` from any folders.
 
-streams --read--> columns per rank --number--> tables --merge--> nodes --write--> trace.json
-"""
+streams --read--> columns per rank --number--> tables --merge--> nodes --write--> trace.json"""
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from rankscope.errors import FolderError, TraceError, TraceVersionError
 from rankscope.run.filenames import (
@@ -17,12 +17,16 @@ from rankscope.run.filenames import (
     REPLICA_FOLDER,
     STATUS_NAME,
     STEPS_FOLDER,
+    TENSOR_FOLDER,
+    TRACE_FORMAT,
     TRACE_NAME,
+    TREE_NAME,
     Progress,
 )
 from rankscope.run.jobend import JobEnd, job_end
 from rankscope.run.outfolder import typed
 from rankscope.run.removal import Place, Reach, Removable, may_remove
+from rankscope.run.replacing import replacing
 from rankscope.run.stallrecords import carry_stalls
 from rankscope.spool.definitions import Decoded
 from rankscope.tree.assembly.interning import build_vocabulary
@@ -31,10 +35,14 @@ from rankscope.tree.assembly.rankstreams import RankStream, StreamBytes, read_st
 from rankscope.tree.assembly.sources import find_streams
 from rankscope.tree.assembly.steprecords import StepRecords
 from rankscope.tree.document import Document
-from rankscope.tree.growingtree import GrowingTree, grown_in
+from rankscope.tree.growingtree import GrowingTree, grown_in, step_name
 from rankscope.tree.header import completeness, how_ended, run_header, step_notes
+from rankscope.tree.jsontext import json_text, write_tree
 from rankscope.tree.step import StepName
-from rankscope.tree.treewriter import write_trace
+from rankscope.tree.views import Trace
+
+if TYPE_CHECKING:
+    from rankscope.tree.document import Document
 
 _MOST_FAULTS = 20
 _MOST_WAIT_S = 30.0
@@ -252,3 +260,111 @@ def _refuse_mixture(streams: Iterable[RankStream]) -> None:
             f"these are records of {len(run_ids)} different runs, recover one at a time: "
             f"{', '.join(run_ids)}"
         )
+
+
+TREE_LIMIT_BYTES: Final = 100 << 20
+"""A larger tree.json is not written unless it is asked for."""
+
+
+def write_trace(
+    document: Document,
+    out: Path,
+    *,
+    tree: GrowingTree | None = None,
+    wanted: str | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write the files of a trace; trace.json appears last, by rename.
+
+    Args:
+        document: the trace, or what is left of it beside the steps of `tree`; closed here.
+        tree: what was written while the job ran, where anything was.
+        wanted: whether tree.json is: "always", "never", or "auto", where it is not too large;
+            default as the job was told.
+
+    Raises:
+        FolderError: a file cannot be written; names the folder.
+    """
+    wanted = wanted or str(document.run["settings"].get("tree", "auto"))
+    say = progress or (lambda _what, _part: None)
+    tree = tree or GrowingTree(out)
+    try:
+        say("writing steps", 0.0)
+        storage: dict[str, Any] = {"steps": STEPS_FOLDER, "at_end": tree.next_file}
+        entries = [*tree.entries(), *tree.add_rest(document, say)]
+        document.close()
+        say("writing the tree", 0.0)
+        head = document.head
+        body = _by_kind(entries)
+        began_ns = document.began_ns if tree.began_ns is None else tree.began_ns
+        trace = tree.trace(head, [*body["setup"], *body["steps"]], began_ns)
+        limit = None if wanted == "always" else TREE_LIMIT_BYTES
+        if wanted == "never":
+            absent = f"it was not asked for (--rs-tree never); {_command(out)}"
+        elif limit is not None and _is_larger(entries, int(document.run["world_size"]), 2 * limit):
+            absent = _too_large(out, limit)
+        else:
+            absent = _write_tree(trace, out, limit, say)
+        if absent:  # of an earlier writing
+            (out / TREE_NAME).unlink(missing_ok=True)
+        storage |= {"no_tree": absent} if absent else {"tree": TREE_NAME}
+        storage |= {"tensors": TENSOR_FOLDER} if document.tensors else {}
+        whole = {"format": TRACE_FORMAT, **head, "storage": storage, "began_ns": began_ns, **body}
+        with replacing(out / TRACE_NAME) as file:
+            file.write("".join(json_text(whole)).encode(errors="backslashreplace"))
+        say("writing the tree", 1.0)
+    except OSError as error:
+        raise FolderError(
+            f"{out}: the trace cannot be written ({error.strerror}); the ranks' records are still "
+            f"in {out / 'spool'}: make room and run {typed('recover', out, out='NEW')}"
+        ) from error
+
+
+def _by_kind(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    return {
+        "setup": [each for each in entries if "mode" not in each],
+        "steps": sorted((each for each in entries if "mode" in each), key=step_name),
+    }
+
+
+def _too_large(out: Path, limit: int | None) -> str:
+    return f"it would take more than {(limit or 0) >> 20} MB; {_command(out)}"
+
+
+def _command(out: Path) -> str:
+    return f"to have it: {typed('export', out, out='FILE')} --format json"
+
+
+def _write_tree(trace: Trace, out: Path, limit: int | None, say: Progress) -> str:
+    """Write tree.json; return why it is not there, "" where it is."""
+    written = 0
+    try:
+        with replacing(out / TREE_NAME) as file:
+
+            def write(text: str) -> None:
+                nonlocal written
+                data = text.encode(errors="backslashreplace")
+                written += len(data)
+                if limit is not None and written > limit:
+                    raise _TooLargeError
+                file.write(data)
+
+            write_tree(trace, [*trace.setup, *trace.steps], say, write)
+    except _TooLargeError:
+        return _too_large(out, limit)
+    except TraceError as error:
+        return f"a step cannot be read: {error}"
+    return ""
+
+
+def _is_larger(entries: Sequence[Mapping[str, Any]], ranks: int, limit: int) -> bool:
+    """True where nodes alone, and values that all ranks share, take more than a limit as JSON."""
+    rows = {
+        table: sum(end - begin for begin, end in (each["rows"][table] for each in entries))
+        for table in ("nodes", "values")
+    }
+    return bool(250 * rows["nodes"] + 650 * rows["values"] // ranks > limit)
+
+
+class _TooLargeError(Exception):
+    pass

@@ -30,13 +30,11 @@ from rankscope.record.stepcolumns import COLUMNS
 from rankscope.record.value import SKETCH_SIZE
 from rankscope.run.filenames import VALUES_NAME
 from rankscope.run.replacing import replacing
-from rankscope.tree.columns import FileColumns, check_columns, filled
-from rankscope.tree.damage import UNREADABLE
-from rankscope.tree.nodestext import write_nodes
+from rankscope.tree.jsontext import write_nodes
 from rankscope.tree.older import FileRows, OlderSteps, listed_nodes
-from rankscope.tree.schemacheck import check_json
 from rankscope.tree.step import StepColumns
-from rankscope.tree.stepfile import entry_of
+from rankscope.tree.stepfile import FileColumns, check_columns, entry_of, filled
+from rankscope.tree.tracejson import UNREADABLE, check_json
 from rankscope.tree.views import Trace
 
 GOLDEN_FORMAT: Final = "rankscope.golden/1"

@@ -1,10 +1,9 @@
-"""Steps that stand in the tree before their job is over.
+"""Steps in files: of a finished trace, and of a tree that grows while its job runs.
 
     <trace>/steps/000007.safetensors    some steps: a part
     <trace>/steps/index.jsonl           a line for each part, appended once its file is whole
 
-At the end the rest is written behind them, and trace.json takes the place of the index.
-"""
+At the end the rest is written behind them, and trace.json takes the place of the index."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from rankscope.errors import TraceError, TraceVersionError
 from rankscope.record.call import Mode
@@ -31,16 +30,83 @@ from rankscope.run.filenames import (
 )
 from rankscope.run.ownership import own_subfolder
 from rankscope.run.replacing import new_file, sync_by_name
-from rankscope.tree.finishedtrace import WrittenSteps
-from rankscope.tree.older import OlderTrace
-from rankscope.tree.schemacheck import check_json
-from rankscope.tree.step import StepColumns, StepName
-from rankscope.tree.stepfile import StepFiles, write_steps
-from rankscope.tree.tracejson import load_json
-from rankscope.tree.views import Trace
+from rankscope.tree.older import OlderTrace, is_older
+from rankscope.tree.step import StepColumns, StepHead, StepName
+from rankscope.tree.stepfile import StepFiles, known_entries, write_steps
+from rankscope.tree.tracejson import check_json, load_json
+from rankscope.tree.views import Trace, TraceSource
 
 if TYPE_CHECKING:
+    from rankscope.record.streams import StreamId
+    from rankscope.spool.chunks.tensorfiles import TensorRecords
     from rankscope.tree.document import Document
+
+_Place: TypeAlias = "Mapping[str, Any] | tuple[Document | OlderTrace, int]"
+"""The entry of a step, or who holds it and which of its steps it is."""
+
+
+class WrittenSteps:
+    """Steps that lie in step files, and others in memory behind them."""
+
+    def __init__(
+        self,
+        folder: Path,
+        head: Mapping[str, Any],
+        entries: Sequence[Mapping[str, Any]],
+        began_ns: int,
+        others: Sequence[Document | OlderTrace] = (),
+    ) -> None:
+        """Open no file yet. `head`: {"run", "completeness"}; `began_ns`: wall clock of the first
+        call of the run; `others` hold steps that are not written. KeyError, TypeError, ValueError:
+        an entry is none."""
+        self.head, self._folder, self._began_ns, self._others = head, folder, began_ns, others
+        self._files = StepFiles(folder, int(head["run"]["world_size"]))
+        known, self.passed_over = known_entries(entries)
+        listed: list[tuple[StepHead, _Place]] = [*known]
+        listed += [(found, (other, i)) for other in others for i, found in enumerate(other.heads)]
+        if others:  # what is finished is in order
+            listed.sort(key=lambda each: (not each[0].is_setup, each[0].name))
+        self.heads: Sequence[StepHead] = [found for found, _ in listed]
+        self._places = [place for _, place in listed]
+
+    def file(self, group: int) -> Path:
+        """Return what a step is read from."""
+        place = self._places[group]
+        return self._folder if isinstance(place, tuple) else self._files.path(place)
+
+    def step(self, group: int) -> StepColumns:
+        """Return a step; TraceError: its file is damaged, or not there."""
+        place = self._places[group]
+        if isinstance(place, tuple):
+            return place[0].step(place[1])
+        return self._files.step(place, self.heads[group], self._began_ns)
+
+    @property
+    def tensors(self) -> Mapping[StreamId, TensorRecords]:
+        """What the records say of chunks that are still written."""
+        return {key: each for other in self._others for key, each in other.tensors.items()}
+
+    def faults(self) -> Iterator[str]:
+        """Yield what is wrong with each file that steps lie in."""
+        yield from self._files.faults([p for p in self._places if not isinstance(p, tuple)])
+        for other in self._others:
+            yield from other.faults()
+
+
+def trace_of(document: Document, folder: Path, **more: Any) -> Trace:
+    """Return what a document holds as if it were opened from a folder; `more` as of `Trace`."""
+    source = WrittenSteps(folder, document.head, (), document.began_ns, [document])
+    return Trace(source, folder, is_written=False, **more)
+
+
+def trace_files(folder: Path) -> TraceSource:
+    """Return a finished trace folder, of any format. TraceError: its trace.json is damaged;
+    TraceVersionError: of a newer format."""
+    head = load_json(folder / TRACE_NAME, "trace")
+    if is_older(head):
+        return OlderTrace.of(folder, head)
+    return WrittenSteps(folder, head, [*head["setup"], *head["steps"]], int(head["began_ns"]))
+
 
 _PART_BYTES: Final = 4 << 20
 """Of one file, where that is more than one step."""

@@ -20,8 +20,8 @@ from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
 from rankscope.run.jobend import JobEnd
 from rankscope.spool.origin import origin_text
 from rankscope.spool.recordformat import NO_SEQUENCE, TO_ITS_END
-from rankscope.tree.assembly.declaredlayouts import layout_header
 from rankscope.tree.assembly.interning import MeshFamily, mesh_of
+from rankscope.tree.assembly.layouts import layout_header
 from rankscope.tree.assembly.rankstreams import RankStream
 from rankscope.tree.assembly.steprecords import Group
 

@@ -30,11 +30,9 @@ from rankscope.record.statistics import MEASURED
 from rankscope.record.stepcolumns import COLUMNS, Column
 from rankscope.record.value import SKETCH_SIZE
 from rankscope.run.filenames import STEPS_FOLDER, TRACE_NAME, VALUES_NAME
-from rankscope.tree.columns import filled, map_columns
-from rankscope.tree.damage import UNREADABLE, damage
 from rankscope.tree.step import Columns, StepColumns, StepHead, StepTexts
-from rankscope.tree.stepfile import MOST_OPEN, known_entries
-from rankscope.tree.tracejson import load_json
+from rankscope.tree.stepfile import MOST_OPEN, filled, known_entries, map_columns
+from rankscope.tree.tracejson import UNREADABLE, damage, load_json
 from rankscope.tree.views import meshes_of
 
 if TYPE_CHECKING:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, Union
 
 from rankscope.errors import FolderError, TraceError
-from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER, TRACE_FORMAT, TRACE_NAME, Progress
+from rankscope.run.filenames import (
+    CELLS_SUFFIX,
+    COLLECTOR_LOCK_NAME,
+    COLLECTOR_LOG_NAME,
+    REPLICA_FOLDER,
+    TRACE_FORMAT,
+    TRACE_NAME,
+    Progress,
+)
+from rankscope.run.folders import is_held
 from rankscope.run.jobend import job_end
-from rankscope.tree.damage import UNREADABLE, damage
-from rankscope.tree.finishedtrace import trace_files, wait_for_collector
-from rankscope.tree.growingtree import GrowingTree
+from rankscope.tree.growingtree import GrowingTree, trace_files
+from rankscope.tree.tracejson import UNREADABLE, damage
 from rankscope.tree.views import Trace
 
 _HEAD_BYTES = 4096
@@ -198,3 +206,58 @@ def _no_trace(given: object) -> FolderError:
         f"{type(given).__name__} is no trace",
         "give an open trace, its folder, or what `with rankscope.trace(...) as` gave",
     )
+
+
+def wait_for_collector(
+    folder: Path,
+    wait_s: float,
+    progress: Progress | None,
+    is_about_to_end: Callable[[], bool] = lambda: False,
+) -> None:
+    """Return once trace.json is there, or nobody is about to write it, after `wait_s` at most.
+
+    Where a collector is at work and nothing has come yet, records may be on their way from a job
+    that was over quickly: that is waited for as well, but not long. `is_about_to_end` says what
+    this folder alone does not, that a tree will come.
+    """
+    started = time.monotonic()
+    while not (folder / TRACE_NAME).exists():
+        waited = time.monotonic() - started
+        is_expected = _is_finishing(folder) or (waited < _FIRST_S and _is_without_records(folder))
+        if waited >= wait_s or not (is_expected or is_about_to_end()):
+            return
+        if progress is not None:
+            progress("waiting for the collector", waited / wait_s)
+        time.sleep(min(_POLL_S, wait_s - waited))
+
+
+def _is_without_records(folder: Path) -> bool:
+    """True where no record has come, and a collector holds the folder or is about to: the folder
+    was made for one just now."""
+    if any(replica.stat().st_size for replica in _replicas(folder)):
+        return False
+    is_prepared = any((folder / name).exists() for name in _OF_A_COLLECTOR)
+    is_fresh = is_prepared and time.time() - folder.stat().st_mtime < _FIRST_S
+    return is_fresh or is_held(folder / COLLECTOR_LOCK_NAME)
+
+
+def _replicas(folder: Path) -> list[Path]:
+    return [*(folder / REPLICA_FOLDER).glob(f"*{CELLS_SUFFIX}")]
+
+
+def _is_finishing(folder: Path) -> bool:
+    """True where every stream has ended and a collector still holds the folder."""
+    replicas = _replicas(folder)
+    if not replicas or not all(replica.with_suffix(".json").exists() for replica in replicas):
+        return False
+    return is_held(folder / COLLECTOR_LOCK_NAME)
+
+
+_POLL_S = 0.1
+
+
+_OF_A_COLLECTOR = (COLLECTOR_LOG_NAME, COLLECTOR_LOCK_NAME, REPLICA_FOLDER)
+
+
+_FIRST_S = 10.0
+"""How long the first records may take to come."""

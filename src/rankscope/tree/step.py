@@ -26,7 +26,7 @@ from rankscope.record.rankplace import step_label
 from rankscope.record.statistics import COUNTS, NUMBERS
 from rankscope.record.value import UNFOLDED_FLAGS, Digest
 from rankscope.record.wholestatistics import Combined
-from rankscope.tree.damage import UNREADABLE, damage
+from rankscope.tree.tracejson import UNREADABLE, damage
 
 Array = NDArray[Any]
 Columns = Mapping[str, Array]

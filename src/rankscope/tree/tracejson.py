@@ -1,15 +1,59 @@
-"""JSON files that name their format: which of them this rankscope reads."""
+"""Reading what may be damaged: one kind of error, and JSON held to the schema of a trace.
+
+Columns and JSON are read when they are asked for, so a wrong field shows long after the file was
+opened. It then is a TraceError that names file and place. `trace.schema.json` is compiled once into
+nested functions; they pass over what a newer rankscope of the same format may add: further fields,
+and words that are not in a list."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple, TypeVar
 
 import rankscope
 from rankscope.errors import TraceError, TraceVersionError
-from rankscope.tree.schemacheck import check_json
+
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
+"""What reading columns or JSON of another shape than expected raises."""
+T = TypeVar("T")
+
+
+def damage(file: object, error: Exception, where: str = "") -> TraceError:
+    """Return what to raise from one of `UNREADABLE`; `where`: in what of the file, a clause with a
+    space before it."""
+    return TraceError(f"{file}: {type(error).__name__} {error}{where}: the trace is damaged")
+
+
+def damaged_is_trace_error(view: type[T]) -> type[T]:
+    """Make properties and public methods of a class raise TraceError where the data is damaged; its
+    instances have `_where.file`, what their data was read from."""
+    for name, item in [*vars(view).items()]:
+        if isinstance(item, property) and item.fget is not None:
+            setattr(view, name, property(_guarded(item.fget), doc=item.__doc__))
+        elif inspect.isfunction(item) and not name.startswith("_"):
+            setattr(view, name, _guarded(item))
+    return view
+
+
+def _guarded(read: Callable[..., Any]) -> Callable[..., Any]:
+    if inspect.isgeneratorfunction(read):
+        return read  # reads through the others
+
+    @functools.wraps(read)
+    def guarded(view: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return read(view, *args, **kwargs)
+        except UNREADABLE as error:
+            where = f" in {read.__name__} of a {type(view).__name__}"
+            raise damage(view._where.file, error, where) from error
+
+    return guarded
+
 
 _FORMAT = re.compile(r"rankscope\.(trace|nodes)/([0-9]{1,9})")
 _NEWEST = {"trace": 3, "nodes": 1}
@@ -48,3 +92,146 @@ def load_json(path: Path, kind: str) -> dict[str, Any]:
 
 def _refuse(word: str) -> None:
     raise ValueError(f"{word} is no JSON")
+
+
+class Wrong(NamedTuple):
+    """The first thing that leaves a schema."""
+
+    place: str
+    """Path of keys inside the value, "" for the value itself."""
+    what: str
+
+
+Rule = Callable[[Any], Wrong | None]
+"""Returns None for a value that keeps to a schema."""
+Schema = Mapping[str, Any]
+
+_PLACE: Final = Path(__file__).with_name("trace.schema.json")
+_LARGEST: Final = 1 << 63
+_NUMBER_WORDS: Final = frozenset({"nan", "inf", "-inf"})
+_TYPES: Final[Mapping[str, frozenset[type]]] = {
+    "string": frozenset({str}),
+    "number": frozenset({int, float}),
+    "boolean": frozenset({bool}),
+    "null": frozenset({type(None)}),
+}
+_SHOWN: Final = 60
+
+
+def check_json(data: Any, definition: str, file: Path) -> None:
+    """Hold JSON data to one definition under the schema's `$defs`; TraceError says where `file` is
+    something else."""
+    try:
+        wrong = _rule(definition)(data)
+    except RecursionError:
+        raise TraceError(f"{file}: it is nested too deep: the trace is damaged") from None
+    if wrong is not None:
+        raise TraceError(f"{file}: {wrong.place or '/'} {wrong.what}: the trace is damaged")
+
+
+@functools.cache
+def _definitions() -> Mapping[str, Schema]:
+    found: Mapping[str, Schema] = json.loads(_PLACE.read_bytes())["$defs"]
+    return found
+
+
+@functools.cache
+def _rule(definition: str) -> Rule:
+    return _compiled(_definitions()[definition])
+
+
+def _compiled(schema: Schema) -> Rule:
+    """Return what says how a value leaves a schema."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return lambda value: _rule(name)(value)  # a node holds nodes: compiled when it is first met
+    if "enum" in schema:
+        if _NUMBER_WORDS.issuperset(schema["enum"]):
+            return _where(lambda value: type(value) is str and value in _NUMBER_WORDS)
+        return _of_types(_TYPES["string"])
+    if "const" in schema:
+        return _of_types(frozenset({type(schema["const"])}))
+    if "type" not in schema:
+        return _any_of([_compiled(each) for each in schema["oneOf"]])
+    kinds = schema["type"]
+    return _typed(kinds, schema) if isinstance(kinds, str) else _any_of(
+        [_typed(kind, schema) for kind in kinds]
+    )  # fmt: skip
+
+
+def _typed(kind: str, schema: Schema) -> Rule:
+    match kind:
+        case "object":
+            return _object(schema)
+        case "array":
+            return _array(schema)
+        case "string" if "pattern" in schema:
+            fits = functools.lru_cache(re.compile(schema["pattern"], re.ASCII).fullmatch)
+            return _where(lambda value: type(value) is str and fits(value) is not None)
+        case "integer":
+            low, high = schema.get("minimum", -_LARGEST), schema.get("maximum", 2 * _LARGEST - 1)
+            return _where(lambda value: type(value) is int and low <= value <= high)
+        case _:
+            return _of_types(_TYPES[kind])
+
+
+def _of_types(types: frozenset[type]) -> Rule:
+    return lambda value: None if type(value) in types else _other(value)
+
+
+def _where(holds: Callable[[Any], bool]) -> Rule:
+    return lambda value: None if holds(value) else _other(value)
+
+
+def _any_of(rules: list[Rule]) -> Rule:
+    def is_one(value: Any) -> Wrong | None:
+        return None if any(rule(value) is None for rule in rules) else _other(value)
+
+    return is_one
+
+
+def _object(schema: Schema) -> Rule:
+    rules = {name: _compiled(each) for name, each in schema.get("properties", {}).items()}
+    needed = schema.get("required", ())
+    others = schema.get("additionalProperties")
+    other = _compiled(others) if isinstance(others, dict) else None
+    choices = [frozenset(each["required"]) for each in schema.get("oneOf", ())]
+
+    def is_object(value: Any) -> Wrong | None:
+        if type(value) is not dict:
+            return _other(value)
+        for name in needed:
+            if name not in value:
+                return Wrong("", f"has no {name}")
+        for name, item in value.items():
+            rule = rules.get(name, other)
+            wrong = None if rule is None else rule(item)
+            if wrong is not None:
+                return Wrong(f"/{name[:_SHOWN]}{wrong.place}", wrong.what)
+        if choices and not any(choice <= value.keys() for choice in choices):
+            return _other(value)
+        return None
+
+    return is_object
+
+
+def _array(schema: Schema) -> Rule:
+    rule = _compiled(schema["items"])
+    least, most = schema.get("minItems", 0), schema.get("maxItems", _LARGEST)
+
+    def is_array(value: Any) -> Wrong | None:
+        if type(value) is not list:
+            return _other(value)
+        for number, item in enumerate(value):
+            if (wrong := rule(item)) is not None:
+                return Wrong(f"/{number}{wrong.place}", wrong.what)
+        return None if least <= len(value) <= most else _other(value)
+
+    return is_array
+
+
+def _other(value: Any) -> Wrong:
+    if isinstance(value, (dict, list)):
+        return Wrong("", f"is a {type(value).__name__} of {len(value)}")
+    text = repr(value if not isinstance(value, str) else value[:_SHOWN])
+    return Wrong("", f"is {text[: 2 * _SHOWN]}")

@@ -27,12 +27,12 @@ from rankscope.record.value import Digest, Samples
 from rankscope.record.wholestatistics import Combined
 from rankscope.run.outfolder import typed
 from rankscope.run.stallrecords import Stall, stalls_in
-from rankscope.tree.columns import filled
-from rankscope.tree.damage import damaged_is_trace_error
 from rankscope.tree.selection import default_phase, named, nothing_matched
 from rankscope.tree.slotview import SlotView, Whereabouts, shape_text
 from rankscope.tree.step import Columns, LazyColumns, StepColumns, StepHead
+from rankscope.tree.stepfile import filled
 from rankscope.tree.summary import NO_STEP, ended_words, endings, extent
+from rankscope.tree.tracejson import damaged_is_trace_error
 
 if TYPE_CHECKING:
     import torch

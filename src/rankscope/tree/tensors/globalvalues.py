@@ -4,7 +4,7 @@
     whole.tensor, whole.mismatches, whole.notes
 
 How the pieces belong together is taken from DTensors, else from a layout file (the one given now,
-else the one that was given when the trace was taken), else inferred (`tree/tensors/peers.py`,
+else the one that was given when the trace was taken), else inferred (`tree/tensors/proofs.py`,
 `tree/tensors/proofs.py`); which of these it was stands in the notes. What none of them says is an
 error, never a guess. Torch is loaded when a tensor is made, not before.
 """
@@ -31,8 +31,7 @@ from rankscope.tree.tensors.kept import (
     value_name,
     why_not_kept,
 )
-from rankscope.tree.tensors.peers import Peers, find_peers, prints_of
-from rankscope.tree.tensors.proofs import how_it_lies
+from rankscope.tree.tensors.proofs import Peers, find_peers, how_it_lies, prints_of
 
 if TYPE_CHECKING:
     import torch

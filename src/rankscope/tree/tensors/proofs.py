@@ -1,35 +1,220 @@
-"""How values lie that no layout describes, as far as `layout/proof.py` proves it of what a trace
-shows.
+"""What a trace shows of values that no layout describes: data-parallel peers, and how values lie.
 
-`RecordedValues` is the one reader of calls for that proof; `rankscope layout` adds to it. Where
+`layout/infer.py` and `layout/proof.py` decide; `RecordedValues` is the one reader of calls for the
+proof. The mesh of peers is the declared one, else the largest that parameters lie on (with the
+ranks that repeat it as one more axis in front, "data"), else one axis over all ranks. Where
 parameters are DTensors that are cut, the whole step of a value is looked at, because how others lie
-follows from them; elsewhere the value alone.
-"""
+follows from them; elsewhere the value alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+from weakref import WeakKeyDictionary
 
-from rankscope.layout.infer import lines_along
+from rankscope.layout.infer import (
+    AxisName,
+    AxisUse,
+    HeldParameter,
+    axes_of,
+    differ_along,
+    flat_mesh,
+    largest_mesh,
+    lines_along,
+    named_as,
+)
 from rankscope.layout.layoutfile import described_as
 from rankscope.layout.placement import LayoutSource, Mesh, Placement
+from rankscope.layout.plan import ranks_words
 from rankscope.layout.proof import WHOLE, Proof, Said, ShownValues, may_be_cut
 from rankscope.record.phases import Phase
-from rankscope.tree.slotview import shapes_of
-from rankscope.tree.tensors.peers import (
-    find_peers,
-    is_constant,
-    once_a_step,
-    prints_of,
-    steps_of,
-    tensors_of,
-)
+from rankscope.record.value import ValueFlag
+from rankscope.tree.slotview import by_slot, shapes_of
 
 if TYPE_CHECKING:
     from rankscope.tree.slotview import SlotView
-    from rankscope.tree.views import Node, Value
+    from rankscope.tree.step import StepHead
+    from rankscope.tree.views import Node, Step, Trace, Value
+
+DigestKey = tuple[int, int, bool]
+"""What tells two ranks' values apart without their bytes: hash, count, and whether the hash is an
+accelerator's, which is comparable with its like only."""
+_STEPS: Final[WeakKeyDictionary[Trace, tuple[StepHead, dict[Hashable, Any]]]] = WeakKeyDictionary()
+"""What was worked out of the step that was asked about last, of each open trace."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peers:
+    """What the trace shows about the ranks of one value: along which axes parameters are replicas,
+    and along which ranks are data-parallel peers."""
+
+    mesh: Mesh
+    replicas: tuple[str, ...]
+    data: tuple[str, ...]
+    samples: Mapping[int, int]
+    """Size of the batch dim of the root's inputs, by rank, where there are data axes."""
+    why_not: str
+    """Why there is no data axis; "" where there is one."""
+
+    @property
+    def reason(self) -> str:
+        """What speaks for the data axes, in words."""
+        kinds = {
+            (AxisUse.REPLICAS if axis in self.replicas else AxisUse.FSDP_SHARDS).value
+            for axis in self.data
+        }
+        return (
+            f"along {', '.join(self.data)} root inputs differ and parameters are "
+            f"{' and '.join(sorted(kinds))}"
+        )
+
+
+def once_a_step(node: Node, key: Hashable, work_out: Callable[[], T]) -> T:
+    """Return what `work_out` returns, kept by `key` while a node's step is the one asked about."""
+    head, known = _STEPS.get(node.trace, (None, {}))
+    if head != node.head:
+        known = {}  # one step is in memory
+        _STEPS[node.trace] = node.head, known
+    if key not in known:
+        known[key] = work_out()
+    found: T = known[key]
+    return found
+
+
+def steps_of(node: Node) -> tuple[list[Step], Step]:
+    """Return the setups of a node's life, and its step: that itself, or the first of that life."""
+    trace, head = node.trace, node.head
+    setups = [step for step in trace.setup if step.incarnation == head.incarnation]
+    own = [step for step in trace.steps if step.incarnation == head.incarnation]
+    exact = (step for step in own if (step.mode, step.step) == (head.mode, head.step))
+    return setups, next(exact, own[0] if own else trace.setup[0])
+
+
+def find_peers(node: Node, ranks: Iterable[int], *, declared: Mesh | None = None) -> Peers:
+    """Return what can be inferred of the ranks that hold a value of a node, from the root inputs of
+    its step and from parameters.
+
+    Beside `ranks` those count that should hold it: the owners of the node's module, or of the
+    nearest around it (a pipeline stage has axes of its own). `declared` is the mesh of a layout
+    file.
+    """
+    owners = once_a_step(node, "owners", lambda: _owners(node))
+    parts = node.path.split(".") if node.path else []
+    around = (".".join(parts[:size]) for size in range(len(parts), -1, -1))
+    nearest = next((owners[path] for path in around if path in owners), ())
+    wanted = frozenset((*ranks, *nearest))
+    return once_a_step(node, (wanted, declared), lambda: _infer(node, wanted, declared))
+
+
+def _owners(node: Node) -> dict[str, tuple[int, ...]]:
+    return {each.path: each.ranks for setup in steps_of(node)[0] for each in setup.walk()}
+
+
+def _infer(of: Node, wanted: frozenset[int], declared: Mesh | None) -> Peers:
+    setup, step = steps_of(of)
+    owned = [
+        held_parameter(own)
+        for s in setup
+        for node in s.walk()
+        for slot, views in tensors_of(node).items()
+        if slot.startswith("param:") and (own := [v for v in views if wanted & {*v.ranks}])
+    ]
+    mesh = declared or largest_mesh(owned, wanted)
+    if not wanted <= set(mesh.ranks):
+        mesh = flat_mesh(wanted)
+    wrappers = {w for s in (*setup, step) for node in s.walk() for w in node.wrappers}
+    inputs = _root_inputs(step, wanted)
+    facts = axes_of(mesh, owned, [prints for _, prints in inputs], wrappers)
+    data = [each.axis for each in facts if each.is_data]
+    reasons = [
+        f"root inputs differ along {each.axis}, whose name says it cuts no batches"
+        if named_as(each.axis) is AxisName.NOT_DATA
+        else f"root inputs differ along {each.axis}, but parameters are neither replicas nor FSDP "
+        f"shards there"
+        for each in facts
+        if each.has_other_inputs and not each.is_data
+    ]
+    if not inputs:
+        reasons.append("no digest of an input of the root was recorded in that step")
+    if not owned:
+        reasons.append("no parameters of these ranks were recorded at setup")
+    if not reasons:
+        reasons.append(f"{ranks_words(wanted)} were handed the same inputs")
+    return Peers(
+        mesh=mesh,
+        replicas=tuple(each.axis for each in facts if each.use is AxisUse.REPLICAS),
+        data=tuple(data),
+        samples=_samples(inputs, mesh, data, of.trace.batch_dim),
+        why_not="" if data else "; ".join(reasons),
+    )
+
+
+def prints_of(views: Iterable[SlotView]) -> dict[int, DigestKey]:
+    """Return what tells the ranks' values apart, for those that were digested."""
+    names = ("rank", "hash", "count", "flags", "digested")
+    return {
+        rank: (number, count, bool(flags & ValueFlag.MIX64))
+        for view in views
+        for rank, number, count, flags, digested in zip(
+            *(view.step[f"values.{name}"][view.rows].tolist() for name in names)
+        )
+        if digested
+    }
+
+
+def tensors_of(node: Node) -> dict[str, list[SlotView]]:
+    """Return the entries of every tensor of a call by its slot."""
+    return by_slot(view for view in node.slots if view.dtype != "python")
+
+
+def is_constant(views: Iterable[SlotView]) -> bool:
+    """True where no rank holds two different finite elements: as equal on shards as on replicas."""
+    names = ("digested", "min", "max")
+    columns = ([view.step[f"values.{name}"][view.rows] for name in names] for view in views)
+    return not any((digested & (least < most)).any() for digested, least, most in columns)
+
+
+def held_parameter(views: list[SlotView]) -> HeldParameter:
+    """Return one parameter over all its ranks."""
+    is_placed = views[0].source in (LayoutSource.DTENSOR, LayoutSource.MARKED)
+    return HeldParameter(
+        placements=views[0].placements if is_placed else {},
+        meshes=views[0].meshes if is_placed else (),
+        prints=prints_of(views),
+        is_constant=is_constant(views),
+    )
+
+
+def _root_inputs(step: Step, ranks: frozenset[int]) -> list[tuple[SlotView, dict[int, DigestKey]]]:
+    found: list[tuple[SlotView, dict[int, DigestKey]]] = []
+    roots: Iterable[Node] = () if step.is_setup else step.nodes
+    for node in roots:
+        if node.phase is not Phase.FORWARD or node.path != "" or node.micro_batch:
+            continue
+        for view in node.slots:
+            is_input = view.slot.split(".")[0] == "input" and view.dtype != "python"
+            if is_input and view.source is not LayoutSource.DTENSOR:
+                prints = {r: p for r, p in prints_of([view]).items() if r in ranks}
+                if prints:
+                    found.append((view, prints))
+    return found
+
+
+def _samples(
+    inputs: Iterable[tuple[SlotView, dict[int, DigestKey]]], mesh: Mesh, data: list[str], dim: int
+) -> dict[int, int]:
+    """Return the size of the batch dim of the first input that differs along a data axis."""
+    lines = [line for axis in data for line in lines_along(mesh, [axis])]
+    sizes: dict[int, int] = {}
+    for view, prints in inputs:
+        if differ_along(lines, prints):
+            for rank, shape in view.shapes().items():
+                if len(shape) > dim:
+                    sizes.setdefault(rank, shape[dim])
+    return sizes
 
 
 Prints = Callable[["Sequence[SlotView]"], Mapping[int, Hashable]]

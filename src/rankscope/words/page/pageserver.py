@@ -24,7 +24,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from rankscope.errors import RankscopeError, SettingError
 from rankscope.record.visibletext import visible
-from rankscope.tree.damage import UNREADABLE
+from rankscope.tree.tracejson import UNREADABLE
 from rankscope.words.page.pagecontent import PageContent
 from rankscope.words.page.pagefile import page_html, served_data
 
