@@ -25,9 +25,8 @@ from rankscope.record.finding import Report
 from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.views import Trace
 from rankscope.words.page.checkpage import check_page
-from rankscope.words.page.pagefile import write_file
-from rankscope.words.page.rankplaces import ranks_html
-from rankscope.words.page.verdicthtml import job_html, table_html, text, verdict_html
+from rankscope.words.page.pagecontent import write_file
+from rankscope.words.page.verdicthtml import job_html, ranks_html, table_html, text, verdict_html
 from rankscope.words.reports import tracker_fields
 
 __all__ = ["fragment", "to", "write"]

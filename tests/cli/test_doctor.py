@@ -18,9 +18,7 @@ import pytest
 import rankscope
 from rankscope.companion.collector import Intake
 from rankscope.companion.curve import new_keys
-from rankscope.doctor.condition import Condition, Status
-from rankscope.doctor.interpreter import interpreter_conditions
-from rankscope.doctor.job import Question, job_conditions
+from rankscope.doctor.job import Condition, Question, Status, interpreter_conditions, job_conditions
 from rankscope.run.keyfile import read_keys, relays_file, write_keys
 from rankscope.run.mounts import mount_of
 from tests.keyed import key_file

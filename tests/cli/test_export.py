@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.export.formats import FORMATS, export
-from rankscope.export.subset import Selection
+from rankscope.export.formats import FORMATS, Selection, export
 from rankscope.tree.build import build
 from rankscope.tree.reader import open_trace
 from tests.cli.test_commands import rankscope

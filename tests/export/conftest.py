@@ -6,8 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rankscope.export.formats import export
-from rankscope.export.subset import Selection
+from rankscope.export.formats import Selection, export
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag

@@ -12,8 +12,7 @@ import typer
 
 from rankscope.cli.arguments import ExitCode, JsonOption
 from rankscope.cli.terminal import Paint, echo, echo_json
-from rankscope.doctor.condition import Condition, Status
-from rankscope.doctor.job import Question, examine
+from rankscope.doctor.job import Condition, Question, Status, examine
 from rankscope.doctor.script import ScriptQuestion, script_conditions
 from rankscope.errors import SettingError
 

@@ -28,7 +28,7 @@ from rankscope.tree.reader import open_trace
 from rankscope.tree.tracejson import UNREADABLE
 from rankscope.tree.unfinished import is_at_work, received_bytes, status_in
 from rankscope.words.joblines import told_in
-from rankscope.words.page.rankplaces import places_in
+from rankscope.words.page.verdicthtml import places_in
 from rankscope.words.reportdata import is_finding, report_json
 
 _MOST_WORST: Final = 10

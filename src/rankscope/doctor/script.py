@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rankscope.doctor.condition import Condition
+from rankscope.doctor.job import Condition
 from rankscope.errors import RankscopeError, SettingError
 from rankscope.settings import SETTINGS, settings_from
 from rankscope.tree.reader import open_trace

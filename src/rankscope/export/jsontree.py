@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rankscope.errors import SelectionError
-from rankscope.export.formats import ExportPlace
-from rankscope.export.subset import Selection
+from rankscope.export.formats import ExportPlace, Selection
 from rankscope.record.phases import Phase
 from rankscope.run.filenames import Progress
 from rankscope.tree.jsontext import write_tree

@@ -23,9 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.errors import SelectionError, SettingError
-from rankscope.export.formats import ExportPlace
-from rankscope.export.rows import Cells, ExportedStep, mode_word
-from rankscope.export.subset import Selection
+from rankscope.export.formats import ExportPlace, Selection
+from rankscope.export.jsonl import Cells, ExportedStep, mode_word
 from rankscope.record.stepcolumns import COLUMNS, Column, told
 from rankscope.run.filenames import Progress
 from rankscope.run.replacing import replacing

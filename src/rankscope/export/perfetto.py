@@ -3,23 +3,25 @@
 A ZIP of one Perfetto trace per rank and life, and a manifest that says which host each is from and
 that wall-clock time is the clock of all. On every rank the steps are one track, and each phase has
 tracks of its own. The events of a step are in memory, the ranks' files grow beside the export.
+
+The few messages of Perfetto's format that this needs are written by hand. Fields are numbered as in
+perfetto's protos/perfetto/trace/*.proto, whose numbers never change.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import struct
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from rankscope.errors import SelectionError
-from rankscope.export import packets
-from rankscope.export.formats import ExportPlace
-from rankscope.export.subset import Selection
+from rankscope.export.formats import ExportPlace, Selection
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_text
@@ -27,6 +29,104 @@ from rankscope.record.statistics import COUNTS, numbers_with_first
 from rankscope.record.value import Digest
 from rankscope.run.filenames import Progress
 from rankscope.tree.views import Node, Step, Trace
+
+Argument = bool | int | float | str | Mapping[str, "Argument"]
+_REALTIME = 1
+_SEQUENCE = 1
+_EXPLICIT = 3
+"""Tracks of a _process_packet in the order of their ranks, not by name."""
+_VARINT, _FIXED64, _BYTES = 0, 1, 2
+
+
+def _clock_packet(time_ns: int) -> bytes:
+    """Return the packet that makes wall-_clock_packet time the time of the file."""
+    reading = _number_field(1, _REALTIME) + _number_field(2, time_ns)
+    return _packet(_bytes_field(6, _bytes_field(1, reading) + _number_field(2, _REALTIME)))
+
+
+def _process_packet(uuid: int, pid: int, name: str) -> bytes:
+    """Return the packet that describes a _process_packet."""
+    described = _number_field(1, pid) + _bytes_field(6, _text(name))
+    return _packet(
+        _bytes_field(
+            60, _number_field(1, uuid) + _bytes_field(3, described) + _number_field(11, _EXPLICIT)
+        )
+    )
+
+
+def _track_packet(uuid: int, parent: int, name: str, place: int) -> bytes:
+    """Return the packet that describes a _track_packet of a _process_packet."""
+    described = _number_field(1, uuid) + _bytes_field(2, _text(name)) + _number_field(5, parent)
+    return _packet(_bytes_field(60, described + _number_field(12, place)))
+
+
+def _begin_packet(uuid: int, time_ns: int, content: bytes) -> bytes:
+    """Return the packet that begins a slice; `content` is what `_arguments` makes."""
+    return _event(uuid, time_ns, 1, content)
+
+
+def _end_packet(uuid: int, time_ns: int) -> bytes:
+    """Return the packet that ends the innermost slice of a _track_packet."""
+    return _event(uuid, time_ns, 2, b"")
+
+
+def _instant_packet(uuid: int, time_ns: int, content: bytes) -> bytes:
+    """Return the packet of something that has no duration."""
+    return _event(uuid, time_ns, 3, content)
+
+
+def _arguments(name: str, category: str, values: Mapping[str, Argument]) -> bytes:
+    """Return the content of an event; behind it further _arguments may be appended, made the same
+    way with empty name and category."""
+    head = _bytes_field(23, _text(name)) if name else b""
+    head += _bytes_field(22, _text(category)) if category else b""
+    return head + b"".join(_bytes_field(4, _argument(key, value)) for key, value in values.items())
+
+
+def _argument(name: str, value: Argument) -> bytes:
+    head = _bytes_field(10, _text(name))
+    if isinstance(value, bool):
+        return head + _number_field(2, int(value))
+    if isinstance(value, int):
+        return head + _number_field(4, value)
+    if isinstance(value, float):
+        return head + _varint(5 << 3 | _FIXED64) + struct.pack("<d", value)
+    if isinstance(value, str):
+        return head + _bytes_field(6, _text(value))
+    return head + b"".join(_bytes_field(11, _argument(key, each)) for key, each in value.items())
+
+
+def _event(uuid: int, time_ns: int, kind: int, content: bytes) -> bytes:
+    event = _bytes_field(11, _number_field(9, kind) + _number_field(11, uuid) + content)
+    return _packet(_number_field(8, time_ns) + _number_field(58, _REALTIME) + event)
+
+
+def _packet(body: bytes) -> bytes:
+    return _bytes_field(1, body + _number_field(10, _SEQUENCE))
+
+
+def _text(text: str) -> bytes:
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _bytes_field(field: int, content: bytes) -> bytes:
+    return _varint(field << 3 | _BYTES) + _varint(len(content)) + content
+
+
+def _number_field(field: int, value: int) -> bytes:
+    return _varint(field << 3 | _VARINT) + _varint(value & 0xFFFF_FFFF_FFFF_FFFF)
+
+
+def _varint(value: int) -> bytes:
+    if value < 0x80:
+        return bytes((value,))
+    made = bytearray()
+    while value >= 0x80:
+        made.append(value & 0x7F | 0x80)
+        value >>= 7
+    made.append(value)
+    return bytes(made)
+
 
 T = TypeVar("T")
 
@@ -112,14 +212,14 @@ class _Rank:
         if found is None:
             found = self.tracks[name, lane] = self.uuid + 1 + len(self.tracks)
             title = f"{name} {lane + 1}" if lane else name
-            made.append(packets.track(found, self.uuid, title, _TRACKS.index(name) * 1000 + lane))
+            made.append(_track_packet(found, self.uuid, title, _TRACKS.index(name) * 1000 + lane))
         return found
 
     def append(self, made: list[bytes]) -> None:
         if not self.path.exists():
             life = f" (life {self.incarnation})" if self.incarnation else ""
-            head = packets.process(self.uuid, self.pid, f"rank {self.rank}{life}")
-            made = [packets.clock(self.epoch_ns), head, *made]
+            head = _process_packet(self.uuid, self.pid, f"rank {self.rank}{life}")
+            made = [_clock_packet(self.epoch_ns), head, *made]
         with self.path.open("ab") as file:
             file.writelines(made)
 
@@ -241,7 +341,7 @@ def _write_step(
             if rank not in ranks:
                 continue
             said = {"status": CallStatus.word_of(ended), **results.get(rank, {})}
-            content = shared + packets.arguments("", "", said)
+            content = shared + _arguments("", "", said)
             end = math.inf if duration < 0 else start + duration
             slices[rank].setdefault(phase, []).append(Span(start, end, content))
             for status in (CallStatus.RAISED.word, "error"):
@@ -262,25 +362,25 @@ def _step_packets(
     made: list[bytes] = []
     every = [span for spans in slices.values() for span in spans]
     track = life.track(_STEPS, 0, made)
-    own: dict[str, packets.Argument] = {"step": step.step, "incarnation": step.incarnation}
+    own: dict[str, Argument] = {"step": step.step, "incarnation": step.incarnation}
     first = min(span.start for span in every)
-    made.append(packets.begin(track, first, packets.arguments(step.head.words, "step", own)))
+    made.append(_begin_packet(track, first, _arguments(step.head.words, "step", own)))
     last = max(span.start if span.end == math.inf else int(span.end) for span in every)
-    made.append(packets.end(track, last))
+    made.append(_end_packet(track, last))
     for phase, spans in slices.items():
         for edge in edges(spans):
             track = life.track(phase, edge.lane, made)
             if edge.begins is None:
-                made.append(packets.end(track, edge.time))
+                made.append(_end_packet(track, edge.time))
             else:
-                made.append(packets.begin(track, edge.time, edge.begins))
+                made.append(_begin_packet(track, edge.time, edge.begins))
     for time_ns, content in instants:
-        made.append(packets.instant(life.track(_ERRORS, 0, made), time_ns, content))
+        made.append(_instant_packet(life.track(_ERRORS, 0, made), time_ns, content))
     return made
 
 
 def _call_content(step: Step, node: Node) -> bytes:
-    values: dict[str, packets.Argument] = {
+    values: dict[str, Argument] = {
         "path": node.path,
         "class": node.class_name,
         "step": step.step,
@@ -292,19 +392,19 @@ def _call_content(step: Step, node: Node) -> bytes:
         values["mode"] = step.mode.word
     if node.micro_batch is not None:
         values["micro_batch"] = node.micro_batch
-    return packets.arguments(node.path or "(root)", node.phase.word, values)
+    return _arguments(node.path or "(root)", node.phase.word, values)
 
 
 def _trouble_content(node: Node, status: str, error: str) -> bytes:
     who = "rankscope failed" if status == "error" else status
-    values: dict[str, packets.Argument] = {"path": node.path, "error": error}
-    return packets.arguments(f"{who}: {node.path or '(root)'}", "error", values)
+    values: dict[str, Argument] = {"path": node.path, "error": error}
+    return _arguments(f"{who}: {node.path or '(root)'}", "error", values)
 
 
-def _results(node: Node, ranks: frozenset[int]) -> dict[int, dict[str, packets.Argument]]:
+def _results(node: Node, ranks: frozenset[int]) -> dict[int, dict[str, Argument]]:
     """Return what came out of a call on each rank, as arguments by slot."""
     stems = node.phase.facts.results
-    found: dict[int, dict[str, packets.Argument]] = {}
+    found: dict[int, dict[str, Argument]] = {}
     for slot in node.slots if stems else ():
         if slot.slot.partition(".")[0] not in stems:
             continue
@@ -324,7 +424,7 @@ def _results(node: Node, ranks: frozenset[int]) -> dict[int, dict[str, packets.A
     return found
 
 
-def _numbers(digest: Digest | None) -> dict[str, packets.Argument]:
+def _numbers(digest: Digest | None) -> dict[str, Argument]:
     if digest is None:
         return {}
     numbers = {name: digest.number(name) for name in numbers_with_first("mean", "std")}

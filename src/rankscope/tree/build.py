@@ -1,6 +1,7 @@
 """From the ranks' records to a trace: `build` in a trace folder, `recover` from any folders.
 
-streams --read--> columns per rank --number--> tables --merge--> nodes --write--> trace.json"""
+streams --read--> columns per rank --number--> tables --merge--> nodes --write--> trace.json
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 Calls of all ranks are merged into nodes, and their values into slots, by index work on the tables.
 A node is every rank's call of one key: incarnation, mode, step, micro-batch, phase, path, ordinal.
 Where ranks disagree in dtype, global shape or layout, a slot has one entry per variant. Inside an
-entry, ranks that hold the same value share a fold."""
+entry, ranks that hold the same value share a fold.
+"""
 
 from __future__ import annotations
 

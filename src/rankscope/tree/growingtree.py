@@ -3,7 +3,8 @@
     <trace>/steps/000007.safetensors    some steps: a part
     <trace>/steps/index.jsonl           a line for each part, appended once its file is whole
 
-At the end the rest is written behind them, and trace.json takes the place of the index."""
+At the end the rest is written behind them, and trace.json takes the place of the index.
+"""
 
 from __future__ import annotations
 

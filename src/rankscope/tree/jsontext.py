@@ -1,6 +1,7 @@
 """A trace as JSON that a person can read with `less`: a line for each node, slot and value.
 
-Nodes, slots and values are written as cursors pass, so a large step takes no memory."""
+Nodes, slots and values are written as cursors pass, so a large step takes no memory.
+"""
 
 from __future__ import annotations
 

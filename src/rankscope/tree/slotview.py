@@ -1,7 +1,8 @@
 """One slot of one node: a cursor over the values of a step on which its ranks agree what it is.
 
 Numbers of whole tensors are combined for many slots at a time: most slots of a model lie in one of
-a few ways."""
+a few ways.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
     steps/000007.safetensors    columns of some steps, and the texts that their rows name
 
 The entry of a step in trace.json, or in the index while the job runs, says where its rows lie in
-the tables of its file. Columns have fixed names; nothing a model is called ever becomes one."""
+the tables of its file. Columns have fixed names; nothing a model is called ever becomes one.
+"""
 
 from __future__ import annotations
 

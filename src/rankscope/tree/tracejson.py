@@ -3,7 +3,8 @@
 Columns and JSON are read when they are asked for, so a wrong field shows long after the file was
 opened. It then is a TraceError that names file and place. `trace.schema.json` is compiled once into
 nested functions; they pass over what a newer rankscope of the same format may add: further fields,
-and words that are not in a list."""
+and words that are not in a list.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ Roots get names on which all ranks agree. The largest root of a rank (or the one
 "", others are "@ClassName", "@ClassName.2" in order of first call. A root that is smaller than
 another on some rank is named by its class on every rank, and numbers are given over all ranks,
 lowest rank first. A module that was called as a root, and later turned out to live inside another,
-takes its path there."""
+takes its path there.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 Besides the calls that were recorded there are *derived* calls: gradients are written under the
 forward call they belong to, and become a backward call of their own here, at the time they were
-seen."""
+seen.
+"""
 
 from __future__ import annotations
 

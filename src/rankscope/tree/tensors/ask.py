@@ -3,7 +3,8 @@
 A name (`layers.0.attn:output`, `layers.*`, `fc:param:weight`) is split at its first colon (at a
 later one where a path has a colon); without a slot it means all slots of that path. What a name
 does not say: inputs and outputs of the first traced step, parameters after it, gradients before the
-optimizer."""
+optimizer.
+"""
 
 from __future__ import annotations
 

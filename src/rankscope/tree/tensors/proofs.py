@@ -4,7 +4,8 @@
 proof. The mesh of peers is the declared one, else the largest that parameters lie on (with the
 ranks that repeat it as one more axis in front, "data"), else one axis over all ranks. Where
 parameters are DTensors that are cut, the whole step of a value is looked at, because how others lie
-follows from them; elsewhere the value alone."""
+follows from them; elsewhere the value alone.
+"""
 
 from __future__ import annotations
 

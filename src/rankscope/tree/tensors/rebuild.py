@@ -1,7 +1,8 @@
 """Kept bytes as torch tensors: global ones from the ranks' pieces, and how far two are apart.
 
 The one file of this room that needs torch; import it where a tensor is asked for, not before. No
-process group is used. A piece is read when its turn comes, and dropped right after."""
+process group is used. A piece is read when its turn comes, and dropped right after.
+"""
 
 from __future__ import annotations
 

@@ -27,8 +27,7 @@ from rankscope.tree.views import Trace
 from rankscope.words.page.calldetails import CallDetails
 from rankscope.words.page.cellplanes import CALL_KIND, CellClass, ModuleRows, slot_kind
 from rankscope.words.page.pagecontent import DATA_BYTES, PageContent, PageMap, ValueChoice, fitting
-from rankscope.words.page.rankplaces import ranks_html
-from rankscope.words.page.verdicthtml import job_html
+from rankscope.words.page.verdicthtml import job_html, ranks_html
 
 Array = NDArray[Any]
 _OF_STATUS: Final = {

@@ -23,8 +23,7 @@ from rankscope.tree.views import Trace
 from rankscope.words.page.calldetails import slot_detail
 from rankscope.words.page.cellplanes import CALL_KIND, DistanceClass, slot_kind
 from rankscope.words.page.pagecontent import DATA_BYTES, PageContent, PageMap, ValueChoice, fitting
-from rankscope.words.page.rankplaces import ranks_html
-from rankscope.words.page.verdicthtml import job_html
+from rankscope.words.page.verdicthtml import job_html, ranks_html
 
 _UNBOUNDED: Final = 1e300
 _LIMITS: Final = (0.0, 0.1, 1.0, 10.0, 100.0)

@@ -25,8 +25,7 @@ from urllib.parse import parse_qs, urlsplit
 from rankscope.errors import RankscopeError, SettingError
 from rankscope.record.visibletext import visible
 from rankscope.tree.tracejson import UNREADABLE
-from rankscope.words.page.pagecontent import PageContent
-from rankscope.words.page.pagefile import page_html, served_data
+from rankscope.words.page.pagecontent import PageContent, page_html, served_data
 
 _TOKEN_BYTES: Final = 18
 _LEAST_WAIT_S: Final = 2.0
