@@ -90,16 +90,16 @@ class RecordedCall:
         try:
             if self.rank is not None:
                 return local_tensor(value, self.rank, is_checked=True)
-            whole = whole_value(value, self._layouts)
+            global_value = whole_value(value, self._layouts)
         except SelectionError as error:
             keep = f"a replay needs all of the call: --rs-tensors '{self.node.path}:*'"
             raise SelectionError(str(error), keep) from None
         except LayoutError as error:
             text = str(error).replace("--rank ", "rank=").replace("--layout FILE", "layouts=")
             raise LayoutError(text) from None
-        self.used.update(whole.ranks)
-        self.notes += [f"{slot}: {text}" for text in whole.remarks]
-        return whole.tensor
+        self.used.update(global_value.ranks)
+        self.notes += [f"{slot}: {text}" for text in global_value.remarks]
+        return global_value.tensor
 
     def note(self, slot: str) -> str | None:
         """Return the text of a slot that holds no tensor; None where there is no such slot."""

@@ -56,7 +56,7 @@ def long_job(tmp_path_factory):
                     rank.value(call, "output", np.full(3, number, np.float32))
         rank.end()
         rank.ship(folder / "trace")
-        build(folder / "trace", wanted_tree="never")
+        build(folder / "trace", tree_mode="never")
         made[steps] = folder / "trace"
     return made
 

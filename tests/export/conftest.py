@@ -66,7 +66,7 @@ def traces(tmp_path_factory):
     base = tmp_path_factory.mktemp("traces")
     for name, wanted in (("grid", "always"), ("treeless", "never")):
         grid_job(base / f"{name}-spools", base / name, steps=2)
-        build(base / name, wanted_tree=wanted)
+        build(base / name, tree_mode=wanted)
     assert not (base / "treeless/tree.json").exists()
     odd_job(base / "odd-spools", base / "odd")
     build(base / "odd")

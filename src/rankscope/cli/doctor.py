@@ -107,7 +107,7 @@ def command(
     has_failed = any(condition.status is Status.FAILED for condition in found)
     if as_json:
         listed = [
-            {"name": c.name, "status": c.status.value, "found": c.found, "remedy": c.remedy}
+            {"name": c.name, "status": c.status.value, "found": c.answer, "remedy": c.remedy}
             for c in found
         ]
         echo_json("doctor", "failed" if has_failed else "clean", {"conditions": listed})
@@ -116,6 +116,6 @@ def command(
 
 def _lines(condition: Condition, paint: Paint) -> Iterator[str]:
     word = condition.status.value
-    yield f"{paint(_COLORS[word], f'{word:<7}')} {condition.name:<13} {condition.found}"
+    yield f"{paint(_COLORS[word], f'{word:<7}')} {condition.name:<13} {condition.answer}"
     if condition.remedy:
         yield f"{'':<21} -> {condition.remedy}"

@@ -68,23 +68,23 @@ class Condition:
 
     name: str
     status: Status
-    found: str
+    answer: str
     remedy: str = ""
 
     @classmethod
-    def ok(cls, name: str, found: str) -> Condition:
+    def ok(cls, name: str, answer: str) -> Condition:
         """Return a condition that holds."""
-        return cls(name, Status.OK, found)
+        return cls(name, Status.OK, answer)
 
     @classmethod
-    def note(cls, name: str, found: str, remedy: str) -> Condition:
+    def note(cls, name: str, answer: str, remedy: str) -> Condition:
         """Return one that holds, with something to know."""
-        return cls(name, Status.NOTE, found, remedy)
+        return cls(name, Status.NOTE, answer, remedy)
 
     @classmethod
-    def failed(cls, name: str, found: str, remedy: str) -> Condition:
+    def failed(cls, name: str, answer: str, remedy: str) -> Condition:
         """Return one that does not hold, with what to do."""
-        return cls(name, Status.FAILED, found, remedy)
+        return cls(name, Status.FAILED, answer, remedy)
 
     @classmethod
     def skipped(cls, name: str, because_of: str) -> Condition:
@@ -130,39 +130,39 @@ _NAMES = ("python", "rankscope", "torch", "GPU kernels", "start-up file", "start
 def interpreter_conditions(
     command: Sequence[str], environ: Mapping[str, str] = os.environ
 ) -> Iterator[Condition]:
-    """Yield what an interpreter says of itself. `command`: how ranks call it, with options such as
-    `-I`; settings of rankscope's in `environ` are left out."""
+    """Ask an interpreter, and yield its conditions. `command`: how ranks call it, with options such
+    as `-I`; settings of rankscope's in `environ` are left out."""
     called = shlex.join(command)
-    found, complaint = _ask(command, environ)
-    if found is None or found["no_site"]:
+    answer, complaint = _ask(command, environ)
+    if answer is None or answer["no_site"]:
         text, remedy = complaint, "name the interpreter of the ranks: --python"
-        if found is not None:
+        if answer is not None:
             text, remedy = f"{called} runs without site-packages (-S)", "start ranks without -S"
         yield Condition.failed("python", text, remedy)
         yield from (Condition.skipped(name, "python") for name in _NAMES[1:])
         return
-    version = ".".join(map(str, found["version"]))
-    isolated = ", isolated (-I)" if found["isolated"] else ""
-    yield Condition.ok("python", f"{found['executable']} {version}{isolated}")
-    yield _rankscope(found)
-    torch = _torch(found)
+    version = ".".join(map(str, answer["version"]))
+    isolated = ", isolated (-I)" if answer["isolated"] else ""
+    yield Condition.ok("python", f"{answer['executable']} {version}{isolated}")
+    yield _rankscope(answer)
+    torch = _torch(answer)
     yield torch
-    yield _gpu_kernels(command, found["gpus"])
-    yield from _start_up(found, complaint, torch.status is not Status.FAILED)
+    yield _gpu_kernels(command, answer["gpus"])
+    yield from _start_up(answer, complaint, torch.status is not Status.FAILED)
 
 
 def _ask(command: Sequence[str], environ: Mapping[str, str]) -> tuple[dict[str, Any] | None, str]:
     """Return what the interpreter says, and what it wrote to stderr."""
-    kept = {k: v for k, v in environ.items() if not k.startswith("RANKSCOPE_")}
+    variables = {k: v for k, v in environ.items() if not k.startswith("RANKSCOPE_")}
     try:
-        done = _run([*command, "-c", _PROBE], {**kept, "RANKSCOPE": "1"})
+        done = _run([*command, "-c", _PROBE], {**variables, "RANKSCOPE": "1"})
     except (OSError, subprocess.TimeoutExpired) as error:
         return None, f"{shlex.join(command)} cannot be run: {error}"
     last_words = " ".join(done.stderr.split()[-40:])
     answers = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
     if not answers:
-        how = f"ended with {done.returncode}: {last_words or 'no word'}"
-        return None, f"{shlex.join(command)} {how}"
+        ending = f"ended with {done.returncode}: {last_words or 'no word'}"
+        return None, f"{shlex.join(command)} {ending}"
     return json.loads(answers[-1].removeprefix(_MARK)), last_words
 
 
@@ -181,33 +181,33 @@ def _run(
     )
 
 
-def _rankscope(found: Mapping[str, Any]) -> Condition:
-    ours = str(Path(rankscope.__file__).resolve().parent)
-    theirs = found.get("rankscope")
-    if theirs is None:
+def _rankscope(answer: Mapping[str, Any]) -> Condition:
+    own_path = str(Path(rankscope.__file__).resolve().parent)
+    imported = answer.get("rankscope")
+    if imported is None:
         return Condition.failed(
             "rankscope",
-            f"that interpreter cannot import it: {found['no_rankscope']}",
-            f"{found['executable']} -m pip install rankscope, or name another with --python",
+            f"that interpreter cannot import it: {answer['no_rankscope']}",
+            f"{answer['executable']} -m pip install rankscope, or name another with --python",
         )
-    if theirs != ours:
+    if imported != own_path:
         return Condition.failed(
             "rankscope",
-            f"ranks would import {theirs}, this command is {ours}",
+            f"ranks would import {imported}, this command is {own_path}",
             "take one of them off PYTHONPATH, or out of the folder you start from",
         )
-    return Condition.ok("rankscope", theirs)
+    return Condition.ok("rankscope", imported)
 
 
-def _torch(found: Mapping[str, Any]) -> Condition:
+def _torch(answer: Mapping[str, Any]) -> Condition:
     remedy = f"install torch {OLDEST_TORCH} or newer"
-    if "torch" not in found:
-        return Condition.failed("torch", f"cannot be imported: {found['no_torch']}", remedy)
-    if is_older(found["torch"], OLDEST_TORCH):
-        return Condition.failed("torch", f"{found['torch']} is too old", remedy)
-    if doubt := untested(found["torch"]):
+    if "torch" not in answer:
+        return Condition.failed("torch", f"cannot be imported: {answer['no_torch']}", remedy)
+    if is_older(answer["torch"], OLDEST_TORCH):
+        return Condition.failed("torch", f"{answer['torch']} is too old", remedy)
+    if doubt := untested(answer["torch"]):
         return Condition.note("torch", doubt, "look for a newer rankscope; or try: --script")
-    return Condition.ok("torch", found["torch"])
+    return Condition.ok("torch", answer["torch"])
 
 
 def _gpu_kernels(command: Sequence[str], architectures: Sequence[str]) -> Condition:
@@ -231,22 +231,24 @@ def _gpu_kernels(command: Sequence[str], architectures: Sequence[str]) -> Condit
     return Condition.ok("GPU kernels", f"compiled for {', '.join(architectures)}")
 
 
-def _start_up(found: Mapping[str, Any], complaint: str, torch_is_fine: bool) -> Iterator[Condition]:
-    if "rankscope" not in found:
+def _start_up(
+    answer: Mapping[str, Any], complaint: str, torch_is_fine: bool
+) -> Iterator[Condition]:
+    if "rankscope" not in answer:
         yield Condition.skipped("start-up file", "rankscope")
         yield Condition.skipped("start-up", "rankscope")
         return
-    if not found["start_files"]:
+    if not answer["start_files"]:
         yield Condition.failed(
             "start-up file",
-            f"no rankscope.pth in {', '.join(found['sites']) or 'any site-packages'}",
+            f"no rankscope.pth in {', '.join(answer['sites']) or 'any site-packages'}",
             "pip install rankscope into that environment (copies on PYTHONPATH or by --target "
             "have none), or call rankscope.attach() in the script",
         )
         yield Condition.skipped("start-up", "start-up file")
         return
-    yield Condition.ok("start-up file", ", ".join(found["start_files"]))
-    if not found["has_run"]:
+    yield Condition.ok("start-up file", ", ".join(answer["start_files"]))
+    if not answer["has_run"]:
         yield Condition.failed(
             "start-up",
             f"the file is there, but did nothing with RANKSCOPE=1: {complaint or 'no word'}",
@@ -254,7 +256,7 @@ def _start_up(found: Mapping[str, Any], complaint: str, torch_is_fine: bool) -> 
         )
     elif not torch_is_fine:
         yield Condition.skipped("start-up", "torch")
-    elif not found["is_armed"]:
+    elif not answer["is_armed"]:
         yield Condition.failed(
             "start-up",
             f"importing torch did not arm it: {complaint or 'no word'}",
@@ -293,11 +295,11 @@ def job_conditions(
     question: Question, environ: Mapping[str, str] = os.environ
 ) -> Iterator[Condition]:
     """Yield those that do not ask the ranks' interpreter."""
-    found = placed(environ)
-    local_ranks = question.local_ranks or (found and found.local_world_size) or 1
+    placement = placed(environ)
+    local_ranks = question.local_ranks or (placement and placement.local_world_size) or 1
     world_size = local_ranks * question.hosts
-    if question.local_ranks is None and found is not None:
-        world_size = max(world_size, found.world_size)
+    if question.local_ranks is None and placement is not None:
+        world_size = max(world_size, placement.world_size)
     yield _ranks(environ)
     yield _variables(environ)
     settings, condition = _read_settings(question.settings, world_size, environ)
@@ -315,11 +317,11 @@ def _ranks(environ: Mapping[str, str]) -> Condition:
     """Say whom a rank started with these variables would take itself for."""
     rank, world = environ.get("RANK"), environ.get("WORLD_SIZE")
     if (rank is None) != (world is None):
-        there, missing = ("RANK", "WORLD_SIZE") if world is None else ("WORLD_SIZE", "RANK")
+        present, missing = ("RANK", "WORLD_SIZE") if world is None else ("WORLD_SIZE", "RANK")
         return Condition.failed(
             "ranks",
-            f"{there}={environ[there]} without {missing}",
-            f"set both, or unset {there}: a launcher sets them for each rank",
+            f"{present}={environ[present]} without {missing}",
+            f"set both, or unset {present}: a launcher sets them for each rank",
         )
     is_rank = (rank or "0").isdecimal() and (world or "1").isdecimal()
     if not is_rank or not int(rank or 0) < int(world or 1) < MAX_RANKS:
@@ -328,13 +330,13 @@ def _ranks(environ: Mapping[str, str]) -> Condition:
             f"RANK={rank} of WORLD_SIZE={world} is no rank",
             "unset both here: a launcher sets them for each rank",
         )
-    found = placed(environ)
-    if found is None:
+    placement = placed(environ)
+    if placement is None:
         return Condition.ok("ranks", "no launcher's variables here: alone, rank 0 of 1")
     me = identify(None, environ)
     return Condition.ok(
         "ranks",
-        f"{next(iter(found.variables))}: rank {me.rank} of {me.world_size}, "
+        f"{next(iter(placement.variables))}: rank {me.rank} of {me.world_size}, "
         f"local rank {me.local_rank} of {me.local_world_size}",
     )
 
@@ -348,24 +350,24 @@ def _variables(environ: Mapping[str, str]) -> Condition:
 
 
 def _read_settings(
-    given: Mapping[str, str], world_size: int, environ: Mapping[str, str]
+    texts: Mapping[str, str], world_size: int, environ: Mapping[str, str]
 ) -> tuple[Settings | None, Condition]:
     """Read the settings as a rank would; None where they cannot be read."""
     try:
-        found = settings_from(given, environ)
+        settings = settings_from(texts, environ)
     except RankscopeError as error:
         return None, Condition.failed(
             "settings", as_variables(str(error)), "correct it; ranks would train untraced"
         )
-    if not found.traced_of(world_size):
+    if not settings.traced_of(world_size):
         return None, Condition.failed(
             "settings",
             f"ranks selects none of the {world_size} ranks of this job",
             "give other --ranks, or the size of the job with --nproc-per-node and --nnodes",
         )
     asks = "" if is_enabled(environ) else "; RANKSCOPE is not set: only `rankscope run` traces"
-    traced = f"{found.traced_of(world_size)} of {world_size} ranks"
-    return found, Condition.ok("settings", f"steps {found.steps.text}, {traced}{asks}")
+    traced = f"{settings.traced_of(world_size)} of {world_size} ranks"
+    return settings, Condition.ok("settings", f"steps {settings.steps.text}, {traced}{asks}")
 
 
 def _trace_folder(settings: Settings, hosts: int) -> Condition:
@@ -380,7 +382,7 @@ def _trace_folder(settings: Settings, hosts: int) -> Condition:
         )
     asked = named_out(settings.out or default_out(), "RUN")
     out = free_out(asked, is_shared=hosts > 1)
-    made = missing_folders(out)
+    new_folders = missing_folders(out)
     try:
         prepare_out(out, "--out")
         (out / "sample").touch()
@@ -388,7 +390,7 @@ def _trace_folder(settings: Settings, hosts: int) -> Condition:
     except (RankscopeError, OSError) as error:
         return Condition.failed("trace folder", str(error), "give another with --out")
     finally:
-        remove_empty(made)
+        remove_empty(new_folders)
     mount = mount_of(out)
     text = f"{out}{f' ({mount.kind})' if mount else ''}"
     text += f", because {asked} is not empty" if out != asked else ""
@@ -423,8 +425,8 @@ def _collector(settings: Settings) -> Condition:
     trouble = "" if keys is None else handshake_trouble(address, keys, _CONNECT_S)
     if trouble:
         return Condition.failed("collector", trouble, "give both sides the same --keys")
-    known = "" if keys is None else ", and knows these keys"
-    return Condition.ok("collector", f"{address} answers{known}")
+    suffix = "" if keys is None else ", and knows these keys"
+    return Condition.ok("collector", f"{address} answers{suffix}")
 
 
 def _connect(address: str) -> None:

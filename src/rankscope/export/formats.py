@@ -69,14 +69,14 @@ class Selection:
 
     def ranks(self, trace: Trace) -> frozenset[int]:
         """Return the ranks that are asked for; SelectionError: the trace holds none of them."""
-        held = {int(rank["rank"]) for rank in trace.run["ranks"]}
+        traced = {int(rank["rank"]) for rank in trace.run["ranks"]}
         if not self.wanted_ranks:
-            return frozenset(held)
-        found = frozenset(r for r in held if any(r in wanted for wanted in self.wanted_ranks))
-        if not found:
-            asked = ranks_text(rank for wanted in self.wanted_ranks for rank in wanted[:_SHOWN])
-            raise SelectionError(f"--rank {asked}: the trace holds ranks {ranks_text(held)}")
-        return found
+            return frozenset(traced)
+        chosen = frozenset(r for r in traced if any(r in span for span in self.wanted_ranks))
+        if not chosen:
+            asked = ranks_text(rank for span in self.wanted_ranks for rank in span[:_SHOWN])
+            raise SelectionError(f"--rank {asked}: the trace holds ranks {ranks_text(traced)}")
+        return chosen
 
     def groups(self, trace: Trace) -> list[Step]:
         """Return the setups and steps asked for; SelectionError: the trace holds none of them."""
@@ -86,31 +86,31 @@ class Selection:
             for step in trace.steps
             if self.phases != {Phase.SETUP}
             and (self.mode is None or step.mode is self.mode)
-            and (not self.steps or any(step.step in wanted for wanted in self.steps))
+            and (not self.steps or any(step.step in span for span in self.steps))
         ]
         if not setup and not steps:
-            there = ", ".join(s.head.label for s in (*trace.setup, *trace.steps)[:20]) or "nothing"
-            raise SelectionError(f"the trace holds no such step; it holds {there}")
+            listed = ", ".join(s.head.label for s in (*trace.setup, *trace.steps)[:20]) or "nothing"
+            raise SelectionError(f"the trace holds no such step; it holds {listed}")
         return [*setup, *steps]
 
     def walk(
-        self, trace: Trace, progress: Progress, what: str
+        self, trace: Trace, progress: Progress, words: str
     ) -> Iterator[tuple[Step, list[Node]]]:
         """Yield every group with the nodes that are asked for, in the order of the tree; `progress`
-        is told `what` is done. SelectionError: no node has such a path; lists near ones."""
-        seen: set[str] = set()
+        is told `words` is done. SelectionError: no node has such a path; lists near ones."""
+        paths: set[str] = set()
         groups = self.groups(trace)
         for done, step in enumerate(groups):
-            progress(what, done / len(groups))
+            progress(words, done / len(groups))
             nodes = []
             for node in step.passing():
                 path = node.path
-                seen.add(path)
+                paths.add(path)
                 if glob_matches(self.path, path) and node.phase in self.phases:
                     nodes.append(node)
             yield step, nodes
-        if not any(glob_matches(self.path, path) for path in seen):
-            raise nothing_matched("--path", self.path, seen)
+        if not any(glob_matches(self.path, path) for path in paths):
+            raise nothing_matched("--path", self.path, paths)
 
 
 class Format(NamedTuple):
@@ -144,9 +144,9 @@ FORMATS = {
 
 
 def format_named(name: str) -> Format:
-    """Return a format; SettingError: there is none of that name; lists what there is."""
+    """Return a format; SettingError: an unknown name; lists the formats."""
     if name not in FORMATS:
-        listed = "; ".join(f"{known} ({row.summary})" for known, row in FORMATS.items())
+        listed = "; ".join(f"{format_name} ({row.summary})" for format_name, row in FORMATS.items())
         raise SettingError(f"--format: no format {name!r}; choose from {listed}")
     return FORMATS[name]
 
@@ -172,14 +172,14 @@ def export(
         SelectionError: the trace holds nothing of what is asked for.
     """
     kind = format_named(name)
-    given = {key: value for key, value in (options or {}).items() if value}
-    for key in sorted(given.keys() - kind.options):
+    set_options = {key: value for key, value in (options or {}).items() if value}
+    for key in sorted(set_options.keys() - kind.options):
         option = "--" + key.removeprefix("is_").replace("_", "-")
         raise SettingError(f"{option}: not an option of --format {name}")
     writer = importlib.import_module(kind.module)
     try:
         with claimed(out, is_folder=kind.is_folder, is_forced=is_forced) as place:
-            lines: Sequence[str] = writer.write(trace, selection, place, progress, **given)
+            lines: Sequence[str] = writer.write(trace, selection, place, progress, **set_options)
     except OSError as error:
         reason = error.strerror or str(error)
         raise FolderError(
@@ -230,6 +230,6 @@ def claimed(out: Path, *, is_folder: bool, is_forced: bool = False) -> Iterator[
 def _settle(path: Path) -> None:
     """Make it readable by its owner alone, as the trace is, whatever wrote it, and have it on the
     disk before it gets its name."""
-    for each in [path, *path.rglob("*")] if path.is_dir() else [path]:
-        each.chmod(0o700 if each.is_dir() else 0o600)
-        sync_by_name(each)
+    for entry in [path, *path.rglob("*")] if path.is_dir() else [path]:
+        entry.chmod(0o700 if entry.is_dir() else 0o600)
+        sync_by_name(entry)

@@ -43,11 +43,11 @@ class Cells(NamedTuple):
         """Return the rows as Python objects."""
         if self.place is not None:
             return [self.items[place] for place in self.place.tolist()]
-        found: list[Any] = self.items.tolist()
+        rows: list[Any] = self.items.tolist()
         if self.is_known is not None:
             for row in np.flatnonzero(~self.is_known).tolist():
-                found[row] = None
-        return found
+                rows[row] = None
+        return rows
 
 
 def mode_word(step: Step) -> str:
@@ -91,40 +91,40 @@ class ExportedStep:
         return rows[np.lexsort(keys[::-1])]
 
     def call_cells(self, rows: Array) -> dict[str, Cells]:
-        """Return what is told of calls."""
-        own = self.columns["calls.status"][rows]
-        status = self._once(own, lambda each: {"status": CallStatus.word_of(each)})
+        """Return the columns of calls."""
+        codes = self.columns["calls.status"][rows]
+        status = self._once(codes, lambda code: {"status": CallStatus.word_of(code)})
         return {**self.shared_cells("calls", rows), **self._told("calls", rows), **status}
 
     def value_cells(self, rows: Array) -> dict[str, Cells]:
-        """Return what is told of values."""
+        """Return the columns of values."""
         columns = self.columns
         tensors = self._once(columns["values.tensor"][rows], self._tensor)
         bits = columns["values.flags"][rows]
-        flags = self._once(bits, lambda each: {"flags": [*flag_words(each)]})
+        flags = self._once(bits, lambda flag_bits: {"flags": [*flag_words(flag_bits)]})
         shared, told_cells = self.shared_cells("values", rows), self._told("values", rows)
         return {**shared, **tensors, **flags, **told_cells}
 
     def shared_cells(self, table: str, rows: Array) -> dict[str, Cells]:
         """Return which call a row is of, of values which slot, and the rank."""
         columns = self.columns
-        made = self._once(columns[f"{table}.node"][rows], self._call)
+        cells = self._once(columns[f"{table}.node"][rows], self._call)
         if table == "values":
             slots = columns["values.slot"][rows]
-            made |= self._once(slots, lambda number: {"slot": self._text(number)})
-        return made | {"rank": Cells(columns[f"{table}.rank"][rows])}
+            cells |= self._once(slots, lambda number: {"slot": self._text(number)})
+        return cells | {"rank": Cells(columns[f"{table}.rank"][rows])}
 
     def _chosen(self, table: str) -> Array:
         node, ranks = self.columns[f"{table}.node"], self.columns[f"{table}.rank"]
         bounds = np.searchsorted(node, [self._nodes, self._nodes + 1]).T.tolist()
-        rows = np.concatenate([np.empty(0, np.int64), *(np.arange(*each) for each in bounds)])
+        rows = np.concatenate([np.empty(0, np.int64), *(np.arange(*bound) for bound in bounds)])
         return rows[np.isin(ranks[rows], self._ranks)]
 
     def _once(self, column: Array, fields: Callable[[int], dict[str, Any]]) -> dict[str, Cells]:
         """Return the fields of each number in a column, made once."""
         numbers, place = np.unique(column, return_inverse=True)
-        made = [fields(number) for number in numbers.tolist()]
-        return {name: Cells([each[name] for each in made], place) for name in made[0]}
+        records = [fields(number) for number in numbers.tolist()]
+        return {name: Cells([record[name] for record in records], place) for name in records[0]}
 
     def _call(self, row: int) -> dict[str, Any]:
         step, columns, lists = self._step, self.columns, self.columns.lists
@@ -177,19 +177,19 @@ class ExportedStep:
         return turns
 
 
-def _cells(column: Column, own: Array, is_digested: Array | None) -> Cells:
-    is_known = np.ones(len(own), np.bool_)
+def _cells(column: Column, numbers: Array, is_digested: Array | None) -> Cells:
+    is_known = np.ones(len(numbers), np.bool_)
     if column.told is Told.DIGEST and is_digested is not None:
         is_known &= is_digested
     if column.none is not None:
-        is_known &= own != column.none
-    if own.dtype.kind == "f" and own.ndim == 1:
-        is_known &= ~np.isnan(own)
+        is_known &= numbers != column.none
+    if numbers.dtype.kind == "f" and numbers.ndim == 1:
+        is_known &= ~np.isnan(numbers)
     if not column.is_hex:
-        return Cells(own, None, None if is_known.all() else is_known)
-    digits = own.astype(">u8").tobytes().hex()
+        return Cells(numbers, None, None if is_known.all() else is_known)
+    digits = numbers.astype(">u8").tobytes().hex()
     texts = [digits[16 * row : 16 * row + 16] if k else None for row, k in enumerate(is_known)]
-    return Cells(texts, np.arange(len(own)))
+    return Cells(texts, np.arange(len(numbers)))
 
 
 _TOGETHER = 4096
@@ -225,5 +225,5 @@ def _finite(cells: Cells) -> list[object]:
             if items.ndim == 1:
                 listed[row] = None if listed[row] is None else number(listed[row])
             else:
-                listed[row] = listed[row] and [number(each) for each in listed[row]]
+                listed[row] = listed[row] and [number(element) for element in listed[row]]
     return listed

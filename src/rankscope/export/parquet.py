@@ -114,15 +114,15 @@ def write(
 ) -> Sequence[str]:
     """Write the tables, step by step."""
     ranks = selection.ranks(trace)
-    every = []
+    step_rows = []
     for step, nodes in selection.walk(trace, progress, "writing values"):
-        every.append(write_step(trace, step, place.target, nodes=nodes, ranks=ranks))
-    values, samples, made = (sum(counts) for counts in zip(*every))
+        step_rows.append(write_step(trace, step, place.target, nodes=nodes, ranks=ranks))
+    values, samples, calls = (sum(counts) for counts in zip(*step_rows))
     if not values:
         raise SelectionError("the trace holds no value in what is asked for")
     return (
         f"{values} values in values/, {samples} sample sketches in samples/, "
-        f"{made} calls in calls/",
+        f"{calls} calls in calls/",
     )
 
 
@@ -146,8 +146,10 @@ def write_step(
         TraceError: the trace is damaged.
         OSError: a file cannot be written.
     """
-    wanted = frozenset(int(rank["rank"]) for rank in trace.run["ranks"]) if ranks is None else ranks
-    exported = ExportedStep(step, nodes, wanted)
+    chosen_ranks = (
+        frozenset(int(rank["rank"]) for rank in trace.run["ranks"]) if ranks is None else ranks
+    )
+    exported = ExportedStep(step, nodes, chosen_ranks)
     about = {
         "rankscope.run": str(trace.run["id"]),
         "rankscope.mode": mode_word(step),
@@ -195,7 +197,7 @@ def _file_of(step: Step) -> str:
 
 
 class _Table:
-    """A Parquet file that gets its name when the block ends; without any rows there is none."""
+    """A Parquet file that gets its name when the block ends; not made without rows."""
 
     def __init__(self, path: Path, schema: Any, about: dict[str, str]) -> None:
         self._path, self._schema = path, schema.with_metadata(about)
@@ -246,7 +248,7 @@ def _array(cells: Cells, kind: Any) -> Any:
     items, place, is_known = cells
     if place is not None:
         if pa.types.is_map(kind):
-            items = [None if each is None else [*each.items()] for each in items]
+            items = [None if mapping is None else [*mapping.items()] for mapping in items]
         return pa.array(items, kind).take(pa.array(place))
     if items.ndim > 1:
         return _lists(items, np.ones(len(items), np.bool_) if is_known is None else is_known)

@@ -67,21 +67,21 @@ def assemble(
         written: steps to leave out, which stand in the tree.
         decoded: definitions, as of `read_stream`; given where streams are assembled more than once.
         began_ns: wall clock of the earliest call known, where it may not be among these.
-        end: what is known of the job's end beside the records.
+        end: how the job ended, as far as files beside the records say it.
 
     Raises:
         TraceError: there is not one record in them, or they belong to different runs.
         TraceVersionError: every rank wrote a newer record format.
     """
-    say = progress or (lambda _what, _part: None)
-    wanted = sorted(sources, key=lambda s: s.stream, reverse=True)
+    say = progress or (lambda _words, _part: None)
+    pending = sorted(sources, key=lambda s: s.stream, reverse=True)
     streams: list[RankStream] = []
-    count = len(wanted)
+    count = len(pending)
     decoded = {} if decoded is None else decoded
     newer: list[TraceVersionError] = []
-    while wanted:
+    while pending:
         say("reading records", len(streams) / count)
-        streams.append(_read(wanted.pop(), decoded, newer))  # whose bytes may go
+        streams.append(_read(pending.pop(), decoded, newer))  # whose bytes may go
     if len(newer) == count:
         raise newer[0]
     if not any(stream.received for stream in streams):
@@ -102,9 +102,9 @@ def assemble(
     if ended is not None:
         run["ended"] = ended
     begins = [s.enters["time_ns"].min() + s.clock_offset_ns for s in streams if len(s.enters)]
-    known = [int(each) for each in begins] + ([] if began_ns is None else [began_ns])
+    starts = [int(begin) for begin in begins] + ([] if began_ns is None else [began_ns])
     return Document(
-        began_ns=min(known, default=0),
+        began_ns=min(starts, default=0),
         run=run,
         completeness=completeness(streams, of_steps.orphans, has_ended=ended is not None),
         streams=streams,
@@ -127,15 +127,15 @@ def build(
     out: Path,
     *,
     keep_spool: bool = False,
-    wanted_tree: str | None = None,
+    tree_mode: str | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Turn the replicas (or moved segments) in `out`/spool into step files, tree.json and
     trace.json.
 
-    The replicas, and the index of what they lack, are removed afterwards, unless they are to be
-    kept, or something is still missing (full tensors too) or was set aside: then `rankscope
-    recover` can join them with what hosts still hold.
+    The replicas and the index of freed steps are removed afterwards, unless they are to be kept, or
+    something is missing (full tensors too) or was set aside: then `rankscope recover` can join them
+    with the spools that hosts still hold.
 
     Raises:
         TraceError: no records were found.
@@ -144,13 +144,13 @@ def build(
     tree = _to_finish(out)
     document = assemble(
         find_streams([out]),
-        settle=lambda streams: [finish_kept(out, each) for each in told_of_lost(streams, tree)],
+        settle=lambda streams: [finish_kept(out, stream) for stream in told_of_lost(streams, tree)],
         written=tree.written,
         progress=progress,
         began_ns=tree.began_ns,
         end=job_end([out]),
     )
-    write_trace(document, out, tree=tree, wanted=wanted_tree, progress=progress)
+    write_trace(document, out, tree=tree, tree_mode=tree_mode, progress=progress)
     tree.close()
     (out / REPLICA_FOLDER / STATUS_NAME).unlink(missing_ok=True)
     has_all = (
@@ -218,9 +218,11 @@ def recover(folders: Sequence[Path], out: Path, *, progress: Progress | None = N
             faults = tree.carry_to(out)
         except OSError as error:
             raise FolderError(f"{out}: cannot be made: {error.strerror}") from error
-        named = tuple(f"written while the job ran, and damaged since: {one}" for one in faults)
-        streams = [replace(each, notes=(*each.notes, *named[:_MOST_FAULTS])) for each in streams]
-        return [finish_kept(out, each) for each in told_of_lost(streams, tree)]
+        named = tuple(f"written while the job ran, and damaged since: {fault}" for fault in faults)
+        streams = [
+            replace(stream, notes=(*stream.notes, *named[:_MOST_FAULTS])) for stream in streams
+        ]
+        return [finish_kept(out, stream) for stream in told_of_lost(streams, tree)]
 
     document = assemble(
         sources,
@@ -240,10 +242,10 @@ def told_of_lost(streams: Iterable[RankStream], tree: GrowingTree) -> list[RankS
     which."""
     lives = {name.incarnation for name in tree.written}
     return [
-        each
-        if not each.hidden_bytes or each.stream.incarnation in lives
-        else replace(each, notes=(*each.notes, _lost(each.hidden_bytes)))
-        for each in streams
+        stream
+        if not stream.hidden_bytes or stream.stream.incarnation in lives
+        else replace(stream, notes=(*stream.notes, _lost(stream.hidden_bytes)))
+        for stream in streams
     ]
 
 
@@ -272,7 +274,7 @@ def write_trace(
     out: Path,
     *,
     tree: GrowingTree | None = None,
-    wanted: str | None = None,
+    tree_mode: str | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Write the files of a trace; trace.json appears last, by rename.
@@ -286,8 +288,8 @@ def write_trace(
     Raises:
         FolderError: a file cannot be written; names the folder.
     """
-    wanted = wanted or str(document.run["settings"].get("tree", "auto"))
-    say = progress or (lambda _what, _part: None)
+    tree_mode = tree_mode or str(document.run["settings"].get("tree", "auto"))
+    say = progress or (lambda _words, _part: None)
     tree = tree or GrowingTree(out)
     try:
         say("writing steps", 0.0)
@@ -299,8 +301,8 @@ def write_trace(
         body = _by_kind(entries)
         began_ns = document.began_ns if tree.began_ns is None else tree.began_ns
         trace = tree.trace(head, [*body["setup"], *body["steps"]], began_ns)
-        limit = None if wanted == "always" else TREE_LIMIT_BYTES
-        if wanted == "never":
+        limit = None if tree_mode == "always" else TREE_LIMIT_BYTES
+        if tree_mode == "never":
             absent = f"it was not asked for (--rs-tree never); {_command(out)}"
         elif limit is not None and _is_larger(entries, int(document.run["world_size"]), 2 * limit):
             absent = _too_large(out, limit)
@@ -310,9 +312,9 @@ def write_trace(
             (out / TREE_NAME).unlink(missing_ok=True)
         storage |= {"no_tree": absent} if absent else {"tree": TREE_NAME}
         storage |= {"tensors": TENSOR_FOLDER} if document.tensors else {}
-        whole = {"format": TRACE_FORMAT, **head, "storage": storage, "began_ns": began_ns, **body}
+        content = {"format": TRACE_FORMAT, **head, "storage": storage, "began_ns": began_ns, **body}
         with replacing(out / TRACE_NAME) as file:
-            file.write("".join(json_text(whole)).encode(errors="backslashreplace"))
+            file.write("".join(json_text(content)).encode(errors="backslashreplace"))
         say("writing the tree", 1.0)
     except OSError as error:
         raise FolderError(
@@ -323,8 +325,8 @@ def write_trace(
 
 def _by_kind(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
     return {
-        "setup": [each for each in entries if "mode" not in each],
-        "steps": sorted((each for each in entries if "mode" in each), key=step_name),
+        "setup": [entry for entry in entries if "mode" not in entry],
+        "steps": sorted((entry for entry in entries if "mode" in entry), key=step_name),
     }
 
 
@@ -361,7 +363,7 @@ def _write_tree(trace: Trace, out: Path, limit: int | None, say: Progress) -> st
 def _is_larger(entries: Sequence[Mapping[str, Any]], ranks: int, limit: int) -> bool:
     """True where nodes alone, and values that all ranks share, take more than a limit as JSON."""
     rows = {
-        table: sum(end - begin for begin, end in (each["rows"][table] for each in entries))
+        table: sum(end - begin for begin, end in (entry["rows"][table] for entry in entries))
         for table in ("nodes", "values")
     }
     return bool(250 * rows["nodes"] + 650 * rows["values"] // ranks > limit)

@@ -67,7 +67,6 @@ class Document:
         self.tensors: Mapping[StreamId, TensorRecords] = {
             s.stream: (s.tensors, s.definitions) for s in streams if len(s.tensors)
         }
-        """Of the streams that kept full tensors."""
         self._records, self._vocabulary = records, vocabulary
         self._rank_of_stream = np.array([stream.stream.rank for stream in streams], np.int64)
         self._clock_offsets = np.array([stream.clock_offset_ns for stream in streams], np.int64)
@@ -84,7 +83,6 @@ class Document:
             )
             for group in records.groups
         ]
-        """What identifies each group of nodes: setup, then the steps."""
         self._place_values(streams)
 
     @property
@@ -105,18 +103,21 @@ class Document:
         """Return the columns of a group."""
         number = self._records.part_of_group[group]
         part, texts, first_text = self._part(number), *self._texts
-        merged, own = part.merged, group - bisect.bisect_left(self._records.part_of_group, number)
-        first, last = np.searchsorted(merged.group, [own, own + 1]).tolist()
+        merged, place = part.merged, group - bisect.bisect_left(self._records.part_of_group, number)
+        first, last = np.searchsorted(merged.group, [place, place + 1]).tolist()
         calls = slice(*merged.call_start[[first, last]].tolist())
         values = slice(*np.searchsorted(merged.value_node, [first, last]).tolist())
-        made = {
+        columns = {
             **_of_nodes(part, first, last, first_text),
             **self._of_calls(part, calls, first, first_text),
             **self._of_values(part, values, first, first_text),
             **self._of_failures(part, first, last, first_text),
         }
         return StepColumns(
-            head=self.heads[group], columns=LazyColumns(made), texts=texts, began_ns=self.began_ns
+            head=self.heads[group],
+            columns=LazyColumns(columns),
+            texts=texts,
+            began_ns=self.began_ns,
         )
 
     def _tables(self, number: int) -> Tables:
@@ -142,14 +143,14 @@ class Document:
     @functools.cached_property
     def _texts(self) -> tuple[StepTexts, dict[str, int]]:
         """The texts of all groups, and the number of the first of each kind."""
-        known = self._vocabulary
+        vocabulary = self._vocabulary
         lists: list[list[Any]] = [
-            known.paths.items,
-            known.modules.items,
-            known.slots.items,
-            [each.facts for each in known.descriptions.items],
-            known.texts.items,
-            known.collectives.items,
+            vocabulary.paths.items,
+            vocabulary.modules.items,
+            vocabulary.slots.items,
+            [description.facts for description in vocabulary.descriptions.items],
+            vocabulary.texts.items,
+            vocabulary.collectives.items,
             [phase.word for phase in Phase],
         ]
         firsts, items = {}, list[object]()
@@ -208,12 +209,12 @@ class Document:
     def _of_failures(
         self, part: _MergedPart, first: int, last: int, texts: dict[str, int]
     ) -> dict[str, Any]:
-        found = part.merged.failures
-        own = found[(found[:, 0] >= first) & (found[:, 0] < last)]
+        failures = part.merged.failures
+        rows = failures[(failures[:, 0] >= first) & (failures[:, 0] < last)]
         return {
-            "failures.node": lambda: own[:, 0] - first,
-            "failures.rank": lambda: self._rank_of_stream[own[:, 1]].astype(np.int32),
-            "failures.text": lambda: _numbered(own[:, 2].astype(np.int32), texts["errors"]),
+            "failures.node": lambda: rows[:, 0] - first,
+            "failures.rank": lambda: self._rank_of_stream[rows[:, 1]].astype(np.int32),
+            "failures.text": lambda: _numbered(rows[:, 2].astype(np.int32), texts["errors"]),
         }
 
 
@@ -253,8 +254,8 @@ def _of_nodes(part: _MergedPart, first: int, last: int, texts: dict[str, int]) -
 
 def _numbered(column: Array, first: int) -> Array:
     """Return numbers of texts, -1 for none."""
-    found: Array = np.where(column >= 0, column + np.int32(first), np.int32(-1))
-    return found
+    numbers: Array = np.where(column >= 0, column + np.int32(first), np.int32(-1))
+    return numbers
 
 
 MAX_DEPTH = 50
@@ -351,8 +352,8 @@ def _parents(
     with_parent = by_node[calls["parent"][by_node] >= 0][::-1]
     parent = np.full(count + 1, -1, np.int64)
     parent[code[with_parent]] = code[calls["parent"][with_parent]]
-    own = np.arange(count)
-    parent[:count][(parent[:count] == own) | (group[parent[:count]] != group)] = -1
+    node = np.arange(count)
+    parent[:count][(parent[:count] == node) | (group[parent[:count]] != group)] = -1
     # Pointer doubling: after k turns `jump` is the ancestor 2**k above. No chain is longer than
     # there are nodes, so after log2(count) turns whatever has not come out at the top is on a ring,
     # or hangs below one.
@@ -404,24 +405,26 @@ def _slots(tables: Tables, vocabulary: Vocabulary, node: NDArray[np.int64]) -> d
     stream = tables.calls["stream"][tables.call]
     shared: Interned[Any] = Interned()
     local: Interned[Any] = Interned()
-    described = [each.facts for each in vocabulary.descriptions.items]
-    kinds = [shared.number(tuple(each.shared.values())) for each in described]
+    described = [description.facts for description in vocabulary.descriptions.items]
+    kinds = [shared.number(tuple(facts.shared.values())) for facts in described]
     variant = np.array(kinds, np.int64)[tables.description]
-    piece = np.array([local.number(each.local) for each in described], np.int64)[tables.description]
+    piece = np.array([local.number(facts.local) for facts in described], np.int64)[
+        tables.description
+    ]
     flags = tables.column("flags") & ~np.uint32(UNFOLDED_FLAGS)
     pair, pairs = factorize(node, tables.slot)
-    seen = _first_seen(pair, pairs, stream, tables.time_ns)
+    turn = _first_seen(pair, pairs, stream, tables.time_ns)
     entry, entries = factorize(pair, variant)
     del variant
     fold, folds = factorize(entry, piece, flags, tables.column("count"), tables.column("hash"))
     del piece, flags
-    # folds are sorted, of which there are few, and then the values by the place of their fold
+    # there are few folds: they are sorted first, then the values by the place of their fold
     row = np.empty(folds, np.int64)
     row[fold] = np.arange(len(fold))
     entry_of, pair_of = entry[row], pair[row]
     by_place = np.lexsort(
         (_lowest(stream, fold, folds), entry_of, _lowest(stream, entry, entries)[entry_of],
-         pair_of, seen[pair_of], node[row])
+         pair_of, turn[pair_of], node[row])
     )  # fmt: skip
     place = np.empty(folds, np.int64)
     place[by_place] = np.arange(folds)

@@ -55,19 +55,23 @@ class WrittenSteps:
         head: Mapping[str, Any],
         entries: Sequence[Mapping[str, Any]],
         began_ns: int,
-        others: Sequence[Document | OlderTrace] = (),
+        holders: Sequence[Document | OlderTrace] = (),
     ) -> None:
         """Open no file yet. `head`: {"run", "completeness"}; `began_ns`: wall clock of the first
-        call of the run; `others` hold steps that are not written. KeyError, TypeError, ValueError:
-        an entry is none."""
-        self.head, self._folder, self._began_ns, self._others = head, folder, began_ns, others
+        call of the run; `holders` hold steps that are not written. KeyError, TypeError, ValueError:
+        a damaged entry."""
+        self.head, self._folder, self._began_ns, self._others = head, folder, began_ns, holders
         self._files = StepFiles(folder, int(head["run"]["world_size"]))
-        known, self.passed_over = known_entries(entries)
-        listed: list[tuple[StepHead, _Place]] = [*known]
-        listed += [(found, (other, i)) for other in others for i, found in enumerate(other.heads)]
-        if others:  # what is finished is in order
-            listed.sort(key=lambda each: (not each[0].is_setup, each[0].name))
-        self.heads: Sequence[StepHead] = [found for found, _ in listed]
+        entries_known, self.passed_over = known_entries(entries)
+        listed: list[tuple[StepHead, _Place]] = [*entries_known]
+        listed += [
+            (head_of_step, (holder, i))
+            for holder in holders
+            for i, head_of_step in enumerate(holder.heads)
+        ]
+        if holders:  # what is finished is in order
+            listed.sort(key=lambda listed_step: (not listed_step[0].is_setup, listed_step[0].name))
+        self.heads: Sequence[StepHead] = [head_of_step for head_of_step, _ in listed]
         self._places = [place for _, place in listed]
 
     def file(self, group: int) -> Path:
@@ -84,14 +88,14 @@ class WrittenSteps:
 
     @property
     def tensors(self) -> Mapping[StreamId, TensorRecords]:
-        """What the records say of chunks that are still written."""
-        return {key: each for other in self._others for key, each in other.tensors.items()}
+        """Records of the chunks that are still written."""
+        return {key: records for holder in self._others for key, records in holder.tensors.items()}
 
     def faults(self) -> Iterator[str]:
         """Yield what is wrong with each file that steps lie in."""
         yield from self._files.faults([p for p in self._places if not isinstance(p, tuple)])
-        for other in self._others:
-            yield from other.faults()
+        for holder in self._others:
+            yield from holder.faults()
 
 
 def trace_of(document: Document, folder: Path, **more: Any) -> Trace:
@@ -146,11 +150,10 @@ class GrowingTree:
         self._lock = -1
         raw = self._read()
         self._size = raw.rfind(b"\n") + 1
-        """Bytes of the index that are known."""
         for line in self._understood(raw):
             self._count(line)
         self._begun = out
-        """Where what an older rankscope wrote lies."""
+        """Folder of the steps that an older rankscope wrote."""
 
     @classmethod
     def to_write(cls, out: Path) -> GrowingTree | None:
@@ -190,19 +193,19 @@ class GrowingTree:
         entries: Sequence[Mapping[str, Any]],
         began_ns: int,
         *,
-        rest: Document | None = None,
+        unwritten: Document | None = None,
         **more: Any,
     ) -> Trace:
-        """Return the trace of steps that are written, and of those of `rest`; `more` as of
+        """Return the trace of steps that are written, and of those of `unwritten`; `more` as of
         `Trace`."""
-        others: list[Document | OlderTrace] = []
-        if rest is not None:
-            others += [*self._older(head), rest]
-        return Trace(WrittenSteps(self.out, head, entries, began_ns, others), self.out, **more)
+        holders: list[Document | OlderTrace] = []
+        if unwritten is not None:
+            holders += [*self._older(head), unwritten]
+        return Trace(WrittenSteps(self.out, head, entries, began_ns, holders), self.out, **more)
 
     def _older(self, head: Mapping[str, Any]) -> list[OlderTrace]:
         """Return the steps that an older rankscope wrote."""
-        groups = [each for line in self._older_lines for each in line["steps"]]
+        groups = [group for line in self._older_lines for group in line["steps"]]
         values = [line["values"] for line in self._older_lines]
         return [OlderTrace(self._begun, head, groups, values)] if groups else []
 
@@ -244,12 +247,12 @@ class GrowingTree:
         for i in range(len(document.heads)):
             say("writing steps", i / len(document.heads))
             step = document.step(i)
-            own = sum(each * len(step[name]) for name, each in _BYTES.items())
-            if part and size + own > _PART_BYTES:
+            step_bytes = sum(row_bytes * len(step[name]) for name, row_bytes in _BYTES.items())
+            if part and size + step_bytes > _PART_BYTES:
                 entries += self._write(part)
                 part, size = [], 0
             part.append(step)
-            size += own
+            size += step_bytes
         entries += self._write(part) if part else []
         self.sync()
         return entries
@@ -260,9 +263,9 @@ class GrowingTree:
         folder = out / STEPS_FOLDER
         if self.written:
             folder.mkdir(mode=0o700, exist_ok=True)
-            known = self._read()[: self._size]  # another process may write on
+            index = self._read()[: self._size]  # another process may write on
             with new_file(folder / INDEX_NAME) as file:
-                file.write(known)
+                file.write(index)
         entries = [*self.entries()]
         files = StepFiles(self.out, MAX_RANKS)
         faults = [*files.faults(entries)]
@@ -293,10 +296,10 @@ class GrowingTree:
     def _count(self, line: Mapping[str, Any]) -> None:
         self.began_ns = line["began_ns"] if self.began_ns is None else self.began_ns
         self.written.update(map(step_name, line["steps"]))
-        names = [each["file"] for each in line["steps"] if "file" in each]
+        names = [entry["file"] for entry in line["steps"] if "file" in entry]
         if _is_older(line):
             self._older_lines.append(dict(line))
-            names = [line["values"]["file"], *(each["nodes_file"] for each in line["steps"])]
+            names = [line["values"]["file"], *(entry["nodes_file"] for entry in line["steps"])]
         numbers = (int(Path(name).stem) for name in names)
         self.next_file = max(self.next_file, 1 + max(numbers, default=-1))
 
@@ -321,8 +324,8 @@ class GrowingTree:
                     step_name(entry)
                 yield fields
             except (ValueError, KeyError, TypeError, RecursionError, TraceError) as error:
-                known = f'"{INDEX_FORMAT}"' in line or f'"{_OLDER_FORMAT}"' in line
-                if not known and '"rankscope.index/' in line:
+                is_known = f'"{INDEX_FORMAT}"' in line or f'"{_OLDER_FORMAT}"' in line
+                if not is_known and '"rankscope.index/' in line:
                     raise TraceVersionError(
                         f"{self._index}: written by a newer rankscope; use that, or a newer one"
                     ) from error
@@ -336,12 +339,12 @@ def grown_steps(folder: Path) -> set[StepName]:
     trace.json is damaged."""
     head = load_json(folder / TRACE_NAME, "trace")
     at_end = int(head["storage"]["at_end"])
-    return {step_name(each) for each in head["steps"] if int(Path(each["file"]).stem) < at_end}
+    return {step_name(entry) for entry in head["steps"] if int(Path(entry["file"]).stem) < at_end}
 
 
 def grown_in(folders: Sequence[Path]) -> GrowingTree:
     """Return the tree of the folder that has the most of one, a tree without a part where none has;
     a folder of replicas has that of the trace folder around it. Errors as of `GrowingTree`."""
-    whole = [f.resolve() for f in folders]
-    places = [f.parent if f.name == REPLICA_FOLDER else f for f in whole]
+    resolved = [f.resolve() for f in folders]
+    places = [f.parent if f.name == REPLICA_FOLDER else f for f in resolved]
     return max((GrowingTree(place) for place in places), key=lambda tree: len(tree.written))

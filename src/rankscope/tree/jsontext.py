@@ -149,12 +149,12 @@ class _NodesText:
         self._write("".join(self._pieces))
         self._pieces.clear()
 
-    def list_(self, items: Sequence[T], one: Callable[[T, str], None], pad: str) -> None:
+    def list_(self, items: Sequence[T], write_item: Callable[[T, str], None], pad: str) -> None:
         """Add a list with a line for each item; there is one."""
         opening = "["
         for item in items:
             self._pieces.append(opening + pad)
-            one(item, pad + " ")
+            write_item(item, pad + " ")
             opening = ","
         self._pieces.append("]")
 
@@ -168,11 +168,11 @@ class _NodesText:
         pieces.append("}")
 
     def _member(
-        self, name: str, items: Sequence[T], one: Callable[[T, str], None], pad: str
+        self, name: str, items: Sequence[T], write_item: Callable[[T, str], None], pad: str
     ) -> None:
         if items:
             self._pieces.append(f',{pad}"{name}": ')
-            self.list_(items, one, pad + " ")
+            self.list_(items, write_item, pad + " ")
         else:
             self._pieces.append(f', "{name}": []')
 
@@ -180,45 +180,46 @@ class _NodesText:
         step, row = self._step, node.row
         lists, texts = step.lists, step.texts
         path, name = texts.text(lists.path[row]), texts.module(lists.module[row])
-        found: Data = {"id": f"{self._ids[row]:016x}", "path": path}
+        fields: Data = {"id": f"{self._ids[row]:016x}", "path": path}
         if name.raw_path != path:
-            found["raw_path"] = name.raw_path
-        found["class"] = name.class_name
+            fields["raw_path"] = name.raw_path
+        fields["class"] = name.class_name
         if not step.is_one_module[row] and node.classes:
-            found["classes"] = [
+            fields["classes"] = [
                 {"ranks": ranks_text(ranks), "class": name} for ranks, name in node.classes
             ]
         if name.wrappers:
-            found["wrappers"] = list(name.wrappers)
+            fields["wrappers"] = list(name.wrappers)
         if node.is_opaque:
-            found["opaque"] = True
+            fields["opaque"] = True
         phase, micro_batch = texts.text(lists.phase[row]), lists.micro_batch[row]
-        found |= {
+        fields |= {
             "phase": phase,
             "micro_batch": None if micro_batch < 0 else micro_batch,
             "ordinal": lists.ordinal[row],
         }
         is_backward = phase == Phase.BACKWARD.word
         if is_backward and (node.graph_task or node.ordinal != node.of_ordinal):
-            found |= {"of_ordinal": node.of_ordinal, "graph_task": node.graph_task}
+            fields |= {"of_ordinal": node.of_ordinal, "graph_task": node.graph_task}
         issued = node.collectives if phase == Phase.COLLECTIVE.word else ()
         if len(issued) == 1:
-            found["collective"] = dict(issued[0][1])
+            fields["collective"] = dict(issued[0][1])
         elif issued:
-            found["collectives"] = [{"ranks": ranks, **each} for ranks, each in issued]
-        found |= {"ranks": node.ranks_text, "status": node.status}
+            fields["collectives"] = [{"ranks": ranks, **outcome} for ranks, outcome in issued]
+        fields |= {"ranks": node.ranks_text, "status": node.status}
         if not lists.has_returned[row]:
-            found["outcomes"] = [
-                {"ranks": ranks_text(each.ranks), "status": each.status}
-                | ({"error": each.error} if each.error else {})
-                for each in node.outcomes
+            fields["outcomes"] = [
+                {"ranks": ranks_text(outcome.ranks), "status": outcome.status}
+                | ({"error": outcome.error} if outcome.error else {})
+                for outcome in node.outcomes
             ]
         if row in step.failures:
-            found["errors"] = [
-                {"ranks": ranks_text(each.ranks), "error": each.error} for each in node.errors
+            fields["errors"] = [
+                {"ranks": ranks_text(outcome.ranks), "error": outcome.error}
+                for outcome in node.errors
             ]
-        found["time"] = node.time._asdict()
-        return found
+        fields["time"] = node.time._asdict()
+        return fields
 
     def _slot(self, slot: SlotView, pad: str) -> None:
         step, entry = self._step, slot.entry
@@ -244,7 +245,7 @@ class _NodesText:
         layout: Data = {"source": facts.source}
         if facts.mesh:
             layout |= {"mesh": facts.mesh, "placements": dict(facts.placements)}
-        found: Data = {
+        fields: Data = {
             "slot": slot.slot,
             "ranks": self._step.ranks_text(slot.ranks),
             "dtype": facts.dtype,
@@ -253,8 +254,8 @@ class _NodesText:
             "layout": layout,
         }
         if slot.disagreement:
-            found["disagree"] = list(slot.disagreement)
-        return found
+            fields["disagree"] = list(slot.disagreement)
+        return fields
 
     def _fold(self, fold: int, pad: str) -> None:
         if not self._first <= fold < self._first + len(self._folds):
@@ -272,7 +273,9 @@ class _NodesText:
                 value = combined.number(name)
                 digest[name] = None if value is None else statistic(value)
             sketch = combined.sketch
-            digest["sketch"] = None if sketch is None else [number(each) for each in sketch]
+            digest["sketch"] = (
+                None if sketch is None else [number(component) for component in sketch]
+            )
         self._pieces.append(encoded(result | {"digest": digest}))
 
     def _fold_texts(self, first: int) -> list[str]:
@@ -299,25 +302,25 @@ class _NodesText:
 
     def _fold_beginning(self, ranks: tuple[int, ...], tensor: int, bits: int) -> str:
         key = "fold", ranks, tensor, bits
-        if (known := self._beginnings.get(key)) is not None:
-            return str(known)
+        if (beginning := self._beginnings.get(key)) is not None:
+            return str(beginning)
         facts, flags = self._step.texts.tensor(tensor), flag_words(bits)
-        found: Data = {"ranks": self._step.ranks_text(ranks), "shape": list(facts.shape)}
+        fields: Data = {"ranks": self._step.ranks_text(ranks), "shape": list(facts.shape)}
         if facts.requires_grad:
-            found["requires_grad"] = True
+            fields["requires_grad"] = True
         if flags:
-            found["flags"] = list(flags)
+            fields["flags"] = list(flags)
         if facts.note is not None:
-            found["note"] = facts.note
+            fields["note"] = facts.note
         if facts.ranges is not None and facts.shape != facts.global_shape:
-            found["ranges"] = [[list(each) for each in dim] for dim in facts.ranges]
-        text = self._beginnings[key] = encoded(found)[:-1]
+            fields["ranges"] = [[list(bounds) for bounds in dim] for dim in facts.ranges]
+        text = self._beginnings[key] = encoded(fields)[:-1]
         return text
 
 
 def _digest_texts(step: StepColumns, rows: NDArray[Any]) -> list[str]:
-    own = (step[column.name][rows] for column in DIGEST)
-    return [_DIGEST % numbers for numbers in zip(*map(_number_texts, own))]
+    columns = (step[column.name][rows] for column in DIGEST)
+    return [_DIGEST % numbers for numbers in zip(*map(_number_texts, columns))]
 
 
 def _number_texts(column: NDArray[Any]) -> list[Any]:
@@ -340,8 +343,8 @@ def write_tree(trace: Trace, steps: Sequence[Step], say: Progress, write: Write)
     done = 0
     for name in ("setup", "steps"):
         write(f',\n "{name}": [')
-        own = [step for step in steps if step.is_setup == (name == "setup")]
-        for place, step in enumerate(own):
+        chosen = [step for step in steps if step.is_setup == (name == "setup")]
+        for place, step in enumerate(chosen):
             entry = encoded(entry_of(step.head)).removesuffix("}")
             write(f'{"," if place else ""}\n  {entry},\n   "nodes": ')
             write_nodes(step, "\n    ", write)

@@ -44,9 +44,8 @@ TraceLike = Union[Trace, str, "os.PathLike[str]", Openable]
 
 
 def newest_trace(base: Path | None = None) -> Path:
-    """Return the trace that is meant in `base` (default: here) where none is named: the trace whose
-    folder that is, else the newest rankscope-* folder in it, else the trace it lies in.
-    FolderError: there is none."""
+    """Return the folder of the trace in `base` (default: here): `base` itself, else the newest
+    rankscope-* folder in it, else the trace around it. FolderError: there is no trace."""
     place = base or Path.cwd()
     if _is_trace(place):
         return place
@@ -77,16 +76,16 @@ def _is_trace(folder: Path) -> bool:
     return next((folder / REPLICA_FOLDER).glob(f"rank*{CELLS_SUFFIX}"), None) is not None
 
 
-def trace_folder(given: Path | None) -> Path:
+def trace_folder(named: Path | None) -> Path:
     """Return the folder that a trace is named by: `trace.json` stands for the folder it is in, None
     for the trace this is inside of, or the newest one here. FolderError: None, and nothing is
     here."""
-    folder = newest_trace() if given is None else given
+    folder = newest_trace() if named is None else named
     return folder.parent if folder.name == TRACE_NAME and not folder.is_dir() else folder
 
 
 def open_trace(
-    given: TraceLike | None = None,
+    source: TraceLike | None = None,
     *,
     wait_s: float = 60.0,
     progress: Progress | None = None,
@@ -94,14 +93,14 @@ def open_trace(
 ) -> Trace:
     """Open a trace as `rankscope.open_trace` does, with the same errors, but for its tensors; the
     one place that says what a trace is. With `takes_golden` a golden file is a trace too."""
-    if isinstance(given, Trace):
-        return given
-    if given is not None and not isinstance(given, (str, os.PathLike)):
-        handed = given.open() if hasattr(given, "open") else None
+    if isinstance(source, Trace):
+        return source
+    if source is not None and not isinstance(source, (str, os.PathLike)):
+        handed = source.open() if hasattr(source, "open") else None
         if not isinstance(handed, Trace):
-            raise _no_trace(given)
+            raise _no_trace(source)
         return handed
-    folder = trace_folder(None if given is None else Path(given))
+    folder = trace_folder(None if source is None else Path(source))
     if folder.is_file():
         from rankscope.tree.goldenfile import GoldenFile, is_golden  # numpy: as above
 
@@ -154,7 +153,9 @@ def _unfinished(folder: Path, progress: Progress | None) -> Trace:
             "; ranks of a job record from its first forward on, and with --rs-steps last:N send "
             "nothing until something happens"
         )
-    tree = GrowingTree(folder)  # behind the records: what they lack by now stands there
+    tree = GrowingTree(
+        folder
+    )  # read after the records: steps that were freed meanwhile stand in it
     document = assemble(
         sources,
         settle=lambda streams: told_of_lost(streams, tree),
@@ -172,7 +173,7 @@ def _unfinished(folder: Path, progress: Progress | None) -> Trace:
         document.head,
         entries,
         began_ns,
-        rest=document,
+        unwritten=document,
         is_live=at_work,
         is_written=False,
         read_s=read_s,
@@ -188,22 +189,22 @@ def _understood(folder: Path, read: Any) -> Trace:
 
 
 @contextmanager
-def opened_trace(given: TraceLike, *, takes_golden: bool = False) -> Iterator[Trace]:
+def opened_trace(source: TraceLike, *, takes_golden: bool = False) -> Iterator[Trace]:
     """Hand out the trace that is meant; one that is opened for it is closed at the end. As
     `open_trace`, but that nothing stands for the newest."""
-    if given is None:
-        raise _no_trace(given)
-    trace = open_trace(given, takes_golden=takes_golden)
+    if source is None:
+        raise _no_trace(source)
+    trace = open_trace(source, takes_golden=takes_golden)
     try:
         yield trace
     finally:
-        if trace is not given:
+        if trace is not source:
             trace.close()
 
 
-def _no_trace(given: object) -> FolderError:
+def _no_trace(source: object) -> FolderError:
     return FolderError(
-        f"{type(given).__name__} is no trace",
+        f"{type(source).__name__} is no trace",
         "give an open trace, its folder, or what `with rankscope.trace(...) as` gave",
     )
 

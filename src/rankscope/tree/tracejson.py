@@ -61,20 +61,20 @@ _NEWEST = {"trace": 3, "nodes": 1}
 
 
 def load_json(path: Path, kind: str) -> dict[str, Any]:
-    """Read a file of a trace; `kind`: trace or nodes. TraceError: it cannot be read, or is none of
-    that kind; TraceVersionError: it is of a newer format."""
+    """Read a file of a trace; `kind`: trace or nodes. TraceError: it cannot be read, or is of
+    another kind; TraceVersionError: it is of a newer format."""
     try:
         data = json.loads(path.read_bytes(), parse_constant=_refuse)
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise TraceError(f"{path}: is no JSON ({error}); the trace is damaged") from error
-    found = _FORMAT.fullmatch(str(data.get("format"))) if isinstance(data, dict) else None
-    if found is None or found[1] != kind:
+    format_match = _FORMAT.fullmatch(str(data.get("format"))) if isinstance(data, dict) else None
+    if format_match is None or format_match[1] != kind:
         raise TraceError(
             f"{path}: no rankscope {kind}, or a damaged one: it names no rankscope.{kind} format"
         )
-    if int(found[2]) > _NEWEST[kind]:
+    if int(format_match[2]) > _NEWEST[kind]:
         run = data.get("run")
         versions = run.get("versions") if isinstance(run, dict) else None
         maker = versions.get("rankscope") if isinstance(versions, dict) else None
@@ -82,10 +82,10 @@ def load_json(path: Path, kind: str) -> dict[str, Any]:
         if maker == rankscope.__version__:  # between two releases
             needed = f"the rankscope {maker} that wrote it, a newer build than this one"
         raise TraceVersionError(
-            f"{path}: format {found[0]}, this rankscope reads up to "
+            f"{path}: format {format_match[0]}, this rankscope reads up to "
             f"rankscope.{kind}/{_NEWEST[kind]}; install {needed}"
         )
-    is_older = kind == "trace" and int(found[2]) < _NEWEST[kind]
+    is_older = kind == "trace" and int(format_match[2]) < _NEWEST[kind]
     check_json(data, f"older_{kind}" if is_older else kind, path)
     checked: dict[str, Any] = data
     return checked
@@ -100,7 +100,7 @@ class Wrong(NamedTuple):
 
     place: str
     """Path of keys inside the value, "" for the value itself."""
-    what: str
+    problem: str
 
 
 Rule = Callable[[Any], Wrong | None]
@@ -127,13 +127,13 @@ def check_json(data: Any, definition: str, file: Path) -> None:
     except RecursionError:
         raise TraceError(f"{file}: it is nested too deep: the trace is damaged") from None
     if wrong is not None:
-        raise TraceError(f"{file}: {wrong.place or '/'} {wrong.what}: the trace is damaged")
+        raise TraceError(f"{file}: {wrong.place or '/'} {wrong.problem}: the trace is damaged")
 
 
 @functools.cache
 def _definitions() -> Mapping[str, Schema]:
-    found: Mapping[str, Schema] = json.loads(_PLACE.read_bytes())["$defs"]
-    return found
+    definitions: Mapping[str, Schema] = json.loads(_PLACE.read_bytes())["$defs"]
+    return definitions
 
 
 @functools.cache
@@ -153,7 +153,7 @@ def _compiled(schema: Schema) -> Rule:
     if "const" in schema:
         return _of_types(frozenset({type(schema["const"])}))
     if "type" not in schema:
-        return _any_of([_compiled(each) for each in schema["oneOf"]])
+        return _any_of([_compiled(choice) for choice in schema["oneOf"]])
     kinds = schema["type"]
     return _typed(kinds, schema) if isinstance(kinds, str) else _any_of(
         [_typed(kind, schema) for kind in kinds]
@@ -192,11 +192,11 @@ def _any_of(rules: list[Rule]) -> Rule:
 
 
 def _object(schema: Schema) -> Rule:
-    rules = {name: _compiled(each) for name, each in schema.get("properties", {}).items()}
+    rules = {name: _compiled(part) for name, part in schema.get("properties", {}).items()}
     needed = schema.get("required", ())
-    others = schema.get("additionalProperties")
-    other = _compiled(others) if isinstance(others, dict) else None
-    choices = [frozenset(each["required"]) for each in schema.get("oneOf", ())]
+    extra = schema.get("additionalProperties")
+    extra_rule = _compiled(extra) if isinstance(extra, dict) else None
+    choices = [frozenset(part["required"]) for part in schema.get("oneOf", ())]
 
     def is_object(value: Any) -> Wrong | None:
         if type(value) is not dict:
@@ -205,10 +205,10 @@ def _object(schema: Schema) -> Rule:
             if name not in value:
                 return Wrong("", f"has no {name}")
         for name, item in value.items():
-            rule = rules.get(name, other)
+            rule = rules.get(name, extra_rule)
             wrong = None if rule is None else rule(item)
             if wrong is not None:
-                return Wrong(f"/{name[:_SHOWN]}{wrong.place}", wrong.what)
+                return Wrong(f"/{name[:_SHOWN]}{wrong.place}", wrong.problem)
         if choices and not any(choice <= value.keys() for choice in choices):
             return _other(value)
         return None
@@ -218,15 +218,15 @@ def _object(schema: Schema) -> Rule:
 
 def _array(schema: Schema) -> Rule:
     rule = _compiled(schema["items"])
-    least, most = schema.get("minItems", 0), schema.get("maxItems", _LARGEST)
+    least, limit = schema.get("minItems", 0), schema.get("maxItems", _LARGEST)
 
     def is_array(value: Any) -> Wrong | None:
         if type(value) is not list:
             return _other(value)
         for number, item in enumerate(value):
             if (wrong := rule(item)) is not None:
-                return Wrong(f"/{number}{wrong.place}", wrong.what)
-        return None if least <= len(value) <= most else _other(value)
+                return Wrong(f"/{number}{wrong.place}", wrong.problem)
+        return None if least <= len(value) <= limit else _other(value)
 
     return is_array
 

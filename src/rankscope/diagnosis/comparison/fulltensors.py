@@ -236,9 +236,9 @@ def _measured(pairs: list[_Pair], ref_rows: list[Array]) -> Difference:
     parts = [part for *_, part in pairs]
     first = _first_of_units(parts)
     return Difference(
-        dots=np.array([[each.cross, each.own, each.theirs] for each in apart]),
+        dots=np.array([[each.cross, each.first_square, each.second_square] for each in apart]),
         squares=np.array([math.inf if e.other_nonfinite else e.square for e in apart]),
-        norms=np.sqrt([each.own for each in apart]),
+        norms=np.sqrt([each.first_square for each in apart]),
         members=[part.members for part in parts],
         units=[part.unit for part in parts],
         is_exact=np.array([not each.unequal for each in apart]),

@@ -62,7 +62,7 @@ class _Name:
     text: str
     path: str
     slot: str
-    found: dict[tuple[str, str], list[Node]] = field(default_factory=dict)
+    nodes: dict[tuple[str, str], list[Node]] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, text: str, paths: Collection[str]) -> _Name:
@@ -72,9 +72,9 @@ class _Name:
         split = []
         for end in range(1, len(parts) + 1):
             path, slot = ":".join(parts[:end]), ":".join(parts[end:])
-            whole = end == len(parts)
-            split.append(cls(text, "" if path == "(root)" else path, "*" if whole else slot))
-        return next((each for each in split if any(map(each.takes_path, paths))), split[0])
+            is_path = end == len(parts)
+            split.append(cls(text, "" if path == "(root)" else path, "*" if is_path else slot))
+        return next((name for name in split if any(map(name.takes_path, paths))), split[0])
 
     @property
     def is_glob(self) -> bool:
@@ -87,22 +87,22 @@ class _Name:
         return slot_matches(self.slot, slot)
 
 
-def choose(trace: Trace, wanted: Wanted) -> tuple[list[Chosen], list[str]]:
+def choose(trace: Trace, query: Wanted) -> tuple[list[Chosen], list[str]]:
     """Return the values that the names mean, each once, and what is to be said of the choice.
     Raises SelectionError where a name means nothing, or several calls; says what there is."""
-    groups = _groups(trace, wanted)
+    groups = _groups(trace, query)
     paths = {node.path for group in groups for node in group.walk()}
-    names = [_Name.parse(text, paths) for text in dict.fromkeys(wanted.names)]
+    names = [_Name.parse(text, paths) for text in dict.fromkeys(query.names)]
     for group in groups:
         for node in group.walk():
-            _note(node, names, wanted)
+            _note(node, names, query)
     chosen: dict[str, Chosen] = {}
     notes: list[str] = []
     for name in names:
-        if not name.found:
-            raise _nothing(trace, name, wanted, groups)
+        if not name.nodes:
+            raise _nothing(trace, name, query, groups)
         repeated = 0
-        for (path, slot), nodes in name.found.items():
+        for (path, slot), nodes in name.nodes.items():
             node = _one_of(name, slot, nodes)
             repeated += len(nodes) > 1
             value = node.value(slot)
@@ -120,45 +120,45 @@ def choose(trace: Trace, wanted: Wanted) -> tuple[list[Chosen], list[str]]:
     return [*chosen.values()], notes
 
 
-def _groups(trace: Trace, wanted: Wanted) -> Sequence[Step]:
+def _groups(trace: Trace, query: Wanted) -> Sequence[Step]:
     """Return the groups that are looked at; of one step in several lives of the ranks all."""
-    if wanted.phase is Phase.SETUP:
+    if query.phase is Phase.SETUP:
         return trace.setup
-    mode = trace.default_mode if wanted.mode is None else wanted.mode
+    mode = trace.default_mode if query.mode is None else query.mode
     steps = [step for step in trace.steps if step.mode is mode]
-    number = min((s.step for s in steps), default=0) if wanted.step is None else wanted.step
-    found = [step for step in steps if step.step == number]
-    if not found:
-        held = ", ".join(
-            f"{each.word} {ranks_text(s.step for s in trace.steps if s.mode is each)}"
-            for each in Mode
-            if any(s.mode is each for s in trace.steps)
+    number = min((s.step for s in steps), default=0) if query.step is None else query.step
+    groups = [step for step in steps if step.step == number]
+    if not groups:
+        listed = ", ".join(
+            f"{step_mode.word} {ranks_text(s.step for s in trace.steps if s.mode is step_mode)}"
+            for step_mode in Mode
+            if any(s.mode is step_mode for s in trace.steps)
         )
         raise SelectionError(
             f"the trace holds no {mode.word} step"
-            f"{'' if wanted.step is None else f' {wanted.step}'}; it holds "
-            f"{held or 'the setup alone: ask for that with --phase setup'}"
+            f"{'' if query.step is None else f' {query.step}'}; it holds "
+            f"{listed or 'the setup alone: ask for that with --phase setup'}"
         )
-    return found
+    return groups
 
 
-def _note(node: Node, names: Iterable[_Name], wanted: Wanted) -> None:
+def _note(node: Node, names: Iterable[_Name], query: Wanted) -> None:
     """Remember a node by the names that mean it; a later life of the ranks goes before."""
-    if node.micro_batch not in (None, wanted.micro_batch):
+    if node.micro_batch not in (None, query.micro_batch):
         return
     path, phase = node.path, node.phase
-    if wanted.phase not in (None, phase):
+    if query.phase not in (None, phase):
         return
     for name in names:
         if not name.takes_path(path):
             continue
         for slot in dict.fromkeys(view.slot for view in node.slots):
-            meant = default_phase(slot) if wanted.phase is None else wanted.phase
+            meant = default_phase(slot) if query.phase is None else query.phase
             if not name.takes_slot(slot) or meant is not phase:
                 continue
-            if wanted.ordinal not in (None, node.ordinal):
+            if query.ordinal not in (None, node.ordinal):
                 continue
-            nodes = name.found.setdefault((path, slot), [])
+            nodes = name.nodes.setdefault((path, slot), [])
             if nodes and nodes[0].head.incarnation < node.head.incarnation:
                 nodes.clear()
             nodes.append(node)
@@ -175,16 +175,16 @@ def _one_of(name: _Name, slot: str, nodes: list[Node]) -> Node:
     return min(nodes, key=lambda node: node.ordinal)
 
 
-def _nothing(trace: Trace, name: _Name, wanted: Wanted, groups: Sequence[Step]) -> SelectionError:
+def _nothing(trace: Trace, name: _Name, query: Wanted, groups: Sequence[Step]) -> SelectionError:
     """Return the error for a name that means nothing here: near names, or where else it is."""
     paths, slots, places = set[str](), set[str](), dict[str, None]()
     for node in trace.walk():
         paths.add(node.path)
         if not name.takes_path(node.path):
             continue
-        own = {view.slot for view in node.slots}
-        slots |= own
-        if any(map(name.takes_slot, own)):
+        node_slots = {view.slot for view in node.slots}
+        slots |= node_slots
+        if any(map(name.takes_slot, node_slots)):
             places[" ".join(_place_words(node))] = None
     if not any(map(name.takes_path, paths)):
         return nothing_matched("path", name.path, paths)
@@ -192,10 +192,10 @@ def _nothing(trace: Trace, name: _Name, wanted: Wanted, groups: Sequence[Step]) 
         return nothing_matched(f"slot of {name.path or '(root)'}", name.slot, slots)
     listed = [*places]
     more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-    phase = (default_phase(name.slot) if wanted.phase is None else wanted.phase).word
+    phase = (default_phase(name.slot) if query.phase is None else query.phase).word
     return SelectionError(
         f"{name.text!r} is not in {phase} of {groups[0].head.words}, micro-batch "
-        f"{wanted.micro_batch}; it is in: {'; '.join(listed[:_SHOWN])}{more}"
+        f"{query.micro_batch}; it is in: {'; '.join(listed[:_SHOWN])}{more}"
     )
 
 
@@ -228,7 +228,7 @@ class AskedTensor:
 
 def asked_tensors(
     trace: Trace,
-    wanted: Wanted,
+    query: Wanted,
     say: Say,
     *,
     rank: int | None = None,
@@ -246,25 +246,27 @@ def asked_tensors(
         LayoutError: nothing says how pieces belong together, or they contradict it.
         TraceError: bytes cannot be found.
     """
-    held = {int(each["rank"]) for each in trace.run["ranks"]}
-    if rank is not None and rank not in held:
-        raise SelectionError(f"--rank {rank}: the trace holds ranks {ranks_text(held)}")
-    chosen, notes = choose(trace, wanted)
+    trace_ranks = {int(choice["rank"]) for choice in trace.run["ranks"]}
+    if rank is not None and rank not in trace_ranks:
+        raise SelectionError(f"--rank {rank}: the trace holds ranks {ranks_text(trace_ranks)}")
+    chosen, notes = choose(trace, query)
     for line in notes:
         say(line)
     asked: list[AskedTensor] = []
     left_out: list[tuple[int, str]] = []
-    for each in chosen:
+    for choice in chosen:
         try:
             asked.append(
-                _global(each, layouts, say) if is_global else _local(each, _rank_of(each, rank))
+                _global(choice, layouts, say)
+                if is_global
+                else _local(choice, _rank_of(choice, rank))
             )
         except (SelectionError, LayoutError, TraceError) as error:
-            if each.is_named:
+            if choice.is_named:
                 raise
             badness = next(i for i, kind in enumerate(_WORST_FIRST) if isinstance(error, kind))
             left_out.append((badness, str(error)))
-    left_out.sort(key=lambda each: each[0])
+    left_out.sort(key=lambda choice: choice[0])
     for _, line in left_out[:_MOST_LEFT_OUT] if asked else ():
         say(f"left out: {line}")
     if asked and len(left_out) > _MOST_LEFT_OUT:
@@ -285,12 +287,12 @@ def save_tensors(out: Path, asked: Iterable[AskedTensor], *, is_forced: bool = F
     """
     from rankscope.tree.tensors.rebuild import bytes_of
 
-    def outgoing(each: AskedTensor) -> Outgoing:
-        return each.key, each.dtype, each.shape, lambda: bytes_of(each.make())
+    def outgoing(tensor: AskedTensor) -> Outgoing:
+        return tensor.key, tensor.dtype, tensor.shape, lambda: bytes_of(tensor.make())
 
     try:
         target = free_place(out, is_forced=is_forced)
-        return write_tensors(target, [outgoing(each) for each in asked])
+        return write_tensors(target, [outgoing(tensor) for tensor in asked])
     except OSError as error:
         raise FolderError(
             f"--out {out}: cannot be written: {error.strerror or error}; nothing was left there: "
@@ -300,51 +302,54 @@ def save_tensors(out: Path, asked: Iterable[AskedTensor], *, is_forced: bool = F
 
 def printed(asked: Iterable[AskedTensor]) -> Iterator[tuple[str, str]]:
     """Yield a headline and the numbers of each tensor; of large ones the edges."""
-    for each in asked:
-        yield f"{each.key}  {each.dtype}{list(each.shape)}  {each.whence}", str(each.make())
+    for tensor in asked:
+        yield (
+            f"{tensor.key}  {tensor.dtype}{list(tensor.shape)}  {tensor.whence}",
+            str(tensor.make()),
+        )
 
 
-def _rank_of(each: Chosen, rank: int | None) -> int:
+def _rank_of(choice: Chosen, rank: int | None) -> int:
     if rank is not None:
         return rank
-    known = sorted(references(each.value))
-    if not known:
-        raise SelectionError(why_not_kept(each.value, each.value.ranks))
-    if len(held_shapes(each.value)) > 1:
+    ranks = sorted(references(choice.value))
+    if not ranks:
+        raise SelectionError(why_not_kept(choice.value, choice.value.ranks))
+    if len(held_shapes(choice.value)) > 1:
         raise SelectionError(
-            f"{value_name(each.value)} is on ranks {ranks_text(held_shapes(each.value))}: ask for "
-            f"one with --rank {known[0]}, or for the global tensor with --global"
+            f"{value_name(choice.value)} is on ranks {ranks_text(held_shapes(choice.value))}: ask "
+            f"for one with --rank {ranks[0]}, or for the global tensor with --global"
         )
-    return known[0]
+    return ranks[0]
 
 
-def _local(each: Chosen, rank: int) -> AskedTensor:
-    value = each.value
+def _local(choice: Chosen, rank: int) -> AskedTensor:
+    value = choice.value
     if rank not in references(value):
         raise SelectionError(why_not_kept(value, [rank]))
-    found = stored(value, rank, references(value)[rank])
+    tensor = stored(value, rank, references(value)[rank])
     return AskedTensor(
-        key=each.key,
-        dtype=found.dtype,
-        shape=found.shape,
+        key=choice.key,
+        dtype=tensor.dtype,
+        shape=tensor.shape,
         whence=f"of rank {rank}",
         make=lambda: local_tensor(value, rank, is_checked=True),
     )
 
 
-def _global(each: Chosen, layouts: LayoutFile | None, say: Say) -> AskedTensor:
-    planned = plan_whole(each.value, layouts)
+def _global(choice: Chosen, layouts: LayoutFile | None, say: Say) -> AskedTensor:
+    planned = plan_whole(choice.value, layouts)
 
     def made() -> torch.Tensor:
-        whole = assembled(each.value, planned.plan)
-        for mismatch in whole.mismatches:
-            say(f"{each.key}: {mismatch}")
-        return whole.tensor
+        result = assembled(choice.value, planned.plan)
+        for mismatch in result.mismatches:
+            say(f"{choice.key}: {mismatch}")
+        return result.tensor
 
     for note in planned.notes:
-        say(f"{each.key}: {note}")
+        say(f"{choice.key}: {note}")
     return AskedTensor(
-        key=each.key,
+        key=choice.key,
         dtype=planned.dtype,
         shape=planned.plan.global_shape,
         whence=f"global, from ranks {ranks_text(planned.plan.ranks)}",

@@ -66,26 +66,27 @@ def references(value: Value) -> dict[int, tuple[int, int]]:
 def stored(value: Value, rank: int, where: tuple[int, int]) -> StoredTensor:
     """Return the bytes that a rank kept. Raises TraceError where they are lost, or those of
     something else."""
-    found = value.node.trace.tensor_files.find(rank, *where)
+    tensor = value.node.trace.tensor_files.find(rank, *where)
     shape = held_shapes(value)[rank]
     dtype = next(view.dtype for view in value.views if rank in view.ranks)
-    if (found.dtype, found.shape) != (dtype, shape):
+    if (tensor.dtype, tensor.shape) != (dtype, shape):
         raise TraceError(
-            f"{found.path}: tensor {where[1]} is {found.dtype}{list(found.shape)}, the tree says "
-            f"{dtype}{list(shape)} for {value_name(value)} of rank {rank}: the trace is damaged"
+            f"{tensor.path}: tensor {where[1]} is {tensor.dtype}{list(tensor.shape)}, the tree "
+            f"says {dtype}{list(shape)} for {value_name(value)} of rank {rank}: the trace is "
+            "damaged"
         )
-    return found
+    return tensor
 
 
 def why_not_kept(value: Value, ranks: Iterable[int]) -> str:
     """Return why the bytes of a value are not there for these ranks, and what to do about it."""
     name, trace = value_name(value), value.node.trace
-    wanted = sorted(set(ranks))
-    recorded = [rank for rank in wanted if rank in value.ranks]
+    asked_ranks = sorted(set(ranks))
+    recorded = [rank for rank in asked_ranks if rank in value.ranks]
     if not recorded:
         return (
-            f"{name} was not recorded on {ranks_words(wanted)}; ranks {ranks_text(value.ranks)} "
-            f"have it"
+            f"{name} was not recorded on {ranks_words(asked_ranks)}; ranks "
+            f"{ranks_text(value.ranks)} have it"
         )
     if not held_shapes(value).keys() & set(recorded):
         view = next(view for view in value.views if recorded[0] in view.ranks)
@@ -163,7 +164,6 @@ class Kept:
     phase: str
     dtypes: dict[str, None] = field(default_factory=dict)
     shapes: dict[tuple[int, ...], None] = field(default_factory=dict)
-    """Of the whole tensor where its layout is known, else of what ranks hold."""
     ranks: set[int] = field(default_factory=set)
     not_kept: set[int] = field(default_factory=set)
     values: int = 0
@@ -192,13 +192,13 @@ class Listing:
 def list_tensors(trace: Trace, nodes: Iterable[tuple[Node, SlotView]] | None = None) -> Listing:
     """Return what was kept, in some entries or in all of the trace."""
     listing = Listing()
-    seen: set[tuple[int, tuple[int, int]]] = set()
+    counted: set[tuple[int, tuple[int, int]]] = set()
     if nodes is None:
-        every = (node for step in (*trace.setup, *trace.steps) for node in step.passing())
-        nodes = ((node, view) for node in every for view in node.slots)
+        all_nodes = (node for step in (*trace.setup, *trace.steps) for node in step.passing())
+        nodes = ((node, view) for node in all_nodes for view in node.slots)
     for node, view in nodes:
-        known = view.references()
-        if not known and not view.not_kept:
+        places = view.references()
+        if not places and not view.not_kept:
             continue
         key = (node.path, view.slot, node.phase.word)
         entry = listing.entries.setdefault(key, Kept(*key))
@@ -206,13 +206,13 @@ def list_tensors(trace: Trace, nodes: Iterable[tuple[Node, SlotView]] | None = N
         entry.dtypes[view.dtype] = None
         item = STORED_TYPES[view.dtype].item_bytes if view.dtype in STORED_TYPES else 0
         shapes = view.shapes()
-        for rank, where in known.items():
+        for rank, where in places.items():
             size = prod(shapes[rank]) * item
             entry.shapes[view.global_shape or shapes[rank]] = None
             entry.ranks.add(rank)
             entry.values += 1
             entry.nbytes += size
-            if (rank, where) not in seen:
-                seen.add((rank, where))
+            if (rank, where) not in counted:
+                counted.add((rank, where))
                 listing.stored += size
     return listing

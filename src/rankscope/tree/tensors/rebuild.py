@@ -54,11 +54,11 @@ class Mismatch:
 
     def __str__(self) -> str:
         where = " x ".join("+".join(f"{a}:{b}" for a, b in dim) for dim in self.ranges)
-        held = " | ".join(",".join(map(str, group)) for group in self.groups)
+        groups = " | ".join(",".join(map(str, group)) for group in self.groups)
         chosen = "the majority" if self.is_majority else "the lowest rank; there is no majority"
         degree = "" if self.is_in_value else " (only signs of zero or payloads of NaN)"
         return (
-            f"replicas of [{where}] differ{degree}: ranks {held}; "
+            f"replicas of [{where}] differ{degree}: ranks {groups}; "
             f"used {','.join(map(str, self.used))}, {chosen}"
         )
 
@@ -94,16 +94,16 @@ def tensor_of(stored: StoredTensor) -> torch.Tensor:
         data = np.memmap(stored.path, np.uint8, "c", stored.offset, stored.data.shape)
     except OSError as error:
         raise TraceError(f"{stored.path}: cannot be mapped: {error.strerror}") from error
-    own = data.view(np.ndarray)
+    buffer = data.view(np.ndarray)
     if data.ctypes.data % dtype.itemsize:
-        own = own.copy()
-    return torch.from_numpy(own).view(dtype).reshape(stored.shape)
+        buffer = buffer.copy()
+    return torch.from_numpy(buffer).view(dtype).reshape(stored.shape)
 
 
 def bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
     """Return a host tensor's bytes in row-major order."""
-    found: NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return found
+    content: NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return content
 
 
 def assemble(plan: AssemblyPlan, load: Load) -> Whole:
@@ -121,18 +121,18 @@ def assemble(plan: AssemblyPlan, load: Load) -> Whole:
     if not plan.boxes:
         like = load(plan.ranks[0]).detach()
         return Whole(tensor=like.new_empty(plan.global_shape), ranks=plan.ranks)
-    whole: torch.Tensor | None = None
+    result: torch.Tensor | None = None
     for box in plan.boxes:
         value = reader.value(box)
-        if all(held == ((0, size),) for held, size in zip(box.ranges, plan.global_shape)):
-            whole = value
+        if all(ranges == ((0, size),) for ranges, size in zip(box.ranges, plan.global_shape)):
+            result = value
         else:
-            whole = value.new_empty(plan.global_shape) if whole is None else whole
-            for there, here in _runs(box.ranges):
-                whole[there] = value[here]
+            result = value.new_empty(plan.global_shape) if result is None else result
+            for target, source in _runs(box.ranges):
+                result[target] = value[source]
         del value  # before the next is read
-    assert whole is not None
-    return Whole(tensor=whole, mismatches=tuple(reader.mismatches), ranks=plan.ranks)
+    assert result is not None
+    return Whole(tensor=result, mismatches=tuple(reader.mismatches), ranks=plan.ranks)
 
 
 class _BoxReader:
@@ -159,11 +159,11 @@ class _BoxReader:
         groups = {_fingerprint(first): [ranks[0]]}
         is_in_value = False
         for rank in ranks[1:]:
-            other = self._read(box, rank)
-            members = groups.setdefault(_fingerprint(other), [])
+            piece = self._read(box, rank)
+            members = groups.setdefault(_fingerprint(piece), [])
             members.append(rank)
-            is_in_value |= ranks[0] not in members and not _same_values(first, other)
-            del other
+            is_in_value |= ranks[0] not in members and not _same_values(first, piece)
+            del piece
         if len(groups) == 1:
             return first
         largest = max(groups.values(), key=len)
@@ -203,9 +203,9 @@ class _BoxReader:
 
 def _must_be_defined(reduction: Reduction, dtype: torch.dtype) -> None:
     """Try a reduction on single elements: torch knows what it defines."""
-    one = _widened(torch.ones(1, dtype=dtype, device="cpu"))
+    element = _widened(torch.ones(1, dtype=dtype, device="cpu"))
     try:
-        _reduced([replace(reduction, size=2)], iter([one, one]))
+        _reduced([replace(reduction, size=2)], iter([element, element]))
     except (RuntimeError, TypeError) as error:  # TypeError: torch 2.15
         raise LayoutError(
             f"Partial({reduction.op}) of {dtype} is not defined in torch: {error}"
@@ -237,7 +237,7 @@ def _runs(ranges: Sequence[Ranges]) -> Iterator[tuple[tuple[slice, ...], tuple[s
             ]
         )
     for block in itertools.product(*by_dim):
-        yield tuple(there for there, _ in block), tuple(here for _, here in block)
+        yield tuple(target for target, _ in block), tuple(source for _, source in block)
 
 
 def _fingerprint(piece: torch.Tensor) -> bytes:
@@ -264,10 +264,10 @@ class ExactDistance:
     left out of the sums."""
 
     cross: float
-    """Sum of the products of both, element by element."""
-    own: float
-    """Sum of squares of the first; `theirs` of the second, `square` of the differences."""
-    theirs: float
+    """Sum of the products, element by element."""
+    first_square: float
+    """Sums of squares: of the first, of the second, and (`square`) of the differences."""
+    second_square: float
     square: float
     greatest: float
     at: tuple[int, ...]
@@ -276,7 +276,7 @@ class ExactDistance:
     unequal: int
     """Elements that are not the same; -0 is 0, and NaN is NaN."""
     other_nonfinite: int
-    """Elements of which one is NaN or infinite and the other is not the same."""
+    """Elements that differ where one is NaN or infinite."""
 
     @property
     def relative(self) -> float:
@@ -286,47 +286,47 @@ class ExactDistance:
             return math.inf
         if not self.unequal:
             return 0.0
-        return math.sqrt(self.square / self.own) if self.own > 0 else math.inf
+        return math.sqrt(self.square / self.first_square) if self.first_square > 0 else math.inf
 
 
 def exact_distance(first: torch.Tensor, second: torch.Tensor) -> ExactDistance:
     """Hold one tensor to another of any dtype and device. Raises ValueError where shapes differ."""
     if first.shape != second.shape:
         raise ValueError(f"shapes {list(first.shape)} and {list(second.shape)} differ")
-    cross = own = theirs = square = 0.0
-    greatest, where, other, unequal = -1.0, 0, 0, 0
+    cross = first_square = second_square = square = 0.0
+    greatest, where, nonfinite, unequal = -1.0, 0, 0, 0
     first_other = -1
     flat = _flat(first), _flat(second)
     is_complex = first.is_complex() or second.is_complex()
     for start in range(0, len(flat[0]), _CHUNK):
-        a, b = (_numbers(each[start : start + _CHUNK], is_complex) for each in flat)
+        a, b = (_numbers(elements[start : start + _CHUNK], is_complex) for elements in flat)
         is_finite = a.isfinite() & b.isfinite()
         is_other = ~(is_finite | (a == b) | (a.isnan() & b.isnan()))
         count = int(is_other.any(-1).sum())
         if count and first_other < 0:
             first_other = start + int(is_other.any(-1).to(torch.uint8).argmax())
-        other += count
+        nonfinite += count
         unequal += count + int((is_finite & (a != b)).any(-1).sum())
         a, b = a.where(is_finite, 0.0), b.where(is_finite, 0.0)
-        apart = (a - b).square()
+        squares = (a - b).square()
         cross += float((a * b).sum())
-        own += float(a.square().sum())
-        theirs += float(b.square().sum())
-        square += float(apart.sum())
-        by_element = apart.sum(-1)
-        most = int(by_element.argmax())
-        if float(by_element[most]) > greatest:
-            greatest, where = float(by_element[most]), start + most
+        first_square += float(a.square().sum())
+        second_square += float(b.square().sum())
+        square += float(squares.sum())
+        by_element = squares.sum(-1)
+        greatest_at = int(by_element.argmax())
+        if float(by_element[greatest_at]) > greatest:
+            greatest, where = float(by_element[greatest_at]), start + greatest_at
     place, shape = where if first_other < 0 else first_other, tuple(first.shape)
     return ExactDistance(
         cross=cross,
-        own=own,
-        theirs=theirs,
+        first_square=first_square,
+        second_square=second_square,
         square=square,
         greatest=math.sqrt(max(greatest, 0.0)),
         at=tuple(map(int, np.unravel_index(place, shape))) if len(flat[0]) else (0,) * len(shape),
         unequal=unequal,
-        other_nonfinite=other,
+        other_nonfinite=nonfinite,
     )
 
 
@@ -338,11 +338,11 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def same_rows(first: torch.Tensor, second: torch.Tensor) -> NDArray[np.int64] | None:
     """Return [n] which row of the first tensor has the bytes of each row of the second, None where
     they are not the same rows in some order. Equal rows keep their order."""
-    known: dict[bytes, list[int]] = {}
+    rows_of: dict[bytes, list[int]] = {}
     for index in range(len(first) - 1, -1, -1):
-        known.setdefault(bytes_of(first[index]).tobytes(), []).append(index)
-    found = [rows.pop() for row in second if (rows := known.get(bytes_of(row).tobytes()))]
-    return np.array(found, np.int64) if len(found) == len(first) == len(second) else None
+        rows_of.setdefault(bytes_of(first[index]).tobytes(), []).append(index)
+    matches = [rows.pop() for row in second if (rows := rows_of.get(bytes_of(row).tobytes()))]
+    return np.array(matches, np.int64) if len(matches) == len(first) == len(second) else None
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -351,9 +351,9 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def _numbers(flat: torch.Tensor, is_complex: bool) -> torch.Tensor:
     """Return [n, 1] float64 on the host, [n, 2] of complex numbers."""
-    own = flat.cpu()
+    host = flat.cpu()
     if is_complex:
-        return torch.view_as_real(own.to(torch.complex128))
-    if own.dtype.is_floating_point and own.dtype.itemsize == 1:  # torch converts it in one step
-        own = own.float()
-    return own.to(torch.float64).unsqueeze(-1)
+        return torch.view_as_real(host.to(torch.complex128))
+    if host.dtype.is_floating_point and host.dtype.itemsize == 1:  # torch converts it in one step
+        host = host.float()
+    return host.to(torch.float64).unsqueeze(-1)
