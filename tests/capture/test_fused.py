@@ -42,8 +42,7 @@ from rankscope.capture.device.hostgpus import architectures_of_host
 from rankscope.capture.device.mix64 import BASE, powers
 from rankscope.capture.device.resultrow import agree as rows_agree
 from rankscope.capture.digest import Digester
-from rankscope.doctor.condition import Status
-from rankscope.doctor.interpreter import _gpu_kernels
+from rankscope.doctor.job import Status, _gpu_kernels
 from rankscope.layout.placement import Ranges
 from rankscope.record.phases import Phase
 from rankscope.record.sketchfactors import product_factors

@@ -27,8 +27,13 @@ from rankscope.tree.views import Trace
 from rankscope.words.page.cellplanes import CellClass, DistanceClass
 from rankscope.words.page.checkpage import check_page
 from rankscope.words.page.diffpage import diff_page
-from rankscope.words.page.pagecontent import DATA_BYTES, PageContent, chosen_values
-from rankscope.words.page.pagefile import page_html, served_data
+from rankscope.words.page.pagecontent import (
+    DATA_BYTES,
+    PageContent,
+    chosen_values,
+    page_html,
+    served_data,
+)
 from rankscope.words.page.verdicthtml import job_html
 from tests.lab.faults.model import GPT
 from tests.lab.faults.setup import Shape

@@ -28,10 +28,9 @@ from rankscope.run.filenames import (
     TREE_NAME,
 )
 from rankscope.settings import SETTINGS
-from rankscope.tree.build import build
-from rankscope.tree.columns import map_columns
+from rankscope.tree.build import TREE_LIMIT_BYTES, build
 from rankscope.tree.step import UNFOLDED_FLAGS
-from rankscope.tree.treewriter import TREE_LIMIT_BYTES
+from rankscope.tree.stepfile import map_columns
 from tests import forked
 from tests.companion.running.growing import grown
 from tests.companion.running.test_paper_jobs import job

@@ -28,7 +28,7 @@ from rankscope.run.outfolder import typed
 from rankscope.tree.summary import extent
 from rankscope.tree.views import Trace
 from rankscope.words.page.diffpage import diff_page
-from rankscope.words.page.pagefile import write_file
+from rankscope.words.page.pagecontent import write_file
 from rankscope.words.reportdata import report_json
 from rankscope.words.reports import coverage_line, matrix_lines, report_lines
 

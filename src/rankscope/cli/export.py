@@ -16,8 +16,7 @@ from rankscope.cli.arguments import (
 )
 from rankscope.cli.terminal import echo, opened, progress, remark, say_unread
 from rankscope.errors import SettingError
-from rankscope.export.formats import export, format_named
-from rankscope.export.subset import Selection
+from rankscope.export.formats import Selection, export, format_named
 
 
 def command(

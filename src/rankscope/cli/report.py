@@ -11,7 +11,7 @@ from rankscope.cli.arguments import ForceOption, LayoutOption, TraceArgument, se
 from rankscope.cli.terminal import echo, opened, progress, say_unread
 from rankscope.tree.selection import parse_path, parse_ranges
 from rankscope.words.page.checkpage import check_page
-from rankscope.words.page.pagefile import write_file
+from rankscope.words.page.pagecontent import write_file
 
 
 def command(

@@ -24,11 +24,11 @@ from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.jobstatus import EndedStep, JobStatus, RankStatus, fullest_spool
 from rankscope.run.stallrecords import stalls_in
 from rankscope.settings import settings_from
-from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.reader import open_trace
+from rankscope.tree.tracejson import UNREADABLE
 from rankscope.tree.unfinished import is_at_work, received_bytes, status_in
 from rankscope.words.joblines import told_in
-from rankscope.words.page.rankplaces import places_in
+from rankscope.words.page.verdicthtml import places_in
 from rankscope.words.reportdata import is_finding, report_json
 
 _MOST_WORST: Final = 10

@@ -20,7 +20,7 @@ from rankscope.run.folders import find_runs, streams
 from rankscope.run.outfolder import typed
 from rankscope.tree.crashes import as_json, crashes
 from rankscope.tree.summary import NO_STEP, counted, ended_words, endings, said_by_ranks
-from rankscope.tree.tensors.listing import missing_chunks, tensor_faults
+from rankscope.tree.tensors.kept import missing_chunks, tensor_faults
 from rankscope.tree.unfinished import begin_in, spool_bases
 from rankscope.tree.views import Trace
 

@@ -55,11 +55,9 @@ from rankscope.spool.replication import read_end
 from rankscope.spool.settledprefix import SettledPrefix, read_settled, settled_to, write_settled
 from rankscope.tree.assembly.rankstreams import StreamBytes, definitions_in, read_stream
 from rankscope.tree.assembly.sources import find_streams
-from rankscope.tree.build import assemble
-from rankscope.tree.finishedtrace import trace_of
-from rankscope.tree.growingtree import GrowingTree
+from rankscope.tree.build import assemble, write_trace
+from rankscope.tree.growingtree import GrowingTree, trace_of
 from rankscope.tree.reader import open_trace
-from rankscope.tree.treewriter import write_trace
 from rankscope.tree.views import Trace
 from rankscope.words.joblines import told_in
 from tests.companion.test_protocol import MESSAGES

@@ -81,7 +81,7 @@ def compact_tree(name: str) -> Path:
     out = scratch() / f"compact-{name}"
     out.mkdir()
     unpacked(name, out)
-    build(out, wanted_tree="never")
+    build(out, tree_mode="never")
     return out
 
 

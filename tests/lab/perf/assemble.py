@@ -25,9 +25,8 @@ from rankscope.spool import recordformat
 from rankscope.spool.recordformat import RecordKind, StepEvent
 from rankscope.spool.validprefix import cell_crcs
 from rankscope.tree.assembly.rankstreams import StreamBytes, read_stream
-from rankscope.tree.build import assemble
+from rankscope.tree.build import assemble, write_trace
 from rankscope.tree.reader import open_trace
-from rankscope.tree.treewriter import write_trace
 
 
 def definition(**fields: object) -> bytes:

@@ -27,8 +27,7 @@ from rankscope.run.filenames import PARQUET_FOLDER, TRACE_NAME
 from rankscope.run.folders import read_run_header
 from rankscope.run.processes import watch_signals
 from rankscope.tree.build import build
-from rankscope.tree.finishedtrace import trace_files
-from rankscope.tree.growingtree import grown_steps
+from rankscope.tree.growingtree import grown_steps, trace_files
 from rankscope.tree.views import Trace
 
 __all__ = ["main"]

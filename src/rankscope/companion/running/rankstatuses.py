@@ -27,8 +27,7 @@ from rankscope.run.folders import find_runs, stream_folder, streams
 from rankscope.run.jobstatus import JobStatus, JobTotals, RankStatus, write_status
 from rankscope.run.locks import is_alive
 from rankscope.spool.streamreader import StreamReader
-from rankscope.tree.assembly.interning import roots_of
-from rankscope.tree.assembly.rootnames import join_path, name_roots
+from rankscope.tree.assembly.interning import join_path, name_roots, roots_of
 from rankscope.tree.unfinished import spool_bases
 
 _EVERY_S: Final = 1.0

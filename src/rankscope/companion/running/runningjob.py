@@ -19,7 +19,7 @@ from rankscope.spool.replication import StreamEnd, read_end, replica_path, repli
 from rankscope.tree.assembly.rankstreams import StreamBytes
 from rankscope.tree.build import assemble
 from rankscope.tree.document import Document
-from rankscope.tree.finishedtrace import trace_of
+from rankscope.tree.growingtree import trace_of
 from rankscope.tree.views import Trace
 
 _ABSENT_S: Final = 10.0

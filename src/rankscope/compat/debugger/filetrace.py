@@ -46,8 +46,8 @@ from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 from rankscope.tree.assembly.rankstreams import StreamBytes
 from rankscope.tree.build import assemble
-from rankscope.tree.damage import UNREADABLE
-from rankscope.tree.finishedtrace import WrittenSteps
+from rankscope.tree.growingtree import WrittenSteps
+from rankscope.tree.tracejson import UNREADABLE
 from rankscope.tree.views import Trace
 
 _STREAM: Final = StreamId(rank=0, incarnation=0)

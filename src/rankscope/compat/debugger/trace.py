@@ -31,11 +31,10 @@ from rankscope.compat.debugger.kept import DebuggerStore
 from rankscope.compat.debugger.layers import LayerWatch
 from rankscope.compat.debugger.treefiles import Files, write_rank
 from rankscope.compat.debugger.values import LocalValues
-from rankscope.tree.assembly.interning import roots_of
+from rankscope.tree.assembly.interning import join_path, name_roots, roots_of
 from rankscope.tree.assembly.rankstreams import RankStream, StreamBytes
-from rankscope.tree.assembly.rootnames import join_path, name_roots
 from rankscope.tree.build import assemble
-from rankscope.tree.finishedtrace import trace_of
+from rankscope.tree.growingtree import trace_of
 from rankscope.tree.views import Node
 
 _log = logging.getLogger(__name__)

@@ -3,8 +3,8 @@
 A node that was replaced wrote as the same rank in the same life as the one before it. Its chunks go
 where its records went, to a life of its own, and are told so.
 
-Everything is said of the stream it belongs to: what its rank did not keep (a disk that was full, a
-chunk that a kill left unfinished) in `kept_notes`, recorded bytes that are not there in `notes`.
+Each stream notes its losses: in `kept_notes` what its rank did not keep (a full disk, a chunk that
+a kill left unfinished), in `notes` recorded bytes that are not there.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def finish_kept(out: Path, stream: RankStream) -> RankStream:
         reports = finish_chunks(folder, stream.stream, stream.tensors, stream.definitions)
     except ChunkError as error:
         return dataclasses.replace(stream, notes=(*stream.notes, str(error)))
-    noted = [(each, each.note.replace(f"{out}{os.sep}", "")) for each in reports if each.note]
+    noted = [
+        (report, report.note.replace(f"{out}{os.sep}", "")) for report in reports if report.note
+    ]
     lost = {reference for report in reports for reference in report.lost}
     return dataclasses.replace(
         stream,
@@ -59,11 +61,11 @@ def finish_kept(out: Path, stream: RankStream) -> RankStream:
 def with_places(stream: RankStream) -> RankStream:
     """Return a stream whose values say under which key the bytes of each lie, and in which chunk;
     bytes that never arrived are marked as not kept."""
-    given, tensors = stream.values["reference"], stream.tensors
-    columns: dict[str, Array] = {"chunk": np.zeros(len(given), np.uint32)}
-    if given.any():
-        keys = standing_references(given, tensors)
-        is_lost = (given != 0) & (keys == 0)
+    references, tensors = stream.values["reference"], stream.tensors
+    columns: dict[str, Array] = {"chunk": np.zeros(len(references), np.uint32)}
+    if references.any():
+        keys = standing_references(references, tensors)
+        is_lost = (references != 0) & (keys == 0)
         flags = stream.values["flags"]
         columns["flags"] = np.where(is_lost, flags | np.uint32(ValueFlag.NOT_KEPT), flags)
         columns["reference"] = keys
@@ -94,8 +96,8 @@ def _adopt(folder: Path, records: RankStream) -> None:
         if header is None or header.stream == stream or header.stream.rank != stream.rank:
             continue
         named = recorded_tensors(records.tensors, records.definitions, number)
-        there = {(held.reference, held.checksum) for held in header.tensors}
-        if any((held.reference, held.checksum) not in there for held in named):
+        contents = {(tensor.reference, tensor.checksum) for tensor in header.tensors}
+        if any((tensor.reference, tensor.checksum) not in contents for tensor in named):
             continue
         text = rebuilt_json(stream, header.number, header.tensors)
         if len(text) > file.start - LENGTH_BYTES:
@@ -124,8 +126,8 @@ def carry_chunks(
             for number in chunk_numbers(place):
                 path = chunk_path(place, number)
                 target = chunk_path(chunk_folder(out, life), number)
-                held = best.get(target)
-                if held is None or _worth(path) > _worth(held):
+                best_path = best.get(target)
+                if best_path is None or _worth(path) > _worth(best_path):
                     best[target] = path
                     moved.discard(target)
                     moved.update([target] if life != stream else [])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import rankscope
 from rankscope.errors import LayoutError, ReplayError, SelectionError
-from rankscope.replaying.replay import Replay
+from rankscope.replaying import Replay
 from tests.distributed import forms_job, global_tensors_job
 from tests.distributed.pool import RankPool
 
