@@ -21,8 +21,8 @@ from rankscope.companion.curve import new_keys
 from rankscope.doctor.condition import Condition, Status
 from rankscope.doctor.interpreter import interpreter_conditions
 from rankscope.doctor.job import Question, job_conditions
-from rankscope.run.keyfile import read_keys, relays_file, write_keys
-from rankscope.run.mounts import mount_of
+from rankscope.run.connection import read_keys, relays_file, write_keys
+from rankscope.run.files import mount_of
 from tests.keyed import key_file
 from tests.launcher.launches import rankscope as command
 

@@ -24,7 +24,7 @@ from rankscope.diagnosis.comparison.alignment import PathMap
 from rankscope.diagnosis.comparison.diff import diff
 from rankscope.errors import FolderError, SettingError
 from rankscope.record.finding import Report, Verdict
-from rankscope.run.outfolder import typed
+from rankscope.run.prepare import typed
 from rankscope.tree.summary import extent
 from rankscope.tree.views import Trace
 from rankscope.words.page.diffpage import diff_page

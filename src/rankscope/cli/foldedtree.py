@@ -12,8 +12,7 @@ from rankscope.cli.treetext import layout_text
 from rankscope.record.call import IN_ORDER, CallStatus
 from rankscope.record.finding import Finding, Report, Severity
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import parse_ranks, ranks_named, ranks_text
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason, parse_ranks, ranks_named, ranks_text
 from rankscope.tree.alikemodules import (
     AlikeModules,
     ModuleDifference,

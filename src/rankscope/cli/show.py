@@ -38,7 +38,7 @@ from rankscope.diagnosis.check import check
 from rankscope.errors import RankscopeError
 from rankscope.record.finding import Kind, Report, Severity, Verdict
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named, ranks_text
+from rankscope.record.ranks import ranks_named, ranks_text
 from rankscope.record.statistics import COUNTS, NUMBERS
 from rankscope.run.filenames import (
     CELLS_SUFFIX,
@@ -48,7 +48,7 @@ from rankscope.run.filenames import (
     TRACE_NAME,
     VALUES_NAME,
 )
-from rankscope.run.filepieces import bytes_on_disk
+from rankscope.run.files import bytes_on_disk
 from rankscope.tree.alikemodules import is_number, module_outlines
 from rankscope.tree.selection import parse_mode, parse_path, parse_phases, parse_ranges
 from rankscope.tree.summary import counted

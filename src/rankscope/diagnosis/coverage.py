@@ -15,7 +15,7 @@ from rankscope.diagnosis.evidence.replicas import Layouts
 from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, sibling_path
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named
+from rankscope.record.ranks import ranks_named
 from rankscope.tree.summary import counted
 
 _MOST_NAMED: Final = 3

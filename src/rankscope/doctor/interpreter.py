@@ -13,7 +13,7 @@ from typing import Any
 import rankscope
 from rankscope.capture.device.fusedcache import COMPILER, missing
 from rankscope.doctor.condition import Condition, Status
-from rankscope.record.torchversions import OLDEST_TORCH, is_older, untested
+from rankscope.record.texts import OLDEST_TORCH, is_older, untested
 
 _LIMIT_S = 300.0
 _MARK = "rankscope-doctor:"
@@ -39,7 +39,7 @@ try:
 except (ImportError, OSError, RuntimeError) as error:
     found["no_torch"] = repr(error)
 try:
-    from rankscope.capture.device.gpudriver import architectures
+    from rankscope.capture.device.fusedforms import architectures
     found["gpus"] = architectures()
 except (ImportError, OSError, RuntimeError):
     found["gpus"] = []

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from rankscope.errors import FolderError, SettingError
 from rankscope.export.subset import Selection
 from rankscope.run.filenames import Progress
-from rankscope.run.replacing import free_place, sync_by_name
+from rankscope.run.files import free_place, sync_by_name
 from rankscope.tree.views import Trace
 
 

@@ -28,7 +28,7 @@ from rankscope.export.rows import Cells, ExportedStep, mode_word
 from rankscope.export.subset import Selection
 from rankscope.record.stepcolumns import COLUMNS, Column, told
 from rankscope.run.filenames import Progress
-from rankscope.run.replacing import replacing
+from rankscope.run.files import replacing
 from rankscope.tree.views import Node, Step, Trace
 
 try:

@@ -22,7 +22,7 @@ from rankscope.export.formats import ExportPlace
 from rankscope.export.subset import Selection
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_text
+from rankscope.record.ranks import ranks_text
 from rankscope.record.statistics import COUNTS, numbers_with_first
 from rankscope.record.value import Digest
 from rankscope.run.filenames import Progress

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from rankscope.layout.placement import LayoutSource
 from rankscope.record.call import CallStatus
-from rankscope.record.descriptions import TensorFacts
 from rankscope.record.stepcolumns import Column, Told, told
-from rankscope.record.value import is_form
+from rankscope.record.value import TensorFacts, is_form
 from rankscope.tree.slotview import flag_words
 from rankscope.tree.views import Node, Step
 

@@ -10,7 +10,7 @@ from rankscope.errors import SelectionError
 from rankscope.globs import glob_matches
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_text
+from rankscope.record.ranks import ranks_text
 from rankscope.run.filenames import Progress
 from rankscope.tree.selection import (
     nothing_matched,

@@ -15,7 +15,7 @@ from rankscope.errors import LayoutError, ReplayError, SelectionError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named
+from rankscope.record.ranks import ranks_named
 from rankscope.record.value import is_form
 from rankscope.tree.selection import named
 from rankscope.tree.slotview import SlotView, by_slot

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.errors import TraceError
+from rankscope.record.ranks import MAX_RANKS
 from rankscope.record.statistics import ADDED
 from rankscope.record.stepcolumns import COLUMNS, Column
-from rankscope.record.streams import MAX_RANKS
 from rankscope.spool.chunks.safetensors import MappedFile, as_array, parse_entries
 
 _UNCHECKED = {"format": "rankscope.values/1"}

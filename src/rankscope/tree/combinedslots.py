@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from rankscope.layout.placement import Mesh
 from rankscope.layout.plan import Piece
 from rankscope.record.notes import Note
-from rankscope.record.ranklists import ranks_named
-from rankscope.record.wholestatistics import Combined
+from rankscope.record.ranks import ranks_named
+from rankscope.record.statistics import Combined
 from rankscope.tree.assembly.combine import CombinationPlan, apply_to_all, plan_rows
 from rankscope.tree.heldlayouts import layout_of
 from rankscope.tree.step import StepColumns

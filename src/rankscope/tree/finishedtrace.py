@@ -23,7 +23,7 @@ from rankscope.tree.tracejson import load_json
 from rankscope.tree.views import Trace, TraceSource
 
 if TYPE_CHECKING:
-    from rankscope.record.streams import StreamId
+    from rankscope.record.ranks import StreamId
     from rankscope.spool.chunks.tensorfiles import TensorRecords
     from rankscope.tree.document import Document
 

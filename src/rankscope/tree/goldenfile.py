@@ -29,7 +29,7 @@ from rankscope.record.statistics import COUNTS, NUMBERS
 from rankscope.record.stepcolumns import COLUMNS
 from rankscope.record.value import SKETCH_SIZE
 from rankscope.run.filenames import VALUES_NAME
-from rankscope.run.replacing import replacing
+from rankscope.run.files import replacing
 from rankscope.tree.columns import FileColumns, check_columns, filled
 from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.nodestext import write_nodes

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rankscope.errors import TraceError, TraceVersionError
 from rankscope.record.call import Mode
-from rankscope.record.streams import MAX_RANKS
+from rankscope.record.ranks import MAX_RANKS
 from rankscope.run.filenames import (
     INDEX_FORMAT,
     INDEX_NAME,
@@ -29,8 +29,7 @@ from rankscope.run.filenames import (
     TRACE_NAME,
     Progress,
 )
-from rankscope.run.ownership import own_subfolder
-from rankscope.run.replacing import new_file, sync_by_name
+from rankscope.run.files import new_file, own_subfolder, sync_by_name
 from rankscope.tree.finishedtrace import WrittenSteps
 from rankscope.tree.older import OlderTrace
 from rankscope.tree.schemacheck import check_json

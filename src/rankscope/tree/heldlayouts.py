@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Final
 
 from rankscope.layout.placement import Layout, LayoutSource, Mesh, Placement, parse_placement
-from rankscope.record.descriptions import TensorFacts
+from rankscope.record.value import TensorFacts
 
 _SOURCES: Final = frozenset(source.value for source in LayoutSource)
 

@@ -20,10 +20,9 @@ from rankscope.layout.placement import (
     Ranges,
     global_ranges,
 )
-from rankscope.record.descriptions import TensorFacts
-from rankscope.record.streams import MAX_RANKS
-from rankscope.record.value import UNFOLDED_FLAGS, Digest, Samples, ValueFlag
-from rankscope.record.wholestatistics import Combined
+from rankscope.record.ranks import MAX_RANKS
+from rankscope.record.statistics import Combined
+from rankscope.record.value import UNFOLDED_FLAGS, Digest, Samples, TensorFacts, ValueFlag
 from rankscope.tree.combinedslots import combined
 from rankscope.tree.damage import damaged_is_trace_error
 from rankscope.tree.heldlayouts import layout_of, placements_of, source_of

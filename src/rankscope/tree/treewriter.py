@@ -17,8 +17,8 @@ from rankscope.run.filenames import (
     TREE_NAME,
     Progress,
 )
-from rankscope.run.outfolder import typed
-from rankscope.run.replacing import replacing
+from rankscope.run.files import replacing
+from rankscope.run.prepare import typed
 from rankscope.tree.growingtree import GrowingTree, step_name
 from rankscope.tree.jsontext import encoded, json_text
 from rankscope.tree.nodestext import Write, write_nodes

@@ -16,8 +16,8 @@ import numpy as np
 
 from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView, is_input
 from rankscope.errors import SettingError
-from rankscope.record.dtypes import is_whole_number
 from rankscope.record.phases import Phase
+from rankscope.record.value import is_whole_number
 
 COMPARED: Final = frozenset({Phase.SETUP, Phase.FORWARD, Phase.BACKWARD, Phase.GRADS, Phase.PARAMS})
 """What checkpointing runs again and the collectives belong to one topology alone."""

@@ -21,7 +21,7 @@ from rankscope.diagnosis.evidence.stepview import Array, SlotValues
 from rankscope.record.call import Mode
 from rankscope.record.finding import NAMED_VICTIMS, Finding, Kind, Severity
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named
+from rankscope.record.ranks import ranks_named
 from rankscope.record.value import ValueFlag
 
 _ADVICE: Final = (

@@ -17,7 +17,7 @@ from rankscope.diagnosis.comparison.difference import (
 from rankscope.diagnosis.comparison.valueflow import Origin
 from rankscope.record.finding import NAMED_VICTIMS, Finding, Kind, Severity
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named
+from rankscope.record.ranks import ranks_named
 from rankscope.tree.jsontext import statistic
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace

@@ -11,7 +11,7 @@ from rankscope.diagnosis.evidence.lastcalls import ORDERLY
 from rankscope.diagnosis.evidence.stepview import SlotValues
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named
+from rankscope.record.ranks import ranks_named
 from rankscope.tree.summary import endings
 from rankscope.tree.views import Node, Trace
 

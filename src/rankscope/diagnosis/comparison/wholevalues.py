@@ -25,9 +25,8 @@ from rankscope.layout.placement import Mesh, Placement
 from rankscope.layout.plan import Piece
 from rankscope.record.notes import NoteKind
 from rankscope.record.sketchfactors import factors
-from rankscope.record.statistics import STATISTICS
+from rankscope.record.statistics import STATISTICS, Combined
 from rankscope.record.value import ValueFlag
-from rankscope.record.wholestatistics import Combined
 from rankscope.tree.assembly.combine import CombinationPlan, apply_plan, plan_rows
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.tensors.kept import held_pieces

@@ -10,7 +10,7 @@ from typing import Any, Final
 from rankscope.diagnosis.evidence.issuedcollectives import IssuedCollective, issues_of
 from rankscope.diagnosis.evidence.stepview import CallView, StepView
 from rankscope.record.call import CallStatus
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason
 
 ORDERLY: Final = frozenset({EndReason.EXIT.value, EndReason.CLOSED.value})
 """How a stream ends whose rank ended by itself."""

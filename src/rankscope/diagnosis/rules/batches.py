@@ -23,7 +23,7 @@ from rankscope.diagnosis.evidence.replicas import DDP
 from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, root_of
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named, ranks_text
+from rankscope.record.ranks import ranks_named, ranks_text
 
 # ---- the same batch ------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from rankscope.diagnosis.evidence.issuedcollectives import IssuedCollective, iss
 from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named
+from rankscope.record.ranks import ranks_named
 from rankscope.record.value import ValueFlag
 
 _ADVICE: Final = (

@@ -28,8 +28,7 @@ from rankscope.diagnosis.rules.hangs import hangs_of, ranks_left_open, without_r
 from rankscope.errors import TraceError
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason, ranks_named
 from rankscope.tree.crashes import Crash, crashes
 from rankscope.tree.views import Trace
 

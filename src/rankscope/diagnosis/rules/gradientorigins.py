@@ -30,7 +30,7 @@ from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, S
 from rankscope.diagnosis.rules.equality import drawn_apart_advice
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named
+from rankscope.record.ranks import ranks_named
 
 _NEEDS: Final = frozenset(
     {

@@ -19,7 +19,7 @@ from rankscope.diagnosis.evidence.issuedcollectives import (
 from rankscope.diagnosis.evidence.lastcalls import MOST_LISTED, ORDERLY, LastCall, last_words
 from rankscope.diagnosis.evidence.stepview import Array, CallView, StepView, grouped
 from rankscope.record.finding import Kind
-from rankscope.record.ranklists import ranks_named, ranks_text
+from rankscope.record.ranks import ranks_named, ranks_text
 
 _FEWEST_S: Final = 3.0
 _TIMES_LONGEST: Final = 3.0

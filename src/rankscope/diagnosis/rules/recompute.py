@@ -17,7 +17,7 @@ from rankscope.diagnosis.evidence.distances import rounding_of
 from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named
+from rankscope.record.ranks import ranks_named
 from rankscope.tree.jsontext import statistic
 
 _FEW: Final = 4

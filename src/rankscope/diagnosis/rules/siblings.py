@@ -19,7 +19,7 @@ from rankscope.diagnosis.evidence.distances import is_within_rounding, sides, si
 from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, sibling_path
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named, ranks_text
+from rankscope.record.ranks import ranks_named, ranks_text
 
 _FEWEST: Final = 2
 

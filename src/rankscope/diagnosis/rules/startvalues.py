@@ -25,7 +25,7 @@ from rankscope.diagnosis.evidence.replicas import sorted_lines
 from rankscope.diagnosis.evidence.stepview import Array, SlotValues, grouped, layer_of, sibling_path
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named, ranks_text
+from rankscope.record.ranks import ranks_named, ranks_text
 
 # ---- shards that are equal -----------------------------------------------------------------------
 

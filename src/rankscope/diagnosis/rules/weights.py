@@ -25,7 +25,7 @@ from rankscope.diagnosis.evidence.replicas import clusters
 from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named
+from rankscope.record.ranks import ranks_named
 
 # ---- other weights -------------------------------------------------------------------------------
 

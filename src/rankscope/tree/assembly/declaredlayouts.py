@@ -21,7 +21,7 @@ from rankscope.errors import LayoutError
 from rankscope.layout.declared import declared_pieces
 from rankscope.layout.layoutfile import layout_given
 from rankscope.layout.placement import LayoutSource, Mesh, Placement
-from rankscope.record.ranklists import ranks_text
+from rankscope.record.ranks import ranks_text
 from rankscope.record.value import ValueFlag
 from rankscope.tree.assembly.interning import MeshFamily, Vocabulary
 from rankscope.tree.assembly.rankstreams import RankStream

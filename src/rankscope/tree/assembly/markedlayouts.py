@@ -1,8 +1,8 @@
 """Layouts that frameworks marked: the tree gives them to parameters, gradients and activations.
 
-A rank records the marks of its parameters and modules (`capture/frameworkmarks.py`). A mark says
-how a value lies along an axis, often not between which ranks: here, where the groups of all ranks
-and what they held at setup are known, `layout/marks.py` says which ranks these are. Where that is
+A rank records the marks of its parameters and modules (`capture/describe.py`). A mark says how a
+value lies along an axis, often not between which ranks: here, where the groups of all ranks and
+what they held at setup are known, `layout/declared.py` says which ranks these are. Where that is
 not certain, or where local shapes contradict a mark, the value's layout stays unknown.
 """
 
@@ -17,8 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.errors import LayoutError
-from rankscope.layout.declared import declared_pieces
-from rankscope.layout.marks import AXIS_GROUPS, LayoutMark, Members, believed_groups
+from rankscope.layout.declared import (
+    AXIS_GROUPS,
+    LayoutMark,
+    Members,
+    believed_groups,
+    declared_pieces,
+)
 from rankscope.layout.placement import LayoutSource, Mesh
 from rankscope.record.phases import Phase
 from rankscope.tree.assembly.declaredlayouts import described_slots

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from rankscope.errors import FolderError, LayoutError, SelectionError, TraceError
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.record.ranklists import ranks_text
-from rankscope.run.replacing import free_place
+from rankscope.record.ranks import ranks_text
+from rankscope.run.files import free_place
 from rankscope.spool.chunks.safetensors import Outgoing, write_tensors
 from rankscope.tree.tensors.globalvalues import assembled, local_tensor, plan_whole
 from rankscope.tree.tensors.kept import held_shapes, references, stored, value_name, why_not_kept

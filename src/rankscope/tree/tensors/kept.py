@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from rankscope.errors import TraceError
 from rankscope.globs import place_matches
 from rankscope.layout.plan import Piece, ranks_words
-from rankscope.record.dtypes import STORED_TYPES
-from rankscope.record.ranklists import ranks_text
+from rankscope.record.ranks import ranks_text
+from rankscope.record.value import STORED_TYPES
 
 if TYPE_CHECKING:
     from rankscope.spool.chunks.tensorfiles import StoredTensor

@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from rankscope.errors import ChunkError
-from rankscope.record.dtypes import STORED_TYPES
-from rankscope.record.streams import StreamId
-from rankscope.spool.chunks.chunkheader import chunk_folder, chunk_numbers, chunk_path
-from rankscope.spool.chunks.finishing import damaged
+from rankscope.record.ranks import StreamId
+from rankscope.record.value import STORED_TYPES
+from rankscope.spool.chunks.chunkfiles import chunk_folder, chunk_numbers, chunk_path, damaged
 from rankscope.spool.chunks.tensorfiles import TensorFiles
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.views import Node, Trace

@@ -14,7 +14,7 @@ from rankscope.errors import SelectionError
 from rankscope.globs import glob_matches, slot_matches
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_text
+from rankscope.record.ranks import ranks_text
 from rankscope.tree.selection import default_phase, nothing_matched
 from rankscope.tree.views import Node, Step, Trace, Value
 

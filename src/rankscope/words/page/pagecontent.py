@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.record.finding import Finding, Report
-from rankscope.record.ranklists import ranks_named, ranks_text
-from rankscope.record.visibletext import visible
+from rankscope.record.ranks import ranks_named, ranks_text
+from rankscope.record.texts import visible
 from rankscope.tree.step import StepHead
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope.errors import FolderError
-from rankscope.record.visibletext import visible
-from rankscope.run.replacing import replacing
+from rankscope.record.texts import visible
+from rankscope.run.files import replacing
 from rankscope.words.page.pagecontent import PageContent
 
 _OURS: Final = b"<title>rankscope - "

@@ -8,8 +8,7 @@ from typing import Final
 from rankscope.diagnosis.evidence.lastcalls import LastCall, last_calls
 from rankscope.diagnosis.evidence.stepview import step_view_of
 from rankscope.diagnosis.rules.endings import ends_of
-from rankscope.record.ranklists import ranks_named
-from rankscope.record.rankplace import NOTHING, RankPlace, alike_places, step_label
+from rankscope.record.ranks import NOTHING, RankPlace, alike_places, ranks_named, step_label
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace
 from rankscope.words.page.verdicthtml import table_html

@@ -13,7 +13,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from rankscope.record.finding import Finding, Report
-from rankscope.record.visibletext import visible
+from rankscope.record.texts import visible
 from rankscope.tree.summary import counted, extent
 from rankscope.tree.views import Trace, steps_named
 from rankscope.words.page.cellplanes import PageSteps
