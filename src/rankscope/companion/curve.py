@@ -15,8 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from rankscope.companion.log import FewLines, log
 from rankscope.errors import KeysError
-from rankscope.run.address import is_ipv6
-from rankscope.run.keyfile import CurveKeys
+from rankscope.run.connection import CurveKeys, is_ipv6
 
 _DOMAIN: Final = b"rankscope"
 _MOST_LOGGED: Final = 10

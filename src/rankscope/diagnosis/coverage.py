@@ -20,7 +20,7 @@ from rankscope.diagnosis.evidence.stepview import Array, SlotValues, StepView, g
 from rankscope.globs import glob_matches
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named
+from rankscope.record.ranks import ranks_named
 from rankscope.tree.summary import counted
 
 

@@ -28,7 +28,7 @@ from rankscope.record.finding import (
     Verdict,
 )
 from rankscope.record.notes import NoteKind
-from rankscope.record.ranklists import ranks_named
+from rankscope.record.ranks import ranks_named
 from rankscope.tree.summary import NO_STEP
 from rankscope.tree.views import Trace
 

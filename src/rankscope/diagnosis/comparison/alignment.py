@@ -18,8 +18,8 @@ import numpy as np
 from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView, is_input
 from rankscope.errors import SettingError
 from rankscope.globs import glob_matches, slot_matches
-from rankscope.record.dtypes import is_whole_number
 from rankscope.record.phases import Phase
+from rankscope.record.value import is_whole_number
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace
 

@@ -47,7 +47,7 @@ from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
 from rankscope.record.finding import NAMED_VICTIMS, Finding, Kind, Report, Severity, Skipped
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named
+from rankscope.record.ranks import ranks_named
 from rankscope.record.value import ValueFlag
 from rankscope.run.filenames import Progress
 from rankscope.tree.reader import TraceLike, opened_trace

@@ -25,7 +25,7 @@ from rankscope.record.call import Mode
 from rankscope.record.finding import NAMED_VICTIMS, Finding, Kind, Severity
 from rankscope.record.notes import NoteKind, read_options
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named
+from rankscope.record.ranks import ranks_named
 from rankscope.tree.jsontext import statistic
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Step, Trace

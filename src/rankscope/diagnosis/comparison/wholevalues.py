@@ -27,11 +27,10 @@ from rankscope.layout.plan import Piece
 from rankscope.record.call import Mode
 from rankscope.record.notes import NoteKind
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named
+from rankscope.record.ranks import ranks_named
 from rankscope.record.sketchfactors import factors
-from rankscope.record.statistics import STATISTICS
+from rankscope.record.statistics import STATISTICS, Combined
 from rankscope.record.value import ValueFlag
-from rankscope.record.wholestatistics import Combined
 from rankscope.tree.assembly.combine import CombinationPlan, apply_plan, plan_rows
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.summary import endings

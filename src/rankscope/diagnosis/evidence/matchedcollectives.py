@@ -37,7 +37,7 @@ from rankscope.diagnosis.rules.endings import ORDERLY
 from rankscope.record.call import Mode
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named, ranks_text
+from rankscope.record.ranks import ranks_named, ranks_text
 from rankscope.record.value import ValueFlag
 from rankscope.tree.views import Step
 

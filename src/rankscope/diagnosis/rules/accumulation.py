@@ -42,11 +42,11 @@ from rankscope.diagnosis.evidence.distances import minority, rounding_of
 from rankscope.diagnosis.evidence.gradientpasses import Mixture, TakenGradient, taken_gradients
 from rankscope.diagnosis.evidence.replicas import FSDP1_FLAT
 from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView, grouped
-from rankscope.layout.marks import FSDP1_AXIS
+from rankscope.layout.declared import FSDP1_AXIS
 from rankscope.layout.placement import PieceKind
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named, ranks_text
+from rankscope.record.ranks import ranks_named, ranks_text
 from rankscope.record.statistics import NONFINITE
 from rankscope.record.value import ValueFlag
 

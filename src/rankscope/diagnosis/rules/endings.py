@@ -28,8 +28,7 @@ from rankscope.errors import TraceError
 from rankscope.record.call import CallStatus
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named, ranks_text
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason, ranks_named, ranks_text
 from rankscope.tree.crashes import Crash, crashes
 from rankscope.tree.views import Trace
 

@@ -43,7 +43,7 @@ from rankscope.diagnosis.evidence.replicas import Same
 from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, StepView, is_input
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named
+from rankscope.record.ranks import ranks_named
 from rankscope.record.value import ValueFlag
 
 _LOCAL: Final = Phase.having(lambda facts: facts.is_activation) | {Phase.GRADS}

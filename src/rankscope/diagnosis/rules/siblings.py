@@ -28,7 +28,7 @@ from rankscope.diagnosis.evidence.distances import (
 from rankscope.diagnosis.evidence.stepview import Array, CallView, SlotValues, sibling_path
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named, ranks_text
+from rankscope.record.ranks import ranks_named, ranks_text
 from rankscope.tree.jsontext import statistic
 
 _FEWEST: Final = 2

@@ -44,7 +44,7 @@ from rankscope.diagnosis.evidence.stepview import (
 )
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named, ranks_text
+from rankscope.record.ranks import ranks_named, ranks_text
 
 # ---- shards that are equal -----------------------------------------------------------------------
 

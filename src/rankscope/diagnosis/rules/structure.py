@@ -35,7 +35,7 @@ from rankscope.diagnosis.rules.batches import stage_edges
 from rankscope.layout.placement import LayoutSource
 from rankscope.record.finding import Kind
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named, ranks_text
+from rankscope.record.ranks import ranks_named, ranks_text
 from rankscope.tree.slotview import SlotView
 
 _OF_STAGES: Final[frozenset[Evidence]] = frozenset(

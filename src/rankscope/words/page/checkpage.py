@@ -18,7 +18,7 @@ from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import CallStatus, Mode
 from rankscope.record.finding import Finding, Kind, Report, Severity
 from rankscope.record.phases import Phase
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason
 from rankscope.run.filenames import Progress
 from rankscope.tree.selection import nothing_matched
 from rankscope.tree.step import StepHead

@@ -1,11 +1,14 @@
-"""The settled begin of a replica: what is kept of it once its steps were written into the trace.
+"""Replicas in a trace folder: byte-identical copies of streams, what stands for their settled
+begin, and their end markers.
 
+    <trace>/spool/rank00003.0.cells      the replica
+    <trace>/spool/rank00003.0.json       its end marker, written once the stream has ended
     <trace>/spool/rank00003.0.settled    a head, then whole records: definitions, setup, gaps, and
                                          what belongs to steps that were not written yet
 
-The replica keeps its length, so that every offset in it means what it did. Its settled bytes, all
-but the first record, may become a hole at any moment (`free`): readers take this file instead of
-them, and go on behind them.
+Once its steps were written into the trace, the begin of a replica is settled. The replica keeps its
+length, so that every offset in it means what it did. Its settled bytes, all but the first record,
+may become a hole at any moment (`free`): readers take the `.settled` file instead of them.
 
 A reader locks the replica (shared) before it asks what is settled, and has it locked while it uses
 its bytes; a map has it locked for as long as the map lives. `free` needs the lock for itself, and
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import struct
 import zlib
@@ -27,11 +31,11 @@ import numpy as np
 import numpy.typing as npt
 
 from rankscope.errors import SpoolError
-from rankscope.run.diskspace import punch_hole
-from rankscope.run.filenames import SETTLED_SUFFIX
-from rankscope.run.replacing import replacing
-from rankscope.spool.origin import first_record
-from rankscope.spool.recordformat import CELL_BYTES, record_bytes
+from rankscope.record.ranks import EndReason, StreamId
+from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER, SETTLED_SUFFIX
+from rankscope.run.files import punch_hole, read_json_map, replacing, write_by_rename
+from rankscope.run.folders import stream_named
+from rankscope.spool.recordformat import CELL_BYTES, first_record, record_bytes
 
 _NUMBERS: Final = struct.Struct("<8sQQQI")
 """Magic with the format's number, bytes of the replica that are settled, bytes that follow, late
@@ -201,3 +205,51 @@ def free(replica: Path, end: int) -> bool:
         return punch_hole(descriptor, begin, size)
     finally:
         os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamEnd:
+    """How a stream ended, and how many bytes its rank committed, as its marker says."""
+
+    committed: int
+    end: EndReason
+
+
+def replica_path(out: Path, stream: StreamId) -> Path:
+    """Where the replica of a stream lies in a trace folder."""
+    return out / REPLICA_FOLDER / f"{stream.name}{CELLS_SUFFIX}"
+
+
+def replicated(out: Path) -> dict[StreamId, int]:
+    """Streams that have a replica, and its length in bytes."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError), os.scandir(out / REPLICA_FOLDER) as entries:
+        for entry in entries:
+            stream = stream_named(entry.name.removesuffix(CELLS_SUFFIX))
+            if stream is not None and entry.name.endswith(CELLS_SUFFIX):
+                found[stream] = entry.stat(follow_symlinks=False).st_size
+    return found
+
+
+def write_end(replica: Path, end: StreamEnd) -> bool:
+    """Write the end marker beside a replica; False where one is there that tells of as many bytes.
+    Raises SpoolError where the marker cannot be written."""
+    known = read_end(replica)
+    if known is not None and known.committed >= end.committed:
+        return False
+    fields = {"committed": end.committed, "end": end.end.value}
+    write_by_rename(_marker_of(replica), json.dumps(fields) + "\n")
+    return True
+
+
+def read_end(replica: Path) -> StreamEnd | None:
+    """Read the end marker beside a replica; None where there is none, or none that can be read."""
+    try:
+        fields = read_json_map(_marker_of(replica))
+        return StreamEnd(committed=int(fields["committed"]), end=EndReason(fields["end"]))
+    except (SpoolError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _marker_of(replica: Path) -> Path:
+    return replica.with_suffix(".json")

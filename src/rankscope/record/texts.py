@@ -1,9 +1,45 @@
-"""Passwords and tokens among the words of a command line, which a trace must not hold."""
+"""Texts for people: names made visible, times, versions of torch, and command lines without the
+passwords and tokens that a trace must not hold.
+"""
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Sequence
+from typing import Final
+
+
+def visible(text: str) -> str:
+    """Return one line in which what does not print (names may hold anything) is escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def utc_text(wall_ns: int) -> str:
+    """Return a wall-clock time, in nanoseconds, in ISO 8601, UTC, to the millisecond."""
+    when = datetime.datetime.fromtimestamp(wall_ns / 1e9, datetime.timezone.utc)
+    return when.isoformat(timespec="milliseconds")
+
+
+OLDEST_TORCH: Final = "2.8"
+_NEWEST_TESTED: Final = "2.15"
+
+
+def is_older(version: str, other: str) -> bool:
+    """True where a version is of a minor release before another's; text without one is of none."""
+    numbers = [re.match(r"(\d+)\.(\d+)", each) for each in (version, other)]
+    one, two = (tuple(map(int, each.groups())) if each else () for each in numbers)
+    return bool(one and two) and one < two
+
+
+def untested(version: str) -> str:
+    """Return a sentence on a torch that is newer than every one that was tested, else ""."""
+    said = f"torch {version} is newer than {_NEWEST_TESTED}, the newest that was tested with this "
+    said += "rankscope: nothing is known to be wrong with it, but nobody has looked"
+    return said if is_older(_NEWEST_TESTED, version) else ""
+
 
 _MASK = "***"
 _OPTION = re.compile(r"-[-\w.]*")
