@@ -1,4 +1,4 @@
-"""The recipes of docs/questions.md for a loss that is flat or NaN, run as they stand there."""
+"""The recipes of docs/tutorials/nan.md for a loss that is flat or NaN, run as they stand there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.conftest import REPOSITORY
 from tests.tree.ranks_on_paper import PaperRank
 
 FINE, BAD = np.ones(3, np.float32), np.array([1, np.nan, np.inf], np.float32)
-PAGE = REPOSITORY / "docs" / "questions.md"
+PAGE = REPOSITORY / "docs" / "tutorials" / "nan.md"
 
 
 def written(tmp_path: Path, wanted_tree: str) -> None:
@@ -50,7 +50,7 @@ def test_the_first_value_that_is_not_finite_is_found_inside_what_hands_it_on(
     written(tmp_path, wanted_tree)
     (recipe,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    exec(compile(recipe, "questions.md", "exec"), {})
+    exec(compile(recipe, "nan.md", "exec"), {})
     assert capsys.readouterr().out == "Step(train 1) forward down input.0 rank 1\n"
 
 
