@@ -48,7 +48,7 @@ from rankscope.settings import settings_of_run
 _DISCOVER_S = 0.1
 _PATIENCE_S = 300.0
 """How long a relay whose ranks have all ended waits for a collector it does not hear."""
-_ABANDONED_S = 10.0
+_ABANDONED_S = 30.0
 """The same where nobody is left who would start that collector again."""
 _SILENT_S = 2.0
 _FIRST_STREAM_S = 3600.0
