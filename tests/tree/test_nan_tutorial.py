@@ -37,7 +37,7 @@ def written(tmp_path: Path, wanted_tree: str) -> None:
                 rank.value(params, "param:weight", FINE + number, phase=Phase.PARAMS)
         rank.end()
         rank.ship(tmp_path / "trace")
-    build(tmp_path / "trace", wanted_tree=wanted_tree)
+    build(tmp_path / "trace", tree_mode=wanted_tree)
 
 
 @pytest.mark.parametrize("wanted_tree", ["always", "never"])

@@ -19,9 +19,9 @@ from rankscope.companion.protocol import (
     Refused,
     StreamOffset,
 )
-from rankscope.record.streams import StreamId
-from rankscope.run.replacing import sync_by_name
-from rankscope.spool.chunks.chunkheader import chunk_folder, chunk_numbers, chunk_path
+from rankscope.record.ranks import StreamId
+from rankscope.run.files import sync_by_name
+from rankscope.spool.chunks.chunkfiles import chunk_folder, chunk_numbers, chunk_path
 from rankscope.spool.chunks.safetensors import checksum_of, write_all
 
 DEFAULT_QUOTA_BYTES = 1 << 40

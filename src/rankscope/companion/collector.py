@@ -44,11 +44,10 @@ from rankscope.companion.protocol import (
 from rankscope.companion.replica import BackgroundSync, ReplicaFiles
 from rankscope.companion.waitingrule import HostState, JobState, PeerState, StreamSource
 from rankscope.errors import BindError, FolderError, SpoolError, WireError
-from rankscope.record.streams import EndReason, StreamId
-from rankscope.run.address import check_address, is_ipv6, is_tcp
-from rankscope.run.keyfile import CurveKeys
-from rankscope.run.stallrecords import Stall, keep_stall
-from rankscope.spool.replication import StreamEnd, read_end, replica_path, replicated, write_end
+from rankscope.record.ranks import EndReason, StreamId
+from rankscope.run.connection import CurveKeys, check_address, is_ipv6, is_tcp
+from rankscope.run.jobend import Stall, keep_stall
+from rankscope.spool.replicas import StreamEnd, read_end, replica_path, replicated, write_end
 
 _RECEIVE_QUEUE = 2
 """Messages zmq holds for each relay before it stops reading: bounds memory at any world size."""

@@ -21,9 +21,17 @@ from rankscope.companion.shipping import Shipment
 from rankscope.companion.stallmonitor import StallMonitor
 from rankscope.companion.waitingrule import HostState, JobState
 from rankscope.errors import SpoolError
-from rankscope.record.streams import StreamId
-from rankscope.run.companions import ExitOutcome
-from rankscope.run.eventboard import ABSENT, file_time
+from rankscope.record.ranks import StreamId
+from rankscope.run.agreements import (
+    ABSENT,
+    Order,
+    OrderSeen,
+    file_time,
+    order_in,
+    orders_come_to,
+    put_order,
+    tell_seen,
+)
 from rankscope.run.filenames import (
     JOB_OVER_NAME,
     LAUNCHER_LOCK_NAME,
@@ -33,15 +41,14 @@ from rankscope.run.filenames import (
 )
 from rankscope.run.folders import RunHeader, is_held, relay_name, streams
 from rankscope.run.locks import is_alive
-from rankscope.run.orders import Order, OrderSeen, order_in, orders_come_to, put_order, tell_seen
 from rankscope.run.prepare import Collection
-from rankscope.run.processes import is_process_alive
+from rankscope.run.processes import ExitOutcome, is_process_alive
 from rankscope.settings import settings_of_run
 
 _DISCOVER_S = 0.1
 _PATIENCE_S = 300.0
 """How long a relay whose ranks have all ended waits for a collector it does not hear."""
-_ABANDONED_S = 10.0
+_ABANDONED_S = 30.0
 """The same where nobody is left who would start that collector again."""
 _SILENT_S = 2.0
 _FIRST_STREAM_S = 3600.0

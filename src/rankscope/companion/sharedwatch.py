@@ -13,11 +13,11 @@ from pathlib import Path
 from rankscope.companion.replica import ReplicaFiles
 from rankscope.companion.waitingrule import HostState, JobState, PeerState, StreamSource
 from rankscope.errors import SpoolError
-from rankscope.record.streams import EndReason, StreamId
-from rankscope.run.eventboard import agree
+from rankscope.record.ranks import EndReason, StreamId
+from rankscope.run.agreements import agree
 from rankscope.run.filenames import HOST_STATE_PREFIX, REPLICA_FOLDER, VANISHED_NAME
-from rankscope.run.replacing import read_json_map, write_by_rename
-from rankscope.spool.replication import read_end, replica_path, replicated
+from rankscope.run.files import read_json_map, write_by_rename
+from rankscope.spool.replicas import read_end, replica_path, replicated
 
 
 def write_host_state(out: Path, relay: str, beat: int, state: HostState) -> None:

@@ -7,7 +7,7 @@ has not stepped. The last stands in for what no record shows, such as DDP's own 
 backward.
 
 Where no rank has moved for the time that was set, and one at least is inside such a thing
-(`activity_of`), that is a stall: it and its end are written down (`rankscope.run.stallrecords`).
+(`activity_of`), that is a stall: it and its end are written down (`rankscope.run.jobend`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from rankscope.companion.running.streamtail import RankActivity, activity_of
 from rankscope.companion.shipping import Shipment
 from rankscope.errors import SpoolError
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named
-from rankscope.record.streams import StreamId
+from rankscope.record.ranks import StreamId, ranks_named
 from rankscope.run.folders import RunHeader
+from rankscope.run.jobend import Stall, keep_stall, stalls_in
 from rankscope.run.locks import is_alive
-from rankscope.run.stallrecords import Stall, keep_stall, stalls_in
 from rankscope.settings import settings_of_run
 from rankscope.spool.streamreader import StreamReader
 

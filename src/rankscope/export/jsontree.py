@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rankscope.errors import SelectionError
-from rankscope.export.formats import ExportPlace
-from rankscope.export.subset import Selection
+from rankscope.export.formats import ExportPlace, Selection
 from rankscope.record.phases import Phase
 from rankscope.run.filenames import Progress
+from rankscope.tree.jsontext import write_tree
 from rankscope.tree.summary import counted
-from rankscope.tree.treewriter import write_tree
 from rankscope.tree.views import Trace
 
 

@@ -23,12 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.errors import SelectionError, SettingError
-from rankscope.export.formats import ExportPlace
-from rankscope.export.rows import Cells, ExportedStep, mode_word
-from rankscope.export.subset import Selection
+from rankscope.export.formats import ExportPlace, Selection
+from rankscope.export.jsonl import Cells, ExportedStep, mode_word
 from rankscope.record.stepcolumns import COLUMNS, Column, told
 from rankscope.run.filenames import Progress
-from rankscope.run.replacing import replacing
+from rankscope.run.files import replacing
 from rankscope.tree.views import Node, Step, Trace
 
 try:
@@ -115,15 +114,15 @@ def write(
 ) -> Sequence[str]:
     """Write the tables, step by step."""
     ranks = selection.ranks(trace)
-    every = []
+    step_rows = []
     for step, nodes in selection.walk(trace, progress, "writing values"):
-        every.append(write_step(trace, step, place.target, nodes=nodes, ranks=ranks))
-    values, samples, made = (sum(counts) for counts in zip(*every))
+        step_rows.append(write_step(trace, step, place.target, nodes=nodes, ranks=ranks))
+    values, samples, calls = (sum(counts) for counts in zip(*step_rows))
     if not values:
         raise SelectionError("the trace holds no value in what is asked for")
     return (
         f"{values} values in values/, {samples} sample sketches in samples/, "
-        f"{made} calls in calls/",
+        f"{calls} calls in calls/",
     )
 
 
@@ -147,8 +146,10 @@ def write_step(
         TraceError: the trace is damaged.
         OSError: a file cannot be written.
     """
-    wanted = frozenset(int(rank["rank"]) for rank in trace.run["ranks"]) if ranks is None else ranks
-    exported = ExportedStep(step, nodes, wanted)
+    chosen_ranks = (
+        frozenset(int(rank["rank"]) for rank in trace.run["ranks"]) if ranks is None else ranks
+    )
+    exported = ExportedStep(step, nodes, chosen_ranks)
     about = {
         "rankscope.run": str(trace.run["id"]),
         "rankscope.mode": mode_word(step),
@@ -196,7 +197,7 @@ def _file_of(step: Step) -> str:
 
 
 class _Table:
-    """A Parquet file that gets its name when the block ends; without any rows there is none."""
+    """A Parquet file that gets its name when the block ends; not made without rows."""
 
     def __init__(self, path: Path, schema: Any, about: dict[str, str]) -> None:
         self._path, self._schema = path, schema.with_metadata(about)
@@ -247,7 +248,7 @@ def _array(cells: Cells, kind: Any) -> Any:
     items, place, is_known = cells
     if place is not None:
         if pa.types.is_map(kind):
-            items = [None if each is None else [*each.items()] for each in items]
+            items = [None if mapping is None else [*mapping.items()] for mapping in items]
         return pa.array(items, kind).take(pa.array(place))
     if items.ndim > 1:
         return _lists(items, np.ones(len(items), np.bool_) if is_known is None else is_known)

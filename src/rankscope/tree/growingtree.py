@@ -1,4 +1,4 @@
-"""Steps that stand in the tree before their job is over.
+"""Steps in files: of a finished trace, and of a tree that grows while its job runs.
 
     <trace>/steps/000007.safetensors    some steps: a part
     <trace>/steps/index.jsonl           a line for each part, appended once its file is whole
@@ -16,11 +16,11 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from rankscope.errors import TraceError, TraceVersionError
 from rankscope.record.call import Mode
-from rankscope.record.streams import MAX_RANKS
+from rankscope.record.ranks import MAX_RANKS
 from rankscope.run.filenames import (
     INDEX_FORMAT,
     INDEX_NAME,
@@ -29,18 +29,88 @@ from rankscope.run.filenames import (
     TRACE_NAME,
     Progress,
 )
-from rankscope.run.ownership import own_subfolder
-from rankscope.run.replacing import new_file, sync_by_name
-from rankscope.tree.finishedtrace import WrittenSteps
-from rankscope.tree.older import OlderTrace
-from rankscope.tree.schemacheck import check_json
-from rankscope.tree.step import StepColumns, StepName
-from rankscope.tree.stepfile import StepFiles, write_steps
-from rankscope.tree.tracejson import load_json
-from rankscope.tree.views import Trace
+from rankscope.run.files import new_file, own_subfolder, sync_by_name
+from rankscope.tree.older import OlderTrace, is_older
+from rankscope.tree.step import StepColumns, StepHead, StepName
+from rankscope.tree.stepfile import StepFiles, known_entries, write_steps
+from rankscope.tree.tracejson import check_json, load_json
+from rankscope.tree.views import Trace, TraceSource
 
 if TYPE_CHECKING:
+    from rankscope.record.ranks import StreamId
+    from rankscope.spool.chunks.tensorfiles import TensorRecords
     from rankscope.tree.document import Document
+
+_Place: TypeAlias = "Mapping[str, Any] | tuple[Document | OlderTrace, int]"
+"""The entry of a step, or who holds it and which of its steps it is."""
+
+
+class WrittenSteps:
+    """Steps that lie in step files, and others in memory behind them."""
+
+    def __init__(
+        self,
+        folder: Path,
+        head: Mapping[str, Any],
+        entries: Sequence[Mapping[str, Any]],
+        began_ns: int,
+        holders: Sequence[Document | OlderTrace] = (),
+    ) -> None:
+        """Open no file yet. `head`: {"run", "completeness"}; `began_ns`: wall clock of the first
+        call of the run; `holders` hold steps that are not written. KeyError, TypeError, ValueError:
+        a damaged entry."""
+        self.head, self._folder, self._began_ns, self._others = head, folder, began_ns, holders
+        self._files = StepFiles(folder, int(head["run"]["world_size"]))
+        entries_known, self.passed_over = known_entries(entries)
+        listed: list[tuple[StepHead, _Place]] = [*entries_known]
+        listed += [
+            (head_of_step, (holder, i))
+            for holder in holders
+            for i, head_of_step in enumerate(holder.heads)
+        ]
+        if holders:  # what is finished is in order
+            listed.sort(key=lambda listed_step: (not listed_step[0].is_setup, listed_step[0].name))
+        self.heads: Sequence[StepHead] = [head_of_step for head_of_step, _ in listed]
+        self._places = [place for _, place in listed]
+
+    def file(self, group: int) -> Path:
+        """Return what a step is read from."""
+        place = self._places[group]
+        return self._folder if isinstance(place, tuple) else self._files.path(place)
+
+    def step(self, group: int) -> StepColumns:
+        """Return a step; TraceError: its file is damaged, or not there."""
+        place = self._places[group]
+        if isinstance(place, tuple):
+            return place[0].step(place[1])
+        return self._files.step(place, self.heads[group], self._began_ns)
+
+    @property
+    def tensors(self) -> Mapping[StreamId, TensorRecords]:
+        """Records of the chunks that are still written."""
+        return {key: records for holder in self._others for key, records in holder.tensors.items()}
+
+    def faults(self) -> Iterator[str]:
+        """Yield what is wrong with each file that steps lie in."""
+        yield from self._files.faults([p for p in self._places if not isinstance(p, tuple)])
+        for holder in self._others:
+            yield from holder.faults()
+
+
+def trace_of(document: Document, folder: Path, **more: Any) -> Trace:
+    """Return what a document holds as if it were opened from a folder; `more` as of `Trace`."""
+    source = WrittenSteps(folder, document.head, (), document.began_ns, [document])
+    return Trace(source, folder, is_written=False, **more)
+
+
+def trace_files(folder: Path) -> TraceSource:
+    """Return a finished trace folder, of any format. TraceError: its trace.json is damaged;
+    TraceVersionError: of a newer format."""
+    head = load_json(folder / TRACE_NAME, "trace")
+    if is_older(head):
+        return OlderTrace.of(folder, head)
+    return WrittenSteps(folder, head, [*head["setup"], *head["steps"]], int(head["began_ns"]))
+
 
 _PART_BYTES: Final = 4 << 20
 """Of one file, where that is more than one step."""
@@ -79,11 +149,10 @@ class GrowingTree:
         self._lock = -1
         raw = self._read()
         self._size = raw.rfind(b"\n") + 1
-        """Bytes of the index that are known."""
         for line in self._understood(raw):
             self._count(line)
         self._begun = out
-        """Where what an older rankscope wrote lies."""
+        """Folder of the steps that an older rankscope wrote."""
 
     @classmethod
     def to_write(cls, out: Path) -> GrowingTree | None:
@@ -123,19 +192,19 @@ class GrowingTree:
         entries: Sequence[Mapping[str, Any]],
         began_ns: int,
         *,
-        rest: Document | None = None,
+        unwritten: Document | None = None,
         **more: Any,
     ) -> Trace:
-        """Return the trace of steps that are written, and of those of `rest`; `more` as of
+        """Return the trace of steps that are written, and of those of `unwritten`; `more` as of
         `Trace`."""
-        others: list[Document | OlderTrace] = []
-        if rest is not None:
-            others += [*self._older(head), rest]
-        return Trace(WrittenSteps(self.out, head, entries, began_ns, others), self.out, **more)
+        holders: list[Document | OlderTrace] = []
+        if unwritten is not None:
+            holders += [*self._older(head), unwritten]
+        return Trace(WrittenSteps(self.out, head, entries, began_ns, holders), self.out, **more)
 
     def _older(self, head: Mapping[str, Any]) -> list[OlderTrace]:
         """Return the steps that an older rankscope wrote."""
-        groups = [each for line in self._older_lines for each in line["steps"]]
+        groups = [group for line in self._older_lines for group in line["steps"]]
         values = [line["values"] for line in self._older_lines]
         return [OlderTrace(self._begun, head, groups, values)] if groups else []
 
@@ -177,12 +246,12 @@ class GrowingTree:
         for i in range(len(document.heads)):
             say("writing steps", i / len(document.heads))
             step = document.step(i)
-            own = sum(each * len(step[name]) for name, each in _BYTES.items())
-            if part and size + own > _PART_BYTES:
+            step_bytes = sum(row_bytes * len(step[name]) for name, row_bytes in _BYTES.items())
+            if part and size + step_bytes > _PART_BYTES:
                 entries += self._write(part)
                 part, size = [], 0
             part.append(step)
-            size += own
+            size += step_bytes
         entries += self._write(part) if part else []
         self.sync()
         return entries
@@ -193,9 +262,9 @@ class GrowingTree:
         folder = out / STEPS_FOLDER
         if self.written:
             folder.mkdir(mode=0o700, exist_ok=True)
-            known = self._read()[: self._size]  # another process may write on
+            index = self._read()[: self._size]  # another process may write on
             with new_file(folder / INDEX_NAME) as file:
-                file.write(known)
+                file.write(index)
         entries = [*self.entries()]
         files = StepFiles(self.out, MAX_RANKS)
         faults = [*files.faults(entries)]
@@ -226,10 +295,10 @@ class GrowingTree:
     def _count(self, line: Mapping[str, Any]) -> None:
         self.began_ns = line["began_ns"] if self.began_ns is None else self.began_ns
         self.written.update(map(step_name, line["steps"]))
-        names = [each["file"] for each in line["steps"] if "file" in each]
+        names = [entry["file"] for entry in line["steps"] if "file" in entry]
         if _is_older(line):
             self._older_lines.append(dict(line))
-            names = [line["values"]["file"], *(each["nodes_file"] for each in line["steps"])]
+            names = [line["values"]["file"], *(entry["nodes_file"] for entry in line["steps"])]
         numbers = (int(Path(name).stem) for name in names)
         self.next_file = max(self.next_file, 1 + max(numbers, default=-1))
 
@@ -254,8 +323,8 @@ class GrowingTree:
                     step_name(entry)
                 yield fields
             except (ValueError, KeyError, TypeError, RecursionError, TraceError) as error:
-                known = f'"{INDEX_FORMAT}"' in line or f'"{_OLDER_FORMAT}"' in line
-                if not known and '"rankscope.index/' in line:
+                is_known = f'"{INDEX_FORMAT}"' in line or f'"{_OLDER_FORMAT}"' in line
+                if not is_known and '"rankscope.index/' in line:
                     raise TraceVersionError(
                         f"{self._index}: written by a newer rankscope; use that, or a newer one"
                     ) from error
@@ -269,12 +338,12 @@ def grown_steps(folder: Path) -> set[StepName]:
     trace.json is damaged."""
     head = load_json(folder / TRACE_NAME, "trace")
     at_end = int(head["storage"]["at_end"])
-    return {step_name(each) for each in head["steps"] if int(Path(each["file"]).stem) < at_end}
+    return {step_name(entry) for entry in head["steps"] if int(Path(entry["file"]).stem) < at_end}
 
 
 def grown_in(folders: Sequence[Path]) -> GrowingTree:
     """Return the tree of the folder that has the most of one, a tree without a part where none has;
     a folder of replicas has that of the trace folder around it. Errors as of `GrowingTree`."""
-    whole = [f.resolve() for f in folders]
-    places = [f.parent if f.name == REPLICA_FOLDER else f for f in whole]
+    resolved = [f.resolve() for f in folders]
+    places = [f.parent if f.name == REPLICA_FOLDER else f for f in resolved]
     return max((GrowingTree(place) for place in places), key=lambda tree: len(tree.written))

@@ -18,9 +18,9 @@ from typing import Any, Final
 
 from rankscope.companion.running.splitstream import StepKey
 from rankscope.record.finding import Finding
-from rankscope.record.timetext import utc_text
+from rankscope.record.texts import utc_text
 from rankscope.run.filenames import FINDINGS_FORMAT, FINDINGS_NAME
-from rankscope.run.outfolder import typed
+from rankscope.run.prepare import typed
 from rankscope.words.joblines import told_in
 from rankscope.words.reportdata import finding_json
 from rankscope.words.reports import notice_line

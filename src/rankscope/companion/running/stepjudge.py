@@ -13,7 +13,7 @@ from rankscope.companion.running.splitstream import StepKey
 from rankscope.diagnosis.check import check
 from rankscope.errors import RankscopeError
 from rankscope.record.finding import Finding, Kind, Severity
-from rankscope.run.stallrecords import stalls_in
+from rankscope.run.jobend import stalls_in
 from rankscope.tree.views import Trace
 
 _STEPS_BESIDE: Final = 2

@@ -3,8 +3,8 @@
 A node that was replaced wrote as the same rank in the same life as the one before it. Its chunks go
 where its records went, to a life of its own, and are told so.
 
-Everything is said of the stream it belongs to: what its rank did not keep (a disk that was full, a
-chunk that a kill left unfinished) in `kept_notes`, recorded bytes that are not there in `notes`.
+Each stream notes its losses: in `kept_notes` what its rank did not keep (a full disk, a chunk that
+a kill left unfinished), in `notes` recorded bytes that are not there.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from pathlib import Path
 import numpy as np
 
 from rankscope.errors import ChunkError
-from rankscope.record.streams import StreamId
+from rankscope.record.ranks import StreamId
 from rankscope.record.value import ValueFlag
-from rankscope.spool.chunks.chunkheader import (
+from rankscope.spool.chunks.chunkfiles import (
     chunk_folder,
     chunk_numbers,
     chunk_path,
+    finish_chunks,
+    read_header,
     rebuilt_json,
+    recorded_tensors,
     write_header,
 )
-from rankscope.spool.chunks.finishing import finish_chunks, read_header, recorded_tensors
 from rankscope.spool.chunks.safetensors import LENGTH_BYTES, write_all
 from rankscope.spool.chunks.tensorfiles import TensorFiles, standing_references
-from rankscope.spool.origin import UNKNOWN
+from rankscope.spool.recordformat import UNKNOWN
 from rankscope.tree.assembly.rankstreams import Array, RankStream, ValueColumns
 from rankscope.tree.assembly.sources import origins_in
 
@@ -46,7 +48,9 @@ def finish_kept(out: Path, stream: RankStream) -> RankStream:
         reports = finish_chunks(folder, stream.stream, stream.tensors, stream.definitions)
     except ChunkError as error:
         return dataclasses.replace(stream, notes=(*stream.notes, str(error)))
-    noted = [(each, each.note.replace(f"{out}{os.sep}", "")) for each in reports if each.note]
+    noted = [
+        (report, report.note.replace(f"{out}{os.sep}", "")) for report in reports if report.note
+    ]
     lost = {reference for report in reports for reference in report.lost}
     return dataclasses.replace(
         stream,
@@ -59,11 +63,11 @@ def finish_kept(out: Path, stream: RankStream) -> RankStream:
 def with_places(stream: RankStream) -> RankStream:
     """Return a stream whose values say under which key the bytes of each lie, and in which chunk;
     bytes that never arrived are marked as not kept."""
-    given, tensors = stream.values["reference"], stream.tensors
-    columns: dict[str, Array] = {"chunk": np.zeros(len(given), np.uint32)}
-    if given.any():
-        keys = standing_references(given, tensors)
-        is_lost = (given != 0) & (keys == 0)
+    references, tensors = stream.values["reference"], stream.tensors
+    columns: dict[str, Array] = {"chunk": np.zeros(len(references), np.uint32)}
+    if references.any():
+        keys = standing_references(references, tensors)
+        is_lost = (references != 0) & (keys == 0)
         flags = stream.values["flags"]
         columns["flags"] = np.where(is_lost, flags | np.uint32(ValueFlag.NOT_KEPT), flags)
         columns["reference"] = keys
@@ -94,8 +98,8 @@ def _adopt(folder: Path, records: RankStream) -> None:
         if header is None or header.stream == stream or header.stream.rank != stream.rank:
             continue
         named = recorded_tensors(records.tensors, records.definitions, number)
-        there = {(held.reference, held.checksum) for held in header.tensors}
-        if any((held.reference, held.checksum) not in there for held in named):
+        contents = {(tensor.reference, tensor.checksum) for tensor in header.tensors}
+        if any((tensor.reference, tensor.checksum) not in contents for tensor in named):
             continue
         text = rebuilt_json(stream, header.number, header.tensors)
         if len(text) > file.start - LENGTH_BYTES:
@@ -124,8 +128,8 @@ def carry_chunks(
             for number in chunk_numbers(place):
                 path = chunk_path(place, number)
                 target = chunk_path(chunk_folder(out, life), number)
-                held = best.get(target)
-                if held is None or _worth(path) > _worth(held):
+                best_path = best.get(target)
+                if best_path is None or _worth(path) > _worth(best_path):
                     best[target] = path
                     moved.discard(target)
                     moved.update([target] if life != stream else [])

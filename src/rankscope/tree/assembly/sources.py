@@ -21,16 +21,27 @@ from typing import Any
 import numpy as np
 
 from rankscope.errors import FolderError, SpoolError
-from rankscope.record.streams import EndReason, StreamId
+from rankscope.record.ranks import EndReason, StreamId
 from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER
-from rankscope.run.filepieces import piece_of
+from rankscope.run.files import piece_of
 from rankscope.run.folders import segment_indexes, segment_path, stream_named
 from rankscope.run.locks import is_alive
-from rankscope.spool.origin import UNKNOWN, first_record, origin_of
 from rankscope.spool.recordcolumns import records
-from rankscope.spool.recordformat import CELL_BYTES, MAX_RECORD_CELLS
-from rankscope.spool.replication import read_end, replica_path, replicated
-from rankscope.spool.settledprefix import NOTHING_SETTLED, lock_for_reading, read_replica
+from rankscope.spool.recordformat import (
+    CELL_BYTES,
+    MAX_RECORD_CELLS,
+    UNKNOWN,
+    first_record,
+    origin_of,
+)
+from rankscope.spool.replicas import (
+    NOTHING_SETTLED,
+    lock_for_reading,
+    read_end,
+    read_replica,
+    replica_path,
+    replicated,
+)
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.validprefix import as_cells, valid_prefix, valid_runs
 from rankscope.tree.assembly.rankstreams import Array, StreamBytes
@@ -50,7 +61,7 @@ class _StreamCopies:
     stream: StreamId
     """As the first trace folder that has it calls it, else as its spool does."""
     replicas: list[tuple[Path, int]] = field(default_factory=list)
-    """Each with its valid length."""
+    """Path and valid length."""
     segments: list[Path] = field(default_factory=list)
     markers: list[Path] = field(default_factory=list)
     """The replicas whose end markers are those of this stream."""
@@ -85,7 +96,7 @@ def find_streams(folders: Sequence[Path]) -> list[StreamBytes]:
         if not folder.is_dir():
             raise FolderError(f"{folder}: no such folder")
         entries += _entries(folder)
-    return _told_apart([_join(found) for found in _by_process(entries)])
+    return _told_apart([_join(copies) for copies in _by_process(entries)])
 
 
 def run_in(folder: Path) -> dict[str, Any]:
@@ -102,12 +113,12 @@ def run_in(folder: Path) -> dict[str, Any]:
 
 def origins_in(folder: Path) -> dict[StreamId, int]:
     """Return which process wrote each stream of one folder, as far as that is known there."""
-    found: dict[StreamId, int] = {}
+    origins: dict[StreamId, int] = {}
     for stream, entry, length in _places(_entries(folder)):
         origin, writer = _writer_of(entry, length)
         if origin != UNKNOWN:
-            found.setdefault(_named(stream, writer), origin)
-    return found
+            origins.setdefault(_named(stream, writer), origin)
+    return origins
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -119,8 +130,8 @@ def _entries(folder: Path) -> list[Path]:
 def _places(entries: Sequence[Path]) -> Iterator[tuple[StreamId, Path, _Length]]:
     """Yield every replica with its valid length, or why it cannot be read, then every stream folder
     (no length)."""
-    replicas = [(one, one.stem, True) for one in entries if one.suffix == CELLS_SUFFIX]
-    for entry, name, is_file in replicas + [(one, one.name, False) for one in entries]:
+    replicas = [(path, path.stem, True) for path in entries if path.suffix == CELLS_SUFFIX]
+    for entry, name, is_file in replicas + [(path, path.name, False) for path in entries]:
         stream = stream_named(name)
         if stream is not None and (entry.is_file() if is_file else segment_indexes(entry)):
             try:
@@ -133,10 +144,10 @@ def _by_process(entries: Sequence[Path]) -> list[_StreamCopies]:
     """Sort replicas and stream folders by the process that wrote them, as their first records say,
     whatever their names are.
 
-    A part of which that is not known (a replica without a whole record, a spool whose begin is
-    gone) goes to the process of that rank and life that is known first.
+    A part without its first record (an empty replica, a spool whose begin was freed) goes to the
+    first process of that rank and life.
     """
-    found: dict[tuple[int, int], _StreamCopies] = {}
+    copies_of: dict[tuple[int, int], _StreamCopies] = {}
     vague: list[tuple[StreamId, Path, _Length]] = []
     places = [(place, *_writer_of(*place[1:])) for place in _places(entries)]
     writers = {origin: writer for _, origin, writer in places if writer is not None}
@@ -145,15 +156,15 @@ def _by_process(entries: Sequence[Path]) -> list[_StreamCopies]:
             vague.append((named, entry, length))
             continue
         stream = _named(named, writers.get(origin))
-        copies = found.setdefault((stream.rank, origin), _StreamCopies(stream))
+        copies = copies_of.setdefault((stream.rank, origin), _StreamCopies(stream))
         copies.add(entry, length, is_misnamed=stream != named)
-    every = list(found.values())
+    all_copies = list(copies_of.values())
     for stream, entry, length in vague:
-        like = next((one for one in every if one.stream == stream), None)
+        like = next((copies for copies in all_copies if copies.stream == stream), None)
         if like is None:
-            every.append(like := _StreamCopies(stream))
+            all_copies.append(like := _StreamCopies(stream))
         like.add(entry, length)
-    return every
+    return all_copies
 
 
 def _writer_of(entry: Path, length: _Length) -> tuple[int, StreamId | None]:
@@ -190,13 +201,13 @@ def _identity(data: Array | bytes) -> StreamId | None:
 
 def _told_apart(streams: Sequence[StreamBytes]) -> list[StreamBytes]:
     """Give streams of one rank and life lives of their own, in the order in which they began."""
-    taken: dict[int, int] = {}
-    apart = []
-    for one in sorted(streams, key=lambda one: (one.stream, _began_ns(one.data))):
-        life = max(one.stream.incarnation, taken.get(one.stream.rank, -1) + 1)
-        taken[one.stream.rank] = life
-        apart.append(replace(one, stream=StreamId(rank=one.stream.rank, incarnation=life)))
-    return sorted(apart, key=lambda one: one.stream)
+    lives: dict[int, int] = {}
+    renamed = []
+    for stream in sorted(streams, key=lambda stream: (stream.stream, _began_ns(stream.data))):
+        life = max(stream.stream.incarnation, lives.get(stream.stream.rank, -1) + 1)
+        lives[stream.stream.rank] = life
+        renamed.append(replace(stream, stream=StreamId(rank=stream.stream.rank, incarnation=life)))
+    return sorted(renamed, key=lambda stream: stream.stream)
 
 
 def _began_ns(data: Array | bytes) -> int:
@@ -208,17 +219,17 @@ def _first_definition(data: Array | bytes) -> Mapping[str, Any]:
     return next(iter(records(first_record(data)).definitions()), {})
 
 
-def _join(found: _StreamCopies) -> StreamBytes:
+def _join(copies: _StreamCopies) -> StreamBytes:
     """Put together what several places hold of one stream: the longest replica, then segments
     behind it, then whatever is whole behind a hole."""
     best: Path | None = None
     length = 0
-    for path, valid in found.replicas:
+    for path, valid in copies.replicas:
         if best is None or valid > length:
             best, length = path, valid
     data: Array = np.empty(0, np.uint8)
     prefix = NOTHING_SETTLED
-    notes = list(found.faults)
+    notes = list(copies.faults)
     if best is not None and length:
         try:
             data, prefix = read_replica(best, length)
@@ -230,7 +241,7 @@ def _join(found: _StreamCopies) -> StreamBytes:
     committed: int | None = None
     alive = False
     lowest_of_all = 0
-    for folder in found.segments:
+    for folder in copies.segments:
         with StreamReader(folder) as reader:
             try:
                 lowest = reader.lowest()
@@ -243,7 +254,7 @@ def _join(found: _StreamCopies) -> StreamBytes:
                 notes.append(str(error))
         alive = alive or is_alive(folder)
     if length:
-        for begin, until, run in _behind_holes(found, length):
+        for begin, until, run in _behind_holes(copies, length):
             if begin > length:
                 notes.append(_missing(length, begin))
                 committed = max(committed or 0, until)
@@ -251,15 +262,15 @@ def _join(found: _StreamCopies) -> StreamBytes:
             length = until
     elif lowest_of_all:
         notes.append(_missing(0, lowest_of_all))  # whose the records are stood there
-    marked = [marker for marker in map(read_end, found.markers) if marker is not None]
-    marker = max(marked, key=lambda each: each.committed, default=None)
+    marked = [marker for marker in map(read_end, copies.markers) if marker is not None]
+    marker = max(marked, key=lambda marker: marker.committed, default=None)
     if marker is not None:
         committed = max(committed or 0, marker.committed)
     end = marker.end if marker else None
-    if end is None and found.segments:
+    if end is None and copies.segments:
         end = EndReason.RUNNING if alive else EndReason.LOST
     return StreamBytes(
-        stream=found.stream,
+        stream=copies.stream,
         data=pieces[0] if len(pieces) == 1 else np.concatenate(pieces),
         is_verified=True,
         committed=committed,
@@ -273,19 +284,19 @@ def _missing(begin: int, end: int) -> str:
     return f"bytes {begin}..{end} are missing: add the trace folder or spool that has them"
 
 
-def _behind_holes(found: _StreamCopies, length: int) -> Iterator[tuple[int, int, Array]]:
+def _behind_holes(copies: _StreamCopies, length: int) -> Iterator[tuple[int, int, Array]]:
     """Yield (begin, end, bytes) of each run of whole records in the stream, in order, behind its
     first `length` bytes, which are whole."""
     runs: list[tuple[int, int, Array]] = []
-    for path, _ in found.replicas:
+    for path, _ in copies.replicas:
         runs += _runs_in(path, 0, length)
-    for folder in found.segments:
+    for folder in copies.segments:
         with StreamReader(folder) as reader, contextlib.suppress(SpoolError):  # named already
             for index in segment_indexes(folder):
                 begin = index * reader.segment_bytes
                 if begin + reader.segment_bytes > length and reader.is_own(index):
                     runs += _runs_in(segment_path(folder, index), begin, length)
-    for begin, end, run in sorted(runs, key=lambda one: one[:2]):
+    for begin, end, run in sorted(runs, key=lambda run: run[:2]):
         if end > length:
             yield max(begin, length), end, run[max(0, length - begin) :]
             length = end

@@ -11,15 +11,14 @@ from numpy.typing import NDArray
 
 from rankscope.diagnosis.check import check
 from rankscope.diagnosis.context import CheckContext
-from rankscope.diagnosis.evidence.lastcalls import ORDERLY
 from rankscope.diagnosis.evidence.stepview import CallView, SlotValues, StepView, step_view_of
-from rankscope.diagnosis.rules.endings import ends_of
+from rankscope.diagnosis.rules.endings import ORDERLY, ends_of
 from rankscope.globs import glob_matches
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import CallStatus, Mode
 from rankscope.record.finding import Finding, Kind, Report, Severity
 from rankscope.record.phases import Phase
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason
 from rankscope.run.filenames import Progress
 from rankscope.tree.selection import nothing_matched
 from rankscope.tree.step import StepHead
@@ -27,8 +26,7 @@ from rankscope.tree.views import Trace
 from rankscope.words.page.calldetails import CallDetails
 from rankscope.words.page.cellplanes import CALL_KIND, CellClass, ModuleRows, slot_kind
 from rankscope.words.page.pagecontent import DATA_BYTES, PageContent, PageMap, ValueChoice, fitting
-from rankscope.words.page.rankplaces import ranks_html
-from rankscope.words.page.verdicthtml import job_html
+from rankscope.words.page.verdicthtml import job_html, ranks_html
 
 Array = NDArray[Any]
 _OF_STATUS: Final = {
@@ -94,21 +92,23 @@ def check_page(
 
 
 def _chosen(
-    cells: _CheckCells, report: Report, path: str, wanted: tuple[range, ...], limit: float
+    cells: _CheckCells, report: Report, path: str, ranges: tuple[range, ...], limit: float
 ) -> ValueChoice:
-    if path == "*" and not wanted:
+    if path == "*" and not ranges:
         return cells.chosen(report, limit)
     paths = cells.rows.paths
-    rows = frozenset(row for row, each in enumerate(paths) if glob_matches(path, each))
+    rows = frozenset(
+        row for row, module_path in enumerate(paths) if glob_matches(path, module_path)
+    )
     if not rows:
         raise nothing_matched("--path", path, paths)
     steps = [
         number
         for number, step in enumerate(cells.steps.all)
-        if not wanted or (not step.is_setup and any(step.step in w for w in wanted))
+        if not ranges or (not step.is_setup and any(step.step in w for w in ranges))
     ]
-    told = "The map shows everything; values are here as --path and --step asked for."
-    return ValueChoice(dict.fromkeys(steps, rows), told)
+    note = "The map shows everything; values are here as --path and --step asked for."
+    return ValueChoice(dict.fromkeys(steps, rows), note)
 
 
 class _CheckCells(PageMap):
@@ -120,8 +120,8 @@ class _CheckCells(PageMap):
         self._held: list[bytearray] = []
         """Of each step whether its values were judged, in the order of its calls and slots."""
         in_order = {*ORDERLY, EndReason.RUNNING.value} if trace.is_live else ORDERLY
-        every = trace.completeness["ranks"]
-        self._ends = {(r["rank"], r["incarnation"]): str(r["end"]) for r in every}
+        rank_states = trace.completeness["ranks"]
+        self._ends = {(r["rank"], r["incarnation"]): str(r["end"]) for r in rank_states}
         self._broken = [rank for rank, end in ends_of(trace).items() if end not in in_order]
         self._last_of: dict[int, int] = {}
         """Step in which each of those made its last call."""
@@ -138,14 +138,14 @@ class _CheckCells(PageMap):
                 incarnation=step_view.incarnation,
             )
         )
-        held = bytearray()
+        is_judged = bytearray()
         for call in (*step_view.calls, *step_view.left_by_passes):
             row = self.rows.of(call.path, call.node.class_name)
             if call.phase is Phase.FORWARD:
                 self.rows.called(row)
             self.entries[step][row] += 1 + len(call.slots)
-            held += self._take(step, call, row, context)
-        self._held.append(held)
+            is_judged += self._take(step, call, row, context)
+        self._held.append(is_judged)
         self.planes.close()
 
     def _take(self, step: int, call: CallView, row: int, context: CheckContext) -> bytearray:
@@ -163,16 +163,16 @@ class _CheckCells(PageMap):
             if (cell := _OF_STATUS.get(outcome.status)) is not None:
                 ranks = [r for r in outcome.ranks if self._ends.get((r, life)) not in ORDERLY]
                 planes.raise_to(step, phase, CALL_KIND, row, ranks, cell)
-        held = bytearray()
+        is_judged = bytearray()
         for slot, values in call.slots.items():
             is_held = coverage.was_held(values)
-            held.append(is_held)
+            is_judged.append(is_held)
             if values.dtype == "python":
                 continue
             cells = np.full(len(values.ranks), CellClass.ALIKE if is_held else CellClass.NOT_JUDGED)
             cells[values.nonfinite > 0] = CellClass.NOT_FINITE
             planes.raise_to(step, phase, slot_kind(slot), row, values.ranks, cells)
-        return held
+        return is_judged
 
     def mark(self, findings: Iterable[Finding]) -> None:
         """Say on the map what was found, and what ranks that broke off did not call any more."""
@@ -214,8 +214,8 @@ class _CheckCells(PageMap):
                 if kind != CALL_KIND or step < first:
                     continue
                 plane = self.planes.plane(step, phase, kind)[: len(self.rows)]
-                made = plane.any(axis=1) & (plane[:, rank] == 0)
-                for row in np.flatnonzero(made).tolist():
+                is_missing = plane.any(axis=1) & (plane[:, rank] == 0)
+                for row in np.flatnonzero(is_missing).tolist():
                     called = self._called[phase, row]
                     if called[rank] or rank not in self._last_of:
                         plane[row, rank] = CellClass.MISSING
@@ -239,7 +239,7 @@ class _CheckCharts:
         if step_view.is_setup:
             self._before.clear()
         gradients = self._gradients(step_view)
-        found: dict[str, Any] = {}
+        chart: dict[str, Any] = {}
         odd = {
             self._rows.of(call.path)
             for call in step_view.of(Phase.GRADS, Phase.PARAMS)
@@ -247,14 +247,14 @@ class _CheckCharts:
             if values.dtype != "python" and values.nonfinite.any()
         }
         if odd:
-            found["odd"] = sorted(odd)
+            chart["odd"] = sorted(odd)
         if gradients:
-            found["grad"] = _roots(gradients)
+            chart["grad"] = _roots(gradients)
         if updates := self._updates(step_view):
-            found["update"] = updates
+            chart["update"] = updates
         if times := self._times(step_view):
-            found["ms"] = times
-        self.steps.append(found)
+            chart["ms"] = times
+        self.steps.append(chart)
         self._scalars.append(_scalars(step_view))
 
     def with_loss(self) -> list[dict[str, Any]]:
@@ -269,17 +269,17 @@ class _CheckCharts:
 
     def _gradients(self, step_view: StepView) -> dict[int, float]:
         """Return the sum of squares of all gradients of each module, of its last optimizer step."""
-        found: dict[int, float] = {}
+        squares: dict[int, float] = {}
         ordinals: dict[int, int] = {}
         for call in step_view.of(Phase.GRADS):
             row = self._rows.of(call.path)
             if ordinals.get(row, -1) != call.ordinal:
-                ordinals[row], found[row] = call.ordinal, 0.0
+                ordinals[row], squares[row] = call.ordinal, 0.0
             for values in _named(call, "grad:"):
                 norm, _ = _whole(values)
                 if norm is not None:
-                    found[row] += norm * norm
-        return found
+                    squares[row] += norm * norm
+        return squares
 
     def _updates(self, step_view: StepView) -> dict[int, float]:
         """Return how far the parameters of each module went, over their norm, by sketches."""
@@ -300,14 +300,14 @@ class _CheckCharts:
 
     def _times(self, step_view: StepView) -> dict[str, list[float]]:
         """Return how long the outermost calls of a phase took on each rank, in ms."""
-        found = {phase: np.zeros(self._world) for phase in _TIMED}
+        times_of = {phase: np.zeros(self._world) for phase in _TIMED}
         for call in step_view.of(*_TIMED):
             if call.parent is None:
                 begin, end = call.span(call.ranks)
-                found[call.phase][call.ranks] += (end - begin) / 1e6
+                times_of[call.phase][call.ranks] += (end - begin) / 1e6
         return {
-            phase.word: [round(float(each), 3) for each in times]
-            for phase, times in found.items()
+            phase.word: [round(float(ms), 3) for ms in times]
+            for phase, times in times_of.items()
             if times.any()
         }
 
@@ -315,14 +315,14 @@ class _CheckCharts:
 def _scalars(step_view: StepView) -> dict[tuple[str, str], list[float | None]]:
     """Return mean, least and greatest over ranks of the scalars that outermost calls of a train
     step return; of each rank the mean of its micro-batches."""
-    found: dict[tuple[str, str], list[SlotValues]] = {}
+    scalars: dict[tuple[str, str], list[SlotValues]] = {}
     is_train = step_view.mode is Mode.TRAIN and not step_view.is_setup
     for call in step_view.of(Phase.FORWARD) if is_train else ():
         for values in call.outputs if call.parent is None else ():
             shapes = {shape for view in values.views for shape in view.shapes().values()}
             if "float" in values.dtype and shapes == {()} and values.is_known.all():
-                found.setdefault((call.path, values.slot), []).append(values)
-    return {name: _spread(values) for name, values in found.items()}
+                scalars.setdefault((call.path, values.slot), []).append(values)
+    return {name: _spread(values) for name, values in scalars.items()}
 
 
 def _spread(micro_batches: list[SlotValues]) -> list[float | None]:

@@ -17,14 +17,13 @@ from rankscope.diagnosis.comparison.tracesides import StepKey
 from rankscope.record.call import Mode
 from rankscope.record.finding import Report
 from rankscope.record.phases import Phase
-from rankscope.record.visibletext import visible
+from rankscope.record.texts import visible
 from rankscope.tree.step import StepHead
 from rankscope.tree.views import Trace
 from rankscope.words.page.calldetails import slot_detail
 from rankscope.words.page.cellplanes import CALL_KIND, DistanceClass, slot_kind
 from rankscope.words.page.pagecontent import DATA_BYTES, PageContent, PageMap, ValueChoice, fitting
-from rankscope.words.page.rankplaces import ranks_html
-from rankscope.words.page.verdicthtml import job_html
+from rankscope.words.page.verdicthtml import job_html, ranks_html
 
 _UNBOUNDED: Final = 1e300
 _LIMITS: Final = (0.0, 0.1, 1.0, 10.0, 100.0)
@@ -69,7 +68,9 @@ class _DiffCells(PageMap):
             if not step.is_setup:
                 break
 
-    def note(self, key: StepKey | None, found: StepDifferences, wrong: Collection[int]) -> None:
+    def note(
+        self, key: StepKey | None, differences: StepDifferences, wrong: Collection[int]
+    ) -> None:
         """Take a step; hand this to `diff` as `each_step`."""
         mode, number = key or (Mode.TRAIN, 0)
         step = self.begin(StepHead(is_setup=key is None, mode=mode, step=number, incarnation=0))
@@ -77,11 +78,11 @@ class _DiffCells(PageMap):
         errors: defaultdict[str, dict[str, dict[int, float]]] = defaultdict(
             lambda: {"error": {}, "noise": {}}
         )
-        for compared in found.compared:
-            held = compared.value.first_test
-            row = self.rows.of(held.call.path)
+        for compared in differences.compared:
+            values = compared.value.first_test
+            row = self.rows.of(values.call.path)
             is_wrong = id(compared) in wrong
-            kind = slot_kind(held.slot)
+            kind = slot_kind(values.slot)
             for ranks, cell in _classes(compared, is_wrong=is_wrong):
                 inside = ranks[ranks < self.planes.world]
                 self.planes.raise_to(step, compared.key.phase, kind, row, inside, cell)
@@ -89,12 +90,14 @@ class _DiffCells(PageMap):
             is_judged = not compared.reason and (is_wrong or not compared.is_left)
             if is_judged and kind == _BY_DEPTH.get(compared.key.phase):
                 drawn = errors[compared.key.phase.word]
-                for what, own in (("error", compared.error), ("noise", compared.allowed)):
-                    drawn[what][row] = max(_finite(own), drawn[what].get(row, 0.0))
-        for alone in (*found.aligned.only_ref, *found.aligned.only_test):
+                for line, distance in (("error", compared.error), ("noise", compared.allowed)):
+                    drawn[line][row] = max(_finite(distance), drawn[line].get(row, 0.0))
+        for alone in (*differences.aligned.only_ref, *differences.aligned.only_test):
             row = self.rows.of(alone.path)
-            every = slice(None)
-            self.planes.raise_to(step, alone.phase, CALL_KIND, row, every, DistanceClass.MISSING)
+            all_ranks = slice(None)
+            self.planes.raise_to(
+                step, alone.phase, CALL_KIND, row, all_ranks, DistanceClass.MISSING
+            )
         self.charts.append({"error": dict(errors)} if errors else {})
         self._calls += calls.values()
         self.planes.close()
@@ -122,19 +125,19 @@ class _DiffCells(PageMap):
 
     def details(self, choice: ValueChoice) -> Iterator[dict[str, Any]]:
         for call in self._calls:
-            wanted = choice.rows_of.get(call["t"], frozenset())
-            if wanted is None or call["m"] in wanted:
+            rows = choice.rows_of.get(call["t"], frozenset())
+            if rows is None or call["m"] in rows:
                 yield call
 
 
 def _classes(compared: ComparedValue, *, is_wrong: bool) -> Iterator[tuple[Any, DistanceClass]]:
-    """Yield ranks and the class of what they hold. What is off by more than rounding and is no
-    fault is told by another value, as a summand by its sum, or made of what rounding had moved."""
-    every = compared.value.test_ranks
+    """Yield ranks and the class of their values. A value that is off by more than rounding and no
+    fault is judged by another value, as a summand by its sum, or follows from moved inputs."""
+    all_ranks = compared.value.test_ranks
     if compared.is_missing:
-        yield every, DistanceClass.MISSING
+        yield all_ranks, DistanceClass.MISSING
     elif compared.difference is None or compared.reason:
-        yield every, DistanceClass.NOT_COMPARED
+        yield all_ranks, DistanceClass.NOT_COMPARED
     else:
         ratios = np.asarray(compared.errors) / max(compared.allowed, 1e-300)
         classes = DistanceClass.SAME + np.searchsorted(_LIMITS, ratios)  # NaN is behind all
@@ -142,8 +145,8 @@ def _classes(compared: ComparedValue, *, is_wrong: bool) -> Iterator[tuple[Any, 
             is_used = compared.difference.partial  # the sum is right; each part is used as it is
             classes = np.maximum(classes, DistanceClass.BEYOND if is_used else DistanceClass.ABOVE)
         else:
-            most = DistanceClass.NOT_COMPARED if compared.is_left else DistanceClass.BELOW
-            classes[classes > DistanceClass.BELOW] = most
+            greatest = DistanceClass.NOT_COMPARED if compared.is_left else DistanceClass.BELOW
+            classes[classes > DistanceClass.BELOW] = greatest
         for cell in DistanceClass:
             if (classes == cell).any():
                 yield compared.difference.ranks(classes == cell), cell
