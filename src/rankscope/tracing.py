@@ -72,9 +72,9 @@ def open_trace(
     from rankscope.tree import reader, views
     from rankscope.tree.tensors.globalvalues import full_tensor, local_tensor
 
-    found = reader.open_trace(path, wait_s=wait_s, progress=progress)
-    found.tensors = views.TensorReaders(local_tensor, full_tensor)
-    return found
+    opened = reader.open_trace(path, wait_s=wait_s, progress=progress)
+    opened.tensors = views.TensorReaders(local_tensor, full_tensor)
+    return opened
 
 
 class TraceHandle:

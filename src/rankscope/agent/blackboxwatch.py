@@ -84,7 +84,7 @@ class RunningMedian:
             self.limit = math.inf
             return
         rising = _RISING * self.median
-        before = max(dropwhile(lambda one: one > rising, reversed(last)), default=0.0)
+        before = max(dropwhile(lambda earlier: earlier > rising, reversed(last)), default=0.0)
         self.limit = max(
             self._factor * self.median, math.sqrt(self._factor) * before, _LEAST * self._highest
         )
@@ -175,8 +175,9 @@ class BlackBoxWatch:
         event = Happening(trigger=trigger, mode=mode, step=step, text=text)
         try:
             if not any(
-                (each.trigger, each.mode) == (trigger, mode) and each.step >= step - self._steps
-                for each in self._board.events()
+                (earlier.trigger, earlier.mode) == (trigger, mode)
+                and earlier.step >= step - self._steps
+                for earlier in self._board.events()
             ):
                 self._board.tell(event)
         except OSError:  # a full disk: whoever copies the ring tells the others

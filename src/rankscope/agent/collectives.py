@@ -167,44 +167,44 @@ class Collectives:
         """The call returned; a collective with a work to wait for goes on."""
         if not state:
             return
-        found = state[0]
+        calls = state[0]
         if state[-1] is _COALESCED and result is not None:
-            self._follow(result, found)
-        elif isinstance(found, list):  # what was waited for
-            for call in found:
+            self._follow(result, calls)
+        elif isinstance(calls, list):  # what was waited for
+            for call in calls:
                 self._finish(call)
-        elif found.is_functional:
-            self._follow_memory(found, result)
+        elif calls.is_functional:
+            self._follow_memory(calls, result)
         elif result is None:
             if self._coalescing.calls is None:
-                self._finish(found)
+                self._finish(calls)
         else:
-            self._follow(result, [found])
+            self._follow(result, [calls])
 
     def fails(self, state: list[Any], error: BaseException | None) -> None:
         """The call raised."""
         text = "" if error is None else describe_error(error)
-        for found in state[:1]:
-            for call in found if isinstance(found, list) else [found]:
+        for calls in state[:1]:
+            for call in calls if isinstance(calls, list) else [calls]:
                 self._break_off(call, CallStatus.RAISED, text)
 
     def waits(self, state: list[Any], work: Any) -> None:
         """The program waits for a work, or for memory that a functional collective writes."""
         if isinstance(work, (torch.Tensor, list)):
             with invisible():
-                writers = [self._memory.pop(memory_of(each), None) for each in tensors_in(work)]
+                writers = [self._memory.pop(memory_of(tensor), None) for tensor in tensors_in(work)]
             state.append([call for call in writers if call is not None])
             return
-        known = self._works.get(id(work))
-        if known is not None and known[0]() is work:
+        entry = self._works.get(id(work))
+        if entry is not None and entry[0]() is work:
             del self._works[id(work)]
-            state.append(known[1])
+            state.append(entry[1])
 
     def derives(self, work: Any, future: Any) -> None:
         """The program takes a work's future: waiting for that ends the same calls."""
-        known = self._works.get(id(work))
-        if known is not None and known[0]() is work:
-            self._follow(future, known[1])
+        entry = self._works.get(id(work))
+        if entry is not None and entry[0]() is work:
+            self._follow(future, entry[1])
 
     # ------------------------------------------------------------------ what is recorded
 
@@ -233,9 +233,9 @@ class Collectives:
             self._coalescing.calls.append(call)
         self._read(call, "input", issued.inputs)
         if any(map(self._values.in_flight.has, call.outputs)):
-            for other in list(self._open.values()):
-                if other is not call and overlaps(call.outputs, other.outputs):
-                    call.is_overwritten = other.is_overwritten = True
+            for open_call in list(self._open.values()):
+                if open_call is not call and overlaps(call.outputs, open_call.outputs):
+                    call.is_overwritten = open_call.is_overwritten = True
         self._values.in_flight.add(call.outputs)
         return call
 
@@ -244,10 +244,10 @@ class Collectives:
         return next(counts.setdefault(key, itertools.count()) if count is None else count)
 
     def _follow(self, work: Any, calls: list[_PendingCollective]) -> None:
-        known = self._works.get(id(work))
-        if known is None or known[0]() is not work:
-            known = self._works[id(work)] = weakref.ref(work), []
-        known[1].extend(calls)
+        entry = self._works.get(id(work))
+        if entry is None or entry[0]() is not work:
+            entry = self._works[id(work)] = weakref.ref(work), []
+        entry[1].extend(calls)
 
     def _follow_memory(self, call: _PendingCollective, result: Any) -> None:
         with invisible():
@@ -358,19 +358,19 @@ class CollectiveWatch(StandIns):
         if classes is None:
             return
         group, work, future = classes
-        put = self.put
+        replace = self.put
         for name in (*METHODS, *_COALESCING):
-            put(group, name, functools.partial(self._issuing, name, True))
+            replace(group, name, functools.partial(self._issuing, name, True))
         for name in _WAITS:
-            put(work, name, self._waiting)
-        put(future, "wait", self._waiting)
-        put(work, "get_future", self._deriving)
+            replace(work, name, self._waiting)
+        replace(future, "wait", self._waiting)
+        replace(work, "get_future", self._deriving)
         if only_groups:
             return
         for name, operator in functional_operators(FUNCTIONAL):
-            put(operator, "_op", functools.partial(self._issuing, name, False))
+            replace(operator, "_op", functools.partial(self._issuing, name, False))
         for _, operator in functional_operators(_WAIT_TENSORS):
-            put(operator, "_op", self._waiting)
+            replace(operator, "_op", self._waiting)
 
     # ------------------------------------------------------------------ in place of torch's
 
@@ -384,8 +384,8 @@ class CollectiveWatch(StandIns):
             if is_compiling() or not self._is_recorded():
                 return original(*args, **kwargs)
             state: list[Any] = []
-            target, given = (args[0], args[1:]) if is_method and args else (None, args)
-            self._begins(state, name, target, given, kwargs)
+            target, arguments = (args[0], args[1:]) if is_method and args else (None, args)
+            self._begins(state, name, target, arguments, kwargs)
             self._depth.inside += 1
             has_returned = False
             try:

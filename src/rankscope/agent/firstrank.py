@@ -111,10 +111,10 @@ def agree(store: Store, key: str, value: str) -> str:
 
 def _compared(store: Store, key: str, expected: str, proposed: str) -> str:
     try:
-        found = PrefixStore(_PREFIX, store).compare_set(key, expected, proposed)
+        stored = PrefixStore(_PREFIX, store).compare_set(key, expected, proposed)
     except RuntimeError as error:
         raise SpoolError(f"the job's store does not answer, or cannot compare: {error}") from error
-    return bytes(found).decode()
+    return bytes(stored).decode()
 
 
 def agree_on_life(store: Store, *, at_least: int, started_at: float) -> int:
@@ -134,11 +134,11 @@ def agree_on_life(store: Store, *, at_least: int, started_at: float) -> int:
     """
     expected, proposed = "", f"{at_least} {time.time()!r}"
     while True:
-        held = _compared(store, _LIFE, expected, proposed)
-        life, _, began_at = held.partition(" ")
+        stored = _compared(store, _LIFE, expected, proposed)
+        life, _, began_at = stored.partition(" ")
         if int(life) >= at_least and float(began_at) >= started_at:
             return int(life)
-        expected, proposed = held, f"{max(at_least, int(life) + 1)} {time.time()!r}"
+        expected, proposed = stored, f"{max(at_least, int(life) + 1)} {time.time()!r}"
 
 
 def publish(store: Store, rendezvous: Rendezvous, which: str) -> None:
@@ -235,8 +235,8 @@ def _run_name(identity: RankIdentity, store: Store | None) -> str:
     if store is None:
         return name
     # ranks that no launcher placed (one started the other, or somebody by hand) agree in the store
-    own = name if _is_placed(identity) else f"{name}:{uuid.uuid4().hex}"
-    return agree(store, f"run on {identity.host}", own)
+    proposal = name if _is_placed(identity) else f"{name}:{uuid.uuid4().hex}"
+    return agree(store, f"run on {identity.host}", proposal)
 
 
 def _starter(identity: RankIdentity) -> str:
@@ -246,19 +246,19 @@ def _starter(identity: RankIdentity) -> str:
 
 
 def _launcher(identity: RankIdentity) -> str:
-    found = placed()
-    if found is None or found.rank != identity.rank:
+    place = placed()
+    if place is None or place.rank != identity.rank:
         return process_name(os.getppid())
-    return process_name(launcher_of(found.variables))
+    return process_name(launcher_of(place.variables))
 
 
 def _is_placed(identity: RankIdentity) -> bool:
-    found = placed()
+    place = placed()
     return (
-        found is not None
-        and (found.rank, found.world_size) == (identity.rank, identity.world_size)
-        and found.local_rank is not None
-        and found.local_world_size is not None
+        place is not None
+        and (place.rank, place.world_size) == (identity.rank, identity.world_size)
+        and place.local_rank is not None
+        and place.local_world_size is not None
     )
 
 
@@ -275,8 +275,8 @@ def _prepare(
     if is_alone:
         store = None
     elif store is not None and ELASTIC_RUN not in os.environ:
-        own = f"{identity.host}/{run_folder.name}"
-        is_head = agree(store, f"head{which}", own) == own
+        proposal = f"{identity.host}/{run_folder.name}"
+        is_head = agree(store, f"head{which}", proposal) == proposal
     collection = Collection.asked(settings.collector, is_one_host=is_alone)
     collection.check(settings.keys)
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{run_folder.name[:8]}"
@@ -324,7 +324,7 @@ def _prepare_beside_head(
         prepare_run(request)
         return
     first = identity.rank - identity.local_rank
-    here = range(first, first + identity.local_world_size)
+    local_ranks = range(first, first + identity.local_world_size)
     own_out = out.with_name(f"{out.name}-{identity.host}-{request.key[:8]}")
     request = replace(
         request,
@@ -332,13 +332,15 @@ def _prepare_beside_head(
         settings=replace(settings, out=own_out),
         is_joined=False,
         keeps_apart=True,
-        collects=len(here) if settings.ranks is None else len({*here} & {*settings.ranks}),
+        collects=len(local_ranks)
+        if settings.ranks is None
+        else len({*local_ranks} & {*settings.ranks}),
     )
     prepare_run(
         request,
-        lambda taken, line: say(
+        lambda folder, line: say(
             f"the trace folder of {head.host} is not visible here: the records of this host go to "
-            f"{taken}; merge them afterwards: {typed('recover', head.out, taken, out='MERGED')}"
+            f"{folder}; merge them afterwards: {typed('recover', head.out, folder, out='MERGED')}"
         ),
     )
 

@@ -100,9 +100,11 @@ class Joined(Opened):
                 if is_dead and starts_left and self.out.exists():
                     is_dead, starts_left = not restart_companion(run_folder), starts_left - 1
             if is_dead or now - began > self.finish_seconds:
-                how = "its companion ended" if is_dead else f"after {self.finish_seconds:g} s"
+                reason_text = (
+                    "its companion ended" if is_dead else f"after {self.finish_seconds:g} s"
+                )
                 say(
-                    f"no tree in {self.out}, {how}; build it from the records: "
+                    f"no tree in {self.out}, {reason_text}; build it from the records: "
                     f"{recovering(run_folder, self.out, out=self.out)}"
                 )
                 return False
@@ -132,7 +134,7 @@ def who_am_i() -> RankIdentity:
     return identify(group)
 
 
-def settings_here(given: Mapping[str, object] | None) -> Settings:
+def settings_here(keywords: Mapping[str, object] | None) -> Settings:
     """Return the settings: keywords first, then `run.json` of a prepared run, else variables.
 
     Raises:
@@ -140,9 +142,9 @@ def settings_here(given: Mapping[str, object] | None) -> Settings:
     """
     prepared = os.environ.get(RUN_FOLDER_VARIABLE)
     if not prepared:
-        return settings_from(given)
+        return settings_from(keywords)
     texts = read_run_header(Path(prepared)).settings
-    return settings_from(given, {s.variable: texts[s.name] for s in SETTINGS if s.name in texts})
+    return settings_from(keywords, {s.variable: texts[s.name] for s in SETTINGS if s.name in texts})
 
 
 def join_run(settings: Settings) -> Joined | None:
@@ -164,8 +166,8 @@ def join_run(settings: Settings) -> Joined | None:
     header = read_run_header(run_folder)
     collection = Collection.of_run(header)
     spools = own_subfolder(run_folder / HELD_FOLDER) if settings.steps.last else run_folder
-    earlier = [one for one in streams(spools) if one.rank == identity.rank]
-    if any(is_alive(stream_folder(spools, one)) for one in earlier):
+    earlier = [stream for stream in streams(spools) if stream.rank == identity.rank]
+    if any(is_alive(stream_folder(spools, stream)) for stream in earlier):
         return None  # a child that inherited RANK
     identity = replace(identity, incarnation=_life(identity, earlier))
     while stream_folder(spools, identity.stream).exists():
@@ -177,10 +179,10 @@ def join_run(settings: Settings) -> Joined | None:
     folder = stream_folder(spools, identity.stream)
     writer, recorder = _open_spool(settings, identity, folder, board, speaks=speaks)
     define_rank(recorder, identity, header.run_id, settings)
-    world, here = settings.traced_of(identity.world_size), identity.local_world_size
+    world, local_size = settings.traced_of(identity.world_size), identity.local_world_size
     # kept tensors go where this host sees the trace folder, else from the run folder by the relay
     chunk_folder = run_folder if collection.is_elsewhere else header.out
-    chunk_writers = world if collection.is_shared and not header.keeps_apart else here
+    chunk_writers = world if collection.is_shared and not header.keeps_apart else local_size
     return Joined(
         identity=identity,
         writer=writer,
@@ -217,7 +219,7 @@ def _life(identity: RankIdentity, earlier: Sequence[StreamId]) -> int:
     """Return the number of this life of the rank: on several hosts the one that they agree on. Else
     it is what the agent of this host counts, or the next without records here: two programs in a
     row, or a restart that another host began."""
-    free = max((one.incarnation + 1 for one in earlier), default=0)
+    free = max((stream.incarnation + 1 for stream in earlier), default=0)
     if ELASTIC_RUN in os.environ and identity.world_size > identity.local_world_size:
         store = find_agents_store()
         if store is not None:

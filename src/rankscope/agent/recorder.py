@@ -121,9 +121,9 @@ class Recorder:
         """Return the number of a slot name, defining it on first sight."""
         return self.slots.get(name) or self._intern(self.slots, name, "slot", {"name": name})
 
-    def text(self, said: Note | str) -> int:
+    def text(self, note: Note | str) -> int:
         """Return the number of a text or note, defining it on first sight."""
-        text, fact = str(said), said.fact if isinstance(said, Note) else None
+        text, fact = str(note), note.fact if isinstance(note, Note) else None
         if text not in self._texts and len(self._texts) >= _MAX_TEXTS:
             text, fact = "(further texts are not kept)", None
         fields: dict[str, object] = {"text": text} if fact is None else {"text": text, "fact": fact}
@@ -131,19 +131,19 @@ class Recorder:
 
     def mesh(self, mesh: Mesh) -> int:
         """Return the number of a mesh, defining it on first sight."""
-        known = self._meshes.get(mesh)
-        return known or self._intern(self._meshes, mesh, "mesh", asdict(mesh) | {"device": ""})
+        number = self._meshes.get(mesh)
+        return number or self._intern(self._meshes, mesh, "mesh", asdict(mesh) | {"device": ""})
 
     def group(self, group: ProcessGroup) -> int:
         """Return the number of a process group, defining it on first sight."""
-        known = self._groups.get(group)
-        return known or self._intern(self._groups, group, "group", asdict(group))
+        number = self._groups.get(group)
+        return number or self._intern(self._groups, group, "group", asdict(group))
 
     def collective(self, collective: Collective) -> int:
         """Return the number of a kind of collective, defining it on first sight."""
         table = self._collectives
-        known = table.get(collective)
-        return known or self._intern(table, collective, "collective", collective.as_fields())
+        number = table.get(collective)
+        return number or self._intern(table, collective, "collective", collective.as_fields())
 
     def meta(self, described: Described) -> int:
         """Return the number of a value's description, defining it (and its mesh) on first sight."""
@@ -309,10 +309,10 @@ class Recorder:
             self._metas, self._collectives = {}, {}  # the ring may let go of these definitions
         self._writer.hand_on()
 
-    def error(self, sequence: int | None, said: Note | str) -> None:
+    def error(self, sequence: int | None, note: Note | str) -> None:
         """Record that rankscope itself failed while it watched a call."""
         call = NO_SEQUENCE if sequence is None else sequence
-        packed = ERROR.pack(call, time.monotonic_ns(), self.text(said), 0)
+        packed = ERROR.pack(call, time.monotonic_ns(), self.text(note), 0)
         self._write(RecordKind.ERROR, packed)
 
 
@@ -341,13 +341,13 @@ class DefinitionWriter:
                 "wrappers": info.wrappers,
                 "opaque": info.is_opaque,
             }
-            known = root.definitions if root is not None else self._rootless
+            numbers = root.definitions if root is not None else self._rootless
             kind = tuple(fields.values())  # known of a module that this one has replaced
-            if len(known) >= _MOST_DEFINITIONS:
-                known.clear()
-            if kind not in known:
-                known[kind] = self._recorder.define("module", **fields)
-            info.definition = known[kind]
+            if len(numbers) >= _MOST_DEFINITIONS:
+                numbers.clear()
+            if kind not in numbers:
+                numbers[kind] = self._recorder.define("module", **fields)
+            info.definition = numbers[kind]
         return info.definition
 
     def _define_root(self, root: Root) -> None:
@@ -360,16 +360,16 @@ class DefinitionWriter:
 
     def write_root(self, root: Root) -> None:
         """Define every module of a root, and which roots were found inside others."""
-        for each, _ in self.table.of_root(root):
-            self.of(each)
+        for info, _ in self.table.of_root(root):
+            self.of(info)
         self.write_contained()
 
     def write_contained(self) -> None:
         """Write down which roots were found inside others since the last time."""
         for inner, outer, path in self.table.contained:
-            for each in (inner, outer):
-                if not each.definition:  # it was named before any call of it
-                    self._define_root(each)
+            for root in (inner, outer):
+                if not root.definition:  # it was named before any call of it
+                    self._define_root(root)
             self._recorder.define(
                 "inside", root=inner.definition, **{"in": outer.definition}, path=path
             )

@@ -171,10 +171,10 @@ class Session:
 
     def _report_unmatched_globs(self, tensor_store: TensorStore | None) -> None:
         """Say which globs of the setting `paths` matched no module: likely they are misspelt."""
-        known = self._table.paths()
+        paths = self._table.paths()
         for glob in self._settings.paths:
-            if glob not in ("*", "**") and not any(glob_matches(glob, path) for path in known):
-                near = ", ".join(sorted(known - {""})[:5]) or "none at all"
+            if glob not in ("*", "**") and not any(glob_matches(glob, path) for path in paths):
+                near = ", ".join(sorted(paths - {""})[:5]) or "none at all"
                 note = Note.of(NoteKind.UNMATCHED_GLOB, glob=glob, near=near)
                 self._recorder.error(None, note)
                 if self._rank == 0:

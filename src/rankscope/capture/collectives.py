@@ -136,9 +136,9 @@ class Groups:
 
     def find(self, group: Any) -> tuple[str, tuple[int, ...]]:
         """Return a group's name and global ranks, in its own order."""
-        known = self._known.get(id(group))
-        if known is not None and known[0]() is group:
-            return known[1], known[2]
+        entry = self._known.get(id(group))
+        if entry is not None and entry[0]() is group:
+            return entry[1], entry[2]
         members = group_ranks(group)
         if members is None:  # not made by torch's functions: it knows its own numbers only
             members = tuple(range(int(group.size())))
@@ -153,28 +153,30 @@ def read_method(
     """Return what a call of a process group's method, one of METHODS, says; `args` follow the
     group."""
     form = METHODS[name]
-    taken = [*args, *(kwargs[key] for key in form.names[len(args) :] if key in kwargs)]
+    arguments = [*args, *(kwargs[key] for key in form.names[len(args) :] if key in kwargs)]
     # a single tensor in place of a list of them comes under another keyword
-    taken += [kwargs[key] for key in ("tensor", "input_tensor") if key in kwargs]
-    extra = kwargs.get("opts", taken[form.extra] if len(taken) > form.extra else None)
+    arguments += [kwargs[key] for key in ("tensor", "input_tensor") if key in kwargs]
+    extra = kwargs.get("opts", arguments[form.extra] if len(arguments) > form.extra else None)
     group_name, members = groups.find(group)
     reduce = getattr(extra, "reduceOp", None) or kwargs.get("op")
     if reduce is None and form.op in _REDUCING:
-        reduce = _reduction_among(taken[1:])
+        reduce = _reduction_among(arguments[1:])
     callers = _public_callers()
     is_between_two = form.root == "peer"
     fields: dict[str, Any] = {}
     if form.root:
         root = getattr(extra, "rootRank", None)
         fields[form.root] = _global(
-            members, _root_among(name, taken, kwargs) if root is None else root
+            members, _root_among(name, arguments, kwargs) if root is None else root
         )
     if is_between_two:
-        fields["tag"] = int(taken[-1] if name != "send" or len(taken) > 2 else kwargs["tag"])
+        fields["tag"] = int(
+            arguments[-1] if name != "send" or len(arguments) > 2 else kwargs["tag"]
+        )
         is_async = callers.isdisjoint({"send", "recv"})
     else:
         is_async = bool(getattr(extra, "asyncOp", name != "monitored_barrier"))
-    inputs = _tensors(taken, form.inputs)
+    inputs = _tensors(arguments, form.inputs)
     return Issued(
         Collective(
             op=form.op,
@@ -188,7 +190,7 @@ def read_method(
             **fields,
         ),
         inputs,
-        _tensors(taken, form.outputs),
+        _tensors(arguments, form.outputs),
         0 if is_between_two else _number(group, inputs),
     )
 
@@ -201,16 +203,16 @@ def read_functional(
 ) -> Issued:
     """Return what a call of a functional collective's operator says; `op` is a word of
     FUNCTIONAL's."""
-    taken = [*args, *kwargs.values()]
-    texts = [value for value in taken if isinstance(value, str)]
+    arguments = [*args, *kwargs.values()]
+    texts = [value for value in arguments if isinstance(value, str)]
     group_kinds = (str, torch.distributed.ProcessGroup)
-    named = next(value for value in reversed(taken) if isinstance(value, group_kinds))
+    named = next(value for value in reversed(arguments) if isinstance(value, group_kinds))
     group = group_named(named) if isinstance(named, str) else named
     name, members = groups.find(group)
     src = None
     if op == "broadcast":
-        src = _global(members, next(v for v in taken[1:] if isinstance(v, int)))
-    inputs = _tensors(taken, 0)
+        src = _global(members, next(v for v in arguments[1:] if isinstance(v, int)))
+    inputs = _tensors(arguments, 0)
     return Issued(
         Collective(
             op=op,
@@ -239,14 +241,14 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors_in(each)
+        for item in value:
+            yield from tensors_in(item)
 
 
-def _tensors(taken: Sequence[Any], position: int | None) -> tuple[torch.Tensor, ...]:
-    if position is None or position >= len(taken):
+def _tensors(arguments: Sequence[Any], position: int | None) -> tuple[torch.Tensor, ...]:
+    if position is None or position >= len(arguments):
         return ()
-    return tuple(tensors_in(taken[position]))
+    return tuple(tensors_in(arguments[position]))
 
 
 def _number(group: Any, inputs: Sequence[torch.Tensor]) -> int:
@@ -262,18 +264,18 @@ def _global(members: tuple[int, ...], rank: int | None) -> int | None:
     return members[number] if 0 <= number < len(members) else number
 
 
-def _root_among(name: str, taken: Sequence[Any], kwargs: dict[str, Any]) -> int | None:
+def _root_among(name: str, arguments: Sequence[Any], kwargs: dict[str, Any]) -> int | None:
     if name == "recv_anysource":
         return -1
     for key in ("root", "dstRank", "srcRank"):
         if key in kwargs:
             return int(kwargs[key])
-    return next((int(v) for v in taken[1:] if isinstance(v, Integral)), None)  # also numpy's
+    return next((int(v) for v in arguments[1:] if isinstance(v, Integral)), None)  # also numpy's
 
 
-def _reduction_among(taken: Sequence[Any]) -> Any:
+def _reduction_among(arguments: Sequence[Any]) -> Any:
     kinds = (torch.distributed.ReduceOp, torch.distributed.ReduceOp.RedOpType)
-    return next((value for value in taken if isinstance(value, kinds)), None)
+    return next((value for value in arguments if isinstance(value, kinds)), None)
 
 
 def _reduction(reduce: Any) -> str:

@@ -93,9 +93,9 @@ class _MeshTable:
 
     def find(self, device_mesh: Any) -> tuple[int, Mesh]:
         """Return a number that stands for this mesh, and its record; equal meshes share both."""
-        known = self._known.get(id(device_mesh))
-        if known is not None and known[0]() is device_mesh:
-            return known[1], known[2]
+        entry = self._known.get(id(device_mesh))
+        if entry is not None and entry[0]() is device_mesh:
+            return entry[1], entry[2]
         with invisible_operations():
             ranks = mesh_ranks(device_mesh)
         shape = tuple(int(size) for size in device_mesh.shape)
@@ -125,14 +125,14 @@ class Describer:
         try:
             if kind is _TensorKind.PLAIN:
                 key = (tensor.dtype, tensor.shape, tensor.requires_grad, dispatch_bits(tensor))
-                found = self._known.get(key)
-                if found is None:
-                    found = self._plain(tensor, key)
-                if found.can_digest or found.can_digest_on_device:
+                described = self._known.get(key)
+                if described is None:
+                    described = self._plain(tensor, key)
+                if described.can_digest or described.can_digest_on_device:
                     problem = _problem_of_memory(tensor)
                     if problem is not None:
-                        found = self._unread(tensor, key, problem)
-                return found, tensor
+                        described = self._unread(tensor, key, problem)
+                return described, tensor
             if kind is _TensorKind.DTENSOR:
                 inner, memory = self.describe(dtensor_parts(tensor)[0])
                 return self._around(tensor, inner), memory
@@ -170,15 +170,15 @@ class Describer:
         )
 
     def _kind(self, kind: type) -> _TensorKind:
-        found = _TensorKind.PLAIN
+        tensor_kind = _TensorKind.PLAIN
         if is_dtensor(kind):
-            found = _TensorKind.DTENSOR
+            tensor_kind = _TensorKind.DTENSOR
         elif is_async_collective(kind):
-            found = _TensorKind.ASYNC
+            tensor_kind = _TensorKind.ASYNC
         elif overrides_dispatch(kind):
-            found = _TensorKind.OPAQUE
-        self._kinds[kind] = found
-        return found
+            tensor_kind = _TensorKind.OPAQUE
+        self._kinds[kind] = tensor_kind
+        return tensor_kind
 
     def _keep(self, key: object, described: Described) -> Described:
         if len(self._known) >= _MOST_CACHED:
@@ -189,9 +189,9 @@ class Describer:
     def _plain(self, tensor: torch.Tensor, key: object) -> Described:
         device, reason = str(tensor.device), _why_not(tensor)
         full_key = (key, device, reason)
-        known = self._known.get(full_key)
-        if known is not None:
-            return known
+        described = self._known.get(full_key)
+        if described is not None:
+            return described
         is_on_host = tensor.device.type == "cpu"
         described = Described(
             meta=_meta(dtype_name(tensor.dtype), device, tuple(tensor.shape), reason),
@@ -205,8 +205,8 @@ class Describer:
         return self._keep(key if described.can_digest else full_key, described)
 
     def _unread(self, tensor: torch.Tensor, key: object, problem: str) -> Described:
-        known = self._known.get((problem, key))
-        return known or self._keep((problem, key), self._structure(tensor, problem))
+        described = self._known.get((problem, key))
+        return described or self._keep((problem, key), self._structure(tensor, problem))
 
     def _structure(self, tensor: torch.Tensor, note: str, is_pending: bool = False) -> Described:
         """Return a description without a digest, of whatever a strange tensor is ready to tell."""
@@ -218,9 +218,9 @@ class Describer:
             shape, requires_grad, dtype, device = (), False, "unknown", "unknown"
         note = note[:_MOST_TEXT]
         key = ("structure", shape, requires_grad, dtype, device, note, is_pending)
-        known = self._known.get(key)
-        if known is not None:
-            return known
+        described = self._known.get(key)
+        if described is not None:
+            return described
         meta = _meta(dtype, device, shape, note)
         return self._keep(
             key, Described(meta=meta, requires_grad=requires_grad, is_pending=is_pending)
@@ -291,12 +291,12 @@ def placement_of(placement: Any, dims: int) -> Placement:
 def _words(placement: object) -> str:
     """Return the class and its plain attributes, never a `__repr__` that may print tensors."""
     kind = type(placement)
-    held = {
+    attributes = {
         name: getattr(placement, name, None)
         for name in ("dim", "reduce_op", "norm_type", "offset_dim", "offset_shape")
     }
     inside = ", ".join(
-        f"{name}={describe_leaf(value)}" for name, value in held.items() if value is not None
+        f"{name}={describe_leaf(value)}" for name, value in attributes.items() if value is not None
     )
     return f"{kind.__qualname__}({inside})"[:_MOST_TEXT]
 
@@ -322,10 +322,10 @@ def _ranges(
         )
     except LayoutError as error:
         return None, str(error)[:_MOST_TEXT]
-    held = tuple(sum(stop - start for start, stop in dim) for dim in ranges)
+    lengths = tuple(sum(stop - start for start, stop in dim) for dim in ranges)
     # the shape of an empty shard means nothing: FSDP2 over a zero-width shard has shape (0, 0)
-    if held != local_shape and (0 not in local_shape or 0 not in held):
-        return None, f"local shape {list(local_shape)}, but its placements say {list(held)}"
+    if lengths != local_shape and (0 not in local_shape or 0 not in lengths):
+        return None, f"local shape {list(local_shape)}, but its placements say {list(lengths)}"
     return ranges, None
 
 
@@ -401,12 +401,16 @@ class ParameterMarks:
 
 
 def _megatron(module: torch.nn.Module, parameter: torch.Tensor) -> LayoutMark | None:
-    own: dict[str, Any] = getattr(parameter, "__dict__", {})
-    is_cut = own.get("tensor_model_parallel")
-    is_expert = own.get("allreduce") is False
+    attributes: dict[str, Any] = getattr(parameter, "__dict__", {})
+    is_cut = attributes.get("tensor_model_parallel")
+    is_expert = attributes.get("allreduce") is False
     if is_cut is True:
-        placement = _cut(own.get("partition_dim"), own.get("partition_stride", 1), parameter.dim())
-    elif is_expert or (is_cut is not False and not isinstance(own.get("sequence_parallel"), bool)):
+        placement = _cut(
+            attributes.get("partition_dim"), attributes.get("partition_stride", 1), parameter.dim()
+        )
+    elif is_expert or (
+        is_cut is not False and not isinstance(attributes.get("sequence_parallel"), bool)
+    ):
         return None
     else:
         placement = _WHOLE
@@ -448,18 +452,20 @@ def activation_marks(module: torch.nn.Module) -> Iterator[tuple[str, LayoutMark]
     are those that were applied, whatever the plan says. An older transformers hooks the module
     instead: nothing is yielded, because a value may be read before its hook.
     """
-    theirs = getattr(sys.modules.get(_TP_STYLES), "__dict__", {})
+    style_classes = getattr(sys.modules.get(_TP_STYLES), "__dict__", {})
     forward = module.__dict__.get("forward")
-    if type(forward) is not FunctionType or forward.__globals__ is not theirs:
+    if type(forward) is not FunctionType or forward.__globals__ is not style_classes:
         return
     try:
         inside = [cell.cell_contents for cell in forward.__closure__ or ()]
     except ValueError:  # a cell is empty
         return
-    held: dict[str, Any] = dict(zip(forward.__code__.co_freevars, inside))
-    style: Any = held.get("self")
-    mesh: Any = held.get("mesh")
-    slots = next((own for name, own in _OF_STYLE.items() if theirs.get(name) is type(style)), {})
+    variables: dict[str, Any] = dict(zip(forward.__code__.co_freevars, inside))
+    style: Any = variables.get("self")
+    mesh: Any = variables.get("mesh")
+    slots = next(
+        (slots for name, slots in _OF_STYLE.items() if style_classes.get(name) is type(style)), {}
+    )
     is_mesh = type(mesh) is loaded_class("torch.distributed.device_mesh", "DeviceMesh")
     if not slots or not is_mesh or mesh.ndim != 1:
         return
@@ -467,13 +473,13 @@ def activation_marks(module: torch.nn.Module) -> Iterator[tuple[str, LayoutMark]
         members = mesh_ranks(mesh)
     axis = str((mesh.mesh_dim_names or ("tp",))[0])
     for slot, attribute in slots.items():
-        said: Any = style.__dict__.get(attribute)
-        kind = placement_class(said) if attribute else "Replicate"
-        is_last = kind == "Shard" and said.dim == -1
+        layout: Any = style.__dict__.get(attribute)
+        kind = placement_class(layout) if attribute else "Replicate"
+        is_last = kind == "Shard" and layout.dim == -1
         if kind == "Replicate":
             placement = _WHOLE
-        elif kind == "Shard" and type(said.dim) is int and said.dim >= -1:
-            placement = Placement(kind=PlacementKind.SHARD, dim=max(said.dim, 0))
+        elif kind == "Shard" and type(layout.dim) is int and layout.dim >= -1:
+            placement = Placement(kind=PlacementKind.SHARD, dim=max(layout.dim, 0))
         else:
             continue
         mark = LayoutMark(axis=axis, placement=placement, is_of_last_dim=is_last, members=members)

@@ -96,15 +96,19 @@ class Digester:
         except RuntimeError:  # inference tensors have none
             version = -1
         identity = id(local)
-        at, seen = address, self._seen.get(identity)
+        at, remembered = address, self._seen.get(identity)
         if (
-            seen is not None
-            and seen.raw_hash == raw
-            and seen.version == version
-            and seen.address == at
-            and seen.kind is kind
+            remembered is not None
+            and remembered.raw_hash == raw
+            and remembered.version == version
+            and remembered.address == at
+            and remembered.kind is kind
         ):
-            return seen.reading if seen.reading.reused else self._reuse(identity, seen)
+            return (
+                remembered.reading
+                if remembered.reading.reused
+                else self._reuse(identity, remembered)
+            )
         reading = None
         if kind.bound is not None:
             if array is not None:
@@ -124,10 +128,10 @@ class Digester:
         self._seen[identity] = _RememberedTensor(at, version, raw, kind, reading)
         return reading
 
-    def _reuse(self, identity: int, seen: _RememberedTensor) -> ValueNumbers:
-        again = seen.reading._replace(reused=True)
-        self._seen[identity] = seen._replace(reading=again)
-        return again
+    def _reuse(self, identity: int, remembered: _RememberedTensor) -> ValueNumbers:
+        reading = remembered.reading._replace(reused=True)
+        self._seen[identity] = remembered._replace(reading=reading)
+        return reading
 
     def _add_kind(
         self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, samples: bool, key: object

@@ -116,8 +116,8 @@ class FoldPlan:
     @property
     def held_bytes(self) -> int:
         """Memory this plan may come to hold."""
-        held = sum(segment.held_bytes for segment in self.segments)
-        return held if self.is_simple or self.whole is None else held + self.whole.held_bytes
+        nbytes = sum(segment.held_bytes for segment in self.segments)
+        return nbytes if self.is_simple or self.whole is None else nbytes + self.whole.held_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,18 +146,22 @@ def make_plan(
     """
     if batch_dim is not None and batch_dim < 0:
         batch_dim += len(shape)
-    held: list[Ranges] = [((0, n),) for n in shape] if ranges is None else list(ranges)
+    global_ranges: list[Ranges] = [((0, n),) for n in shape] if ranges is None else list(ranges)
     sizes = list(shape)
     if not sizes:
-        sizes, held, batch_dim = [1], [((0, 1),)], None
+        sizes, global_ranges, batch_dim = [1], [((0, 1),)], None
     if is_complex:
-        sizes, held = [*sizes, 2], [*held, ((0, 2),)]
+        sizes, global_ranges = [*sizes, 2], [*global_ranges, ((0, 2),)]
     if batch_dim is not None and not (
         0 <= batch_dim < len(shape) and 0 < sizes[batch_dim] <= MAX_SAMPLES
     ):
         batch_dim = None
     count = int(np.prod(sizes, dtype=object))
-    batch = None if batch_dim is None else factors(batch_dim, held[batch_dim]).T.astype(np.float64)
+    batch = (
+        None
+        if batch_dim is None
+        else factors(batch_dim, global_ranges[batch_dim]).T.astype(np.float64)
+    )
     plan = partial(
         FoldPlan, count=count, shape=tuple(sizes), batch_factors=batch, batch_dim=batch_dim
     )
@@ -165,24 +169,28 @@ def make_plan(
         return plan(segments=())
     first = 0 if batch_dim is None else batch_dim + 1
     begin, cut = (first, False) if count <= TINY_ELEMENTS else _choose_inner(sizes, first)
-    pieces = _cut(begin, held[begin], sizes[begin]) if cut else [_FoldPiece(None, (), None)]
-    box = partial(_segment, sizes, held, begin, cut, batch_dim)
+    pieces = (
+        _cut(begin, global_ranges[begin], sizes[begin]) if cut else [_FoldPiece(None, (), None)]
+    )
+    box = partial(_segment, sizes, global_ranges, begin, cut, batch_dim)
     if len(pieces) == 1 and pieces[0].local is None:
-        whole = box(pieces[0], None)
-        if whole.rows <= BLOCK_ROWS:
-            plan = partial(plan, whole=whole, batch_rows=_batch_rows(sizes, batch_dim, whole.rows))
+        segment = box(pieces[0], None)
+        if segment.rows <= BLOCK_ROWS:
+            plan = partial(
+                plan, whole=segment, batch_rows=_batch_rows(sizes, batch_dim, segment.rows)
+            )
             if count <= BLOCK_ELEMENTS:
-                is_per_sample = batch_dim == 0 and len(whole.outer) == 1
-                return plan(segments=(whole,), is_simple=True, is_per_sample=is_per_sample)
+                is_per_sample = batch_dim == 0 and len(segment.outer) == 1
+                return plan(segments=(segment,), is_simple=True, is_per_sample=is_per_sample)
     indices: Sequence[int | None] = [None] if batch_dim is None else range(sizes[batch_dim])
     return plan(segments=tuple(box(piece, index) for index in indices for piece in pieces))
 
 
 def multiply_rows(rows: int, inner: int) -> int:
     """Return how many rows to multiply at a time to stay below the threshold for threads."""
-    most = max(1, MULTIPLY_ELEMENTS // inner)
-    even = -(-rows // -(-rows // most))
-    return even if rows % even == 0 else min(most, rows)
+    limit = max(1, MULTIPLY_ELEMENTS // inner)
+    even = -(-rows // -(-rows // limit))
+    return even if rows % even == 0 else min(limit, rows)
 
 
 def sum_width(rows: int, inner: int) -> int:
@@ -210,10 +218,10 @@ def _choose_inner(sizes: list[int], first: int) -> tuple[int, bool]:
     return min(begin, len(sizes)), False
 
 
-def _cut(dim: int, held: Ranges, size: int) -> list[_FoldPiece]:
+def _cut(dim: int, ranges: Ranges, size: int) -> list[_FoldPiece]:
     pieces: list[_FoldPiece] = []
     position = 0
-    for start, stop in held:
+    for start, stop in ranges:
         low = min(-(-start // RADIX) * RADIX, stop)
         high = max(stop // RADIX * RADIX, low)
         for begin, end in ((start, low), (low, high), (high, stop)):
@@ -227,7 +235,7 @@ def _cut(dim: int, held: Ranges, size: int) -> list[_FoldPiece]:
             else:
                 pieces.append(_FoldPiece(local, ((begin, end),), None))
     if len(pieces) > _MOST_PIECES:
-        return [_FoldPiece(None, held, None)]
+        return [_FoldPiece(None, ranges, None)]
     if len(pieces) == 1 and pieces[0].local == slice(0, size):
         return [_FoldPiece(None, pieces[0].columns, pieces[0].rows)]
     return pieces
@@ -235,7 +243,7 @@ def _cut(dim: int, held: Ranges, size: int) -> list[_FoldPiece]:
 
 def _segment(
     sizes: list[int],
-    held: list[Ranges],
+    global_ranges: list[Ranges],
     begin: int,
     cut: bool,
     batch_dim: int | None,
@@ -243,11 +251,11 @@ def _segment(
     sample: int | None,
 ) -> FoldSegment:
     """Return one segment; the batch dim's factor is left out (one row of ones for each sample)."""
-    columns = [(d, held[d]) for d in range(begin + cut, len(sizes))]
+    columns = [(d, global_ranges[d]) for d in range(begin + cut, len(sizes))]
     if cut:
         columns.insert(0, (begin, piece.columns))
     matrix = np.ascontiguousarray(product_factors(columns).T)
-    outer = [factors(dim, held[dim]) for dim in range(begin) if dim != batch_dim]
+    outer = [factors(dim, global_ranges[dim]) for dim in range(begin) if dim != batch_dim]
     if batch_dim is not None and batch_dim < begin:
         samples = sizes[batch_dim] if sample is None else 1
         outer.insert(batch_dim, np.ones((SKETCH_SIZE, samples), dtype=np.float32))

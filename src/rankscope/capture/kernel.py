@@ -143,10 +143,10 @@ class BoundKernel:
 
     __slots__ = ("_held", "_look", "_plan")
 
-    def __init__(self, look: Any, plan: _KernelPlan, held: tuple[object, ...]) -> None:
+    def __init__(self, look: Any, plan: _KernelPlan, tables: tuple[object, ...]) -> None:
         self._look = look
         self._plan = ctypes.addressof(plan)
-        self._held = (plan, held)
+        self._held = (plan, tables)
 
     def look(self, address: int, into: Workspace) -> tuple[Any, ...] | None:
         """Look at the contiguous stored words at `address`: return low, high, mean, std, norm,
@@ -226,11 +226,11 @@ def gives_numpys_numbers(kernel: Kernel) -> bool:
     workspace = Workspace()
     for kind, stored, values in _specimens(words, table):
         bound = kernel.bind(kind, (1, samples, rows // samples), matrix, weights, batch, table)
-        found = bound.look(stored.ctypes.data, workspace)
-        if found is None:
+        numbers = bound.look(stored.ctypes.data, workspace)
+        if numbers is None:
             return False
-        got = found[:5]
-        sketch, (zero, has_minus_zero) = found[6:14], found[14:]
+        got = numbers[:5]
+        sketch, (zero, has_minus_zero) = numbers[6:14], numbers[14:]
         sums = (values.reshape(rows, inner) @ matrix.astype(np.float64)) * weights
         per_sample = sums.reshape(samples, -1, SKETCH_SIZE).sum(axis=1)
         norm = float(np.linalg.norm(values))
@@ -360,19 +360,19 @@ def _library_name() -> str | None:
 
 def _processor() -> str:
     """Return what tells machines apart that cannot run each other's code."""
-    wanted = ("flags", "features", "model name", "vendor_id", "cpu family", "model",
+    keys = ("flags", "features", "model name", "vendor_id", "cpu family", "model",
               "cpu implementer", "cpu architecture", "cpu part", "isa")  # fmt: skip
-    found = [platform.machine()]
+    facts = [platform.machine()]
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             for line in lines:
-                if not line.strip() and len(found) > 1:
+                if not line.strip() and len(facts) > 1:
                     break
-                if line.partition(":")[0].strip().lower() in wanted:
-                    found.append(line.strip())
+                if line.partition(":")[0].strip().lower() in keys:
+                    facts.append(line.strip())
     except OSError:
-        found.append(platform.processor())
-    return "\n".join(found)
+        facts.append(platform.processor())
+    return "\n".join(facts)
 
 
 def _compiler() -> list[str] | None:
@@ -413,13 +413,13 @@ def _compile(compiler: list[str], path: Path, deadline: float) -> bool:
 
 def _checked(path: Path) -> Kernel | None:
     """Return the library at `path` if it loads and gives numpy's numbers; it is asked once."""
-    found = _TRUSTED.get(path)
-    if found is None:
+    kernel = _TRUSTED.get(path)
+    if kernel is None:
         try:
-            found = Kernel(path)
+            kernel = Kernel(path)
         except (OSError, AttributeError):
             return None
-        if not gives_numpys_numbers(found):
+        if not gives_numpys_numbers(kernel):
             return None
-        _TRUSTED[path] = found
-    return found
+        _TRUSTED[path] = kernel
+    return kernel

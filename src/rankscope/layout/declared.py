@@ -86,27 +86,27 @@ def believed_groups(
         candidates: {rank: groups it may be}.
         cut: of every cut parameter that is no constant {rank: hash of what it held at setup}.
     """
-    every = {group for groups in candidates.values() for group in groups if len(group) > 1}
+    groups_named = {group for groups in candidates.values() for group in groups if len(group) > 1}
     cut = list(cut)
-    proven = {group for group in every if _holds_parts(group, cut)}
-    own = {
+    proven = {group for group in groups_named if _holds_parts(group, cut)}
+    groups_of_rank = {
         rank: {g for g in groups if g in proven and rank in g}
         for rank, groups in candidates.items()
     }
-    found = {rank: groups.pop() for rank, groups in own.items() if len(groups) == 1}
+    certain = {rank: groups.pop() for rank, groups in groups_of_rank.items() if len(groups) == 1}
     # a group is one only where all of its ranks take it for theirs
-    return {r: g for r, g in found.items() if all(found.get(member) == g for member in g)}
+    return {r: g for r, g in certain.items() if all(certain.get(member) == g for member in g)}
 
 
 def _holds_parts(group: Members, cut: Iterable[Mapping[int, int]]) -> bool:
-    apart = alike = 0
+    distinct = equal = 0
     for hashes in cut:
-        held = [hashes[rank] for rank in group if rank in hashes]
-        if len(held) > 1:
-            is_apart = len(set(held)) == len(held) == len(group)
-            apart += is_apart
-            alike += not is_apart
-    return apart > alike
+        values = [hashes[rank] for rank in group if rank in hashes]
+        if len(values) > 1:
+            is_apart = len(set(values)) == len(values) == len(group)
+            distinct += is_apart
+            equal += not is_apart
+    return distinct > equal
 
 
 _Coordinate = tuple[int, ...]
@@ -137,10 +137,10 @@ def declared_pieces(
     outside = sorted(set(shapes) - set(mesh.ranks))
     if outside:
         raise LayoutError(f"rank {outside[0]} is not on the declared axes {list(mesh.axes)}")
-    held = {rank: tuple(shape) for rank, shape in shapes.items()}
+    local_shapes = {rank: tuple(shape) for rank, shape in shapes.items()}
     if not placements:
         layout = Layout(source=LayoutSource.UNKNOWN)
-        return {rank: Piece(shape=shape, layout=layout) for rank, shape in held.items()}
+        return {rank: Piece(shape=shape, layout=layout) for rank, shape in local_shapes.items()}
     pieces: dict[int, Piece] = {}
     described = tuple(axis for axis in mesh.axes if axis in placements)
     extents = tuple(size for axis, size in zip(mesh.axes, mesh.shape) if axis in placements)
@@ -149,47 +149,56 @@ def declared_pieces(
         layout = Layout(
             source=source, mesh=row, placements=tuple(placements[axis] for axis in row.axes)
         )
-        pieces |= _pieces_of(layout, row, {r: held[r] for r in row.ranks if r in held})
+        pieces |= _pieces_of(
+            layout, row, {r: local_shapes[r] for r in row.ranks if r in local_shapes}
+        )
     return pieces
 
 
-def _pieces_of(layout: Layout, mesh: Mesh, held: Mapping[int, _Shape]) -> dict[int, Piece]:
+def _pieces_of(layout: Layout, mesh: Mesh, local_shapes: Mapping[int, _Shape]) -> dict[int, Piece]:
     try:
-        found = _places(layout, mesh, held)
+        places = _places(layout, mesh, local_shapes)
     except LayoutError as error:
-        return {r: Piece(shape=s, layout=layout, refusal=str(error)) for r, s in held.items()}
-    whole = tuple(sum(map(length_of, dim.values())) for dim in found)
+        return {
+            r: Piece(shape=s, layout=layout, refusal=str(error)) for r, s in local_shapes.items()
+        }
+    global_shape = tuple(sum(map(length_of, dim.values())) for dim in places)
     at_rank = {rank: at for at, rank in mesh.places()}
     return {
         rank: Piece(
             shape=shape,
             layout=layout,
-            global_shape=whole,
+            global_shape=global_shape,
             ranges=tuple(
                 parts[tuple(at_rank[rank][axis] for axis in _cutting(layout, dim))]
-                for dim, parts in enumerate(found)
+                for dim, parts in enumerate(places)
             ),
         )
-        for rank, shape in held.items()
+        for rank, shape in local_shapes.items()
     }
 
 
 def _places(
-    layout: Layout, mesh: Mesh, held: Mapping[int, _Shape]
+    layout: Layout, mesh: Mesh, local_shapes: Mapping[int, _Shape]
 ) -> list[dict[_Coordinate, Ranges]]:
-    solid = [shape for shape in held.values() if 0 not in shape] or list(held.values())
+    solid = [shape for shape in local_shapes.values() if 0 not in shape] or list(
+        local_shapes.values()
+    )
     dims = {len(shape) for shape in solid}
     if len(dims) > 1:
         raise LayoutError("the ranks hold values of different numbers of dims")
     count = max(dims, default=0)
     beyond = [p for p in layout.placements if p.dim is not None and p.dim >= count]
-    if beyond and held:
+    if beyond and local_shapes:
         raise LayoutError(f"{beyond[0]} cannot cut a value of {count} dims")
-    return [_offsets(layout, mesh, dim, _lengths(layout, mesh, dim, held)) for dim in range(count)]
+    return [
+        _offsets(layout, mesh, dim, _lengths(layout, mesh, dim, local_shapes))
+        for dim in range(count)
+    ]
 
 
 def _lengths(
-    layout: Layout, mesh: Mesh, dim: int, held: Mapping[int, _Shape]
+    layout: Layout, mesh: Mesh, dim: int, local_shapes: Mapping[int, _Shape]
 ) -> dict[_Coordinate, int]:
     """Return how much of a dim each place along its axes holds, as its ranks' shapes say. The shape
     of an empty piece counts only where there is no other."""
@@ -198,7 +207,7 @@ def _lengths(
         members.setdefault(tuple(at[a] for a in _cutting(layout, dim)), []).append(rank)
     lengths = {}
     for place, ranks in members.items():
-        present = [held[rank] for rank in ranks if rank in held]
+        present = [local_shapes[rank] for rank in ranks if rank in local_shapes]
         if not present:
             raise LayoutError(
                 f"{ranks_words(ranks)} recorded nothing, so what others hold has no offset"
@@ -226,14 +235,14 @@ def _offsets(
     total = sum(lengths.values())
     cuts = [replace(layout.placements[axis], dim=0) for axis in axes]
     extents = [mesh.shape[axis] for axis in axes]
-    found = {place: global_ranges((total,), extents, place, cuts)[0] for place in lengths}
-    wanted = {place: length_of(part) for place, part in found.items()}
-    if wanted != lengths:
+    ranges = {place: global_ranges((total,), extents, place, cuts)[0] for place in lengths}
+    expected = {place: length_of(part) for place, part in ranges.items()}
+    if expected != lengths:
         raise LayoutError(
-            f"dim {dim}: a strided shard of {total} is {list(wanted.values())} long, "
+            f"dim {dim}: a strided shard of {total} is {list(expected.values())} long, "
             f"the ranks hold {list(lengths.values())}"
         )
-    return found
+    return ranges
 
 
 def _cutting(layout: Layout, dim: int) -> list[int]:

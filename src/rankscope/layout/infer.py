@@ -52,23 +52,23 @@ _PATTERNS: Final = {kind: re.compile(rf"(^|_)({words})(_|\d|$)") for kind, words
 
 def named_as(axis: str) -> AxisName:
     """Return what an axis' name says: `dp_shard` is data, `tp0` is not, `dp_shard_cp` is not."""
-    found = (kind for kind, words in _PATTERNS.items() if words.search(axis.lower()))
-    return next(found, AxisName.NOTHING)
+    kinds = (kind for kind, words in _PATTERNS.items() if words.search(axis.lower()))
+    return next(kinds, AxisName.NOTHING)
 
 
 def lines_along(mesh: Mesh, axes: Collection[str]) -> list[tuple[int, ...]]:
     """Return the ranks along some axes in order of the mesh, for every place on the others."""
-    others = [at for at, axis in enumerate(mesh.axes) if axis not in axes]
+    other_axes = [at for at, axis in enumerate(mesh.axes) if axis not in axes]
     lines: dict[tuple[int, ...], list[int]] = {}
     for place, rank in mesh.places():
-        lines.setdefault(tuple(place[at] for at in others), []).append(rank)
+        lines.setdefault(tuple(place[at] for at in other_axes), []).append(rank)
     return [tuple(line) for line in lines.values()]
 
 
 def flat_mesh(ranks: Iterable[int]) -> Mesh:
     """Return one axis, "data", over all of these ranks."""
-    every = tuple(sorted(ranks))
-    return Mesh(axes=(_OWN_AXIS,), shape=(len(every),), ranks=every)
+    members = tuple(sorted(ranks))
+    return Mesh(axes=(_OWN_AXIS,), shape=(len(members),), ranks=members)
 
 
 def largest_mesh(parameters: Iterable[HeldParameter], ranks: frozenset[int]) -> Mesh:
@@ -79,8 +79,8 @@ def largest_mesh(parameters: Iterable[HeldParameter], ranks: frozenset[int]) -> 
         if best and len(best.axes) >= len(parameter.placements):
             continue
         family = [mesh for mesh in parameter.meshes if ranks.issuperset(mesh.ranks)]
-        held = [rank for mesh in family for rank in mesh.ranks]
-        if family and len(held) == len(set(held)) == len(ranks):
+        members = [rank for mesh in family for rank in mesh.ranks]
+        if family and len(members) == len(set(members)) == len(ranks):
             best = _stacked(family)
     return best or flat_mesh(ranks)
 
@@ -90,9 +90,9 @@ def _stacked(family: Iterable[Mesh]) -> Mesh:
     first = rows[0]
     if len(rows) == 1:
         return first
-    own = _OWN_AXIS if _OWN_AXIS not in first.axes else f"{_OWN_AXIS}_outer"
+    axis = _OWN_AXIS if _OWN_AXIS not in first.axes else f"{_OWN_AXIS}_outer"
     return Mesh(
-        axes=(own, *first.axes),
+        axes=(axis, *first.axes),
         shape=(len(rows), *first.shape),
         ranks=tuple(itertools.chain.from_iterable(mesh.ranks for mesh in rows)),
     )
@@ -155,7 +155,7 @@ def axes_of(
         AxisFacts(
             axis=axis,
             use=_use_of(axis, lines, parameters, wrappers),
-            has_other_inputs=any(differ_along(lines, each) for each in inputs),
+            has_other_inputs=any(differ_along(lines, prints) for prints in inputs),
         )
         for axis, lines in lines_of.items()
     ]
@@ -184,14 +184,14 @@ def _use_of(
     parameters: Iterable[HeldParameter],
     wrappers: Collection[str],
 ) -> AxisUse | None:
-    whole = cut = proofs = 0
+    replicated = cut = proofs = 0
     for parameter in parameters:
         placement = parameter.placements.get(axis)
         if placement is not None:
             if placement.dim is not None:
                 cut += 1
             elif placement.kind is PlacementKind.REPLICATE:
-                whole += 1
+                replicated += 1
                 proofs += 1
             else:
                 return None
@@ -202,5 +202,7 @@ def _use_of(
         cut += different
         proofs += not parameter.is_constant
     if cut:
-        return AxisUse.FSDP_SHARDS if not whole and not _WRAPPERS.isdisjoint(wrappers) else None
+        return (
+            AxisUse.FSDP_SHARDS if not replicated and not _WRAPPERS.isdisjoint(wrappers) else None
+        )
     return AxisUse.REPLICAS if proofs else None

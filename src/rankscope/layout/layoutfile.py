@@ -108,8 +108,8 @@ class LayoutFile:
         if not isinstance(listed, list):
             raise LayoutError(f"layout file {name}: write [[layout]] with two brackets")
         entries = tuple(
-            _entry(number, each, axes, f"layout file {name}: entry {number}")
-            for number, each in enumerate(listed, 1)
+            _entry(number, table, axes, f"layout file {name}: entry {number}")
+            for number, table in enumerate(listed, 1)
         )
         return cls(name=name, text=text, axes=axes, entries=entries)
 
@@ -133,18 +133,18 @@ class LayoutFile:
     def placements(self, path: str, slot: str) -> dict[str, Placement]:
         """Return {axis: placement} of a slot, {} where no entry describes it. Raises LayoutError
         where two entries place it differently; names both."""
-        found: dict[str, tuple[Placement, LayoutEntry]] = {}
+        by_axis: dict[str, tuple[Placement, LayoutEntry]] = {}
         for entry in self.entries:
             if not entry.describes(path, slot):
                 continue
             for axis, placement in entry.placements.items():
-                known = found.setdefault(axis, (placement, entry))
-                if known[0] != placement:
+                first = by_axis.setdefault(axis, (placement, entry))
+                if first[0] != placement:
                     raise LayoutError(
-                        f"layout file {self.name}: {known[1]} and {entry} give "
+                        f"layout file {self.name}: {first[1]} and {entry} give "
                         f"{path or '(root)'}:{slot} different placements along {axis}"
                     )
-        return {axis: placement for axis, (placement, _) in found.items()}
+        return {axis: placement for axis, (placement, _) in by_axis.items()}
 
 
 def _axes(text: object, name: str) -> dict[str, int]:
@@ -153,7 +153,7 @@ def _axes(text: object, name: str) -> dict[str, int]:
         raise LayoutError(message)
     axes: dict[str, int] = {}
     for part in text.split(","):
-        axis, _, size = (each.strip() for each in part.partition("="))
+        axis, _, size = (word.strip() for word in part.partition("="))
         if not axis or not _SIZE.fullmatch(size) or axis in axes:
             raise LayoutError(message)
         axes[axis] = int(size)
@@ -162,8 +162,8 @@ def _axes(text: object, name: str) -> dict[str, int]:
 
 def _entry(number: int, data: Any, axes: Mapping[str, int], where: str) -> LayoutEntry:
     if not isinstance(data, dict) or set(data) != _KEYS:
-        given = ", ".join(sorted(data)) if isinstance(data, dict) else data
-        raise LayoutError(f"{where} has {given or 'nothing'}: write path, slot and placements")
+        keys = ", ".join(sorted(data)) if isinstance(data, dict) else data
+        raise LayoutError(f"{where} has {keys or 'nothing'}: write path, slot and placements")
     path, slot, texts = data["path"], data["slot"], data["placements"]
     if not isinstance(path, str) or not isinstance(slot, str):
         raise LayoutError(f"{where}: path and slot are texts")
@@ -190,11 +190,11 @@ def _entry(number: int, data: Any, axes: Mapping[str, int], where: str) -> Layou
 def layout_given(run: Mapping[str, Any]) -> tuple[LayoutFile, Mesh] | str | None:
     """Return the layout file in a run header with its axes over all ranks; in words why it is of no
     use, or None where there is none (or one rank, which holds everything whole)."""
-    given = run.get("layout")
-    if given is None or int(run["world_size"]) < 2:
+    declared = run.get("layout")
+    if declared is None or int(run["world_size"]) < 2:
         return None
     try:
-        layouts = LayoutFile.parse(str(given["text"]), str(given["file"]))
+        layouts = LayoutFile.parse(str(declared["text"]), str(declared["file"]))
         return layouts, layouts.mesh(int(run["world_size"]))
     except LayoutError as error:
         return f"{error}; it is not used"

@@ -161,27 +161,27 @@ def parse_placement(text: str) -> Placement:
 
     Cached: a trace has few texts and thousands of values.
     """
-    other = Placement(kind=PlacementKind.OTHER, text=text)
-    found = _TEXT.match(text.strip())
-    kind = _BY_NAME.get(found[1]) if found else None
+    unread = Placement(kind=PlacementKind.OTHER, text=text)
+    match = _TEXT.match(text.strip())
+    kind = _BY_NAME.get(match[1]) if match else None
     facts = kind.facts if kind else None
-    if found is None or kind is None or facts is None:
-        return other
-    parts = [part.strip() for part in found[2].split(",") if part.strip()]
-    given = [part.split("=")[-1].strip().strip("'\"") for part in parts]
-    if len(given) > len(facts.arguments):
-        return other
-    values: dict[str, Any] = dict(zip(facts.arguments, given))
+    if match is None or kind is None or facts is None:
+        return unread
+    parts = [part.strip() for part in match[2].split(",") if part.strip()]
+    words = [part.split("=")[-1].strip().strip("'\"") for part in parts]
+    if len(words) > len(facts.arguments):
+        return unread
+    values: dict[str, Any] = dict(zip(facts.arguments, words))
     for name in facts.arguments:
         value = values.setdefault(name, _UNTOLD.get(name))
         if name != "reduce_op" and isinstance(value, str):
             if not _WHOLE.fullmatch(value):
-                return other
+                return unread
             values[name] = int(value)
             if name == "split_factor" and values[name] > _MOST_SPLITS:
-                return other
+                return unread
         elif value is None:
-            return other
+            return unread
     return Placement(kind=kind, **values)
 
 
@@ -276,16 +276,16 @@ def global_ranges(
     Source: the sharding rules of torch.distributed.tensor, restated over lists of ranges because
     torch's own helper returns only the first offset of a strided shard.
     """
-    held: list[Ranges] = [((0, size),) if size else () for size in global_shape]
+    ranges: list[Ranges] = [((0, size),) if size else () for size in global_shape]
     for extent, index, placement in zip(mesh_shape, coordinate, placements, strict=True):
         if placement.dim is None:
             continue
-        if placement.dim >= len(held):
-            raise LayoutError(f"{placement} cannot cut a tensor of {len(held)} dims")
-        own, count = held[placement.dim], placement.split_factor
-        pieces = (_chunk(own, count, number) for number in range(count))
-        held[placement.dim] = _join(_chunk(piece, extent, index) for piece in pieces)
-    return tuple(held)
+        if placement.dim >= len(ranges):
+            raise LayoutError(f"{placement} cannot cut a tensor of {len(ranges)} dims")
+        before, count = ranges[placement.dim], placement.split_factor
+        pieces = (_chunk(before, count, number) for number in range(count))
+        ranges[placement.dim] = _join(_chunk(piece, extent, index) for piece in pieces)
+    return tuple(ranges)
 
 
 def length_of(ranges: Ranges) -> int:
@@ -295,14 +295,14 @@ def length_of(ranges: Ranges) -> int:
 
 def _slice(ranges: Ranges, start: int, stop: int) -> Ranges:
     """Return the elements start..stop of an index list, counted from its own beginning."""
-    taken, position = [], 0
+    pieces, position = [], 0
     for first, last in ranges:
         low = max(start - position, 0)
         high = min(stop - position, last - first)
         if low < high:
-            taken.append((first + low, first + high))
+            pieces.append((first + low, first + high))
         position += last - first
-    return tuple(taken)
+    return tuple(pieces)
 
 
 def _chunk(ranges: Ranges, count: int, index: int) -> Ranges:

@@ -57,34 +57,34 @@ class Collective:
 
     def as_fields(self) -> dict[str, Any]:
         """Return the fields as definitions and trees hold them: what does not apply is left out."""
-        found: dict[str, Any] = {}
+        fields_said: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if value != field.default or field.name in _ALWAYS_SAID:
                 name = field.name.removeprefix("is_")
-                found[name] = list(value) if field.name == "members" else value
-        return found
+                fields_said[name] = list(value) if field.name == "members" else value
+        return fields_said
 
     @classmethod
-    def from_fields(cls, given: Mapping[str, Any]) -> Collective:
+    def from_fields(cls, data: Mapping[str, Any]) -> Collective:
         """Return the collective of `as_fields`.
 
         Raises:
             KeyError, TypeError, ValueError: the fields are not those of one.
         """
         names = ("src", "dst", "peer", "tag")
-        numbers = {name: int(given[name]) for name in names if given.get(name) is not None}
+        numbers = {name: int(data[name]) for name in names if data.get(name) is not None}
         return cls(
-            op=str(given["op"]),
-            reduce=None if given.get("reduce") is None else str(given["reduce"]),
-            group=str(given["group"]),
-            members=tuple(map(int, given["members"])),
-            is_async=bool(given["async"]),
+            op=str(data["op"]),
+            reduce=None if data.get("reduce") is None else str(data["reduce"]),
+            group=str(data["group"]),
+            members=tuple(map(int, data["members"])),
+            is_async=bool(data["async"]),
             **numbers,
-            is_object=bool(given.get("object", False)),
-            issuer=str(given["issuer"]),
-            since=str(given.get("since", "")),
-            at=str(given.get("at", "")),
+            is_object=bool(data.get("object", False)),
+            issuer=str(data["issuer"]),
+            since=str(data.get("since", "")),
+            at=str(data.get("at", "")),
         )
 
 

@@ -139,10 +139,12 @@ def _of_fact(fact: object) -> Note | None:
 @lru_cache(maxsize=1024)
 def _of_sentence(text: str) -> Note:
     for kind, pattern in _PATTERNS.items():
-        found = pattern.fullmatch(text)
-        if found:
+        match = pattern.fullmatch(text)
+        if match:
             types = _FIELDS[kind].values()
-            return Note(kind, tuple(made(value) for made, value in zip(types, found.groups())))
+            return Note(
+                kind, tuple(convert(value) for convert, value in zip(types, match.groups()))
+            )
     return Note.words(text)
 
 

@@ -136,12 +136,12 @@ def parse_ranks(text: str, world_size: int = MAX_RANKS) -> tuple[int, ...]:
     ranks: list[int] = []
     behind = 0
     for part in filter(None, text.split(",")):
-        found = _PART.fullmatch(part)
-        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        match = _PART.fullmatch(part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not behind <= first <= last < world_size:
-            shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+            excerpt = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
             raise TraceError(
-                f"{shown!r} is no list of ranks in a world of {world_size}: expected one like 0-3,8"
+                f"{excerpt!r} is no list of ranks in a world of {world_size}: expected one like 0-3,8"
             )
         ranks.extend(range(first, last + 1))
         behind = last + 1
@@ -198,7 +198,7 @@ class RankPlace:
 
 def alike_places(places: Mapping[int, RankPlace]) -> list[tuple[RankPlace, tuple[int, ...]]]:
     """Return each place with its ranks, in order of the lowest rank."""
-    alike: dict[RankPlace, list[int]] = {}
+    ranks_by_place: dict[RankPlace, list[int]] = {}
     for rank, place in sorted(places.items()):
-        alike.setdefault(place, []).append(rank)
-    return [(place, tuple(ranks)) for place, ranks in alike.items()]
+        ranks_by_place.setdefault(place, []).append(rank)
+    return [(place, tuple(ranks)) for place, ranks in ranks_by_place.items()]

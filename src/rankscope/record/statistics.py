@@ -144,8 +144,8 @@ class Combined:
 
     def number(self, name: str) -> float | int | None:
         """Return a statistic by its name in the table, None where it is not known."""
-        found: float | int | None = self.added[name] if name in self.added else getattr(self, name)
-        return found
+        value: float | int | None = self.added[name] if name in self.added else getattr(self, name)
+        return value
 
     @property
     def is_known(self) -> bool:

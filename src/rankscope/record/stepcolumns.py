@@ -145,7 +145,7 @@ COLUMNS: Final[Mapping[str, Column]] = {
 DIGEST: Final = tuple(
     sorted(
         (column for column in COLUMNS.values() if column.told is Told.DIGEST),
-        key=lambda column: column.own_name not in {each.name for each in STATISTICS},
+        key=lambda column: column.own_name not in {statistic.name for statistic in STATISTICS},
     )
 )
 """Numbers of a value in tree.json and exports: the statistics, then the others."""
@@ -153,5 +153,5 @@ DIGEST: Final = tuple(
 
 def told(table: str) -> tuple[Column, ...]:
     """Return the columns of a table that exports say under their own names."""
-    others = [c for c in COLUMNS.values() if c.table == table and c.told is Told.EXPORTS]
-    return (*others, *(column for column in DIGEST if column.table == table))
+    exported = [c for c in COLUMNS.values() if c.table == table and c.told is Told.EXPORTS]
+    return (*exported, *(column for column in DIGEST if column.table == table))

@@ -98,25 +98,25 @@ class StepSelection:
         periods: list[int] = []
         file: Path | None = None
         last = 0
-        given: dict[Trigger, list[Any]] = {}
+        options_given: dict[Trigger, list[Any]] = {}
         parts = [part.strip() for part in text.split(",")]
         for number, part in enumerate(parts):
-            word, colon, rest = part.partition(":")
+            word, colon, argument = part.partition(":")
             if part == "all":
                 periods.append(1)
             elif colon and word == "every":
-                periods.append(_count("every", rest, "every:100"))
+                periods.append(_count("every", argument, "every:100"))
             elif colon and word == "last":
-                last = _count("last", rest, "last:20")
+                last = _count("last", argument, "last:20")
             elif colon and word in TRIGGER_WORDS:
                 trigger = TRIGGER_WORDS[word]
-                given.setdefault(trigger, []).append(trigger.value.parse(rest))
+                options_given.setdefault(trigger, []).append(trigger.value.parse(argument))
             elif colon and word == "at":
                 if file is not None:
                     raise SettingError(f"{text!r} names two files: leave an at: away")
-                file = Path(rest) if is_known else _file(rest)
+                file = Path(argument) if is_known else _file(argument)
                 parts[number] = f"at:{file}"
-            elif Trigger.WATCHED in given and not _RANGE.fullmatch(part):
+            elif Trigger.WATCHED in options_given and not _RANGE.fullmatch(part):
                 raise SettingError(
                     f"{part!r} is not a step: each value has a watch: of its own, like watch:{part}"
                 )
@@ -126,14 +126,14 @@ class StepSelection:
             raise SettingError(
                 f"{text!r} holds steps back and sends others: write last:N without them"
             )
-        if given and not last:
-            option = next(iter(given)).value.option
+        if options_given and not last:
+            option = next(iter(options_given)).value.option
             raise SettingError(f"{text!r} has {option}, which only last:N waits for")
         options: dict[Trigger, tuple[Any, ...]] = {}
         for trigger in TRIGGER_WORDS.values() if last else ():
             facts = trigger.value
             default = [facts.parse(facts.default)] if facts.default else []
-            options[trigger] = tuple(dict.fromkeys(given.get(trigger, default)))
+            options[trigger] = tuple(dict.fromkeys(options_given.get(trigger, default)))
         if last and options[Trigger.WATCHED] and not options[Trigger.SPIKE][-1]:
             raise SettingError(f"{text!r} watches a value and never looks: leave spike:0 away")
         return cls(",".join(parts), tuple(ranges), tuple(periods), file, last, options)
@@ -145,17 +145,17 @@ def rank_ranges(text: str) -> tuple[tuple[int, int], ...]:
     Raises:
         SettingError: the text is something else; names the setting.
     """
-    how = "write ranks as 0-3,8 or all"
-    return tuple(_range("a rank", part.strip(), how) for part in text.split(","))
+    remedy = "write ranks as 0-3,8 or all"
+    return tuple(_range("a rank", part.strip(), remedy) for part in text.split(","))
 
 
-def _range(noun: str, part: str, how: str) -> tuple[int, int]:
-    found = _RANGE.fullmatch(part)
-    if not found:
-        raise SettingError(f"{part!r} is not {noun}: {how}")
-    if max(len(number or "") for number in found.groups()) > _MOST_DIGITS:
-        raise SettingError(f"{part!r} is out of range: {how}")
-    first, last = int(found[1]), int(found[2] or found[1])
+def _range(noun: str, part: str, remedy: str) -> tuple[int, int]:
+    match = _RANGE.fullmatch(part)
+    if not match:
+        raise SettingError(f"{part!r} is not {noun}: {remedy}")
+    if max(len(number or "") for number in match.groups()) > _MOST_DIGITS:
+        raise SettingError(f"{part!r} is out of range: {remedy}")
+    first, last = int(match[1]), int(match[2] or match[1])
     if last < first:
         raise SettingError(f"{part} ends before it begins: write {last}-{first}")
     return first, last

@@ -114,8 +114,8 @@ class Digest:
 
     def number(self, name: str) -> float | int:
         """Return a statistic by its name in the table."""
-        found: float | int = self.added[name] if name in self.added else getattr(self, name)
-        return found
+        value: float | int = self.added[name] if name in self.added else getattr(self, name)
+        return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,7 +262,7 @@ class TensorFacts:
 
     def as_fields(self) -> dict[str, Any]:
         """Return how a step says it: what does not apply is left out."""
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "dtype": self.dtype,
             "device": self.device,
             "shape": list(self.shape),
@@ -270,14 +270,14 @@ class TensorFacts:
             "source": self.source,
         }
         if self.mesh:
-            found |= {"mesh": self.mesh, "placements": dict(self.placements)}
+            fields |= {"mesh": self.mesh, "placements": dict(self.placements)}
         if self.ranges is not None:
-            found["ranges"] = [[list(each) for each in dim] for dim in self.ranges]
+            fields["ranges"] = [[list(span) for span in dim] for dim in self.ranges]
         if self.note is not None:
-            found["note"] = self.note
+            fields["note"] = self.note
         if self.requires_grad:
-            found["requires_grad"] = True
-        return found
+            fields["requires_grad"] = True
+        return fields
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> TensorFacts:
@@ -286,12 +286,16 @@ class TensorFacts:
         Raises:
             KeyError, TypeError, ValueError, AttributeError: the fields are not those of one.
         """
-        whole, ranges, note = fields["global_shape"], fields.get("ranges"), fields.get("note")
+        global_shape, ranges, note = (
+            fields["global_shape"],
+            fields.get("ranges"),
+            fields.get("note"),
+        )
         return cls(
             dtype=str(fields["dtype"]),
             device=str(fields["device"]),
             shape=tuple(map(int, fields["shape"])),
-            global_shape=None if whole is None else tuple(map(int, whole)),
+            global_shape=None if global_shape is None else tuple(map(int, global_shape)),
             source=str(fields["source"]),
             mesh=str(fields.get("mesh", "")),
             placements=tuple((str(a), str(p)) for a, p in fields.get("placements", {}).items()),

@@ -113,13 +113,13 @@ class EventBoard:
 
     def tell(self, event: Happening) -> bool:
         """Write an event, or raise OSError; False where there are too many."""
-        most = _MOST_EVENTS - (0 if event.trigger.value.is_end else _OF_ENDS)
-        numbers = range(len(self.events()) + 1, most)
+        limit = _MOST_EVENTS - (0 if event.trigger.value.is_end else _OF_ENDS)
+        numbers = range(len(self.events()) + 1, limit)
         return any(self._agree(str(number), event.entry) == event.entry for number in numbers)
 
     def was_told(self, trigger: Trigger, text: str) -> bool:
         """True where this was told, or for an end any of its trigger."""
-        texts = [one.text for one in self.events() if one.trigger is trigger]
+        texts = [event.text for event in self.events() if event.trigger is trigger]
         return bool(texts) if trigger.value.is_end else text[:_MOST_CHARACTERS] in texts
 
     def first_time(self, time: int) -> int:
@@ -150,19 +150,19 @@ def seen_by_all(run_folder: Path, header: RunHeader) -> Path:
     return header.out / REPLICA_FOLDER if Collection.of_run(header).is_shared else run_folder
 
 
-def mark_copied(held: Path, windows: int, offset: int) -> None:
+def mark_copied(ring_folder: Path, windows: int, offset: int) -> None:
     """Say beside a ring, or raise OSError, that what lies before `offset` is in the copy, as far as
     the first `windows` events of its life ask for it."""
-    draft = held / f"{_COPIED_NAME}.new"
+    draft = ring_folder / f"{_COPIED_NAME}.new"
     draft.unlink(missing_ok=True)
     os.symlink(f"{windows} {offset}", draft)
-    os.rename(draft, held / _COPIED_NAME)
+    os.rename(draft, ring_folder / _COPIED_NAME)
 
 
-def copied_so_far(held: Path) -> tuple[int, int]:
+def copied_so_far(ring_folder: Path) -> tuple[int, int]:
     """Return what `mark_copied` said last; (0, 0) where it said nothing."""
     try:
-        windows, offset = map(int, (agreed(held, _COPIED_NAME) or "0 0").split())
+        windows, offset = map(int, (agreed(ring_folder, _COPIED_NAME) or "0 0").split())
     except ValueError:
         return 0, 0
     return windows, offset
@@ -170,8 +170,8 @@ def copied_so_far(held: Path) -> tuple[int, int]:
 
 def held_anything(run_folder: Path) -> bool:
     """True where a rank of this host held steps back."""
-    held = run_folder / HELD_FOLDER
-    return held.is_dir() and bool(streams(held))
+    folder = run_folder / HELD_FOLDER
+    return folder.is_dir() and bool(streams(folder))
 
 
 def file_time(path: Path) -> Callable[[], int]:
@@ -253,7 +253,7 @@ class Order:
             globs = fields["paths"], fields["tensors"]
             if [*map(type, (number, steps, *globs))] != [int, int, list, list]:
                 return None
-            paths, tensors = (tuple(map(str, each)) for each in globs)
+            paths, tensors = (tuple(map(str, texts)) for texts in globs)
             return cls(number=number, steps=steps, paths=paths, tensors=tensors)
         except (ValueError, KeyError, TypeError, RecursionError, SettingError):
             return None
@@ -320,17 +320,17 @@ def agreement_folder(run_folder: Path, header: RunHeader, life: int) -> Path:
 
 def taken_in(folder: Path) -> list[TakenOrder]:
     """Return the orders that ranks took, of all lives, which agree in folders of this one."""
-    found = []
+    orders = []
     for place in folder.glob(f"{ORDER_FOLDER}.*"):
         life = place.name.rpartition(".")[2]
         for number in range(1, MOST_STEPS) if life.isdecimal() else ():
             text = agreed(place, str(number))
             if text is None:
                 break
-            taken = _taken(place, int(life), number, text)
-            if taken is not None:
-                found.append(taken)
-    return found
+            order = _taken(place, int(life), number, text)
+            if order is not None:
+                orders.append(order)
+    return orders
 
 
 def _taken(place: Path, life: int, number: int, text: str) -> TakenOrder | None:
@@ -354,24 +354,24 @@ def _taken(place: Path, life: int, number: int, text: str) -> TakenOrder | None:
 def is_taken_before(agreement: Path, number: int) -> bool:
     """True where ranks of an earlier life took an order: it ended with them."""
     life = int(agreement.name.rpartition(".")[2])
-    earlier = (taken for taken in taken_in(agreement.parent) if taken.life < life)
-    return any(taken.order.number == number for taken in earlier)
+    earlier = (order for order in taken_in(agreement.parent) if order.life < life)
+    return any(order.order.number == number for order in earlier)
 
 
-def tell_seen(out: Path, relay: str, seen: OrderSeen) -> None:
+def tell_seen(out: Path, relay: str, sighting: OrderSeen) -> None:
     """Say that a relay has seen an order, or raise SpoolError."""
     path = out / REPLICA_FOLDER / f"{ORDER_SEEN_PREFIX}{relay}.json"
-    write_by_rename(path, json.dumps(asdict(seen)) + "\n")
+    write_by_rename(path, json.dumps(asdict(sighting)) + "\n")
 
 
 def seen_by(out: Path, number: int) -> list[OrderSeen]:
     """Return what the relays said of an order."""
-    found = []
+    sightings = []
     for path in sorted((out / REPLICA_FOLDER).glob(f"{ORDER_SEEN_PREFIX}*.json")):
         with contextlib.suppress(SpoolError, KeyError, TypeError, ValueError, OverflowError):
             fields: dict[str, Any] = read_json_map(path)
             if fields["number"] == number:
                 host, told = str(fields["host"]), str(fields["told"])
                 ranks = tuple(map(int, fields["ranks"]))
-                found.append(OrderSeen(number=number, host=host, ranks=ranks, told=told))
-    return found
+                sightings.append(OrderSeen(number=number, host=host, ranks=ranks, told=told))
+    return sightings

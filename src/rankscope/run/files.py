@@ -54,8 +54,8 @@ def free_place(out: Path, *, is_folder: bool = False, is_forced: bool = False) -
     is_file = not is_folder and place.is_file()
     is_empty = is_folder and place.is_dir() and not any(place.iterdir())
     if os.path.lexists(place) and not is_empty and not (is_file and is_forced):
-        how = "replace it with --force" if is_file else "remove it"
-        raise FolderError(f"{out} exists: give a new name with --out, or {how}")
+        remedy = "replace it with --force" if is_file else "remove it"
+        raise FolderError(f"{out} exists: give a new name with --out, or {remedy}")
     place.parent.mkdir(parents=True, exist_ok=True)
     return place
 
@@ -239,10 +239,10 @@ def above_standard_streams(descriptor: int) -> int:
     return moved
 
 
-def map_file(descriptor: int, nbytes: int, **how: int) -> mmap.mmap:
-    """Map a file, or raise OSError; `how` are the flags and protection of `mmap.mmap`."""
+def map_file(descriptor: int, nbytes: int, **flags: int) -> mmap.mmap:
+    """Map a file, or raise OSError; `flags` are the flags and protection of `mmap.mmap`."""
     if sys.version_info >= (3, 13):
-        return mmap.mmap(descriptor, nbytes, trackfd=False, **how)
+        return mmap.mmap(descriptor, nbytes, trackfd=False, **flags)
     else:
         # it keeps a duplicate: not as 0 to 2, where a program that closed its stdout would write
         low = []
@@ -250,7 +250,7 @@ def map_file(descriptor: int, nbytes: int, **how: int) -> mmap.mmap:
             while (number := os.dup(descriptor)) < 3:
                 low.append(number)
             os.close(number)
-            return mmap.mmap(descriptor, nbytes, **how)
+            return mmap.mmap(descriptor, nbytes, **flags)
         finally:
             for number in low:
                 os.close(number)
@@ -277,8 +277,8 @@ def _is_open(identity: Identity, but: int) -> bool:
 
 
 def _identity(number: int) -> Identity:
-    found = os.fstat(number)
-    return found.st_dev, found.st_ino
+    status = os.fstat(number)
+    return status.st_dev, status.st_ino
 
 
 _KEEP_SIZE: Final = 1
@@ -293,11 +293,11 @@ def _find_fallocate() -> Any:
     """Return the C library's call; not posix_fallocate, which writes into every block where the
     file system cannot do it, and makes the file longer."""
     library = ctypes.CDLL(None, use_errno=True)
-    found = getattr(library, "fallocate64", None) or getattr(library, "fallocate", None)
-    if found is not None:
-        found.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-        found.restype = ctypes.c_int
-    return found
+    function = getattr(library, "fallocate64", None) or getattr(library, "fallocate", None)
+    if function is not None:
+        function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+        function.restype = ctypes.c_int
+    return function
 
 
 _fallocate: Final = _find_fallocate()
@@ -306,8 +306,8 @@ _fallocate: Final = _find_fallocate()
 def free_bytes(folder: Path) -> int:
     """Return how much this user may write where a folder lies, or will lie, or raise OSError."""
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    found = os.statvfs(existing)
-    return found.f_bavail * found.f_frsize
+    disk = os.statvfs(existing)
+    return disk.f_bavail * disk.f_frsize
 
 
 def reserve(descriptor: int, start: int, nbytes: int) -> bool:
@@ -373,17 +373,17 @@ def mount_of(path: Path, table: str = "/proc/mounts") -> Mount | None:
         lines = Path(table).read_text(errors="surrogateescape").splitlines()
     except OSError:
         return None
-    found: Mount | None = None
+    innermost: Mount | None = None
     for line in lines:  # a later line lies on top of an earlier one
         words = line.split(" ")
         if len(words) < 3:
             continue
         point = Path(_ESCAPED.sub(lambda m: chr(int(m[1], 8)), words[1]))
         if real.is_relative_to(point) and (
-            found is None or len(point.parts) >= len(found.point.parts)
+            innermost is None or len(point.parts) >= len(innermost.point.parts)
         ):
-            found = Mount(point, words[2])
-    return found
+            innermost = Mount(point, words[2])
+    return innermost
 
 
 class Removable(enum.Enum):

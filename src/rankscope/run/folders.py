@@ -127,14 +127,14 @@ def relay_name(run_folder: Path) -> str:
 
 def find_runs(bases: Iterable[Path], run_id: str) -> list[Path]:
     """Return the run folders of one run on this host, in these spool bases."""
-    found = []
+    folders = []
     for base in bases:
         with contextlib.suppress(OSError, ValueError):  # a name that no file can have
             for folder in sorted(base.iterdir()):
                 with contextlib.suppress(SpoolError):
                     if read_run_header(folder).run_id == run_id:
-                        found.append(folder)
-    return found
+                        folders.append(folder)
+    return folders
 
 
 def stream_folder(run_folder: Path, stream: StreamId) -> Path:
@@ -165,8 +165,8 @@ def streams(run_folder: Path) -> list[StreamId]:
         names = os.listdir(run_folder)
     except OSError as error:
         raise SpoolError(f"{run_folder}: cannot be listed: {error.strerror}") from error
-    found = [stream for stream in map(stream_named, names) if stream is not None]
-    return sorted(stream for stream in found if segment_indexes(run_folder / stream.name))
+    named = [stream for stream in map(stream_named, names) if stream is not None]
+    return sorted(stream for stream in named if segment_indexes(run_folder / stream.name))
 
 
 def stream_named(name: str) -> StreamId | None:
@@ -190,13 +190,13 @@ def read_run_header(run_folder: Path) -> RunHeader:
     fields = read_json_map(path)
     if fields.get("format") != RUN_FORMAT:
         raise SpoolError(f"{path}: format {fields.get('format')!r}, expected {RUN_FORMAT!r}")
-    found = {name: fields[name] for name in _KINDS if name in fields}
-    for name, value in found.items():
+    values = {name: fields[name] for name in _KINDS if name in fields}
+    for name, value in values.items():
         if type(value) is not _KINDS[name]:
             raise SpoolError(f"{path}: {name} is {value!r}, expected {_KINDS[name].__name__}")
-    found["settings"] = {str(name): str(text) for name, text in fields.get("settings", {}).items()}
+    values["settings"] = {str(name): str(text) for name, text in fields.get("settings", {}).items()}
     try:
-        return RunHeader(**{**found, "out": Path(found["out"])})
+        return RunHeader(**{**values, "out": Path(values["out"])})
     except (KeyError, TypeError) as error:
         raise SpoolError(f"{path}: lacks what a run needs: {error}") from error
 
@@ -251,10 +251,10 @@ class FolderLock:
     def is_in_place(self) -> bool:
         """True where the file that is locked is the one at its path, and not gone or another's."""
         try:
-            held, there = os.fstat(self._descriptor), os.stat(self._path, follow_symlinks=False)
+            locked, at_path = os.fstat(self._descriptor), os.stat(self._path, follow_symlinks=False)
         except OSError:
             return False
-        return os.path.samestat(held, there)
+        return os.path.samestat(locked, at_path)
 
     def remove(self) -> None:
         """Give the lock up and remove its file; whoever waits for it makes a new one."""
@@ -282,8 +282,8 @@ def is_held(path: Path) -> bool:
     return False
 
 
-def _locked(path: Path, how: int, lock: int) -> int:
-    descriptor = os.open(path, os.O_NOFOLLOW | os.O_CLOEXEC | how, 0o600)
+def _locked(path: Path, flags: int, lock: int) -> int:
+    descriptor = os.open(path, os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
     try:
         fcntl.flock(descriptor, lock | fcntl.LOCK_NB)
     except OSError:

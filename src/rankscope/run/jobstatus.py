@@ -140,7 +140,7 @@ def write_status(out: Path, status: JobStatus) -> None:
             "world_size": status.world_size,
             "written_ns": status.written_ns,
             "totals": asdict(status.totals),
-            "ranks": [_rank_json(each) for each in status.ranks],
+            "ranks": [_rank_json(rank) for rank in status.ranks],
         }
     )
     write_by_rename(out / REPLICA_FOLDER / STATUS_NAME, f"{text}\n")
@@ -149,15 +149,15 @@ def write_status(out: Path, status: JobStatus) -> None:
 def read_status(out: Path) -> JobStatus:
     """Return the status of a trace folder; without one, at most whose records are there."""
     with contextlib.suppress(SpoolError, TraceError, KeyError, TypeError, ValueError):
-        found = read_json_map(out / REPLICA_FOLDER / STATUS_NAME)
-        if found["format"] == STATUS_FORMAT:
-            run = {"id": str(found["run"]["id"]), "settings": dict(found["run"]["settings"])}
+        fields = read_json_map(out / REPLICA_FOLDER / STATUS_NAME)
+        if fields["format"] == STATUS_FORMAT:
+            run = {"id": str(fields["run"]["id"]), "settings": dict(fields["run"]["settings"])}
             return JobStatus(
                 run=run,
-                world_size=int(found["world_size"]),
-                written_ns=int(found["written_ns"]),
-                totals=JobTotals(**found["totals"]),
-                ranks=tuple(map(_rank_status, found["ranks"])),
+                world_size=int(fields["world_size"]),
+                written_ns=int(fields["written_ns"]),
+                totals=JobTotals(**fields["totals"]),
+                ranks=tuple(map(_rank_status, fields["ranks"])),
             )
     run_id = ""
     with contextlib.suppress(OSError):
@@ -165,9 +165,9 @@ def read_status(out: Path) -> JobStatus:
     return JobStatus(run={"id": run_id, "settings": {}})
 
 
-_PLAIN: Final = [each.name for each in fields(RankStatus) if each.type in ("int", "str", "bool")]
+_PLAIN: Final = [field.name for field in fields(RankStatus) if field.type in ("int", "str", "bool")]
 _PLAIN_OR_NONE: Final = [
-    each.name for each in fields(RankStatus) if each.type in ("int | None", "float | None")
+    field.name for field in fields(RankStatus) if field.type in ("int | None", "float | None")
 ]
 
 
@@ -183,27 +183,27 @@ def _rank_json(status: RankStatus) -> dict[str, Any]:
         "members": ranks_text(place.members),
         "waits_for": ranks_text(status.waits_for),
         "mode": status.mode.word,
-        "ended": [_step_json(each) for each in status.ended[-_TOLD_STEPS:]],
+        "ended": [_step_json(field) for field in status.ended[-_TOLD_STEPS:]],
         "missed": [[mode.word, step] for mode, step in status.missed],
     }
 
 
-def _rank_status(found: Mapping[str, Any]) -> RankStatus:
-    phase = found["phase"]
+def _rank_status(fields: Mapping[str, Any]) -> RankStatus:
+    phase = fields["phase"]
     return RankStatus(
-        **{name: found[name] for name in (*_PLAIN, *_PLAIN_OR_NONE)},
+        **{name: fields[name] for name in (*_PLAIN, *_PLAIN_OR_NONE)},
         place=RankPlace(
-            end=found["end"],
-            step=found["in"],
+            end=fields["end"],
+            step=fields["in"],
             phase=None if phase is None else Phase[phase.upper()],
-            path=found["path"],
-            op=found["collective"],
-            members=_ranks(found["members"]),
+            path=fields["path"],
+            op=fields["collective"],
+            members=_ranks(fields["members"]),
         ),
-        waits_for=_ranks(found["waits_for"]),
-        mode=Mode[found["mode"].upper()],
-        ended=tuple(map(_ended_step, found["ended"])),
-        missed=tuple((Mode[mode.upper()], int(step)) for mode, step in found["missed"]),
+        waits_for=_ranks(fields["waits_for"]),
+        mode=Mode[fields["mode"].upper()],
+        ended=tuple(map(_ended_step, fields["ended"])),
+        missed=tuple((Mode[mode.upper()], int(step)) for mode, step in fields["missed"]),
     )
 
 

@@ -34,7 +34,7 @@ _RETRY_S = 0.2
 _FLOCK = struct.Struct("@hhqqi")
 """struct flock of 64-bit Linux: type, whence, start, length, pid."""
 
-_held: dict[tuple[int, int], int] = {}
+_locks_here: dict[tuple[int, int], int] = {}
 """(device, inode) of every lock file this process holds, and the process id that took it."""
 
 
@@ -74,7 +74,7 @@ class StreamLock:
                     ) from error
             time.sleep(0.01)
         self._file: OwnFile | None = OwnFile(descriptor)
-        _held[self._file.identity] = self._pid
+        _locks_here[self._file.identity] = self._pid
         with contextlib.suppress(OSError):  # a full disk: the lock alone tells
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, process_name(self._pid).encode(), 0)
@@ -83,7 +83,7 @@ class StreamLock:
         """Give the lock up. Does nothing in a forked child, nor the second time."""
         file, self._file = self._file, None
         if file is not None and self._pid == os.getpid():
-            _held.pop(file.identity, None)
+            _locks_here.pop(file.identity, None)
             with contextlib.suppress(OSError):
                 os.truncate(self._path, 0)
             file.close()
@@ -120,12 +120,12 @@ def is_abandoned(run_folder: Path) -> bool:
     Without `run.json` it is that of one process that traced itself, once there are records.
     """
     places = [place for place in (run_folder, run_folder / HELD_FOLDER) if place.is_dir()]
-    found = [stream_folder(place, stream) for place in places for stream in streams(place)]
-    if not found and not (run_folder / RUN_NAME).is_file():
+    stream_folders = [stream_folder(place, stream) for place in places for stream in streams(place)]
+    if not stream_folders and not (run_folder / RUN_NAME).is_file():
         return False
     locks = (LAUNCHER_LOCK_NAME, COMPANION_LOCK_NAME, START_LOCK_NAME)
     return not any(is_held(run_folder / name) for name in locks) and not any(
-        is_alive(folder) for folder in found
+        is_alive(folder) for folder in stream_folders
     )
 
 
@@ -134,4 +134,4 @@ def _is_held_here(path: Path) -> bool:
         status = os.stat(path, follow_symlinks=False)
     except OSError:
         return False
-    return _held.get((status.st_dev, status.st_ino)) == os.getpid()
+    return _locks_here.get((status.st_dev, status.st_ino)) == os.getpid()

@@ -92,19 +92,19 @@ def take_out(
         chosen = _chosen_before(out, run_id) if is_shared else None
         if chosen is not None:
             return prepare_out(chosen, is_shared=True), []
-        made = missing_folders(path)
+        new_folders = missing_folders(path)
         try:
             prepare_out(path, is_shared=is_shared)
             if not maker:
-                return path, made
+                return path, new_folders
             if _claim(path, f"{names.RUN_MARK_PREFIX}{run_id}", text):
-                return path, [path / names.REPLICA_FOLDER, *made]
+                return path, [path / names.REPLICA_FOLDER, *new_folders]
         except FolderError:  # another job may have been quicker by the blink of an eye
-            remove_empty(made)
+            remove_empty(new_folders)
             if number > 1 and _is_free(path, is_shared=is_shared):
                 raise
         except OSError as error:
-            remove_empty(made)
+            remove_empty(new_folders)
             raise FolderError(
                 f"{path} cannot be written ({error.strerror}): see --rs-out"
             ) from error
@@ -119,12 +119,16 @@ def _names(path: Path) -> set[str]:
 def _is_free(path: Path, *, is_shared: bool) -> bool:
     """True for a folder that is not there, or empty, or where a collector waits for all hosts."""
     try:
-        held, replicas = _names(path), path / names.REPLICA_FOLDER
-        if is_shared and names.COLLECTOR_LOCK_NAME in held and held <= names.OF_A_COLLECTOR:
+        names_there, replicas = _names(path), path / names.REPLICA_FOLDER
+        if (
+            is_shared
+            and names.COLLECTOR_LOCK_NAME in names_there
+            and names_there <= names.OF_A_COLLECTOR
+        ):
             return not replicas.is_dir() or not _names(replicas)
     except OSError:
         return True  # whoever takes it says what is wrong
-    return not held
+    return not names_there
 
 
 def free_out(out: Path, *, is_shared: bool = False) -> Path:
@@ -183,8 +187,8 @@ def _chosen_before(out: Path, run_id: str) -> Path | None:
             host, _, maker = latest.read_text().partition(" ")
             if host == socket.gethostname():
                 return latest.parents[1] if is_process_alive(maker) else None
-            beside = sorted(latest.parent.glob(f"{names.HOST_STATE_PREFIX}*.json"))
-            written = [path.read_text() for path in beside]
+            states_there = sorted(latest.parent.glob(f"{names.HOST_STATE_PREFIX}*.json"))
+            written = [path.read_text() for path in states_there]
         except OSError:  # of a folder that goes just now, or of one that says so when it is taken
             latest, written = mark, []
         if states.setdefault(latest, written) != written:
@@ -257,17 +261,17 @@ QUIET = "nothing happened, so there is no trace"
 
 
 def announced(
-    out: Path, shown: str | None = None, *, is_complete: bool = True, remark: str = ""
+    out: Path, typed_out: str | None = None, *, is_complete: bool = True, remark: str = ""
 ) -> str:
-    """Return the line that tells of a finished trace, the same wherever it is printed; `shown` is
+    """Return the line that tells of a finished trace, the same wherever it is printed; `typed_out` is
     the folder as it may be typed here; `is_complete`: all records of all ranks are there, and every
     rank ended in order; `remark`: what has to be known before that."""
-    shown = shown or str(out)
+    typed_out = typed_out or str(out)
     if remark:
-        return f"{remark}; what there is lies in {out}: {typed('verify', shown)}"
+        return f"{remark}; what there is lies in {out}: {typed('verify', typed_out)}"
     if is_complete:
-        return f"trace in {out}; read it: {typed('show', shown)}"
-    return f"trace in {out}, incomplete: {typed('verify', shown)}"
+        return f"trace in {out}; read it: {typed('show', typed_out)}"
+    return f"trace in {out}, incomplete: {typed('verify', typed_out)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,10 +301,10 @@ class Collection:
                 f"{keys}: keys are those of a collector on TCP, and none is named",
                 "name it with --rs-collector tcp://HOST:PORT, or leave --rs-keys away",
             )
-        found = None if keys is None else read_keys(keys, is_collector=False)
+        curve_keys = None if keys is None else read_keys(keys, is_collector=False)
         if self.is_elsewhere:
             check_address(self.address, has_keys=keys is not None)
-        return found
+        return curve_keys
 
     @property
     def is_shared(self) -> bool:
@@ -358,10 +362,10 @@ class PreparedRun:
         self.undo.close()
 
 
-def _remove_made(made: Sequence[Path]) -> None:
-    if made and made[0].name == REPLICA_FOLDER:
-        shutil.rmtree(made[0], ignore_errors=True)
-    remove_empty(made)
+def _remove_made(new_folders: Sequence[Path]) -> None:
+    if new_folders and new_folders[0].name == REPLICA_FOLDER:
+        shutil.rmtree(new_folders[0], ignore_errors=True)
+    remove_empty(new_folders)
 
 
 def prepare_run(
@@ -382,20 +386,20 @@ def prepare_run(
         if settings.tensors and settings.tensor_budget is not None:
             place = base if collection.is_elsewhere else out
             ranks = traced_ranks if is_of_all else local_ranks
-            each = f"{settings.tensor_budget >> 20} MiB of full tensors each"
+            share = f"{settings.tensor_budget >> 20} MiB of full tensors each"
             check_free_space(
                 place,
                 settings.tensor_budget * ranks,
-                f"{ranks} ranks may keep {each}",
+                f"{ranks} ranks may keep {share}",
                 "give less with --rs-tensor-budget, or another disk with --rs-out",
             )
         undo.callback(remove_empty, missing_folders(base / request.key))
         run_folder = host_run_folder(base, request.key)
-        made: Sequence[Path] = ()
+        new_folders: Sequence[Path] = ()
         if not (collection.is_elsewhere or request.is_joined):
             maker = request.agent or process_name(os.getpid()) if request.has_relay else ""
-            out, made = take_out(asked, request.run_id, maker=maker, is_shared=is_of_all)
-            undo.callback(_remove_made, made)
+            out, new_folders = take_out(asked, request.run_id, maker=maker, is_shared=is_of_all)
+            undo.callback(_remove_made, new_folders)
             settings = replace(settings, out=out)
         announcement = collection.announcement(out, None if out == asked else asked)
         if settings.steps.last:
@@ -419,6 +423,6 @@ def prepare_run(
             run_folder=run_folder,
             collection=collection,
             announcement=announcement,
-            made=made,
+            made=new_folders,
             undo=undo.pop_all(),
         )

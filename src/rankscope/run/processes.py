@@ -178,18 +178,18 @@ def companion_environment(environ: Mapping[str, str] = os.environ) -> dict[str, 
     absolute because a companion works elsewhere; one thread for numpy; this package is found
     wherever it was imported from."""
     left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTHONINSPECT")
-    kept = {
+    variables = {
         name: value
         for name, value in environ.items()
         if name != "RANKSCOPE" and not name.startswith("RANKSCOPE_") and name not in left_out
     }
-    given = kept.get("PYTHONPATH", "").split(os.pathsep)
-    path = [os.path.abspath(entry) for entry in given if entry]
+    entries = variables.get("PYTHONPATH", "").split(os.pathsep)
+    path = [os.path.abspath(entry) for entry in entries if entry]
     package_root = str(Path(__file__).resolve().parents[2])
     if package_root not in path:
         path.append(package_root)
     return {
-        **kept,
+        **variables,
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONSAFEPATH": "1",
         "OMP_NUM_THREADS": "1",
@@ -246,8 +246,8 @@ def start_daemon(command: Sequence[str], log: Path, folder: Path) -> str:
         if output >= 0:
             os.close(output)
     if done.returncode:
-        how = f"the shell ended with {done.returncode}"
-        raise SpoolError(f"{shlex.join(command)}: {how}; see {log}")
+        outcome = f"the shell ended with {done.returncode}"
+        raise SpoolError(f"{shlex.join(command)}: {outcome}; see {log}")
     return process_name(int(done.stdout))
 
 

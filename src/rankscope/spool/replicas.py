@@ -74,23 +74,23 @@ NOTHING_SETTLED: Final = SettledPrefix(0, b"")
 def read_settled(replica: Path) -> SettledPrefix:
     """Return what stands for the begin of a replica. Raises SpoolError where the file of it cannot
     be read, or is damaged."""
-    found = _read(replica)
-    if found is None:
+    parts = _read(replica)
+    if parts is None:
         return NOTHING_SETTLED
-    (settled, size, late, crc), kept = found
+    (settled, size, late, crc), payload = parts
     path = replica.with_suffix(SETTLED_SUFFIX)
-    if size != len(kept) or zlib.crc32(kept) != crc:
+    if size != len(payload) or zlib.crc32(payload) != crc:
         raise _damaged(path)
     try:
-        return SettledPrefix(settled, kept, late)
+        return SettledPrefix(settled, payload, late)
     except ValueError as error:
         raise SpoolError(f"{path}: {error}; it is damaged") from error
 
 
 def settled_to(replica: Path) -> int:
     """Return how many bytes of a replica are settled; raises as `read_settled`."""
-    found = _read(replica, _HEAD_BYTES)
-    return 0 if found is None else found[0][0]
+    parts = _read(replica, _HEAD_BYTES)
+    return 0 if parts is None else parts[0][0]
 
 
 def _read(replica: Path, most_bytes: int = -1) -> tuple[tuple[int, int, int, int], bytes] | None:
@@ -99,17 +99,17 @@ def _read(replica: Path, most_bytes: int = -1) -> tuple[tuple[int, int, int, int
     path = replica.with_suffix(SETTLED_SUFFIX)
     try:
         with path.open("rb") as file:
-            whole = file.read(most_bytes)
+            data = file.read(most_bytes)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise SpoolError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(whole) >= _HEAD_BYTES:
-        magic, *numbers = _NUMBERS.unpack_from(whole)
-        (own,) = _CRC.unpack_from(whole, _NUMBERS.size)
-        if magic == _MAGIC and own == zlib.crc32(whole[: _NUMBERS.size]):
+    if len(data) >= _HEAD_BYTES:
+        magic, *numbers = _NUMBERS.unpack_from(data)
+        (head_crc,) = _CRC.unpack_from(data, _NUMBERS.size)
+        if magic == _MAGIC and head_crc == zlib.crc32(data[: _NUMBERS.size]):
             settled, size, late, crc = numbers
-            return (settled, size, late, crc), whole[_HEAD_BYTES:]
+            return (settled, size, late, crc), data[_HEAD_BYTES:]
     raise _damaged(path)
 
 
@@ -132,13 +132,13 @@ def write_settled(replica: Path, prefix: SettledPrefix) -> None:
     if prefix.settled_to < before:
         raise ValueError(f"{replica}: {before} bytes are settled, not {prefix.settled_to}")
     path = replica.with_suffix(SETTLED_SUFFIX)
-    kept = prefix.kept
+    payload = prefix.kept
     numbers = _NUMBERS.pack(
-        _MAGIC, prefix.settled_to, len(kept), prefix.late_records, zlib.crc32(kept)
+        _MAGIC, prefix.settled_to, len(payload), prefix.late_records, zlib.crc32(payload)
     )
     with replacing(path) as file:
         file.write(numbers + _CRC.pack(zlib.crc32(numbers)))
-        file.write(kept)
+        file.write(payload)
 
 
 def lock_for_reading(descriptor: int) -> None:
@@ -222,20 +222,20 @@ def replica_path(out: Path, stream: StreamId) -> Path:
 
 def replicated(out: Path) -> dict[StreamId, int]:
     """Streams that have a replica, and its length in bytes."""
-    found = {}
+    lengths = {}
     with contextlib.suppress(FileNotFoundError), os.scandir(out / REPLICA_FOLDER) as entries:
         for entry in entries:
             stream = stream_named(entry.name.removesuffix(CELLS_SUFFIX))
             if stream is not None and entry.name.endswith(CELLS_SUFFIX):
-                found[stream] = entry.stat(follow_symlinks=False).st_size
-    return found
+                lengths[stream] = entry.stat(follow_symlinks=False).st_size
+    return lengths
 
 
 def write_end(replica: Path, end: StreamEnd) -> bool:
     """Write the end marker beside a replica; False where one is there that tells of as many bytes.
     Raises SpoolError where the marker cannot be written."""
-    known = read_end(replica)
-    if known is not None and known.committed >= end.committed:
+    earlier = read_end(replica)
+    if earlier is not None and earlier.committed >= end.committed:
         return False
     fields = {"committed": end.committed, "end": end.end.value}
     write_by_rename(_marker_of(replica), json.dumps(fields) + "\n")

@@ -158,8 +158,10 @@ class RingWriter(SpoolWriter):
         windows = [event.window(self._steps) for event in self._board.events()]
         asked = [n for n, window in enumerate(windows) if oldest.is_asked(after, window)]
         is_untold = any(oldest.is_asked(after, window) for window in self._untold)
-        known, offset = copied_so_far(self.folder) if asked else (0, 0)
-        is_copied = all(n < known for n in asked) and after.offset <= offset and not is_untold
+        copied_windows, offset = copied_so_far(self.folder) if asked else (0, 0)
+        is_copied = (
+            all(n < copied_windows for n in asked) and after.offset <= offset and not is_untold
+        )
         return Place(
             reach=Reach.COPIED if is_copied else Reach.NOWHERE,
             is_asked=bool(asked) or is_untold,
@@ -175,6 +177,8 @@ class RingWriter(SpoolWriter):
         return super()._roll_over()
 
     def _make_segment_free(self) -> None:
-        while len([kept for kept in self._kept if kept.exists()]) >= self._segments_allowed:
+        while (
+            len([segment for segment in self._kept if segment.exists()]) >= self._segments_allowed
+        ):
             if not self._let_go():
                 return

@@ -224,12 +224,12 @@ def whole_record(segment: Segment | Closed) -> int:
     if at >= segment.end:
         return 0
     stored, head, _ = _CELL.unpack_from(mapped, at)
-    kind, flags, left = _HEAD.unpack(head)
-    if kind == 0 or flags != FIRST or at + (left + 1) * CELL_BYTES > segment.end:
+    kind, flags, following = _HEAD.unpack(head)
+    if kind == 0 or flags != FIRST or at + (following + 1) * CELL_BYTES > segment.end:
         return 0
-    for number in range(left + 1):
+    for number in range(following + 1):
         stored, head, payload = _CELL.unpack_from(mapped, at + number * CELL_BYTES)
-        expected, crc = _head(kind, left + 1, number)
+        expected, crc = _head(kind, following + 1, number)
         if head != expected or stored != crc32(payload, crc):
             return 0
-    return int(left) + 1
+    return int(following) + 1

@@ -86,8 +86,8 @@ class StreamReader:
         first = record_bytes(self._pread(CELL_BYTES, at))
         if not first:
             return b""
-        wanted = min(max(max_bytes - max_bytes % CELL_BYTES, first), size - at)
-        chunk = self._pread(wanted, at)
+        size_to_read = min(max(max_bytes - max_bytes % CELL_BYTES, first), size - at)
+        chunk = self._pread(size_to_read, at)
         return chunk[: valid_prefix(chunk)]
 
     def _pread(self, size: int, at: int) -> bytes:
@@ -168,11 +168,11 @@ class StreamReader:
         if not index:
             return True
         with contextlib.suppress(SpoolError, OSError):
-            mine = self.origin(), index
+            expected = self.origin(), index
             with segment_path(self.folder, index).open("rb") as file:
                 cell = file.read(CELL_BYTES)
             if valid_prefix(cell) == CELL_BYTES and cell[4] == RecordKind.FILLER:
-                return STAMP.unpack_from(cell, HEADER_BYTES) in ((UNKNOWN, 0), mine)
+                return STAMP.unpack_from(cell, HEADER_BYTES) in ((UNKNOWN, 0), expected)
         return True
 
     def _open(self, index: int) -> bool:

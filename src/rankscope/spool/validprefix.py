@@ -62,12 +62,12 @@ def committed_heads(cells: Cells) -> Heads:
     while end < len(cells):
         block = cells[end : end + CHECK_BLOCK]
         words = block.view("<u8")[:, 0].copy().view("<u4").reshape(-1, 2)
-        own = heads[end : end + len(block)]
-        own[:] = words[:, 1]
-        shaped = _shaped(own, before)
+        block_heads = heads[end : end + len(block)]
+        block_heads[:] = words[:, 1]
+        shaped = _shaped(block_heads, before)
         if shaped:
             check.add(block[:shaped], words[:shaped, 0])
-            before = own[shaped - 1]
+            before = block_heads[shaped - 1]
         end += shaped
         if shaped < len(block):
             break
@@ -98,13 +98,13 @@ def valid_runs(cells: Cells) -> Iterator[tuple[int, int]]:
             yield at, at + count
             at += count
             continue
-        here = window[:_WINDOW]
-        is_first = cell_heads(np.ascontiguousarray(here)) & _FLAGS == _FIRST_BIT
+        searched = window[:_WINDOW]
+        is_first = cell_heads(np.ascontiguousarray(searched)) & _FLAGS == _FIRST_BIT
         candidates = np.flatnonzero(is_first)
-        stored = np.ascontiguousarray(here[candidates, :4]).view("<u4").reshape(-1)
-        candidates = candidates[stored == cell_crcs(here[candidates])]
+        stored = np.ascontiguousarray(searched[candidates, :4]).view("<u4").reshape(-1)
+        candidates = candidates[stored == cell_crcs(searched[candidates])]
         behind = candidates[candidates > 0]
-        at += int(behind[0]) if len(behind) else len(here)
+        at += int(behind[0]) if len(behind) else len(searched)
 
 
 def cell_heads(cells: Cells) -> Heads:
@@ -145,9 +145,9 @@ def valid_prefix(source: Path | bytes | Cells) -> int:
             offset = settled_to(source)
             while True:  # in pieces: a replica may be larger than memory
                 chunk = os.pread(file.fileno(), _CHUNK + MAX_RECORD_CELLS * CELL_BYTES, offset)
-                whole = valid_prefix(chunk)
-                offset += whole
-                if whole == 0 or len(chunk) < _CHUNK:
+                valid_bytes = valid_prefix(chunk)
+                offset += valid_bytes
+                if valid_bytes == 0 or len(chunk) < _CHUNK:
                     return offset
     except OSError as error:
         raise SpoolError(f"{source}: cannot be read: {error.strerror}") from error

@@ -415,14 +415,16 @@ class SpoolWriter:
     def _refresh_data_end(self) -> None:
         """Allow data up to the last words, or to the middle of the last segment allowed."""
         segment = self._segment
-        self._kept = [kept for kept in self._kept if kept is segment or kept.exists()]
+        self._kept = [
+            retained for retained in self._kept if retained is segment or retained.exists()
+        ]
         is_last = len(self._kept) >= self._segments_allowed
         middle = segment.end // 2 // CELL_BYTES * CELL_BYTES
         segment.data_end = middle if is_last else segment.end - _LAST_WORDS_BYTES
 
     def _roll_over(self) -> bool:
         old = self._segment
-        self._kept = [kept for kept in self._kept if kept is old or kept.exists()]
+        self._kept = [retained for retained in self._kept if retained is old or retained.exists()]
         if not isinstance(old, Segment) or len(self._kept) >= self._segments_allowed:
             return False
         try:
@@ -430,12 +432,12 @@ class SpoolWriter:
         except OSError:
             return False
         self._count_records()
-        rest = (old.end - old.at) // CELL_BYTES
-        if rest:
-            put(old, RecordKind.FILLER, bytes(rest * PAYLOAD_BYTES))
+        unused_cells = (old.end - old.at) // CELL_BYTES
+        if unused_cells:
+            put(old, RecordKind.FILLER, bytes(unused_cells * PAYLOAD_BYTES))
         self._origin = self._origin or origin_of(old.map)
         put(new, RecordKind.FILLER, STAMP.pack(self._origin, new.index))
-        self._kept = [*(kept for kept in self._kept if kept.index != new.index), new]
+        self._kept = [*(retained for retained in self._kept if retained.index != new.index), new]
         self._segment = new
         if not self.is_dropping:
             self._refresh_data_end()

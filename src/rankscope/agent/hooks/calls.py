@@ -96,9 +96,9 @@ class CallStacks(threading.local):
         """Take the call of `module` off the stack, and those above it that no hook saw end."""
         for index in range(len(self.frames) - 1, -1, -1):
             if self.frames[index].module is module:
-                taken = self.frames[index:]
+                frames = self.frames[index:]
                 del self.frames[index:]
-                return taken
+                return frames
         return []
 
 
@@ -197,9 +197,9 @@ class CallValues:
     ) -> None:
         """Read the inputs of a call as it begins, before the module's own hooks replace any."""
         kwargs = keyword_arguments() if kwargs is None else kwargs
-        seen = self.read_inputs(frame, args, kwargs or {})
+        tensors = self.read_inputs(frame, args, kwargs or {})
         if module._forward_pre_hooks or kwargs is None:
-            frame.seen_inputs = {slot: id(tensor) for slot, tensor in seen}
+            frame.seen_inputs = {slot: id(tensor) for slot, tensor in tensors}
 
     def read_inputs(
         self, frame: OpenCall, args: tuple[object, ...], kwargs: dict[str, object]
@@ -208,17 +208,17 @@ class CallValues:
         assert frame.sequence is not None  # recorded frames have one
         sequence, path, phase = frame.sequence, frame.info.path, frame.phase
         if self.values.keeps:
-            held = sum(child is not None for child in frame.module._modules.values())
+            child_count = sum(child is not None for child in frame.module._modules.values())
             self.values.note_form(
-                lambda: call_form(args, kwargs, held, self._say_leaf),
+                lambda: call_form(args, kwargs, child_count, self._say_leaf),
                 sequence, path, "form:input", phase,
             )  # fmt: skip
             frame.skips_output = not self._is_output_wanted(frame.module, not path)
-        seen = self.values.read_all("input", args, sequence, path, phase) if args else []
+        tensors = self.values.read_all("input", args, sequence, path, phase) if args else []
         if kwargs:
-            seen += self.values.read_all("input", kwargs, sequence, path, phase)
-        self._watch(frame, seen, "input", "grad_input")
-        return seen
+            tensors += self.values.read_all("input", kwargs, sequence, path, phase)
+        self._watch(frame, tensors, "input", "grad_input")
+        return tensors
 
     def finish(self, frame: OpenCall, args: object, kwargs: object, output: object) -> None:
         """Read what a call hands out."""
@@ -227,7 +227,9 @@ class CallValues:
         sequence, path, phase = frame.sequence, frame.info.path, frame.phase
         if frame.seen_inputs is not None:  # the module's own pre-hooks may have replaced some
             for value in (args, kwargs):
-                self.values.read_all("input", value, sequence, path, phase, seen=frame.seen_inputs)
+                self.values.read_all(
+                    "input", value, sequence, path, phase, unchanged=frame.seen_inputs
+                )
         if frame.skips_output and not frame.module._forward_hooks:
             return
         tensors = self.values.read_all("output", output, sequence, path, phase)
@@ -274,9 +276,9 @@ class CallValues:
         # recomputation (non-reentrant) makes tensors that no gradient ever reaches.
         sequence, watched = frame.sequence, None
         if frame.scope.without_gradients:
-            found = frame.scope.without_gradients.get((frame.info, frame.ordinal))
-            if found is not None:
-                sequence, watched = found
+            forward_call = frame.scope.without_gradients.get((frame.info, frame.ordinal))
+            if forward_call is not None:
+                sequence, watched = forward_call
         if frame.phase is not Phase.FORWARD and watched is None:
             return
         is_of_root = not frame.info.path and frame.info.root is not None

@@ -280,14 +280,14 @@ class Perturbation:
             changed = self._off(output)
             return None if changed is output else changed
         if type(output) in (tuple, list):
-            for index, each in enumerate(output):
-                changed = self._off(each)
-                if changed is not each:
+            for index, value in enumerate(output):
+                changed = self._off(value)
+                if changed is not value:
                     return type(output)((*output[:index], changed, *output[index + 1 :]))
         if isinstance(output, Mapping) and hasattr(output, "update"):
-            for name, each in output.items():
-                changed = self._off(each)
-                if changed is not each:
+            for name, value in output.items():
+                changed = self._off(value)
+                if changed is not value:
                     output.update({name: changed})
                     return output
         return None

@@ -25,13 +25,13 @@ from rankscope.globs import glob_matches
 
 def modules_of(top: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield (raw path, module) of a module and all below it, each once, in torch's own order."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     waiting = [("", top)]
     while waiting:
         path, module = waiting.pop()
-        if id(module) in seen:
+        if id(module) in visited:
             continue
-        seen.add(id(module))
+        visited.add(id(module))
         yield path, module
         children = [
             (f"{path}.{name}" if path else name, child)
@@ -43,24 +43,24 @@ def modules_of(top: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def parameters_of_module(top: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the parameters of a module and of all below it, each once, in torch's own order."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     for _, module in modules_of(top):
         for parameter in own_parameters(module).values():
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
+            if parameter is not None and id(parameter) not in visited:
+                visited.add(id(parameter))
                 yield parameter
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return a module's own parameters by name; scripted modules keep theirs in C++."""
-    found = module._parameters
-    return found if isinstance(found, dict) else dict(found.items())
+    parameters = module._parameters
+    return parameters if isinstance(parameters, dict) else dict(parameters.items())
 
 
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """Return a module's own buffers by name; scripted modules keep theirs in C++."""
-    found = module._buffers
-    return found if isinstance(found, dict) else dict(found.items())
+    buffers = module._buffers
+    return buffers if isinstance(buffers, dict) else dict(buffers.items())
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -102,18 +102,18 @@ def wrapper_of(module: nn.Module) -> tuple[str, str] | None:
     """Return where a wrapper holds what it wraps, and the trace's word for it; None for others."""
     cls = type(module)
     if cls not in _wrappers:
-        found = (_WRAPPED_ATTRIBUTE.get(_qualified(base)) for base in cls.__mro__)
-        _wrappers[cls] = next((wrapper for wrapper in found if wrapper is not None), None)
+        wrappers = (_WRAPPED_ATTRIBUTE.get(_qualified(base)) for base in cls.__mro__)
+        _wrappers[cls] = next((wrapper for wrapper in wrappers if wrapper is not None), None)
     return _wrappers[cls]
 
 
 def own_class(cls: type) -> tuple[type, tuple[str, ...]]:
     """Return the class the user wrote and the words for what was put over it in place."""
     if any(_qualified(base) == _FSDP2 for base in cls.__mro__):
-        own = next(
+        user_class = next(
             c for c in cls.__mro__[1:] if issubclass(c, nn.Module) and _qualified(c) != _FSDP2
         )
-        return own, ("FSDP2",)
+        return user_class, ("FSDP2",)
     return cls, ()
 
 
@@ -171,8 +171,8 @@ class Root:
         """True where a parameter of `module`, which belongs to this root, needs a gradient."""
         if self.trainable is not None:
             owner, name = self.trainable[0](), self.trainable[1]
-            known = own_parameters(owner).get(name) if owner is not None else None
-            if known is not None and known.requires_grad:
+            parameter = own_parameters(owner).get(name) if owner is not None else None
+            if parameter is not None and parameter.requires_grad:
                 return True
         self.trainable = None
         for _, child in modules_of(module):
@@ -229,8 +229,8 @@ class ModuleTable:
 
     def get(self, module: nn.Module) -> ModuleInfo | None:
         """Return what is known of a module, None for one never seen or one gone."""
-        known = self._infos.get(id(module))
-        return known[1] if known is not None and known[0]() is module else None
+        entry = self._infos.get(id(module))
+        return entry[1] if entry is not None and entry[0]() is module else None
 
     def learn(
         self,
@@ -249,18 +249,18 @@ class ModuleTable:
         if inside is None and _owns_parameters(module):
             return self._learn_root(module)
         if inside is not None:
-            found = self._learn_registered(module, inside, caller, forward)
-            if found:
-                return found
-        own, _ = own_class(type(module))
-        is_first = (inside, f"@{own.__name__}", type(module)) not in self._loose
+            registered = self._learn_registered(module, inside, caller, forward)
+            if registered:
+                return registered
+        user_class, _ = own_class(type(module))
+        is_first = (inside, f"@{user_class.__name__}", type(module)) not in self._loose
         if is_first and self._find_network is not None and _owns_parameters(module):
             network = self._find_network(module)
             if network is not None:
                 self._learn_root(network)
         for below, child in modules_of(module):
             if self.get(child) is None:
-                self._add_loose(child, f"@{own.__name__}{below and '.'}{below}", inside)
+                self._add_loose(child, f"@{user_class.__name__}{below and '.'}{below}", inside)
         info = self.get(module)
         assert info is not None  # added just above
         return info
@@ -306,7 +306,7 @@ class ModuleTable:
         """Return the outermost modules below a root that `module.compile()` hides from hooks."""
         if self._enters_compiled or not dynamo_has_compiled():
             return ()
-        found: list[ModuleInfo] = []
+        compiled: list[ModuleInfo] = []
         hidden: tuple[str, ...] = ()
         for info, module in self.of_root(root):
             if not info.path or f"{info.path}.".startswith(hidden):
@@ -314,10 +314,10 @@ class ModuleTable:
             if is_compiled_in_place(module):
                 if not info.is_opaque:
                     info.is_opaque, info.definition = True, 0
-                found.append(info)
+                compiled.append(info)
             if info.is_opaque:
                 hidden = (*hidden, f"{info.path}.")
-        return tuple(found)
+        return tuple(compiled)
 
     def hidden_roots(self) -> list[ModuleInfo]:
         """Return the roots whose own calls no hook can see."""
@@ -355,8 +355,8 @@ class ModuleTable:
 
     def with_hooks(self, root: Root) -> list[nn.Module]:
         """Return the known modules of a root that have forward hooks of their own."""
-        known = self.with_wrappers(root)
-        return [m for m in known if m._forward_pre_hooks or m._forward_hooks]
+        modules = self.with_wrappers(root)
+        return [m for m in modules if m._forward_pre_hooks or m._forward_hooks]
 
     def _learn_root(self, module: nn.Module) -> ModuleInfo:
         core = module
@@ -366,18 +366,18 @@ class ModuleTable:
             outer.append(core)
             words.append(wrapper[1])
             core = getattr(core, wrapper[0])
-        known = self.get(core)
-        if known is not None and known.root is not None:
-            root, path = known.root, known.path
+        core_info = self.get(core)
+        if core_info is not None and core_info.root is not None:
+            root, path = core_info.root, core_info.path
         else:
-            own = class_behind_wrappers(core)
+            user_class = class_behind_wrappers(core)
             elements = sum(0 if is_lazy(p) else p.numel() for p in parameters_of_module(core))
-            root = Root(weakref.ref(core), own.__name__, elements)
+            root = Root(weakref.ref(core), user_class.__name__, elements)
             path = ""
             self.roots.append(root)
         for wrapped in outer:
-            info = self._add(wrapped, path, path, root, [])
-            info.is_wrapper = True
+            wrapper_info = self._add(wrapped, path, path, root, [])
+            wrapper_info.is_wrapper = True
         self._walk(root)
         if (
             words
@@ -385,9 +385,9 @@ class ModuleTable:
             and top.wrappers[: len(words)] != (*words,)
         ):
             top.wrappers = (*words, *top.wrappers)
-        found = self.get(module)
-        assert found is not None  # added just above
-        return found
+        info = self.get(module)
+        assert info is not None  # added just above
+        return info
 
     def _is_opaque(self, wrapper: tuple[str, str]) -> bool:
         return wrapper[1] == "compile" and not self._enters_compiled
@@ -417,7 +417,7 @@ class ModuleTable:
         """Add `start` and the unknown modules below it; return all. `names` is what is known of the
         module that holds `start`, by raw path."""
         tied: set[int] = set()
-        found: list[tuple[ModuleInfo, nn.Module]] = []
+        members: list[tuple[ModuleInfo, nn.Module]] = []
         for below, module in modules_of(start):
             raw = f"{start_raw}.{below}" if start_raw and below else start_raw or below
             root.depth = max(root.depth, raw.count(".") + 1)
@@ -439,21 +439,27 @@ class ModuleTable:
                     info.is_opaque = True
                     info.class_name = class_behind_wrappers(module).__name__
                     info.wrappers = (*info.wrappers, wrapper[1])
-            own = []
+            names_here = []
             for name, parameter in own_parameters(module).items():
                 if parameter is not None and id(parameter) not in tied:
                     tied.add(id(parameter))
-                    own.append(name)
-            info.own_parameters = own
-            found.append((info, module))
-        return found
+                    names_here.append(name)
+            info.own_parameters = names_here
+            members.append((info, module))
+        return members
 
     def _add(
         self, module: nn.Module, path: str, raw: str, root: Root | None, wrappers: list[str]
     ) -> ModuleInfo:
-        own, over = own_class(type(module))
+        user_class, over = own_class(type(module))
         info = ModuleInfo(
-            weakref.ref(module), path, raw, own.__name__, (*wrappers, *over), root, is_wrapper=False
+            weakref.ref(module),
+            path,
+            raw,
+            user_class.__name__,
+            (*wrappers, *over),
+            root,
+            is_wrapper=False,
         )
         if isinstance(module, torch.jit.ScriptModule):
             info.is_opaque = True

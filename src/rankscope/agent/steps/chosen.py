@@ -217,10 +217,10 @@ class TouchedFile:
             try:
                 if self._is_distant:
                     self._keep_pace(mode, step)
-                seen = self._look()
-                if seen != self._seen and seen != ABSENT and self._counts(mode):
-                    self._seen = seen
-                    self._see(seen, mode, step)
+                touch_ns = self._look()
+                if touch_ns != self._seen and touch_ns != ABSENT and self._counts(mode):
+                    self._seen = touch_ns
+                    self._see(touch_ns, mode, step)
                 if self._planned or self._runs:
                     self.asked = ()
                     is_asked = self._stands(mode, step)
@@ -269,8 +269,8 @@ class TouchedFile:
 
     def _give_up(self, error: OSError) -> None:
         self._is_off = True
-        what = "orders" if self._holds_orders else f"touches of {self._path}"
-        self._failed(f"{what} are not answered on this rank: {error}")
+        subject = "orders" if self._holds_orders else f"touches of {self._path}"
+        self._failed(f"{subject} are not answered on this rank: {error}")
 
     def _keep_pace(self, mode: Mode, step: int) -> None:
         """Note how fast steps are: the first step of an order must lie so far ahead that the last
@@ -288,10 +288,10 @@ class TouchedFile:
 
     # ------------------------------------------------------------------ agreeing
 
-    def _see(self, seen: int, mode: Mode, step: int) -> None:
+    def _see(self, touch_ns: int, mode: Mode, step: int) -> None:
         """Take a touch, or an order that ended with no earlier life of the job."""
         if not self._holds_orders or self._folder is None:
-            self._learn(seen, "", mode, step)
+            self._learn(touch_ns, "", mode, step)
             return
         order = order_in(Path(self._path).parent)
         if order is None or is_taken_before(self._folder, order.number):
@@ -299,16 +299,16 @@ class TouchedFile:
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._learn(order.number, order.text, mode, step)
 
-    def _learn(self, seen: int, words: str, mode: Mode, step: int) -> None:
+    def _learn(self, touch_ns: int, words: str, mode: Mode, step: int) -> None:
         """Read the touches others have seen, up to this one; where nobody has seen it, decide."""
-        while seen not in self._times:
+        while touch_ns not in self._times:
             ahead = max(step + self._lead, self._last_planned[mode] + 1)
             touch = self._next_touch
-            text = self._agree(str(touch), f"{mode.word} {ahead} {seen} {words}".rstrip())
-            where, wanted, known, order = _plan(text)
-            self._times.add(known)
+            text = self._agree(str(touch), f"{mode.word} {ahead} {touch_ns} {words}".rstrip())
+            where, planned_step, agreed_ns, order = _plan(text)
+            self._times.add(agreed_ns)
             self._next_touch += 1
-            self._plan(where, wanted, _Asked(touch, 1, order))
+            self._plan(where, planned_step, _Asked(touch, 1, order))
 
     def _plan(self, mode: Mode, step: int, asked: _Asked) -> None:
         """Wait for a step; where it has begun here already, put it off for everybody."""
@@ -358,5 +358,5 @@ class TouchedFile:
 
 def _plan(text: str) -> tuple[Mode, int, int, Order | None]:
     """Take the entry of a touch apart: mode, step, time of the file, order."""
-    mode, step, seen, *words = text.split(" ", 3)
-    return Mode[mode.upper()], int(step), int(seen), Order.read(words[0]) if words else None
+    mode, step, touch_ns, *words = text.split(" ", 3)
+    return Mode[mode.upper()], int(step), int(touch_ns), Order.read(words[0]) if words else None

@@ -122,8 +122,8 @@ class Updates:
                 self._events.gradients(step, 0, None, flags=_AFTER_CALL)
             if has_gradients or self._activation_gradients.has_fired:
                 self._events.parameters(step, 0, None, flags=_AFTER_CALL)
-        if left := frozenset(self._unheld - self._read):
-            self._events.parameters(step, self._shown, left, flags=_AFTER_CALL)
+        if unread := frozenset(self._unheld - self._read):
+            self._events.parameters(step, self._shown, unread, flags=_AFTER_CALL)
         self.accumulated.forget()
         self._count = self._shown = 0
         self._carried = frozenset()
@@ -146,21 +146,21 @@ class Updates:
         self._note(step, _describe_strangers(optimizer, holdings))
         self._note_options(optimizer, step)
         self._note(step, _describe_rates(optimizer))
-        again = holdings.unheld & self._unheld_read
-        again_with = self._events.those(again, has_gradient)
-        concerned = holdings.own | (holdings.unheld - again) | again_with
+        reread = holdings.unheld & self._unheld_read
+        again_with = self._events.those(reread, has_gradient)
+        concerned = holdings.own | (holdings.unheld - reread) | again_with
         self._unheld_read |= holdings.unheld
-        taken = self._events.gradients(
+        as_left = self._events.gradients(
             step, self._count - 1, concerned, flags=flags, unheld=holdings.unheld,
             carried=self._carried, unsynced=self.accumulated.unsynced,
             left=self.accumulated.left(),
             extras=scaling_of(optimizer),
         )  # fmt: skip
-        self.accumulated.taken(step, taken)
+        self.accumulated.taken(step, as_left)
 
     def _holdings(self, optimizer: torch.optim.Optimizer) -> Holdings:
-        known = frozenset(map(id, self._events.table.parameters()))
-        holdings = self._optimizers.holdings(optimizer, known)
+        parameters = frozenset(map(id, self._events.table.parameters()))
+        holdings = self._optimizers.holdings(optimizer, parameters)
         if current_graph_task() != -1:  # inside backward: gradients of others are not final
             return replace(holdings, unheld=frozenset())
         return holdings
@@ -223,14 +223,14 @@ def _describe_rates(optimizer: torch.optim.Optimizer) -> Note | None:
 def _describe_options(optimizer: torch.optim.Optimizer) -> Note | None:
     """Say with which options an optimizer steps: values that groups of parameters do not share in
     the order of the groups, `0.1 | 0.0`; none that choose an implementation (`foreach`)."""
-    found: dict[str, list[str]] = {}
+    values_by_name: dict[str, list[str]] = {}
     for group in getattr(optimizer, "param_groups", ()):
         for name, value in group.items():
-            values = found.setdefault(str(name), [])
+            values = values_by_name.setdefault(str(name), [])
             text = _option(value)
             if name not in _NO_OPTIONS and text not in values:
                 values.append(text)
-    options = options_text(found)
+    options = options_text(values_by_name)
     name = type(optimizer).__name__
     return Note.of(NoteKind.OPTIMIZER_OPTIONS, optimizer=name, options=options) if options else None
 

@@ -116,9 +116,9 @@ def find_image(architecture: str, variant: ReadVariant | CombineVariant) -> Comp
     """Return a compiled kernel, None where none that is to be trusted lies on this host."""
     if is_off():
         return None
-    for held in _saved(_file_name(architecture, variant)):
+    for fields in _saved(_file_name(architecture, variant)):
         with contextlib.suppress(TypeError):
-            return CompiledImage(**held)
+            return CompiledImage(**fields)
     return None
 
 
@@ -131,8 +131,8 @@ def save_image(
 
 def save_failure(architecture: str, sentence: str) -> None:
     """File what this Triton failed to compile, so that no job tries again; "" where it did not."""
-    held = {"triton": triton_version(), "sentence": sentence}
-    _save(f"{architecture}-{_source_key()}.failure", held)
+    fields = {"triton": triton_version(), "sentence": sentence}
+    _save(f"{architecture}-{_source_key()}.failure", fields)
 
 
 def triton_version() -> str:
@@ -148,9 +148,9 @@ def obstacle(architecture: str = "") -> str:
         return reason
     if not triton_version():
         return "Triton is not installed"
-    for held in _saved(f"{architecture}-{_source_key()}.failure"):
+    for fields in _saved(f"{architecture}-{_source_key()}.failure"):
         with contextlib.suppress(KeyError, TypeError):
-            return str(held["sentence"]) if held["triton"] == triton_version() else ""
+            return str(fields["sentence"]) if fields["triton"] == triton_version() else ""
     return ""
 
 
@@ -199,11 +199,11 @@ def _saved(name: str) -> Iterator[Any]:
             yield msgpack.unpackb(path.read_bytes())
 
 
-def _save(name: str, held: dict[str, Any]) -> Path | None:
+def _save(name: str, fields: dict[str, Any]) -> Path | None:
     for folder in made_folders():
         with contextlib.suppress(OSError):
             with replacing(folder / name, is_synced=False) as file:
-                file.write(msgpack.packb(held))
+                file.write(msgpack.packb(fields))
             return folder / name
     return None
 
@@ -225,8 +225,8 @@ def architectures_of_host(library: str = _LIBRARY, nodes: Path = _NODES) -> list
 def compilers_of_host() -> list[tuple[list[str], Path]]:
     """Return the commands that compile what is missing for this host's GPUs, each with the file for
     its output. Run them beside the job: ranks load what lies ready."""
-    found = (compiler_of(architecture) for architecture in architectures_of_host())
-    return [compiler for compiler in found if compiler is not None]
+    compilers = (compiler_of(architecture) for architecture in architectures_of_host())
+    return [compiler for compiler in compilers if compiler is not None]
 
 
 def _of_nvidia(name: str) -> Iterator[str]:

@@ -212,10 +212,10 @@ class FusedReader:
             OSError: the driver refuses a kernel.
         """
         shape, strides = plan.shape, _word_strides(local, storage)
-        held = None
+        global_ranges = None
         if ranges is not None:
-            held = [*ranges, *(((0, n),) for n in shape[len(ranges) :])]
-        fused = make_fused_plan(shape, strides, held, plan.batch_dim)
+            global_ranges = [*ranges, *(((0, n),) for n in shape[len(ranges) :])]
+        fused = make_fused_plan(shape, strides, global_ranges, plan.batch_dim)
         if fused is None:
             return None
         kind = storage.kernel_kind or storage.dtype.name
@@ -225,10 +225,10 @@ class FusedReader:
             variants.append(aligned)
         combine = self._kernel(CombineVariant(aligned.is_double))
         read = [(variant, self._kernel(variant)) for variant in variants]
-        found = [(variant, kernel) for variant, kernel in read if kernel is not None]
-        if combine is None or len(found) < len(variants):
+        loaded = [(variant, kernel) for variant, kernel in read if kernel is not None]
+        if combine is None or len(loaded) < len(variants):
             return None
-        return self._bind(fused, storage, found, combine, plan.count, stream)
+        return self._bind(fused, storage, loaded, combine, plan.count, stream)
 
     def _bind(
         self,
@@ -271,28 +271,28 @@ class FusedReader:
         return bool(arrived)
 
     def _kernel(self, variant: ReadVariant | CombineVariant) -> LoadedKernel | None:
-        found = self._loaded.get(variant)
-        if found is None:
+        kernel = self._loaded.get(variant)
+        if kernel is None:
             image = self._find(variant)
             if image is None:
                 self._missing.add(variant)
                 return None
-            found = self._loaded[variant] = self._driver.load(image)
-        return found
+            kernel = self._loaded[variant] = self._driver.load(image)
+        return kernel
 
     def _table(self, array: npt.NDArray[Any]) -> torch.Tensor:
         memory = torch.frombuffer(bytearray(np.ascontiguousarray(array)), dtype=torch.uint8)
         return self._accelerator.to_device(memory)
 
     def _scratch_for(self, stream: Any, programs: int) -> _PartialResults:
-        found = self._scratch.get(stream)
-        if found is None or found.programs < programs:
+        scratch = self._scratch.get(stream)
+        if scratch is None or scratch.programs < programs:
             size = -(-max(_SCRATCH_PROGRAMS, programs) // 64) * 64  # keeps both parts aligned
             memory = torch.empty(
                 8 * (NUMBERS + COUNTS) * size, dtype=torch.uint8, device=self._device
             )
-            found = self._scratch[stream] = _PartialResults(size, memory)
-        return found
+            scratch = self._scratch[stream] = _PartialResults(size, memory)
+        return scratch
 
 
 def _word_strides(local: torch.Tensor, storage: Storage) -> list[int]:

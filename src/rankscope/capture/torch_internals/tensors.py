@@ -20,8 +20,8 @@ import torch
 
 def loaded_class(module: str, name: str) -> type | None:
     """Return a class of a module somebody else imported: else no such object exists."""
-    found = getattr(sys.modules.get(module), name, None)
-    return found if isinstance(found, type) else None
+    candidate = getattr(sys.modules.get(module), name, None)
+    return candidate if isinstance(candidate, type) else None
 
 
 _C: Any = torch._C
@@ -88,8 +88,8 @@ def is_functorch_wrapper(tensor: torch.Tensor) -> bool:
 
 def overrides_dispatch(kind: type) -> bool:
     """True for classes with a `__torch_dispatch__` of their own: memory is not value."""
-    own = getattr(kind, "__torch_dispatch__", None)
-    return getattr(own, "__func__", own) is not getattr(
+    method = getattr(kind, "__torch_dispatch__", None)
+    return getattr(method, "__func__", method) is not getattr(
         torch.Tensor.__torch_dispatch__, "__func__", torch.Tensor.__torch_dispatch__
     )
 
@@ -113,9 +113,9 @@ def registered_children(
 
 def _key_name(key: object) -> str:
     for attribute in ("key", "name", "idx"):
-        found = getattr(key, attribute, None)
-        if isinstance(found, (str, int)):
-            return str(found)
+        label = getattr(key, attribute, None)
+        if isinstance(label, (str, int)):
+            return str(label)
     return type(key).__name__
 
 

@@ -148,10 +148,10 @@ def write_tensor(
 
 def write_all(descriptor: int, data: bytes | memoryview, at: int) -> None:
     """Write bytes at an offset, however often it takes."""
-    left = memoryview(data)
-    while left:
-        written = os.pwrite(descriptor, left, at)
-        at, left = at + written, left[written:]
+    unwritten = memoryview(data)
+    while unwritten:
+        written = os.pwrite(descriptor, unwritten, at)
+        at, unwritten = at + written, unwritten[written:]
 
 
 class MappedFile:
@@ -177,10 +177,10 @@ class MappedFile:
 
     def is_unchanged(self, about: Mapping[str, str]) -> bool:
         """True where it has the checksum that `write_arrays` put into its metadata. Reads all."""
-        wanted, found = about.get(_CHECKSUM, ""), xxhash.xxh3_64(self.data.data)
-        digits = wanted.encode(errors="replace")
-        found.update(self.header.replace(digits, _NOT_YET.encode(), 1))
-        return found.hexdigest() == wanted
+        expected, checksum = about.get(_CHECKSUM, ""), xxhash.xxh3_64(self.data.data)
+        digits = expected.encode(errors="replace")
+        checksum.update(self.header.replace(digits, _NOT_YET.encode(), 1))
+        return checksum.hexdigest() == expected
 
 
 def parse_entries(text: bytes, data_bytes: int) -> tuple[dict[str, str], list[Entry]]:
@@ -197,7 +197,7 @@ def parse_entries(text: bytes, data_bytes: int) -> tuple[dict[str, str], list[En
         if text[end:] != b" " * (len(text) - end):
             raise ValueError("something follows its JSON")
         about: dict[str, str] = decoded.pop(_METADATA, {})
-        if not all(isinstance(each, str) for each in about.values()):
+        if not all(isinstance(text_value, str) for text_value in about.values()):
             raise ValueError("its metadata is not text alone")
         entries = [_checked(key, entry) for key, entry in decoded.items()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -234,8 +234,8 @@ def as_array(data: NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> NDArr
     dtype (bfloat16, the 8-bit floats)."""
     if dtype.startswith(("bfloat", "float8")):
         raise TraceError(f"numpy has no {dtype}: read its bytes, or open it with torch")
-    found: NDArray[Any] = data.view(np.dtype(dtype).newbyteorder("<")).reshape(shape)
-    return found
+    array: NDArray[Any] = data.view(np.dtype(dtype).newbyteorder("<")).reshape(shape)
+    return array
 
 
 def checksum_of(descriptor: int, begin: int = 0, end: int = sys.maxsize) -> int:

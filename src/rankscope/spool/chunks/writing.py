@@ -176,14 +176,14 @@ class ChunkWriter:
             assert self._file is not None  # made by `_next_chunk`
             number = self._file.check()
             self._reserve(number, self._data_start + begin + nbytes)
-            written, found = self._put(number, pieces, self._data_start + begin, checksum)
+            written, digest = self._put(number, pieces, self._data_start + begin, checksum)
         except OSError as error:
             raise self._give_up(error) from error
         if written != nbytes:
             raise ValueError(f"{dtype} {list(shape)} takes {nbytes} bytes, {written} were given")
         header_end = self._header_end + len(text) + 1 + CHECKSUM_DIGITS
         index = len(self._entries)
-        return ChunkEntry(reference, self._number, index, begin, nbytes, found, text, header_end)
+        return ChunkEntry(reference, self._number, index, begin, nbytes, digest, text, header_end)
 
     def commit(self, entry: ChunkEntry) -> None:
         """Let the chunk hold what was just written."""
@@ -250,13 +250,13 @@ class ChunkWriter:
             # all of it now: later there may be no room for it
             begun = begun_chunk(self._stream, self._number, self._header_bytes)
             write_all(descriptor, begun, 0)
-            made = OwnFile(descriptor)
+            file = OwnFile(descriptor)
             is_made = True
         finally:
             if not is_made:
                 os.close(descriptor)
                 path.unlink(missing_ok=True)
-        self._file = made
+        self._file = file
         self._reserved_end = self._data_start
 
     def _finish_chunk(self) -> None:
