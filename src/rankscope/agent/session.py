@@ -6,9 +6,7 @@ tracer records calls, and the parameter events whole roots.
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 
@@ -34,6 +32,7 @@ from rankscope.capture.torch_internals.tensors import invisible
 from rankscope.globs import glob_matches
 from rankscope.record.notes import Note, NoteKind
 from rankscope.record.ranks import EndReason, RankIdentity
+from rankscope.run.processes import forget_in_children
 from rankscope.settings import Settings
 from rankscope.spool.writer import SpoolWriter
 
@@ -81,7 +80,7 @@ class Session:
         self._hooks, self._table = steps.hooks, steps.table
         if preferred_root is not None:
             steps.preferred.append(preferred_root)
-        _sessions.add(self)
+        forget_in_children(self)
 
     def _open(self) -> bool:
         """Open the spool at the first call that matters; False where this process is not traced."""
@@ -201,6 +200,10 @@ class Session:
             self._perturbation.remove()
         self._steps.remove_hooks(is_inside_hook=is_inside_hook)
 
+    def forget_in_child(self) -> None:
+        """Stop in a forked child, which is no part of the trace."""
+        self.disarm()
+
     def step(self) -> None:
         """Close the current train step by hand; never raises."""
         self._step()
@@ -270,14 +273,3 @@ class Session:
         finally:
             self._hooks.leave(module, args, *ended)
         return output
-
-
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-def _disarm_in_child() -> None:
-    for session in [*_sessions]:
-        session.disarm()
-
-
-os.register_at_fork(after_in_child=_disarm_in_child)  # once: what is registered stays for good

@@ -1,5 +1,5 @@
-"""What a call of torch's process groups or functional collectives says: which collective it is, of
-whom, on which tensors. Nothing is issued here, and no tensor is read.
+"""Which collective a call of torch's process groups or functional collectives is, over which ranks
+and on which tensors. Nothing is issued here, and no tensor is read.
 
 Process groups take each collective in several ways (torch's own functions hand over an object of
 options, the methods may be called with a root or a reduction in its place); both are known.
@@ -88,29 +88,23 @@ METHODS: Final[dict[str, Form]] = {
     "recv_anysource": Form("recv", 0, None, ("tensors", "tag"), 2, "peer"),
 }
 
+_FUNCTIONAL_NAMES: Final = (
+    *("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
+    *("broadcast", "broadcast_", "all_gather_into_tensor", "all_gather_into_tensor_out"),
+    *("all_gather_into_tensor_coalesced", "reduce_scatter_tensor", "reduce_scatter_tensor_out"),
+    *("reduce_scatter_tensor_coalesced", "all_to_all_single"),
+)
 FUNCTIONAL: Final[dict[tuple[str, str], str]] = {
-    ("_c10d_functional", "all_reduce"): "all_reduce",
-    ("_c10d_functional", "all_reduce_"): "all_reduce",
-    ("_c10d_functional", "all_reduce_coalesced"): "all_reduce_coalesced",
-    ("_c10d_functional", "all_reduce_coalesced_"): "all_reduce_coalesced",
-    ("_c10d_functional", "broadcast"): "broadcast",
-    ("_c10d_functional", "broadcast_"): "broadcast",
-    ("_c10d_functional", "all_gather_into_tensor"): "all_gather_into_tensor",
-    ("_c10d_functional", "all_gather_into_tensor_out"): "all_gather_into_tensor",
-    ("_c10d_functional", "all_gather_into_tensor_coalesced"): "all_gather_into_tensor_coalesced",
-    ("_c10d_functional", "reduce_scatter_tensor"): "reduce_scatter_tensor",
-    ("_c10d_functional", "reduce_scatter_tensor_out"): "reduce_scatter_tensor",
-    ("_c10d_functional", "reduce_scatter_tensor_coalesced"): "reduce_scatter_tensor_coalesced",
-    ("_c10d_functional", "all_to_all_single"): "all_to_all_single",
-    ("_dtensor", "shard_dim_alltoall"): "all_to_all_single",
-}
+    ("_c10d_functional", name): name.removesuffix("_out").removesuffix("_")
+    for name in _FUNCTIONAL_NAMES
+} | {("_dtensor", "shard_dim_alltoall"): "all_to_all_single"}
 """Operators behind functional collectives, by namespace and name: the last text argument is the
 group, the one before it (if any) the reduction."""
 
 
 class Where(NamedTuple):
-    """What a call does not say of itself: one of `record.collective.ISSUERS`, and the line of the
-    program that made it."""
+    """Where a call comes from: one of `record.collective.ISSUERS`, and the line of the program that
+    made it."""
 
     issuer: str
     at: str
@@ -231,7 +225,7 @@ def read_functional(
 
 
 def unread(op: str, where: Where) -> Issued:
-    """Return what is known of a call that could not be read."""
+    """Return the entry for a call that could not be read."""
     collective = Collective(op=op, group="", members=(), issuer=where.issuer, at=where.at)
     return Issued(collective, (), (), 0)
 
@@ -295,6 +289,7 @@ def _public_callers() -> set[str]:
         if module == _C10D:
             names.add(frame.f_code.co_name)
             is_inside = True
+        # the first frame of the program: what it called lies behind us
         elif is_inside and module not in _BETWEEN:
             break
         frame = frame.f_back

@@ -34,7 +34,7 @@ _WRAPPERS: Final = frozenset({"FSDP1", "FSDP2"})
 
 
 class AxisName(str, enum.Enum):
-    """What the name of a mesh axis says of it."""
+    """The use of a mesh axis, by its name."""
 
     DATA = "data"
     NOT_DATA = "not data"
@@ -73,7 +73,7 @@ def flat_mesh(ranks: Iterable[int]) -> Mesh:
 
 def largest_mesh(parameters: Iterable[HeldParameter], ranks: frozenset[int]) -> Mesh:
     """Return the mesh with the most axes that parameters lie on, over all of the ranks: the meshes
-    that repeat it are one more axis in front, "data". A flat one where there is none."""
+    that repeat it are one more axis in front, "data". A flat mesh without such parameters."""
     best: Mesh | None = None
     for parameter in parameters:
         if best and len(best.axes) >= len(parameter.placements):
@@ -140,7 +140,7 @@ def axes_of(
     inputs: Sequence[Mapping[int, Hashable]],
     wrappers: Collection[str],
 ) -> list[AxisFacts]:
-    """Return what is known of each axis of a mesh that has two ranks or more along it.
+    """Return the facts about each axis of a mesh that has two ranks or more along it.
 
     Args:
         mesh: over all ranks in question.
@@ -197,6 +197,7 @@ def _use_of(
                 return None
             continue
         different = sum(differ_along([line], parameter.prints) for line in lines)
+        # plain values that differ are no replicas; FSDP1 alone makes plain parameters shards
         if different and "FSDP1" not in wrappers:
             return None
         cut += different

@@ -20,7 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope.errors import LayoutError
+from rankscope.errors import LayoutError, os_errors_as
 from rankscope.globs import glob_matches, slot_matches
 from rankscope.layout.placement import Mesh, Placement, PlacementKind, parse_placement
 
@@ -52,7 +52,7 @@ class LayoutEntry:
     placements: Mapping[str, Placement]
 
     def describes(self, path: str, slot: str) -> bool:
-        """True where the entry speaks of this slot of this path."""
+        """True where the entry describes this slot of this path."""
         if not glob_matches(self.path, path):
             return False
         if self.slot in _KINDS:
@@ -77,11 +77,9 @@ class LayoutFile:
     def load(cls, path: Path) -> LayoutFile:
         """Read a file. Raises LayoutError where it cannot be read, or does not say what it should;
         says where."""
-        try:
-            with path.open("rb") as file:
-                data = file.read(_MOST_BYTES + 1)
-        except OSError as error:
-            raise LayoutError(f"layout file {path}: cannot be read: {error.strerror}") from error
+        trouble = os_errors_as(LayoutError, f"layout file {path}: cannot be read")
+        with trouble, path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
             raise LayoutError(f"layout file {path}: is larger than {_MOST_BYTES} bytes")
         try:
@@ -189,7 +187,7 @@ def _entry(number: int, data: Any, axes: Mapping[str, int], where: str) -> Layou
 
 def layout_given(run: Mapping[str, Any]) -> tuple[LayoutFile, Mesh] | str | None:
     """Return the layout file in a run header with its axes over all ranks; in words why it is of no
-    use, or None where there is none (or one rank, which holds everything whole)."""
+    use, or None without a file (or with one rank, which holds everything whole)."""
     declared = run.get("layout")
     if declared is None or int(run["world_size"]) < 2:
         return None

@@ -71,7 +71,7 @@ class PlacementKind(str, enum.Enum):
 
     @classmethod
     def of_torch_class(cls, name: str) -> PlacementKind:
-        """Return the kind that a class of torch's is read as; OTHER where there is none."""
+        """Return the kind that a class of torch's is read as; OTHER for any other class."""
         return _BY_TORCH_CLASS.get(name, cls.OTHER)
 
 
@@ -190,7 +190,7 @@ class LayoutSource(str, enum.Enum):
 
     DTENSOR = "dtensor"
     MARKED = "marked"
-    """By what a framework says of a parameter or an activation; the tensor itself is plain."""
+    """By a framework's mark on a parameter or an activation; the tensor itself is plain."""
     DECLARED = "declared"
     INFERRED = "inferred"
     UNKNOWN = "unknown"
@@ -224,13 +224,7 @@ class Mesh:
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """Return the position of a global rank on every axis, None where the mesh lacks the
         rank."""
-        if rank not in self.ranks:
-            return None
-        flat, position = self.ranks.index(rank), []
-        for extent in reversed(self.shape):
-            flat, index = divmod(flat, extent)
-            position.append(index)
-        return tuple(reversed(position))
+        return next((place for place, member in self.places() if member == rank), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,6 +278,7 @@ def global_ranges(
             raise LayoutError(f"{placement} cannot cut a tensor of {len(ranges)} dims")
         before, count = ranges[placement.dim], placement.split_factor
         pieces = (_chunk(before, count, number) for number in range(count))
+        # a plain shard has one piece; a strided one takes its chunk of every piece
         ranges[placement.dim] = _join(_chunk(piece, extent, index) for piece in pieces)
     return tuple(ranges)
 

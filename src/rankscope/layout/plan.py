@@ -39,7 +39,7 @@ _MOST_RANKS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What one rank holds (its local shape), and what is known of its place in a whole."""
+    """What one rank holds (its local shape), and its place in a whole as far as that is known."""
 
     shape: tuple[int, ...]
     layout: Layout
@@ -125,6 +125,7 @@ def pieces_of(mesh: Mesh, placements: tuple[Placement, ...]) -> Pieces:
     parts: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
     first: dict[tuple[int, ...], tuple[int, ...]] = {}
     for at, rank in mesh.places():
+        # the axis that is reduced first varies fastest: neighbours in sorted order are its summands
         part, summand = tuple(at[a] for a in cut), tuple(at[a] for a in reversed(order))
         first.setdefault(part, at)
         parts.setdefault(part, {}).setdefault(summand, []).append(rank)
@@ -161,20 +162,14 @@ def plan_assembly(
     Raises:
         LayoutError: they do not; says why.
     """
-    shape, local_shapes = (
-        tuple(global_shape),
-        {rank: tuple(shape) for rank, shape in shapes.items()},
-    )
+    full_shape = tuple(global_shape)
+    sizes = {rank: tuple(shape) for rank, shape in shapes.items()}
     mesh = layout.mesh
     if mesh is None:
-        return _plan_alone(local_shapes)
+        return _plan_alone(sizes)
     _must_be_defined(layout.placements)
     # torch gives ranks outside the mesh an empty tensor
-    outside = [
-        rank
-        for rank, local_shape in local_shapes.items()
-        if rank not in mesh.ranks and 0 not in local_shape
-    ]
+    outside = [rank for rank, size in sizes.items() if rank not in mesh.ranks and 0 not in size]
     if outside:
         raise LayoutError(f"{ranks_words(outside)} hold a value, but are not in its mesh")
     pieces = pieces_of(mesh, layout.placements)
@@ -183,39 +178,35 @@ def plan_assembly(
     replicas_lost: list[int] = []
     for coordinate, summands in pieces.parts.items():
         members = [rank for summand in summands for rank in summand]
-        part_ranges = _part_ranges(shape, layout, coordinate, members, ranges or {})
-        misfits = [
-            rank
-            for rank in members
-            if rank in local_shapes and not _fits(local_shapes[rank], part_ranges)
-        ]
+        part = _part_ranges(full_shape, layout, coordinate, members, ranges or {})
+        misfits = [rank for rank in members if rank in sizes and not _fits(sizes[rank], part)]
         if misfits:
             raise LayoutError(
-                f"{ranks_words(misfits[:1])} holds shape {list(local_shapes[misfits[0]])}, "
-                f"its layout says {list(_lengths(part_ranges))}"
+                f"{ranks_words(misfits[:1])} holds shape {list(sizes[misfits[0]])}, "
+                f"its layout says {list(_lengths(part))}"
             )
-        if 0 in _lengths(part_ranges):
+        if 0 in _lengths(part):
             continue
-        present = [[rank for rank in summand if rank in local_shapes] for summand in summands]
+        present = [[rank for rank in summand if rank in sizes] for summand in summands]
         for expected, recorded in zip(summands, present):
             (replicas_lost if recorded else lost).extend(set(expected).difference(recorded))
         boxes.append(
             Box(
-                ranges=part_ranges,
+                ranges=part,
                 summands=tuple(tuple(sorted(recorded)) for recorded in present),
                 reductions=pieces.reductions,
             )
         )
-    if lost or not local_shapes.keys() & set(mesh.ranks):
+    if lost or not sizes.keys() & set(mesh.ranks):
         absent = ranks_words(lost or mesh.ranks)
         raise LayoutError(f"no value was recorded on {absent}, and no other rank holds its part")
-    problem = tiling_problem(shape, [box.ranges for box in boxes])
+    problem = tiling_problem(full_shape, [box.ranges for box in boxes])
     if problem:
         raise LayoutError(problem)
     return AssemblyPlan(
-        global_shape=shape,
+        global_shape=full_shape,
         boxes=tuple(boxes),
-        ranks=tuple(sorted(set(mesh.ranks) & set(local_shapes))),
+        ranks=tuple(sorted(set(mesh.ranks) & set(sizes))),
         missing=tuple(sorted(replicas_lost)),
     )
 
@@ -224,10 +215,8 @@ def plan_assemblies(pieces: Mapping[int, Piece]) -> tuple[AssemblyPlan, ...]:
     """Return one plan per global value that these ranks hold together, by lowest rank.
 
     Each mesh of a family has a value of its own: the rows of a ("dp", "tp") mesh whose activations
-    are placed on "tp" alone hold different batches.
-
-    Raises:
-        LayoutError: the pieces of a mesh make no whole; says why.
+    are placed on "tp" alone hold different batches. Raises LayoutError where the pieces of a mesh
+    make no whole; says why.
     """
     by_mesh: dict[Mesh | None, dict[int, Piece]] = {}
     for rank, piece in sorted(pieces.items()):
@@ -261,12 +250,10 @@ def _plan_of_one_mesh(pieces: Mapping[int, Piece]) -> AssemblyPlan:
     )
 
 
-def _plan_alone(local_shapes: Mapping[int, tuple[int, ...]]) -> AssemblyPlan:
-    if len(local_shapes) != 1:
-        raise LayoutError(
-            f"nothing says how the values of {ranks_words(local_shapes)} belong together"
-        )
-    rank, shape = next(iter(local_shapes.items()))
+def _plan_alone(sizes: Mapping[int, tuple[int, ...]]) -> AssemblyPlan:
+    if len(sizes) != 1:
+        raise LayoutError(f"nothing says how the values of {ranks_words(sizes)} belong together")
+    rank, shape = next(iter(sizes.items()))
     ranges = tuple(((0, size),) for size in shape)
     boxes = () if 0 in shape else (Box(ranges=ranges, summands=((rank,),)),)
     return AssemblyPlan(global_shape=shape, boxes=boxes, ranks=(rank,))
@@ -351,17 +338,8 @@ def join_batches(
     mesh: Mesh, axes: Sequence[str], plans: Sequence[AssemblyPlan], dim: int = 0
 ) -> AssemblyPlan:
     """Return the plan of all data-parallel batches in one tensor, in rank order along the batch
-    dim.
-
-    Args:
-        mesh: mesh of the run that has the data axes.
-        axes: names of the data axes.
-        plans: one per place along them, in any order, as `plan_assemblies` gives them.
-        dim: the batch dim; the batches may differ in size along it and in nothing else.
-
-    Raises:
-        LayoutError: they are no batches of one another; says why.
-    """
+    dim, along which alone they may differ in size: of one plan per place along the data `axes` of
+    the run's mesh, in any order. Raises LayoutError where these are no batches; says why."""
     positions = [mesh.axes.index(axis) for axis in axes]
     by_place: dict[tuple[int, ...], AssemblyPlan] = {}
     for plan in plans:

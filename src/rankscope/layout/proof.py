@@ -89,7 +89,7 @@ class ShownValues:
     def note(
         self,
         key: SlotKey,
-        local_shapes: Mapping[int, Shape],
+        sizes: Mapping[int, Shape],
         prints: Mapping[int, Hashable],
         is_near: Callable[[Sequence[tuple[int, ...]]], bool] = lambda lines: False,
         *,
@@ -98,53 +98,41 @@ class ShownValues:
         """Add a record of a value: its shapes, and along which axes its bytes are the same.
 
         Args:
-            local_shapes: local shape of every rank that held it.
+            sizes: local shape of every rank that held it.
             prints: what tells the ranks' bytes apart; {} for constants.
             is_near: True where the ranks of some lines differ by rounding alone.
             is_twin: others that hold the same bytes on every rank lie as it does.
         """
         if key not in self.shapes:
-            self.note_shapes(key, local_shapes)
+            self.note_shapes(key, sizes)
         for axis, lines in self.lines.items():
             facts = self.facts.setdefault((key, axis), SlotFacts())
-            line_prints = [
-                [prints.get(rank) for rank in line if rank in local_shapes] for line in lines
-            ]
-            if all(len(line) < 2 for line in line_prints) or any(
-                None in line for line in line_prints
-            ):
+            held_prints = [[prints.get(rank) for rank in line if rank in sizes] for line in lines]
+            if max(map(len, held_prints)) < 2 or any(None in line for line in held_prints):
                 continue
-            is_same = all(len({*line}) == 1 for line in line_prints if line)
+            is_same = all(len({*line}) == 1 for line in held_prints if line)
             facts.same += is_same
             facts.other += not is_same and not is_near(lines)
-            facts.apart += all(len({*line}) == len(line) for line in line_prints)
+            facts.apart += all(len({*line}) == len(line) for line in held_prints)
         if is_twin and prints and all(math.prod(shape) >= _FEWEST for shape in self.shapes[key]):
             self.twins.setdefault(tuple(sorted(prints.items())), {})[key] = None
 
-    def note_shapes(self, key: SlotKey, local_shapes: Mapping[int, Shape]) -> None:
+    def note_shapes(self, key: SlotKey, sizes: Mapping[int, Shape]) -> None:
         """Keep the local shapes of a value."""
-        shapes = tuple(local_shapes[rank] for rank in sorted(local_shapes))
+        shapes = tuple(sizes[rank] for rank in sorted(sizes))
         self.shapes[key] = shapes[:1] if len({*shapes}) == 1 else shapes
         if key[1].startswith("param:"):
             self.parameters.setdefault(key[0], set()).add(key)
 
     def note_cut(
-        self,
-        key: SlotKey,
-        axis: str,
-        placement: Placement,
-        local_shapes: Mapping[int, Shape],
-        global_shape: Shape,
+        self, key: SlotKey, axis: str, placement: Placement, sizes: Mapping[int, Shape], full: Shape
     ) -> None:
         """Keep a parameter that is a DTensor and cut along an axis, unless a rank holds all."""
         if placement.kind is not PlacementKind.SHARD or (dim := placement.dim) is None:
             return
-        if all(
-            dim < len(local_shape) and local_shape[dim] < global_shape[dim]
-            for local_shape in local_shapes.values()
-        ):
-            self.note_shapes(key, local_shapes)
-            self.placed[key, axis] = Said(placement, "as its DTensor says", global_shape[dim])
+        if all(dim < len(size) and size[dim] < full[dim] for size in sizes.values()):
+            self.note_shapes(key, sizes)
+            self.placed[key, axis] = Said(placement, "as its DTensor says", full[dim])
 
     def shape(self, key: SlotKey) -> Shape:
         """Return the local shape of a value, () where ranks differ in it."""
@@ -188,9 +176,7 @@ class Proof:
         key, path = self.key(call, kind), self.shown.modules[call][0]
         weight = self.shown.shapes.get((path, "param:weight"), ())
         shapes = self.shown.shapes[key] if key else ()
-        if key and [local_shape[-1:] for local_shape in shapes] == [
-            local_shape[dim : dim + 1] for local_shape in weight
-        ]:
+        if key and [size[-1:] for size in shapes] == [size[dim : dim + 1] for size in weight]:
             text = f"as long as this rank's {'columns' if dim else 'rows'} of the weight"
             self.say(key, axis, Said(cut(len(shapes[0]) - 1), text, length))
 
@@ -202,6 +188,7 @@ class Proof:
         earlier = self.known.get(place)
         if earlier is not None:
             if earlier.placement != claim.placement:
+                # two answers are no answer, and no third one decides between them
                 del self.known[place]
                 self._refused.add(place)
             return False
@@ -241,21 +228,21 @@ class Proof:
         return is_new
 
     def _through(self, call: str, axis: str) -> bool:
-        input_key, output_key = self.key(call, "input"), self.key(call, "output")
-        if not input_key or not output_key or (call, axis) in self.shown.issued:
+        before_key, after_key = self.key(call, "input"), self.key(call, "output")
+        if not before_key or not after_key or (call, axis) in self.shown.issued:
             return False
-        before, after = self.shown.shapes[input_key], self.shown.shapes[output_key]
+        before, after = self.shown.shapes[before_key], self.shown.shapes[after_key]
         is_even = len(before) == len(after) == 1
         parameters = self.shown.parameters.get(self.shown.modules[call][0], ())
         is_new = False
-        for source, target in ((input_key, output_key), (output_key, input_key)):
+        for source, target in ((before_key, after_key), (after_key, before_key)):
             claim = self.known.get((source, axis))
             dim = None if claim is None else claim.placement.dim
             if claim is None or dim is None:
                 continue
             if call in self.shown.inner:
                 is_through = (
-                    source is input_key and before == after and self._is_residual(call, axis, dim)
+                    source is before_key and before == after and self._is_residual(call, axis, dim)
                 )
                 text = "of the input's shape, as what the modules inside hand out is"
             elif not parameters:
@@ -274,23 +261,19 @@ class Proof:
         the module's output, and none anything else of that shape."""
         shapes = self.shown.shapes
         keys = [self.key(child, "output") for child in self.shown.inner[call]]
-        output_key = self.key(call, "output")
-        same_shaped = [
-            key for key in keys if key and output_key and shapes[key] == shapes[output_key]
-        ]
-        claims = [self.known.get((key, axis)) for key in same_shaped]
+        after = self.key(call, "output")
+        peers = [key for key in keys if key and after and shapes[key] == shapes[after]]
+        claims = [self.known.get((key, axis)) for key in peers]
         return bool(claims) and all(
             claim is not None and claim.placement.dim == dim for claim in claims
         )
 
 
-def _is_by_row(input_shape: Shape, output_shape: Shape, dim: int) -> bool:
+def _is_by_row(before: Shape, after: Shape, dim: int) -> bool:
     """True where a module may turn each row into one, and `dim` is not that of its columns."""
-    is_last = input_shape[:-1] == output_shape[:-1] and dim == len(input_shape) - 1
-    is_row = (
-        input_shape == output_shape[: len(input_shape)] or input_shape[:-1] == output_shape[:-1]
-    )
-    return is_row and dim < min(len(input_shape), len(output_shape) - 1) and not is_last
+    is_last = before[:-1] == after[:-1] and dim == len(before) - 1
+    is_row = before == after[: len(before)] or before[:-1] == after[:-1]
+    return is_row and dim < min(len(before), len(after) - 1) and not is_last
 
 
 def _as_laid(claim: Said, source_shape: Shape, target_shape: Shape, source: SlotKey) -> Said | None:

@@ -8,6 +8,7 @@ import enum
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from rankscope.errors import TraceError
@@ -92,9 +93,7 @@ class ProcessGroup:
 
 
 _PART: Final = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
-_SHORT: Final = 6
-"""Characters below which a number costs nothing to make."""
-_SHOWN: Final = 60
+_EXCERPT: Final = 60
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -125,23 +124,20 @@ def others_text(ranks: Iterable[int], world_size: int) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
+@lru_cache(maxsize=4096)  # small traces ask for the same few ranks thousands of times
 def parse_ranks(text: str, world_size: int = MAX_RANKS) -> tuple[int, ...]:
-    """Return the ranks that `ranks_text` wrote, sorted.
-
-    Raises:
-        TraceError: the text is no list of ranks of this world.
-    """
-    if len(text) < _SHORT and text.isascii() and text.isdecimal() and int(text) < world_size:
-        return (int(text),)  # one rank: what small traces ask for thousands of times
+    """Return the ranks that `ranks_text` wrote, sorted. Raises TraceError where the text is no list
+    of ranks of this world."""
     ranks: list[int] = []
     behind = 0
     for part in filter(None, text.split(",")):
         match = _PART.fullmatch(part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not behind <= first <= last < world_size:
-            excerpt = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+            excerpt = text if len(text) <= _EXCERPT else f"{text[:_EXCERPT]}..."
             raise TraceError(
-                f"{excerpt!r} is no list of ranks in a world of {world_size}: expected one like 0-3,8"
+                f"{excerpt!r} is no list of ranks in a world of {world_size}: "
+                "expected one like 0-3,8"
             )
         ranks.extend(range(first, last + 1))
         behind = last + 1

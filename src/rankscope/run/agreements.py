@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope.errors import SettingError, SpoolError
+from rankscope.errors import SettingError, SpoolError, os_errors_as
 from rankscope.record.call import Mode
 from rankscope.record.triggers import Trigger
 from rankscope.run.filenames import (
@@ -114,6 +114,7 @@ class EventBoard:
     def tell(self, event: Happening) -> bool:
         """Write an event, or raise OSError; False where there are too many."""
         limit = _MOST_EVENTS - (0 if event.trigger.value.is_end else _OF_ENDS)
+        # of ranks that tell at once each gets another number: the links decide
         numbers = range(len(self.events()) + 1, limit)
         return any(self._agree(str(number), event.entry) == event.entry for number in numbers)
 
@@ -154,6 +155,7 @@ def mark_copied(ring_folder: Path, windows: int, offset: int) -> None:
     """Say beside a ring, or raise OSError, that what lies before `offset` is in the copy, as far as
     the first `windows` events of its life ask for it."""
     draft = ring_folder / f"{_COPIED_NAME}.new"
+    # a link cannot be changed: the new one is renamed over the old
     draft.unlink(missing_ok=True)
     os.symlink(f"{windows} {offset}", draft)
     os.rename(draft, ring_folder / _COPIED_NAME)
@@ -246,7 +248,7 @@ class Order:
 
     @classmethod
     def read(cls, text: str | bytes) -> Order | None:
-        """Return an order, None where the text is none."""
+        """Return an order, None for any other text."""
         try:
             fields = json.loads(text)
             number, steps = fields["number"], fields["steps"]
@@ -261,7 +263,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderSeen:
-    """What the relay of one host says of an order."""
+    """The answer of the relay of one host to an order."""
 
     number: int
     host: str
@@ -290,17 +292,15 @@ class TakenOrder:
 def put_order(folder: Path, order: Order) -> None:
     """Write an order into the folder of replicas or a run folder, or raise SpoolError."""
     path = folder / ORDER_NAME
-    try:
-        with replacing(path, is_synced=False) as file:
-            file.write(order.text.encode())
-            file.flush()
-            os.utime(file.fileno(), ns=(order.number, order.number))
-    except OSError as error:
-        raise SpoolError(f"{path}: cannot be written: {error.strerror}") from error
+    trouble = os_errors_as(SpoolError, f"{path}: cannot be written")
+    with trouble, replacing(path, is_synced=False) as file:
+        file.write(order.text.encode())
+        file.flush()
+        os.utime(file.fileno(), ns=(order.number, order.number))
 
 
 def order_in(folder: Path) -> Order | None:
-    """Return the last order there, None without one, or where what is there is none."""
+    """Return the last order there, None without a readable one."""
     try:
         return Order.read(piece_of(folder / ORDER_NAME, 0, _MOST_BYTES))
     except OSError:

@@ -16,13 +16,13 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final
 
-from rankscope.errors import FolderError, SpoolError
+from rankscope.errors import FolderError, SpoolError, os_errors_as
 
 _LARGEST_JSON = 16 << 20
 
@@ -44,12 +44,8 @@ def read_json_map(path: Path) -> dict[str, Any]:
 
 def free_place(out: Path, *, is_folder: bool = False, is_forced: bool = False) -> Path:
     """Return where to write what `--out` names, its links followed and its parents made. With
-    `is_folder` that may be an empty folder, with `is_forced` a file that is there.
-
-    Raises:
-        FolderError: something else has that name; says what to do.
-        OSError: a parent cannot be made.
-    """
+    `is_folder` that may be an empty folder, with `is_forced` a file that is there. Raises
+    FolderError: something else has that name; says what to do; OSError: a parent cannot be made."""
     place = Path(os.path.realpath(os.path.expanduser(out)))
     is_file = not is_folder and place.is_file()
     is_empty = is_folder and place.is_dir() and not any(place.iterdir())
@@ -101,11 +97,9 @@ def replacing(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
 
 def write_by_rename(path: Path, text: str) -> None:
     """Write a file (0600): a reader sees all of it or the old one; raise SpoolError."""
-    try:
-        with replacing(path, is_synced=False) as file:
-            file.write(text.encode())
-    except OSError as error:
-        raise SpoolError(f"{path}: cannot be written: {error.strerror}") from error
+    trouble = os_errors_as(SpoolError, f"{path}: cannot be written")
+    with trouble, replacing(path, is_synced=False) as file:
+        file.write(text.encode())
 
 
 _UNIT_BYTES = 512
@@ -159,8 +153,8 @@ def own_subfolder(path: Path) -> Path:
 
 
 def open_own_log(path: Path) -> int:
-    """Open a file for lines at its end, made with 0600 where there is none; return its descriptor.
-    Raise OSError where it is a link, a pipe, another user's, or has a second name."""
+    """Open a file (0600 if it is new) for lines at its end; return its descriptor. Raise OSError
+    where it is a link, a pipe, another user's, or has a second name."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o600)
     try:
@@ -413,7 +407,7 @@ class Reach(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """What is known of one piece."""
+    """Where else one piece is, and who may still want it."""
 
     reach: Reach
     is_asked: bool = True
@@ -421,25 +415,13 @@ class Place:
     has_writer: bool = False
 
 
-class _Rule(NamedTuple):
-    reach: Reach
-    """At least so far another place has to go."""
-    allows_writer: bool
-    allows_unasked: bool
-
-
-_RULES: Final[Mapping[Removable, _Rule]] = {
-    Removable.TURN: _Rule(Reach.COPIED, allows_writer=True, allows_unasked=True),
-    Removable.SEGMENT: _Rule(Reach.DURABLE, allows_writer=True, allows_unasked=False),
-    Removable.STREAM: _Rule(Reach.DURABLE, allows_writer=False, allows_unasked=False),
-    Removable.HELD: _Rule(Reach.COPIED, allows_writer=False, allows_unasked=True),
-    Removable.REPLICA: _Rule(Reach.DURABLE, allows_writer=True, allows_unasked=False),
-}
-
-
 def may_remove(piece: Removable, place: Place) -> bool:
-    """Return whether these records may be removed or freed."""
-    rule = _RULES[piece]
-    if place.has_writer and not rule.allows_writer:
+    """Return whether these records may be removed or freed: the one decision about that. A rank, a
+    relay, a collector, the process beside the steps and the commands all remove records, and what
+    each knows of other places of them is its `Place`. A disk without room is no reason: what is
+    asked for stays, and the rank drops what is new."""
+    if place.has_writer and piece in (Removable.STREAM, Removable.HELD):
         return False
-    return place.reach >= rule.reach or (rule.allows_unasked and not place.is_asked)
+    if piece in (Removable.TURN, Removable.HELD):  # held back: a copy on this disk is enough
+        return place.reach >= Reach.COPIED or not place.is_asked
+    return place.reach >= Reach.DURABLE

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
-from rankscope.errors import FolderBusyError, SpoolError
+from rankscope.errors import FolderBusyError, SpoolError, os_errors_as
 from rankscope.record.ranks import MAX_INCARNATIONS, MAX_RANKS, StreamId
 from rankscope.run.filenames import CELLS_SUFFIX, JOB_OVER_NAME, RUN_NAME
 from rankscope.run.files import free_bytes, read_json_map, write_by_rename
@@ -93,16 +93,14 @@ def host_run_folder(base: Path, key: str) -> Path:
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", key):
         raise SpoolError(f"run key {key!r} is no file name; use run_key(run_id)")
     for folder in (base, base / key):
-        try:
+        remedy = "choose another with --rs-spool"
+        with os_errors_as(SpoolError, f"{folder}: cannot be made", remedy):
             for _ in range(_TRIES):
                 base.mkdir(mode=0o700, parents=True, exist_ok=True)
                 with contextlib.suppress(FileNotFoundError):  # it went with the last run in it
                     folder.mkdir(mode=0o700, exist_ok=True)
                     break
             status = folder.lstat()
-        except OSError as error:
-            remedy = "choose another with --rs-spool"
-            raise SpoolError(f"{folder}: cannot be made: {error.strerror}", remedy) from error
         if status.st_uid != os.getuid() or status.st_mode & 0o077 or folder.is_symlink():
             raise SpoolError(
                 f"{folder}: belongs to another user, is a link or is open to others "
@@ -161,10 +159,8 @@ def segment_indexes(folder: Path) -> list[int]:
 
 def streams(run_folder: Path) -> list[StreamId]:
     """Streams that have at least one segment, sorted; SpoolError where the folder is unreadable."""
-    try:
+    with os_errors_as(SpoolError, f"{run_folder}: cannot be listed"):
         names = os.listdir(run_folder)
-    except OSError as error:
-        raise SpoolError(f"{run_folder}: cannot be listed: {error.strerror}") from error
     named = [stream for stream in map(stream_named, names) if stream is not None]
     return sorted(stream for stream in named if segment_indexes(run_folder / stream.name))
 
@@ -221,12 +217,8 @@ class FolderLock:
     __slots__ = ("_descriptor", "_path")
 
     def __init__(self, path: Path, holder: str) -> None:
-        """Take the lock file at `path`; `holder` names what would hold it, for the message.
-
-        Raises:
-            FolderBusyError: another process holds it.
-            SpoolError: it cannot be made.
-        """
+        """Take the lock file at `path`; `holder` names what would hold it, for the message. Raises
+        FolderBusyError: another process holds it; SpoolError: it cannot be made."""
         self._path = path
         self._descriptor = -1
         deadline = time.monotonic() + _ASKED_S

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope.errors import SpoolError
+from rankscope.errors import SpoolError, os_errors_as
 from rankscope.record.texts import utc_text
 from rankscope.run.agreements import agree, agreed
 from rankscope.run.filenames import JOB_END_NAME, REPLICA_FOLDER, STALL_FOLDER
@@ -100,10 +100,8 @@ def keep_stall(folder: Path, relay: str, stall: Stall) -> None:
     path = folder / STALL_FOLDER / f"{relay}.json"
     earlier = [s for s in _read(path) if s.since_ns != stall.since_ns]
     stalls = sorted([*earlier, stall], key=lambda s: s.since_ns)[-_MOST:]
-    try:
+    with os_errors_as(SpoolError, f"{path.parent}: cannot be made"):
         own_subfolder(path.parent)
-    except OSError as error:
-        raise SpoolError(f"{path.parent}: cannot be made: {error.strerror}") from error
     text = json.dumps({"format": _FORMAT, "stalls": [s.as_fields() for s in stalls]}, indent=1)
     write_by_rename(path, text + "\n")
 
@@ -153,7 +151,7 @@ _MOST_NAMED: Final = 16
 class JobEnd:
     """What is known beside the records."""
 
-    how: str = ""
+    outcome: str = ""
     """The name of the signal that the launcher got, "failed", "returned", or "" where none said."""
     at_ns: int = 0
     killed: Mapping[int, str] = field(default_factory=dict)
@@ -165,7 +163,7 @@ class JobEnd:
     @property
     def signal(self) -> str:
         """The signal that ended the job; "" for none that is known."""
-        return self.how if self.how.startswith("SIG") else ""
+        return self.outcome if self.outcome.startswith("SIG") else ""
 
 
 def signal_of(error: BaseException | None) -> str:
@@ -175,7 +173,7 @@ def signal_of(error: BaseException | None) -> str:
 
 
 def has_failed(error: BaseException | None) -> bool:
-    """True for what leaves torchrun where a job fails; an exit with code 0 is none."""
+    """True for what leaves torchrun where a job fails; an exit with code 0 is no failure."""
     return error is not None and not (isinstance(error, SystemExit) and not error.code)
 
 
@@ -203,6 +201,7 @@ def job_end(folders: Iterable[Path]) -> JobEnd:
     """Return what is noted in trace folders of one run."""
     places = [*folders]
     notes = (agreed(folder / REPLICA_FOLDER, JOB_END_NAME) for folder in places)
+    # padded with "": without a note there is neither outcome nor time
     outcome, at, *killed = (*next(filter(None, notes), "").split(" "), "")
     at_ns = int(at) if at.isascii() and at.isdigit() else time.time_ns()
     named = (entry.partition("=") for entry in killed)
@@ -212,7 +211,7 @@ def job_end(folders: Iterable[Path]) -> JobEnd:
         for stall in stalls_in(folder)
     ]
     return JobEnd(
-        how=outcome,
+        outcome=outcome,
         at_ns=at_ns if outcome else 0,
         killed={int(rank): name for rank, _, name in named if rank.isascii() and rank.isdigit()},
         has_stood=any(stood),

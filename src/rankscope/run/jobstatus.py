@@ -87,7 +87,7 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobTotals:
-    """What was read since the job began, or was read anew. Earlier lives of ranks count too."""
+    """Sums since the job began, or since its records were read again; earlier lives count too."""
 
     records: int = 0
     received_bytes: int = 0
@@ -165,16 +165,14 @@ def read_status(out: Path) -> JobStatus:
     return JobStatus(run={"id": run_id, "settings": {}})
 
 
-_PLAIN: Final = [field.name for field in fields(RankStatus) if field.type in ("int", "str", "bool")]
-_PLAIN_OR_NONE: Final = [
-    field.name for field in fields(RankStatus) if field.type in ("int | None", "float | None")
-]
+_PLAIN_TYPES: Final = ("int", "str", "bool", "int | None", "float | None")
+_PLAIN: Final = [field.name for field in fields(RankStatus) if field.type in _PLAIN_TYPES]
 
 
 def _rank_json(status: RankStatus) -> dict[str, Any]:
     place = status.place
     return {
-        **{name: getattr(status, name) for name in (*_PLAIN, *_PLAIN_OR_NONE)},
+        **{name: getattr(status, name) for name in _PLAIN},
         "end": place.end,
         "in": place.step,
         "phase": None if place.phase is None else place.phase.word,
@@ -191,7 +189,7 @@ def _rank_json(status: RankStatus) -> dict[str, Any]:
 def _rank_status(fields: Mapping[str, Any]) -> RankStatus:
     phase = fields["phase"]
     return RankStatus(
-        **{name: fields[name] for name in (*_PLAIN, *_PLAIN_OR_NONE)},
+        **{name: fields[name] for name in _PLAIN},
         place=RankPlace(
             end=fields["end"],
             step=fields["in"],

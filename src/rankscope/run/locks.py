@@ -17,7 +17,7 @@ import struct
 import time
 from pathlib import Path
 
-from rankscope.errors import SpoolError
+from rankscope.errors import SpoolError, os_errors_as
 from rankscope.run.filenames import (
     COMPANION_LOCK_NAME,
     HELD_FOLDER,
@@ -44,11 +44,8 @@ class StreamLock:
     __slots__ = ("_file", "_path", "_pid")
 
     def __init__(self, folder: Path) -> None:
-        """Take the lock of `folder`.
-
-        Raises:
-            SpoolError: another writer holds it, in this process or another; or it cannot be made.
-        """
+        """Take the lock of `folder`. Raises SpoolError where another writer holds it, in this
+        process or another; or it cannot be made."""
         self._path = path = folder / STREAM_LOCK_NAME
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self._pid = os.getpid()
@@ -56,10 +53,8 @@ class StreamLock:
             raise SpoolError(
                 f"{folder}: this process already writes this stream; close that writer"
             )
-        try:
+        with os_errors_as(SpoolError, f"{path}: cannot be made"):
             descriptor = above_standard_streams(os.open(path, flags, 0o600))
-        except OSError as error:
-            raise SpoolError(f"{path}: cannot be made: {error.strerror}") from error
         deadline = time.monotonic() + _RETRY_S
         while True:
             try:

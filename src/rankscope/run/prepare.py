@@ -77,13 +77,10 @@ def take_out(
     free sibling. Return it, and what was made now, the innermost first: nothing where another host
     chose.
 
-    Args:
-        out: as it was asked for.
-        run_id: of the run.
-        maker: the process (`run.processes`) that lives as long as this host may start ranks; ""
-            where nobody else will look for the folder, which stays empty then.
-        is_shared: every host of the run takes a folder. The first one chooses; the others take the
-            folder with the youngest mark of the run.
+    `maker` is the process (`run.processes`) that lives as long as this host may start ranks; ""
+    where nobody else will look for the folder, which stays empty then. `is_shared`: every host of
+    the run takes a folder; the first one chooses, the others take that with the run's youngest
+    mark.
     """
     text = f"{socket.gethostname()} {maker}"
     for number in range(_TRIES):
@@ -191,6 +188,7 @@ def _chosen_before(out: Path, run_id: str) -> Path | None:
             written = [path.read_text() for path in states_there]
         except OSError:  # of a folder that goes just now, or of one that says so when it is taken
             latest, written = mark, []
+        # only a living relay changes its state: two readings that differ prove the run alive
         if states.setdefault(latest, written) != written:
             return latest.parents[1]
         if time.monotonic() > deadline:
@@ -263,9 +261,9 @@ QUIET = "nothing happened, so there is no trace"
 def announced(
     out: Path, typed_out: str | None = None, *, is_complete: bool = True, remark: str = ""
 ) -> str:
-    """Return the line that tells of a finished trace, the same wherever it is printed; `typed_out` is
-    the folder as it may be typed here; `is_complete`: all records of all ranks are there, and every
-    rank ended in order; `remark`: what has to be known before that."""
+    """Return the line that tells of a finished trace, the same wherever it is printed; `typed_out`
+    is the folder as it may be typed here; `is_complete`: all records of all ranks are there, and
+    every rank ended in order; `remark`: what has to be known before that."""
     typed_out = typed_out or str(out)
     if remark:
         return f"{remark}; what there is lies in {out}: {typed('verify', typed_out)}"
@@ -317,7 +315,7 @@ class Collection:
         return self.address not in ("", SHARED)
 
     def announcement(self, out: Path, asked: Path | None = None) -> str:
-        """Return what is said of a run before it begins; `asked`: the folder that was asked for."""
+        """Return the line that announces a run; `asked`: the folder that was asked for."""
         if self.is_elsewhere:
             return f"tracing to the collector at {self.address}"
         return f"{asked} is not empty: tracing into {out}" if asked else f"tracing into {out}"
@@ -371,8 +369,8 @@ def _remove_made(new_folders: Sequence[Path]) -> None:
 def prepare_run(
     request: RunRequest, announce: Callable[[Path, str], object] = lambda out, line: None
 ) -> PreparedRun:
-    """Make the trace folder and the run folder of a run; start nothing. `announce` is told of the
-    trace folder once it can be used, before `run.json` lets anybody in. Raise FolderError or
+    """Make the trace folder and the run folder of a run; start nothing. `announce` is called with
+    the trace folder once it can be used, before `run.json` lets anybody in. Raise FolderError or
     SpoolError where a folder cannot be used or a disk has no room, and leave nothing behind."""
     with ExitStack() as undo:
         collection, settings = request.collection, request.settings

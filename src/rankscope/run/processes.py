@@ -16,10 +16,12 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Any, Final
 
 from rankscope.errors import SpoolError
 from rankscope.run.files import open_own_log
@@ -72,6 +74,22 @@ def watch_signals() -> Callable[[], bool]:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, note)
     return lambda: bool(stops)
+
+
+_FORGOTTEN_IN_CHILDREN: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+
+def forget_in_children(owner: Any) -> None:
+    """Have `owner.forget_in_child` called in every forked child, as long as the owner lives."""
+    _FORGOTTEN_IN_CHILDREN.add(owner)
+
+
+def _forget_all() -> None:
+    for owner in list(_FORGOTTEN_IN_CHILDREN):
+        owner.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_forget_all)  # once: what is registered stays for good
 
 
 def _status(pid: int, field: int) -> str:
@@ -136,14 +154,9 @@ def dataset_command(out: Path) -> list[str]:
 
 
 def settings_of_gathering(header: RunHeader) -> Settings:
-    """The settings by which the companion of the head host, and its children, gather a run.
-
-    Hosts that keep their records apart keep them for `recover`, whose trace has the dataset; a
-    dataset that cannot be written was said when the run began.
-
-    Raises:
-        SettingError: one cannot be read.
-    """
+    """The settings by which the companion of the head host, and its children, gather a run. Hosts
+    that keep their records apart keep them for `recover`, whose trace has the dataset. Raises
+    SettingError where one cannot be read."""
     settings = settings_of_run(header.settings)
     return replace(
         settings,
@@ -224,6 +237,7 @@ def start_daemon(command: Sequence[str], log: Path, folder: Path) -> str:
     user writes. An open descriptor of the job's would keep its readers waiting (`torchrun | cat`).
     The shell forks the daemon and is reaped here: the rank never has a child it does not know.
     """
+    # descriptor 3 takes the daemon's number back to us; all else goes to the log
     line = f"exec 3>&1 >&2; {shlex.join(command)} 3>&- & echo $! >&3"
     output = -1
     try:

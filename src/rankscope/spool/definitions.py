@@ -152,8 +152,8 @@ _KINDS: Final = {
 
 
 def decode_definition(payload: bytes) -> dict[str, Any]:
-    """Return the definition in the payload of a DEFINITION record. Raises SpoolError where it is
-    none, or a field is not what its kind has there."""
+    """Return the definition in the payload of a DEFINITION record. Raises SpoolError for anything
+    else, or a field that is not what its kind has there."""
     start = DEFINITION_LENGTH.size
     (length,) = DEFINITION_LENGTH.unpack_from(payload)
     if not 0 < length <= len(payload) - start:
@@ -166,7 +166,7 @@ def decode_definition(payload: bytes) -> dict[str, Any]:
         raise SpoolError(f"its kind is {_shown(kind)}")
     version = fields_here.get("format")
     if kind == "rank" and type(version) is int and FORMAT_VERSION < version < _NUMBERS:
-        return {"id": number, "kind": kind, "format": version}  # whoever reads it refuses that
+        return {"id": number, "kind": kind, "format": version}  # its reader refuses that version
     if kind not in _KINDS:
         return {"id": number, "kind": kind}
     fields, needed = _KINDS[kind]

@@ -213,7 +213,7 @@ class Records:
         return self.cells.take(indexes, axis=0)
 
     def definitions(self) -> list[dict[str, Any]]:
-        """Decode the definitions in the order of their commits; what is none is left out."""
+        """Decode the definitions in the order of their commits; damaged ones are left out."""
         definitions = []
         for position in self.positions(RecordKind.DEFINITION):
             with contextlib.suppress(SpoolError):
@@ -248,6 +248,7 @@ class ValueRows:
         if not len(self):
             return np.empty((0, *shape), kind)
         places = offset + np.arange(int(np.prod(shape, dtype=int))) * kind.itemsize
+        # a field that lies in the payload of a later cell has that cell's header before it
         cell, within = np.divmod(places, PAYLOAD_BYTES)
         at = (cell * CELL_BYTES + HEADER_BYTES + within) // kind.itemsize
         flat = self._cells.reshape(-1).view(kind)
@@ -285,7 +286,7 @@ def records_at(path: Path, offset: int, size: int) -> Records:
 
 
 def ending(batch: Records) -> Ending:
-    """Read the END record, and the GAP records where there is none."""
+    """Read the END record, or the GAP records without one."""
     _, ends = batch.columns(RecordKind.END)
     if len(ends):
         code = int(ends[-1]["reason"])
@@ -322,13 +323,14 @@ class Sequences:
         """Sort the numbers, unless they follow on each other, as those of a rank's calls do."""
         numbers = np.ascontiguousarray(numbers)
         self._count = len(numbers)
+        # numbers that follow on each other are found by subtraction, without a search
         is_dense = self._count > 0 and bool((np.diff(numbers) == 1).all())
         self._first = numbers[0] if is_dense else None
         self._order = None if is_dense else np.argsort(numbers, kind="stable")
         self._sorted = numbers if self._order is None else numbers[self._order]
 
     def find(self, numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        """Return the row of each wanted number, -1 where there is none."""
+        """Return the row of each number, -1 for one that no row has."""
         if not self._count:
             return np.full(len(numbers), -1, np.int64)
         if self._order is None:

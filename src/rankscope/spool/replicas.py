@@ -121,13 +121,9 @@ def _damaged(path: Path) -> SpoolError:
 
 
 def write_settled(replica: Path, prefix: SettledPrefix) -> None:
-    """Write the prefix, whole or not at all, and sync it: bytes are destroyed after this.
-
-    Raises:
-        ValueError: less would be settled than is now.
-        OSError: it cannot be written.
-        SpoolError: the file that is there cannot be read.
-    """
+    """Write the prefix, whole or not at all, and sync it: bytes are destroyed after this. Raises
+    ValueError where less would be settled than is now, OSError where it cannot be written, and
+    SpoolError where the file that is there cannot be read."""
     before = settled_to(replica)
     if prefix.settled_to < before:
         raise ValueError(f"{replica}: {before} bytes are settled, not {prefix.settled_to}")
@@ -152,15 +148,9 @@ def read_replica(
     replica: Path, end: int | None = None
 ) -> tuple[npt.NDArray[np.uint8], SettledPrefix]:
     """Return the records of a replica up to `end`, as far as they are still there, and what is
-    settled.
-
-    Returns:
-        [bytes] from the first record on: the replica mapped, or what is kept of its settled begin
-        and then the rest, read. Nothing is freed while that map lives.
-
-    Raises:
-        SpoolError: it cannot be read.
-    """
+    settled: [bytes] from the first record on, the replica mapped, or what is kept of its settled
+    begin and then the rest, read. Nothing is freed while that map lives. Raises SpoolError where
+    it cannot be read."""
     try:
         with replica.open("rb") as file:
             lock_for_reading(file.fileno())
@@ -181,19 +171,15 @@ def read_replica(
 
 def free(replica: Path, end: int) -> bool:
     """Give the settled bytes of a replica up to `end` back to the disk, all but its first record.
-
-    Returns:
-        False where the file system cannot, or where the replica is being read: the next call frees
-        them with its own.
-
-    Raises:
-        OSError: the replica cannot be opened, or the disk fails.
-        SpoolError: what is settled cannot be read.
-    """
+    False where the file system cannot, or where the replica is being read: the next call frees them
+    with its own. Raises OSError where the replica cannot be opened, or the disk fails, and
+    SpoolError where what is settled cannot be read."""
+    # nothing is freed that the file beside the replica does not stand for
     end = min(end, settled_to(replica))
     descriptor = os.open(replica, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         first = record_bytes(os.pread(descriptor, CELL_BYTES, 0))
+        # the first record stays: it says whose replica this is
         begin = -(-first // _BLOCK) * _BLOCK
         size = end // _BLOCK * _BLOCK - begin
         if size <= 0:
@@ -243,7 +229,7 @@ def write_end(replica: Path, end: StreamEnd) -> bool:
 
 
 def read_end(replica: Path) -> StreamEnd | None:
-    """Read the end marker beside a replica; None where there is none, or none that can be read."""
+    """Read the end marker beside a replica; None without a readable one."""
     try:
         fields = read_json_map(_marker_of(replica))
         return StreamEnd(committed=int(fields["committed"]), end=EndReason(fields["end"]))

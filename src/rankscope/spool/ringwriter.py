@@ -5,10 +5,9 @@ that grow with the number of steps (shapes, collectives). The stream `kept` take
 let go: who this rank is, its modules, their first values.
 
 The ring is let go in *turns*. A turn is a run of steps that need no definition of an earlier turn:
-the caller defines everything anew at its begin. It begins with the first step that begins in a
-segment, so no other begins before it in what is left. The oldest turn goes once none of its steps
-is among those to be held, and none is younger than `_GRACE_NS`, which a relay may take to notice
-what happened. A ring that is full lets go earlier.
+the caller defines everything again at its begin. It begins with the first step that begins in a
+segment. The oldest turn goes once none of its steps is among those to be held, and none is younger
+than `_GRACE_NS`, which a relay may take to notice what happened. A full ring lets go earlier.
 
 A turn that an event asks for stays until it is copied. While such a turn fills the ring, new
 records are dropped, and counted; else only where a single turn does not fit.
@@ -63,16 +62,9 @@ class RingWriter(SpoolWriter):
     """One rank's last steps."""
 
     def __init__(self, folder: Path, *, limit_bytes: int, steps: int, board: EventBoard) -> None:
-        """Make both streams; the arguments beyond those of `SpoolWriter`:
-
-        Args:
-            limit_bytes: of both streams together, and of what a relay makes of them.
-            steps: whole steps to be held, besides the one that runs.
-            board: says what is asked for.
-
-        Raises:
-            SpoolError: the limit is too small, the stream is taken, or the disk has no room.
-        """
+        """Make both streams. `limit_bytes` is for both together, and for what a relay makes of
+        them; `steps`: whole steps to be held beside the one that runs; `board` has the events that
+        ask for steps. Raises SpoolError as `SpoolWriter` does."""
         ring_bytes = limit_bytes // 2
         super().__init__(folder, limit_bytes=ring_bytes, segment_bytes=_SEGMENT_BYTES)
         try:
@@ -104,7 +96,7 @@ class RingWriter(SpoolWriter):
 
     def begin_step(self, mode: Mode, step: int) -> bool:
         """Note that a step has begun, with the record written last; True where a turn begins with
-        it: what was defined so far is then to be defined anew.
+        it: the caller then defines everything again.
 
         Train steps count, and eval steps of a program that has not trained.
         """
@@ -114,6 +106,7 @@ class RingWriter(SpoolWriter):
             return False
         self._count += 1
         now = time.monotonic_ns()
+        # the STEP record has just been written, and takes one cell
         at = max(0, self.committed_bytes - CELL_BYTES)
         index, begun_in = at // self.segment_bytes, self._begun_in
         length = index - self._turns[-1].offset // self.segment_bytes
@@ -121,6 +114,7 @@ class RingWriter(SpoolWriter):
         self._begun_in = index
         if is_new:
             self._turns.append(_Turn(at, self._count, now, mode, step))
+        # other ranks may be ahead: what they ask for has to be here as well
         needed = self._count - self._steps - MOST_AHEAD
         while (
             len(self._turns) > 1

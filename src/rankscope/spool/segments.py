@@ -203,6 +203,7 @@ def put(segment: Segment | Closed, kind: int, payload: bytes) -> None:
         heads = [_head(kind, count, number) for number in range(count)]
         if count <= 64 and len(_HEADS) < _HEADS_KEPT:
             _HEADS[kind, count] = heads
+    # `at` moves last: an exception in between leaves the committed end where it was
     mapped, start = segment.map, segment.at
     if len(payload) < count * PAYLOAD_BYTES:
         payload = payload.ljust(count * PAYLOAD_BYTES, b"\0")
@@ -212,6 +213,7 @@ def put(segment: Segment | Closed, kind: int, payload: bytes) -> None:
         pack_cell(mapped, at, crc32(part, crc), head, part)
         at += CELL_BYTES
         cut += PAYLOAD_BYTES
+    # the first cell last: readers take a record for committed once that one is valid
     head, crc = heads[0]
     part = payload[:PAYLOAD_BYTES]
     pack_cell(mapped, start, crc32(part, crc), head, part)

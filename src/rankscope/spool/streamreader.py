@@ -73,10 +73,7 @@ class StreamReader:
     def read_from(self, offset: int, max_bytes: int) -> bytes:
         """Return whole committed records from `offset` on, b"" where there are none yet: at most
         `max_bytes`, more only where the first record is longer; never across a segment's end.
-
-        Raises:
-            SpoolError: the segment was freed, or cannot be read.
-        """
+        Raises SpoolError where the segment was freed, or cannot be read."""
         size = self.segment_bytes
         if not size:
             return b""
@@ -86,6 +83,7 @@ class StreamReader:
         first = record_bytes(self._pread(CELL_BYTES, at))
         if not first:
             return b""
+        # whole cells, and the first record whole: its length is in its first cell
         size_to_read = min(max(max_bytes - max_bytes % CELL_BYTES, first), size - at)
         chunk = self._pread(size_to_read, at)
         return chunk[: valid_prefix(chunk)]
@@ -139,7 +137,7 @@ class StreamReader:
 
     def free_below(self, offset: int) -> int:
         """Unlink segments that lie wholly below `offset`, never the newest one; return how many.
-        Raises SpoolError where a segment is none, or it is not known whose records these are."""
+        Raises SpoolError for a damaged segment, or where the origin of the records is unknown."""
         indexes = segment_indexes(self.folder)
         freed = 0
         for index in indexes[:-1]:

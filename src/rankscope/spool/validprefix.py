@@ -5,7 +5,7 @@ reads past the first cell that fails: behind it may be a record half written, or
 
 CRC-32 is linear over GF(2), which saves a Python loop over the cells of sound streams. The crc of a
 whole block of cells, stored crcs included, is one call of zlib; what it has to be follows from the
-stored crcs alone. Let Z append 64 zero bytes to what a crc has seen, s_i be the stored crc of cell
+stored crcs alone. Let Z append 64 zero bytes to the input of a crc, s_i be the stored crc of cell
 i, and d_i what it differs by from the crc of 60 zero bytes. The block's crc then differs from that
 of a block of all-zero sound cells by
 
@@ -104,6 +104,7 @@ def valid_runs(cells: Cells) -> Iterator[tuple[int, int]]:
         stored = np.ascontiguousarray(searched[candidates, :4]).view("<u4").reshape(-1)
         candidates = candidates[stored == cell_crcs(searched[candidates])]
         behind = candidates[candidates > 0]
+        # cell 0 failed as part of a record: the search goes on behind it
         at += int(behind[0]) if len(behind) else len(searched)
 
 
@@ -118,6 +119,7 @@ def _shaped(heads: Heads, before: np.uint32) -> int:
     previous = np.empty_like(heads)
     previous[0], previous[1:] = before, heads[:-1]
     begins = (heads & _FLAGS == _FIRST_BIT) & (heads & _KIND != 0)
+    # the same kind, no flag, and one cell fewer to follow than the cell before
     follows = heads == (previous & ~_FLAGS) - np.uint32(1 << _LEFT_SHIFT)
     wrong = np.flatnonzero(~np.where(previous >> _LEFT_SHIFT, follows, begins))
     return int(wrong[0]) if len(wrong) else len(heads)
@@ -132,10 +134,8 @@ def as_cells(buffer: bytes | memoryview | Cells) -> Cells:
 def valid_prefix(source: Path | bytes | Cells) -> int:
     """Bytes of whole valid records a replica, or a buffer from a record boundary on, begins with.
 
-    What is settled of a replica counts as valid: nobody reads those bytes.
-
-    Raises:
-        SpoolError: the file cannot be read.
+    What is settled of a replica counts as valid: nobody reads those bytes. Raises SpoolError where
+    the file cannot be read.
     """
     if not isinstance(source, Path):
         return len(committed_heads(as_cells(source))) * CELL_BYTES
@@ -206,7 +206,7 @@ class BlockCheck:
         self._stored.append(stored)
 
     def first_damaged(self) -> int | None:
-        """Return the number of the first block with a wrong crc in it, None where there is none."""
+        """Return the number of the first block with a wrong crc in it, None if all are right."""
         longest = max(map(len, self._stored), default=0)
         levels = max(longest - 1, 0).bit_length()
         sums = np.zeros((len(self._stored), 1 << levels), np.uint32)

@@ -132,7 +132,7 @@ def how_ended(streams: Sequence[RankStream], end: JobEnd) -> dict[str, str] | No
     last = {stream.stream.rank: stream for stream in streams}.values()
     is_cut = [str((s.raised or {}).get("error", "")).startswith("KeyboardInterrupt") for s in last]
     ends = [None if cut else s.end for cut, s in zip(is_cut, last)]
-    if end.how == "failed" or end.has_stood or {EndReason.RAISED, EndReason.RUNNING} & {*ends}:
+    if end.outcome == "failed" or end.has_stood or {EndReason.RAISED, EndReason.RUNNING} & {*ends}:
         return None
     lost = [stream for stream in last if stream.end is EndReason.LOST]
     if _left_behind(last, lost):

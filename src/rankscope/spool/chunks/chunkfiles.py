@@ -33,7 +33,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.errors import ChunkError
+from rankscope.errors import ChunkError, os_errors_as
 from rankscope.record.ranks import MAX_INCARNATIONS, MAX_RANKS, StreamId
 from rankscope.record.value import STORED_TYPES
 from rankscope.run.filenames import TENSOR_FOLDER
@@ -154,6 +154,7 @@ def rebuilt_json(stream: StreamId, number: int, tensors: Iterable[HeldTensor]) -
 def write_header(descriptor: int, text: bytes, region_bytes: int) -> None:
     """Fill the header region of a chunk; the first byte last, as it marks the chunk as finished."""
     write_all(descriptor, text[1:].ljust(region_bytes - 1, b" "), LENGTH_BYTES + 1)
+    # a rank killed before this line leaves a chunk that is still unfinished
     write_all(descriptor, text[:1], LENGTH_BYTES)
 
 
@@ -208,8 +209,8 @@ class ChunkReport:
 def recorded_tensors(
     tensors: Array, definitions: Mapping[int, Mapping[str, Any]], number: int
 ) -> list[HeldTensor]:
-    """Return what TENSOR records of a stream (TENSOR_DTYPE, in the order of their commits) say of
-    one chunk, each place once, in the order of the data."""
+    """Return the tensors of one chunk by the TENSOR records of a stream (TENSOR_DTYPE, in the order
+    of their commits), each place once, in the order of the data."""
     rows = tensors[tensors["chunk"] == number]
     _, firsts = np.unique(rows["index"], return_index=True)
     stored = []
@@ -231,10 +232,8 @@ def read_header(
     """Return a chunk, mapped, and what its header says, None where it is unfinished.
 
     An unfinished chunk may be of another life of the rank of `place`: its records tell whether its
-    bytes are theirs.
-
-    Raises:
-        ChunkError: it cannot be read, is no chunk, or says that it is of another place.
+    bytes are theirs. Raises ChunkError where it cannot be read, is no chunk, or says that it is of
+    another place.
     """
     file, header = MappedFile(path, ChunkError), None
     try:
@@ -257,14 +256,8 @@ def finish_chunks(
     folder: Path, stream: StreamId, tensors: Array, definitions: Mapping[int, Mapping[str, Any]]
 ) -> list[ChunkReport]:
     """Finish every chunk of a stream whose rank has ended, by its TENSOR records; safe to call
-    again.
-
-    Returns:
-        One report a chunk, also for chunks that records name and that are not there.
-
-    Raises:
-        ChunkError: the folder cannot be listed.
-    """
+    again. Return one report a chunk, also for chunks that records name and that are not there.
+    Raises ChunkError where the folder cannot be listed."""
     present = chunk_numbers(folder)
     reports = []
     for number in present:
@@ -375,16 +368,16 @@ def damaged(path: Path, place: tuple[StreamId, int] | None = None) -> list[int]:
     if header is None:
         raise ChunkError(f"{path}: is unfinished; rankscope recover finishes it")
     start = chunk.start
-    try:
-        with path.open("rb") as file:
-            return [
-                tensor.reference
-                for tensor in header.tensors
-                if checksum_of(file.fileno(), start + tensor.begin, start + tensor.end)
-                != tensor.checksum
-            ]
-    except OSError as error:
-        raise ChunkError(f"{path}: cannot be read: {error.strerror}") from error
+    with os_errors_as(ChunkError, f"{path}: cannot be read"), path.open("rb") as file:
+        digests = [
+            checksum_of(file.fileno(), start + tensor.begin, start + tensor.end)
+            for tensor in header.tensors
+        ]
+    return [
+        tensor.reference
+        for tensor, digest in zip(header.tensors, digests)
+        if digest != tensor.checksum
+    ]
 
 
 class _StillWrittenError(ChunkError):

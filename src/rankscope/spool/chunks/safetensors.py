@@ -23,7 +23,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from rankscope.errors import RankscopeError, TraceError
+from rankscope.errors import RankscopeError, TraceError, os_errors_as
 from rankscope.record.value import STORED_TYPES, TORCH_NAMES
 from rankscope.run.files import replacing, reserve
 
@@ -91,13 +91,11 @@ def write_arrays(
 ) -> None:
     """Write arrays of shapes that are not known before, otherwise as `write_tensors`: each is made
     once, and the header, which says where they are, is written last and has a checksum of all the
-    file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    file. Raises OSError where it cannot be written."""
     about = {**about, _CHECKSUM: _NOT_YET}
     widest = [entry_text(key, "BOOL", (_MANY, _MANY), _MANY, _MANY) for key in arrays]
+    # room for the widest entries there can be; the data begins 8 bytes behind a
+    # multiple of 64
     room = len(header_text(widest, about)) + 63 & ~63
     entries, offset, checksum = [], 0, xxhash.xxh3_64()
     with replacing(path, is_synced=is_synced) as file:
@@ -126,11 +124,7 @@ def write_tensor(
 ) -> None:
     """Write a file of one tensor under the key `data`. A file of that name is removed before, not
     overwritten: its bytes may be those of another name too. `written`, a file of the same tensor,
-    gets one more name where the file system can.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    gets one more name where the file system can. Raises OSError where it cannot be written."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     if written is not None:
@@ -160,20 +154,17 @@ class MappedFile:
     def __init__(self, path: Path, error: type[RankscopeError]) -> None:
         """Read and map; `error` is raised where that fails, or the header does not fit the file's
         size."""
-        try:
-            with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-                if not 2 <= length <= min(size - LENGTH_BYTES, MOST_HEADER_BYTES):
-                    raise error(
-                        f"{path}: header of {length} bytes in a file of {size}: the file is damaged"
-                    )
-                self.header, self.start = file.read(length), LENGTH_BYTES + length
-                self.data: NDArray[np.uint8] = np.empty(0, np.uint8)
-                if size > self.start:  # a mapping of nothing is an error
-                    self.data = np.memmap(file, np.uint8, "r", self.start)
-        except OSError as refused:
-            raise error(f"{path}: cannot be read: {refused.strerror}") from refused
+        with os_errors_as(error, f"{path}: cannot be read"), path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            if not 2 <= length <= min(size - LENGTH_BYTES, MOST_HEADER_BYTES):
+                raise error(
+                    f"{path}: header of {length} bytes in a file of {size}: the file is damaged"
+                )
+            self.header, self.start = file.read(length), LENGTH_BYTES + length
+            self.data: NDArray[np.uint8] = np.empty(0, np.uint8)
+            if size > self.start:  # a mapping of nothing is an error
+                self.data = np.memmap(file, np.uint8, "r", self.start)
 
     def is_unchanged(self, about: Mapping[str, str]) -> bool:
         """True where it has the checksum that `write_arrays` put into its metadata. Reads all."""
@@ -184,12 +175,8 @@ class MappedFile:
 
 
 def parse_entries(text: bytes, data_bytes: int) -> tuple[dict[str, str], list[Entry]]:
-    """Return the metadata of a header (with its blanks) and what it says of each tensor, in its
-    order.
-
-    Raises:
-        ValueError: it is no header, or does not fit the `data_bytes` that follow it in the file.
-    """
+    """Return the metadata of a header (with its blanks) and its entries, in its order. Raises
+    ValueError: it is no header, or does not fit the `data_bytes` that follow it in the file."""
     try:
         # json looks at blanks one by one, and most of a header may be blanks
         end = text.rfind(b"}") + 1

@@ -17,7 +17,6 @@ import errno
 import fcntl
 import os
 import sys
-import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -30,6 +29,7 @@ from rankscope.errors import ChunkError, ChunkFullError
 from rankscope.record.ranks import StreamId
 from rankscope.record.value import STORED_TYPES
 from rankscope.run.files import OwnFile, above_standard_streams, reserve
+from rankscope.run.processes import forget_in_children
 from rankscope.spool.chunks.chunkfiles import (
     CHUNK_TEXT_BYTES,
     begun_chunk,
@@ -50,8 +50,6 @@ _AHEAD_BYTES: Final = 8 << 20  # reserved on disk beyond what is written
 ByteArray = npt.NDArray[np.uint8]
 # the stubs do not know that arrays are buffers
 _xxh3: Final[Any] = xxhash.xxh3_64
-
-_writers: weakref.WeakSet[ChunkWriter] = weakref.WeakSet()
 
 
 class ChunkEntry(NamedTuple):
@@ -113,7 +111,7 @@ class ChunkWriter:
         self.is_open = True
         """False after `finish`, after trouble, and in a forked child."""
         self.trouble = ""
-        _writers.add(self)
+        forget_in_children(self)
 
     @property
     def spent_bytes(self) -> int:
@@ -162,6 +160,7 @@ class ChunkWriter:
         needs_new = self._file is None or self._is_full_for(nbytes, len(text))
         if CHUNK_TEXT_BYTES + len(text) + 1 + CHECKSUM_DIGITS > self._header_bytes:
             raise ValueError(f"a tensor of {len(shape)} dims: its shape does not fit in a header")
+        # a new chunk costs its header region too
         more = nbytes + (self._data_start if needs_new else 0)
         if self.spent_bytes + more > self._limit_bytes:
             raise ChunkFullError(
@@ -222,6 +221,7 @@ class ChunkWriter:
             return
         ahead = min(_AHEAD_BYTES, self._limit_bytes - self._spent_bytes - end)
         if not reserve(number, start, end + max(ahead, 0) - start):
+            # no blocks to be had on this file system: never asked again for this chunk
             ahead = sys.maxsize
         self._reserved_end = end + max(ahead, 0)
 
@@ -297,7 +297,8 @@ class ChunkWriter:
             f"{self.trouble}; no more tensors are kept, those stored so far are whole"
         )
 
-    def _forget_in_child(self) -> None:
+    def forget_in_child(self) -> None:
+        """Write nothing: the chunks are the parent's."""
         file, self._file = self._file, None
         self.is_open = False
         if file is not None:
@@ -312,11 +313,3 @@ def _hold(descriptor: int) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
             raise
-
-
-def _forget_all_in_child() -> None:
-    for writer in list(_writers):
-        writer._forget_in_child()
-
-
-os.register_at_fork(after_in_child=_forget_all_in_child)
