@@ -41,7 +41,7 @@ _UNNAMED = (
     "several ranks trace into one folder: give all of them the same out= to open it from here"
 )
 _MOST_LOOKS = 5
-"""Times that records are read anew because a segment was moved away."""
+"""Times that records are read again because a segment was moved away."""
 
 
 class Begun(NamedTuple):
@@ -197,12 +197,8 @@ class RankBlock:
         return self._records(None)
 
     def end(self) -> StreamBytes:
-        """End the trace and return its records. What keeps its tensors stays as it is.
-
-        Raises:
-            SpoolError: the records cannot be read.
-            OSError: those that were moved away cannot be.
-        """
+        """End the trace and return its records. What keeps its tensors stays as it is. Raises
+        SpoolError: the records cannot be read; OSError: those that were moved away cannot be."""
         hold(None)
         try:
             self.session.close(EndReason.CLOSED)

@@ -160,7 +160,6 @@ class Setting:
     """As options spell it: `spool-bytes`; the field is `spool_bytes`."""
     parse: Callable[[str], object]
     default: str
-    """"" where there is none."""
     metavar: str
     help: str
     is_flag: bool = False
@@ -394,12 +393,9 @@ def _as_text(value: object) -> str:
 def settings_from(
     texts: Mapping[str, object] | None = None, environ: Mapping[str, str] = os.environ
 ) -> Settings:
-    """Return the settings: given texts (keywords) first, then `RANKSCOPE_*`, then defaults.
-
-    Raises:
-        SettingError: a value that cannot be read or does not fit another, or a keyword that is no
-            setting; names both.
-    """
+    """Return the settings: given texts (keywords) first, then `RANKSCOPE_*`, then defaults. Raises
+    SettingError: a value that cannot be read or does not fit another, or a keyword that is no
+    setting; names both."""
     texts_left = dict(texts or {})
     values: dict[str, object] = {}
     for setting in SETTINGS:

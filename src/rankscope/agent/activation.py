@@ -33,7 +33,7 @@ _said_before = os.environ.get(_SAID_VARIABLE)
 _session: Session | None = None
 _joined: Joined | None = None
 _keywords: dict[str, object] | None = None
-"""Keywords of the session that is armed; None where there is none, or it is somebody else's."""
+"""Keywords of the armed session; None without one, or where somebody else opened it."""
 _tell: Callable[..., object] | None = None
 _is_forked = False
 _watches_forks = False
@@ -68,7 +68,7 @@ def arm(
     """Arm tracing in this process, unless its settings are wrong: said once, and None is returned.
 
     Args:
-        keywords: settings by keyword; the rest comes from a prepared run, or `RANKSCOPE_*` variables.
+        keywords: settings; the rest comes from a prepared run, or `RANKSCOPE_*` variables.
         tell: takes how far a process comes that opens no spool (`rankscope_launcher.untraced`).
     """
     global _session, _keywords, _watches_forks, _tell
@@ -98,7 +98,7 @@ def arm(
 
 
 def _after_fork() -> None:
-    """Arm a forked child anew: it may become a rank of its own. A child of a process that traces
+    """Arm a forked child again: it may become a rank of its own. A child of a process that traces
     stays untraced, and so does one that is in no process group by its first module call."""
     global _session, _joined, _keywords, _is_forked
     keywords, has_joined = _keywords, _joined is not None

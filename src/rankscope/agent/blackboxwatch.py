@@ -33,7 +33,7 @@ from rankscope.spool.recordformat import RecordKind, StepEvent
 from rankscope.spool.ringwriter import RingWriter
 
 _WATCHED: Final = np.isin(np.arange(256), (Phase.FORWARD, Phase.PARAMS))
-"""Phases in which NaN and +inf are told, besides gradients before the optimizer. Not backward: a
+"""Phases in which NaN and +inf are told; gradients before the optimizer count too. Not backward: a
 GradScaler may be about to skip what comes of it. Not collectives: they pad with anything."""
 _OF_SCALER = int(ValueFlag.SKIPPED | ValueFlag.SCALED)
 """What a GradScaler scales or skips: its size says nothing."""
@@ -157,6 +157,7 @@ class BlackBoxWatch:
 
     def _spoil(self, slot: str) -> None:
         last, self._spoiled_at = self._spoiled_at, self._step
+        # NaN stays for all later steps: one event asks for those that led to the first
         if last is None or self._step - last > self._steps:
             self.tell(Trigger.NONFINITE, self.mode, self._step, slot=slot)
 
@@ -216,7 +217,7 @@ class _WatchedValue:
 class _WatchedModule:
     path: str
     slots: tuple[tuple[int, str], ...]
-    """(number of the glob, what it says of slots)."""
+    """(number of the glob, its part for slots)."""
     values: dict[tuple[Mode, str], _WatchedValue | None] = field(default_factory=dict)
     """By slot; None for one that no glob takes."""
 
@@ -263,7 +264,7 @@ class _LeapWatch:
             self._compare(values)
 
     def step_begins(self, mode: Mode, step: int) -> None:
-        """Forget calls of which no accelerator can be that late."""
+        """Forget calls whose digests an accelerator would have handed out by now."""
         for sequence, (_, its_mode, its_step) in list(self._calls.items()):
             if its_mode is mode and its_step >= step - _LATE:
                 break

@@ -232,6 +232,7 @@ class Collectives:
         if self._coalescing.calls is not None:
             self._coalescing.calls.append(call)
         self._read(call, "input", issued.inputs)
+        # two calls write the same elements at once: neither output is its own
         if any(map(self._values.in_flight.has, call.outputs)):
             for open_call in list(self._open.values()):
                 if open_call is not call and overlaps(call.outputs, open_call.outputs):

@@ -101,11 +101,8 @@ def find_agents_store() -> Store | None:
 
 
 def agree(store: Store, key: str, value: str) -> str:
-    """Return what the first process of the job to ask said under this key.
-
-    Raises:
-        SpoolError: the store does not answer.
-    """
+    """Return what the first process of the job to ask said under this key. Raises SpoolError where
+    the store does not answer."""
     return _compared(store, key, "", value) or value
 
 
@@ -122,16 +119,10 @@ def agree_on_life(store: Store, *, at_least: int, started_at: float) -> int:
 
     Agents count restarts each for itself. But all ranks of a round are started before the first of
     them calls a module, and those of the next round after: a rank that finds a life which began
-    before its own process begins the next.
-
-    Args:
-        store: outlives the ranks.
-        at_least: the first life of this rank that this host has no records of.
-        started_at: when this process was started, by the host's clock.
-
-    Raises:
-        SpoolError: the store does not answer.
+    before its own process (`started_at`, by the host's clock) begins the next. `at_least`: the
+    first life of this rank without records on this host. Raises SpoolError without an answer.
     """
+    # compare and set, until what stands there is a life that began after this process
     expected, proposed = "", f"{at_least} {time.time()!r}"
     while True:
         stored = _compared(store, _LIFE, expected, proposed)
@@ -175,14 +166,13 @@ _begun_traces: Counter[str] = Counter()
 
 def find_or_prepare_run(settings: Settings, identity: RankIdentity) -> Path:
     """Return the run folder of this host; the first rank to ask prepares it and its companion.
-
-    Raises:
-        RankscopeError: the run cannot be prepared here, or another rank does not get on with it.
-    """
+    Raises RankscopeError where the run cannot be prepared here, or another rank does not get on
+    with it."""
     base = spool_base(settings.spool)
     store = find_store() if identity.world_size > 1 else None
     which = _which_trace(settings)
     key = run_key(f"{_run_name(identity, store)}{which}")
+    # noted before the lock makes them: a refused run leaves no folder behind
     above = missing_folders(base.parent)
     run_folder, lock = _wait_for_lock(base, key)
     try:

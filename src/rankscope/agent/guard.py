@@ -120,6 +120,7 @@ def _is_of_a_signal_handler(error: Exception) -> bool:
         if callable(handler):
             with contextlib.suppress(Exception):  # an object of the program may refuse to be asked
                 codes.add(_code_of(handler))
+    # by code: the handler's frame is in the traceback of whatever it raised into our hook
     return any(frame.f_code in codes for frame, _ in walk_tb(error.__traceback__))
 
 

@@ -34,7 +34,7 @@ _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """What a launcher's variables say of this process."""
+    """The place that a launcher's variables give this process."""
 
     variables: Mapping[str, str]
     rank: int

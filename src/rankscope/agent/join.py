@@ -136,10 +136,7 @@ def who_am_i() -> RankIdentity:
 
 def settings_here(keywords: Mapping[str, object] | None) -> Settings:
     """Return the settings: keywords first, then `run.json` of a prepared run, else variables.
-
-    Raises:
-        RankscopeError: a setting, or `run.json`, cannot be read.
-    """
+    Raises RankscopeError: a setting, or `run.json`, cannot be read."""
     prepared = os.environ.get(RUN_FOLDER_VARIABLE)
     if not prepared:
         return settings_from(keywords)
@@ -149,11 +146,8 @@ def settings_here(keywords: Mapping[str, object] | None) -> Settings:
 
 def join_run(settings: Settings) -> Joined | None:
     """Open this rank's spool in the run it belongs to; None where the rank is not selected, or a
-    parent process traces under the same rank.
-
-    Raises:
-        RankscopeError: the spool or the trace folder cannot be used.
-    """
+    parent process traces under the same rank. Raises RankscopeError where the spool or the trace
+    folder cannot be used."""
     identity = who_am_i()
     is_selected = settings.ranks is None or identity.rank in settings.ranks
     prepared = os.environ.get(RUN_FOLDER_VARIABLE)
@@ -170,6 +164,7 @@ def join_run(settings: Settings) -> Joined | None:
     if any(is_alive(stream_folder(spools, stream)) for stream in earlier):
         return None  # a child that inherited RANK
     identity = replace(identity, incarnation=_life(identity, earlier))
+    # a folder without records counts too: its rank died before it had written any
     while stream_folder(spools, identity.stream).exists():
         if identity.incarnation + 1 >= MAX_INCARNATIONS:
             raise SpoolError(f"{spools}: there are records of every life that a rank may have")

@@ -30,7 +30,7 @@ _MOST_FRAMES = 64
 
 
 def frames_here() -> Iterator[FrameType]:
-    """Yield the frames of this thread's Python stack, the innermost first: that of whoever asks."""
+    """Yield the frames of this thread's Python stack, the caller's own first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -157,7 +157,7 @@ class Raised:
     causes: tuple[str, ...]
     """The same of what it was raised from, or while handling; the nearest first."""
     where: str
-    """`file.py:12 function` of the innermost line of the program, "" where there is none."""
+    """`file.py:12 function` of the innermost line of the program, "" without one."""
 
 
 def what_ends_the_program() -> Raised | None:

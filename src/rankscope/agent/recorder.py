@@ -168,6 +168,7 @@ class Recorder:
 
     def _intern(self, table: dict, key: object, kind: str, fields: dict[str, object]) -> int:  # type: ignore[type-arg]  # one of the tables above
         with self._defining:
+            # again under the lock: another thread may have defined it since the caller looked
             number = table.get(key)
             if number is None:
                 number = table[key] = self.define(kind, **fields)
@@ -342,7 +343,7 @@ class DefinitionWriter:
                 "opaque": info.is_opaque,
             }
             numbers = root.definitions if root is not None else self._rootless
-            kind = tuple(fields.values())  # known of a module that this one has replaced
+            kind = tuple(fields.values())  # a module that this one replaced may have defined it
             if len(numbers) >= _MOST_DEFINITIONS:
                 numbers.clear()
             if kind not in numbers:

@@ -39,12 +39,8 @@ class HostCopy(NamedTuple):
     is_done: Callable[[], bool]
 
     def wait(self) -> None:
-        """Wait for the device, as long as a working one needs.
-
-        Raises:
-            RuntimeError: the device is in error.
-            TimeoutError: it stands still.
-        """
+        """Wait for the device, as long as a working one needs. Raises RuntimeError where the device
+        is in error; TimeoutError: it stands still."""
         deadline, pause = time.monotonic() + _MOST_WAIT_S, 0.0001
         while not self.is_done():
             if time.monotonic() > deadline:

@@ -1,5 +1,5 @@
-"""What a tensor is, without its numbers: dtype, shapes, layout, whether it has a digest, and what
-frameworks say of how it lies.
+"""What a tensor is, without its numbers: dtype, shapes, layout, whether it has a digest, and the
+marks by which frameworks say how it lies.
 
 Descriptions are cached by what they are made of: the same kind of value is described once and is
 then known by its identity. Everything about a DTensor is read off its local tensor and its spec; no
@@ -231,6 +231,7 @@ class Describer:
         number, mesh = self._meshes.find(spec.mesh)
         placements = tuple(p if placement_class(p) else describe_leaf(p) for p in spec.placements)
         shape = tensor.shape if spec.tensor_meta is None else spec.tensor_meta.shape
+        # `inner` is cached itself, so its identity stands for all that it says
         key = (number, placements, shape, id(inner), tensor.requires_grad, shard_order(spec))
         return self._known.get(key) or self._keep(
             key, self._with_layout(inner, mesh, spec, tuple(shape), tensor.requires_grad)
@@ -424,7 +425,7 @@ def _megatron(module: torch.nn.Module, parameter: torch.Tensor) -> LayoutMark | 
 
 
 def _cut(dim: object, stride: object, dims: int) -> Placement | None:
-    """Return the placement of a cut along a dim, in `stride` blocks each of which is cut."""
+    """Return the placement of a cut along a dim, which cuts each of `stride` blocks."""
     if type(dim) is not int or type(stride) is not int or not 0 <= dim < dims or stride < 1:
         return None
     if stride == 1:
@@ -444,8 +445,8 @@ The other classes leave it to the module how values lie."""
 
 
 def activation_marks(module: torch.nn.Module) -> Iterator[tuple[str, LayoutMark]]:
-    """Yield what transformers' `tp_plan` says of the first input of a module and of its output,
-    each with the name of its slot.
+    """Yield (slot, mark) for the first input and the output of a module under transformers'
+    `tp_plan`.
 
     Where the plan is applied, it replaces the `forward` of the module: what a call is handed and
     hands out is what the style says. Style and mesh are read where the new `forward` has them: they

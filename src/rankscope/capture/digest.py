@@ -67,16 +67,9 @@ class Digester:
     def read(
         self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, *, samples: bool
     ) -> ValueNumbers:
-        """Return the digest of a strided CPU tensor that `describe` said can be digested.
-
-        Args:
-            local: what this rank holds.
-            ranges: per dim the global indices held; None takes the local indices.
-            samples: also keep one sketch a sample, where the batch dim is at most 64 long.
-
-        Raises:
-            TypeError: a dtype that cannot be digested.
-        """
+        """Return the digest of a strided CPU tensor that `describe` said can be digested. `ranges`:
+        per dim the global indices held, None for the local ones; `samples`: also keep one sketch a
+        sample, where the batch dim is at most 64 long. Raises TypeError for any other dtype."""
         key = (local.dtype, local.shape, ranges, samples)
         kind = self._kinds.get(key) or self._add_kind(local, ranges, samples, key)
         if kind.plan.count == 0:
@@ -95,6 +88,7 @@ class Digester:
             version = local._version
         except RuntimeError:  # inference tensors have none
             version = -1
+        # an id may be another tensor's by now: hash, version, address and form have to agree too
         identity = id(local)
         at, remembered = address, self._seen.get(identity)
         if (

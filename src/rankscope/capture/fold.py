@@ -189,6 +189,7 @@ def make_plan(
 def multiply_rows(rows: int, inner: int) -> int:
     """Return how many rows to multiply at a time to stay below the threshold for threads."""
     limit = max(1, MULTIPLY_ELEMENTS // inner)
+    # as many products as needed, of equal size where the rows divide: numpy stacks those
     even = -(-rows // -(-rows // limit))
     return even if rows % even == 0 else min(limit, rows)
 

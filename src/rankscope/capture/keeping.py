@@ -123,13 +123,9 @@ class DeviceStaging:
         return self._accelerator.is_capturing()
 
     def stage(self, local: torch.Tensor) -> int | None:
-        """Enqueue the copy of a tensor as it is now, on the current stream.
-
-        Returns:
-            The ticket under which `arrived` gives its bytes; None where it does not fit beside what
-            is on its way, where there is no memory for the copy, once the device failed, and while
-            a CUDA graph is captured, which the copy would become part of.
-        """
+        """Enqueue the copy of a tensor as it is now, on the current stream. Return the ticket under
+        which `arrived` gives its bytes; None where there is no room or memory for the copy, once
+        the device failed, and while a CUDA graph is captured, which it would become part of."""
         if self.failure or self.is_capturing():
             return None
         nbytes = local.numel() * local.element_size()
@@ -187,6 +183,7 @@ class DeviceStaging:
         if not self._flights:
             return (0, size) if size <= self._limit_bytes else None
         tail = self._flights[0].start
+        # the ring is free from the head to its end and from 0 to the tail, else between the two
         if self._head > tail:
             if self._head + size <= self._limit_bytes:
                 return self._head, self._head + size

@@ -292,11 +292,11 @@ _TOLD: Final[set[str]] = set()
 
 
 def build() -> Path | None:
-    """Return the library compiled for this machine, compiling it where that has not been done yet;
-    None where there is no compiler, no safe folder, or no working result.
+    """Return the library compiled for this machine, compiling it if needed; None without a
+    compiler, a safe folder, or a working result.
 
-    Takes a second, ten at most; safe in many processes at once, each of which may compile, and the
-    last of which gives its name. For whoever starts ranks, never for a rank.
+    Takes a second, ten at most; safe in many processes at once: each may compile, and the last
+    rename stays. For whoever starts ranks, never for a rank.
     """
     if is_off():
         return None
@@ -316,7 +316,7 @@ def build() -> Path | None:
 
 
 def prepare(say: Callable[[str], object]) -> None:
-    """Build the kernel; say once what a user has to know where there is none."""
+    """Build the kernel; where that fails, say once what a user has to know."""
     if build() is None and not is_off() and (reason := why_none()) not in _TOLD:
         _TOLD.add(reason)
         say(f"{reason}: numpy takes the digests on CPU, about three times slower; rankscope doctor")
@@ -334,8 +334,8 @@ def why_none() -> str:
 
 
 def load() -> Kernel | None:
-    """Return the kernel that `build` left on this host, None where there is none to be trusted:
-    library and folder belong to this user alone, and it gives the numbers of numpy."""
+    """Return the kernel that `build` left on this host, None without one to be trusted: library and
+    folder belong to this user alone, and it gives the numbers of numpy."""
     if is_off():
         return None
     name = _library_name()

@@ -1,8 +1,8 @@
 """The numbers of one array of stored words: by the kernel in one pass, or by numpy.
 
 The kernel (`rankscope.capture.kernel`) takes values of float32 and narrower types in one pass.
-Where there is none, or it refuses a value, numpy takes them by blocks, to the same last digits of
-float32 sums. `_measure` works in a block's own float32 or float64 at memory speed; row sums are
+Without a kernel, or where it refuses a value, numpy takes them by blocks, to the same last digits
+of float32 sums. `_measure` works in a block's own float32 or float64 at memory speed; row sums are
 combined in float64. It declines a block for which that is not exact enough (NaN, infinities,
 magnitudes whose squares leave the range of the type), and `_measure_carefully` takes that one.
 """
@@ -110,6 +110,7 @@ def _measure(flat: Floats, width: int, flags: _Flags) -> _ValueBlock | None:
     total = float(_add(np.vecdot(rows, ones), dtype=np.float64))
     squares = float(_add(np.vecdot(rows, rows), dtype=np.float64))
     mean = total / count
+    # the textbook form cancels where the mean is large: then once more, about the mean
     around = squares - total * mean
     if around < _CANCELLATION * squares:
         center = flat.dtype.type(mean)
@@ -251,7 +252,7 @@ class Arithmetic:
         self._kernel: Kernel | None = load()
 
     def bind(self, plan: FoldPlan, storage: Storage) -> BoundKernel | None:
-        """Return the kernel for whole values, None where there is none or it does not pay."""
+        """Return the kernel for whole values, None without one or where it does not pay."""
         segment = plan.whole
         if (
             self._kernel is None

@@ -57,7 +57,7 @@ class Phase(enum.IntEnum):
 
     @classmethod
     def having(cls, fact: Callable[[PhaseFacts], bool]) -> frozenset[Phase]:
-        """Return the phases of which a fact is true."""
+        """Return the phases that have a fact."""
         return frozenset(phase for phase in cls if fact(phase.facts))
 
 

@@ -1,4 +1,4 @@
-"""THE table of statistics: what a digest says of a value besides its hash and its sketch.
+"""THE table of statistics: the numbers of a digest beside its hash and its sketch.
 
 Spools, JSON and columns, combination over shards, `show`, the exports and the rules of `check` read
 this table; none of them names the statistics again. The capture kernels compute the rows without
@@ -31,7 +31,7 @@ class OverShards(enum.Enum):
     LEAST = "the least of them"
     GREATEST = "the greatest of them"
     MEAN = "their mean, weighted by finite elements"
-    """Linear: the only number that is known of a partial, which is reduced later."""
+    """Linear: the only number of a partial that is known before it is reduced."""
     SPREAD = "Chan's update of squared deviations, divisor n - 1"
     ROOT_OF_SQUARES = "root of the sum of their squares"
     UNKNOWN = "not known from shards"

@@ -56,7 +56,7 @@ class Column:
     """Numbers in a row."""
     told: Told = Told.NOWHERE
     none: int | None = None
-    """The number that says there is none: null in exports."""
+    """The number that stands for a missing one: null in exports."""
     is_hex: bool = False
     """16 hex digits in JSON and exports."""
 

@@ -1,5 +1,5 @@
-"""One tensor in one slot on one rank: the digest kept for it, what is known of its layout, and how
-the names of modules, tensors and dtypes are written down.
+"""One tensor in one slot on one rank: its digest, its layout, and how modules, tensors and dtypes
+are written down.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def is_form(slot: str) -> bool:
 
 
 class ValueFlag(enum.IntFlag):
-    """What to know about a value besides its numbers. Written in spools: never renumber."""
+    """Facts about a value that are no numbers. Written in spools: never renumber."""
 
     NONE = 0
     AFTER_CALL = 1
@@ -209,11 +209,8 @@ class ModuleName:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> ModuleName:
-        """Return the name of `as_fields`, without a path.
-
-        Raises:
-            KeyError, TypeError, ValueError: the fields are not those of one.
-        """
+        """Return the name of `as_fields`, without a path. Raises KeyError, TypeError, ValueError:
+        the fields are not those of one."""
         return cls(
             path="",
             raw_path=str(fields["raw_path"]),
@@ -281,11 +278,8 @@ class TensorFacts:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> TensorFacts:
-        """Return the facts of `as_fields`.
-
-        Raises:
-            KeyError, TypeError, ValueError, AttributeError: the fields are not those of one.
-        """
+        """Return the facts of `as_fields`. Raises KeyError, TypeError, ValueError, AttributeError:
+        the fields are not those of one."""
         global_shape, ranges, note = (
             fields["global_shape"],
             fields.get("ranges"),
@@ -306,9 +300,5 @@ class TensorFacts:
 
 
 def read_ranges(data: Any) -> tuple[_Ranges, ...]:
-    """Return ranges as JSON holds them.
-
-    Raises:
-        TypeError, ValueError: they are none.
-    """
+    """Return ranges as JSON holds them. Raises TypeError, ValueError: they are none."""
     return tuple(tuple((int(a), int(b)) for a, b in dim) for dim in data)

@@ -131,6 +131,7 @@ class NodeMap:
         """Note where it ends; called again, where what follows it (its own hooks) ends."""
         last = next_node()
         span = NodeSpan(frame.first_node, last, frame.info, frame.scope, frame.sequence)
+        # what a module's own hooks make next is a span of the same call
         frame.first_node = last
         if span.last > span.first:
             self._spans.setdefault(get_ident(), []).append(span)
@@ -139,6 +140,8 @@ class NodeMap:
     def find(self, number: int) -> NodeSpan | None:
         """Return the innermost call that made a node; calls of this thread are asked first."""
         for spans in (self._spans.get(get_ident(), []), *self._spans.values()):
+            # spans are sorted by their end: the first that reaches back to the number is the
+            # innermost
             start = bisect.bisect_right(spans, number, key=lambda span: span.last)
             innermost = next((span for span in spans[start:] if span.first <= number), None)
             if innermost is not None:

@@ -77,7 +77,7 @@ class HookSet:
         self._own_input.body, self._own_output.body = own_input, own_output
 
     def watch_optimizers(self, begins: Hook, ends: Hook) -> None:
-        """Be told of every optimizer step, for the whole session."""
+        """Hook every optimizer step, for the whole session."""
         before, after = GuardedHook(self._guard, begins), GuardedHook(self._guard, ends)
         self._optimizer_hooks = [before, after]
         self._on_optimizers = [
@@ -138,6 +138,7 @@ class HookSet:
             self._handles = []
             return
         before, after, always_called, taking_keywords = self._tables
+        # only ours: another session of this process may stand there by now
         if before.get(_ENTER) is self._enter:
             del before[_ENTER]
         if after.get(_LEAVE) is self._leave:

@@ -196,7 +196,7 @@ class ModuleInfo:
     root: Root | None
     is_wrapper: bool
     is_loose: bool = False
-    """No root holds it; what is known stands for all of its class that are made anew there."""
+    """No root holds it; the entry stands for all modules of its class that are made there."""
     is_opaque: bool = False
     is_selected: bool = True
     definition: int = 0
@@ -228,7 +228,7 @@ class ModuleTable:
         """(root, root that contains it, its path there), not yet written to the spool."""
 
     def get(self, module: nn.Module) -> ModuleInfo | None:
-        """Return what is known of a module, None for one never seen or one gone."""
+        """Return the entry of a module, None for one never seen or one gone."""
         entry = self._infos.get(id(module))
         return entry[1] if entry is not None and entry[0]() is module else None
 
@@ -239,13 +239,8 @@ class ModuleTable:
         caller: nn.Module | None = None,
         forward: object = None,
     ) -> ModuleInfo:
-        """Make a module known that is called for the first time.
-
-        Args:
-            inside: the root whose forward is running, None at the outermost level.
-            caller: the module whose call is open.
-            forward: identifies this one forward of the root.
-        """
+        """Make a module known that is called for the first time, `inside` the root whose forward is
+        running (None at the outermost level); `forward` identifies this one forward of the root."""
         if inside is None and _owns_parameters(module):
             return self._learn_root(module)
         if inside is not None:
@@ -393,7 +388,7 @@ class ModuleTable:
         return wrapper[1] == "compile" and not self._enters_compiled
 
     def select_too(self, paths: tuple[str, ...]) -> None:
-        """Record the modules of these globs besides those of the setting, until the next call."""
+        """Record the modules of these globs and of the setting, until the next call."""
         selected = (*self._paths, *paths)
         if selected != self._selected:
             self._selected = selected
@@ -414,7 +409,7 @@ class ModuleTable:
     def _add_below(
         self, root: Root, start: nn.Module, start_raw: str, names: dict[str, _Named]
     ) -> list[tuple[ModuleInfo, nn.Module]]:
-        """Add `start` and the unknown modules below it; return all. `names` is what is known of the
+        """Add `start` and the unknown modules below it; return all. `names` has the entry of the
         module that holds `start`, by raw path."""
         tied: set[int] = set()
         members: list[tuple[ModuleInfo, nn.Module]] = []

@@ -154,6 +154,7 @@ class Tracer:
             for lost in reversed(closed_frames[1:]):
                 self._abandon(lost)
         is_hooked = module._forward_hooks and self._hooks.stands_behind_outputs_of(module)
+        # the root has returned: a model that is saved or copied now carries nothing of ours
         if not frames:
             self._hooks.leave_modules()
         if frame is None:

@@ -302,6 +302,7 @@ class TouchedFile:
     def _learn(self, touch_ns: int, words: str, mode: Mode, step: int) -> None:
         """Read the touches others have seen, up to this one; where nobody has seen it, decide."""
         while touch_ns not in self._times:
+            # never inside the steps of an earlier touch: each touch has steps of its own
             ahead = max(step + self._lead, self._last_planned[mode] + 1)
             touch = self._next_touch
             text = self._agree(str(touch), f"{mode.word} {ahead} {touch_ns} {words}".rstrip())
@@ -315,6 +316,7 @@ class TouchedFile:
         touch, attempt, order = asked
         last = 0 if order is None else order.steps - 1
         while step <= self._last_begun[mode]:
+            # proposed to all: whoever answers this attempt first decides it for every rank
             later = self._last_begun[mode] + 1 + self._lead
             answer = self._agree(f"{touch}.{attempt}", str(later))
             if answer == STANDS:

@@ -1,5 +1,5 @@
-"""What tells of steps besides module calls: optimizers and what they hold, steps that a GradScaler
-skipped, runs of pipeline schedules, and train steps that torch.compile hides from hooks.
+"""Steps that no module call shows: optimizers and what they hold, steps that a GradScaler skipped,
+runs of pipeline schedules, and train steps that torch.compile hides from hooks.
 
 A skipped step runs no hook of torch's, and all forwards of a run of a schedule belong to one step,
 which nothing else tells where no optimizer steps. So functions of ours stand in the place of
@@ -72,7 +72,7 @@ _MAKING = ("__init__", "__setstate__")
 class Holdings:
     """Whose parameters are whose when one optimizer steps; all by identity."""
 
-    own: frozenset[int]
+    owned: frozenset[int]
     """Those of the roots seen that this optimizer holds."""
     unheld: frozenset[int]
     """Those of the roots seen that no optimizer alive holds."""
@@ -211,7 +211,7 @@ class ScalerWatch(StandIns):
     """Tells of skipped steps between `put_on` and `take_off`; both may be called at any time."""
 
     def __init__(self, skipped: Callable[[torch.optim.Optimizer], None]) -> None:
-        """`skipped` is told of an optimizer that a GradScaler did not step; it must not raise."""
+        """`skipped` is called with an optimizer that a GradScaler did not step; must not raise."""
         super().__init__()
         self._skipped = skipped
         self._stepped = 0
@@ -260,7 +260,7 @@ class ScheduleWatch(StandIns):
     """Says in which run of a schedule this process is, from the first question until `take_off`."""
 
     def __init__(self, begins: Callable[[object], None]) -> None:
-        """`begins` is told of the schedule when a run begins, and must not raise."""
+        """`begins` is called with the schedule when a run begins, and must not raise."""
         super().__init__()
         self._begins = begins
         self._numbers = itertools.count()

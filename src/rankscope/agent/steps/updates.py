@@ -64,7 +64,7 @@ class Updates:
         self._unheld: set[int] = set()
         """Parameters that no optimizer held when one stepped in this step."""
         self._unheld_read: set[int] = set()
-        """Those of which this step has recorded whether they have a gradient."""
+        """Unheld parameters for which this step has recorded whether they have a gradient."""
         self._shown = 0
         """One more than the ordinal of the last parameters recorded in this step."""
 
@@ -97,9 +97,11 @@ class Updates:
             self._gradients(optimizer, step)
         ordinal = max(self._count - 1, 0)
         holdings = self._holdings(optimizer)
-        concerned = holdings.own
+        concerned = holdings.owned
         self._unheld |= holdings.unheld
         if concerned:
+            # parameters nobody holds and that need a gradient are trained elsewhere, behind this
+            # step
             needing = self._events.those(holdings.unheld, lambda p: p.requires_grad)
             frozen = holdings.unheld - needing
             concerned |= frozen - self._read
@@ -148,7 +150,7 @@ class Updates:
         self._note(step, _describe_rates(optimizer))
         reread = holdings.unheld & self._unheld_read
         again_with = self._events.those(reread, has_gradient)
-        concerned = holdings.own | (holdings.unheld - reread) | again_with
+        concerned = holdings.owned | (holdings.unheld - reread) | again_with
         self._unheld_read |= holdings.unheld
         as_left = self._events.gradients(
             step, self._count - 1, concerned, flags=flags, unheld=holdings.unheld,
@@ -199,7 +201,7 @@ def _describe_strangers(optimizer: torch.optim.Optimizer, holdings: Holdings) ->
     return Note.of(
         NoteKind.FOREIGN_PARAMETERS,
         optimizer=type(optimizer).__name__,
-        own=len(holdings.own),
+        own=len(holdings.owned),
         foreign=len(strangers),
         idle=without,
         shapes=named,

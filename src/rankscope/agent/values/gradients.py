@@ -102,7 +102,7 @@ class GradientHooks:
     ) -> None:
         """Record the total gradient of `tensor` when backward reaches it."""
         if is_of_root and self._passes and current_graph_task() == -1:
-            self._passes.clear()  # an exception ended them: nobody is told of their end
+            self._passes.clear()  # an exception ended them, and their end was never announced
         watched = self._watched.get(id(tensor))
         if watched is not None and watched.is_of(tensor):
             if watched.version == tensor._version:
@@ -144,6 +144,7 @@ class GradientHooks:
         task = current_graph_task()
         if task == -1 or task in self._passes:
             return
+        # a pass inside another (reentrant checkpointing) begins and ends no pass of the step
         is_outermost = not self._passes
         self._passes.add(task)
         self._ask_for_end(task, _TIMES_BEHIND)

@@ -100,21 +100,17 @@ class RootEvents:
         left: Mapping[int, HeldValue] | None = None,
         extras: Sequence[tuple[str, torch.Tensor]] = (),
     ) -> dict[int, bool]:
-        """Record final gradients. Parameters are given by identity.
+        """Record final gradients; return whether each is what was left. Parameters are given by
+        identity.
 
         Args:
-            step: the train step.
             ordinal: how many optimizers have stepped in this step before.
             chosen: parameters to record; None for all.
-            flags: what to know about all of them.
             unheld: parameters that no optimizer holds.
             carried: parameters that had a gradient before backward began.
             unsynced: parameters whose gradients the last backward pass was not to reduce, if known.
             left: what the last backward pass left.
             extras: (slot, tensor) of what belongs to the event itself.
-
-        Returns:
-            whether each gradient is what was left.
         """
         as_left: dict[int, bool] = {}
         if not self.wants(Phase.GRADS):
@@ -143,7 +139,7 @@ class RootEvents:
             return any(map(has_gradient, self.table.parameters()))
 
     def those(self, chosen: Set[int], holds: Callable[[torch.Tensor], bool]) -> frozenset[int]:
-        """Return those of the parameters, told by their identities, of which something holds."""
+        """Return which of these parameters (identities) satisfy a condition."""
         if not chosen:
             return frozenset()
         with invisible():

@@ -70,11 +70,8 @@ class Store(ABC):
         """Store bytes under a new reference, or find equal ones; None where `refusal` says why."""
 
     def finish(self) -> None:
-        """Store no more; what is there stays.
-
-        Raises:
-            ChunkError: the disk refused what was left to do.
-        """
+        """Store no more; what is there stays. Raises ChunkError where the disk refused what was
+        left to do."""
         self._is_finished = True
 
 
@@ -185,7 +182,7 @@ class TensorStore:
         self._missed: dict[str, list[int]] = {}
 
     def select_too(self, globs: tuple[str, ...]) -> None:
-        """Keep what these globs take besides those it was made with, until it is said anew."""
+        """Keep what these globs and those of the setting take, until the next call."""
         self._globs = {glob: split_place(glob) for glob in (*self._own, *globs)}
         self._takes_all = any({path, slot} <= {"*", "**"} for path, slot in self._globs.values())
         self._wanted: dict[tuple[str, str], bool] = {}
@@ -215,15 +212,8 @@ class TensorStore:
         return is_taken
 
     def keep(self, tensor: torch.Tensor, described: Described) -> int:
-        """Keep a tensor as it is now; when this returns it may change or be freed.
-
-        Args:
-            tensor: what `Describer.describe` gave: plain, of this rank.
-            described: its description.
-
-        Returns:
-            The reference under which its bytes are found; 0 where it is not kept.
-        """
+        """Keep a tensor of this rank, as `Describer.describe` gave it, as it is now; afterwards it
+        may change or be freed. Return the reference of its bytes, 0 where it is not kept."""
         if self._store.closed_why:
             return self._miss(self._store.closed_why, tensor)
         token, holder = (get_ident(),), self._holder
@@ -291,6 +281,7 @@ class TensorStore:
         self._next_reference += 1
         content = TensorBytes(own_bytes(tensor), byte_pieces(tensor), tensor)
         entry = self._store.store(reference, described, content)
+        # nothing was stored under the number, so the next tensor gets it
         if entry is None or entry.reference != reference:
             self._next_reference = reference
         return self._miss(self._store.refusal, tensor) if entry is None else entry.reference

@@ -109,7 +109,7 @@ class ValuePlace:
 
 @dataclass(slots=True)
 class HeldValue:
-    """A value that was read, and of which it is not known yet whether it is to be recorded."""
+    """A value that was read; whether it is recorded is decided later."""
 
     described: Described
     numbers: ValueNumbers | None
@@ -245,7 +245,7 @@ class ValueReader:
         """False where only the structure is recorded."""
 
     def keep_too(self, globs: tuple[str, ...]) -> None:
-        """Keep these full tensors besides those of the setting `tensors`, until it is said anew."""
+        """Keep these full tensors and those of the setting `tensors`, until the next call."""
         if globs and self.tensor_store is None:
             self.tensor_store = self._make_store()
         store = self.tensor_store
@@ -505,8 +505,8 @@ class ValueReader:
         self.collect()
 
     def flush(self) -> None:
-        """Have accelerators begin to send what they have digested: it is here when the next step
-        begins, and is not lost with a device that fails in it."""
+        """Have accelerators begin to send finished digests: they are here when the next step
+        begins, and are not lost with a device that fails in it."""
         self._on_devices.flush()
 
     def collect(self, *, wait: bool = False) -> None:

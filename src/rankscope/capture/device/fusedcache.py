@@ -88,7 +88,7 @@ class ReadVariant(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Words of which every row's offset is a multiple."""
+        """Words that divide every row's offset."""
         return _VECTOR_BYTES // self.word_bytes if self.is_aligned else 1
 
 

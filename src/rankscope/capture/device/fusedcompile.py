@@ -1,6 +1,6 @@
 """Compiles the fused kernels for one kind of GPU, without a GPU: `python -m ... cuda-90`.
 
-The only module besides the kernels themselves that imports Triton, and no rank imports either.
+This module and the kernels alone import Triton, and no rank imports either.
 """
 
 from __future__ import annotations

@@ -167,17 +167,10 @@ class FusedForm:
         self.held_bytes = sum(table.nbytes for table in tables[:-1])
 
     def fill(self, row: int, words: int, stream: int) -> ReadVariant:
-        """Enqueue what computes the row of a value (see `resultrow`), and return the kernel that
-        reads it.
-
-        Args:
-            row: its address.
-            words: address of the value, whose conjugate and negative bits are resolved.
-            stream: the driver's handle.
-
-        Raises:
-            OSError: the driver refuses: nothing, or a part of it, is enqueued then.
-        """
+        """Enqueue what computes the row of a value (`operations.SKETCH`), and return the kernel
+        that reads it. `row` and `words` are addresses, of the row and of the value with conjugate
+        and negative bits resolved; `stream` is the driver's handle. Raises OSError where the driver
+        refuses: nothing, or a part of it, is enqueued then."""
         self._words.value, self._row.value = words, row
         variant, read = self._read[words % 16 == 0]
         read(stream)
@@ -206,11 +199,8 @@ class FusedReader:
         stream: Any,
     ) -> FusedForm | None:
         """Return the form of values such as `local`, which is not empty, its tables enqueued on the
-        current stream; None where a kernel is missing, or no plan of bounded size serves.
-
-        Raises:
-            OSError: the driver refuses a kernel.
-        """
+        current stream; None where a kernel is missing, or no plan of bounded size serves. Raises
+        OSError: the driver refuses a kernel."""
         shape, strides = plan.shape, _word_strides(local, storage)
         global_ranges = None
         if ranges is not None:
@@ -261,6 +251,8 @@ class FusedReader:
         per_sample = fused.groups * fused.column_blocks
         last = (ctypes.c_int64(count), ctypes.c_int32(fused.programs), ctypes.c_int32(per_sample))
         combined = BoundLaunch(combine, (1 + fused.samples, 1), (numbers, counts, row_at, *last))
+        # by whether the value begins at a multiple of 16 bytes; without an aligned kernel both are
+        # one
         launches = {False: bound[0], True: bound[-1]}
         return FusedForm((*tables, scratch.memory), words_at, launches, row_at, combined)
 

@@ -1,8 +1,8 @@
 """The digest by torch operations, for devices and dtypes that no fused kernel serves, and the row
 of float64 numbers that both ways compute of one value.
 
-About 90 operations a value, each of which reads it once more, or something of its size. Nothing
-here calls `.item()`, indexes by a mask or synchronizes.
+About 90 operations a value; each reads the value once more, or something of its size. Nothing here
+calls `.item()`, indexes by a mask or synchronizes.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def _fold(accelerator: Accelerator, box: FoldSegment, plan: FoldPlan) -> _Device
         before, samples = math.prod(plan.shape[:batch_dim]), len(plan.batch_factors)
         if box.where is None:
             rows = weighted = (before, samples, box.rows // (before * samples))
-        else:  # the box of the first sample, of which the others differ in nothing
+        else:  # the box of the first sample; those of the others are the same
             after = box.rows // before
             rows, weighted = (before, samples, after), (before, 1, after)
             where = (*box.where[:batch_dim], slice(None), *box.where[batch_dim + 1 :])

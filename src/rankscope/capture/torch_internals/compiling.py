@@ -31,7 +31,7 @@ def forget_keyword_hook(number: int) -> None:
 def global_hook_tables() -> tuple[HookTable, HookTable, HookTable, HookTable] | None:
     """Return torch's tables of global forward hooks by number: pre-hooks, hooks, which of these are
     always called, and which take keywords. None where one is missing: hooks are then registered
-    anew each time, and each time what was compiled is compiled again."""
+    each time, and each time what was compiled is compiled again."""
     first, second, third, fourth = (getattr(_hooks, name, None) for name in _GLOBAL_HOOKS)
     if first is None or second is None or third is None or fourth is None:
         return None
