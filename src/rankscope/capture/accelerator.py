@@ -1,14 +1,9 @@
 """What torch offers of one device: streams, events, and host memory that copies reach late.
 
-torch keeps these in the module of the device (`torch.cuda`, `torch.xpu`, `torch.mps`, the module
-that a backend of its own registers), and not every device has all of them:
-
-    streams and events    CUDA, ROCm, XPU, MTIA: a copy runs behind the work of its stream
-    events alone          MPS: one queue, whose stream nobody needs to know
-    neither               a copy to the host blocks until it is done
-
-Not `torch.Stream` and `torch.Event`: torch before 2.10 lacks them on some devices, and a backend
-that is written in Python has none.
+torch keeps these in the module of the device (`torch.cuda`, `torch.xpu`, `torch.mps`, that of a
+backend). CUDA, ROCm, XPU and MTIA have streams and events, MPS events alone; on other devices a
+copy to the host blocks. torch before 2.10 lacks `torch.Stream` and `torch.Event` on some devices,
+and a backend that is written in Python has none.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
 """The bytes of full tensors as a safetensors file holds them: row-major, seen by nobody.
 
-A contiguous CPU tensor gives its own memory. Any other is brought into order piece by piece, so
-that what is held beside it stays a few MB whatever its size; conjugate and negative bits, which
-exist only as flags, are resolved in the pieces.
-
-From an accelerator bytes come without ever waiting for it. On the caller's stream the tensor is
-copied into memory of our own: what arrives is the value at the call. From there a side stream
-copies it into a ring of pinned host memory and records an event; `arrived` gives what has passed
-its event. Copies and ring are bounded by one limit: what does not fit is not kept. Nothing in a
-hook synchronizes; only `arrived(wait=True)`, at the end of a trace, waits.
+A contiguous CPU tensor gives its own memory, any other is brought into order a few MB at a time.
+An accelerator is never waited for. On the caller's stream the tensor is copied into memory of our
+own: what arrives is the value at the call. From there a side stream copies it into a ring of pinned
+host memory; `arrived` gives what has passed its event. Nothing in a hook synchronizes.
 """
 
 from __future__ import annotations

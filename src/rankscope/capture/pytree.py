@@ -7,9 +7,9 @@ tuples, Hugging Face's ModelOutput), in a UserDict or UserList, in the fields of
 pytree nodes that a library of `_TRUSTED` registered. Anything else is a leaf, and `describe_leaf`
 says what it is, without addresses, so that two runs agree.
 
-No line of the user's own code runs: a container that computes its items would compute them for us
-as well, and draw its random numbers twice. So types are asked, never objects (`isinstance` asks for
-`__class__`, which may be a property), and builtins are read past what a subclass overrides.
+No line of the user's own code runs: a container that computes its items would draw its random
+numbers twice. So types are asked, never objects (`isinstance` asks for `__class__`, which may be a
+property), and builtins are read past what a subclass overrides.
 
 The *form* of a call is how its arguments and results are nested, as JSON:
 

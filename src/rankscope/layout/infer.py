@@ -14,8 +14,7 @@ never taken for more than that:
 * **Root inputs** tell data from everything else: along a data axis they differ, along a
   tensor-parallel one every rank is handed the same.
 
-Plain data goes in and comes out: `rankscope check` and `--global` read it from a trace, each in its
-own way, and ask here.
+Plain data goes in and comes out; `rankscope check` and `--global` read it from a trace.
 """
 
 from __future__ import annotations

@@ -10,9 +10,8 @@ What a run shows is noted value by value, in `ShownValues`. `Proof` draws from i
   parts, lies as that does.
 * **Through modules.** A module that works on each place by itself hands out what lies as its input.
 
-Constants prove nothing by being equal, nor do twins of a few elements. Two answers for one value
-are no answer. `rankscope layout` notes all steps of a trace, and adds what collectives suggest; the
-debugger's files and `--global` note one step.
+Constants prove nothing by being equal, nor do twins of a few elements. `rankscope layout` notes all
+steps of a trace, and adds what collectives suggest; the debugger and `--global` note one step.
 """
 
 from __future__ import annotations

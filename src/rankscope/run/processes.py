@@ -1,8 +1,7 @@
 """Processes of this host: who launched a rank and whether that still lives, and how a host's
 companion is started from a process that must know neither sockets nor threads.
 
-A companion is a child of the wrapper (`subprocess` with `companion_command`), or a daemon of an
-unchanged script (`start_daemon`, which leaves nothing of the caller behind in it).
+A companion is a child of the wrapper, or a daemon of an unchanged script (`start_daemon`).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ of a block of all-zero sound cells by
 
 and the sum in it takes one multiplication by a power of Z per cell, in halves: pairs, pairs of
 pairs, and so on. One damaged cell is always found, several are missed with the 2^-32 that a single
-cell's own crc has. Only in a damaged block is each cell asked.
+cell's own crc misses. Only in a damaged block is each cell checked.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Which module is which: roots, canonical paths, wrappers, and what a module holds.
 
-The canonical path is the path from the root with every wrapper removed, so that the same model has
-the same paths however it is parallelized; the raw path is kept beside it. A wrapper (DDP, FSDP1,
-checkpoint wrapper, `torch.compile`) is no node of its own: it shares the path of what it wraps.
-
-Members are read off torch's own tables: a user's class may override every method that lists
-modules, parameters or buffers.
+The canonical path is the path from the root with every wrapper (DDP, FSDP1, checkpoint wrapper,
+`torch.compile`) removed, so that a model has the same paths however it is parallelized. Members are
+read off torch's own tables: a user's class may override every method that lists them.
 """
 
 from __future__ import annotations

@@ -177,8 +177,8 @@ class TouchedFile:
 
         Args:
             folder: where the ranks agree, made if missing; None for touches of a rank alone.
-            missed: told of a step that other ranks traced and this one could not: mode, step, why.
-            failed: told why touches are no longer answered here.
+            missed: takes mode, step and why of a step that other ranks traced and this one did not.
+            failed: takes why touches are no longer answered here.
             is_distant: ranks of other hosts see an order at other times.
             holds_orders: `file` holds orders, and `folder` lies in one made with the first order.
         """

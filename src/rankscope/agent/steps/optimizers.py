@@ -1,5 +1,5 @@
-"""Steps that no module call shows: optimizers and what they hold, steps that a GradScaler skipped,
-runs of pipeline schedules, and train steps that torch.compile hides from hooks.
+"""Steps that no module call shows: optimizers and their parameters, steps that a GradScaler
+skipped, runs of pipeline schedules, and train steps that torch.compile hides from hooks.
 
 A skipped step runs no hook of torch's, and all forwards of a run of a schedule belong to one step,
 which nothing else tells where no optimizer steps. So functions of ours stand in the place of

@@ -1,12 +1,9 @@
 """The digest of accelerator tensors, without ever waiting for the accelerator.
 
-Each value becomes a row of numbers in a buffer on the device (`resultrow`), computed on the
-caller's stream: by a fused kernel where one lies compiled (`fusedforms`), else by torch operations
-(`operations`). A flush copies the rows to pinned memory without blocking and records an event;
-`collect` gives the readings whose event has passed. Nothing here calls `.item()`, indexes by a mask
-or synchronizes; only `collect(wait=True)`, at the end of the trace, waits.
-
-Statistics and sketch mean what `capture.digest` means; the hash is `mix64`.
+Each value becomes a row of numbers in a buffer on the device, computed on the caller's stream: by a
+fused kernel where one lies compiled (`fusedforms`), else by torch operations (`operations`). A
+flush copies the rows to pinned memory without blocking; `collect` gives the readings whose event
+has passed. Nothing here synchronizes; only `collect(wait=True)`, at the end of the trace, waits.
 
 A kernel is not believed on a machine where it never ran: the first value of each is read by torch
 operations as well, and where the two disagree its readings are thrown away.

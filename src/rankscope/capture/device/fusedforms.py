@@ -1,12 +1,9 @@
 """The fused digest of one device's values: two launches a value, and nothing else.
 
-What a launch needs is made once for a dtype, shape, strides and layout: tables on the device, and
-the arguments of both kernels. A value then changes three numbers: where it lies, where its row
-lies, and the stream.
-
-Compiled kernels are loaded and launched through the driver's own library, the one torch has loaded
-already; nothing is compiled here and Triton is not imported. CUDA and HIP have the same three calls
-under other names.
+What a launch needs is made once for a dtype, shape, strides and layout. A value then changes three
+numbers: where it lies, where its row lies, and the stream. Compiled kernels are loaded and launched
+through the driver library that torch has loaded already; Triton is not imported. CUDA and HIP have
+the same three calls under other names.
 """
 
 from __future__ import annotations

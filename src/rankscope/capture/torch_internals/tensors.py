@@ -1,11 +1,10 @@
 """Tensors as torch sees them: operations that nothing of the program sees, what kinds of tensors
 there are, pytree nodes that libraries registered, and how tensors are printed.
 
-There are two degrees of being invisible. On the CPU rankscope runs no torch operation: it reads
-attributes and memory, and only function modes (a default device is one) could notice that:
-`invisible`. Where torch operations are needed (accelerators, meshes) autograd, autocast, functorch
-and every Python mode are kept out too: `invisible_operations`. Whoever runs them also passes dtype
-and device to every factory, since those defaults are what is left.
+On the CPU rankscope runs no torch operation: it reads attributes and memory, which only function
+modes (a default device is one) could notice (`invisible`). Where torch operations are needed
+(accelerators, meshes) autograd, autocast, functorch and every Python mode are kept out too
+(`invisible_operations`); dtype and device are passed to every factory, whose defaults remain.
 """
 
 from __future__ import annotations
