@@ -224,7 +224,13 @@ class Mesh:
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """Return the position of a global rank on every axis, None where the mesh lacks the
         rank."""
-        return next((place for place, member in self.places() if member == rank), None)
+        if rank not in self.ranks:
+            return None
+        flat, position = self.ranks.index(rank), []
+        for extent in reversed(self.shape):
+            flat, index = divmod(flat, extent)
+            position.append(index)
+        return tuple(reversed(position))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
