@@ -322,9 +322,7 @@ def _prepare_beside_head(
         settings=replace(settings, out=own_out),
         is_joined=False,
         keeps_apart=True,
-        collects=len(local_ranks)
-        if settings.ranks is None
-        else len({*local_ranks} & {*settings.ranks}),
+        collects=len({*local_ranks} & {*(settings.ranks or local_ranks)}),
     )
     prepare_run(
         request,

@@ -100,11 +100,9 @@ class Joined(Opened):
                 if is_dead and starts_left and self.out.exists():
                     is_dead, starts_left = not restart_companion(run_folder), starts_left - 1
             if is_dead or now - began > self.finish_seconds:
-                reason_text = (
-                    "its companion ended" if is_dead else f"after {self.finish_seconds:g} s"
-                )
+                cause = "its companion ended" if is_dead else f"after {self.finish_seconds:g} s"
                 say(
-                    f"no tree in {self.out}, {reason_text}; build it from the records: "
+                    f"no tree in {self.out}, {cause}; build it from the records: "
                     f"{recovering(run_folder, self.out, out=self.out)}"
                 )
                 return False

@@ -250,7 +250,7 @@ class Recorder:
             with self.never_let_go():
                 self.value(sequence, slot, described, reading, phase, ordinal, flags, reference)
             return
-        slot_number = self.slots.get(slot) or self.slot(slot)
+        slot_id = self.slots.get(slot) or self.slot(slot)
         meta = self._metas.get(described) or self.meta(described)
         now = time.monotonic_ns()
         if reading is None:
@@ -258,7 +258,7 @@ class Recorder:
             self._write(
                 _VALUE,
                 VALUE_HEAD.pack(
-                    sequence, now, slot_number, meta, flags, phase, ordinal, 0, 0, reference
+                    sequence, now, slot_id, meta, flags, phase, ordinal, 0, 0, reference
                 ),
             )
             return
@@ -270,7 +270,7 @@ class Recorder:
         self._write(
             _VALUE,
             VALUE.pack(
-                sequence, now, slot_number, meta, flags, phase, ordinal, reading.count,
+                sequence, now, slot_id, meta, flags, phase, ordinal, reading.count,
                 reading.hash, reference, *reading[_FIRST:_SKETCH], *reading.sketch, *reading.added,
             ),
         )  # fmt: skip
@@ -279,9 +279,7 @@ class Recorder:
             batch_dim = self.batch_dim
             if batch_dim < 0:  # counted from the back
                 batch_dim += len(described.meta.shape)
-            head = SAMPLES.pack(
-                sequence, slot_number, ordinal, phase, rows, size, batch_dim, 0, 0, 0
-            )
+            head = SAMPLES.pack(sequence, slot_id, ordinal, phase, rows, size, batch_dim, 0, 0, 0)
             self._write(_SAMPLES, head + samples.tobytes())
 
     def tensor(self, reference: int, entry: ChunkEntry, described: Described) -> bool:

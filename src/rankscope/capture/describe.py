@@ -402,16 +402,14 @@ class ParameterMarks:
 
 
 def _megatron(module: torch.nn.Module, parameter: torch.Tensor) -> LayoutMark | None:
-    attributes: dict[str, Any] = getattr(parameter, "__dict__", {})
-    is_cut = attributes.get("tensor_model_parallel")
-    is_expert = attributes.get("allreduce") is False
+    tags: dict[str, Any] = getattr(parameter, "__dict__", {})
+    is_cut = tags.get("tensor_model_parallel")
+    is_expert = tags.get("allreduce") is False
     if is_cut is True:
         placement = _cut(
-            attributes.get("partition_dim"), attributes.get("partition_stride", 1), parameter.dim()
+            tags.get("partition_dim"), tags.get("partition_stride", 1), parameter.dim()
         )
-    elif is_expert or (
-        is_cut is not False and not isinstance(attributes.get("sequence_parallel"), bool)
-    ):
+    elif is_expert or (is_cut is not False and not isinstance(tags.get("sequence_parallel"), bool)):
         return None
     else:
         placement = _WHOLE

@@ -90,19 +90,15 @@ class Digester:
             version = -1
         # an id may be another tensor's by now: hash, version, address and form have to agree too
         identity = id(local)
-        at, remembered = address, self._seen.get(identity)
+        at, entry = address, self._seen.get(identity)
         if (
-            remembered is not None
-            and remembered.raw_hash == raw
-            and remembered.version == version
-            and remembered.address == at
-            and remembered.kind is kind
+            entry is not None
+            and entry.raw_hash == raw
+            and entry.version == version
+            and entry.address == at
+            and entry.kind is kind
         ):
-            return (
-                remembered.reading
-                if remembered.reading.reused
-                else self._reuse(identity, remembered)
-            )
+            return entry.reading if entry.reading.reused else self._reuse(identity, entry)
         reading = None
         if kind.bound is not None:
             if array is not None:
@@ -122,9 +118,9 @@ class Digester:
         self._seen[identity] = _RememberedTensor(at, version, raw, kind, reading)
         return reading
 
-    def _reuse(self, identity: int, remembered: _RememberedTensor) -> ValueNumbers:
-        reading = remembered.reading._replace(reused=True)
-        self._seen[identity] = remembered._replace(reading=reading)
+    def _reuse(self, identity: int, entry: _RememberedTensor) -> ValueNumbers:
+        reading = entry.reading._replace(reused=True)
+        self._seen[identity] = entry._replace(reading=reading)
         return reading
 
     def _add_kind(

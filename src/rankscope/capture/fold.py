@@ -146,22 +146,18 @@ def make_plan(
     """
     if batch_dim is not None and batch_dim < 0:
         batch_dim += len(shape)
-    global_ranges: list[Ranges] = [((0, n),) for n in shape] if ranges is None else list(ranges)
+    spans: list[Ranges] = [((0, n),) for n in shape] if ranges is None else list(ranges)
     sizes = list(shape)
     if not sizes:
-        sizes, global_ranges, batch_dim = [1], [((0, 1),)], None
+        sizes, spans, batch_dim = [1], [((0, 1),)], None
     if is_complex:
-        sizes, global_ranges = [*sizes, 2], [*global_ranges, ((0, 2),)]
+        sizes, spans = [*sizes, 2], [*spans, ((0, 2),)]
     if batch_dim is not None and not (
         0 <= batch_dim < len(shape) and 0 < sizes[batch_dim] <= MAX_SAMPLES
     ):
         batch_dim = None
     count = int(np.prod(sizes, dtype=object))
-    batch = (
-        None
-        if batch_dim is None
-        else factors(batch_dim, global_ranges[batch_dim]).T.astype(np.float64)
-    )
+    batch = None if batch_dim is None else factors(batch_dim, spans[batch_dim]).T.astype(np.float64)
     plan = partial(
         FoldPlan, count=count, shape=tuple(sizes), batch_factors=batch, batch_dim=batch_dim
     )
@@ -169,10 +165,8 @@ def make_plan(
         return plan(segments=())
     first = 0 if batch_dim is None else batch_dim + 1
     begin, cut = (first, False) if count <= TINY_ELEMENTS else _choose_inner(sizes, first)
-    pieces = (
-        _cut(begin, global_ranges[begin], sizes[begin]) if cut else [_FoldPiece(None, (), None)]
-    )
-    box = partial(_segment, sizes, global_ranges, begin, cut, batch_dim)
+    pieces = _cut(begin, spans[begin], sizes[begin]) if cut else [_FoldPiece(None, (), None)]
+    box = partial(_segment, sizes, spans, begin, cut, batch_dim)
     if len(pieces) == 1 and pieces[0].local is None:
         segment = box(pieces[0], None)
         if segment.rows <= BLOCK_ROWS:
@@ -244,7 +238,7 @@ def _cut(dim: int, ranges: Ranges, size: int) -> list[_FoldPiece]:
 
 def _segment(
     sizes: list[int],
-    global_ranges: list[Ranges],
+    spans: list[Ranges],
     begin: int,
     cut: bool,
     batch_dim: int | None,
@@ -252,11 +246,11 @@ def _segment(
     sample: int | None,
 ) -> FoldSegment:
     """Return one segment; the batch dim's factor is left out (one row of ones for each sample)."""
-    columns = [(d, global_ranges[d]) for d in range(begin + cut, len(sizes))]
+    columns = [(d, spans[d]) for d in range(begin + cut, len(sizes))]
     if cut:
         columns.insert(0, (begin, piece.columns))
     matrix = np.ascontiguousarray(product_factors(columns).T)
-    outer = [factors(dim, global_ranges[dim]) for dim in range(begin) if dim != batch_dim]
+    outer = [factors(dim, spans[dim]) for dim in range(begin) if dim != batch_dim]
     if batch_dim is not None and batch_dim < begin:
         samples = sizes[batch_dim] if sample is None else 1
         outer.insert(batch_dim, np.ones((SKETCH_SIZE, samples), dtype=np.float32))

@@ -253,18 +253,14 @@ class Arithmetic:
 
     def bind(self, plan: FoldPlan, storage: Storage) -> BoundKernel | None:
         """Return the kernel for whole values, None without one or where it does not pay."""
-        segment = plan.whole
-        if (
-            self._kernel is None
-            or segment is None
-            or not _pays(storage, segment.inner, segment.rows)
-        ):
+        fold = plan.whole
+        if self._kernel is None or fold is None or not _pays(storage, fold.inner, fold.rows):
             return None
         return self._kernel.bind(
             storage.kernel_kind,
-            plan.batch_rows or (1, 1, segment.rows),
-            segment.matrix,
-            segment.weights(0, segment.rows),
+            plan.batch_rows or (1, 1, fold.rows),
+            fold.matrix,
+            fold.weights(0, fold.rows),
             plan.batch_factors,
             storage.table,
         )
@@ -369,13 +365,11 @@ class Arithmetic:
             bound = self._kernel.bind(
                 storage.kernel_kind, (1, 1, rows), segment.matrix, weights, None, storage.table
             )
-            numbers = bound.look(words.ctypes.data, self._scratch.workspace)
-            if numbers is not None:
-                low, high, mean, _, norm, deviation = numbers[:6]
-                block = _ValueBlock(
-                    words.size, 0, 0, 0, numbers[14], low, high, mean, deviation, norm
-                )
-                return block, np.array(numbers[6:14])
+            sums = bound.look(words.ctypes.data, self._scratch.workspace)
+            if sums is not None:
+                low, high, mean, _, norm, deviation = sums[:6]
+                block = _ValueBlock(words.size, 0, 0, 0, sums[14], low, high, mean, deviation, norm)
+                return block, np.array(sums[6:14])
         width = sum_width(rows, segment.inner)
         block, products, scale = self._look(storage.values(words), segment, width)
         return block, _vecdot(products, weights, axis=0) * scale

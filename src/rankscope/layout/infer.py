@@ -183,14 +183,14 @@ def _use_of(
     parameters: Iterable[HeldParameter],
     wrappers: Collection[str],
 ) -> AxisUse | None:
-    replicated = cut = proofs = 0
+    copies = cut = proofs = 0
     for parameter in parameters:
         placement = parameter.placements.get(axis)
         if placement is not None:
             if placement.dim is not None:
                 cut += 1
             elif placement.kind is PlacementKind.REPLICATE:
-                replicated += 1
+                copies += 1
                 proofs += 1
             else:
                 return None
@@ -202,7 +202,5 @@ def _use_of(
         cut += different
         proofs += not parameter.is_constant
     if cut:
-        return (
-            AxisUse.FSDP_SHARDS if not replicated and not _WRAPPERS.isdisjoint(wrappers) else None
-        )
+        return AxisUse.FSDP_SHARDS if not copies and not _WRAPPERS.isdisjoint(wrappers) else None
     return AxisUse.REPLICAS if proofs else None

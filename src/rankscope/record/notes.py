@@ -142,9 +142,7 @@ def _of_sentence(text: str) -> Note:
         match = pattern.fullmatch(text)
         if match:
             types = _FIELDS[kind].values()
-            return Note(
-                kind, tuple(convert(value) for convert, value in zip(types, match.groups()))
-            )
+            return Note(kind, tuple(cast(value) for cast, value in zip(types, match.groups())))
     return Note.words(text)
 
 

@@ -116,16 +116,12 @@ def _names(path: Path) -> set[str]:
 def _is_free(path: Path, *, is_shared: bool) -> bool:
     """True for a folder that is not there, or empty, or where a collector waits for all hosts."""
     try:
-        names_there, replicas = _names(path), path / names.REPLICA_FOLDER
-        if (
-            is_shared
-            and names.COLLECTOR_LOCK_NAME in names_there
-            and names_there <= names.OF_A_COLLECTOR
-        ):
+        entries, replicas = _names(path), path / names.REPLICA_FOLDER
+        if is_shared and names.COLLECTOR_LOCK_NAME in entries and entries <= names.OF_A_COLLECTOR:
             return not replicas.is_dir() or not _names(replicas)
     except OSError:
         return True  # whoever takes it says what is wrong
-    return not names_there
+    return not entries
 
 
 def free_out(out: Path, *, is_shared: bool = False) -> Path:

@@ -152,10 +152,8 @@ class RingWriter(SpoolWriter):
         windows = [event.window(self._steps) for event in self._board.events()]
         asked = [n for n, window in enumerate(windows) if oldest.is_asked(after, window)]
         is_untold = any(oldest.is_asked(after, window) for window in self._untold)
-        copied_windows, offset = copied_so_far(self.folder) if asked else (0, 0)
-        is_copied = (
-            all(n < copied_windows for n in asked) and after.offset <= offset and not is_untold
-        )
+        copied, offset = copied_so_far(self.folder) if asked else (0, 0)
+        is_copied = all(n < copied for n in asked) and after.offset <= offset and not is_untold
         return Place(
             reach=Reach.COPIED if is_copied else Reach.NOWHERE,
             is_asked=bool(asked) or is_untold,

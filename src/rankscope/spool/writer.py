@@ -415,16 +415,14 @@ class SpoolWriter:
     def _refresh_data_end(self) -> None:
         """Allow data up to the last words, or to the middle of the last segment allowed."""
         segment = self._segment
-        self._kept = [
-            retained for retained in self._kept if retained is segment or retained.exists()
-        ]
+        self._kept = [s for s in self._kept if s is segment or s.exists()]
         is_last = len(self._kept) >= self._segments_allowed
         middle = segment.end // 2 // CELL_BYTES * CELL_BYTES
         segment.data_end = middle if is_last else segment.end - _LAST_WORDS_BYTES
 
     def _roll_over(self) -> bool:
         old = self._segment
-        self._kept = [retained for retained in self._kept if retained is old or retained.exists()]
+        self._kept = [s for s in self._kept if s is old or s.exists()]
         if not isinstance(old, Segment) or len(self._kept) >= self._segments_allowed:
             return False
         try:
@@ -437,7 +435,7 @@ class SpoolWriter:
             put(old, RecordKind.FILLER, bytes(unused_cells * PAYLOAD_BYTES))
         self._origin = self._origin or origin_of(old.map)
         put(new, RecordKind.FILLER, STAMP.pack(self._origin, new.index))
-        self._kept = [*(retained for retained in self._kept if retained.index != new.index), new]
+        self._kept = [*(s for s in self._kept if s.index != new.index), new]
         self._segment = new
         if not self.is_dropping:
             self._refresh_data_end()

@@ -298,7 +298,6 @@ class Perturbation:
             return value
         with torch.no_grad():
             signs = torch.sign(torch.sin(value.detach().float() * 997.0))
-            factors = (1 + self._roundings * torch.finfo(value.dtype).eps * signs.double()).to(
-                value.dtype
-            )
+            off = self._roundings * torch.finfo(value.dtype).eps * signs.double()
+            factors = (1 + off).to(value.dtype)
         return value * factors

@@ -141,21 +141,19 @@ class OptimizerSearch(StandIns):
                     return optimizer
         return None
 
-    def holdings(
-        self, optimizer: torch.optim.Optimizer, module_parameters: frozenset[int]
-    ) -> Holdings:
+    def holdings(self, optimizer: torch.optim.Optimizer, parameters: frozenset[int]) -> Holdings:
         """Say which of the known parameters an optimizer holds, and which nobody does."""
         optimizer_parameters = {id(parameter): parameter for parameter in parameters_of(optimizer)}
-        unheld = self._unheld(module_parameters)
+        unheld = self._unheld(parameters)
         if unheld and self._finds_earlier():
-            unheld = self._unheld(module_parameters)
+            unheld = self._unheld(parameters)
         strangers = tuple(
-            tensor for key, tensor in optimizer_parameters.items() if key not in module_parameters
+            tensor for key, tensor in optimizer_parameters.items() if key not in parameters
         )
-        return Holdings(module_parameters & optimizer_parameters.keys(), unheld, strangers)
+        return Holdings(parameters & optimizer_parameters.keys(), unheld, strangers)
 
-    def _unheld(self, module_parameters: frozenset[int]) -> frozenset[int]:
-        return module_parameters.difference(*(held_parameters(o) for o in self._alive()))
+    def _unheld(self, parameters: frozenset[int]) -> frozenset[int]:
+        return parameters.difference(*(held_parameters(o) for o in self._alive()))
 
     def _finds_earlier(self) -> bool:
         """Search the heap, once, for optimizers made before `put_on`; True where one was found."""

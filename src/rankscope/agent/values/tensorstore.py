@@ -64,9 +64,7 @@ class Store(ABC):
         return _CLOSED if self._is_finished else ""
 
     @abstractmethod
-    def store(
-        self, reference: int, described: Described, content: TensorBytes
-    ) -> ChunkEntry | None:
+    def store(self, reference: int, described: Described, tensor: TensorBytes) -> ChunkEntry | None:
         """Store bytes under a new reference, or find equal ones; None where `refusal` says why."""
 
     def finish(self) -> None:
@@ -88,12 +86,10 @@ class LocalChunkStore(Store):
         """As `Store.closed_why`."""
         return "" if self._writer.is_open else self._writer.trouble or _CLOSED
 
-    def store(
-        self, reference: int, described: Described, content: TensorBytes
-    ) -> ChunkEntry | None:
+    def store(self, reference: int, described: Described, tensor: TensorBytes) -> ChunkEntry | None:
         """As `Store.store`; a write into `live` meanwhile makes the checksum a wrong one."""
         meta, checksum = described.meta, None
-        contiguous, pieces, live, _ = content
+        contiguous, pieces, live, _ = tensor
         if contiguous is not None:
             checksum, pieces = int(_xxh3(contiguous)), (contiguous,)
             equal = self._stored.get((checksum, meta.dtype, meta.shape))

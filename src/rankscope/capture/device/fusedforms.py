@@ -199,10 +199,10 @@ class FusedReader:
         current stream; None where a kernel is missing, or no plan of bounded size serves. Raises
         OSError: the driver refuses a kernel."""
         shape, strides = plan.shape, _word_strides(local, storage)
-        global_ranges = None
+        spans = None
         if ranges is not None:
-            global_ranges = [*ranges, *(((0, n),) for n in shape[len(ranges) :])]
-        fused = make_fused_plan(shape, strides, global_ranges, plan.batch_dim)
+            spans = [*ranges, *(((0, n),) for n in shape[len(ranges) :])]
+        fused = make_fused_plan(shape, strides, spans, plan.batch_dim)
         if fused is None:
             return None
         kind = storage.kernel_kind or storage.dtype.name

@@ -147,9 +147,7 @@ def shard_order(spec: object) -> tuple[int, ...] | None:
     order = getattr(spec, "shard_order", None)
     if not order or all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in order):
         return None
-    if any(
-        type(placement).__name__ == "_StridedShard" for placement in getattr(spec, "placements", ())
-    ):
+    if any(type(p).__name__ == "_StridedShard" for p in getattr(spec, "placements", ())):
         return None
     return tuple(axis for entry in order for axis in entry.mesh_dims)
 
@@ -191,11 +189,8 @@ def stage_modules(schedule: object) -> list[torch.nn.Module]:
 def is_sync_off(module: torch.nn.Module) -> bool:
     """True for a DDP or FSDP1 wrapper inside `no_sync()`, and for an FSDP2 module that is told not
     to reduce gradients. Without torch's names, False."""
-    attributes = vars(module)
-    if (
-        attributes.get("require_backward_grad_sync") is False
-        or attributes.get("_sync_gradients") is False
-    ):
+    facts = vars(module)
+    if facts.get("require_backward_grad_sync") is False or facts.get("_sync_gradients") is False:
         return True
     sharded = loaded_class("torch.distributed.fsdp", "FSDPModule")
     if sharded is None or not isinstance(module, sharded):
