@@ -21,13 +21,13 @@ from rankscope.agent.guard import attempt, say, text_of
 from rankscope.agent.hooks.calls import CallOptions
 from rankscope.agent.join import define_rank, settings_here, who_am_i
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.session import Opened, Session
+from rankscope.agent.session import OpenedSpool, Session
 from rankscope.agent.values.tensorstore import Store, make_tensor_store
 from rankscope.capture.kernel import prepare as prepare_kernel
 from rankscope.errors import RankscopeError, SettingError, SpoolError
 from rankscope.record.ranks import EndReason
 from rankscope.run.folders import run_key, stream_folder
-from rankscope.run.prepare import Collection, RunRequest, prepare_run, recovering
+from rankscope.run.prepare import Collection, RunRequest, prepare_run, recover_command
 from rankscope.run.progressline import progress
 from rankscope.settings import Settings, as_keywords
 from rankscope.spool.replicas import StreamEnd, replica_path, write_end
@@ -161,7 +161,7 @@ class RankBlock:
                 if settings.tensors
                 else None
             )
-            opened = Opened(
+            opened = OpenedSpool(
                 identity=identity,
                 writer=writer,
                 recorder=recorder,
@@ -241,7 +241,7 @@ class RankBlock:
     def _say_unfinished(self, error: Exception) -> None:
         say(
             f"the tree could not be built ({type(error).__name__}: {error}); the records are kept: "
-            + recovering(self._run_folder, self.out, out=self.out)
+            + recover_command(self._run_folder, self.out, out=self.out)
         )
 
     def _take_rest(self) -> None:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
 from rankscope.agent.guard import attempt, say, text_of
-from rankscope.agent.identity import placed
-from rankscope.agent.join import RUN_FOLDER_VARIABLE, Joined, join_run, settings_here, who_am_i
+from rankscope.agent.identity import launcher_place
+from rankscope.agent.join import RUN_FOLDER_VARIABLE, JoinedRun, join_run, settings_here, who_am_i
 from rankscope.agent.pythonstack import forget_exits, note_exits, what_ends_the_program
-from rankscope.agent.session import Opened, Session
+from rankscope.agent.session import OpenedSpool, Session
 from rankscope.agent.steps.optimizers import HIDDEN
 from rankscope.capture.torch_internals.compiling import dynamo_has_compiled
 from rankscope.errors import FolderError, RankscopeError, SettingError
@@ -31,7 +31,7 @@ _SAID_VARIABLE = "RANKSCOPE_SAID"
 """What a process said, for those it starts: they need not say it again."""
 _said_before = os.environ.get(_SAID_VARIABLE)
 _session: Session | None = None
-_joined: Joined | None = None
+_joined: JoinedRun | None = None
 _keywords: dict[str, object] | None = None
 """Keywords of the armed session; None without one, or where somebody else opened it."""
 _tell: Callable[..., object] | None = None
@@ -109,7 +109,7 @@ def _after_fork() -> None:
         arm(keywords)
 
 
-def _open(settings: Settings) -> Opened | None:
+def _open(settings: Settings) -> OpenedSpool | None:
     global _joined
     if _is_helper():
         return None
@@ -124,7 +124,7 @@ def _open(settings: Settings) -> Opened | None:
         return None
     identity = _joined.identity
     if not _owner()[0]:
-        is_alone = identity.world_size == 1 and placed() is None
+        is_alone = identity.world_size == 1 and launcher_place() is None
         name = _ALONE if is_alone else f"{identity.rank}/{identity.local_rank}"
         os.environ[_OWNER_VARIABLE] = f"{name}:{os.getpid()}"
     if multiprocessing.parent_process() is not None:  # leaves by os._exit, without `atexit`
@@ -185,7 +185,7 @@ def _tell_stage(stage: str, text: str = "") -> None:
 
 def _say_once_a_host(text: str) -> None:
     """Say what all ranks of a host share: its first one says it, or the process that started it."""
-    place = placed()
+    place = launcher_place()
     if place is not None and place.local_rank:
         return
     if text != _said_before:

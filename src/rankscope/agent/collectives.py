@@ -32,13 +32,13 @@ from rankscope.agent.values.valuereader import ValueReader, memory_of, overlaps
 from rankscope.capture.collectives import (
     FUNCTIONAL,
     METHODS,
+    CallOrigin,
     Groups,
-    Issued,
-    Where,
+    IssuedCall,
     read_functional,
     read_method,
     tensors_in,
-    unread,
+    unread_call,
 )
 from rankscope.capture.torch_internals.autograd import current_graph_task, current_node
 from rankscope.capture.torch_internals.compiling import is_being_captured, is_compiling
@@ -149,12 +149,12 @@ class Collectives:
         place = self._place(name)
         if place is None:
             return
-        where = Where(place.issuer, call_site())
+        where = CallOrigin(place.issuer, call_site())
         with invisible():
             is_functional = target is None
             # What cannot be read is recorded as of no known group: left out, it would shift the
             # numbers of what follows on this rank.
-            issued = unread(_OPERATORS[name] if is_functional else METHODS[name].op, where)
+            issued = unread_call(_OPERATORS[name] if is_functional else METHODS[name].op, where)
             try:
                 if is_functional:
                     issued = read_functional(_OPERATORS[name], args, kwargs, self._groups, where)
@@ -209,7 +209,7 @@ class Collectives:
     # ------------------------------------------------------------------ what is recorded
 
     def _record(
-        self, issued: Issued, place: EventPlace, *, is_functional: bool
+        self, issued: IssuedCall, place: EventPlace, *, is_functional: bool
     ) -> _PendingCollective:
         collective = issued.collective
         ordinal = self._next(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # lazy
 
 from rankscope.agent.guard import say
-from rankscope.agent.identity import placed, restarts_left
+from rankscope.agent.identity import launcher_place, restarts_left
 from rankscope.capture.device.fusedcache import compilers_of_host
 from rankscope.capture.kernel import prepare as prepare_kernel
 from rankscope.capture.torch_internals.distributed import default_store
@@ -47,11 +47,11 @@ from rankscope.run.folders import (
 from rankscope.run.prepare import (
     Collection,
     RunRequest,
+    command_text,
     is_visible,
     missing_folders,
     prepare_run,
     remove_empty,
-    typed,
 )
 from rankscope.run.processes import (
     companion_command,
@@ -236,14 +236,14 @@ def _starter(identity: RankIdentity) -> str:
 
 
 def _launcher(identity: RankIdentity) -> str:
-    place = placed()
+    place = launcher_place()
     if place is None or place.rank != identity.rank:
         return process_name(os.getppid())
     return process_name(launcher_of(place.variables))
 
 
 def _is_placed(identity: RankIdentity) -> bool:
-    place = placed()
+    place = launcher_place()
     return (
         place is not None
         and (place.rank, place.world_size) == (identity.rank, identity.world_size)
@@ -324,13 +324,15 @@ def _prepare_beside_head(
         keeps_apart=True,
         collects=len({*local_ranks} & {*(settings.ranks or local_ranks)}),
     )
-    prepare_run(
-        request,
-        lambda folder, line: say(
+
+    def announce(folder: Path, line: str) -> None:
+        merge = command_text("recover", head.out, folder, out="MERGED")
+        say(
             f"the trace folder of {head.host} is not visible here: the records of this host go to "
-            f"{folder}; merge them afterwards: {typed('recover', head.out, folder, out='MERGED')}"
-        ),
-    )
+            f"{folder}; merge them afterwards: {merge}"
+        )
+
+    prepare_run(request, announce)
 
 
 def _ensure_companion(settings: Settings, run_folder: Path, header: RunHeader) -> None:

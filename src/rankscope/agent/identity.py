@@ -33,7 +33,7 @@ _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class LauncherPlace:
     """The place that a launcher's variables give this process."""
 
     variables: Mapping[str, str]
@@ -43,7 +43,7 @@ class Placed:
     local_world_size: int | None
 
 
-def placed(environ: Mapping[str, str] = os.environ) -> Placed | None:
+def launcher_place(environ: Mapping[str, str] = os.environ) -> LauncherPlace | None:
     """Return what the launcher's variables say; None where no launcher set any."""
     for variable, world, local_rank, local_size in _RANK_VARIABLES:
         rank, size = environ.get(variable, ""), environ.get(world, "")
@@ -53,7 +53,7 @@ def placed(environ: Mapping[str, str] = os.environ) -> Placed | None:
         local_count = (
             environ.get(local_size, "") if local_size else _slurm_tasks_here(environ, int(size))
         )
-        return Placed(
+        return LauncherPlace(
             variables={n: environ[n] for n in (variable, local_rank) if n in environ},
             rank=int(rank),
             world_size=max(int(size), int(rank) + 1),
@@ -67,7 +67,7 @@ def identify(
     group: tuple[int, int] | None = None, environ: Mapping[str, str] = os.environ
 ) -> RankIdentity:
     """Return who this process is: as its `group` (rank, world size) says, else the variables."""
-    place = placed(environ)
+    place = launcher_place(environ)
     rank, world_size = (place.rank, place.world_size) if place else (0, 1)
     local_rank = place.local_rank if place else None
     local_size = place.local_world_size if place else None

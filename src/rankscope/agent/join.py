@@ -26,7 +26,7 @@ from rankscope.agent.firstrank import (
 from rankscope.agent.guard import say
 from rankscope.agent.identity import identify, restarts_left
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.session import Opened
+from rankscope.agent.session import OpenedSpool
 from rankscope.agent.steps.chosen import Agreement
 from rankscope.agent.values.tensorstore import make_tensor_store
 from rankscope.errors import LayoutError, SpoolError
@@ -38,7 +38,7 @@ from rankscope.run.filenames import HELD_FOLDER, ORDER_NAME, STEP_TRIGGER_FOLDER
 from rankscope.run.files import own_subfolder
 from rankscope.run.folders import RunHeader, read_run_header, stream_folder, streams
 from rankscope.run.locks import is_alive
-from rankscope.run.prepare import QUIET, Collection, announced, recovering, typed
+from rankscope.run.prepare import QUIET, Collection, announcement_of, command_text, recover_command
 from rankscope.run.processes import started_at
 from rankscope.settings import SETTINGS, Settings, settings_from
 from rankscope.spool.recordformat import FORMAT_VERSION
@@ -63,7 +63,7 @@ _ENVIRONMENT_SHOWN = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joined(Opened):
+class JoinedRun(OpenedSpool):
     """A rank that takes part in a run."""
 
     out: Path
@@ -85,7 +85,7 @@ class Joined(Opened):
             say(f"records go to the collector at {at}, which writes the tree")
             return False
         if restarts_left() or (reason is EndReason.RAISED and self.identity.world_size > 1):
-            say(f"the trace follows in {self.out}; read it then: {typed('show', self.out)}")
+            say(f"the trace follows in {self.out}; read it then: {command_text('show', self.out)}")
             return False
         began, run_folder, starts_left = time.monotonic(), self._run_folder, 1
         looked = began
@@ -103,11 +103,11 @@ class Joined(Opened):
                 cause = "its companion ended" if is_dead else f"after {self.finish_seconds:g} s"
                 say(
                     f"no tree in {self.out}, {cause}; build it from the records: "
-                    f"{recovering(run_folder, self.out, out=self.out)}"
+                    f"{recover_command(run_folder, self.out, out=self.out)}"
                 )
                 return False
             time.sleep(_POLL_S)
-        say(announced(self.out))
+        say(announcement_of(self.out))
         if sys.stderr is not None and sys.stderr.isatty():
             verdict = job_verdict(self.out, str(self.out), self.finish_seconds)
             if verdict:
@@ -142,7 +142,7 @@ def settings_here(keywords: Mapping[str, object] | None) -> Settings:
     return settings_from(keywords, {s.variable: texts[s.name] for s in SETTINGS if s.name in texts})
 
 
-def join_run(settings: Settings) -> Joined | None:
+def join_run(settings: Settings) -> JoinedRun | None:
     """Open this rank's spool in the run it belongs to; None where the rank is not selected, or a
     parent process traces under the same rank. Raises RankscopeError where the spool or the trace
     folder cannot be used."""
@@ -176,7 +176,7 @@ def join_run(settings: Settings) -> Joined | None:
     # kept tensors go where this host sees the trace folder, else from the run folder by the relay
     chunk_folder = run_folder if collection.is_elsewhere else header.out
     chunk_writers = world if collection.is_shared and not header.keeps_apart else local_size
-    return Joined(
+    return JoinedRun(
         identity=identity,
         writer=writer,
         recorder=recorder,

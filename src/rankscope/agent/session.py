@@ -40,7 +40,7 @@ _Call = Callable[..., object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class OpenedSpool:
     """A spool that was opened for this process, its identity already written."""
 
     identity: RankIdentity
@@ -58,7 +58,7 @@ class Session:
     def __init__(
         self,
         settings: Settings,
-        start: Callable[[], Opened | None],
+        start: Callable[[], OpenedSpool | None],
         preferred_root: nn.Module | None = None,
         options: CallOptions | None = None,
     ) -> None:
@@ -69,7 +69,7 @@ class Session:
         self._start = start
         self._beginning = threading.RLock()
         """Held to open the session or begin a step: several threads may run forwards."""
-        self._opened: Opened | None = None
+        self._opened: OpenedSpool | None = None
         self._is_open = False
         """Set when all that an open spool gives is there."""
         self._is_closed = False
@@ -113,7 +113,7 @@ class Session:
             )
         return True
 
-    def _record_into(self, opened: Opened) -> None:
+    def _record_into(self, opened: OpenedSpool) -> None:
         settings, steps, table = self._settings, self._steps, self._table
         self._rank, self._recorder = opened.identity.rank, opened.recorder
         recorder = opened.recorder

@@ -102,7 +102,7 @@ FUNCTIONAL: Final[dict[tuple[str, str], str]] = {
 group, the one before it (if any) the reduction."""
 
 
-class Where(NamedTuple):
+class CallOrigin(NamedTuple):
     """Where a call comes from: one of `record.collective.ISSUERS`, and the line of the program that
     made it."""
 
@@ -111,7 +111,7 @@ class Where(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Issued:
+class IssuedCall:
     """One call, read before it runs."""
 
     collective: Collective
@@ -142,8 +142,13 @@ class Groups:
 
 
 def read_method(
-    name: str, group: Any, args: Sequence[Any], kwargs: dict[str, Any], groups: Groups, where: Where
-) -> Issued:
+    name: str,
+    group: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    groups: Groups,
+    where: CallOrigin,
+) -> IssuedCall:
     """Return what a call of a process group's method, one of METHODS, says; `args` follow the
     group."""
     form = METHODS[name]
@@ -171,7 +176,7 @@ def read_method(
     else:
         is_async = bool(getattr(extra, "asyncOp", name != "monitored_barrier"))
     inputs = _tensors(arguments, form.inputs)
-    return Issued(
+    return IssuedCall(
         Collective(
             op=form.op,
             reduce=_reduction(reduce) if form.op in _REDUCING else None,
@@ -193,8 +198,8 @@ _REDUCING: Final = frozenset(op for op, facts in OPS.items() if "reduce" in fact
 
 
 def read_functional(
-    op: str, args: Sequence[Any], kwargs: dict[str, Any], groups: Groups, where: Where
-) -> Issued:
+    op: str, args: Sequence[Any], kwargs: dict[str, Any], groups: Groups, where: CallOrigin
+) -> IssuedCall:
     """Return what a call of a functional collective's operator says; `op` is a word of
     FUNCTIONAL's."""
     arguments = [*args, *kwargs.values()]
@@ -207,7 +212,7 @@ def read_functional(
     if op == "broadcast":
         src = _global(members, next(v for v in arguments[1:] if isinstance(v, int)))
     inputs = _tensors(arguments, 0)
-    return Issued(
+    return IssuedCall(
         Collective(
             op=op,
             reduce=texts[0].lower() if op in _REDUCING else None,
@@ -224,10 +229,10 @@ def read_functional(
     )
 
 
-def unread(op: str, where: Where) -> Issued:
+def unread_call(op: str, where: CallOrigin) -> IssuedCall:
     """Return the entry for a call that could not be read."""
     collective = Collective(op=op, group="", members=(), issuer=where.issuer, at=where.at)
-    return Issued(collective, (), (), 0)
+    return IssuedCall(collective, (), (), 0)
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:

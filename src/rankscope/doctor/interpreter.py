@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import rankscope
-from rankscope.capture.device.fusedcache import COMPILER, missing
+from rankscope.capture.device.fusedcache import COMPILER, missing_variants
 from rankscope.doctor.condition import Condition, Status
-from rankscope.record.texts import OLDEST_TORCH, is_older, untested
+from rankscope.record.texts import OLDEST_TORCH, is_older, untested_warning
 
 _LIMIT_S = 300.0
 _MARK = "rankscope-doctor:"
@@ -128,7 +128,7 @@ def _torch(found: Mapping[str, Any]) -> Condition:
         return Condition.failed("torch", f"cannot be imported: {found['no_torch']}", remedy)
     if is_older(found["torch"], OLDEST_TORCH):
         return Condition.failed("torch", f"{found['torch']} is too old", remedy)
-    if doubt := untested(found["torch"]):
+    if doubt := untested_warning(found["torch"]):
         return Condition.note("torch", doubt, "look for a newer rankscope; or try: --script")
     return Condition.ok("torch", found["torch"])
 
@@ -138,13 +138,13 @@ def _gpu_kernels(command: Sequence[str], architectures: Sequence[str]) -> Condit
     if not architectures:
         return Condition.ok("GPU kernels", "torch has no GPU to use here")
     for architecture in architectures:
-        if missing(architecture):
+        if missing_variants(architecture):
             try:
                 done = _run([*command, "-m", COMPILER, architecture])
                 reason = (done.stderr.strip() or "no word").splitlines()[-1]
             except (OSError, subprocess.SubprocessError) as error:
                 reason = str(error)
-        if missing(architecture):
+        if missing_variants(architecture):
             return Condition.note(
                 "GPU kernels",
                 f"{reason}: torch operations take the digests that need them, with the same "

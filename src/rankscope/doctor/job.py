@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rankscope.agent.identity import identify, placed
+from rankscope.agent.identity import identify, launcher_place
 from rankscope.capture.kernel import build as build_kernel
 from rankscope.capture.kernel import is_off, why_none
 from rankscope.companion.curve import handshake_trouble
@@ -67,7 +67,7 @@ def job_conditions(
     question: Question, environ: Mapping[str, str] = os.environ
 ) -> Iterator[Condition]:
     """Yield those that do not ask the ranks' interpreter."""
-    found = placed(environ)
+    found = launcher_place(environ)
     local_ranks = question.local_ranks or (found and found.local_world_size) or 1
     world_size = local_ranks * question.hosts
     if question.local_ranks is None and found is not None:
@@ -102,7 +102,7 @@ def _ranks(environ: Mapping[str, str]) -> Condition:
             f"RANK={rank} of WORLD_SIZE={world} is no rank",
             "unset both here: a launcher sets them for each rank",
         )
-    found = placed(environ)
+    found = launcher_place(environ)
     if found is None:
         return Condition.ok("ranks", "no launcher's variables here: alone, rank 0 of 1")
     me = identify(None, environ)

@@ -185,7 +185,7 @@ def _entry(number: int, data: Any, axes: Mapping[str, int], where: str) -> Layou
     return LayoutEntry(number=number, path=path, slot=slot, placements=placements)
 
 
-def layout_given(run: Mapping[str, Any]) -> tuple[LayoutFile, Mesh] | str | None:
+def layout_of_run(run: Mapping[str, Any]) -> tuple[LayoutFile, Mesh] | str | None:
     """Return the layout file in a run header with its axes over all ranks; in words why it is of no
     use, or None without a file (or with one rank, which holds everything whole)."""
     declared = run.get("layout")

@@ -151,7 +151,7 @@ DIGEST: Final = tuple(
 """Numbers of a value in tree.json and exports: the statistics, then the others."""
 
 
-def told(table: str) -> tuple[Column, ...]:
+def exported_columns(table: str) -> tuple[Column, ...]:
     """Return the columns of a table that exports say under their own names."""
     exported = [c for c in COLUMNS.values() if c.table == table and c.told is Told.EXPORTS]
     return (*exported, *(column for column in DIGEST if column.table == table))

@@ -34,7 +34,7 @@ def is_older(version: str, reference: str) -> bool:
     return bool(first and two) and first < two
 
 
-def untested(version: str) -> str:
+def untested_warning(version: str) -> str:
     """Return a sentence on a torch that is newer than every one that was tested, else ""."""
     text = f"torch {version} is newer than {_NEWEST_TESTED}, the newest that was tested with this "
     text += "rankscope: nothing is known to be wrong with it, but nobody has looked"

@@ -107,7 +107,7 @@ class EventBoard:
 
     def events(self) -> list[Happening]:
         """Return what happened so far, in the order in which it was told."""
-        while (entry := agreed(self._folder, str(len(self._events) + 1))) is not None:
+        while (entry := agreed_text(self._folder, str(len(self._events) + 1))) is not None:
             self._events.append(Happening.read(entry))
         return [*self._events]
 
@@ -134,7 +134,7 @@ class EventBoard:
 
     def has_taken(self, number: int) -> bool:
         """True where a glob took a value on any rank."""
-        return agreed(self._folder, f"watch.{number}") is not None
+        return agreed_text(self._folder, f"watch.{number}") is not None
 
     def _agree(self, name: str, text: str) -> str:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -164,7 +164,7 @@ def mark_copied(ring_folder: Path, windows: int, offset: int) -> None:
 def copied_so_far(ring_folder: Path) -> tuple[int, int]:
     """Return what `mark_copied` said last; (0, 0) where it said nothing."""
     try:
-        windows, offset = map(int, (agreed(ring_folder, _COPIED_NAME) or "0 0").split())
+        windows, offset = map(int, (agreed_text(ring_folder, _COPIED_NAME) or "0 0").split())
     except ValueError:
         return 0, 0
     return windows, offset
@@ -207,7 +207,7 @@ def agree(folder: Path, name: str, text: str) -> str:
     return text
 
 
-def agreed(folder: Path, name: str) -> str | None:
+def agreed_text(folder: Path, name: str) -> str | None:
     """Return what was said under this name, None where nothing was."""
     try:
         return os.readlink(folder / name)
@@ -318,13 +318,13 @@ def agreement_folder(run_folder: Path, header: RunHeader, life: int) -> Path:
     return orders_come_to(run_folder, header) / f"{ORDER_FOLDER}.{life}"
 
 
-def taken_in(folder: Path) -> list[TakenOrder]:
+def taken_orders(folder: Path) -> list[TakenOrder]:
     """Return the orders that ranks took, of all lives, which agree in folders of this one."""
     orders = []
     for place in folder.glob(f"{ORDER_FOLDER}.*"):
         life = place.name.rpartition(".")[2]
         for number in range(1, MOST_STEPS) if life.isdecimal() else ():
-            text = agreed(place, str(number))
+            text = agreed_text(place, str(number))
             if text is None:
                 break
             order = _taken(place, int(life), number, text)
@@ -339,7 +339,7 @@ def _taken(place: Path, life: int, number: int, text: str) -> TakenOrder | None:
     if order is None:
         return None
     first, attempt = int(step), 1
-    while (answer := agreed(place, f"{number}.{attempt}")) not in (None, STANDS):
+    while (answer := agreed_text(place, f"{number}.{attempt}")) not in (None, STANDS):
         first, attempt = int(answer or first), attempt + 1
     return TakenOrder(
         order=order,
@@ -347,14 +347,14 @@ def _taken(place: Path, life: int, number: int, text: str) -> TakenOrder | None:
         mode=Mode[mode.upper()],
         first=first,
         stands=answer == STANDS,
-        is_over=agreed(place, f"{number}.{OVER}") is not None,
+        is_over=agreed_text(place, f"{number}.{OVER}") is not None,
     )
 
 
 def is_taken_before(agreement: Path, number: int) -> bool:
     """True where ranks of an earlier life took an order: it ended with them."""
     life = int(agreement.name.rpartition(".")[2])
-    earlier = (order for order in taken_in(agreement.parent) if order.life < life)
+    earlier = (order for order in taken_orders(agreement.parent) if order.life < life)
     return any(order.order.number == number for order in earlier)
 
 
@@ -364,7 +364,7 @@ def tell_seen(out: Path, relay: str, sighting: OrderSeen) -> None:
     write_by_rename(path, json.dumps(asdict(sighting)) + "\n")
 
 
-def seen_by(out: Path, number: int) -> list[OrderSeen]:
+def order_sightings(out: Path, number: int) -> list[OrderSeen]:
     """Return what the relays said of an order."""
     sightings = []
     for path in sorted((out / REPLICA_FOLDER).glob(f"{ORDER_SEEN_PREFIX}*.json")):

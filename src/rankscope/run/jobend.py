@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from rankscope.errors import SpoolError, os_errors_as
 from rankscope.record.texts import utc_text
-from rankscope.run.agreements import agree, agreed
+from rankscope.run.agreements import agree, agreed_text
 from rankscope.run.filenames import JOB_END_NAME, REPLICA_FOLDER, STALL_FOLDER
 from rankscope.run.files import own_subfolder, read_json_map, write_by_rename
 
@@ -200,7 +200,7 @@ def first_failures(error: BaseException | None) -> dict[int, Any]:
 def job_end(folders: Iterable[Path]) -> JobEnd:
     """Return what is noted in trace folders of one run."""
     places = [*folders]
-    notes = (agreed(folder / REPLICA_FOLDER, JOB_END_NAME) for folder in places)
+    notes = (agreed_text(folder / REPLICA_FOLDER, JOB_END_NAME) for folder in places)
     # padded with "": without a note there is neither outcome nor time
     outcome, at, *killed = (*next(filter(None, notes), "").split(" "), "")
     at_ns = int(at) if at.isascii() and at.isdigit() else time.time_ns()

@@ -240,21 +240,21 @@ def remove_empty(folders: Iterable[Path]) -> None:
                 folder.rmdir()
 
 
-def typed(command: str, *places: str | Path, out: str | Path | None = None) -> str:
+def command_text(command: str, *places: str | Path, out: str | Path | None = None) -> str:
     """Return a command that reads these folders as a shell takes it; `out` follows `--out`."""
     words = ["rankscope", command, *places, *(["--out", out] if out is not None else [])]
     return shlex.join(map(str, words))
 
 
-def recovering(*places: str | Path, out: str | Path) -> str:
+def recover_command(*places: str | Path, out: str | Path) -> str:
     """Return the command that builds a trace, beside `out`, of the records in these folders."""
-    return typed("recover", *places, out=f"{out}-recovered")
+    return command_text("recover", *places, out=f"{out}-recovered")
 
 
 QUIET = "nothing happened, so there is no trace"
 
 
-def announced(
+def announcement_of(
     out: Path, typed_out: str | None = None, *, is_complete: bool = True, remark: str = ""
 ) -> str:
     """Return the line that tells of a finished trace, the same wherever it is printed; `typed_out`
@@ -262,10 +262,10 @@ def announced(
     every rank ended in order; `remark`: what has to be known before that."""
     typed_out = typed_out or str(out)
     if remark:
-        return f"{remark}; what there is lies in {out}: {typed('verify', typed_out)}"
+        return f"{remark}; what there is lies in {out}: {command_text('verify', typed_out)}"
     if is_complete:
-        return f"trace in {out}; read it: {typed('show', typed_out)}"
-    return f"trace in {out}, incomplete: {typed('verify', typed_out)}"
+        return f"trace in {out}; read it: {command_text('show', typed_out)}"
+    return f"trace in {out}, incomplete: {command_text('verify', typed_out)}"
 
 
 @dataclass(frozen=True, slots=True)

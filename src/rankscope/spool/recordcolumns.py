@@ -91,7 +91,7 @@ _RULES: Final[Mapping[RecordKind, tuple[tuple[str, Callable[[Rows], Mask]], ...]
 }
 
 
-def judged(kind: RecordKind, rows: Rows) -> tuple[Mask | None, Counter[str]]:
+def sound_mask(kind: RecordKind, rows: Rows) -> tuple[Mask | None, Counter[str]]:
     """Return which rows of a kind of record make sense, [rows], None where all of them do, and how
     many break which rule, each counted for the first it breaks. Not for definitions and samples."""
     is_sound: Mask | None = None
@@ -110,8 +110,8 @@ def judged(kind: RecordKind, rows: Rows) -> tuple[Mask | None, Counter[str]]:
 
 def sound_rows(kind: RecordKind, rows: Rows) -> tuple[Rows, Counter[str]]:
     """Return the rows that make sense, the same array where all do, and what was set aside
-    (`judged`)."""
-    is_sound, broken_rules = judged(kind, rows)
+    (`sound_mask`)."""
+    is_sound, broken_rules = sound_mask(kind, rows)
     return (rows if is_sound is None else rows[is_sound]), broken_rules
 
 
@@ -176,7 +176,7 @@ class Records:
         """Positions and fields of the records of a kind in `COLUMNS` that make sense."""
         positions = self.positions(kind)
         rows = self.rows_at(positions, kind)
-        is_sound, _ = judged(kind, rows)
+        is_sound, _ = sound_mask(kind, rows)
         return (positions, rows) if is_sound is None else (positions[is_sound], rows[is_sound])
 
     def rows_at(self, positions: Positions, kind: RecordKind) -> Structured:
@@ -190,7 +190,7 @@ class Records:
         """Positions and columns of the values that make sense."""
         positions = self.positions(RecordKind.VALUE)
         rows = self.values_at(positions)
-        is_sound, _ = judged(RecordKind.VALUE, rows)
+        is_sound, _ = sound_mask(RecordKind.VALUE, rows)
         return (
             (positions, rows) if is_sound is None else (positions[is_sound], rows.chosen(is_sound))
         )
@@ -285,7 +285,7 @@ def records_at(path: Path, offset: int, size: int) -> Records:
     return batch
 
 
-def ending(batch: Records) -> Ending:
+def read_ending(batch: Records) -> Ending:
     """Read the END record, or the GAP records without one."""
     _, ends = batch.columns(RecordKind.END)
     if len(ends):

@@ -10,7 +10,7 @@ from pathlib import Path
 from rankscope.errors import SpoolError
 from rankscope.record.ranks import EndReason
 from rankscope.run.folders import segment_indexes, segment_path
-from rankscope.spool.recordcolumns import ending, records
+from rankscope.spool.recordcolumns import read_ending, records
 from rankscope.spool.recordformat import (
     CELL_BYTES,
     END_REASONS,
@@ -125,7 +125,7 @@ class StreamReader:
         last = self.read_from(offset - CELL_BYTES, CELL_BYTES)
         if len(last) != CELL_BYTES or last[4] != RecordKind.END:
             return None
-        return ending(records(last)).reason or END_REASONS[0]
+        return read_ending(records(last)).reason or END_REASONS[0]
 
     def chunks(self, offset: int | None = None, max_bytes: int = _CHUNK) -> Iterator[bytes]:
         """Yield all committed records from `offset` (default: lowest) on, in pieces: small ones

@@ -22,7 +22,7 @@ from rankscope.run.filenames import (
 )
 from rankscope.run.files import Place, Reach, Removable, may_remove
 from rankscope.run.jobend import JobEnd, carry_stalls, job_end
-from rankscope.run.prepare import typed
+from rankscope.run.prepare import command_text
 from rankscope.spool.definitions import Decoded
 from rankscope.tree.assembly.interning import build_vocabulary
 from rankscope.tree.assembly.keptchunks import carry_chunks, finish_kept, with_places
@@ -174,7 +174,7 @@ def _to_finish(out: Path) -> GrowingTree:
         if time.monotonic() > deadline:
             raise FolderError(
                 f"{out}: another process writes its steps; end it, and run "
-                f"{typed('recover', out, out='NEW')}"
+                f"{command_text('recover', out, out='NEW')}"
             )
         time.sleep(_LOOK_S)
 

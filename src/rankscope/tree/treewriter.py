@@ -18,7 +18,7 @@ from rankscope.run.filenames import (
     Progress,
 )
 from rankscope.run.files import replacing
-from rankscope.run.prepare import typed
+from rankscope.run.prepare import command_text
 from rankscope.tree.growingtree import GrowingTree, step_name
 from rankscope.tree.jsontext import encoded, json_text
 from rankscope.tree.nodestext import Write, write_nodes
@@ -82,7 +82,7 @@ def write_trace(
     except OSError as error:
         raise FolderError(
             f"{out}: the trace cannot be written ({error.strerror}); the ranks' records are still "
-            f"in {out / 'spool'}: make room and run {typed('recover', out, out='NEW')}"
+            f"in {out / 'spool'}: make room and run {command_text('recover', out, out='NEW')}"
         ) from error
 
 
@@ -117,7 +117,7 @@ def _too_large(out: Path, limit: int | None) -> str:
 
 
 def _command(out: Path) -> str:
-    return f"to have it: {typed('export', out, out='FILE')} --format json"
+    return f"to have it: {command_text('export', out, out='FILE')} --format json"
 
 
 def _write_tree(trace: Trace, out: Path, limit: int | None, say: Progress) -> str:

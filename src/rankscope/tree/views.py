@@ -24,7 +24,7 @@ from rankscope.record.statistics import STATISTICS, Combined
 from rankscope.record.stepcolumns import COLUMNS
 from rankscope.record.value import Digest, ModuleName, Samples
 from rankscope.run.jobend import Stall, stalls_in
-from rankscope.run.prepare import typed
+from rankscope.run.prepare import command_text
 from rankscope.tree.columns import filled
 from rankscope.tree.damage import damaged_is_trace_error
 from rankscope.tree.selection import default_phase, named, nothing_matched
@@ -711,7 +711,7 @@ class Trace:
             raise SelectionError(
                 f"{path or '(root)'} has no {wanted.word} call in {chosen.word} step {step}, "
                 f"micro-batch {micro_batch}, ordinal {ordinal}; list its calls with: "
-                f"{typed('show', self.path)} --path {path!r}"
+                f"{command_text('show', self.path)} --path {path!r}"
             )
         for node in nodes:
             if (found := node.value(slot)) is not None:

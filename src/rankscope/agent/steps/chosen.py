@@ -20,7 +20,7 @@ from rankscope.run.agreements import (
     STANDS,
     Order,
     agree,
-    agreed,
+    agreed_text,
     file_time,
     is_taken_before,
     order_in,
@@ -355,7 +355,7 @@ class TouchedFile:
         return text if self._folder is None else agree(self._folder, name, text)
 
     def _read(self, name: str) -> str | None:
-        return None if self._folder is None else agreed(self._folder, name)
+        return None if self._folder is None else agreed_text(self._folder, name)
 
 
 def _plan(text: str) -> tuple[Mode, int, int, Order | None]:

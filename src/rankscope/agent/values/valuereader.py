@@ -18,7 +18,7 @@ from rankscope.agent.recorder import Recorder
 from rankscope.agent.values.tensorstore import TensorStore
 from rankscope.capture.describe import Described, Describer
 from rankscope.capture.device.devicedigester import DeviceDigester
-from rankscope.capture.device.fusedcache import compiler_of, find_image, missing, obstacle
+from rankscope.capture.device.fusedcache import compiler_of, find_image, missing_variants, obstacle
 from rankscope.capture.device.fusedforms import FusedReader, architecture_of, driver_of
 from rankscope.capture.digest import Digester
 from rankscope.capture.dtypestorage import storage_of, stored_words
@@ -195,7 +195,7 @@ class DeviceValues:
 
     def _tell_missing(self, architecture: str) -> None:
         is_told_here = os.environ.get("LOCAL_RANK", "0") == "0" and not is_off()
-        if is_told_here and missing(architecture) and (reason := obstacle(architecture)):
+        if is_told_here and missing_variants(architecture) and (reason := obstacle(architecture)):
             self._tell(
                 f"kernels for {architecture} are missing ({reason}): torch operations take the "
                 f"digests that need them, with a hundred launches a value; see rankscope doctor"

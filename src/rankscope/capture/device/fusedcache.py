@@ -172,7 +172,7 @@ def lock_for_building(architecture: str) -> Iterator[bool]:
         yield is_held
 
 
-def missing(architecture: str) -> list[ReadVariant | CombineVariant]:
+def missing_variants(architecture: str) -> list[ReadVariant | CombineVariant]:
     """Return the kernels that are not compiled; all where RANKSCOPE_KERNEL asks for none."""
     return [variant for variant in variants() if find_image(architecture, variant) is None]
 
@@ -180,7 +180,7 @@ def missing(architecture: str) -> list[ReadVariant | CombineVariant]:
 def compiler_of(architecture: str) -> tuple[list[str], Path] | None:
     """Return the command that compiles what is missing, and the file for its output; None where
     nothing is missing, nothing can be compiled, or this Triton failed before."""
-    if not missing(architecture) or obstacle(architecture):
+    if not missing_variants(architecture) or obstacle(architecture):
         return None
     folder = next(made_folders())
     return [sys.executable, "-m", COMPILER, architecture], folder / f"{architecture}.log"

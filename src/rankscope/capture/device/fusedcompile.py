@@ -17,7 +17,7 @@ from rankscope.capture.device.fusedcache import (
     CompiledImage,
     ReadVariant,
     lock_for_building,
-    missing,
+    missing_variants,
     obstacle,
     save_failure,
     save_image,
@@ -121,7 +121,7 @@ def build(architecture: str) -> int:
     with lock_for_building(architecture) as is_ours:
         if not is_ours:
             sys.stderr.write(f"another process compiles kernels for {architecture} now\n")
-        absent = missing(architecture) if is_ours else []
+        absent = missing_variants(architecture) if is_ours else []
         if not absent:
             return 0
         processes = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)))

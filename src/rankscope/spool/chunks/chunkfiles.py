@@ -45,7 +45,7 @@ from rankscope.spool.chunks.safetensors import (
     checksum_of,
     entry_text,
     fits,
-    framed,
+    framed_header,
     header_text,
     parse_entries,
     write_all,
@@ -127,7 +127,7 @@ def header_json(stream: StreamId, number: int, texts: Sequence[str], checksums: 
 def begun_chunk(stream: StreamId, number: int, region_bytes: int) -> bytes:
     """Return what an unfinished chunk begins with: a header region whose first byte is a zero."""
     header = b"\0" + header_json(stream, number, (), "")[1:]
-    return framed(header.ljust(region_bytes, b"\0"), region_bytes)
+    return framed_header(header.ljust(region_bytes, b"\0"), region_bytes)
 
 
 def begun_rank(region: bytes) -> tuple[int, int] | None:
@@ -361,7 +361,7 @@ def _whole_tensors(
     return intact, tuple(lost)
 
 
-def damaged(path: Path, place: tuple[StreamId, int] | None = None) -> list[int]:
+def damaged_references(path: Path, place: tuple[StreamId, int] | None = None) -> list[int]:
     """Return the references of a finished chunk whose bytes are not what its checksums say. Raises
     as `read_header`, and ChunkError where the chunk is unfinished."""
     chunk, header = read_header(path, place)

@@ -57,7 +57,7 @@ def header_text(entries: Iterable[str], about: Mapping[str, str] | None = None) 
     return f"{{{','.join([*head, *entries])}}}".encode("ascii")
 
 
-def framed(header: bytes, room: int = 0) -> bytes:
+def framed_header(header: bytes, room: int = 0) -> bytes:
     """Return a header as a file begins with it: its length before it, blanks behind it up to `room`
     bytes, or to a multiple of eight."""
     room = room or len(header) + -len(header) % LENGTH_BYTES
@@ -72,7 +72,7 @@ def write_tensors(path: Path, tensors: Sequence[Outgoing]) -> int:
         stored, begin = STORED_TYPES[dtype], offset
         offset += stored.nbytes(shape)
         entries.append(entry_text(json.dumps(key)[1:-1], stored.name, shape, begin, offset))
-    head = framed(header_text(entries))
+    head = framed_header(header_text(entries))
     with replacing(path) as file:
         file.write(head)
         for key, dtype, shape, make in tensors:
@@ -112,7 +112,7 @@ def write_arrays(
         checksum.update(header)
         header = header.replace(_NOT_YET.encode(), checksum.hexdigest().encode(), 1)
         file.seek(0)
-        file.write(framed(header, room))
+        file.write(framed_header(header, room))
 
 
 def write_tensor(
@@ -132,7 +132,7 @@ def write_tensor(
             os.link(written, path)
             return
     entry = entry_text("data", STORED_TYPES[dtype].name, shape, 0, data.nbytes)
-    head = framed(header_text([entry]))
+    head = framed_header(header_text([entry]))
     with open(path, "xb") as file:
         if data.nbytes >= _WORTH_RESERVING:
             reserve(file.fileno(), 0, len(head) + data.nbytes)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from rankscope.errors import LayoutError
 from rankscope.layout.declared import declared_pieces
-from rankscope.layout.layoutfile import layout_given
+from rankscope.layout.layoutfile import layout_of_run
 from rankscope.layout.placement import LayoutSource, Mesh, Placement
 from rankscope.record.ranks import ranks_text
 from rankscope.record.value import ValueFlag
@@ -59,7 +59,7 @@ def declare_layouts(
     """Give the values that the run's layout file describes their layout: changes the descriptions
     in the tables, adds to those of `vocabulary` and to the notes of `run`. `ranks`: rank of each
     stream."""
-    given = layout_given(run)
+    given = layout_of_run(run)
     if given is None:
         return
     notes: dict[str, None] = dict.fromkeys(run["layout"].get("notes", ()))

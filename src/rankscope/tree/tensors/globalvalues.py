@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankscope.errors import LayoutError, SelectionError, TensorWarning, TraceError
 from rankscope.layout.declared import declared_pieces
-from rankscope.layout.layoutfile import LayoutFile, layout_given
+from rankscope.layout.layoutfile import LayoutFile, layout_of_run
 from rankscope.layout.placement import Layout, LayoutSource, Mesh, Placement
 from rankscope.layout.plan import (
     AssemblyPlan,
@@ -290,7 +290,7 @@ class _GivenLayouts:
         self.unused = ""
         self._layouts = layouts
         self._who = ""
-        own = layout_given(run)
+        own = layout_of_run(run)
         if layouts is None or (isinstance(own, tuple) and own[0].text == layouts.text):
             if isinstance(own, tuple):
                 self._layouts, self.mesh = own
