@@ -17,7 +17,7 @@ from rankscope.run.agreements import held_anything
 from rankscope.run.filenames import CELLS_SUFFIX, COLLECTOR_LOG_NAME, REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.folders import streams
 from rankscope.run.jobend import first_failures, has_failed, signal_of
-from rankscope.run.prepare import QUIET, Collection, announcement_of, command_text, recover_command
+from rankscope.run.prepare import QUIET, Collection, announcement, command_text, recover_command
 from rankscope.run.processes import ExitOutcome
 from rankscope.tree.crashes import Crash, crashes
 from rankscope.tree.reader import open_trace
@@ -98,10 +98,10 @@ class HostPart:
         try:
             found = open_trace(self.out)
         except RankscopeError:
-            return announcement_of(self.out, folder, is_complete=False)
+            return announcement(self.out, folder, is_complete=False)
         notes = () if found.steps else chain.from_iterable(found.error_notes)
         remark = next((str(note) for note in notes if note.kind in _NO_STEP), "")
-        return announcement_of(self.out, folder, is_complete=found.is_complete, remark=remark)
+        return announcement(self.out, folder, is_complete=found.is_complete, remark=remark)
 
     def _of_records_sent(self) -> str:
         address = self.collection.address

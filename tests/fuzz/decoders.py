@@ -33,7 +33,7 @@ from rankscope.layout.placement import parse_placement
 from rankscope.record.notes import Note
 from rankscope.record.ranks import StreamId, parse_ranks
 from rankscope.record.stepselection import StepSelection
-from rankscope.run.agreements import Order, order_sightings
+from rankscope.run.agreements import Order, sightings
 from rankscope.run.filenames import (
     FINDINGS_NAME,
     HOST_STATE_PREFIX,
@@ -256,7 +256,7 @@ def _small_files(rng: random.Random) -> Iterator[tuple[Path, bytes, Take]]:
          lambda _: stalls_in(folder)),
         (folder / FINDINGS_NAME, finding, lambda _: told_in(folder)),
         (folder / REPLICA_FOLDER / f"{ORDER_SEEN_PREFIX}0.json", order,
-         lambda _: order_sightings(folder, 5)),
+         lambda _: sightings(folder, 5)),
         (folder / REPLICA_FOLDER / f"{HOST_STATE_PREFIX}0.json", state,
          lambda _: read_host_states(folder)),
     ]  # fmt: skip

@@ -38,7 +38,7 @@ from rankscope.run.filenames import HELD_FOLDER, ORDER_NAME, STEP_TRIGGER_FOLDER
 from rankscope.run.files import own_subfolder
 from rankscope.run.folders import RunHeader, read_run_header, stream_folder, streams
 from rankscope.run.locks import is_alive
-from rankscope.run.prepare import QUIET, Collection, announcement_of, command_text, recover_command
+from rankscope.run.prepare import QUIET, Collection, announcement, command_text, recover_command
 from rankscope.run.processes import started_at
 from rankscope.settings import SETTINGS, Settings, settings_from
 from rankscope.spool.recordformat import FORMAT_VERSION
@@ -107,7 +107,7 @@ class JoinedRun(OpenedSpool):
                 )
                 return False
             time.sleep(_POLL_S)
-        say(announcement_of(self.out))
+        say(announcement(self.out))
         if sys.stderr is not None and sys.stderr.isatty():
             verdict = job_verdict(self.out, str(self.out), self.finish_seconds)
             if verdict:

@@ -16,14 +16,7 @@ from rankscope.cli.terminal import echo, remark
 from rankscope.errors import FolderBusyError, FolderError, SettingError, TraceError
 from rankscope.record.call import Mode
 from rankscope.record.ranks import EndReason, ranks_named
-from rankscope.run.agreements import (
-    Order,
-    TakenOrder,
-    order_in,
-    order_sightings,
-    put_order,
-    taken_orders,
-)
+from rankscope.run.agreements import Order, TakenOrder, order_in, put_order, sightings, taken_orders
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.files import own_subfolder
 from rankscope.run.folders import SHARED, find_runs, streams
@@ -300,7 +293,7 @@ class _Ordering:
 
     def _held(self, order: Order) -> tuple[Mode, int, int] | None:
         """Return which steps of a black box become a trace; None where none do."""
-        for seen in order_sightings(self.folder, order.number):
+        for seen in sightings(self.folder, order.number):
             words = seen.told.split()
             if len(words) == 4 and words[3] == str(order.number):
                 return Mode[words[0].upper()], int(words[1]), int(words[2])
@@ -315,9 +308,7 @@ class _Ordering:
         if self._elsewhere:
             told = {stream.rank for folder in self._elsewhere for stream in streams(folder)}
         else:
-            told = {
-                rank for seen in order_sightings(self.folder, order.number) for rank in seen.ranks
-            }
+            told = {rank for seen in sightings(self.folder, order.number) for rank in seen.ranks}
         untold: dict[str, list[int]] = {}
         for each in statuses:
             if each.rank not in told and each.place.end == EndReason.RUNNING.value:

@@ -24,7 +24,7 @@ from rankscope.run.filenames import COLLECTOR_LOG_NAME, TRACE_NAME
 from rankscope.run.folders import SHARED, RunHeader, write_run_header
 from rankscope.run.prepare import (
     QUIET,
-    announcement_of,
+    announcement,
     default_out,
     free_out,
     prepare_out,
@@ -178,7 +178,7 @@ def _verdict(out: Path, outcome: int, *, is_quiet: bool) -> int:
         remark(f"nothing was traced: no rank sent a record to {out}")
         return ExitCode.FINDING
     is_complete = open_trace(out).is_complete
-    remark(announcement_of(out, is_complete=is_complete))
+    remark(announcement(out, is_complete=is_complete))
     return ExitCode.FINE if is_complete else ExitCode.FINDING
 
 

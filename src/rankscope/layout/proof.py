@@ -44,7 +44,7 @@ def may_be_cut(axis: str, *, is_fsdp: bool) -> bool:
     return not is_fsdp or named_as(axis) is AxisName.NOT_DATA
 
 
-class PlacementClaim(NamedTuple):
+class Claim(NamedTuple):
     """How a value lies along one axis."""
 
     placement: Placement
@@ -74,7 +74,7 @@ class ShownValues:
     """The local shape: one for all ranks, or one for each in their order."""
     parameters: dict[str, set[SlotKey]] = field(default_factory=dict)
     """{path: parameters of the module itself}"""
-    placed: dict[tuple[SlotKey, str], PlacementClaim] = field(default_factory=dict)
+    placed: dict[tuple[SlotKey, str], Claim] = field(default_factory=dict)
     """How parameters lie that are DTensors, along axes that cut them."""
     twins: dict[Hashable, dict[SlotKey, None]] = field(default_factory=dict)
     """Slots that held the same bytes on every rank, in order."""
@@ -131,7 +131,7 @@ class ShownValues:
             return
         if all(dim < len(size) and size[dim] < full[dim] for size in sizes.values()):
             self.note_shapes(key, sizes)
-            self.placed[key, axis] = PlacementClaim(placement, "as its DTensor says", full[dim])
+            self.placed[key, axis] = Claim(placement, "as its DTensor says", full[dim])
 
     def shape(self, key: SlotKey) -> Shape:
         """Return the local shape of a value, () where ranks differ in it."""
@@ -144,12 +144,12 @@ class Proof:
 
     def __init__(self, values: ShownValues) -> None:
         self.shown = values
-        self.known: dict[tuple[SlotKey, str], PlacementClaim] = {**values.placed}
+        self.known: dict[tuple[SlotKey, str], Claim] = {**values.placed}
         self._refused: set[tuple[SlotKey, str]] = set()
         for (key, axis), facts in values.facts.items():
             if facts.same and not facts.other:
                 text = f"the same bytes on all ranks in {facts.same} of {facts.same} records"
-                self.say(key, axis, PlacementClaim(WHOLE, text))
+                self.say(key, axis, Claim(WHOLE, text))
         for axis in values.lines:
             for call in values.modules:
                 self.read_module(call, axis)
@@ -177,9 +177,9 @@ class Proof:
         shapes = self.shown.shapes[key] if key else ()
         if key and [size[-1:] for size in shapes] == [size[dim : dim + 1] for size in weight]:
             text = f"as long as this rank's {'columns' if dim else 'rows'} of the weight"
-            self.say(key, axis, PlacementClaim(cut(len(shapes[0]) - 1), text, length))
+            self.say(key, axis, Claim(cut(len(shapes[0]) - 1), text, length))
 
-    def say(self, key: SlotKey, axis: str, claim: PlacementClaim) -> bool:
+    def say(self, key: SlotKey, axis: str, claim: Claim) -> bool:
         """Keep how a value lies unless something else speaks against it; True where it is new."""
         place = (key, axis)
         if place in self._refused or place in self.shown.placed:
@@ -276,8 +276,8 @@ def _is_by_row(before: Shape, after: Shape, dim: int) -> bool:
 
 
 def _as_laid(
-    claim: PlacementClaim, source_shape: Shape, target_shape: Shape, source: SlotKey
-) -> PlacementClaim | None:
+    claim: Claim, source_shape: Shape, target_shape: Shape, source: SlotKey
+) -> Claim | None:
     """Return how the bytes of a known value lie in another shape; None where several dims of it may
     be the cut one: those of one element may have stood elsewhere."""
     reason, dim = f"the same bytes as {source[0] or '(root)'}:{source[1]}", claim.placement.dim
@@ -287,6 +287,4 @@ def _as_laid(
     dims = [at for at in range(len(target_shape)) if math.prod(target_shape[:at]) == before]
     if not dims or 1 in target_shape:
         return None
-    return PlacementClaim(
-        cut(dims[0]), reason, claim.length * target_shape[dims[0]] // source_shape[dim]
-    )
+    return Claim(cut(dims[0]), reason, claim.length * target_shape[dims[0]] // source_shape[dim])

@@ -364,14 +364,14 @@ def tell_seen(out: Path, relay: str, sighting: OrderSeen) -> None:
     write_by_rename(path, json.dumps(asdict(sighting)) + "\n")
 
 
-def order_sightings(out: Path, number: int) -> list[OrderSeen]:
+def sightings(out: Path, number: int) -> list[OrderSeen]:
     """Return what the relays said of an order."""
-    sightings = []
+    orders = []
     for path in sorted((out / REPLICA_FOLDER).glob(f"{ORDER_SEEN_PREFIX}*.json")):
         with contextlib.suppress(SpoolError, KeyError, TypeError, ValueError, OverflowError):
             fields: dict[str, Any] = read_json_map(path)
             if fields["number"] == number:
                 host, told = str(fields["host"]), str(fields["told"])
                 ranks = tuple(map(int, fields["ranks"]))
-                sightings.append(OrderSeen(number=number, host=host, ranks=ranks, told=told))
-    return sightings
+                orders.append(OrderSeen(number=number, host=host, ranks=ranks, told=told))
+    return orders

@@ -254,7 +254,7 @@ def recover_command(*places: str | Path, out: str | Path) -> str:
 QUIET = "nothing happened, so there is no trace"
 
 
-def announcement_of(
+def announcement(
     out: Path, typed_out: str | None = None, *, is_complete: bool = True, remark: str = ""
 ) -> str:
     """Return the line that tells of a finished trace, the same wherever it is printed; `typed_out`

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from rankscope.layout.infer import lines_along
 from rankscope.layout.layoutfile import described_as
 from rankscope.layout.placement import LayoutSource, Mesh, Placement
-from rankscope.layout.proof import WHOLE, PlacementClaim, Proof, ShownValues, may_be_cut
+from rankscope.layout.proof import WHOLE, Claim, Proof, ShownValues, may_be_cut
 from rankscope.record.phases import Phase
 from rankscope.tree.slotview import shapes_of
 from rankscope.tree.tensors.peers import (
@@ -95,7 +95,7 @@ def digests(views: Sequence[SlotView]) -> Mapping[int, Hashable]:
     return {} if is_constant(views) else prints_of(views)
 
 
-def how_it_lies(value: Value, mesh: Mesh, told: Prints = digests) -> dict[str, PlacementClaim]:
+def how_it_lies(value: Value, mesh: Mesh, told: Prints = digests) -> dict[str, Claim]:
     """Return how a value lies along the axes of a mesh, for those along which that is proven. A
     gradient is cut as what it is the gradient of."""
     node, slot = value.node, value.views[0].slot
