@@ -41,7 +41,7 @@ _UNNAMED = (
     "several ranks trace into one folder: give all of them the same out= to open it from here"
 )
 _MOST_LOOKS = 5
-"""Times that records are read again because a segment was moved away."""
+"""Most attempts to read records whose segments are moved away meanwhile."""
 
 
 class Begun(NamedTuple):
@@ -51,7 +51,7 @@ class Begun(NamedTuple):
     problem: str
     """Why `out` is None."""
     end: Callable[[], object] = lambda: None
-    """Ends the trace, and never raises."""
+    """Ends the trace; never raises."""
 
 
 def begin_block(model: nn.Module | None, keywords: Mapping[str, object]) -> Begun:
@@ -104,9 +104,9 @@ class OwnParts:
     """What stands in place of a block's own where its records are read, and no tree is built."""
 
     options: CallOptions
-    """What is wanted of calls beyond the settings."""
+    """Options for calls, beyond the settings."""
     store: Callable[[Recorder, int], Store]
-    """Makes what keeps full tensors; told how many bytes of disk they may take."""
+    """Makes the store of full tensors from the bytes of disk that they may take."""
 
 
 def begin_rank_block(
@@ -146,7 +146,7 @@ class RankBlock:
                 self._replica.parent.mkdir(mode=0o700)  # others may look in
                 undo.callback(shutil.rmtree, self._replica.parent, ignore_errors=True)
             self._taken = 0
-            """Bytes of it that are whole segments."""
+            """Bytes of the spool in whole segments."""
             writer = SpoolWriter(
                 stream_folder(self._run_folder, self._stream),
                 limit_bytes=settings.spool_bytes,

@@ -21,9 +21,9 @@ from rankscope.record.ranks import MINIMUM_LIMIT_BYTES, ranks_text
 from rankscope.record.stepselection import LAST_HELP, StepSelection, rank_ranges
 
 DRAIN_SECONDS = 10.0
-"""Grace for ranks that vanished without an end record, where nobody says how long."""
+"""Default grace for ranks that vanished without an end record."""
 FINISH_SECONDS = 60.0
-"""How long a job that is over waits for its tree, where nobody says how long."""
+"""Default time that a finished job waits for its tree."""
 _STALL_SECONDS = 300.0
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?$", re.IGNORECASE)
 _MOST_RANKS = 1 << 20
@@ -157,14 +157,14 @@ class Setting:
     """One row of the table: its name, how its text is read, and one line of help."""
 
     name: str
-    """As options spell it: `spool-bytes`; the field is `spool_bytes`."""
+    """Name as options spell it: `spool-bytes`; the field is `spool_bytes`."""
     parse: Callable[[str], object]
     default: str
     metavar: str
     help: str
     is_flag: bool = False
     is_secret: bool = False
-    """Its text may hold a password or a token: a trace, and the ranks, are told that it is set."""
+    """The text may hold a password or a token: traces and ranks only learn that it is set."""
 
     @property
     def field(self) -> str:
@@ -454,7 +454,7 @@ _OTHERS = {
     "RANKSCOPE_TORCH",
     "RANKSCOPE_VENV",
 }
-"""Variables that are no settings."""
+"""Variables of rankscope that are no settings."""
 
 
 def as_variables(text: str) -> str:

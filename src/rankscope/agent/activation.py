@@ -26,14 +26,14 @@ from rankscope.settings import Settings, as_keywords, as_variables, misspelt_var
 _OWNER_VARIABLE = "RANKSCOPE_OWNER"
 """rank/local rank:pid of a process that traces, for those it starts."""
 _ALONE = "alone"
-"""Stands for the rank of an owner that is no rank of any job."""
+"""Stands for the rank of a process that traces and is no rank of a job."""
 _SAID_VARIABLE = "RANKSCOPE_SAID"
-"""What a process said, for those it starts: they need not say it again."""
+"""Tells child processes what their parent has said already, so that they do not repeat it."""
 _said_before = os.environ.get(_SAID_VARIABLE)
 _session: Session | None = None
 _joined: JoinedRun | None = None
 _keywords: dict[str, object] | None = None
-"""Keywords of the armed session; None without one, or where somebody else opened it."""
+"""Keywords of the armed session; None without a session, or where another caller opened it."""
 _tell: Callable[..., object] | None = None
 _is_forked = False
 _watches_forks = False

@@ -36,7 +36,7 @@ _WATCHED: Final = np.isin(np.arange(256), (Phase.FORWARD, Phase.PARAMS))
 """Phases in which NaN and +inf are told; gradients before the optimizer count too. Not backward: a
 GradScaler may be about to skip what comes of it. Not collectives: they pad with anything."""
 _OF_SCALER = int(ValueFlag.SKIPPED | ValueFlag.SCALED)
-"""What a GradScaler scales or skips: its size says nothing."""
+"""Phases whose values a GradScaler scales or skips: their size says nothing."""
 _MEDIAN_STEPS: Final = 32
 _FEWEST_STEPS: Final = 8
 _RISING: Final = 2.0
@@ -47,7 +47,7 @@ _CALLS_WATCHED: Final = np.isin(np.arange(256), (Phase.FORWARD, Phase.GRADS, Pha
 """Phases whose calls are watched; gradients of backward come under the calls of forward. Setup is
 of no step, and recomputed and accumulated values are of calls that are watched anyway."""
 _MOST_MODULES: Final = 1 << 14
-"""Of a program that makes models all the time, the oldest are forgotten."""
+"""Limit for programs that keep making models: the oldest modules are forgotten."""
 _LATE: Final = 8
 """Steps that an accelerator may be behind with the digests of a call."""
 _STEPS_UNTIL_TOLD: Final = 16
@@ -217,9 +217,9 @@ class _WatchedValue:
 class _WatchedModule:
     path: str
     slots: tuple[tuple[int, str], ...]
-    """(number of the glob, its part for slots)."""
+    """(number of the glob, its part that selects slots)."""
     values: dict[tuple[Mode, str], _WatchedValue | None] = field(default_factory=dict)
-    """By slot; None for one that no glob takes."""
+    """Watched values by slot; None for a slot that no glob selects."""
 
 
 class _LeapWatch:

@@ -67,13 +67,14 @@ class _PendingCollective:
     place: EventPlace
     is_object: bool
     outputs: tuple[torch.Tensor, ...]
-    """Memory it writes, held until it has ended."""
+    """Memory that the call writes, held until the call has ended."""
     issued: int
     is_functional: bool
-    """What it returns is what it writes: there is no work to wait for."""
+    """The call returns the memory it writes: there is no work object to wait for."""
     is_ended: bool = False
     is_overwritten: bool = False
-    """Another call may have written the same elements meanwhile: nobody knows what this one did."""
+    """Another call may have written the same elements meanwhile, so this call's output is
+    unknown."""
 
 
 class _Coalescing(threading.local):
@@ -118,9 +119,9 @@ class Collectives:
         self._numbers: dict[_Key, itertools.count[int]] = {}
         self._open: dict[int, _PendingCollective] = {}
         self._works: dict[int, tuple[weakref.ref[Any], list[_PendingCollective]]] = {}
-        """By the identity of a work: itself, and its calls: several where they were coalesced."""
+        """By identity of a work: the work and its calls, several where they were coalesced."""
         self._memory: dict[int | None, _PendingCollective] = {}
-        """By the storage a functional collective writes."""
+        """By the storage that a functional collective writes."""
         self._coalescing = _Coalescing()
 
     def open(self, recorder: Recorder, values: ValueReader) -> None:
@@ -452,10 +453,10 @@ class CollectiveTracing:
         self._watch = CollectiveWatch(guard, self._collectives)
         self._nodes = NodeMap()
         self._owners: dict[int, ModuleInfo] = {}
-        """By the identity of a parameter; made in a step that asks."""
+        """By identity of a parameter; filled in by the first step that asks."""
         self._tracer: Tracer | None = None
         self.awaits_first = False
-        """No step and no run of a schedule has begun: what is not a message builds a model."""
+        """No step and no schedule run has begun: collectives other than messages build a model."""
 
     def open(
         self, recorder: Recorder, values: ValueReader, tracer: Tracer, table: ModuleTable

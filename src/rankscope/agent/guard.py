@@ -69,9 +69,9 @@ class Guard:
         self._failed = failed
         self.failures = 0
         self.is_too_deep = False
-        """A hook found no room left on Python's stack, and could not even say so."""
+        """A hook found no room on Python's stack, not even for reporting that."""
         self.is_failing = False
-        """A failure is being reported: torch is inside one of our hooks."""
+        """A failure is being reported: torch is inside a hook of rankscope."""
 
     def hook(self, body: Callable[..., None]) -> Callable[..., None]:
         """Return `body` as a hook."""

@@ -70,9 +70,9 @@ class JoinedRun(OpenedSpool):
     finish_seconds: float
     collection: Collection
     must_wait: bool
-    """True on the one rank that speaks for the run, where no launcher waits for the tree."""
+    """True on the one rank that speaks for the run, unless a launcher waits for the tree."""
     holds_back: bool
-    """A trace is made of the last steps, and only where something happened."""
+    """Only the last steps become a trace, and only after an event."""
 
     def wait_for_tree(self, reason: EndReason) -> bool:
         """Poll for `trace.json`, at most `finish_seconds`; True where it is there. Nobody waits

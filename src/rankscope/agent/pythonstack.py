@@ -109,7 +109,7 @@ _INSTALLED = tuple(
 _PER_CALL = 5
 """Levels of one nested call with hooks: `__call__` from C, three of torch's and `forward`."""
 _FOR_HOOKS = 60
-"""Levels for our own work below the innermost call, with some to spare for the user's."""
+"""Levels for our own work below the innermost call, and some more for the user's hooks."""
 
 
 def has_room_for(depth: int) -> bool:
@@ -155,9 +155,9 @@ class Raised:
 
     error: str
     causes: tuple[str, ...]
-    """The same of what it was raised from, or while handling; the nearest first."""
+    """Texts of the exceptions that led to this one, the nearest first."""
     where: str
-    """`file.py:12 function` of the innermost line of the program, "" without one."""
+    """`file.py:12 function` of the program's innermost line, "" without one."""
 
 
 def what_ends_the_program() -> Raised | None:

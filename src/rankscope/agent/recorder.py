@@ -51,7 +51,7 @@ _FIRST, _SKETCH = ValueNumbers._fields.index("hash") + 1, ValueNumbers._fields.i
 _HAS_SAMPLES, _REUSED = int(ValueFlag.HAS_SAMPLES), int(ValueFlag.REUSED)
 _SETUP = Phase.SETUP
 _GROWING = ("meta", "collective")
-"""Kinds of definitions whose number grows with the steps: of each shape, of each message."""
+"""Kinds of definitions whose number may grow with the steps: one per shape or message."""
 
 
 class Recorder:
@@ -66,7 +66,7 @@ class Recorder:
         self._ring = writer if isinstance(writer, RingWriter) else None
         self._kept = writer if self._ring is None else self._ring.kept
         self._keeps_all = self._ring is None
-        """Nothing that is written now is let go."""
+        """Every record written now is kept."""
         self._write = writer.write
         self._sequence = itertools.count()
         self._numbers = itertools.count(1)

@@ -49,7 +49,7 @@ class OpenedSpool:
     agreement: Agreement = field(default_factory=Agreement)
     make_tensor_store: Callable[[], TensorStore | None] = lambda: None
     is_launched: bool = False
-    """A launcher of ours has the last word on the trace."""
+    """A rankscope launcher reports how the trace ended."""
 
 
 class Session:
@@ -71,7 +71,7 @@ class Session:
         """Held to open the session or begin a step: several threads may run forwards."""
         self._opened: OpenedSpool | None = None
         self._is_open = False
-        """Set when all that an open spool gives is there."""
+        """Set when the spool is open and everything that depends on it exists."""
         self._is_closed = False
         self.guard = Guard(self._failed)
         self._step = self.guard.hook(self._step_now)

@@ -22,8 +22,8 @@ def is_host(device: torch.device) -> bool:
 
 
 _MOST_WAIT_S: Final = 60.0
-"""A device holds about a thousand launches, seconds of work: one that gives nothing back for so
-long stands still, most likely in a collective whose peer is gone."""
+"""Longest wait for a device. It queues about a thousand launches, seconds of work: one that frees
+no place for so long stands still, most likely in a collective whose peer is gone."""
 _MOST_PAUSE_S: Final = 0.002
 
 

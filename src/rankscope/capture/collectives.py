@@ -45,7 +45,7 @@ class Form:
     inputs: int | None
     names: tuple[str, ...]
     extra: int
-    """Position of the options, or of the root or reduction in their place."""
+    """Position of the options, or of the root or reduction that stands in their place."""
     root: str = ""
 
 
@@ -117,9 +117,9 @@ class IssuedCall:
     collective: Collective
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
-    """What the call writes: for a functional collective nothing before it has returned."""
+    """What the call writes; empty for a functional collective until it has returned."""
     number: int
-    """Which of its group's it is by torch's own count, from 1; 0 where torch does not say."""
+    """The call's place in its group by torch's own count, from 1; 0 where torch gives none."""
 
 
 class Groups:

@@ -57,7 +57,7 @@ _MOST_TEXT: Final = 120
 _MOST_CACHED: Final = 1 << 16
 _MOST_REPEATED: Final = 1 << 24
 _REPETITIONS: Final = 8
-"""A view of more elements than that which shows its memory more often than this is not read."""
+"""A view that shows its memory more often than this, and has more elements, is not read."""
 _UNKNOWN: Final = Layout(source=LayoutSource.UNKNOWN)
 
 
@@ -75,13 +75,13 @@ class Described:
     meta: ValueMeta
     requires_grad: bool = False
     can_digest: bool = False
-    """`capture.digest` may read it; where nothing may, `meta.note` says why."""
+    """`capture.digest` may read the value; if nothing may, `meta.note` says why."""
     can_digest_on_device: bool = False
-    """`capture.device` may: it is accelerator memory."""
+    """`capture.device` may read it: it is in accelerator memory."""
     is_pending: bool = False
-    """A collective may still be writing it: never waited for, never read."""
+    """A collective may still be writing it: such a value is never waited for, never read."""
     allows_samples: bool = False
-    """False for what only repeats a peer's samples."""
+    """False where samples would only repeat those of a peer."""
 
 
 class _MeshTable:
@@ -438,8 +438,8 @@ _OF_STYLE: Final[dict[str, dict[str, str]]] = {
     "EmbeddingParallel": {"input.0": "", "output": ""},
     "AllReduceParallel": {"output": ""},
 }
-"""{class of transformers: {slot: its attribute that says how that lies, "" where it is whole}}.
-The other classes leave it to the module how values lie."""
+"""{class of transformers: {slot: attribute that names the placement, "" for a whole value}}. Other
+classes leave placements to the module."""
 
 
 def activation_marks(module: torch.nn.Module) -> Iterator[tuple[str, LayoutMark]]:

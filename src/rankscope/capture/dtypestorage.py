@@ -32,12 +32,12 @@ class Storage:
     is_complex: bool = False
     is_native: bool = False
     widen: Callable[[Array], Floats] | None = None
-    """Stored words to values; None where a plain conversion does it."""
+    """Converts stored words to values; None where a plain conversion does."""
     kernel_kind: str = ""
     """Name of the stored words in `rankscope.capture.kernel`; "" where it does not read them."""
     table: npt.NDArray[np.float32] | None = None
     normalize: Callable[[Array], Array] | None = None
-    """A normalized copy of stored words, None for dtypes without -0 and NaN."""
+    """Copies stored words without -0 and NaN payloads; None for dtypes that have neither."""
 
     def values(self, words: Array) -> Floats:
         """Return the values of flat stored words; the same array where they are native."""

@@ -33,7 +33,7 @@ MULTIPLY_ELEMENTS = 1 << 15
 program did not ask for threads of ours, and limiting OpenBLAS through its own calls would be
 process-wide. Batches of this size cost no measurable time."""
 TINY_ELEMENTS = 2048
-"""Up to here all dims make columns: one product, no row weights."""
+"""Up to this size all dims make columns: one product, no row weights."""
 _ENOUGH_INNER = 256
 _ENOUGH_WIDTH = 2048
 _LEAST_INNER = 64
@@ -56,7 +56,7 @@ class FoldSegment:
     """[inner, 8] factors of the trailing dims."""
     multiply_rows: int
     sum_width: int
-    """Row length for sums where the whole segment is one block."""
+    """Row length for sums where one block is the whole segment."""
     outer: tuple[npt.NDArray[np.float32], ...]
     """[8, n] factors of every leading dim, outermost first."""
     sample: int = 0
@@ -105,13 +105,13 @@ class FoldPlan:
     """[samples, 8] factors of the batch dim."""
     batch_dim: int | None
     whole: FoldSegment | None = None
-    """The whole tensor as one segment, where its rows are few enough to weigh them from a table."""
+    """The tensor as one segment, where its rows are few enough for a table of weights."""
     batch_rows: tuple[int, int, int] | None = None
     """Rows of `whole` as (before, samples, after)."""
     is_simple: bool = False
     """One segment, one block: the hot path."""
     is_per_sample: bool = False
-    """The rows of a simple plan are the samples; only the batch dim's factors weigh them."""
+    """Rows of a simple plan are samples: only the batch dim's factors weigh them."""
 
     @property
     def held_bytes(self) -> int:

@@ -102,7 +102,7 @@ class DeviceStaging:
         self._limit_bytes = limit_bytes - limit_bytes % _ALIGNMENT
         self._flights: deque[_TensorInTransfer] = deque()
         self._head = 0
-        """Where the ring is free, up to the oldest flight."""
+        """Begin of the ring's free part, which ends at the oldest flight."""
         self._next_ticket = 0
         self._ring: torch.Tensor | None = None
         self._side: Any = None

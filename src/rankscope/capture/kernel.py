@@ -97,12 +97,12 @@ Doubles = npt.NDArray[np.float64]
 _PADDING: Final = 16  # columns of factors are a multiple of it: the widest vectors hold 16 floats
 _ALIGNMENT: Final = 64
 _MOST_WITH_LOCK: Final = 1 << 15
-"""Elements up to which giving the interpreter to other threads costs more than it brings."""
+"""Elements up to which releasing the interpreter lock costs more than it gains."""
 _KINDS: Final = {
     "float32": 0, "bfloat16": 1, "float16": 2, "uint8": 3, "int8": 4, "int16": 5, "uint16": 6,
     "table": 7,
 }  # fmt: skip
-"""Stored words the kernel reads, by the numbers it knows them by."""
+"""Types of stored words that the kernel reads, in the order of its numbers for them."""
 
 _NUMBERS: Final = struct.Struct("=6d8d2q")
 _RESULT_BYTES: Final = _NUMBERS.size + MAX_SAMPLES * SKETCH_SIZE * (8 + 4)
@@ -284,7 +284,7 @@ _FLAGS: Final = (
     *("-fno-math-errno", "-fno-trapping-math"),  # never -ffast-math: NaN has to stay NaN
 )
 _TARGETS: Final = (("-march=native",), ("-mcpu=native",), ())
-"""Compilers disagree on the option that means this very machine."""
+"""Options for the machine at hand: compilers differ in the name."""
 _BUILD_TIMEOUT_S: Final = 30.0
 
 _TRUSTED: Final[dict[Path, Kernel]] = {}

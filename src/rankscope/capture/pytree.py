@@ -49,7 +49,7 @@ _MOST_TEXT: Final = 200
 _MOST_NAME: Final = 100
 _LONG_SEQUENCE: Final = 16
 _TRUSTED: Final = frozenset({"torch", "torchrec", "tensordict", "transformers"})
-"""Libraries whose flatten functions are called: they only take apart what is there."""
+"""Libraries whose flatten functions may be called: they have no side effects."""
 _LEAVES: Final = (
     torch.Size, str, bytes, enum.Enum, type, types.ModuleType, torch.nn.Module,
 )  # fmt: skip
@@ -245,7 +245,7 @@ _MOST_SAID: Final = 1 << 14
 _MOST_KEY: Final = 100
 _ADDRESS: Final = re.compile(r"\bat 0x[0-9A-Fa-f]+")
 _TRUSTED_REPRS: Final = "transformers."
-"""Its caches and configurations: what their repr says, they only read."""
+"""Caches and configurations whose repr has no side effects."""
 _CONSTANT_KEYS: Final = {"True": "true", "False": "false", "None": "null"}
 _encode: Final = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 _OUTPUT: Final = _encode({"slot": "output"})

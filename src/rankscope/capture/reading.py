@@ -43,7 +43,7 @@ _SMALL_ELEMENTS: Final = 1 << 13
 """Up to here everything is done in float64; also below OpenBLAS's threshold for threads."""
 _LEAST_COLUMNS: Final = 16
 _MOST_SHORT_ROWS: Final = 256
-"""More rows than these with fewer columns than those are no work for the kernel."""
+"""Most rows of fewer than `_LEAST_COLUMNS` columns for which the kernel is used."""
 _LARGE: Final = {4: 1e15, 8: 1e150}
 _SMALL: Final = {4: 1e-12, 8: 1e-150}
 _CANCELLATION: Final = 0.25
@@ -213,9 +213,9 @@ class ValueNumbers(NamedTuple):
     samples: npt.NDArray[np.float32] | None
     """[samples, 8] sketches of the single samples, the batch dim's own factor left out."""
     reused: bool
-    """Statistics and sketch are those of the same object, read earlier in this step."""
+    """Statistics and sketch of the same object, read earlier in this step."""
     added: tuple[float, ...] = ADDED_UNKNOWN
-    """What `rankscope.record.statistics` computes in Python beside the kernels."""
+    """Statistics that `rankscope.record.statistics` computes in Python beside the kernels."""
 
 
 class ValueForm(NamedTuple):

@@ -45,7 +45,7 @@ AXIS_GROUPS: Final[Mapping[str, str]] = {
 """How Megatron describes the process group of an axis."""
 FSDP1_AXIS: Final = "fsdp"
 LAST_DIM: Final = "Shard(-1)"
-"""Stands in a mark for a cut of the last dim, however many there are."""
+"""In a mark: the last dim, however many dims there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class LayoutMark:
     placement: Placement
     is_of_last_dim: bool = False
     members: Members | None = None
-    """Ranks along the axis, where the framework says that too."""
+    """Ranks along the axis, where the framework names them too."""
 
     @property
     def is_cut(self) -> bool:

@@ -37,7 +37,7 @@ class AxisName(str, enum.Enum):
 
     DATA = "data"
     NOT_DATA = "not data"
-    """It cuts something else than batches: tensors, sequences, layers, experts."""
+    """An axis that divides tensors, sequences, layers or experts instead of batches."""
     NOTHING = "nothing"
 
 
@@ -45,7 +45,7 @@ _NAMES: Final = {
     AxisName.NOT_DATA: "tp|sp|cp|pp|ep|tensor|sequence|seq|context|pipe|expert",
     AxisName.DATA: "dp|ddp|data|fsdp|hsdp|replicate|shard",
 }
-"""The words that say so, between underscores or before a digit; the first kind found counts."""
+"""Words for a kind of axis, between underscores or before a digit; the first kind found counts."""
 _PATTERNS: Final = {kind: re.compile(rf"(^|_)({words})(_|\d|$)") for kind, words in _NAMES.items()}
 
 
@@ -109,13 +109,13 @@ class HeldParameter:
     """One parameter over all its ranks, at setup."""
 
     placements: Mapping[str, Placement]
-    """By axis, as a DTensor says; {} of a plain one: a declaration proves nothing."""
+    """Placements by axis, from a DTensor; {} of a plain tensor: a declaration proves nothing."""
     meshes: Sequence[Mesh]
-    """All that the DTensor's own mesh is one of."""
+    """Meshes that the DTensor's own mesh may be."""
     prints: Mapping[int, Hashable]
-    """What tells the ranks' values apart, of those that were digested."""
+    """Fingerprints of the ranks' values, where they were digested."""
     is_constant: bool
-    """No rank holds two different elements: as equal on shards as on replicas."""
+    """All elements of a rank are equal, so shards and replicas look the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

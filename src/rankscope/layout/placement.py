@@ -28,7 +28,7 @@ Ranges = tuple[tuple[int, int], ...]
 """Half-open index ranges [start, stop) of one tensor dim, in the order the elements are held."""
 
 _MOST_SPLITS = 1 << 16
-"""Torch's split factor is a product of sizes of mesh axes; a dim is cut into as many pieces."""
+"""Most pieces of a dim: torch's split factor is a product of sizes of mesh axes."""
 _WHOLE = re.compile(r"-?[0-9]{1,9}")
 _TEXT = re.compile(r"^(\w+)\((.*)\)$")
 
@@ -48,9 +48,10 @@ class KindFacts:
 
     spelled: str
     torch_class: str
-    """Class in torch.distributed.tensor.placement_types that is read as this kind; also in text."""
+    """Class in torch.distributed.tensor.placement_types that becomes this kind; also in text."""
     arguments: tuple[str, ...] = ()
-    """Fields of `Placement` in its brackets, attributes of torch's class of the same name."""
+    """Fields of `Placement` that its brackets show: attributes of torch's class of the same
+    name."""
     pieces: PieceKind
 
 
@@ -62,7 +63,7 @@ class PlacementKind(str, enum.Enum):
     STRIDED_SHARD = "strided_shard"
     PARTIAL = "partial"
     OTHER = "other"
-    """A placement of torch's that rankscope does not interpret; `text` keeps its own words."""
+    """A placement of torch that rankscope does not interpret; `text` is torch's own repr."""
 
     @property
     def facts(self) -> KindFacts | None:
@@ -95,8 +96,8 @@ _FACTS: Final = {
         pieces=PieceKind.SUMMANDS,
     ),
 }
-"""The only list of kinds: text, torch's classes and combination go by it. `global_ranges` says
-which elements a kind with a dim holds."""
+"""The only list of kinds: text, torch's classes and combination follow from it. `global_ranges`
+says which elements a kind with a dim holds."""
 _BY_TORCH_CLASS: Final = {facts.torch_class: kind for kind, facts in _FACTS.items()}
 _BY_NAME: Final = _BY_TORCH_CLASS | {facts.spelled: kind for kind, facts in _FACTS.items()}
 _UNTOLD: Final = {"split_factor": 1, "reduce_op": "sum"}  # arguments that text may leave out
@@ -109,11 +110,11 @@ class Placement:
     kind: PlacementKind
     dim: int | None = None
     split_factor: int = 1
-    """For a strided shard: into how many pieces the dim was cut before this axis cut each piece."""
+    """Of a strided shard: into how many pieces the dim was cut before this axis cut each piece."""
     reduce_op: str | None = None
-    """For a partial: "sum", "avg", "max", "min", "product" ..."""
+    """Of a partial: "sum", "avg", "max", "min", "product" ..."""
     text: str | None = None
-    """For kinds that are not interpreted: torch's own repr. Such a value never composes."""
+    """Torch's repr of a kind that is not interpreted. Such a value never composes."""
 
     def __post_init__(self) -> None:
         facts = self.kind.facts
@@ -190,7 +191,7 @@ class LayoutSource(str, enum.Enum):
 
     DTENSOR = "dtensor"
     MARKED = "marked"
-    """By a framework's mark on a parameter or an activation; the tensor itself is plain."""
+    """A framework's mark on a parameter or an activation; the tensor itself is plain."""
     DECLARED = "declared"
     INFERRED = "inferred"
     UNKNOWN = "unknown"

@@ -33,7 +33,7 @@ from rankscope.layout.placement import (
 )
 
 REDUCE_OPS = frozenset({"sum", "avg", "min", "max", "product", "band", "bor", "bxor"})
-"""The reductions torch has a Partial for; of any other the meaning is not known."""
+"""Reductions that torch's Partial knows; the meaning of any other is unknown."""
 _MOST_RANKS = 8
 
 
@@ -45,9 +45,9 @@ class Piece:
     layout: Layout
     global_shape: tuple[int, ...] | None = None
     ranges: tuple[Ranges, ...] | None = None
-    """Per dim the global indices held, where they were recorded or derived."""
+    """Per dim the global indices held, if they were recorded or derived."""
     refusal: str = ""
-    """Why it has no place, where that was found out earlier."""
+    """Why the value has no place, if that was found out earlier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +65,11 @@ class Pieces:
     """Which ranks hold which part of a whole: its shards, their summands and their replicas."""
 
     parts: Mapping[tuple[int, ...], tuple[tuple[int, ...], ...]]
-    """{coordinate of a part's first rank: the values to reduce, one where nothing is reduced; for
-    each the ranks, in mesh order, that should hold the same}. Every rank is in one part, once."""
+    """{coordinate of a part's first rank: the values to reduce, a single one without a reduction;
+    for each the ranks, in mesh order, that should hold the same}. Every rank is in one part,
+    once."""
     reductions: tuple[Reduction, ...]
-    """Of each part, in the order of application; the first takes neighbouring summands."""
+    """Reductions of each part, in order of application; the first takes neighbouring summands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,7 @@ class Box:
     """One part of the global tensor, and which ranks' values fill it."""
 
     ranges: tuple[Ranges, ...]
-    """Per dim where it lies, in the order in which a piece holds its elements; never empty."""
+    """Per dim the global indices, in the order in which a piece holds its elements; never empty."""
     summands: tuple[tuple[int, ...], ...]
     """The values to reduce; for each the ranks, sorted, that should hold the same."""
     reductions: tuple[Reduction, ...] = ()
@@ -93,12 +94,12 @@ class AssemblyPlan:
 
     global_shape: tuple[int, ...]
     boxes: tuple[Box, ...]
-    """Parts with elements; () for a tensor without any."""
+    """Parts with elements; () for a tensor without elements."""
     ranks: tuple[int, ...]
     """Ranks that recorded a piece, those of empty shards included, sorted."""
     missing: tuple[int, ...] = ()
-    """Ranks that should hold a piece and recorded none, while others hold the same: the tensor is
-    whole, these replicas were not compared."""
+    """Ranks that recorded no piece although they should hold the same as others: the tensor is
+    whole, but these replicas were not compared."""
 
     @property
     def reads(self) -> Iterator[int]:

@@ -25,12 +25,12 @@ from rankscope.layout.infer import AxisName, named_as
 from rankscope.layout.placement import Placement, PlacementKind
 
 SlotKey = tuple[str, str]
-"""(call, slot): a call is named by its path, where calls of one path are told apart by more."""
+"""(call, slot). The call is a path, with a suffix where several calls have one path."""
 Shape = tuple[int, ...]
 WHOLE: Final = Placement(kind=PlacementKind.REPLICATE)
 _FEWEST: Final = 8  # elements of a twin: fewer may be equal by accident
 _LAST_DIM: Final = {("Linear", 0): "output", ("Linear", 1): "input", ("Embedding", 1): "output"}
-"""Class, dim of its weight -> what has that dim as its last."""
+"""Class, dim of its weight -> slots whose last dim is as long."""
 
 
 def cut(dim: int) -> Placement:
@@ -50,7 +50,7 @@ class Claim(NamedTuple):
     placement: Placement
     reason: str
     length: int = 0
-    """How long the cut dim of the whole is; 0 where that follows from all ranks' shapes alone."""
+    """Length of the cut dim of the whole; 0 where the ranks' shapes alone give it."""
 
 
 @dataclass(slots=True)
@@ -71,11 +71,11 @@ class ShownValues:
     """{axis: the ranks along it, for every place on the others}"""
     facts: dict[tuple[SlotKey, str], SlotFacts] = field(default_factory=dict)
     shapes: dict[SlotKey, tuple[Shape, ...]] = field(default_factory=dict)
-    """The local shape: one for all ranks, or one for each in their order."""
+    """Local shapes: one for all ranks, or one per rank in their order."""
     parameters: dict[str, set[SlotKey]] = field(default_factory=dict)
     """{path: parameters of the module itself}"""
     placed: dict[tuple[SlotKey, str], Claim] = field(default_factory=dict)
-    """How parameters lie that are DTensors, along axes that cut them."""
+    """Placements of parameters that are DTensors, along axes that cut them."""
     twins: dict[Hashable, dict[SlotKey, None]] = field(default_factory=dict)
     """Slots that held the same bytes on every rank, in order."""
     modules: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class ShownValues:
     issued: dict[tuple[str, str], set[tuple[str, str]]] = field(default_factory=dict)
     """{(call, axis): {(issuer, op)}}"""
     inner: dict[str, set[str]] = field(default_factory=dict)
-    """{call with others inside: these}"""
+    """{call: the calls inside it}"""
 
     def note(
         self,

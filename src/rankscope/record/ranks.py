@@ -34,7 +34,7 @@ class EndReason(str, enum.Enum):
 
 
 MAX_RANKS = 1 << 20
-"""More ranks than these no job has; a count or a rank from outside is checked against it."""
+"""More ranks than any job has: the limit for counts and ranks read from outside."""
 MAX_INCARNATIONS = 1 << 16
 MINIMUM_LIMIT_BYTES = 64 << 10
 LEAST_BLACK_BOX_BYTES = 16 * MINIMUM_LIMIT_BYTES
@@ -166,9 +166,9 @@ class RankPlace:
     """Where one rank is: in the innermost open call, else behind the call that began last."""
 
     end: str
-    """An `EndReason`'s value."""
+    """Value of an `EndReason`."""
     step: str = ""
-    """As `step_label` makes it; "" where no call is known."""
+    """Step as `step_label` writes it; "" where no call is known."""
     phase: Phase | None = None
     path: str = ""
     op: str = ""

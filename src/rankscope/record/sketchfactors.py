@@ -43,7 +43,7 @@ _SIGNS: Final = SKETCH_SIZE // 2
 _SHORT: Final = 1 << 12
 """Indices up to which factors of 256 ranges are kept: 128 KiB each."""
 _LONG: Final = 1 << 18
-"""The same of four ranges, 8 MiB each: of a vocabulary, whatever lengths stand beside it."""
+"""The same for four longer ranges, 8 MiB each: enough for a vocabulary beside any lengths."""
 
 
 def factors(dim: int, ranges: Ranges) -> npt.NDArray[np.float32]:

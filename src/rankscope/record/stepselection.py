@@ -16,7 +16,7 @@ from rankscope.record.triggers import TRIGGER_WORDS, Trigger
 
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _MOST_DIGITS = 9
-"""Records number steps with 32 bits."""
+"""Digits of the largest step number: records have 32 bits for it."""
 _OPTIONS = ", ".join(["at:FILE", *(trigger.value.option for trigger in TRIGGER_WORDS.values())])
 LAST_HELP = f"alone or with {_OPTIONS}"
 _HOW = (
@@ -30,16 +30,16 @@ class StepSelection:
     """The setting `steps`; `agent.steps.chosen` is for what a file asks while the job runs."""
 
     text: str
-    """As it would be written on a command line, its file with the whole path."""
+    """As a command line would give it, its file with the whole path."""
     ranges: tuple[tuple[int, int], ...] = ()
     """Inclusive on both ends."""
     periods: tuple[int, ...] = ()
     file: Path | None = None
-    """Each touch of it asks for one step; with `last`, for those before it."""
+    """Each touch of this file asks for one step; with `last`, for the steps before it."""
     last: int = 0
-    """Every step is recorded, and so many are held until something happens; 0 for none."""
+    """Every step is recorded, and this many are held until an event; 0 for none."""
     given: Mapping[Trigger, tuple[Any, ...]] = field(default_factory=dict, hash=False)
-    """With `last`: what the option of each trigger that has one says, as often as it is given."""
+    """With `last`: what each trigger's option says, as often as it is given."""
 
     def __contains__(self, step: int) -> bool:
         return (

@@ -44,7 +44,7 @@ def untested_warning(version: str) -> str:
 _MASK = "***"
 _OPTION = re.compile(r"-[-\w.]*")
 _ASSIGNED = re.compile(r"([\w.-]+)([\"']?\s*[:=]\s*[\"']?)")
-"""A name and what stands between it and its value: `--token=`, `api_key: `, `"password": "`."""
+"""A name and the text between it and its value: `--token=`, `api_key: `, `"password": "`."""
 _QUOTED_OR_WORD = re.compile(
     r"(?<=\")[^\"]+|(?<=')[^']+|(?:(?:bearer|basic)\s+)?[^\s\"'&,;}\]]*", re.IGNORECASE
 )
@@ -53,14 +53,14 @@ _SECRET_NAME = re.compile(
     r"secret|passw|passphrase|credential|apikey|accesskey|webhook|token$|(^|-)key$|signature$"
     r"|(^|-)(auth|authorization|bearer|cookie|jwt|pat|pwd|sig)(-|$)"
 )
-"""Of a name in lower case, its parts joined by "-". So `--max-tokens` and `--key-dim` are none."""
+"""Matches a name in lower case with "-" between its parts; `--max-tokens` does not match."""
 _SECRET_VALUE = re.compile(
     r"(?<=://)[^\s/'\"]*(?=@)"  # user and password of a URL
     r"|(?<=\bhooks\.slack\.com/services/)\S+|(?<=/api/webhooks/)\S+|(?<=/bot)\d+:[\w-]+"
     r"|(?<=\b[Bb]earer )\S+"
     r"|\b(AKIA|ASIA|AIza|eyJ|gh[oprsu]_|github_pat_|glpat-|hf_|npm_|pypi-|sk-|xox[a-z]-)[\w.-]{12,}"
 )
-"""Known without a name: what stands in URLs and headers, and the tokens of well-known services."""
+"""Secrets known without a name: in URLs and headers, and tokens of well-known services."""
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:

@@ -45,12 +45,12 @@ from rankscope.run.prepare import Collection
 
 ABSENT = -1
 _MOST_EVENTS = 256
-"""Of one life: what happens after them is not told any more."""
+"""Most events of one life; later ones are not reported."""
 _OF_ENDS = 16
-"""Of these, for what ends a job."""
+"""Places among these for events that end a job."""
 _MOST_CHARACTERS = 500
 MOST_AHEAD: Final = 4
-"""Steps that ranks of one job may be apart where something happens; held beyond those asked for."""
+"""Most steps between ranks when an event happens; ranks hold these beyond the requested ones."""
 _COPIED_NAME: Final = "copied"
 
 
@@ -89,7 +89,7 @@ class Window(Happening):
 
     first: int
     last: int
-    """Beyond `step` where other ranks may be ahead: these steps come along where they are."""
+    """Last step to keep: beyond `step` where other ranks may be ahead."""
 
     @property
     def asked(self) -> tuple[int, int]:
@@ -103,7 +103,7 @@ class EventBoard:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._events: list[Happening] = []
-        """Those read so far: entries never change."""
+        """Events read so far: entries never change."""
 
     def events(self) -> list[Happening]:
         """Return what happened so far, in the order in which it was told."""
@@ -219,9 +219,9 @@ STANDS: Final = "stands"
 OVER: Final = "over"
 MOST_STEPS: Final = 100_000
 _LONGEST: Final = 2048
-"""Characters of an order: it is the text of a symbolic link too."""
+"""Most characters of an order, which is the text of a symbolic link too."""
 _MOST_BYTES: Final = 2 * _LONGEST
-"""Read of its file, in which blanks may stand."""
+"""Most bytes read of an order's file, blanks included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +269,7 @@ class OrderSeen:
     host: str
     ranks: tuple[int, ...]
     told: str = ""
-    """Of a black box: which step it has asked for."""
+    """Of a black box: the steps that it asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

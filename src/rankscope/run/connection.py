@@ -22,7 +22,7 @@ from rankscope.errors import BindError, KeysError
 from rankscope.run.files import new_file
 
 _LONGEST_IPC_PATH = 107
-"""Bytes of a Unix socket's path, its terminating zero left out."""
+"""Most bytes of a Unix socket's path, without its terminating zero."""
 _TCP = re.compile(r"tcp://(\[[^\]]+\]|[^:/\s]+):(\d{1,5}|\*)")
 
 
@@ -75,10 +75,10 @@ class CurveKeys:
 
     collector_public: str
     collector_secret: str = field(default="", repr=False)
-    """"" in the relays' file."""
+    """The collector's secret key; "" in the relays' file."""
     relay_public: str
     relay_secret: str = field(default="", repr=False)
-    """"" in the collector's file."""
+    """The relays' secret key; "" in the collector's file."""
 
 
 def relays_file(path: Path) -> Path:

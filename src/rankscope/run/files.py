@@ -103,7 +103,7 @@ def write_by_rename(path: Path, text: str) -> None:
 
 
 _UNIT_BYTES = 512
-"""In which `st_blocks` counts, whatever the file system's own blocks are."""
+"""Unit of `st_blocks`, whatever the file system's own blocks are."""
 
 
 def piece_of(path: Path, offset: int, size: int) -> bytes:
@@ -277,10 +277,10 @@ def _identity(number: int) -> Identity:
 
 _KEEP_SIZE: Final = 1
 _PUNCH_HOLE: Final = 2
-"""As linux/falloc.h has them; with the first the length of the file stays as it is."""
+"""Flags of linux/falloc.h; the first keeps the length of the file as it is."""
 _UNABLE: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EINTR)
 _LEAST_FREE_BYTES: Final = 1 << 30
-"""Of a disk with less room nothing is taken before it is needed: others write there too."""
+"""Free room below which nothing is reserved ahead: other programs write to the disk too."""
 
 
 def _find_fallocate() -> Any:
@@ -347,7 +347,7 @@ class Mount:
 
     point: Path
     kind: str
-    """As the kernel names the file system: `ext4`, `nfs4`, `fuse.sshfs`."""
+    """Kernel's name of the file system: `ext4`, `nfs4`, `fuse.sshfs`."""
 
     @property
     def is_local(self) -> bool:
@@ -389,7 +389,7 @@ class Removable(enum.Enum):
     """A full segment of a stream, freed by the relay."""
     STREAM = "stream"
     HELD = "held"
-    """What a rank held back. Its copy is a stream, which goes by that rule."""
+    """What a rank held back. Its copy is a stream, and removed as a stream."""
     REPLICA = "replica"
 
 
@@ -399,10 +399,10 @@ class Reach(enum.IntEnum):
     NOWHERE = 0
     BEGUN = 1
     COPIED = 2
-    """All of them are in another file of this disk."""
+    """All records are in another file of this disk."""
     ACKNOWLEDGED = 3
     DURABLE = 4
-    """All of them are on disk elsewhere, where readers find them."""
+    """All records are on disk elsewhere, where readers find them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -411,7 +411,7 @@ class Place:
 
     reach: Reach
     is_asked: bool = True
-    """Somebody asked for these records, or may still; records that are not held back always are."""
+    """Somebody asked for these records or may still ask; always true of records not held back."""
     has_writer: bool = False
 
 

@@ -33,11 +33,11 @@ from rankscope.run.files import free_bytes, read_json_map, write_by_rename
 
 RUN_FORMAT = "rankscope.run/1"
 SHARED = "shared"
-"""Stands for an address where the relay writes into the trace folder itself."""
+"""In place of an address: the relay writes into the trace folder itself."""
 _STREAM_NAME = re.compile(r"rank(\d{5,8})\.(\d{1,5})")
 _TRIES = 5
 _ASKED_S = 2.0
-"""A process that asks whether a lock is held takes it for an instant, and is no holder."""
+"""A process that tests a lock holds it for less than this, and counts as no holder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +51,14 @@ class RunHeader:
     world_size: int
     settings: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0
-    """How often ranks may come back, where no launcher of ours says when the job is over."""
+    """How often ranks may come back, where no rankscope launcher reports the end of the job."""
     agent: str = ""
-    """The process that started the ranks of this host, and may start them again
-    (`run.processes`); "" where a launcher of ours says when the job is over."""
+    """The process that started the ranks of this host, and may restart them (`run.processes`); ""
+    where a rankscope launcher reports the end of the job."""
     collects: int = 0
-    """Ranks of the run that is gathered on this host; 0 where it is gathered elsewhere."""
+    """Ranks of the run that this host gathers; 0 where another host gathers it."""
     keeps_apart: bool = False
-    """True where `out` is this host's own, because it does not see the head's."""
+    """True where `out` is on this host alone, because it does not see the head's."""
 
     def __post_init__(self) -> None:
         counts = self.world_size - 1, self.max_restarts, self.collects

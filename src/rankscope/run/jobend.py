@@ -39,7 +39,7 @@ class Stall:
     noticed_ns: int
     over_ns: int = 0
     is_by_end: bool = False
-    """It is over because ranks ended, not because one wrote anything."""
+    """The standstill is over because ranks ended, not because one wrote a record."""
     host: str
     where: str = ""
 
@@ -142,8 +142,8 @@ def _read(path: Path) -> list[Stall]:
 _OF_A_FAULT: Final = frozenset(
     {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 )
-"""Not those that end a job or its ranks from outside; nor SIGABRT, with which NCCL and gloo leave
-where they waited too long."""
+"""Signals of a fault of the program. Not signals sent from outside, nor SIGABRT, which ends a
+process when NCCL or gloo waited too long."""
 _MOST_NAMED: Final = 16
 
 
@@ -152,13 +152,13 @@ class JobEnd:
     """What is known beside the records."""
 
     outcome: str = ""
-    """The name of the signal that the launcher got, "failed", "returned", or "" where none said."""
+    """Name of the signal that the launcher received, "failed", "returned", or "" if unknown."""
     at_ns: int = 0
     killed: Mapping[int, str] = field(default_factory=dict)
-    """{rank: name of the signal} of ranks that went first, killed by a signal that nobody sends
-    because others failed or waited."""
+    """{rank: name of the signal} of the ranks that died first, by signals that are no reaction to
+    other ranks."""
     has_stood: bool = False
-    """A host had noticed that none of its ranks moved, and they did not go on before that."""
+    """A host saw all its ranks stand still, and they had not gone on at the end."""
 
     @property
     def signal(self) -> str:

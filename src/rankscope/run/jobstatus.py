@@ -21,7 +21,7 @@ from rankscope.run.filenames import REPLICA_FOLDER, RUN_ID_NAME, STATUS_FORMAT, 
 from rankscope.run.files import read_json_map, write_by_rename
 
 OLD_S: Final = 10.0
-"""A status that is older is said to be: nobody has read the records since."""
+"""Age from which a status is called old: nobody has read the records since."""
 _TOLD_STEPS: Final = 8
 
 
@@ -32,11 +32,11 @@ class EndedStep:
     step: int
     seconds: float
     waited_s: float
-    """Of these inside collectives that the program waited for where it issued them."""
+    """Part of these spent inside collectives that the program waited for where it issued them."""
     loss: float | None
-    """Last scalar that a root's forward returned; None where none did."""
+    """Last scalar that a root's forward returned; None if there was none."""
     grad_norm: float | None
-    """Of the gradients that this rank holds; None where none was recorded."""
+    """Norm of the gradients that this rank holds; None if none was recorded."""
 
     @property
     def own_s(self) -> float:
@@ -53,31 +53,31 @@ class RankStatus:
     host: str
     place: RankPlace
     is_step_over: bool = False
-    """The step it was in last has ended: it is between traced steps."""
+    """Its last step has ended: the rank is between traced steps."""
     mode: Mode = Mode.TRAIN
     step: int | None = None
     record_ns: int = 0
-    """Wall clock of its last record; 0 where that is not known."""
+    """Wall clock of its last record; 0 if unknown."""
     waits_for: tuple[int, ...] = ()
-    """Ranks that did not come to the collective in which it stands."""
+    """Ranks missing from the collective in which it waits."""
     step_s: float | None = None
     own_s: float | None = None
-    """Of `step_s` outside collectives for which it waited."""
+    """Part of `step_s` outside collectives that it waited for."""
     beside_all: float | None = None
     """`own_s` divided by the median of all ranks in the same step."""
     beside_history: float | None = None
     """`step_s` divided by the median of its earlier steps."""
     slow_steps: int = 0
-    """Of its last steps those in which `own_s` was 10 % above the median of all ranks."""
+    """Those of its last steps in which `own_s` was 10 % above the median of all ranks."""
     compared_steps: int = 0
     ended: tuple[EndedStep, ...] = ()
-    """The last train steps that ended; in the file eight of them."""
+    """Last train steps that ended; the file has eight of them."""
     missed: tuple[tuple[Mode, int], ...] = ()
     lost_records: int = 0
     unsent_bytes: int | None = None
-    """In the spool of the head host, not in the trace folder yet; None of ranks elsewhere."""
+    """Bytes in the head host's spool that are not in the trace folder yet; None elsewhere."""
     spool_fill: float | None = None
-    """Part of `--rs-spool-bytes` that these take."""
+    """Unsent bytes as a part of `--rs-spool-bytes`."""
 
     @property
     def age_s(self) -> float | None:
@@ -93,7 +93,7 @@ class JobTotals:
     received_bytes: int = 0
     lost_records: int = 0
     steps_ended: int = 0
-    """Traced train steps, of the rank that has ended most."""
+    """Traced train steps of the rank that has ended most."""
     unread_bytes: int = 0
     bytes_per_s: float | None = None
     records_per_s: float | None = None
@@ -107,7 +107,7 @@ class JobStatus:
     """`id` and `settings` of the job, as the head of a trace has them."""
     world_size: int = 0
     written_ns: int = 0
-    """Wall clock; 0 where nobody wrote it."""
+    """Wall clock; 0 for a status that nobody wrote."""
     totals: JobTotals = field(default_factory=JobTotals)
     ranks: tuple[RankStatus, ...] = ()
     """The last life of every rank that has written anything, lowest first."""

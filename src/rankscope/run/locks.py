@@ -35,7 +35,7 @@ _FLOCK = struct.Struct("@hhqqi")
 """struct flock of 64-bit Linux: type, whence, start, length, pid."""
 
 _locks_here: dict[tuple[int, int], int] = {}
-"""(device, inode) of every lock file this process holds, and the process id that took it."""
+"""(device, inode) of every lock file held by this process, and the process id that locked it."""
 
 
 class StreamLock:

@@ -56,9 +56,9 @@ _JOB_ID_VARIABLES = (
     *("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "OAR_JOB_ID"),
     *("AWS_BATCH_JOB_ID", "KUBEFLOW_TRAINING_JOB_ID", "RAY_JOB_ID", "JOB_ID"),
 )
-"""Of schedulers; JOB_ID, Grid Engine's, is last because anything may be called so."""
+"""Variables of schedulers; Grid Engine's JOB_ID is last, for its name is not specific."""
 _DEAD_S = 30.0
-"""A run whose relays write no state for that long is dead: they write one a second."""
+"""A run is dead after this time without a relay's state: relays write one a second."""
 _POLL_S = 0.1
 _CLAIM_PREFIX = ".claim-"
 _TRIES = 1000
@@ -273,9 +273,9 @@ class Collection:
     """Where the records of a run are collected: one of three ways."""
 
     address: str
-    """"" for a job of this host alone; `SHARED` where every host writes into the trace folder
-    itself; else the address of a collector that somebody started, with a trace folder of its own.
-    """
+    """"" for a job on this host alone; `SHARED` where every host writes into the trace folder
+    itself; else the address of a collector that was started separately, with a trace folder of
+    its own."""
 
     @classmethod
     def asked(cls, setting: str, *, is_one_host: bool = True) -> Collection:
@@ -327,16 +327,16 @@ class RunRequest:
     world_size: int
     local_ranks: int
     settings: Settings
-    """Its `out` may have `%j` in it, or be None for a folder of a new name."""
+    """Settings of the run; `out` may contain `%j`, or be None for a folder of a new name."""
     max_restarts: int = 0
     agent: str = ""
     collects: int = 0
     keeps_apart: bool = False
     """These four stand in `run.json` as they are (`RunHeader`)."""
     is_joined: bool = False
-    """The trace folder is there: the head host of the run made it."""
+    """The trace folder exists: the run's head host made it."""
     has_relay: bool = True
-    """False for one process that reads its own spool: nobody would read `run.json`."""
+    """False for one process that reads its own spool, so that nobody would read `run.json`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,9 +109,9 @@ def _has(pid: int, variables: Mapping[str, str]) -> bool:
 
 
 GROWS_FROM_BYTES = 64 << 20
-"""Of records. A job with fewer gets its tree at the end, in one piece."""
+"""Bytes of records from which on the tree grows during the job; below, it is built at the end."""
 TREE_TROUBLE = "!"
-"""What stands in place of PART before each line that says why there is no tree."""
+"""Stands in place of PART before each line that says why there is no tree."""
 _START_S = 10.0
 
 
@@ -120,7 +120,7 @@ class ExitOutcome(enum.IntEnum):
 
     DONE = 0
     REFUSED = 2
-    """It could not start: another one is at work there, or a folder or address cannot be used."""
+    """It could not start: another companion is at work, or a folder or address is unusable."""
     UNFINISHED = 3
     """It gave up, and starting it again would not help: the records are kept."""
     NO_ROOM = 4
@@ -128,7 +128,7 @@ class ExitOutcome(enum.IntEnum):
     REJECTED = 5
     """The collector gathers another run: the records are kept."""
     STRANGE = 6
-    """Collector and relay have keys that do not fit: the records are kept."""
+    """The keys of collector and relay do not match: the records are kept."""
 
 
 def companion_command(run_folder: Path) -> list[str]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 
 _FIRST_S = 1.0
-"""Nothing is said about work that is done sooner."""
+"""Work that ends sooner shows no progress."""
 _EVERY_S = 0.2
 
 

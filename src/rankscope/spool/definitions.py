@@ -20,12 +20,12 @@ from rankscope.record.ranks import MAX_INCARNATIONS, MAX_RANKS
 from rankscope.spool.recordformat import DEFINITION_LENGTH, FORMAT_VERSION, LATEST_NS
 
 Decoded = dict[bytes, "dict[str, Any] | str"]
-"""Definitions by their bytes; of one that was refused the reason."""
+"""Definitions by their bytes; for a refused definition the reason."""
 
 _NUMBERS: Final = 1 << 32
 _INTEGERS: Final = 1 << 63
 _MOST_DIMS: Final = 64
-"""Of a tensor or a mesh; torch has no more."""
+"""Most dims of a tensor or a mesh; torch has no more."""
 _SHOWN: Final = 60
 
 Check = Callable[[Any], bool]
@@ -82,7 +82,7 @@ _shape = _list(_size, _MOST_DIMS)
 _texts = _list(_text)
 _texts_by_name = _by_name(str)
 _fact = _by_name(str, int, bool, float, type(None))
-"""The fields of a note, whichever it is: one of a newer rankscope stays a text."""
+"""Fields of any note; a note of a newer rankscope stays a text."""
 
 _FIELDS: Final[Mapping[str, Mapping[str, Check]]] = {
     "rank": {
@@ -141,9 +141,8 @@ _FIELDS: Final[Mapping[str, Mapping[str, Check]]] = {
         "is_done": _flag, "is_taken?": _flag,
     },
 }  # fmt: skip
-"""What each field of a kind has to be; all lists of ranks are in the order of their group. Without
-those that bear no question mark a definition says nothing; spools of an older rankscope lack
-others."""
+"""Type of each field of a kind; lists of ranks are in the order of their group. Fields without a
+question mark are required; spools of an older rankscope lack some of the others."""
 _KINDS: Final = {
     kind: ({name.rstrip("?"): check for name, check in fields.items()},
            {name for name in fields if not name.endswith("?")})

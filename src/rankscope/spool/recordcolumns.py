@@ -57,11 +57,11 @@ Rows = Any
 Mask = NDArray[np.bool_]
 
 _MOST: Final = 1 << 48
-"""Bytes, records or elements; more of them no rank has."""
+"""More bytes, records or elements than any rank has."""
 _NUMBERS: Final = np.arange(256)
 KNOWN_PHASES: Final[Mask] = np.isin(_NUMBERS, [int(phase) for phase in Phase])
 KNOWN_MODES: Final[Mask] = np.isin(_NUMBERS, [int(mode) for mode in Mode])
-"""By number: a newer rankscope may have added more."""
+"""Modes by number; a newer rankscope may have added some."""
 
 
 def _few(*names: str) -> Callable[[Rows], Mask]:

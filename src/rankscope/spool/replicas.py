@@ -38,8 +38,8 @@ from rankscope.run.folders import stream_named
 from rankscope.spool.recordformat import CELL_BYTES, first_record, record_bytes
 
 _NUMBERS: Final = struct.Struct("<8sQQQI")
-"""Magic with the format's number, bytes of the replica that are settled, bytes that follow, late
-records, crc of what follows."""
+"""Magic with the format's number, settled bytes of the replica, bytes that follow, late records,
+crc of the bytes that follow."""
 _CRC: Final = struct.Struct("<I")
 _HEAD_BYTES: Final = _NUMBERS.size + _CRC.size
 _MAGIC: Final = b"rsSETTL1"
@@ -51,10 +51,10 @@ class SettledPrefix:
     """What stands for the first bytes of a replica: whole records, the stream's first one first."""
 
     settled_to: int
-    """Bytes of the replica; a record begins behind them."""
+    """Bytes of the replica that are settled; a record begins behind them."""
     kept: bytes
     late_records: int = 0
-    """Records that came after their step was written, and were let go."""
+    """Records dropped because they came after their step had been written."""
 
     def __post_init__(self) -> None:
         if self.settled_to % CELL_BYTES or len(self.kept) % CELL_BYTES:

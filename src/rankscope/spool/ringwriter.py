@@ -35,7 +35,7 @@ _SEGMENT_BYTES: Final = 4 << 20
 _GRACE_NS: Final = 5_000_000_000
 _MOST_UNTOLD: Final = 32
 _TURNS: Final = 8
-"""A turn takes this part of the ring, at least a segment, and more where that is one step."""
+"""A turn takes this part of the ring, at least a segment; more where one step is larger."""
 
 
 class _Turn(NamedTuple):
@@ -77,14 +77,14 @@ class RingWriter(SpoolWriter):
         self._steps = steps
         self._board = board
         self._untold: list[Window] = []
-        """What this rank asks for, and could not put on the board."""
+        """Requests of this rank that could not be put on the board yet."""
         self._turn_segments = max(1, ring_bytes // _TURNS // self.segment_bytes)
         self._begun_in = 0
         self._turns: deque[_Turn] = deque([_Turn(0, 0, time.monotonic_ns(), Mode.EVAL, 0)])
         self._count = 0
         self._has_trained = False
         self._letting_go = threading.Lock()
-        """Never waited for: whoever finds it taken has nothing to do."""
+        """Never waited for: a thread that finds it taken has nothing to do."""
         self._freed = 0
 
     def hold(self, window: Window) -> bool:

@@ -30,7 +30,7 @@ Token = tuple[int]
 """Identity of the thread; every attempt makes a new tuple, so that attempts differ by identity."""
 
 _PATIENCE_S: Final = 1.0
-"""A thread that waits longer for another one's write gives up: that one may wait for it."""
+"""A thread gives up after this wait for another thread's write, which may wait for it in turn."""
 
 
 class WriteLock:
@@ -80,10 +80,10 @@ class Segment:
         self.path = segment_path(folder, index)
         self.at = 0
         self.seen = 0
-        """Bytes that the observers were handed."""
+        """Bytes that were handed to the observers."""
         self.end = size_bytes
         self.data_end = 0
-        """Data records may be written up to here; 0 sends every write the slow way."""
+        """Data records may be written up to here; 0 sends every write through the slow path."""
         draft = self.path.with_suffix(".new")
         draft.unlink(missing_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

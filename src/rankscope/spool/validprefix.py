@@ -34,19 +34,19 @@ from rankscope.spool.replicas import lock_for_reading, settled_to
 
 _CHUNK = 4 << 20
 _WINDOW = _CHUNK // CELL_BYTES
-"""Cells that are looked through at a time for the next record behind damage."""
+"""Cells searched at a time for the next record behind damage."""
 Cells = npt.NDArray[np.uint8]
 Heads = npt.NDArray[np.uint32]
-"""Bytes 4..8 of cells as numbers."""
+"""Bytes 4..8 of cells, as numbers."""
 Words = npt.NDArray[np.uint32]
 _COVERED = CELL_BYTES - 4
 _REVERSED_POLYNOMIAL = 0xEDB88320
 _LEVELS = 12
 CHECK_BLOCK = 1 << _LEVELS
-"""Cells worked on at a time: their bytes stay in the cache."""
+"""Cells checked at a time: few enough to stay in the cache."""
 _OF_ZEROS = zlib.crc32(bytes(_COVERED))
 _SOUND_ZEROS = _OF_ZEROS.to_bytes(4, "little") + bytes(_COVERED)
-"""A cell of zeros with the crc that belongs to it."""
+"""A cell of zeros with its correct crc."""
 _KIND = np.uint32(0xFF)
 _FLAGS = np.uint32(0xFF00)
 _FIRST_BIT = np.uint32(FIRST << 8)

@@ -69,10 +69,11 @@ class _Backlog:
         self._bytes = 0
         self._gaps: dict[int, list[int]] = {}
         self._has_begun = False
-        """The stream says that records are dropped, and not yet how many were."""
+        """A GAP record says that dropping began, and none yet how many were dropped."""
         self.dropped = 0
         self.outside: list[int] = []
-        """Bytes of records dropped without the lock: nested in a write, or waited too long."""
+        """Bytes of records dropped without the lock: nested in a write, or after too long a
+        wait."""
 
     @property
     def cells(self) -> int:
@@ -120,7 +121,7 @@ class _Backlog:
 DEFAULT_SEGMENT_BYTES: Final = 16 << 20
 _SEGMENTS_PER_LIMIT: Final = 8
 _LAST_WORDS_BYTES: Final = 8 * CELL_BYTES
-"""Of each segment, for GAP and END alone: the next one may not be had."""
+"""End of each segment that is kept for GAP and END: the next segment may not be available."""
 
 
 class SpoolWriter:
@@ -158,19 +159,19 @@ class SpoolWriter:
         self._writing = WriteLock()
         self._holder = self._writing.holder
         self._is_half_done = False
-        """A write was left by an exception of the program's (KeyboardInterrupt)."""
+        """An exception of the program (KeyboardInterrupt) interrupted a write."""
         self._backlog = _Backlog()
         self._origin = UNKNOWN
         self.is_dropping = False
         self._records: dict[int, int] = {}
-        """Committed in each segment left behind, by its index, so that nothing is counted twice."""
+        """Records in each segment left behind, by its index, so that none is counted twice."""
         self._kept: list[Segment] = []
         self._segment: Segment | Closed = CLOSED
         self.observers: list[Callable[[Records], None]] = []
-        """Each is handed the records in batches, by `hand_on`."""
+        """Observers that `hand_on` hands the records, in batches."""
         self._full: list[Segment] = []
         self._handing = threading.Lock()
-        """Never waited for: whoever finds it taken has nothing to do."""
+        """Never waited for: a thread that finds it taken has nothing to do."""
         self._lock = _claim(folder)
         try:
             first = first_segment(folder, self.segment_bytes)

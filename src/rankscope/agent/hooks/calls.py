@@ -34,7 +34,7 @@ class Scope:
     """One root forward: what all calls inside it have in common."""
 
     root: Root | None
-    """None for a module called outside every root (a loss)."""
+    """None for a module that was called outside every root (a loss)."""
     mode: Mode
     step: int
     micro_batch: int | None
@@ -58,7 +58,7 @@ class OpenCall:
     scope: Scope
     phase: Phase
     sequence: int | None
-    """Number of this call's record, or of the enclosing call's where this one leaves none."""
+    """Number of this call's record, or of the enclosing call's if this call has no record."""
     is_recorded: bool
     ordinal: int = 0
     first_node: int = 0
@@ -73,7 +73,7 @@ class EventPlace(NamedTuple):
     """Where in a step something happens that is no module call."""
 
     module: int
-    """Definition of the module it belongs to."""
+    """Definition of the module that was called."""
     root: int
     parent: int | None
     mode: Mode
@@ -110,7 +110,7 @@ class NodeSpan(NamedTuple):
     info: ModuleInfo
     scope: Scope
     sequence: int | None
-    """Of the call, or of the one around it where it left no record."""
+    """Number of the call's record, or of the enclosing call's if the call has no record."""
 
 
 class NodeMap:
@@ -166,10 +166,11 @@ class CallOptions:
     """What a block asks of calls beyond what settings can say."""
 
     say_leaf: Callable[[object], str] = plain_text_of
-    """Text of an argument that is no tensor; by default none for which the program runs code."""
+    """Text of an argument that is no tensor; by default none whose text needs the program's
+    code."""
     is_output_wanted: Callable[[nn.Module, bool], bool] = lambda _module, _is_root: True
-    """Of a module about to be called, and whether it is a root: False where nobody asks what it
-    hands out. Where hooks of its own may replace that, it is read all the same."""
+    """Takes a module about to be called, and whether it is a root; False where nobody asks for its
+    output. A module whose own hooks may replace the output has it read all the same."""
     is_forward_wanted: Callable[[nn.Module], bool] = lambda _module: True
     """False for a module whose call outside all others is not to be recorded."""
 

@@ -41,7 +41,7 @@ def _number() -> int:
 
 
 _ENTER, _LEAVE, _OWN_INPUT, _OWN_OUTPUT = (_number() for _ in range(4))
-"""The same for every session of this process."""
+"""Numbers of our hooks, the same for every session of this process."""
 
 
 class HookSet:
@@ -64,7 +64,7 @@ class HookSet:
         self._is_on = False
         self.is_tracing = False
         self._handles: list[RemovableHandle] = []
-        """Of global hooks, where torch's tables have other names."""
+        """Handles of global hooks, where torch's tables have other names."""
         self._on_modules: list[tuple[int, tuple[dict[int, Any], ...]]] = []
         """Numbers of our hooks, and the tables of modules in which they stand."""
         self._on_optimizers: list[RemovableHandle] = []
@@ -220,7 +220,8 @@ _DTYPES: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.
 class _Calls(threading.local):
     depth = 0
     is_expected = False
-    """The outermost call was given no floating input: the first floating output is due."""
+    """The outermost call had no floating-point input, so the first such output is the one to
+    watch."""
 
 
 class Perturbation:

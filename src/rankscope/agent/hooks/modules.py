@@ -125,7 +125,7 @@ _Named = tuple[str, list[str], str | None]
 """Canonical path of a module, the wrappers that end with it, the name of what it wraps."""
 _MOST_LOOSE = 4096
 _FEWEST_KEPT = 1024
-"""So many modules are kept before the dead among them are looked for."""
+"""Number of modules from which on dead ones are looked for."""
 
 
 def _owns_parameters(module: nn.Module) -> bool:
@@ -142,21 +142,22 @@ class Root:
     """Elements over all parameters, DTensors by their global shape."""
     depth: int = 0
     definition: int = 0
-    """Number under which the spool knows it; 0 until it is defined."""
+    """Number of the module's definition in the spool; 0 until it is defined."""
     definitions: dict[tuple[object, ...], int] = field(default_factory=dict)
     is_preferred: bool = False
-    """The user named it as the root of the trace."""
+    """The user named this module as the root of the trace."""
     is_setup_recorded: bool = False
     is_hidden: bool = False
-    """Found around an optimizer's parameters: compiled, no hook saw its calls."""
+    """Found through an optimizer's parameters: compiled, so no hook saw its calls."""
     calls_in_step: int = 0
     trainable: tuple[weakref.ref[nn.Module], str] | None = None
     """Owner and name of a parameter that needed a gradient, asked first the next time. A weak
     reference to the parameter itself would keep torch from swapping it."""
     sides: list[Root] = field(default_factory=list)
-    """Roots with parameters to train that its modules call and do not hold (adapters)."""
+    """Roots with trainable parameters that this root's modules call and do not contain
+    (adapters)."""
     walked_in: object = None
-    """The forward in which an unknown module had it walked: no second one does in the same."""
+    """The last forward in which an unknown module caused a walk: one walk a forward is enough."""
 
     def builds_graph(self, module: nn.Module) -> bool:
         """True where a forward of the root's `module` reaches a parameter that needs a gradient."""
@@ -193,12 +194,12 @@ class ModuleInfo:
     root: Root | None
     is_wrapper: bool
     is_loose: bool = False
-    """No root holds it; the entry stands for all modules of its class that are made there."""
+    """No root contains it; the entry stands for all such modules of its class."""
     is_opaque: bool = False
     is_selected: bool = True
     definition: int = 0
     own_parameters: list[str] = field(default_factory=list)
-    """Names in the module's own `_parameters`, tied ones under their first name only."""
+    """Names in the module's own `_parameters`; tied parameters under their first name only."""
 
 
 class ModuleTable:

@@ -31,7 +31,7 @@ LEAD = 2
 """Steps from the one in which a touch is seen first to the one that all ranks trace: ranks that
 wait for each other once a step are never further apart."""
 _SKEW_S = 0.5
-"""Hosts see an order at times so far apart."""
+"""Largest difference between the times at which hosts see one order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +42,9 @@ class Agreement:
     is_distant: bool = False
     """Ranks of other hosts see an order at other times."""
     for_touches: Path | None = None
-    """Folder, None for a rank that is alone."""
+    """Folder in which ranks agree on touches; None for a single rank."""
     for_orders: Path | None = None
-    """Folder, None where nobody would hand this rank an order."""
+    """Folder in which ranks agree on orders; None where no order can reach this rank."""
     order_file: Path = Path()
 
 
@@ -196,7 +196,7 @@ class TouchedFile:
         self._runs: list[_Run] = []
         self.asked: tuple[Order, ...] = ()
         self._pace = (0.0, Mode.TRAIN, 0)
-        """When a step of this mode began, a second ago or so: how fast steps are."""
+        """When a step of this mode began about a second ago: shows how fast steps are."""
         self._next_touch = 1
         self._seen = ABSENT
         if not holds_orders:

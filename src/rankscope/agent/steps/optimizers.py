@@ -73,15 +73,15 @@ class Holdings:
     """Whose parameters are whose when one optimizer steps; all by identity."""
 
     owned: frozenset[int]
-    """Those of the roots seen that this optimizer holds."""
+    """Parameters of known roots that this optimizer holds."""
     unheld: frozenset[int]
-    """Those of the roots seen that no optimizer alive holds."""
+    """Parameters of known roots that no living optimizer holds."""
     strangers: tuple[torch.Tensor, ...]
-    """What it holds that belongs to no root seen: flattened, sharded or replaced parameters."""
+    """Parameters of no known root that it holds: flattened, sharded or replaced ones."""
 
 
 OptimizersById = weakref.WeakValueDictionary[int, torch.optim.Optimizer]
-"""Living optimizers by identity: a class of somebody's own may compare and not hash."""
+"""Living optimizers by identity: a user's class may define equality without a hash."""
 
 
 class OptimizerSearch(StandIns):
@@ -95,7 +95,7 @@ class OptimizerSearch(StandIns):
         self._found = OptimizersById()
         self._made = guard.hook(self.saw)
         self._may_have_missed = False
-        """One may be alive that was made before `put_on`."""
+        """An optimizer may be alive that was made before `put_on`."""
 
     def put_on(self) -> None:
         """See every optimizer that is made from now on."""
@@ -264,7 +264,7 @@ class ScheduleWatch(StandIns):
         self._numbers = itertools.count()
         self._run: int | None = None
         self._codes: frozenset[CodeType] = frozenset()
-        """Code of torch's own `step`, while a run goes on that began before ours stood there."""
+        """Code of torch's own `step`, for runs that began before it was replaced."""
         self._is_over = False
 
     def current(self) -> int | None:
@@ -330,10 +330,10 @@ class HiddenSteps:
 
     def __init__(self) -> None:
         self._moved: set[int] = set()
-        """First parameter with a gradient of each optimizer step since a train step began."""
+        """First parameter with a gradient of each optimizer step in this train step."""
         self._asked_first = OptimizersById()
         self._gradients: dict[int, tuple[weakref.ref[object], int]] = {}
-        """Identity of a parameter -> proxy and version of its gradient when it was last moved."""
+        """Identity of a parameter -> proxy and version of its gradient at its last update."""
 
     def root_was_seen(self) -> None:
         """Note that a root forward has announced its step as usual."""

@@ -71,10 +71,10 @@ class StepMachine:
         self.is_ended = False
         self.traced_train: int | None = None
         self.is_train_over = False
-        """No later train step can be traced: only evaluation is still watched for."""
+        """No later train step can be traced; only evaluation still can."""
         self.traced_eval: int | None = None
         self.is_eval_open = False
-        """An eval step runs that is traced, or that runs inside a traced train step."""
+        """A traced eval step runs, or any eval step inside a traced train step."""
         self._train_run: int | None = None
         """Run of a pipeline schedule that the latest train forward was part of."""
         self._eval_run: int | None = None

@@ -440,7 +440,7 @@ class SideNetworks:
         self._optimizers = optimizers
         self._record_setup = record_setup
         self.frozen: Root | None = None
-        """Root whose last forward could have built a graph, and reached nothing that is trained."""
+        """Root whose last forward could have built a graph and reached no trainable parameter."""
 
     def trained_network_of(self, module: nn.Module) -> nn.Module | None:
         """Return the outermost module that holds `module`, where an optimizer trains it."""

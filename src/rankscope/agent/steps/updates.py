@@ -52,9 +52,9 @@ class Updates:
         gradients.pass_ends = self.accumulated.pass_ends
         self.training_threads: set[int] = set()
         self._count = 0
-        """Optimizer steps of this step so far, those included that were skipped or raised."""
+        """Optimizer steps of this step so far, skipped and failed ones included."""
         self._running = ""
-        """Class of the optimizer whose step began, without a closure, and has not ended."""
+        """Class of the optimizer whose step (without a closure) has begun and not ended."""
         self._noted: set[Note] = set()
         self._options: set[Note] = set()
         self._flags = 0
@@ -62,7 +62,7 @@ class Updates:
         """Parameters that had a gradient before the first backward of the step."""
         self._read: set[int] = set()
         self._unheld: set[int] = set()
-        """Parameters that no optimizer held when one stepped in this step."""
+        """Parameters that no optimizer held at an optimizer step of this step."""
         self._unheld_read: set[int] = set()
         """Unheld parameters for which this step has recorded whether they have a gradient."""
         self._shown = 0

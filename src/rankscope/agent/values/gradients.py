@@ -43,7 +43,7 @@ class GradientTarget(NamedTuple):
 
 
 MOST_FIRINGS = 1 << 16
-"""So many backward passes of one graph a record can number."""
+"""Most backward passes of one graph that a record can number."""
 
 
 @dataclass(eq=False, slots=True)
@@ -58,7 +58,7 @@ class _Watched:
     is_of_root: bool = False
     firings: int = 0
     handle: torch.utils.hooks.RemovableHandle | None = None
-    """Of a leaf, which outlives the graph: its hook must be taken off again."""
+    """Hook handle of a leaf, which outlives the graph: the hook must be removed again."""
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """True where this was made for that very tensor, not for one at its address before."""
@@ -90,11 +90,11 @@ class GradientHooks:
         self.pass_ends: Callable[[], None] = lambda: None
         """Called when a pass has added its last gradient, and data-parallel wrappers are done."""
         self._passes: set[int] = set()
-        """Those that run, by torch's number of the graph task."""
+        """Running passes by torch's number of the graph task."""
         self._has_begun = False
         self._watched: dict[int, _Watched] = {}
         self._rewritten: list[_Watched] = []
-        """Tensors written in place, and called with again, since they were watched."""
+        """Tensors written in place and passed to a call again since they were watched."""
         self.has_fired = False
 
     def watch(
@@ -209,8 +209,8 @@ class _PassEnd:
     ordinal: int
     time_ns: int
     lines: tuple[int, ...]
-    """From where in the program its forwards were called: more than one where several roots make
-    one loss, none where the pass before shared its forward."""
+    """Lines of the program that called its forwards: several where several roots make one loss,
+    none where the previous pass shared the forward."""
     gradients: dict[int, _LeftGradient] = field(default_factory=dict)
 
 
@@ -226,13 +226,13 @@ class AccumulatedGradients:
         self._latest: _PassEnd | None = None
         self._count = 0
         self._gone: set[int] = set()
-        """Parameters whose gradient of an earlier pass was gone when a later pass began."""
+        """Parameters whose gradient of an earlier pass had vanished when a later pass began."""
         self._lines: list[int] = []
-        """From where the forwards were called that no pass has ended yet."""
+        """Lines that called the forwards of passes which have not ended yet."""
         self._found: dict[int, tuple[int, int]] = {}
-        """Identity of a parameter -> state of its gradient when the running pass began."""
+        """Identity of a parameter -> state of its gradient at the begin of the running pass."""
         self._kept: set[int] = set()
-        """Parameters whose gradient was untouched when the running pass began."""
+        """Parameters whose gradient was untouched at the begin of the running pass."""
         self.unsynced: frozenset[int] | None = None
         """Parameters whose gradients the last pass was not to reduce; None before any ended."""
 

@@ -292,4 +292,4 @@ class _Item(NamedTuple):
     flags: int = 0
     is_described: bool = False
     owner: int = 0
-    """Of a gradient: identity of its parameter."""
+    """Identity of the parameter that a gradient belongs to."""

@@ -46,7 +46,7 @@ class TensorBytes(NamedTuple):
     whole: ByteArray | None
     pieces: Iterable[ByteArray]
     live: torch.Tensor | None = None
-    """The tensor on the host whose memory `whole` is: others may write into it meanwhile."""
+    """The host tensor that owns the memory of `whole`: the program may write to it meanwhile."""
     stride: tuple[int, ...] = ()
 
 
@@ -159,7 +159,7 @@ class TensorStore:
         self._own = tuple(globs)
         self._globs: dict[str, tuple[str, str]] = {}
         self.unmatched_globs: dict[str, None] = {}
-        """Those that took nothing so far: most likely they are misspelt."""
+        """Globs that have selected nothing so far, most likely misspelt."""
         self._ever: set[str] = set()
         self.select_too(())
         self._store = store

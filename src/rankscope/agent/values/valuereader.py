@@ -43,7 +43,7 @@ class InFlight:
 
     def __init__(self) -> None:
         self._writers: Counter[int | None] = Counter()
-        """By storage; None stands for all memory without one."""
+        """Collectives by the storage they write; None stands for memory without a storage."""
 
     def has(self, tensor: torch.Tensor) -> bool:
         """True where a collective may still write what a plain tensor shows."""
@@ -104,7 +104,7 @@ class ValuePlace:
     ordinal: int
     flags: int
     reference: int = 0
-    """Of its kept bytes, 0 where they are not."""
+    """Reference of the kept bytes, 0 where none are kept."""
 
 
 @dataclass(slots=True)
@@ -113,11 +113,11 @@ class HeldValue:
 
     described: Described
     numbers: ValueNumbers | None
-    """None while an accelerator computes them."""
+    """None until an accelerator has computed them."""
     state: tuple[int, int]
     """Address and version of the memory when it was read."""
     place: ValuePlace | None = None
-    """Where it belongs; None until somebody wants it recorded."""
+    """Where the value belongs in the trace; None until it is to be recorded."""
 
 
 class DeviceValues:
@@ -227,9 +227,9 @@ class ValueReader:
         self._recorder = recorder
         self._make_store = make_tensor_store
         self.tensor_store = make_tensor_store() if settings.tensors else None
-        """Keeps full tensors; None while none were ever asked for."""
+        """Keeps full tensors; None as long as none were asked for."""
         self._tensor_store = self.tensor_store
-        """The same, None too where none are kept of the steps that run."""
+        """`tensor_store` while the running steps keep full tensors, else None."""
         self._keeps_always = self.tensor_store is not None
         self._digests = settings.digest == "full"
         self._describer = describer
@@ -239,8 +239,8 @@ class ValueReader:
         self._on_devices = DeviceValues(settings.batch_dim)
         self.in_flight = InFlight()
         self._pending: list[tuple[torch.Tensor, ValuePlace, bool]] = []
-        """(memory, place, whether a collective of this session writes it). Ours are read when the
-        program has waited, another's at the next hook that finds no collective outstanding."""
+        """(memory, place, whether a collective of this session writes it). Ours are read after the
+        program's wait, others at the next hook that finds no collective outstanding."""
         self.is_on = self._digests or self._keeps_always
         """False where only the structure is recorded."""
 

@@ -39,7 +39,7 @@ from rankscope.layout.placement import Ranges
 _CAPACITY: Final = 1 << 15
 _MOST_FORMS: Final = 1024
 _MOST_TABLE_BYTES: Final = 64 << 20
-"""On the device; beyond it all tables are made again."""
+"""Limit of the tables on the device; beyond it all are made again."""
 
 Tell = Callable[[str], None]
 

@@ -34,7 +34,7 @@ _KINDS: Final = (
     "bfloat16", "float32", "float16", "uint8", "int64", "table", "float64", "int32", "int8",
     "int16", "uint16", "uint32", "uint64",
 )  # fmt: skip
-"""What a value's words are, the usual ones first; bools are uint8, 8-bit floats `table`."""
+"""Types of stored words, common ones first; bools are uint8, 8-bit floats `table`."""
 _DOUBLES: Final = ("float64", "int32", "int64", "uint32", "uint64")
 _WIDE: Final = ("float32", "bfloat16", "float64", "table")
 _WORD_BYTES: Final = {"bfloat16": 2, "table": 1}

@@ -24,8 +24,8 @@ from rankscope.capture.reading import ValueNumbers
 from rankscope.record.value import SKETCH_SIZE
 
 HASH: Final = 10
-"""Before it: finite, nan, +inf, -inf, zero, min, max, mean, root of the sum of squares about
-the mean, norm. The hash lies there as the bits of a number: 0 of a value without elements."""
+"""Index of the hash, whose bits are stored as a number (0 of a value without elements). Before it:
+finite, nan, +inf, -inf, zero, min, max, mean, root of the sum of squares about the mean, norm."""
 SKETCH: Final = 11
 """8 numbers of the whole sketch, or 8 for each sample without the factor of the batch dim."""
 _SAME_STATISTICS: Final = 2e-6

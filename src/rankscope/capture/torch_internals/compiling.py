@@ -215,7 +215,7 @@ def _table(identity: int, name: str) -> HookTable:
 
 
 _TRACED_HOOK = -1_000_000
-"""torch counts its hooks from 0 up: these numbers are not among them, whatever is there before."""
+"""Keys of our hooks: torch counts from 0 up, so they never collide."""
 
 
 def unhook_after_tracing(

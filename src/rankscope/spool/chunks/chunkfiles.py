@@ -201,9 +201,9 @@ class ChunkReport:
     path: Path
     tensors: int = 0
     lost: tuple[int, ...] = ()
-    """References whose bytes are not there, or not as they were recorded."""
+    """References whose bytes are missing or differ from the recorded ones."""
     note: str = ""
-    """What is wrong, "" where the chunk is whole and nothing was lost."""
+    """What is wrong; "" where the chunk is whole and nothing was lost."""
 
 
 def recorded_tensors(

@@ -32,7 +32,7 @@ MOST_HEADER_BYTES: Final = 100_000_000  # what safetensors itself reads at most
 CHECKSUM_DIGITS: Final = 16
 _METADATA: Final = "__metadata__"
 _CHECKSUM: Final = "xxh3_64"
-"""Of all bytes behind the header, and then of the header with `_NOT_YET` in its place."""
+"""Of all bytes behind the header, then of the header with `_NOT_YET` in place of the checksum."""
 _NOT_YET: Final = "0" * CHECKSUM_DIGITS
 _MANY: Final = 10**15  # more rows, or bytes, no file has
 _MOST_DIMS: Final = 64
@@ -40,9 +40,9 @@ _WORTH_RESERVING: Final = 128 << 10
 _PIECE_BYTES: Final = 4 << 20
 
 Outgoing = tuple[str, str, tuple[int, ...], Callable[[], NDArray[Any]]]
-"""Key, dtype in torch's name, shape, and what makes its bytes."""
+"""Key, dtype in torch's name, shape, and the function that makes the bytes."""
 Entry = tuple[str, str, tuple[int, ...], int, int]
-"""Key, dtype in torch's name, shape, first byte behind the header, and the one behind the last."""
+"""Key, dtype in torch's name, shape, offsets of the first byte and of the end behind the header."""
 
 
 def entry_text(key: str, stored_type: str, shape: Sequence[int], begin: int, end: int) -> str:

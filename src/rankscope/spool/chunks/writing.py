@@ -43,8 +43,8 @@ from rankscope.spool.chunks.safetensors import CHECKSUM_DIGITS, LENGTH_BYTES, en
 CHUNK_BYTES: Final = 256 << 20
 CHUNK_TENSORS: Final = 8192
 HEADER_BYTES: Final = (1 << 20) - LENGTH_BYTES
-"""Reserved per chunk: 8,192 tensors of the usual number of dims. The data behind it begins at a
-MiB: the page cache takes blocks that lie so in two thirds of the time."""
+"""Header region of a chunk: 8,192 tensors of the usual number of dims. Data begins at a multiple of
+a MiB, which the page cache writes in two thirds of the time."""
 _LEAST_HEADER_BYTES: Final = 4096
 _AHEAD_BYTES: Final = 8 << 20  # reserved on disk beyond what is written
 ByteArray = npt.NDArray[np.uint8]
@@ -104,9 +104,9 @@ class ChunkWriter:
         self._number = 0
         self._file: OwnFile | None = None
         self._reserved_end = 0
-        """Where the open chunk's blocks on disk end; `sys.maxsize` where none can be had ahead."""
+        """End of the open chunk's reserved blocks; `sys.maxsize` where none can be reserved."""
         self._entries: list[ChunkEntry] = []
-        """Committed in the open chunk: the only thing that says where it ends."""
+        """Tensors committed in the open chunk: nothing else says where the chunk ends."""
         self._spent_bytes = 0
         self.is_open = True
         """False after `finish`, after trouble, and in a forked child."""
