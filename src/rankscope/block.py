@@ -55,7 +55,7 @@ class Begun(NamedTuple):
 
 
 def begin_block(model: nn.Module | None, keywords: Mapping[str, object]) -> Begun:
-    """Trace from here on. Never raises: what fails is said on stderr."""
+    """Trace from here on. Never raises: failures are reported on stderr."""
     begun, problem = _guarded(lambda: _begin(model, keywords))
     return begun or Begun(None, problem)
 
@@ -101,7 +101,7 @@ def _settings(keywords: Mapping[str, object]) -> Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnParts:
-    """What stands in place of a block's own where its records are read, and no tree is built."""
+    """Parts of a caller who reads the block's records, so that no tree is built."""
 
     options: CallOptions
     """Options for calls, beyond the settings."""

@@ -124,7 +124,7 @@ def _parse_roundings(text: str) -> int:
 
 
 def _word(*words: str, problem: str) -> Callable[[str], str]:
-    """Return what takes one of these words; `problem` says which they are."""
+    """Return a parser for one of these words; `problem` names them."""
 
     def parse(text: str) -> str:
         if text not in words:

@@ -78,7 +78,7 @@ def open_trace(
 
 
 class TraceHandle:
-    """What `with rankscope.trace(...)` hands out."""
+    """Yielded by `with rankscope.trace(...)`."""
 
     def __init__(self, path: Path | None, problem: str = "") -> None:
         self.path = path

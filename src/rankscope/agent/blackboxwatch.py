@@ -91,7 +91,7 @@ class RunningMedian:
 
 
 class BlackBoxWatch:
-    """Tells everybody of what happened."""
+    """Reports events to all ranks."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class BlackBoxWatch:
         self._norms.add(norm)
 
     def tell(self, trigger: Trigger, mode: Mode, step: int, **fields: object) -> None:
-        """Tell what happened, unless a step that is held with it had its like."""
+        """Report an event, unless a step that is held with it had a like event."""
         text = trigger.text(rank=self._rank, step=step, **fields)
         event = Happening(trigger=trigger, mode=mode, step=step, text=text)
         try:
@@ -264,7 +264,7 @@ class _LeapWatch:
             self._compare(values)
 
     def step_begins(self, mode: Mode, step: int) -> None:
-        """Forget calls whose digests an accelerator would have handed out by now."""
+        """Forget calls whose digests an accelerator would have delivered by now."""
         for sequence, (_, its_mode, its_step) in list(self._calls.items()):
             if its_mode is mode and its_step >= step - _LATE:
                 break

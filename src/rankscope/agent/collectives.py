@@ -108,7 +108,7 @@ class MessageCount:
 
 
 class Collectives:
-    """The collectives of one session's traced steps, as `CollectiveWatch` tells of them."""
+    """The collectives of one session's traced steps, as `CollectiveWatch` reports them."""
 
     def __init__(self, place: Callable[[str], EventPlace | None]) -> None:
         """`place` returns where in which traced step this thread is; it calls `open` before."""
@@ -308,7 +308,7 @@ class Collectives:
                     yield slot, tensor
 
     def end_step(self, mode: Mode | None, step: int | None) -> None:
-        """Close what nobody has waited for in a step; everything without a mode."""
+        """Close the collectives of a step that nobody has waited for; without a mode, all."""
         for call in list(self._open.values()):
             if mode is None or (call.place.mode, call.place.step) == (mode, step):
                 self._break_off(call, CallStatus.NOT_WAITED)
@@ -461,7 +461,7 @@ class CollectiveTracing:
     def open(
         self, recorder: Recorder, values: ValueReader, tracer: Tracer, table: ModuleTable
     ) -> None:
-        """Take what an open spool gives."""
+        """Use an open spool."""
         self._recorder, self._tracer, self._table = recorder, tracer, table
         self._outside = 0
         self._collectives.open(recorder, values)
@@ -476,7 +476,7 @@ class CollectiveTracing:
             self._messages.begin("start")
 
     def select_too(self, paths: tuple[str, ...]) -> None:
-        """Take collectives outside every module call where the setting or these globs take ""."""
+        """Take collectives outside every module call if the setting or these globs match ""."""
         self._takes_outside = any(glob_matches(glob, "") for glob in (*self._paths, *paths))
 
     def count_messages_from(self, point: str) -> None:
@@ -500,7 +500,7 @@ class CollectiveTracing:
             self._tracer.nodes = None
 
     def end_step(self, mode: Mode, step: int) -> None:
-        """Close what is open of a step."""
+        """Close the open collectives of a step."""
         self._nodes.clear()
         self._owners.clear()
         self._collectives.end_step(mode, step)

@@ -74,7 +74,7 @@ _WAIT = timedelta(seconds=30)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """What the head host tells the others."""
+    """The head host's message to the other hosts."""
 
     run_id: str
     out: str
@@ -359,8 +359,8 @@ def has_companion(run_folder: Path) -> bool:
 
 
 def restart_companion(run_folder: Path) -> bool:
-    """Start a companion again that was killed: it goes on where the records say. False where it
-    cannot be started."""
+    """Restart a companion that was killed: it continues from the records. False if it
+    cannot start."""
     try:
         _start(run_folder, read_run_header(run_folder).out / COLLECTOR_LOG_NAME)
     except SpoolError as error:

@@ -238,7 +238,7 @@ def _agreement(
 def define_rank(
     recorder: Recorder, identity: RankIdentity, run_id: str, settings: Settings
 ) -> None:
-    """Write the first record of a stream: who, where, with what."""
+    """Write the first record of a stream: rank, host and environment."""
     recorder.define(
         "rank",
         format=FORMAT_VERSION,

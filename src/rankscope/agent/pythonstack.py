@@ -255,6 +255,6 @@ def note_exits() -> None:
 
 
 def forget_exits() -> None:
-    """Give `sys.exit` back, unless somebody else stands there now."""
+    """Restore `sys.exit`, unless other code has replaced it since."""
     if sys.exit is _noting_exit:
         sys.exit = _exit

@@ -94,7 +94,7 @@ class Recorder:
         return number
 
     def observe(self, observer: Callable[[Records], None]) -> None:
-        """Have an observer handed what is recorded of steps, in batches (`SpoolWriter.hand_on`)."""
+        """Hand an observer the records of steps, in batches (`SpoolWriter.hand_on`)."""
         self._writer.observers.append(observer)
 
     def hand_on(self) -> bool:

@@ -81,12 +81,12 @@ class Accelerator:
         return torch.cuda.device(self._device)
 
     def new_stream(self) -> Any:
-        """Return a stream beside the others; None where there is one queue for all."""
+        """Return another stream; None on devices with a single queue."""
         return self._stream(self._device) if self._has_streams else None
 
     def host_memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return host memory for `copy_to_host`: pinned where the device can write to it late.
-        Raises RuntimeError where there is no memory to be had."""
+        """Return host memory for `copy_to_host`, pinned if the device writes to it asynchronously.
+        Raises RuntimeError if there is none."""
         if not is_host(self._device) and self._event is not None:
             # a backend that pins nothing refuses: its copies block
             with contextlib.suppress(NotImplementedError):

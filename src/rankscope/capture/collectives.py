@@ -103,8 +103,7 @@ group, the one before it (if any) the reduction."""
 
 
 class CallOrigin(NamedTuple):
-    """Where a call comes from: one of `record.collective.ISSUERS`, and the line of the program that
-    made it."""
+    """Origin of a call: one of `record.collective.ISSUERS`, and the program's line that made it."""
 
     issuer: str
     at: str

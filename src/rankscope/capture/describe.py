@@ -310,7 +310,7 @@ def _ranges(
     order: tuple[int, ...] | None,
     local_shape: tuple[int, ...],
 ) -> tuple[tuple[Ranges, ...] | None, str | None]:
-    """Return the global indices held, or None and what speaks against them."""
+    """Return the global indices held, or None and the reason."""
     axes = list(range(len(placements)))
     if order is not None:
         axes = [*(a for a in axes if a not in order), *order]
@@ -397,7 +397,7 @@ class ParameterMarks:
                 self._flat[id(parameter)] = mark
 
     def of(self, module: torch.nn.Module, parameter: torch.Tensor) -> LayoutMark | None:
-        """Return what stands on a parameter of this module, None where nothing does."""
+        """Return the marks on a parameter of this module, None if there are none."""
         return self._flat.get(id(parameter)) or _megatron(module, parameter)
 
 

@@ -159,7 +159,7 @@ class DeviceStaging:
                 self._flights.popleft()
 
     def _is_there(self, copy: HostCopy, *, wait: bool) -> bool:
-        """True where a copy has arrived; gives up what is on its way where the device failed."""
+        """True if a copy has arrived; gives up all copies in flight if the device failed."""
         try:
             if wait:
                 copy.wait()

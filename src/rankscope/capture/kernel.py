@@ -65,7 +65,7 @@ def no_folder() -> str:
 
 
 def made_folders() -> Iterator[Path]:
-    """Yield those of `code_folders` that exist now, and in which nobody else can write."""
+    """Yield the `code_folders` that exist and that no other user can write to."""
     for folder in code_folders():
         try:
             for part in (folder.parent, folder):
@@ -120,7 +120,7 @@ class _KernelPlan(ctypes.Structure):
 
 
 class Workspace:
-    """Where one thread's results are written."""
+    """Memory for one thread's results."""
 
     __slots__ = ("_rows32", "address", "memory")
 
@@ -161,8 +161,7 @@ class Kernel:
     """A compiled kernel."""
 
     def __init__(self, path: Path) -> None:
-        """Load the library. Raises OSError where that fails, AttributeError where it is another
-        one."""
+        """Load the library. Raises OSError if that fails, AttributeError for another library."""
         self.path = path
         library = ctypes.CDLL(str(path))
         self._alone: Any = library.rankscope_look
@@ -316,7 +315,7 @@ def build() -> Path | None:
 
 
 def prepare(say: Callable[[str], object]) -> None:
-    """Build the kernel; where that fails, say once what a user has to know."""
+    """Build the kernel; if that fails, tell the user once."""
     if build() is None and not is_off() and (reason := why_none()) not in _TOLD:
         _TOLD.add(reason)
         say(f"{reason}: numpy takes the digests on CPU, about three times slower; rankscope doctor")

@@ -168,7 +168,7 @@ def _named(items: object) -> Leaves:
 
 
 def key_names(keys: Iterable[object]) -> list[str]:
-    """Return what stands for the keys of one mapping in the names of slots, all different."""
+    """Return names for the keys of one mapping in slots, all different."""
     names: list[str] = []
     used: set[str] = set()
     for key in keys:
@@ -215,7 +215,7 @@ def describe_leaf(value: Any) -> str:
 
 
 def _name_of(kind: type) -> str:
-    """Return module and name of a class, past what its metaclass makes of them."""
+    """Return module and name of a class without running its metaclass's code."""
     module, name = (type.__dict__[key].__get__(kind) for key in ("__module__", "__qualname__"))
     return f"{module}.{name}"
 

@@ -219,7 +219,7 @@ class ValueNumbers(NamedTuple):
 
 
 class ValueForm(NamedTuple):
-    """What is the same for all values of one dtype, shape and layout; `samples` are kept apart."""
+    """Plan shared by all values of one dtype, shape and layout; `samples` are kept apart."""
 
     plan: FoldPlan
     storage: Storage
@@ -431,7 +431,7 @@ def has_minus_zero(array: Array, storage: Storage) -> bool:
 
 
 def hash_words(array: Array, storage: Storage | None = None) -> int:
-    """Return xxh3 of the words in row-major order, normalized where a storage is given."""
+    """Return xxh3 of the words in row-major order, normalized if a storage is given."""
     state: Any = xxhash.xxh3_64()
     for run in contiguous_runs(array):
         for start in range(0, run.size, BLOCK_ELEMENTS):

@@ -120,7 +120,8 @@ class HeldParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisFacts:
-    """What a trace shows of one axis; `use` is None where parameters are neither along it."""
+    """What a trace shows about one axis; `use` is None if parameters are neither equal nor cut
+    along it."""
 
     axis: str
     use: AxisUse | None
@@ -161,7 +162,7 @@ def axes_of(
 
 
 def differ_along(lines: Iterable[Iterable[int]], prints: Mapping[int, Hashable]) -> bool:
-    """True where ranks of one line hold different values."""
+    """True if ranks along one line hold different values."""
     return any(len({prints[rank] for rank in line if rank in prints}) > 1 for line in lines)
 
 

@@ -66,7 +66,7 @@ class LayoutEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutFile:
-    """What one file declares."""
+    """The declarations of one file."""
 
     name: str
     text: str
@@ -75,8 +75,8 @@ class LayoutFile:
 
     @classmethod
     def load(cls, path: Path) -> LayoutFile:
-        """Read a file. Raises LayoutError where it cannot be read, or does not say what it should;
-        says where."""
+        """Read a file. Raises LayoutError with the place if it is unreadable or says something
+        wrong."""
         trouble = os_errors_as(LayoutError, f"layout file {path}: cannot be read")
         with trouble, path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)

@@ -44,7 +44,7 @@ class PieceKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindFacts:
-    """How placements of one kind are written and read, and what they do."""
+    """How placements of one kind are written and read, and their effect."""
 
     spelled: str
     torch_class: str
@@ -134,7 +134,7 @@ class Placement:
 
     @property
     def pieces(self) -> PieceKind:
-        """What the pieces are to the whole."""
+        """How the pieces relate to the whole."""
         facts = self.kind.facts
         return facts.pieces if facts else PieceKind.UNKNOWN
 
@@ -187,7 +187,7 @@ def parse_placement(text: str) -> Placement:
 
 
 class LayoutSource(str, enum.Enum):
-    """Where a layout comes from, in falling order of trust."""
+    """Source of a layout, in falling order of trust."""
 
     DTENSOR = "dtensor"
     MARKED = "marked"

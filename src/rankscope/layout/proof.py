@@ -45,7 +45,7 @@ def may_be_cut(axis: str, *, is_fsdp: bool) -> bool:
 
 
 class Claim(NamedTuple):
-    """How a value lies along one axis."""
+    """A placement of a value along one axis, and the reason."""
 
     placement: Placement
     reason: str
@@ -65,7 +65,7 @@ class SlotFacts:
 
 @dataclass(slots=True)
 class ShownValues:
-    """What a run shows of its values."""
+    """What a run shows about its values."""
 
     lines: Mapping[str, Sequence[tuple[int, ...]]]
     """{axis: the ranks along it, for every place on the others}"""
@@ -161,7 +161,7 @@ class Proof:
         """Say what follows along an axis from all modules together: here, nothing."""
 
     def read_module(self, call: str, axis: str) -> None:
-        """Say how what goes into a module and comes out lies where its weight is a cut DTensor."""
+        """Place a module's input and output if its weight is a cut DTensor."""
         path, class_name = self.shown.modules[call]
         placed = self.shown.placed.get(((path, "param:weight"), axis))
         if placed is not None:
@@ -180,7 +180,7 @@ class Proof:
             self.say(key, axis, Claim(cut(len(shapes[0]) - 1), text, length))
 
     def say(self, key: SlotKey, axis: str, claim: Claim) -> bool:
-        """Keep how a value lies unless something else speaks against it; True where it is new."""
+        """Keep a claim unless another one contradicts it; True if it is new."""
         place = (key, axis)
         if place in self._refused or place in self.shown.placed:
             return False
@@ -256,8 +256,8 @@ class Proof:
         return is_new
 
     def _is_residual(self, call: str, axis: str, dim: int) -> bool:
-        """True where modules inside hand out what is cut along the same dim, of the same shape as
-        the module's output, and none anything else of that shape."""
+        """True if modules inside return values cut along this dim, of the shape of the module's
+        output, and none returns another value of that shape."""
         shapes = self.shown.shapes
         keys = [self.key(child, "output") for child in self.shown.inner[call]]
         after = self.key(call, "output")

@@ -111,7 +111,7 @@ class Trigger(enum.Enum):
         return self.name.lower()
 
     def text(self, **fields: object) -> str:
-        """Return its sentence with these fields."""
+        """Return the trigger's sentence with these fields."""
         return self.value.words.format(**fields)
 
 

@@ -191,7 +191,7 @@ _Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleName:
-    """What one rank calls one module."""
+    """One rank's name for one module."""
 
     path: str
     raw_path: str

@@ -351,7 +351,7 @@ class Mount:
 
     @property
     def is_local(self) -> bool:
-        """False for what lies elsewhere, and for FUSE, which may."""
+        """False for file systems on other machines, and for FUSE, which may be."""
         return self.kind not in _NETWORK and not self.kind.startswith("fuse")
 
     @property
@@ -361,7 +361,7 @@ class Mount:
 
 
 def mount_of(path: Path, table: str = "/proc/mounts") -> Mount | None:
-    """Return where a path is mounted, or will be once it is made; None where nobody says."""
+    """Return the mount of a path that may not exist yet; None if it is unknown."""
     real = Path(os.path.realpath(path))
     try:
         lines = Path(table).read_text(errors="surrogateescape").splitlines()
@@ -381,7 +381,7 @@ def mount_of(path: Path, table: str = "/proc/mounts") -> Mount | None:
 
 
 class Removable(enum.Enum):
-    """What is to go."""
+    """A kind of records to remove."""
 
     TURN = "turn"
     """A run of steps of a ring, freed by its rank (`spool.ringwriter`)."""
@@ -394,7 +394,7 @@ class Removable(enum.Enum):
 
 
 class Reach(enum.IntEnum):
-    """How far another place of the same records goes."""
+    """How far copying these records to another place has come."""
 
     NOWHERE = 0
     BEGUN = 1

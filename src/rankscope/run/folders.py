@@ -42,7 +42,7 @@ _ASKED_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHeader:
-    """What `run.json` says."""
+    """Contents of `run.json`."""
 
     run_id: str
     out: Path
@@ -136,12 +136,12 @@ def find_runs(bases: Iterable[Path], run_id: str) -> list[Path]:
 
 
 def stream_folder(run_folder: Path, stream: StreamId) -> Path:
-    """Where the spool of one stream lies."""
+    """Folder of one stream's spool."""
     return run_folder / stream.name
 
 
 def segment_path(folder: Path, index: int) -> Path:
-    """Where segment `index` of a stream lies: `000003.cells`."""
+    """Path of segment `index` of a stream: `000003.cells`."""
     return folder / f"{index:06d}{CELLS_SUFFIX}"
 
 

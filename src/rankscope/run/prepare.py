@@ -270,7 +270,7 @@ def announcement(
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """Where the records of a run are collected: one of three ways."""
+    """How the records of a run are collected: one of three ways."""
 
     address: str
     """"" for a job on this host alone; `SHARED` where every host writes into the trace folder
@@ -284,7 +284,7 @@ class Collection:
 
     @classmethod
     def of_run(cls, header: RunHeader) -> Collection:
-        """Return what `run.json` says."""
+        """Return the collection that `run.json` names."""
         return cls(header.collector)
 
     def check(self, keys: Path | None) -> CurveKeys | None:
@@ -319,7 +319,7 @@ class Collection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """What a run needs on this host."""
+    """Requirements of a run on this host."""
 
     run_id: str
     key: str

@@ -100,7 +100,7 @@ def _status(pid: int, field: int) -> str:
 
 
 def _has(pid: int, variables: Mapping[str, str]) -> bool:
-    """True where a process was started with all these variables; False where that is unreadable."""
+    """True if a process was started with all these variables; False if that is unreadable."""
     try:
         entries = set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
     except OSError:

@@ -109,8 +109,7 @@ def sound_mask(kind: RecordKind, rows: Rows) -> tuple[Mask | None, Counter[str]]
 
 
 def sound_rows(kind: RecordKind, rows: Rows) -> tuple[Rows, Counter[str]]:
-    """Return the rows that make sense, the same array where all do, and what was set aside
-    (`sound_mask`)."""
+    """Return the sound rows (`sound_mask`), the same array if all are, and the others."""
     is_sound, broken_rules = sound_mask(kind, rows)
     return (rows if is_sound is None else rows[is_sound]), broken_rules
 
@@ -235,7 +234,7 @@ class ValueRows:
         return len(self._start)
 
     def chosen(self, rows: npt.NDArray[np.bool_]) -> ValueRows:
-        """Return some of them."""
+        """Return a selection of the rows."""
         return ValueRows(self._cells, self._start[rows], self.has_digest[rows])
 
     def without_digest(self, rows: npt.NDArray[np.bool_]) -> ValueRows:

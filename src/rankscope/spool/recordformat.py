@@ -49,7 +49,7 @@ LATEST_NS = 1 << 62
 
 
 class RecordKind(enum.IntEnum):
-    """What a record says. Never renumber."""
+    """Kind of a record. Never renumber."""
 
     DEFINITION = 1
     """u32 byte length, then msgpack: a name, shape ... that later records refer to by number."""

@@ -72,8 +72,8 @@ NOTHING_SETTLED: Final = SettledPrefix(0, b"")
 
 
 def read_settled(replica: Path) -> SettledPrefix:
-    """Return what stands for the begin of a replica. Raises SpoolError where the file of it cannot
-    be read, or is damaged."""
+    """Return the settled begin of a replica. Raises SpoolError if its file is unreadable or
+    damaged."""
     parts = _read(replica)
     if parts is None:
         return NOTHING_SETTLED
@@ -202,7 +202,7 @@ class StreamEnd:
 
 
 def replica_path(out: Path, stream: StreamId) -> Path:
-    """Where the replica of a stream lies in a trace folder."""
+    """Path of a stream's replica in a trace folder."""
     return out / REPLICA_FOLDER / f"{stream.name}{CELLS_SUFFIX}"
 
 

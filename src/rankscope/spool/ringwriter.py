@@ -126,7 +126,8 @@ class RingWriter(SpoolWriter):
         return is_new
 
     def close(self, reason: EndReason = EndReason.EXIT) -> None:
-        """Write END in both; the ring's comes last, and says that all is there."""
+        """Write END in stream and ring; the ring's comes last, and says that all records
+        are there."""
         self.hand_on()  # an observer may have something to write in `kept`
         self.kept.close(reason)
         super().close(reason)

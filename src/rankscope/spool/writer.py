@@ -80,7 +80,7 @@ class _Backlog:
         return sum(-(-len(payload) // PAYLOAD_BYTES) + 1 for payload in self.definitions)
 
     def keep(self, definition: bytes) -> bool:
-        """Keep a definition until there is room; False where too many wait."""
+        """Keep a definition until there is room; False if too many are waiting."""
         if self._bytes + len(definition) > _MOST_WAITING_BYTES:
             return False
         self.definitions.append(definition)
@@ -101,7 +101,7 @@ class _Backlog:
             self._has_begun = write(RecordKind.GAP, packed)
 
     def settle(self, write: Callable[[RecordKind, bytes], bool]) -> bool:
-        """Write what waits, definitions first; False where a definition found no room."""
+        """Write the waiting records, definitions first; False if a definition found no room."""
         while self.definitions and write(RecordKind.DEFINITION, self.definitions[0]):
             self._bytes -= len(self.definitions.pop(0))
         while self.outside:

@@ -151,7 +151,7 @@ class HookSet:
             self._enter(*call)
 
     def leave(self, *call: object) -> None:
-        """Do what the global forward hook does, for the same."""
+        """Do the work of the global forward hook for a compiled call."""
         if self._is_on:
             self._leave(*call)
 
@@ -268,7 +268,7 @@ class Perturbation:
         return changed
 
     def _attempt(self, change: Callable[[], Any]) -> Any:
-        """Return what was changed; None, and change nothing from then on, where that fails."""
+        """Return the changed value; None, and change nothing from then on, if changing fails."""
         changed: list[Any] = []
         error = attempt(lambda: changed.append(change()))
         if error is None:

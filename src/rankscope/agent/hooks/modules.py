@@ -96,7 +96,8 @@ def _qualified(cls: type) -> str:
 
 
 def wrapper_of(module: nn.Module) -> tuple[str, str] | None:
-    """Return where a wrapper holds what it wraps, and the trace's word for it; None for others."""
+    """Return a wrapper's attribute for the wrapped module, and the trace's word; None for
+    others."""
     cls = type(module)
     if cls not in _wrappers:
         wrappers = (_WRAPPED_ATTRIBUTE.get(_qualified(base)) for base in cls.__mro__)
@@ -115,7 +116,7 @@ def own_class(cls: type) -> tuple[type, tuple[str, ...]]:
 
 
 def class_behind_wrappers(module: nn.Module) -> type:
-    """Return the class the user wrote of what stands inside all wrappers."""
+    """Return the user's class of the module inside all wrappers."""
     while (wrapper := wrapper_of(module)) is not None:
         module = getattr(module, wrapper[0])
     return own_class(type(module))[0]

@@ -35,8 +35,8 @@ class Tracer:
         open_scope: Callable[[ModuleInfo, nn.Module], Scope | None],
         calls_side: Callable[[Root | None, Root], None],
     ) -> None:
-        """`open_scope` returns the scope of an outermost call, None where that is not traced;
-        `calls_side` is told where modules of one root call one of another."""
+        """`open_scope` returns the scope of an outermost call, None if the call is not traced;
+        `calls_side` learns of modules of one root that call one of another."""
         self._recorder = recorder
         self._define = definitions.of
         self._table = definitions.table

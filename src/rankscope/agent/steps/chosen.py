@@ -210,7 +210,7 @@ class TouchedFile:
         self._times = {self._seen}
 
     def begins(self, mode: Mode, step: int) -> bool:
-        """Note that a step begins; True where a touch asks for it."""
+        """Note the begin of a step; True if a touch asks for it."""
         self._last_begun[mode] = step - 1  # the step itself may still be planned
         is_asked = False
         if not self._is_off:
@@ -300,7 +300,7 @@ class TouchedFile:
         self._learn(order.number, order.text, mode, step)
 
     def _learn(self, touch_ns: int, words: str, mode: Mode, step: int) -> None:
-        """Read the touches others have seen, up to this one; where nobody has seen it, decide."""
+        """Read the touches seen by other ranks, up to this one; decide if none has seen it."""
         while touch_ns not in self._times:
             # never inside the steps of an earlier touch: each touch has steps of its own
             ahead = max(step + self._lead, self._last_planned[mode] + 1)

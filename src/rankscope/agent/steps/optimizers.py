@@ -41,7 +41,7 @@ class StandIns:
         self.is_on = False
 
     def put(self, owner: Any, name: str, around: Callable[[_Function], _Function]) -> None:
-        """Put `around(original)` in its place, once, where this torch has such a name."""
+        """Replace a function by `around(original)`, once, if this torch has it."""
         attribute = vars(owner).get(name)
         if attribute is None or (id(owner), name) in self._restores:
             return
@@ -70,7 +70,7 @@ _MAKING = ("__init__", "__setstate__")
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """Whose parameters are whose when one optimizer steps; all by identity."""
+    """Which parameters belong to which owner at one optimizer's step; all by identity."""
 
     owned: frozenset[int]
     """Parameters of known roots that this optimizer holds."""
@@ -134,7 +134,7 @@ class OptimizerSearch(StandIns):
         return [optimizer for reference in references if (optimizer := reference()) is not None]
 
     def holder_of(self, parameters: frozenset[int]) -> torch.optim.Optimizer | None:
-        """Return an optimizer that holds one of these parameters (identities), if any does."""
+        """Return an optimizer that holds one of these parameters (identities), or None."""
         if self.exists():
             for optimizer in self._alive():
                 if not parameters.isdisjoint(held_parameters(optimizer)):
@@ -397,7 +397,7 @@ class EagerStance:
 
     @property
     def note(self) -> Note | None:
-        """What a step says that began under it; None where compiled regions run compiled."""
+        """Note for a step that began in the stance; None if compiled regions run compiled."""
         return Note.of(NoteKind.RUN_EAGERLY) if self._restore else None
 
     def choose(self, *, is_eager: bool) -> None:

@@ -12,7 +12,7 @@ from rankscope.record.call import Mode
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """What one root forward means."""
+    """Meaning of one root forward."""
 
     mode: Mode
     step: int

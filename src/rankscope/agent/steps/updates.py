@@ -116,7 +116,7 @@ class Updates:
         self._gradients(optimizer, step, flags=_SKIPPED)
 
     def close_step(self, step: int) -> None:
-        """Forget a step; record what it did to parameters where no optimizer has stepped."""
+        """Forget a step; record its effect on parameters if no optimizer has stepped."""
         self._note_raised(step)
         if not self._count and not self._optimizers.exists():
             has_gradients = self._events.has_gradients()

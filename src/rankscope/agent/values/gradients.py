@@ -275,7 +275,7 @@ class AccumulatedGradients:
         return gradient is None or self._values.is_zero(gradient)
 
     def pass_ends(self) -> None:
-        """Read what the pass left, where it left anything."""
+        """Read the gradients that the pass left, if any."""
         lines = tuple(self._lines)
         self._lines.clear()
         if self.running_step() is None:
@@ -340,8 +340,8 @@ class AccumulatedGradients:
         return {key: entry.held for key, entry in gradients.items()}
 
     def taken(self, step: int, gradients: Mapping[int, bool]) -> None:
-        """Write what the last pass left where an optimizer takes something else: `gradients` says
-        by identity of the parameter whether the optimizer takes what was left."""
+        """Write the gradients of the last pass if an optimizer takes different ones: `gradients`
+        says by identity of the parameter whether it takes those of the pass."""
         latest = self._latest
         if latest is None:
             return

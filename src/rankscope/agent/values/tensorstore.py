@@ -68,8 +68,7 @@ class Store(ABC):
         """Store bytes under a new reference, or find equal ones; None where `refusal` says why."""
 
     def finish(self) -> None:
-        """Store no more; what is there stays. Raises ChunkError where the disk refused what was
-        left to do."""
+        """Store no more; stored tensors stay. Raises ChunkError if the disk refuses the rest."""
         self._is_finished = True
 
 
@@ -178,7 +177,7 @@ class TensorStore:
         self._missed: dict[str, list[int]] = {}
 
     def select_too(self, globs: tuple[str, ...]) -> None:
-        """Keep what these globs and those of the setting take, until the next call."""
+        """Keep the tensors that these globs and those of the setting match, until the next call."""
         self._globs = {glob: split_place(glob) for glob in (*self._own, *globs)}
         self._takes_all = any({path, slot} <= {"*", "**"} for path, slot in self._globs.values())
         self._wanted: dict[tuple[str, str], bool] = {}

@@ -46,7 +46,7 @@ class InFlight:
         """Collectives by the storage they write; None stands for memory without a storage."""
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """True where a collective may still write what a plain tensor shows."""
+        """True while a collective may still write the memory of a plain tensor."""
         if not self._writers:
             return False
         memory = memory_of(tensor)
@@ -75,7 +75,7 @@ def memory_of(tensor: torch.Tensor) -> int | None:
 
 
 def overlaps(tensors: Iterable[torch.Tensor], written: Iterable[torch.Tensor]) -> bool:
-    """True where one of the tensors lies among the elements of one of the others."""
+    """True if tensors of the one set share elements with tensors of the other."""
     spans = [_span(tensor) for tensor in written]
     for memory, first, end in map(_span, tensors):
         if memory is not None and any(memory == m and first < e and f < end for m, f, e in spans):
@@ -368,7 +368,7 @@ class ValueReader:
     def _is_read_on_device(
         self, local: torch.Tensor, place: ValuePlace | HeldValue, *, samples: bool
     ) -> bool:
-        """Have an accelerator digest what lies there, which comes back later; else False."""
+        """Start a digest on an accelerator, whose result comes later; False if none can."""
         described = place.described
         return (
             self._digests
@@ -478,7 +478,7 @@ class ValueReader:
                     self._record(place, None)
 
     def forget_pending(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Leave pending what shows the memory of these: nobody has waited for it."""
+        """Leave values in this memory pending: nobody has waited for the collective."""
         if self._pending:
             lost = {memory_of(tensor) for tensor in tensors}
             self._pending = [value for value in self._pending if memory_of(value[0]) not in lost]

@@ -180,7 +180,7 @@ class DeviceDigester:
 
     @contextlib.contextmanager
     def _noting_failure(self) -> Iterator[None]:
-        """Give up what is on its way where the device is in error or stands still."""
+        """Give up all digests in flight if the device is in error or stands still."""
         try:
             yield
         except (RuntimeError, TimeoutError) as error:

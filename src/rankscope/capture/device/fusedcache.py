@@ -62,7 +62,7 @@ class ReadVariant(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is filed under."""
+        """Name of its file."""
         columns = "plain" if self.is_plain else "scattered"
         return f"read-{self.kind}-{columns}{'-aligned' if self.is_aligned else ''}"
 
@@ -99,7 +99,7 @@ class CombineVariant(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is filed under."""
+        """Name of its file."""
         return f"combine-{'float64' if self.is_double else 'float32'}"
 
 
@@ -125,7 +125,7 @@ def find_image(architecture: str, variant: ReadVariant | CombineVariant) -> Comp
 def save_image(
     architecture: str, variant: ReadVariant | CombineVariant, image: CompiledImage
 ) -> Path | None:
-    """File a compiled kernel; None where there is no folder that is ours alone."""
+    """Save a compiled kernel; None if no folder belongs to this user alone."""
     return _save(_file_name(architecture, variant), asdict(image))
 
 

@@ -83,7 +83,7 @@ class BoundLaunch:
         self._before = (kernel.function, *grid, 1, image.threads, 1, 1, image.shared)
 
     def __call__(self, stream: int) -> None:
-        """Enqueue; raises OSError where the driver refuses."""
+        """Enqueue the kernel. Raises OSError if the driver refuses."""
         status: int = self._call(*self._before, stream, self._pointers, None)
         if status != 0:
             raise OSError(f"the driver refuses to launch {self._name} with status {status}")
@@ -254,7 +254,7 @@ class FusedReader:
         return FusedForm((*tables, scratch.memory), words_at, launches, row_at, combined)
 
     def has_news(self) -> bool:
-        """True, once, where a kernel that was missing lies ready now."""
+        """True, once, when a missing kernel has become available."""
         arrived = {variant for variant in self._missing if self._find(variant) is not None}
         self._missing -= arrived
         return bool(arrived)

@@ -58,7 +58,7 @@ def reading_of_row(
 
 
 def agree(fused: ValueNumbers, reference: ValueNumbers) -> bool:
-    """True where two ways of reading the same value gave the same numbers, to rounding."""
+    """True if two readings of the same value gave the same numbers, up to rounding."""
     slack = _SAME_STATISTICS * reference.l2 + _LEAST
     about = _SAME_STATISTICS * reference.l2 / math.sqrt(max(reference.count, 1)) + _LEAST
     is_close = partial(np.allclose, rtol=_SAME_STATISTICS, equal_nan=True)
@@ -214,7 +214,7 @@ def _table(accelerator: Accelerator, array: npt.NDArray[np.float64]) -> torch.Te
 
 
 def _boxes(plan: FoldPlan) -> list[FoldSegment]:
-    """Return what covers one sample of a tensor, or the whole of it where one product can."""
+    """Return boxes that cover one sample of a tensor, or the whole tensor if one product can."""
     if plan.whole is not None:
         return [plan.whole]
     return [segment for segment in plan.segments if segment.sample == 0]

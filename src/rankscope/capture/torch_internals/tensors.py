@@ -18,7 +18,7 @@ import torch
 
 
 def loaded_class(module: str, name: str) -> type | None:
-    """Return a class of a module somebody else imported: else no such object exists."""
+    """Return a class of a module that the program imported: otherwise no such object exists."""
     candidate = getattr(sys.modules.get(module), name, None)
     return candidate if isinstance(candidate, type) else None
 
@@ -127,7 +127,7 @@ class PrintOptions(NamedTuple):
 
 
 def print_options() -> PrintOptions:
-    """Return what counts now; without torch's name for it, what torch begins with."""
+    """Return the current print options; without torch's name for them, its defaults."""
     options = getattr(sys.modules.get("torch._tensor_str"), "PRINT_OPTS", PrintOptions())
     return PrintOptions(options.precision, options.threshold, options.edgeitems)
 

@@ -81,13 +81,13 @@ class ChunkHeader:
 
 
 def chunk_folder(trace: Path, stream: StreamId) -> Path:
-    """Where the chunks of one stream lie; the name is made of integers only."""
+    """Folder of the chunks of one stream; its name is made of integers only."""
     life = f".{stream.incarnation}" if stream.incarnation else ""
     return trace / TENSOR_FOLDER / f"rank{stream.rank:05d}{life}"
 
 
 def stream_of_folder(folder: Path) -> StreamId | None:
-    """The stream whose chunks a folder holds, None where it is no such folder."""
+    """The stream whose chunks a folder holds, None for any other folder."""
     match = _FOLDER_NAME.fullmatch(folder.name)
     if match is None or int(match[1]) >= MAX_RANKS or int(match[2] or 0) >= MAX_INCARNATIONS:
         return None
@@ -96,13 +96,13 @@ def stream_of_folder(folder: Path) -> StreamId | None:
 
 
 def chunk_path(folder: Path, number: int) -> Path:
-    """Where chunk `number` (from 1) of a stream lies."""
+    """Path of chunk `number` (from 1) of a stream."""
     return folder / f"{number:06d}.safetensors"
 
 
 def chunk_numbers(folder: Path) -> list[int]:
-    """Numbers of the chunks in a stream's folder, ascending; [] where there is no such folder.
-    Raises ChunkError where the folder cannot be listed."""
+    """Numbers of the chunks in a stream's folder, ascending; [] without that folder. Raises
+    ChunkError if it cannot be listed."""
     try:
         matches = [_CHUNK_NAME.fullmatch(path.name) for path in folder.iterdir()]
     except FileNotFoundError:
@@ -196,7 +196,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkReport:
-    """What became of one chunk; `tensors` counts the readable ones."""
+    """State of one chunk; `tensors` counts the readable ones."""
 
     path: Path
     tensors: int = 0

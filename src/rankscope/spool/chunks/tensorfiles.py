@@ -52,7 +52,7 @@ class StoredTensor:
 
     @property
     def is_intact(self) -> bool:
-        """True where the bytes are those that were written. Reads all of them."""
+        """True if the bytes have their recorded checksum. Reads all of them."""
         return int(_xxh3(self.data)) == self.checksum
 
     def array(self) -> NDArray[Any]:

@@ -306,8 +306,8 @@ class ChunkWriter:
 
 
 def _hold(descriptor: int) -> None:
-    """Lock a chunk for as long as it is open, where the file system can: nobody finishes it then.
-    Raises OSError where somebody else holds it."""
+    """Lock a chunk while it is open, if the file system can, so that no other process finishes it.
+    Raises OSError if another process holds it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
