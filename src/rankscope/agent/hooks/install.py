@@ -151,7 +151,7 @@ class HookSet:
             self._enter(*call)
 
     def leave(self, *call: object) -> None:
-        """Do the work of the global forward hook for a compiled call."""
+        """Do what the global forward hook does for a call that torch runs without hooks."""
         if self._is_on:
             self._leave(*call)
 
