@@ -145,7 +145,7 @@ class RankBlock:
             if parts is None:
                 self._replica.parent.mkdir(mode=0o700)  # others may look in
                 undo.callback(shutil.rmtree, self._replica.parent, ignore_errors=True)
-            self._taken = 0
+            self._replica_bytes = 0
             """Bytes of the spool in whole segments."""
             writer = SpoolWriter(
                 stream_folder(self._run_folder, self._stream),
@@ -177,13 +177,13 @@ class RankBlock:
 
     def _take_segment(self, path: Path, offset: int) -> None:
         """Move a full segment behind the records already in the trace folder."""
-        if offset != self._taken:
+        if offset != self._replica_bytes:
             return  # the one before it waits for room: the writer asks again
         self._replica.parent.mkdir(mode=0o700, exist_ok=True)
         with self._replica.open("ab") as replica, path.open("rb") as segment:
             replica.truncate(offset)  # of a try before this one, which a full disk cut short
             shutil.copyfileobj(segment, replica, 1 << 20)
-        self._taken = self._replica.stat().st_size
+        self._replica_bytes = self._replica.stat().st_size
         path.unlink()
 
     def look(self) -> StreamBytes:
@@ -207,7 +207,7 @@ class RankBlock:
             shutil.rmtree(self._run_folder, ignore_errors=True)
 
     def _records(self, end: EndReason | None) -> StreamBytes:
-        moved_bytes, pieces = self._taken, list[bytes]()
+        moved_bytes, pieces = self._replica_bytes, list[bytes]()
         if moved_bytes:
             with self._replica.open("rb") as replica:
                 pieces.append(replica.read(moved_bytes))
@@ -248,8 +248,8 @@ class RankBlock:
         """Append what the last segments hold, and mark the stream as ended."""
         folder = stream_folder(self._run_folder, self._stream)
         with StreamReader(folder) as reader, self._replica.open("ab") as replica:
-            replica.truncate(self._taken)
-            for chunk in reader.chunks(self._taken):
+            replica.truncate(self._replica_bytes)
+            for chunk in reader.chunks(self._replica_bytes):
                 replica.write(chunk)
         committed = self._replica.stat().st_size
         write_end(self._replica, StreamEnd(committed=committed, end=EndReason.CLOSED))

@@ -242,7 +242,7 @@ class _LeapWatch:
         self._calls: dict[int, tuple[_WatchedModule, Mode, int]] = {}
         """Calls of watched modules, in the order in which they began, with their steps."""
         self._matched_globs: set[int] = set()
-        self._begun = 0
+        self._steps_begun = 0
 
     def look(self, calls: Structured, values: ValueRows) -> None:
         """Look at the calls of a batch, then at its values: they come after their call."""
@@ -269,8 +269,8 @@ class _LeapWatch:
             if its_mode is mode and its_step >= step - _LATE:
                 break
             self._calls.pop(sequence, None)
-        self._begun += 1
-        if self._begun == _STEPS_UNTIL_TOLD + 1 and self._say is not None:
+        self._steps_begun += 1
+        if self._steps_begun == _STEPS_UNTIL_TOLD + 1 and self._say is not None:
             for number, glob in enumerate(self._globs):
                 if number not in self._matched_globs and not self._board.has_taken(number):
                     self._say(

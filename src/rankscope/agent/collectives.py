@@ -287,7 +287,7 @@ class Collectives:
         return outputs
 
     def _read(self, call: _PendingCollective, kind: str, tensors: tuple[torch.Tensor, ...]) -> None:
-        for slot, tensor in self._wanted(call, kind, tensors):
+        for slot, tensor in self._selected(call, kind, tensors):
             if call.is_object:
                 self._values.describe(tensor, call.sequence, slot, Phase.COLLECTIVE)
             else:
@@ -296,10 +296,10 @@ class Collectives:
                 )
 
     def _leave_unread(self, call: _PendingCollective, outputs: tuple[torch.Tensor, ...]) -> None:
-        for slot, tensor in self._wanted(call, "output", outputs):
+        for slot, tensor in self._selected(call, "output", outputs):
             self._values.describe(tensor, call.sequence, slot, Phase.COLLECTIVE, _PENDING)
 
-    def _wanted(
+    def _selected(
         self, call: _PendingCollective, kind: str, tensors: tuple[torch.Tensor, ...]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         if call.place.is_selected and self._values.is_on:
@@ -360,19 +360,19 @@ class CollectiveWatch(StandIns):
         if classes is None:
             return
         group, work, future = classes
-        replace = self.put
+        replace = self.replace
         for name in (*METHODS, *_COALESCING):
             replace(group, name, functools.partial(self._issuing, name, True))
         for name in _WAITS:
-            replace(work, name, self._waiting)
-        replace(future, "wait", self._waiting)
+            replace(work, name, self._around_wait)
+        replace(future, "wait", self._around_wait)
         replace(work, "get_future", self._deriving)
         if only_groups:
             return
         for name, operator in functional_operators(FUNCTIONAL):
             replace(operator, "_op", functools.partial(self._issuing, name, False))
         for _, operator in functional_operators(_WAIT_TENSORS):
-            replace(operator, "_op", self._waiting)
+            replace(operator, "_op", self._around_wait)
 
     # ------------------------------------------------------------------ in place of torch's
 
@@ -402,7 +402,7 @@ class CollectiveWatch(StandIns):
 
         return issue
 
-    def _waiting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _around_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not self._is_recorded():
                 return original(work, *args, **kwargs)
@@ -444,7 +444,7 @@ class CollectiveTracing:
         `running` returns the traced step of what runs outside every module call; told whether that
         is a send or a receive."""
         self._open_session = open_session
-        self._running = running
+        self._running_step = running
         self._is_wanted = Phase.COLLECTIVE.word in settings.phases
         self._paths = settings.paths
         self.select_too(())
@@ -514,7 +514,7 @@ class CollectiveTracing:
     def _place(self, name: str) -> EventPlace | None:
         is_message = name in METHODS and METHODS[name].op in MESSAGES
         place = None
-        if self._tracer is not None or (self._running(is_message) and self._open_session()):
+        if self._tracer is not None or (self._running_step(is_message) and self._open_session()):
             place = self._place_of(is_message)
         if place is None and is_message:
             self._messages.lose()
@@ -532,7 +532,7 @@ class CollectiveTracing:
             if span is not None:
                 return tracer.place_in(span.info, span.scope, span.sequence, "backward")
             issuer = "backward"
-        running = self._running(is_message)
+        running = self._running_step(is_message)
         if running is None:
             return None
         if running.is_inside_optimizer:

@@ -267,7 +267,7 @@ def _prepare(
     elif store is not None and ELASTIC_RUN not in os.environ:
         proposal = f"{identity.host}/{run_folder.name}"
         is_head = agree(store, f"head{which}", proposal) == proposal
-    collection = Collection.asked(settings.collector, is_one_host=is_alone)
+    collection = Collection.of_setting(settings.collector, is_one_host=is_alone)
     collection.check(settings.keys)
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{run_folder.name[:8]}"
     if store is None and not is_alone:  # every host comes to this name by itself

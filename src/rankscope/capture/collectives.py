@@ -125,18 +125,18 @@ class Groups:
     """Names and members of process groups, each looked up once; keeps none alive."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Any], str, tuple[int, ...]]] = {}
+        self._by_identity: dict[int, tuple[weakref.ref[Any], str, tuple[int, ...]]] = {}
 
     def find(self, group: Any) -> tuple[str, tuple[int, ...]]:
         """Return a group's name and global ranks, in its own order."""
-        entry = self._known.get(id(group))
+        entry = self._by_identity.get(id(group))
         if entry is not None and entry[0]() is group:
             return entry[1], entry[2]
         members = group_ranks(group)
         if members is None:  # not made by torch's functions: it knows its own numbers only
             members = tuple(range(int(group.size())))
         name = str(group.group_name)
-        self._known[id(group)] = weakref.ref(group), name, members
+        self._by_identity[id(group)] = weakref.ref(group), name, members
         return name, members
 
 

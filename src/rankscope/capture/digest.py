@@ -57,12 +57,12 @@ class Digester:
         self._batch_dim = batch_dim
         self._kinds: dict[object, ValueForm] = {}
         self._held_bytes = 0
-        self._seen: dict[int, _RememberedTensor] = {}
+        self._remembered: dict[int, _RememberedTensor] = {}
         self._arithmetic = Arithmetic()
 
     def end_step(self) -> None:
         """Forget every tensor: nothing is reused across steps."""
-        self._seen.clear()
+        self._remembered.clear()
 
     def read(
         self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, *, samples: bool
@@ -90,7 +90,7 @@ class Digester:
             version = -1
         # an id may be another tensor's by now: hash, version, address and form have to agree too
         identity = id(local)
-        at, entry = address, self._seen.get(identity)
+        at, entry = address, self._remembered.get(identity)
         if (
             entry is not None
             and entry.raw_hash == raw
@@ -113,14 +113,14 @@ class Digester:
             if array is None:
                 array = words_at(kind.memory.from_address(address), kind.dtype)
             reading = reading._replace(added=_added(kind.storage.values(array.reshape(-1))))
-        if len(self._seen) >= _MOST_REMEMBERED:
-            self._seen.clear()
-        self._seen[identity] = _RememberedTensor(at, version, raw, kind, reading)
+        if len(self._remembered) >= _MOST_REMEMBERED:
+            self._remembered.clear()
+        self._remembered[identity] = _RememberedTensor(at, version, raw, kind, reading)
         return reading
 
     def _reuse(self, identity: int, entry: _RememberedTensor) -> ValueNumbers:
         reading = entry.reading._replace(reused=True)
-        self._seen[identity] = entry._replace(reading=reading)
+        self._remembered[identity] = entry._replace(reading=reading)
         return reading
 
     def _add_kind(

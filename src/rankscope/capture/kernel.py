@@ -141,12 +141,12 @@ class Workspace:
 class BoundKernel:
     """The kernel for values of one dtype and fold; holds the memory it points to."""
 
-    __slots__ = ("_held", "_look", "_plan")
+    __slots__ = ("_look", "_plan", "_references")
 
     def __init__(self, look: Any, plan: _KernelPlan, tables: tuple[object, ...]) -> None:
         self._look = look
         self._plan = ctypes.addressof(plan)
-        self._held = (plan, tables)
+        self._references = (plan, tables)
 
     def look(self, address: int, into: Workspace) -> tuple[Any, ...] | None:
         """Look at the contiguous stored words at `address`: return low, high, mean, std, norm,
@@ -164,9 +164,9 @@ class Kernel:
         """Load the library. Raises OSError if that fails, AttributeError for another library."""
         self.path = path
         library = ctypes.CDLL(str(path))
-        self._alone: Any = library.rankscope_look
+        self._without_lock: Any = library.rankscope_look
         self._with_lock: Any = ctypes.PyDLL(str(path)).rankscope_look
-        for look in (self._alone, self._with_lock):
+        for look in (self._without_lock, self._with_lock):
             look.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
             look.restype = ctypes.c_int
         self._squares: Any = library.rankscope_squares_around
@@ -209,7 +209,7 @@ class Kernel:
             None if table is None else table.ctypes.data,
         )  # fmt: skip
         is_small = len(weights) * inner <= _MOST_WITH_LOCK
-        look = self._with_lock if is_small else self._alone
+        look = self._with_lock if is_small else self._without_lock
         return BoundKernel(look, plan, (factors, turned, batch, table))
 
 

@@ -77,17 +77,17 @@ class _Flags:
     """Booleans of one thread, searched as bytes: finding none is faster than counting."""
 
     def __init__(self) -> None:
-        self._held = bytearray(1 << 17)
-        self._array = np.frombuffer(self._held, dtype=np.bool_)
+        self._buffer = bytearray(1 << 17)
+        self._array = np.frombuffer(self._buffer, dtype=np.bool_)
 
     def count_zeros(self, flat: Floats) -> int:
         count = flat.size
         if count > self._array.size:
-            self._held = bytearray(count)
-            self._array = np.frombuffer(self._held, dtype=np.bool_)
+            self._buffer = bytearray(count)
+            self._array = np.frombuffer(self._buffer, dtype=np.bool_)
         is_zero = self._array[:count]
         np.equal(flat, 0, out=is_zero)
-        return 0 if self._held.find(1, 0, count) < 0 else int(np.count_nonzero(is_zero))
+        return 0 if self._buffer.find(1, 0, count) < 0 else int(np.count_nonzero(is_zero))
 
 
 def _measure(flat: Floats, width: int, flags: _Flags) -> _ValueBlock | None:

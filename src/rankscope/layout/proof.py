@@ -58,9 +58,9 @@ class SlotFacts:
     """In how many records of one slot all ranks along one axis held the same bytes (and not a
     constant), some did not, and no two did."""
 
-    same: int = 0
-    other: int = 0
-    apart: int = 0
+    equal: int = 0
+    unequal: int = 0
+    distinct: int = 0
 
 
 @dataclass(slots=True)
@@ -110,9 +110,9 @@ class ShownValues:
             if max(map(len, held_prints)) < 2 or any(None in line for line in held_prints):
                 continue
             is_same = all(len({*line}) == 1 for line in held_prints if line)
-            facts.same += is_same
-            facts.other += not is_same and not is_near(lines)
-            facts.apart += all(len({*line}) == len(line) for line in held_prints)
+            facts.equal += is_same
+            facts.unequal += not is_same and not is_near(lines)
+            facts.distinct += all(len({*line}) == len(line) for line in held_prints)
         if is_twin and prints and all(math.prod(shape) >= _FEWEST for shape in self.shapes[key]):
             self.twins.setdefault(tuple(sorted(prints.items())), {})[key] = None
 
@@ -147,8 +147,8 @@ class Proof:
         self.known: dict[tuple[SlotKey, str], Claim] = {**values.placed}
         self._refused: set[tuple[SlotKey, str]] = set()
         for (key, axis), facts in values.facts.items():
-            if facts.same and not facts.other:
-                text = f"the same bytes on all ranks in {facts.same} of {facts.same} records"
+            if facts.equal and not facts.unequal:
+                text = f"the same bytes on all ranks in {facts.equal} of {facts.equal} records"
                 self.say(key, axis, Claim(WHOLE, text))
         for axis in values.lines:
             for call in values.modules:
@@ -192,7 +192,7 @@ class Proof:
                 self._refused.add(place)
             return False
         facts = self.shown.facts.get(place)
-        if facts is None or (facts.other if claim.placement == WHOLE else facts.same):
+        if facts is None or (facts.unequal if claim.placement == WHOLE else facts.equal):
             return False
         self.known[place] = claim
         return True

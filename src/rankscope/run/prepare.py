@@ -278,7 +278,7 @@ class Collection:
     its own."""
 
     @classmethod
-    def asked(cls, setting: str, *, is_one_host: bool = True) -> Collection:
+    def of_setting(cls, setting: str, *, is_one_host: bool = True) -> Collection:
         """Return what the setting `collector` asks for; "" means whatever all hosts can reach."""
         return cls(setting or ("" if is_one_host else SHARED))
 
@@ -347,7 +347,7 @@ class PreparedRun:
     run_folder: Path
     collection: Collection
     announcement: str
-    made: Sequence[Path]
+    new_folders: Sequence[Path]
     undo: ExitStack
 
     def remove(self) -> None:
@@ -417,6 +417,6 @@ def prepare_run(
             run_folder=run_folder,
             collection=collection,
             announcement=announcement,
-            made=new_folders,
+            new_folders=new_folders,
             undo=undo.pop_all(),
         )

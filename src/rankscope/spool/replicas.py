@@ -52,20 +52,20 @@ class SettledPrefix:
 
     settled_to: int
     """Bytes of the replica that are settled; a record begins behind them."""
-    kept: bytes
+    payload: bytes
     late_records: int = 0
     """Records dropped because they came after their step had been written."""
 
     def __post_init__(self) -> None:
-        if self.settled_to % CELL_BYTES or len(self.kept) % CELL_BYTES:
-            raise ValueError(f"{len(self.kept)} bytes kept of {self.settled_to} are no whole cells")
-        if len(self.kept) > self.settled_to or bool(self.kept) != bool(self.settled_to):
-            raise ValueError(f"{len(self.kept)} bytes cannot stand for {self.settled_to}")
+        if self.settled_to % CELL_BYTES or len(self.payload) % CELL_BYTES:
+            raise ValueError(f"{len(self.payload)} bytes of {self.settled_to} are no whole cells")
+        if len(self.payload) > self.settled_to or bool(self.payload) != bool(self.settled_to):
+            raise ValueError(f"{len(self.payload)} bytes cannot stand for {self.settled_to}")
 
     @property
     def hidden_bytes(self) -> int:
         """Bytes of the stream that were let go."""
-        return self.settled_to - len(self.kept)
+        return self.settled_to - len(self.payload)
 
 
 NOTHING_SETTLED: Final = SettledPrefix(0, b"")
@@ -128,7 +128,7 @@ def write_settled(replica: Path, prefix: SettledPrefix) -> None:
     if prefix.settled_to < before:
         raise ValueError(f"{replica}: {before} bytes are settled, not {prefix.settled_to}")
     path = replica.with_suffix(SETTLED_SUFFIX)
-    payload = prefix.kept
+    payload = prefix.payload
     numbers = _NUMBERS.pack(
         _MAGIC, prefix.settled_to, len(payload), prefix.late_records, zlib.crc32(payload)
     )
@@ -155,15 +155,15 @@ def read_replica(
         with replica.open("rb") as file:
             lock_for_reading(file.fileno())
             prefix = read_settled(replica)
-            first = first_record(prefix.kept)
+            first = first_record(prefix.payload)
             if os.pread(file.fileno(), len(first), 0) != first:
                 raise SpoolError(f"{replica}: what is settled of it is of another stream")
             if os.fstat(file.fileno()).st_size <= prefix.settled_to:
-                return np.frombuffer(prefix.kept, np.uint8), prefix
+                return np.frombuffer(prefix.payload, np.uint8), prefix
             # the map has a descriptor of its own of this open file, and with it the lock
             data = np.memmap(file, np.uint8, "r").view(np.ndarray)[prefix.settled_to : end]
             if prefix.settled_to:
-                data = np.concatenate([np.frombuffer(prefix.kept, np.uint8), data])
+                data = np.concatenate([np.frombuffer(prefix.payload, np.uint8), data])
             return data, prefix
     except OSError as error:
         raise SpoolError(f"{replica}: cannot be read: {error.strerror}") from error

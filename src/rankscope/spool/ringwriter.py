@@ -1,7 +1,7 @@
 """The write side of a rank that holds its last steps back: a stream that lets go of its own begin.
 
 Two streams lie in one folder. The *ring* takes the records of steps, and with them the definitions
-that grow with the number of steps (shapes, collectives). The stream `kept` takes all that is never
+that grow with the number of steps (shapes, collectives). The *lasting stream* takes what is never
 let go: who this rank is, its modules, their first values.
 
 The ring is let go in *turns*. A turn is a run of steps that need no definition of an earlier turn:
@@ -68,7 +68,7 @@ class RingWriter(SpoolWriter):
         ring_bytes = limit_bytes // 2
         super().__init__(folder, limit_bytes=ring_bytes, segment_bytes=_SEGMENT_BYTES)
         try:
-            self.kept = SpoolWriter(
+            self.lasting_stream = SpoolWriter(
                 folder / KEPT_FOLDER, limit_bytes=limit_bytes // 8, segment_bytes=_SEGMENT_BYTES
             )
         except SpoolError:
@@ -128,8 +128,8 @@ class RingWriter(SpoolWriter):
     def close(self, reason: EndReason = EndReason.EXIT) -> None:
         """Write END in stream and ring; the ring's comes last, and says that all records
         are there."""
-        self.hand_on()  # an observer may have something to write in `kept`
-        self.kept.close(reason)
+        self.hand_on()  # an observer may have something to write in `lasting_stream`
+        self.lasting_stream.close(reason)
         super().close(reason)
 
     def _let_go(self) -> bool:
@@ -170,8 +170,6 @@ class RingWriter(SpoolWriter):
         return super()._roll_over()
 
     def _make_segment_free(self) -> None:
-        while (
-            len([segment for segment in self._kept if segment.exists()]) >= self._segments_allowed
-        ):
+        while sum(segment.exists() for segment in self._segments) >= self._segments_allowed:
             if not self._let_go():
                 return

@@ -71,7 +71,7 @@ class WriteLock:
 class Segment:
     """A mapped segment and how far it is filled. The writer alone moves `at`."""
 
-    __slots__ = ("_identity", "at", "data_end", "end", "index", "map", "path", "seen")
+    __slots__ = ("_identity", "at", "data_end", "end", "index", "map", "observed_bytes", "path")
 
     def __init__(self, folder: Path, index: int, size_bytes: int) -> None:
         """Make, preallocate and map segment `index`. Raises OSError where there is no space or
@@ -79,7 +79,7 @@ class Segment:
         self.index = index
         self.path = segment_path(folder, index)
         self.at = 0
-        self.seen = 0
+        self.observed_bytes = 0
         """Bytes that were handed to the observers."""
         self.end = size_bytes
         self.data_end = 0

@@ -195,14 +195,14 @@ class BlockCheck:
     """Takes blocks of cells while they are in the cache, and says which blocks are sound."""
 
     def __init__(self) -> None:
-        self._found: list[int] = []
+        self._checksums: list[int] = []
         self._stored: list[Words] = []
 
     def add(self, block: npt.NDArray[np.uint8], stored: Words) -> None:
         """Take the next block, at most CHECK_BLOCK cells, and the crcs stored in them."""
         # a shorter block is taken for one that begins with all-zero cells: they contribute nothing
         crc = _sound_zeros()[CHECK_BLOCK - len(block)]
-        self._found.append(zlib.crc32(np.ascontiguousarray(block).data, crc))
+        self._checksums.append(zlib.crc32(np.ascontiguousarray(block).data, crc))
         self._stored.append(stored)
 
     def first_damaged(self) -> int | None:
@@ -215,5 +215,5 @@ class BlockCheck:
         for power in _powers()[:levels]:
             sums = _times(power, sums[:, 0::2]) ^ sums[:, 1::2]
         expected = _times(_powers()[0], sums) ^ sums ^ np.uint32(_sound_zeros()[CHECK_BLOCK])
-        wrong = np.flatnonzero(expected.reshape(-1) != np.array(self._found, np.uint32))
+        wrong = np.flatnonzero(expected.reshape(-1) != np.array(self._checksums, np.uint32))
         return int(wrong[0]) if len(wrong) else None

@@ -165,7 +165,7 @@ class SpoolWriter:
         self.is_dropping = False
         self._records: dict[int, int] = {}
         """Records in each segment left behind, by its index, so that none is counted twice."""
-        self._kept: list[Segment] = []
+        self._segments: list[Segment] = []
         self._segment: Segment | Closed = CLOSED
         self.observers: list[Callable[[Records], None]] = []
         """Observers that `hand_on` hands the records, in batches."""
@@ -176,7 +176,7 @@ class SpoolWriter:
         try:
             first = first_segment(folder, self.segment_bytes)
             first.data_end = first.end - _LAST_WORDS_BYTES
-            self._segment, self._kept = first, [first]
+            self._segment, self._segments = first, [first]
         except SpoolError:
             self._lock.release()
             raise
@@ -272,9 +272,10 @@ class SpoolWriter:
         return True
 
     def _show(self, segment: Segment) -> None:
-        begin = segment.seen
+        begin = segment.observed_bytes
         cells = segment.cells(begin)
-        segment.seen = begin + cells.size  # now: nobody is handed again what an observer raised at
+        # at once: records at which an observer raised are not handed on again
+        segment.observed_bytes = begin + cells.size
         if len(cells):
             batch = records(cells, is_verified=True)
             for observer in self.observers:
@@ -416,15 +417,15 @@ class SpoolWriter:
     def _refresh_data_end(self) -> None:
         """Allow data up to the last words, or to the middle of the last segment allowed."""
         segment = self._segment
-        self._kept = [s for s in self._kept if s is segment or s.exists()]
-        is_last = len(self._kept) >= self._segments_allowed
+        self._segments = [s for s in self._segments if s is segment or s.exists()]
+        is_last = len(self._segments) >= self._segments_allowed
         middle = segment.end // 2 // CELL_BYTES * CELL_BYTES
         segment.data_end = middle if is_last else segment.end - _LAST_WORDS_BYTES
 
     def _roll_over(self) -> bool:
         old = self._segment
-        self._kept = [s for s in self._kept if s is old or s.exists()]
-        if not isinstance(old, Segment) or len(self._kept) >= self._segments_allowed:
+        self._segments = [s for s in self._segments if s is old or s.exists()]
+        if not isinstance(old, Segment) or len(self._segments) >= self._segments_allowed:
             return False
         try:
             new = Segment(self.folder, old.index + 1, self.segment_bytes)
@@ -436,7 +437,7 @@ class SpoolWriter:
             put(old, RecordKind.FILLER, bytes(unused_cells * PAYLOAD_BYTES))
         self._origin = self._origin or origin_of(old.map)
         put(new, RecordKind.FILLER, STAMP.pack(self._origin, new.index))
-        self._kept = [*(s for s in self._kept if s.index != new.index), new]
+        self._segments = [*(s for s in self._segments if s.index != new.index), new]
         self._segment = new
         if not self.is_dropping:
             self._refresh_data_end()
@@ -451,7 +452,7 @@ class SpoolWriter:
         """Retire every full segment still here: the last time may have been interrupted."""
         if self._retire is None:
             return
-        for full in self._kept[:-1]:
+        for full in self._segments[:-1]:
             with contextlib.suppress(OSError):  # of a full disk: asked again with the next segment
                 if full.exists():
                     self._retire(full.path, full.index * self.segment_bytes)

@@ -89,7 +89,7 @@ class CallStacks(threading.local):
 
     def __init__(self) -> None:
         self.frames: list[OpenCall] = []
-        self.ended: OpenCall | None = None
+        self.last_ended: OpenCall | None = None
         """The call whose global forward hook ran last; its own hooks may still be running."""
 
     def pop(self, module: nn.Module) -> list[OpenCall]:

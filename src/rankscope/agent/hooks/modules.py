@@ -220,7 +220,7 @@ class ModuleTable:
         self._paths = self._selected = paths
         self._infos: dict[int, tuple[weakref.ReferenceType[nn.Module], ModuleInfo]] = {}
         self._loose: dict[tuple[Root | None, str, type], ModuleInfo] = {}
-        self._most = _FEWEST_KEPT
+        self._prune_above = _FEWEST_KEPT
         self._paths_of_dead: set[str] = set()
         self.roots: list[Root] = []
         self.contained: list[tuple[Root, Root, str]] = []
@@ -331,20 +331,20 @@ class ModuleTable:
 
     def paths(self) -> set[str]:
         """Return the canonical paths of all modules seen."""
-        return self._paths_of_dead | {info.path for _, info in self._known()}
+        return self._paths_of_dead | {info.path for _, info in self._living()}
 
     def unsynced_parameters(self) -> frozenset[int]:
         """Return the identities of the parameters whose gradients are not to be reduced now."""
         return frozenset(
             id(parameter)
-            for reference, _ in self._known()
+            for reference, _ in self._living()
             if (module := reference()) is not None and is_sync_off(module)
             for parameter in parameters_of_module(module)
         )
 
     def with_wrappers(self, root: Root) -> list[nn.Module]:
         """Return the known modules of a root, wrappers among them."""
-        modules = (module() for module, info in self._known() if info.root is root)
+        modules = (module() for module, info in self._living() if info.root is root)
         return [module for module in modules if module is not None]
 
     def with_hooks(self, root: Root) -> list[nn.Module]:
@@ -391,10 +391,10 @@ class ModuleTable:
         selected = (*self._paths, *paths)
         if selected != self._selected:
             self._selected = selected
-            for info in (*(info for _, info in self._known()), *self._loose.values()):
+            for info in (*(info for _, info in self._living()), *self._loose.values()):
                 info.is_selected = self._is_selected(info.path)
 
-    def _known(self) -> list[tuple[weakref.ReferenceType[nn.Module], ModuleInfo]]:
+    def _living(self) -> list[tuple[weakref.ReferenceType[nn.Module], ModuleInfo]]:
         return [*self._infos.values()]  # at once: another thread may add to them
 
     def _is_selected(self, path: str) -> bool:
@@ -477,9 +477,9 @@ class ModuleTable:
 
     def _keep(self, module: nn.Module, info: ModuleInfo) -> None:
         self._infos[id(module)] = weakref.ref(module), info
-        if len(self._infos) > self._most:
+        if len(self._infos) > self._prune_above:
             self.forget_dead()
-            self._most = max(_FEWEST_KEPT, 2 * len(self._infos))
+            self._prune_above = max(_FEWEST_KEPT, 2 * len(self._infos))
 
     def forget_dead(self) -> None:
         """Forget modules that are gone: a program may make new ones in every step."""

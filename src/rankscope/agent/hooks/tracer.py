@@ -163,7 +163,7 @@ class Tracer:
             self.nodes.end(frame)
         if len(result) == 1:
             self.raised(sys.exc_info()[1])
-        stacks.ended = frame if is_hooked and len(result) == 2 else None
+        stacks.last_ended = frame if is_hooked and len(result) == 2 else None
         if not frame.is_recorded or frame.sequence is None:
             return
         if len(result) == 1:
@@ -184,7 +184,7 @@ class Tracer:
         """Say of the call that ended last that it raised, where one of its own forward hooks did.
         It has been written as one that returned: our hook behind those never ran. The traceback
         tells it from a hook whose exception the program has caught."""
-        frame, self._stacks.ended = self._stacks.ended, None
+        frame, self._stacks.last_ended = self._stacks.last_ended, None
         if error is None or frame is None or not frame.is_recorded or frame.sequence is None:
             return
         if has_left(error, frame.module):
@@ -200,7 +200,7 @@ class Tracer:
 
     def own_output_hook(self, module: nn.Module, args: object, output: object) -> None:
         """Instance forward hook behind a module's own hooks: what the caller really gets."""
-        frame, self._stacks.ended = self._stacks.ended, None
+        frame, self._stacks.last_ended = self._stacks.last_ended, None
         if frame is None or frame.module is not module:
             return
         if self.nodes is not None:
@@ -245,12 +245,12 @@ class Tracer:
         self._call_values.end_step()
         self._compiled_in_place.clear()
         self._scopes.clear()
-        self._stacks.ended = None
+        self._stacks.last_ended = None
 
     def frame_around(self) -> OpenCall | None:
         """Return the innermost module call around this thread, the module's own hooks included."""
         stacks = self._stacks
-        ended = stacks.ended
+        ended = stacks.last_ended
         if ended is not None and self._hooks.stands_behind_outputs_of(ended.module):
             return ended
         return stacks.frames[-1] if stacks.frames else None

@@ -40,7 +40,7 @@ class StandIns:
         self._restores: dict[tuple[int, str], Callable[[], None]] = {}
         self.is_on = False
 
-    def put(self, owner: Any, name: str, around: Callable[[_Function], _Function]) -> None:
+    def replace(self, owner: Any, name: str, around: Callable[[_Function], _Function]) -> None:
         """Replace a function by `around(original)`, once, if this torch has it."""
         attribute = vars(owner).get(name)
         if attribute is None or (id(owner), name) in self._restores:
@@ -92,7 +92,7 @@ class OptimizerSearch(StandIns):
 
     def __init__(self, guard: Guard) -> None:
         super().__init__()
-        self._found = OptimizersById()
+        self._optimizers = OptimizersById()
         self._made = guard.hook(self.saw)
         self._may_have_missed = False
         """An optimizer may be alive that was made before `put_on`."""
@@ -103,7 +103,7 @@ class OptimizerSearch(StandIns):
             return
         self._may_have_missed = any(_has_been_made(cls) for cls in _optimizer_classes())
         for name in _MAKING:
-            self.put(torch.optim.Optimizer, name, self._around)
+            self.replace(torch.optim.Optimizer, name, self._around)
 
     def _around(self, original: Callable[..., None]) -> Callable[..., None]:
         def making(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -114,15 +114,15 @@ class OptimizerSearch(StandIns):
         return making
 
     def __contains__(self, optimizer: torch.optim.Optimizer) -> bool:
-        return self._found.get(id(optimizer)) is optimizer
+        return self._optimizers.get(id(optimizer)) is optimizer
 
     def exists(self) -> bool:
         """True where an optimizer is alive."""
-        return len(self._found) > 0 or self._finds_earlier()
+        return len(self._optimizers) > 0 or self._finds_earlier()
 
     def saw(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember an optimizer that steps: its class may not call torch's constructor."""
-        self._found[id(optimizer)] = optimizer
+        self._optimizers[id(optimizer)] = optimizer
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Yield the parameters of every optimizer found so far."""
@@ -130,7 +130,7 @@ class OptimizerSearch(StandIns):
             yield from parameters_of(optimizer)
 
     def _alive(self) -> list[torch.optim.Optimizer]:
-        references = self._found.valuerefs()  # at once: another thread may make one
+        references = self._optimizers.valuerefs()  # at once: another thread may make one
         return [optimizer for reference in references if (optimizer := reference()) is not None]
 
     def holder_of(self, parameters: frozenset[int]) -> torch.optim.Optimizer | None:
@@ -164,11 +164,11 @@ class OptimizerSearch(StandIns):
         # every object refers to its class: the collector finds the objects of a few classes without
         # handing over all others. By type, since to ask a proxy for its __class__ may import a
         # module, or warn.
-        count = len(self._found)
+        count = len(self._optimizers)
         for candidate in gc.get_referrers(*classes):
             if any(type(candidate) is cls for cls in classes):
                 self.saw(candidate)
-        return len(self._found) > count
+        return len(self._optimizers) > count
 
 
 def _optimizer_classes(top: type = torch.optim.Optimizer) -> Iterator[type]:
@@ -220,7 +220,7 @@ class ScalerWatch(StandIns):
 
     def put_on(self) -> None:
         """Stand in `GradScaler.step`."""
-        self.put(GradScaler, "step", self._around)
+        self.replace(GradScaler, "step", self._around)
 
     def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(
@@ -287,7 +287,7 @@ class ScheduleWatch(StandIns):
         codes = (getattr(vars(cls)["step"], "__code__", None) for cls in classes)
         step_codes = frozenset(code for code in codes if code is not None)
         for cls in classes:
-            self.put(cls, "step", self._around)
+            self.replace(cls, "step", self._around)
         frame = next((frame for frame in frames_here() if frame.f_code in step_codes), None)
         if frame is not None:  # the first run of all: it has brought us here
             self._run, self._codes = next(self._numbers), step_codes

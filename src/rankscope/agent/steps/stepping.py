@@ -173,7 +173,7 @@ class Stepping:
         self.sides.frozen = None
         self._hidden.root_was_seen()
         self._updates.training_threads.add(threading.get_ident())
-        if tick.opened:
+        if tick.opens_step:
             self._begin_train(tick.step)
         if machine.traced_train is None:
             return None
@@ -192,7 +192,7 @@ class Stepping:
 
     def _eval_forward(self, tick: Tick, root: Root) -> Scope | None:
         machine = self.machine
-        if tick.opened:
+        if tick.opens_step:
             self._end_eval()
             if self._is_traced(Mode.EVAL, tick.step):
                 self._turn_on(Mode.EVAL, tick.step)

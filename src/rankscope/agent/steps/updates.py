@@ -53,7 +53,7 @@ class Updates:
         self.training_threads: set[int] = set()
         self._count = 0
         """Optimizer steps of this step so far, skipped and failed ones included."""
-        self._running = ""
+        self._running_class = ""
         """Class of the optimizer whose step (without a closure) has begun and not ended."""
         self._noted: set[Note] = set()
         self._options: set[Note] = set()
@@ -85,13 +85,13 @@ class Updates:
         if has_closure:
             self.accumulated.forget()
         else:
-            self._running = type(optimizer).__name__
+            self._running_class = type(optimizer).__name__
             self._count += 1
             self._gradients(optimizer, step)
 
     def ends(self, optimizer: torch.optim.Optimizer, step: int, *, has_closure: bool) -> None:
         """Record parameters after an outermost optimizer step."""
-        self._running = ""
+        self._running_class = ""
         if has_closure:
             self._count += 1
             self._gradients(optimizer, step)
@@ -155,10 +155,10 @@ class Updates:
         as_left = self._events.gradients(
             step, self._count - 1, concerned, flags=flags, unheld=holdings.unheld,
             carried=self._carried, unsynced=self.accumulated.unsynced,
-            left=self.accumulated.left(),
+            left=self.accumulated.left_gradients(),
             extras=scaling_of(optimizer),
         )  # fmt: skip
-        self.accumulated.taken(step, as_left)
+        self.accumulated.write_untaken(step, as_left)
 
     def _holdings(self, optimizer: torch.optim.Optimizer) -> Holdings:
         parameters = frozenset(map(id, self._events.table.parameters()))
@@ -168,9 +168,9 @@ class Updates:
         return holdings
 
     def _note_raised(self, step: int) -> None:
-        if self._running:
-            self._note(step, Note.of(NoteKind.OPTIMIZER_RAISED, optimizer=self._running))
-            self._running = ""
+        if self._running_class:
+            self._note(step, Note.of(NoteKind.OPTIMIZER_RAISED, optimizer=self._running_class))
+            self._running_class = ""
 
     def _note_options(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         note = _describe_options(optimizer)

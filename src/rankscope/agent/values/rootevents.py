@@ -214,7 +214,8 @@ class RootEvents:
             else:
                 is_as_left = self.values.read(
                     tensor, sequence, info.path, slot, event.phase,
-                    flags=flags, samples=False, earlier=event.left.get(owner) if owner else None,
+                    flags=flags, samples=False,
+                    earlier=event.left_gradients.get(owner) if owner else None,
                 )  # fmt: skip
             if as_left is not None and owner:
                 as_left[owner] = is_as_left
@@ -282,7 +283,7 @@ class _Event:
     chosen: frozenset[int] | None = None
     marks: tuple[tuple[frozenset[int], int], ...] = ()
     """Parameters by identity, and the flag that their gradients get."""
-    left: Mapping[int, HeldValue] = field(default_factory=dict)
+    left_gradients: Mapping[int, HeldValue] = field(default_factory=dict)
     extras: tuple[tuple[str, torch.Tensor], ...] = ()
 
 

@@ -129,7 +129,7 @@ class DeviceValues:
         self._digesters: dict[torch.device, DeviceDigester] = {}
         self._remarks: list[str] = []
         self._uncompiled: set[str] = set()  # architectures: their compiler runs beside the job
-        self._told: set[torch.device] = set()
+        self._reported_devices: set[torch.device] = set()
         self._places: dict[tuple[torch.device, int], ValuePlace | HeldValue] = {}
 
     def read(self, local: torch.Tensor, place: ValuePlace | HeldValue, *, samples: bool) -> bool:
@@ -171,8 +171,8 @@ class DeviceValues:
         """Return in words which devices failed and which fused kernels are not used, each once."""
         with self._lock:
             failed = [d for d, digester in self._digesters.items() if digester.failure]
-            new = [device for device in failed if device not in self._told]
-            self._told.update(new)
+            new = [device for device in failed if device not in self._reported_devices]
+            self._reported_devices.update(new)
             failures = [f"no digest came back from {d}: {self._digesters[d].failure}" for d in new]
             remarks, self._remarks = self._remarks, []
             return remarks + failures
@@ -234,7 +234,7 @@ class ValueReader:
         self._digests = settings.digest == "full"
         self._describer = describer
         self._globs = None if settings.slots == ("*",) else settings.slots
-        self._wanted: dict[str, bool] = {}
+        self._choices: dict[str, bool] = {}
         self._digester = Digester(settings.batch_dim)
         self._on_devices = DeviceValues(settings.batch_dim)
         self.in_flight = InFlight()
@@ -258,9 +258,9 @@ class ValueReader:
         """True where the setting `slots` takes this slot."""
         if self._globs is None:
             return True
-        is_taken = self._wanted.get(slot)
+        is_taken = self._choices.get(slot)
         if is_taken is None:
-            is_taken = self._wanted[slot] = any(slot_matches(glob, slot) for glob in self._globs)
+            is_taken = self._choices[slot] = any(slot_matches(glob, slot) for glob in self._globs)
         return is_taken
 
     def read(

@@ -108,7 +108,7 @@ class DeviceDigester:
         self._tell = tell
         self._forms: dict[object, _DeviceForm] = {}
         self._table_bytes = 0
-        self._asked: set[ReadVariant] = set()
+        self._requested: set[ReadVariant] = set()
         self._distrusted: set[ReadVariant] = set()
         self._buffers: dict[Any, _Buffer] = {}
         self._flights: deque[_RowsInTransfer] = deque()
@@ -138,8 +138,8 @@ class DeviceDigester:
             buffer.used += form.size
             if variant is None:
                 self._fill(form, buffer, start, local)
-            elif variant not in self._asked:
-                self._asked.add(variant)
+            elif variant not in self._requested:
+                self._requested.add(variant)
                 proof = buffer.used
                 buffer.used += form.size
                 self._fill(form, buffer, proof, local)

@@ -185,7 +185,7 @@ class FusedReader:
         self._find = find
         self._loaded: dict[ReadVariant | CombineVariant, LoadedKernel] = {}
         self._scratch: dict[Any, _PartialResults] = {}
-        self._missing: set[ReadVariant | CombineVariant] = set()
+        self._missing_variants: set[ReadVariant | CombineVariant] = set()
 
     def make_form(
         self,
@@ -255,8 +255,8 @@ class FusedReader:
 
     def has_news(self) -> bool:
         """True, once, when a missing kernel has become available."""
-        arrived = {variant for variant in self._missing if self._find(variant) is not None}
-        self._missing -= arrived
+        arrived = {variant for variant in self._missing_variants if self._find(variant) is not None}
+        self._missing_variants -= arrived
         return bool(arrived)
 
     def _kernel(self, variant: ReadVariant | CombineVariant) -> LoadedKernel | None:
@@ -264,7 +264,7 @@ class FusedReader:
         if kernel is None:
             image = self._find(variant)
             if image is None:
-                self._missing.add(variant)
+                self._missing_variants.add(variant)
                 return None
             kernel = self._loaded[variant] = self._driver.load(image)
         return kernel

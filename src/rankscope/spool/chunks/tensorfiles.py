@@ -88,7 +88,7 @@ class TensorFiles:
         self._folder = folder
         self._records = records or {}
         self._unopened: dict[StreamId, list[int]] = {}
-        self._opened: dict[StreamId, list[_Chunk]] = {}
+        self._open_chunks: dict[StreamId, list[_Chunk]] = {}
         self._problems: dict[Path, str] = {}
 
     def streams(self) -> list[StreamId]:
@@ -107,7 +107,7 @@ class TensorFiles:
         folder = chunk_folder(self._folder, stream)
         wrong = [text for path, text in self._problems.items() if path.parent == folder]
         reason = "; ".join(wrong) or (
-            f"none of the {len(self._opened[stream])} chunks in {folder} has it"
+            f"none of the {len(self._open_chunks[stream])} chunks in {folder} has it"
             if folder.is_dir()
             else f"there is no {folder}: copy it from where the trace was made"
         )
@@ -127,7 +127,7 @@ class TensorFiles:
 
     def _chunks(self, stream: StreamId) -> Iterator[_Chunk]:
         folder = chunk_folder(self._folder, stream)
-        opened = self._opened.setdefault(stream, [])
+        opened = self._open_chunks.setdefault(stream, [])
         yield from [*opened]
         if stream not in self._unopened:
             try:

@@ -175,7 +175,7 @@ class ChunkWriter:
             assert self._file is not None  # made by `_next_chunk`
             number = self._file.check()
             self._reserve(number, self._data_start + begin + nbytes)
-            written, digest = self._put(number, pieces, self._data_start + begin, checksum)
+            written, digest = self._write_pieces(number, pieces, self._data_start + begin, checksum)
         except OSError as error:
             raise self._give_up(error) from error
         if written != nbytes:
@@ -225,7 +225,7 @@ class ChunkWriter:
             ahead = sys.maxsize
         self._reserved_end = end + max(ahead, 0)
 
-    def _put(
+    def _write_pieces(
         self, number: int, pieces: Iterable[ByteArray], at: int, checksum: int | None
     ) -> tuple[int, int]:
         start = at
