@@ -101,7 +101,7 @@ def _settings(keywords: Mapping[str, object]) -> Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnParts:
-    """Parts of a caller who reads the block's records, so that no tree is built."""
+    """Parts from a caller that takes the block's records itself, so that no tree is built."""
 
     options: CallOptions
     """Options for calls, beyond the settings."""

@@ -86,7 +86,7 @@ class Accelerator:
 
     def host_memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return host memory for `copy_to_host`, pinned if the device writes to it asynchronously.
-        Raises RuntimeError if there is none."""
+        Raises RuntimeError if none is left."""
         if not is_host(self._device) and self._event is not None:
             # a backend that pins nothing refuses: its copies block
             with contextlib.suppress(NotImplementedError):

@@ -85,8 +85,8 @@ UNFOLDED_FLAGS: Final = int(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digest:
     """The numbers kept for a value instead of its bytes (`rankscope.record.statistics`). Statistics
-    are over the finite elements. `min`, `max` and `mean` are NaN where there is none, `std`
-    (divisor n - 1, as in torch) where there are fewer than two; l2 is then 0."""
+    are over the finite elements. Without one, `min`, `max` and `mean` are NaN and l2 is 0; with
+    fewer than two, `std` (divisor n - 1, as in torch) is NaN."""
 
     count: int
     """Elements, finite or not. A complex element counts as two, real and imaginary part."""

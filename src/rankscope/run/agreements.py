@@ -208,7 +208,7 @@ def agree(folder: Path, name: str, text: str) -> str:
 
 
 def agreed_text(folder: Path, name: str) -> str | None:
-    """Return the text under this name, None if there is none."""
+    """Return the text under this name, None before any was put there."""
     try:
         return os.readlink(folder / name)
     except OSError:

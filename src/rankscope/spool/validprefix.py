@@ -6,7 +6,7 @@ reads past the first cell that fails: behind it may be a record half written, or
 CRC-32 is linear over GF(2), which saves a Python loop over the cells of sound streams. The crc of a
 whole block of cells, stored crcs included, is one call of zlib; what it has to be follows from the
 stored crcs alone. Let Z append 64 zero bytes to the input of a crc, s_i be the stored crc of cell
-i, and d_i what it differs by from the crc of 60 zero bytes. The block's crc then differs from that
+i, and d_i its difference from the crc of 60 zero bytes. The block's crc then differs from that
 of a block of all-zero sound cells by
 
     (Z + 1) (Z^(n-1) d_0 + Z^(n-2) d_1 + ... + d_(n-1))
