@@ -223,8 +223,7 @@ class RankBlock:
         )
 
     def finish(self) -> None:
-        """Close the spool and build the tree; a failure is said, and the records stay where they
-        are."""
+        """Close the spool and build the tree; a failure is reported, and the records stay."""
         if (error := attempt(self._finish)) is not None:
             attempt(self._say_unfinished, error)
 

@@ -32,8 +32,7 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that `256M`, `1.5GiB` or `4096` mean (powers of 1024); SettingError: no
-    size."""
+    """Return the bytes of `256M`, `1.5GiB` or `4096` (powers of 1024). Raises SettingError."""
     match = _SIZE.match(text.strip())
     if not match:
         raise SettingError(f"{text!r} is not a size: write 256M, 1.5G or a number of bytes")

@@ -101,8 +101,7 @@ def find_agents_store() -> Store | None:
 
 
 def agree(store: Store, key: str, value: str) -> str:
-    """Return what the first process of the job to ask said under this key. Raises SpoolError where
-    the store does not answer."""
+    """Return the first text put under this key. Raises SpoolError if the store does not answer."""
     return _compared(store, key, "", value) or value
 
 
@@ -359,8 +358,7 @@ def has_companion(run_folder: Path) -> bool:
 
 
 def restart_companion(run_folder: Path) -> bool:
-    """Restart a companion that was killed: it continues from the records. False if it
-    cannot start."""
+    """Restart a companion that was killed; it continues from the records. False on failure."""
     try:
         _start(run_folder, read_run_header(run_folder).out / COLLECTOR_LOG_NAME)
     except SpoolError as error:

@@ -84,8 +84,7 @@ def has_left(error: BaseException, module: torch.nn.Module) -> bool:
 
 
 def raise_site(trace: TracebackType | None) -> str:
-    """Return `file.py:12 function` of the innermost line that an exception left, if possible of the
-    program."""
+    """Return `file.py:12 function` of the innermost line, if possible of the program."""
     program_line = installed = ""
     for frame, number in walk_tb(trace):
         name = frame.f_code.co_filename

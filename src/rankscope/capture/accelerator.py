@@ -28,14 +28,12 @@ _MOST_PAUSE_S: Final = 0.002
 
 
 class HostCopy(NamedTuple):
-    """A copy to the host that may be on its way; `is_done` raises RuntimeError on a device in
-    error."""
+    """A copy to the host; `is_done` raises RuntimeError on a device in error."""
 
     is_done: Callable[[], bool]
 
     def wait(self) -> None:
-        """Wait for the device, as long as a working one needs. Raises RuntimeError where the device
-        is in error; TimeoutError: it stands still."""
+        """Wait. Raises RuntimeError if the device is in error, TimeoutError if it stands still."""
         deadline, pause = time.monotonic() + _MOST_WAIT_S, 0.0001
         while not self.is_done():
             if time.monotonic() > deadline:

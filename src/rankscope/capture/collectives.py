@@ -148,8 +148,7 @@ def read_method(
     groups: Groups,
     where: CallOrigin,
 ) -> IssuedCall:
-    """Return what a call of a process group's method, one of METHODS, says; `args` follow the
-    group."""
+    """Return the call of a process group's method (METHODS); `args` follow the group."""
     form = METHODS[name]
     arguments = [*args, *(kwargs[key] for key in form.names[len(args) :] if key in kwargs)]
     # a single tensor in place of a list of them comes under another keyword
@@ -199,8 +198,7 @@ _REDUCING: Final = frozenset(op for op, facts in OPS.items() if "reduce" in fact
 def read_functional(
     op: str, args: Sequence[Any], kwargs: dict[str, Any], groups: Groups, where: CallOrigin
 ) -> IssuedCall:
-    """Return what a call of a functional collective's operator says; `op` is a word of
-    FUNCTIONAL's."""
+    """Return the call of a functional collective's operator `op`, a key of FUNCTIONAL."""
     arguments = [*args, *kwargs.values()]
     texts = [value for value in arguments if isinstance(value, str)]
     group_kinds = (str, torch.distributed.ProcessGroup)

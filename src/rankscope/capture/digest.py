@@ -38,8 +38,7 @@ _MOST_REMEMBERED: Final = 1 << 16
 
 
 class _RememberedTensor(NamedTuple):
-    """What is remembered of a tensor by its identity; the address is 0 where it was not read in
-    place."""
+    """Last reading of a tensor, by its identity; the address is 0 if it was not read in place."""
 
     address: int
     version: int

@@ -94,8 +94,7 @@ class FoldSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldPlan:
-    """How values of one shape, layout and dtype are folded; the batch dim is None without
-    samples."""
+    """Plan for values of one shape, layout and dtype; the batch dim is None without samples."""
 
     count: int
     shape: tuple[int, ...]

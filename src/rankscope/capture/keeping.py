@@ -95,8 +95,8 @@ class DeviceStaging:
     """Carries tensors of one device to the host. For one thread at a time."""
 
     def __init__(self, device: torch.device, limit_bytes: int) -> None:
-        """Prepare; at most `limit_bytes` are held, in the ring (made with the first tensor) and on
-        the device."""
+        """Hold at most `limit_bytes`, in the ring (made with the first tensor) and on the
+        device."""
         self._device = device
         self._accelerator = Accelerator(device)
         self._limit_bytes = limit_bytes - limit_bytes % _ALIGNMENT

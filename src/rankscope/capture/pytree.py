@@ -135,8 +135,7 @@ def _of_data(data: Any) -> Leaves | None:
 
 
 def _stored(value: object, name: str) -> object:
-    """Return what is stored under a name: in the object itself, a slot, or as its class's default;
-    None where it would have to be computed."""
+    """Return a value stored in the object, a slot or its class; None if it would be computed."""
     try:
         attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:  # slots only
@@ -350,8 +349,7 @@ def _items(slot: str, value: dict[object, object], say: Say, path: list[int]) ->
 
 
 def _text_of_key(key: object, name: str) -> str:
-    """Return what a key of a dict is written as: a tuple as Python writes it, else its name in
-    slots."""
+    """Return the text of a dict's key: a tuple as Python writes it, else its name in slots."""
     is_plain = type(key) is tuple and all(is_plain_text(type(part)) for part in key)
     text = repr(key) if is_plain else name
     return text if len(text) <= _MOST_KEY else name

@@ -120,8 +120,7 @@ class HeldParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisFacts:
-    """What a trace shows about one axis; `use` is None if parameters are neither equal nor cut
-    along it."""
+    """Facts about one axis; `use` is None if parameters are neither equal nor cut along it."""
 
     axis: str
     use: AxisUse | None

@@ -75,8 +75,7 @@ class LayoutFile:
 
     @classmethod
     def load(cls, path: Path) -> LayoutFile:
-        """Read a file. Raises LayoutError with the place if it is unreadable or says something
-        wrong."""
+        """Read a file. Raises LayoutError with the place of the fault."""
         trouble = os_errors_as(LayoutError, f"layout file {path}: cannot be read")
         with trouble, path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
@@ -90,8 +89,7 @@ class LayoutFile:
 
     @classmethod
     def parse(cls, text: str, name: str = "layout") -> LayoutFile:
-        """Read a file's text. Raises LayoutError where it does not say what it should; names the
-        entry."""
+        """Read a file's text. Raises LayoutError with the name of the faulty entry."""
         try:
             content = tomllib.loads(text)
         except (ValueError, RecursionError) as error:  # its own error is a ValueError

@@ -140,8 +140,7 @@ class Placement:
 
     @property
     def is_composable(self) -> bool:
-        """True where digests of the pieces give that of the whole (sum and avg partials
-        included)."""
+        """True if digests of the pieces give that of the whole (also for sums and averages)."""
         if self.pieces is PieceKind.SUMMANDS:
             return self.reduce_op in ("sum", "avg")
         return self.pieces is not PieceKind.UNKNOWN
@@ -223,8 +222,7 @@ class Mesh:
         return zip(itertools.product(*map(range, self.shape)), self.ranks)
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Return the position of a global rank on every axis, None where the mesh lacks the
-        rank."""
+        """Return the position of a global rank on every axis, None for a rank outside the mesh."""
         if rank not in self.ranks:
             return None
         flat, position = self.ranks.index(rank), []

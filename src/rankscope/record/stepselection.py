@@ -61,8 +61,7 @@ class StepSelection:
         return not trigger.value.option or any(self.given[trigger])
 
     def check(self, *, keeps_tensors: bool, keeps_numbers: bool, spool_bytes: int) -> None:
-        """Refuse what cannot be held back, or not be watched. Raises SettingError: names the
-        setting that does not fit."""
+        """Raise SettingError, with the setting's name, for steps that cannot be held or watched."""
         if self.last and keeps_tensors:
             raise SettingError(
                 "steps: full tensors are not held back, they would fill the disk: leave "
@@ -132,8 +131,7 @@ class StepSelection:
 
 
 def rank_ranges(text: str) -> tuple[tuple[int, int], ...]:
-    """Return the inclusive ranges of `0-3,8`. Raises SettingError where the text is something else;
-    names the setting."""
+    """Return the inclusive ranges of `0-3,8`. Raises SettingError for any other text."""
     remedy = "write ranks as 0-3,8 or all"
     return tuple(_range("a rank", part.strip(), remedy) for part in text.split(","))
 

@@ -210,8 +210,8 @@ class ModuleName:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> ModuleName:
-        """Return the name of `as_fields`, without a path. Raises KeyError, TypeError, ValueError:
-        the fields are not those of one."""
+        """Return the name of `as_fields`, without a path. Raises KeyError, TypeError or
+        ValueError."""
         return cls(
             path="",
             raw_path=str(fields["raw_path"]),

@@ -57,8 +57,7 @@ def free_place(out: Path, *, is_folder: bool = False, is_forced: bool = False) -
 
 
 def new_file(path: Path) -> BinaryIO:
-    """Make a file for this user alone (0600), as all of a trace is, and open it; raise OSError
-    where something has its name."""
+    """Make and open a file for this user alone (0600). Raises OSError if the name is taken."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, 0o600), "wb")
 
@@ -140,8 +139,7 @@ def check_folder_found(path: Path, option: str = "--rs-out") -> None:
 
 
 def own_subfolder(path: Path) -> Path:
-    """Make a folder (0700) in one of ours, or take it; raise OSError for a link or another
-    user's."""
+    """Make a folder (0700) or take our own. Raises OSError for links and other users' folders."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     status = path.lstat()

@@ -196,8 +196,7 @@ def _shown(value: Any) -> str:
 
 
 def unpack_map(packed: bytes) -> dict[str, Any]:
-    """Decode one msgpack map with text keys, no extension types. Raises SpoolError for anything
-    else."""
+    """Decode one msgpack map: text keys, no extension types. Raises SpoolError for others."""
     size = len(packed)
     lengths = dict.fromkeys(("str", "bin", "array", "map"), size) | {"ext": 0}
     limits = {f"max_{kind}_len": limit for kind, limit in lengths.items()}

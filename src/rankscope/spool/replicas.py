@@ -72,8 +72,7 @@ NOTHING_SETTLED: Final = SettledPrefix(0, b"")
 
 
 def read_settled(replica: Path) -> SettledPrefix:
-    """Return the settled begin of a replica. Raises SpoolError if its file is unreadable or
-    damaged."""
+    """Return the settled begin of a replica. Raises SpoolError if unreadable or damaged."""
     parts = _read(replica)
     if parts is None:
         return NOTHING_SETTLED

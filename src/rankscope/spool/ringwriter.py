@@ -126,8 +126,7 @@ class RingWriter(SpoolWriter):
         return is_new
 
     def close(self, reason: EndReason = EndReason.EXIT) -> None:
-        """Write END in stream and ring; the ring's comes last, and says that all records
-        are there."""
+        """Write END in both streams; the ring's, written last, says that all records are there."""
         self.hand_on()  # an observer may have something to write in `lasting_stream`
         self.lasting_stream.close(reason)
         super().close(reason)

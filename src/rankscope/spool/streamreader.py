@@ -41,8 +41,7 @@ class StreamReader:
 
     @property
     def segment_bytes(self) -> int:
-        """Size of every segment of this stream; 0 while none exists. Raises SpoolError where a size
-        is no multiple of a cell."""
+        """Size of every segment, 0 without one. Raises SpoolError for parts of a cell."""
         if not self._segment_bytes:
             for index in segment_indexes(self.folder):
                 try:

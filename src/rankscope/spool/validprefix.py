@@ -54,8 +54,7 @@ _LEFT_SHIFT = 16
 
 
 def committed_heads(cells: Cells) -> Heads:
-    """Return the heads (kind, flags, left) of the whole valid records with which these cells begin,
-    [N, 64] from a record boundary on."""
+    """Return the heads (kind, flags, left) of the valid records at the begin of cells [N, 64]."""
     check = BlockCheck()
     heads = np.empty(len(cells), np.uint32)
     end, before = 0, np.uint32(0)

@@ -311,7 +311,7 @@ class SpoolWriter:
         self._lock.release()
 
     def _repair(self) -> None:
-        """Go on behind a write that an exception left: over its record if whole, as it may be sent
+        """Go on behind a write that an exception interrupted; a whole record may be sent
         already."""
         self._is_half_done = False
         segment = self._segment

@@ -96,8 +96,7 @@ def _qualified(cls: type) -> str:
 
 
 def wrapper_of(module: nn.Module) -> tuple[str, str] | None:
-    """Return a wrapper's attribute for the wrapped module, and the trace's word; None for
-    others."""
+    """Return a wrapper's attribute for the wrapped module and the trace's word, or None."""
     cls = type(module)
     if cls not in _wrappers:
         wrappers = (_WRAPPED_ATTRIBUTE.get(_qualified(base)) for base in cls.__mro__)

@@ -58,8 +58,7 @@ class _DeviceForm:
 
 
 class _Ticket(NamedTuple):
-    """Where the rows of a value lie: that of the fused kernel `variant`, and, where its proof is
-    due, that of torch operations."""
+    """Places of a value's rows: of the fused kernel `variant`, and of its proof if one is due."""
 
     number: int
     plan: FoldPlan

@@ -66,8 +66,7 @@ class LoadedKernel:
 
 
 class BoundLaunch:
-    """Launches of one kernel over one grid, with the numbers that its ctypes arguments then
-    have."""
+    """Launches of one kernel over one grid; the numbers are its ctypes arguments."""
 
     __slots__ = ("_arguments", "_before", "_call", "_name", "_pointers")
 
@@ -140,8 +139,7 @@ class _PartialResults:
 
     @property
     def numbers(self) -> int:
-        """Address of the floating-point results: like `counts` a multiple of 16, for any
-        `programs`."""
+        """Address of the floating-point results, a multiple of 16 like that of `counts`."""
         return self.memory.data_ptr() + 8 * COUNTS * self.programs
 
 

@@ -111,8 +111,7 @@ class OperationsForm:
         return folds + self.row_keys.nbytes + self.column_keys.nbytes
 
     def fill(self, row: torch.Tensor, local: torch.Tensor) -> None:
-        """Enqueue what computes the row of a non-empty value (`resultrow`); nothing
-        synchronizes."""
+        """Enqueue the row of a non-empty value (`resultrow`), without synchronizing."""
         memory = local.detach().resolve_conj().resolve_neg()
         if memory.is_complex():
             memory = torch.view_as_real(memory)
@@ -214,7 +213,7 @@ def _table(accelerator: Accelerator, array: npt.NDArray[np.float64]) -> torch.Te
 
 
 def _boxes(plan: FoldPlan) -> list[FoldSegment]:
-    """Return boxes that cover one sample of a tensor, or the whole tensor if one product can."""
+    """Return boxes that cover one sample, or the whole tensor if one product can."""
     if plan.whole is not None:
         return [plan.whole]
     return [segment for segment in plan.segments if segment.sample == 0]

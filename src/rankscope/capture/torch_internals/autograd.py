@@ -45,13 +45,11 @@ def call_at_end_of_backward(function: Callable[[], None]) -> bool:
 
 
 def has_hook(tensor: torch.Tensor, handle: torch.utils.hooks.RemovableHandle) -> bool:
-    """True where a tensor hook was registered on this tensor: numbers of handles never recur.
-    Without torch's table of hooks, False."""
+    """True if this tensor hook was registered; handles never recur. False without torch's table."""
     return handle.id in (getattr(tensor, "_backward_hooks", None) or ())
 
 
 def stops_recomputation(error: BaseException) -> bool:
-    """True for what checkpointing raises when it has recomputed enough: not a fault. Without
-    torch's class such a call reads as raised."""
+    """True for the exception by which checkpointing stops; never without torch's class."""
     stop = loaded_class("torch.utils.checkpoint", "_StopRecomputationError")
     return stop is not None and isinstance(error, stop)

@@ -176,8 +176,7 @@ _unseen: dict[Any, Any] = {}
 
 
 def unseen_by_compiler(func: Function) -> Function:
-    """Return a function in a form that runs as written inside compiled code, once there can be any:
-    a graph ends before it."""
+    """Return a function that runs uncompiled in compiled code: a graph ends before it."""
     if "torch._dynamo" not in _modules:
         return func
     if func not in _unseen:

@@ -171,8 +171,7 @@ def shape_inference() -> frozenset[CodeType]:
 
 
 def pipeline_schedules() -> tuple[type, ...]:
-    """Return the classes whose `step` runs all micro-batches of a batch; every schedule inherits
-    one."""
+    """Return the base classes of all schedules, whose `step` runs all micro-batches."""
     schedules = sys.modules.get("torch.distributed.pipelining.schedules")
     names = ("PipelineScheduleSingle", "PipelineScheduleMulti")
     classes = (getattr(schedules, name, None) for name in names)

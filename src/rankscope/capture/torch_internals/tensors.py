@@ -56,8 +56,7 @@ _KEYS = _hidden_keys()
 
 
 def operation_guards() -> Iterable[contextlib.AbstractContextManager[object]]:
-    """Return fresh guards that keep autograd (without torch's names that alone) and all modes
-    out."""
+    """Return fresh guards against autograd and (with torch's names for it) all modes."""
     yield disable_torch_function()
     exclude = getattr(_C, "_ExcludeDispatchKeyGuard", None)
     if exclude is not None and _KEYS is not None:

@@ -101,8 +101,7 @@ def chunk_path(folder: Path, number: int) -> Path:
 
 
 def chunk_numbers(folder: Path) -> list[int]:
-    """Numbers of the chunks in a stream's folder, ascending; [] without that folder. Raises
-    ChunkError if it cannot be listed."""
+    """Numbers of the chunks in a folder, ascending, or []. Raises ChunkError if unlistable."""
     try:
         matches = [_CHUNK_NAME.fullmatch(path.name) for path in folder.iterdir()]
     except FileNotFoundError:
@@ -339,8 +338,7 @@ def _set_aside(path: Path, data_bytes: int) -> ChunkReport:
 def _whole_tensors(
     descriptor: int, start: int, data_bytes: int, recorded: Sequence[HeldTensor]
 ) -> tuple[list[HeldTensor], tuple[int, ...]]:
-    """Return the recorded tensors that are in the file, holes filled, and the references of the
-    others."""
+    """Return the recorded tensors in the file, holes filled, and the other references."""
 
     def checksum(begin: int, end: int) -> int:
         return checksum_of(descriptor, start + begin, start + end)

@@ -152,8 +152,7 @@ class MappedFile:
     """A file whose header is read with its blanks, and whose other bytes are mapped."""
 
     def __init__(self, path: Path, error: type[RankscopeError]) -> None:
-        """Read and map; `error` is raised where that fails, or the header does not fit the file's
-        size."""
+        """Read and map. Raises `error` if that fails or the header does not fit the size."""
         with os_errors_as(error, f"{path}: cannot be read"), path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")

@@ -98,8 +98,7 @@ class TensorFiles:
         return sorted(stream for stream in names if stream is not None)
 
     def find(self, rank: int, incarnation: int, reference: int) -> StoredTensor:
-        """Return one tensor. Raises TraceError, which says what is wrong with that rank's
-        chunks."""
+        """Return one tensor. Raises TraceError with the fault of that rank's chunks."""
         stream = StreamId(rank=rank, incarnation=incarnation)
         for chunk in self._chunks(stream):
             if reference in chunk:
