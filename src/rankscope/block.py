@@ -80,8 +80,8 @@ def _begin(model: nn.Module | None, keywords: Mapping[str, object]) -> Begun:
 
 
 def _guarded(begin: Callable[[], _MadeT]) -> tuple[_MadeT | None, str]:
-    """Return what `begin` made and ""; where it fails, say why once and return None and that:
-    nothing before a block runs may be raised into the program."""
+    """Return the result of `begin` and "", or after a failure None and its text, which is printed
+    once: nothing before a block runs may be raised into the program."""
     results: list[_MadeT] = []
     error = attempt(lambda: results.append(begin()))
     if error is None:
@@ -112,14 +112,14 @@ class OwnParts:
 def begin_rank_block(
     model: nn.Module, keywords: Mapping[str, object], parts: OwnParts
 ) -> RankBlock | None:
-    """Begin to trace this process alone; None where that could not begin, and why was said.
-    `model`: the root whose path is ""; `out` of `keywords` is of this rank alone."""
+    """Begin to trace this process alone; None if that failed, and the reason was printed. `model`:
+    the root whose path is ""; `out` of `keywords` is of this rank alone."""
     return _guarded(lambda: RankBlock(model, _settings(keywords), parts))[0]
 
 
 class RankBlock:
-    """Traces this process alone, whatever ranks there are beside it. The trace ends by `finish`,
-    which builds its tree, or by `end`, which returns its records instead."""
+    """Traces this process alone, whatever other ranks there are. The trace ends by `finish`, which
+    builds its tree, or by `end`, which returns its records instead."""
 
     def __init__(
         self, model: nn.Module | None, settings: Settings, parts: OwnParts | None = None
@@ -197,8 +197,8 @@ class RankBlock:
         return self._records(None)
 
     def end(self) -> StreamBytes:
-        """End the trace and return its records. What keeps its tensors stays as it is. Raises
-        SpoolError: the records cannot be read; OSError: those that were moved away cannot be."""
+        """End the trace and return its records. The store of its tensors stays as it is. Raises
+        SpoolError if the records cannot be read, OSError if moved ones cannot be."""
         hold(None)
         try:
             self.session.close(EndReason.CLOSED)

@@ -393,8 +393,8 @@ def settings_from(
     texts: Mapping[str, object] | None = None, environ: Mapping[str, str] = os.environ
 ) -> Settings:
     """Return the settings: given texts (keywords) first, then `RANKSCOPE_*`, then defaults. Raises
-    SettingError: a value that cannot be read or does not fit another, or a keyword that is no
-    setting; names both."""
+    SettingError, with the names, for an unreadable value, two that do not fit each other, or a
+    keyword that is no setting."""
     texts_left = dict(texts or {})
     values: dict[str, object] = {}
     for setting in SETTINGS:
@@ -427,8 +427,8 @@ def settings_from(
 
 
 def settings_of_run(texts: Mapping[str, str]) -> Settings:
-    """Return the settings that `run.json` says, whatever the variables of this process say; without
-    the layout, whose file the ranks have read. SettingError: one cannot be read."""
+    """Return the settings in `run.json`, whatever the variables of this process say; without the
+    layout, whose file the ranks have read. Raises SettingError for an unreadable one."""
     keywords = {name.replace("-", "_"): text for name, text in texts.items()}
     keywords.pop("layout", None)
     steps = keywords.pop("steps", "")

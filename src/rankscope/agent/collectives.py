@@ -84,9 +84,9 @@ class _Coalescing(threading.local):
 
 
 class MessageCount:
-    """Numbers the sends and receives of each channel since a point that all ranks have in common.
-    The k-th send of a channel is its k-th receive; their steps may differ, because a stage receives
-    before its own step begins. A message that is not seen ends the count until the next point."""
+    """Numbers the sends and receives of each channel from a point that all ranks share. The k-th
+    send of a channel is its k-th receive, but perhaps in another step, because a stage receives
+    before its own step begins. An unseen message ends the count until the next such point."""
 
     def __init__(self) -> None:
         self.since = ""
@@ -342,8 +342,8 @@ class _Depth(threading.local):
 
 
 class CollectiveWatch(StandIns):
-    """Tells of every collective between `put_on` and `take_off`; both may be called at any time.
-    Each call has a list: what `begins` or `waits` leaves in it comes back in `ends` and `fails`."""
+    """Reports every collective between `put_on` and `take_off`, which may be called at any time.
+    Each call has a list: entries of `begins` or `waits` come back in `ends` and `fails`."""
 
     def __init__(self, guard: Guard, listener: Collectives) -> None:
         super().__init__()
@@ -440,9 +440,9 @@ class CollectiveTracing:
         open_session: Callable[[], bool],
         running: Callable[[bool], RunningStep | None],
     ) -> None:
-        """`open_session` opens the spool and calls `open`; False where this process is not traced.
-        `running` returns the traced step of what runs outside every module call; told whether that
-        is a send or a receive."""
+        """`open_session` opens the spool and calls `open`; False if this process is not traced.
+        `running` takes whether the call is a send or a receive, and returns the traced step of a
+        call outside every module call."""
         self._open_session = open_session
         self._running_step = running
         self._is_wanted = Phase.COLLECTIVE.word in settings.phases

@@ -165,8 +165,7 @@ _begun_traces: Counter[str] = Counter()
 
 def find_or_prepare_run(settings: Settings, identity: RankIdentity) -> Path:
     """Return the run folder of this host; the first rank to ask prepares it and its companion.
-    Raises RankscopeError where the run cannot be prepared here, or another rank does not get on
-    with it."""
+    Raises RankscopeError if the run cannot be prepared, or the preparing rank gets stuck."""
     base = spool_base(settings.spool)
     store = find_store() if identity.world_size > 1 else None
     which = _which_trace(settings)
@@ -191,9 +190,9 @@ def find_or_prepare_run(settings: Settings, identity: RankIdentity) -> Path:
 
 
 def _which_trace(settings: Settings) -> str:
-    """Return what tells this trace from others of the same launch. A rank may enter the next block
-    while another still finishes the first, whose trace it must not join. So ranks count, per trace
-    folder, the traces that each of them has begun."""
+    """Return a name for this trace among those of the same launch. A rank may enter the next block
+    while another still finishes the first, whose trace it must not join. So each rank counts its
+    traces per trace folder."""
     out = "" if settings.out is None else str(settings.out)
     begun = _begun_traces[out]
     _begun_traces[out] += 1
@@ -254,9 +253,9 @@ def _is_placed(identity: RankIdentity) -> bool:
 def _prepare(
     settings: Settings, identity: RankIdentity, run_folder: Path, store: Store | None, which: str
 ) -> None:
-    """Prepare the run; on several hosts the head chooses the trace folder for all. The head is the
-    host of rank 0 under an elastic agent, which counts the ranks of a host in a row; else the host
-    that asks first."""
+    """Prepare the run; on several hosts the head chooses the trace folder for all. Under an elastic
+    agent, which numbers the ranks of a host in a row, the head is rank 0's host; else the first
+    host to ask."""
     is_alone = identity.local_world_size >= identity.world_size and (
         identity.world_size == 1 or _is_placed(identity)
     )
@@ -348,9 +347,9 @@ def _ensure_companion(settings: Settings, run_folder: Path, header: RunHeader) -
 
 
 def has_companion(run_folder: Path) -> bool:
-    """True while the companion lives that a rank started last, or another holds its lock. A
-    companion takes the lock once its modules are loaded. A second one, started meanwhile, may find
-    that lock free again after the whole run."""
+    """True while the companion started last lives, or another process holds its lock. A companion
+    takes the lock only after loading its modules. A second one, started meanwhile, may find the
+    lock free again after the whole run."""
     with contextlib.suppress(OSError):
         if is_process_alive((run_folder / COMPANION_STARTED_NAME).read_text()):
             return True

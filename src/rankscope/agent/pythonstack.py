@@ -160,9 +160,9 @@ class Raised:
 
 
 def what_ends_the_program() -> Raised | None:
-    """Return the uncaught exception, or the exit code other than 0, that ends this process. The
-    interpreter notes an exception before it runs `atexit`, but not a SystemExit; a process of
-    `multiprocessing` ends while either is being handled."""
+    """Return the uncaught exception, or the nonzero exit code, that ends this process. The
+    interpreter notes an exception before it runs `atexit`, but no SystemExit; a process of
+    `multiprocessing` ends while handling either."""
     running = uncaught()
     if running is None:
         return _exiting
@@ -212,9 +212,9 @@ _exit = sys.exit
 
 
 class _Mark:
-    """Lives as long as the traceback of one SystemExit. The interpreter takes a SystemExit before
-    `atexit`. Where the program catches one, its traceback goes while a line of Python runs; where
-    nobody does, it goes when none is left."""
+    """Lives as long as the traceback of one SystemExit. The interpreter clears a SystemExit before
+    `atexit`. If the program catches it, the traceback dies while a line of Python runs; if not,
+    when no line is left."""
 
     __slots__ = ("_raised",)
 

@@ -264,7 +264,7 @@ class Session:
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], forward: _Call
     ) -> object:
         """Call a module's `forward` as `Module.__call__` does, without the module's own hooks: for
-        a program that calls `forward` itself, which no hook of torch's sees."""
+        programs that call `forward` themselves, unseen by torch's hooks."""
         self._hooks.enter(module, args, kwargs)
         ended: tuple[object, ...] = (None,)  # as torch tells a hook that `forward` raised
         try:

@@ -60,8 +60,8 @@ class Accelerator:
         self._has_streams = None not in (self._stream, self._current, self._within, self._event)
 
     def is_capturing(self) -> bool:
-        """True while a graph is captured on the current stream. What is enqueued then becomes part
-        of the graph; and to ask an event or to pin memory breaks the capture."""
+        """True while a graph is captured on the current stream. Work enqueued then would become
+        part of the graph, and querying an event or pinning memory breaks the capture."""
         return self._capturing is not None and bool(self._capturing())
 
     def current_stream(self) -> Any:

@@ -66,9 +66,9 @@ class Digester:
     def read(
         self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, *, samples: bool
     ) -> ValueNumbers:
-        """Return the digest of a strided CPU tensor that `describe` said can be digested. `ranges`:
-        per dim the global indices held, None for the local ones; `samples`: also keep one sketch a
-        sample, where the batch dim is at most 64 long. Raises TypeError for any other dtype."""
+        """Return the digest of a strided CPU tensor that `describe` found digestible. `ranges`: per
+        dim the global indices held, None for the local ones; `samples`: also keep one sketch per
+        sample, if the batch dim is at most 64 long. Raises TypeError for other dtypes."""
         key = (local.dtype, local.shape, ranges, samples)
         kind = self._kinds.get(key) or self._add_kind(local, ranges, samples, key)
         if kind.plan.count == 0:

@@ -149,9 +149,9 @@ class BoundKernel:
         self._references = (plan, tables)
 
     def look(self, address: int, into: Workspace) -> tuple[Any, ...] | None:
-        """Look at the contiguous stored words at `address`: return low, high, mean, std, norm,
-        deviation, the sketch's 8 numbers, zeros, has -0; None where the value has to be looked at
-        carefully: NaN, infinities, extreme magnitudes."""
+        """Measure the contiguous stored words at `address`: return low, high, mean, std, norm,
+        deviation, the sketch's 8 numbers, zeros, has -0; None for values that need care: NaN,
+        infinities, extreme magnitudes."""
         if self._look(self._plan, address, into.address):
             return None
         return _NUMBERS.unpack_from(into.memory)
@@ -333,8 +333,8 @@ def why_none() -> str:
 
 
 def load() -> Kernel | None:
-    """Return the kernel that `build` left on this host, None without one to be trusted: library and
-    folder belong to this user alone, and it gives the numbers of numpy."""
+    """Return the kernel that `build` left on this host, None without a trusted one: library and
+    folder belong to this user alone, and its numbers are those of numpy."""
     if is_off():
         return None
     name = _library_name()
@@ -346,8 +346,8 @@ def load() -> Kernel | None:
 
 @functools.cache
 def _library_name() -> str | None:
-    """Return the name for this source on this kind of machine, None without the source. A home
-    shared by machines of several kinds holds one library for each."""
+    """Return the library's name for this source and kind of machine, None without the source. A
+    home shared by machines of several kinds has one library for each."""
     try:
         source = _SOURCE.read_bytes()
     except OSError:

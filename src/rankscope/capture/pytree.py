@@ -68,9 +68,9 @@ def is_plain_text(kind: type) -> bool:
 
 
 def walk(prefix: str, value: object) -> Leaves:
-    """Return (slot, leaf) of every leaf of a value of any nesting, in order; an empty or absent
-    value has none. The value is only read; cycles and excessive depth or width end as leaves.
-    `prefix` is the slot of the value itself."""
+    """Return (slot, leaf) of every leaf of a nested value, in order; an empty or absent value has
+    none. The value is only read; cycles and excessive depth or width end as leaves. `prefix` is the
+    slot of the value itself."""
     if type(value) is torch.Tensor:
         return [(prefix, value)]
     if type(value) is tuple and all(type(item) is torch.Tensor for item in value):
@@ -252,8 +252,8 @@ Say = Callable[[object], str]  # the text of what is no tensor and no container
 
 
 def call_form(args: object, kwargs: object, modules: int, say: Say) -> str | None:
-    """Return the form of the arguments of a call, with how many modules the called one holds:
-    `{"args": [...], "kwargs": {...}, "modules": 2}`; None where it would be too long. Slots are
+    """Return the form of a call's arguments, with the number of modules that the called module
+    holds: `{"args": [...], "kwargs": {...}, "modules": 2}`; None if it would be too long. Slots are
     `input.0`, `input.name`."""
     if not kwargs and type(args) is tuple and all(map(_is_usual, args)):
         return _of_usual(len(args), modules)
@@ -290,8 +290,8 @@ def form_of(slot: str, value: object, say: Say) -> Any:
 
 
 def plain_text_of(value: object) -> str:
-    """Return what stands for a leaf where no line of the program's own code may run: its repr,
-    without addresses, where that is of Python, torch or transformers; else its class."""
+    """Return the text of a leaf without running code of the program: its repr, without addresses,
+    for types of Python, torch and transformers; else its class."""
     kind = type(value)
     if is_plain_text(kind):
         return repr(value)[:_MOST_SAID]
@@ -356,9 +356,8 @@ def _text_of_key(key: object, name: str) -> str:
 
 
 def _opened(slot: str, value: object, say: Say, path: list[int]) -> Any:
-    """Return the form of any other container: its parts if a tensor is among them, else its repr. A
-    cache and other registered nodes are said by their repr, as the debugger of transformers
-    does."""
+    """Return the form of any other container: its parts if a tensor is among them, else its repr.
+    Caches and other registered nodes appear as their repr, as in the debugger of transformers."""
     kind = type(value)
     if kind.__module__.startswith(_TRUSTED_REPRS) and UserDict not in kind.__mro__:
         return say(value)

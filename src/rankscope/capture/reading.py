@@ -55,8 +55,8 @@ _ones: Final = functools.lru_cache(maxsize=256)(np.ones)
 
 
 class _ValueBlock(NamedTuple):
-    """What one block adds to a digest. Deviation is the root of the sum of squared deviations from
-    the mean, norm the root of the sum of squares."""
+    """Contribution of one block to a digest. Deviation is the root of the sum of squared deviations
+    from the mean, norm the root of the sum of squares."""
 
     finite: int
     nan: int
@@ -138,8 +138,8 @@ def _measure_small(flat: npt.NDArray[np.float64]) -> _ValueBlock | None:
 
 
 def _measure_carefully(flat: Floats) -> tuple[_ValueBlock, npt.NDArray[np.float64], float]:
-    """Return the moments of any flat values, and what to project: the values as float64, with 0 for
-    those that are not finite, divided by a scale; and that scale, a power of two."""
+    """Return the moments of any flat values, the array to project (float64, 0 for elements that are
+    not finite, divided by a scale), and that scale, a power of two."""
     values = flat.astype(np.float64)
     finite = np.isfinite(values)
     count = int(np.count_nonzero(finite))
@@ -176,7 +176,7 @@ def _squares(values: npt.NDArray[np.float64]) -> float:
 
 def _combined(first: _ValueBlock, second: _ValueBlock) -> _ValueBlock:
     """Return the moments of two blocks together (pairwise update: Chan, Golub, LeVeque 1979). Roots
-    are combined by hypot, so that nothing overflows before the result itself does."""
+    are combined by hypot, so that nothing overflows before the final number does."""
     if not first.finite:
         first, second = second, first
     low, high, mean, deviation, norm = first[5:]

@@ -71,8 +71,8 @@ def flat_mesh(ranks: Iterable[int]) -> Mesh:
 
 
 def largest_mesh(parameters: Iterable[HeldParameter], ranks: frozenset[int]) -> Mesh:
-    """Return the mesh with the most axes that parameters lie on, over all of the ranks: the meshes
-    that repeat it are one more axis in front, "data". A flat mesh without such parameters."""
+    """Return the mesh with the most axes that parameters lie on, over all ranks: meshes that repeat
+    it become one more axis in front, "data". A flat mesh without such parameters."""
     best: Mesh | None = None
     for parameter in parameters:
         if best and len(best.axes) >= len(parameter.placements):

@@ -127,8 +127,8 @@ class LayoutFile:
         )
 
     def placements(self, path: str, slot: str) -> dict[str, Placement]:
-        """Return {axis: placement} of a slot, {} where no entry describes it. Raises LayoutError
-        where two entries place it differently; names both."""
+        """Return {axis: placement} of a slot, {} if no entry describes it. Raises LayoutError with
+        both names if two entries place it differently."""
         by_axis: dict[str, tuple[Placement, LayoutEntry]] = {}
         for entry in self.entries:
             if not entry.describes(path, slot):
@@ -184,8 +184,8 @@ def _entry(number: int, data: Any, axes: Mapping[str, int], where: str) -> Layou
 
 
 def layout_of_run(run: Mapping[str, Any]) -> tuple[LayoutFile, Mesh] | str | None:
-    """Return the layout file in a run header with its axes over all ranks; in words why it is of no
-    use, or None without a file (or with one rank, which holds everything whole)."""
+    """Return the layout file in a run header with its axes over all ranks; a text if it is
+    unusable, or None without a file (or with one rank, which holds everything whole)."""
     declared = run.get("layout")
     if declared is None or int(run["world_size"]) < 2:
         return None

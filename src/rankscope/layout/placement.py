@@ -203,8 +203,8 @@ class LayoutSource(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """A device mesh: named axes ("axis0", "axis1" ... where torch has no names) over global ranks
-    in row-major order."""
+    """A device mesh: named axes ("axis0", "axis1" ... if torch has no names) over global ranks in
+    row-major order."""
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]

@@ -338,8 +338,8 @@ def join_batches(
     mesh: Mesh, axes: Sequence[str], plans: Sequence[AssemblyPlan], dim: int = 0
 ) -> AssemblyPlan:
     """Return the plan of all data-parallel batches in one tensor, in rank order along the batch
-    dim, along which alone they may differ in size: of one plan per place along the data `axes` of
-    the run's mesh, in any order. Raises LayoutError where these are no batches; says why."""
+    dim, the only one in which sizes may differ. Takes one plan per place along the data `axes` of
+    the run's mesh, in any order. Raises LayoutError with the reason if these are no batches."""
     positions = [mesh.axes.index(axis) for axis in axes]
     by_place: dict[tuple[int, ...], AssemblyPlan] = {}
     for plan in plans:

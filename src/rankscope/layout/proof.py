@@ -39,8 +39,8 @@ def cut(dim: int) -> Placement:
 
 
 def may_be_cut(axis: str, *, is_fsdp: bool) -> bool:
-    """True where parameters that lie cut along an axis are computed with as they lie: FSDP gathers
-    them first, so of its jobs only along an axis whose name is not data's."""
+    """True if parameters cut along an axis are used in computations as they lie: FSDP gathers them
+    first, so in its jobs only along an axis whose name is not data's."""
     return not is_fsdp or named_as(axis) is AxisName.NOT_DATA
 
 
@@ -55,7 +55,7 @@ class Claim(NamedTuple):
 
 @dataclass(slots=True)
 class SlotFacts:
-    """In how many records of one slot all ranks along one axis held the same bytes (and not a
+    """Numbers of a slot's records in which all ranks along one axis held the same bytes (and not a
     constant), some did not, and no two did."""
 
     equal: int = 0
@@ -170,8 +170,8 @@ class Proof:
                 self.say_last(call, _LAST_DIM[class_name, dim], axis, dim, placed.length)
 
     def say_last(self, call: str, kind: str, axis: str, dim: int, length: int = 0) -> None:
-        """Say that the last dim of the only slot of a kind is cut, where it is on every rank as
-        long as a dim of the weight, which is so long in all."""
+        """Claim that the last dim of the only slot of a kind is cut, if on every rank it is as long
+        as a dim of the weight that has this length on all ranks."""
         key, path = self.key(call, kind), self.shown.modules[call][0]
         weight = self.shown.shapes.get((path, "param:weight"), ())
         shapes = self.shown.shapes[key] if key else ()
@@ -278,8 +278,8 @@ def _is_by_row(before: Shape, after: Shape, dim: int) -> bool:
 def _as_laid(
     claim: Claim, source_shape: Shape, target_shape: Shape, source: SlotKey
 ) -> Claim | None:
-    """Return how the bytes of a known value lie in another shape; None where several dims of it may
-    be the cut one: those of one element may have stood elsewhere."""
+    """Return the placement of a known value's bytes in another shape; None if several dims of it
+    may be the cut one, because one element's bytes may then have lain elsewhere."""
     reason, dim = f"the same bytes as {source[0] or '(root)'}:{source[1]}", claim.placement.dim
     if dim is None or source_shape == target_shape:
         return claim._replace(reason=reason)

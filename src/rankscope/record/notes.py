@@ -25,7 +25,7 @@ BLACK_BOX: Final = "black box: "
 
 class NoteKind(enum.Enum):
     """The kinds of notes, each with its sentence: fields in braces, numbers with `:d`. Traces
-    without facts are read by these sentences: one that is reworded reads as words alone."""
+    without facts are read by these sentences: a reworded one would be read as text alone."""
 
     TEXT = "{text}"
     """Words for people alone, such as the text of an exception."""

@@ -82,9 +82,9 @@ class StepSelection:
     @classmethod
     def parse(cls, text: str, *, is_known: bool = False) -> StepSelection:
         """Read `0-2,10`, `every:100`, `all`, `at:FILE`, or several of them separated by commas; or
-        `last:N`, alone or with `at:FILE` and options of triggers. `is_known`: a run goes on with
-        it, and the folder of its file may be gone by now. Raises SettingError for any other part,
-        or a file that cannot be touched."""
+        `last:N`, alone or with `at:FILE` and options of triggers. `is_known`: the run exists
+        already, and the folder of its file may be gone. Raises SettingError for any other part, or
+        a file that cannot be touched."""
         ranges: list[tuple[int, int]] = []
         periods: list[int] = []
         file: Path | None = None

@@ -279,8 +279,8 @@ class TensorFacts:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> TensorFacts:
-        """Return the facts of `as_fields`. Raises KeyError, TypeError, ValueError, AttributeError:
-        the fields are not those of one."""
+        """Return the facts of `as_fields`. Raises KeyError, TypeError, ValueError or
+        AttributeError."""
         global_shape, ranges, note = (
             fields["global_shape"],
             fields.get("ranges"),

@@ -152,8 +152,8 @@ def seen_by_all(run_folder: Path, header: RunHeader) -> Path:
 
 
 def mark_copied(ring_folder: Path, windows: int, offset: int) -> None:
-    """Say beside a ring, or raise OSError, that what lies before `offset` is in the copy, as far as
-    the first `windows` events of its life ask for it."""
+    """Note beside a ring that the bytes before `offset` are in the copy, as far as the first
+    `windows` events of its life ask for them. Raises OSError."""
     draft = ring_folder / f"{_COPIED_NAME}.new"
     # a link cannot be changed: the new one is renamed over the old
     draft.unlink(missing_ok=True)

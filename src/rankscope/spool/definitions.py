@@ -152,7 +152,7 @@ _KINDS: Final = {
 
 def decode_definition(payload: bytes) -> dict[str, Any]:
     """Return the definition in the payload of a DEFINITION record. Raises SpoolError for anything
-    else, or a field that is not what its kind has there."""
+    else, or a field of another type than its kind requires."""
     start = DEFINITION_LENGTH.size
     (length,) = DEFINITION_LENGTH.unpack_from(payload)
     if not 0 < length <= len(payload) - start:

@@ -93,8 +93,8 @@ def settled_to(replica: Path) -> int:
 
 
 def _read(replica: Path, most_bytes: int = -1) -> tuple[tuple[int, int, int, int], bytes] | None:
-    """Return bytes settled, bytes kept, late records and crc of the bytes kept, and what follows
-    the head, as far as it was read; None where nothing is settled."""
+    """Return settled bytes, payload bytes, late records and crc of the payload, and the bytes read
+    behind the head; None if nothing is settled."""
     path = replica.with_suffix(SETTLED_SUFFIX)
     try:
         with path.open("rb") as file:
@@ -121,8 +121,8 @@ def _damaged(path: Path) -> SpoolError:
 
 def write_settled(replica: Path, prefix: SettledPrefix) -> None:
     """Write the prefix, whole or not at all, and sync it: bytes are destroyed after this. Raises
-    ValueError where less would be settled than is now, OSError where it cannot be written, and
-    SpoolError where the file that is there cannot be read."""
+    ValueError if it settles less than before, OSError if it cannot be written, and SpoolError if
+    the existing file cannot be read."""
     before = settled_to(replica)
     if prefix.settled_to < before:
         raise ValueError(f"{replica}: {before} bytes are settled, not {prefix.settled_to}")
@@ -137,8 +137,8 @@ def write_settled(replica: Path, prefix: SettledPrefix) -> None:
 
 
 def lock_for_reading(descriptor: int) -> None:
-    """Have nothing of an open replica freed until it is closed or unlocked; `free` needs a lock
-    too, where the file system has none."""
+    """Prevent freeing of an open replica until it is closed or unlocked; on file systems without
+    locks `free` never frees."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_SH)
 
@@ -146,10 +146,9 @@ def lock_for_reading(descriptor: int) -> None:
 def read_replica(
     replica: Path, end: int | None = None
 ) -> tuple[npt.NDArray[np.uint8], SettledPrefix]:
-    """Return the records of a replica up to `end`, as far as they are still there, and what is
-    settled: [bytes] from the first record on, the replica mapped, or what is kept of its settled
-    begin and then the rest, read. Nothing is freed while that map lives. Raises SpoolError where
-    it cannot be read."""
+    """Return the records of a replica up to `end`, as far as they still exist, and the settled
+    prefix: [bytes] from the first record on, mapped, or the prefix's payload and then the rest,
+    read. Nothing is freed while that map lives. Raises SpoolError if it cannot be read."""
     try:
         with replica.open("rb") as file:
             lock_for_reading(file.fileno())
@@ -169,10 +168,10 @@ def read_replica(
 
 
 def free(replica: Path, end: int) -> bool:
-    """Give the settled bytes of a replica up to `end` back to the disk, all but its first record.
-    False where the file system cannot, or where the replica is being read: the next call frees them
-    with its own. Raises OSError where the replica cannot be opened, or the disk fails, and
-    SpoolError where what is settled cannot be read."""
+    """Return the settled bytes of a replica up to `end`, except its first record, to the disk.
+    False if the file system cannot, or while the replica is being read: the next call frees them
+    too. Raises OSError if the replica cannot be opened or the disk fails, and SpoolError if the
+    settled prefix cannot be read."""
     # nothing is freed that the file beside the replica does not stand for
     end = min(end, settled_to(replica))
     descriptor = os.open(replica, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -217,8 +216,8 @@ def replicated(out: Path) -> dict[StreamId, int]:
 
 
 def write_end(replica: Path, end: StreamEnd) -> bool:
-    """Write the end marker beside a replica; False where one is there that tells of as many bytes.
-    Raises SpoolError where the marker cannot be written."""
+    """Write the end marker beside a replica; False if there is one for as many bytes. Raises
+    SpoolError if the marker cannot be written."""
     earlier = read_end(replica)
     if earlier is not None and earlier.committed >= end.committed:
         return False

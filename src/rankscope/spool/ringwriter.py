@@ -48,8 +48,8 @@ class _Turn(NamedTuple):
     step: int
 
     def is_asked(self, after: _Turn, window: Window) -> bool:
-        """True where the window may ask for a record of this turn, which `after` follows: values
-        that an accelerator hands out late stand in the step that follows theirs."""
+        """True if the window may ask for a record of this turn, which `after` follows: values that
+        an accelerator delivers late are recorded in the step after theirs."""
         if window.mode is Mode.EVAL:  # eval steps count before the first train step alone
             is_past = after.mode is Mode.EVAL and after.step <= window.first
             return self.mode is Mode.EVAL and self.step <= window.last + 1 and not is_past
@@ -62,9 +62,9 @@ class RingWriter(SpoolWriter):
     """One rank's last steps."""
 
     def __init__(self, folder: Path, *, limit_bytes: int, steps: int, board: EventBoard) -> None:
-        """Make both streams. `limit_bytes` is for both together, and for what a relay makes of
-        them; `steps`: whole steps to be held beside the one that runs; `board` has the events that
-        ask for steps. Raises SpoolError as `SpoolWriter` does."""
+        """Make both streams. `limit_bytes` is for both together, and for a relay's copies of them;
+        `steps`: whole steps to hold beside the running one; `board` has the events that ask for
+        steps. Raises SpoolError as `SpoolWriter` does."""
         ring_bytes = limit_bytes // 2
         super().__init__(folder, limit_bytes=ring_bytes, segment_bytes=_SEGMENT_BYTES)
         try:

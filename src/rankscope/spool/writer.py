@@ -60,8 +60,8 @@ _MOST_WAITING_BYTES: Final = 64 << 20
 
 
 class _Backlog:
-    """What one stream has left unwritten: definitions that wait for room, and a gap for each mode:
-    first step, last step, records, bytes. The writer's lock guards all of it but `outside`."""
+    """Unwritten parts of one stream: definitions that wait for room, and a gap for each mode: first
+    step, last step, records, bytes. The writer's lock guards all of it but `outside`."""
 
     def __init__(self) -> None:
         self.step, self.mode = 0, 0

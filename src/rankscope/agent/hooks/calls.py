@@ -115,8 +115,7 @@ class NodeSpan(NamedTuple):
 
 class NodeMap:
     """The spans of one step's calls. torch numbers the nodes of a graph in the order in which a
-    thread makes them, so the nodes of one module call are a span of numbers, and calls nest as
-    spans do."""
+    thread makes them, so each module call has a span of numbers, and spans nest as calls do."""
 
     def __init__(self) -> None:
         self._spans: dict[int, list[NodeSpan]] = {}
@@ -268,8 +267,8 @@ class CallValues:
         kind: str,
         gradient_kind: str,
     ) -> None:
-        """Have the gradients of these tensors recorded, each under a call that ran forward. Calls
-        that share a tensor share its hook. So each (call, slot) is watched at most once, under the
+        """Record the gradients of these tensors, each under a call that ran forward. Calls that
+        share a tensor share its hook. So each (call, slot) is watched at most once, under the
         sequence of its forward call: backward mirrors forward in the tree."""
         if not self._wants_backward or frame.sequence is None:
             return

@@ -61,9 +61,9 @@ def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return what backward left in a parameter. FSDP1 puts views of its flat parameter in a
-    parameter's place between forward and backward: no leaves, so they hold no gradient, and torch
-    warns of the question."""
+    """Return the gradient that backward left for a parameter. Between forward and backward FSDP1
+    replaces parameters by views of its flat one: as non-leaves they hold no gradient, and torch
+    would warn."""
     return parameter.grad if parameter.is_leaf or parameter.retains_grad else None
 
 
@@ -212,8 +212,8 @@ class ModuleTable:
         paths: tuple[str, ...] = ("*",),
         find_network: Callable[[nn.Module], nn.Module | None] | None = None,
     ) -> None:
-        """With `enters_compiled` compile wrappers are folded like any other: traced steps run as
-        written. `find_network` returns the trained network of a module that no root holds."""
+        """With `enters_compiled` compile wrappers are folded like others: traced steps run
+        uncompiled. `find_network` returns the trained network of a module that no root holds."""
         self._enters_compiled = enters_compiled
         self._find_network = find_network
         self._paths = self._selected = paths
@@ -237,8 +237,8 @@ class ModuleTable:
         caller: nn.Module | None = None,
         forward: object = None,
     ) -> ModuleInfo:
-        """Make a module known that is called for the first time, `inside` the root whose forward is
-        running (None at the outermost level); `forward` identifies this one forward of the root."""
+        """Add a module at its first call, `inside` the root whose forward is running (None at the
+        outermost level); `forward` identifies this forward of the root."""
         if inside is None and _owns_parameters(module):
             return self._learn_root(module)
         if inside is not None:
@@ -261,9 +261,9 @@ class ModuleTable:
     def _learn_registered(
         self, module: nn.Module, root: Root, caller: nn.Module | None, forward: object
     ) -> ModuleInfo | None:
-        """Find a module that was registered after the first forward of its root. Programs make
-        modules inside `forward`, so no walk for each: what its caller holds is added alone, and a
-        forward has one walk for what nobody near holds."""
+        """Find a module that was registered after the first forward of its root. Programs may
+        create modules in every forward, so only the caller's new children are added, and the root
+        is walked at most once a forward."""
         holder = self.get(caller) if caller is not None else None
         if (
             caller is not None
@@ -462,8 +462,8 @@ class ModuleTable:
         return info
 
     def _add_loose(self, module: nn.Module, path: str, inside: Root | None) -> None:
-        """Add a module that no root holds; a program may make one in every forward, so those of one
-        class and place share what is known."""
+        """Add a module that no root holds. A program may make one in every forward, so modules of
+        one class and place share an entry."""
         key = (inside, path, type(module))
         info = self._loose.get(key)
         if info is not None:

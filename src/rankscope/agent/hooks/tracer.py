@@ -133,8 +133,9 @@ class Tracer:
     def own_input_hook(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object] | None = None
     ) -> None:
-        """Instance pre-hook behind a module's own pre-hooks: its inputs as `forward` receives them.
-        torch hands it no kwargs where the step that began with this very call put it on again."""
+        """Instance pre-hook behind a module's own pre-hooks: reads the inputs that `forward`
+        receives. torch passes no kwargs if this very call began the step and put the hook on
+        again."""
         frames = self._stacks.frames
         if not (frames and frames[-1].module is module and frames[-1].is_recorded):
             return
@@ -181,9 +182,9 @@ class Tracer:
         self._recorder.exit(frame.sequence)
 
     def raised(self, error: BaseException | None) -> None:
-        """Say of the call that ended last that it raised, where one of its own forward hooks did.
-        It has been written as one that returned: our hook behind those never ran. The traceback
-        tells it from a hook whose exception the program has caught."""
+        """Mark the call that ended last as raised if one of its own forward hooks raised. It was
+        written as returned, because our hook behind those never ran. The traceback distinguishes
+        this from an exception that the program caught."""
         frame, self._stacks.last_ended = self._stacks.last_ended, None
         if error is None or frame is None or not frame.is_recorded or frame.sequence is None:
             return

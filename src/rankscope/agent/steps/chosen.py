@@ -273,8 +273,8 @@ class TouchedFile:
         self._failed(f"{subject} are not answered on this rank: {error}")
 
     def _keep_pace(self, mode: Mode, step: int) -> None:
-        """Note how fast steps are: the first step of an order must lie so far ahead that the last
-        host to see the order is in time."""
+        """Note the pace of steps: an order's first step must be so far ahead that the last host
+        sees it in time."""
         now = time.monotonic()
         since, of_mode, at = self._pace
         seconds = now - since

@@ -57,8 +57,8 @@ class StandIns:
         self.is_on = True
 
     def take_off(self) -> None:
-        """Put the originals back. Where somebody else has put theirs over ours since, ours is still
-        called: each of ours asks whether this is on."""
+        """Restore the originals. If other code has replaced a function since, ours is still called,
+        and then does nothing but call the original."""
         self.is_on = False
         restores, self._restores = self._restores, {}
         for restore in restores.values():
@@ -85,10 +85,10 @@ OptimizersById = weakref.WeakValueDictionary[int, torch.optim.Optimizer]
 
 
 class OptimizerSearch(StandIns):
-    """Knows the optimizers that are alive in this process, made before or after attaching. Those
-    made after `put_on` are seen in `__init__`, copies and unpickled ones in `__setstate__`. For
-    those made before the heap is searched, once, and only where torch says that there was one: it
-    marks the `step` of a class as hooked when its first object is made."""
+    """Knows the living optimizers of this process, made before or after attaching. Later ones are
+    seen in `__init__`, copies and unpickled ones in `__setstate__`. For earlier ones the heap is
+    searched, once, if torch has marked the `step` of a class as hooked, as it does with the first
+    object of a class."""
 
     def __init__(self, guard: Guard) -> None:
         super().__init__()
@@ -237,8 +237,8 @@ class ScalerWatch(StandIns):
 
 
 def scaling_of(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
-    """Return (slot, tensor) of the loss scale, and of whether inf or NaN was found, that a
-    GradScaler hands a fused optimizer: that unscales and skips in its own kernel."""
+    """Return (slot, tensor) of the loss scale and of the inf/NaN flag that a GradScaler passes to a
+    fused optimizer, which unscales and skips in its own kernel."""
     slots = (
         (f"scaler:{name}", getattr(optimizer, name, None)) for name in ("grad_scale", "found_inf")
     )
@@ -323,10 +323,10 @@ EAGER_IS_ANOTHER_RUN = (
 
 
 class HiddenSteps:
-    """Notices the train steps whose root forward no hook saw: the model was compiled. A parameter
-    that an optimizer moves again, with a gradient that came since, has been through another train
-    step. Parameters and not optimizers are asked: one optimizer may step group by group (ZeRO 1 and
-    2 of DeepSpeed), each group once a train step."""
+    """Notices train steps whose root forward no hook saw because the model was compiled. A
+    parameter that is updated again, with a newer gradient, has been through another train step. The
+    test is by parameter: one optimizer may step group by group (ZeRO 1 and 2 of DeepSpeed), each
+    group once a train step."""
 
     def __init__(self) -> None:
         self._moved: set[int] = set()
@@ -340,8 +340,8 @@ class HiddenSteps:
         self._moved.clear()
 
     def begins(self, optimizer: torch.optim.Optimizer, *, is_first: bool) -> bool:
-        """True where nothing announced the train step that an optimizer ends; `is_first`: the
-        process has begun none before."""
+        """True if the train step that an optimizer ends was not announced; `is_first`: no step has
+        begun in this process."""
         with invisible():
             first = next(
                 ((id(p), p.grad) for p in parameters_of(optimizer) if p.grad is not None), None
@@ -374,8 +374,8 @@ class HiddenSteps:
 
 
 def outermost_modules_of(optimizer: torch.optim.Optimizer) -> list[nn.Module]:
-    """Return the outermost living modules that own what an optimizer moves: walks all objects of
-    the garbage collector, for where no call of a module was ever seen."""
+    """Return the outermost living modules that own an optimizer's parameters. Walks all objects of
+    the garbage collector: only for programs without a visible module call."""
     # not isinstance: asking a proxy for its __class__ may import a module, or warn
     modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
     inside = {id(child) for module in modules for child in module._modules.values()}

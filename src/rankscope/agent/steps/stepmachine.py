@@ -85,8 +85,9 @@ class StepMachine:
     # ------------------------------------------------------------------ forwards
 
     def root_forward(self, *, has_gradients: bool, run: int | None = None) -> Tick:
-        """Return the step this root forward belongs to, counting a new one where one begins.
-        `has_gradients`: it builds a graph that reaches a parameter; `run`: of a pipeline."""
+        """Return the step of this root forward, counting a new one where it begins.
+        `has_gradients`: it builds a graph that reaches a parameter; `run`: of a pipeline
+        schedule."""
         if not has_gradients:
             is_new = run is None or run != self._eval_run
             self._eval_run = run

@@ -264,7 +264,7 @@ class Stepping:
 
     def _accumulating_step(self) -> int | None:
         """Return the traced train step that gathers gradients. None inside an optimizer's step,
-        whose closure makes its own, and where another thread may write gradients now."""
+        whose closure makes its own, and while another thread may write gradients."""
         if self.machine.is_inside_optimizer or self._updates.are_threads_training:
             return None
         return self.machine.traced_train
@@ -433,8 +433,8 @@ def _is_train_forward(info: ModuleInfo, module: nn.Module) -> bool:
 
 
 class SideNetworks:
-    """Networks that a frozen model's modules call and do not hold: adapters in the place of the
-    layers' own `forward`. The model's forward builds a graph where theirs does."""
+    """Networks that a frozen model's modules call and do not hold: adapters in place of the layers'
+    own `forward`. The model's forward builds a graph when theirs does."""
 
     def __init__(self, optimizers: OptimizerSearch, record_setup: Callable[[Root], None]) -> None:
         self._optimizers = optimizers

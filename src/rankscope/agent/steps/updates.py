@@ -75,8 +75,8 @@ class Updates:
 
     @property
     def are_threads_training(self) -> bool:
-        """True where several threads have trained: another may write any gradient, but those that
-        an optimizer steps with."""
+        """True if several threads have trained: any gradient may then be written by another one,
+        unless an optimizer steps with it."""
         return len(self.training_threads) > 1
 
     def begins(self, optimizer: torch.optim.Optimizer, step: int, *, has_closure: bool) -> None:
@@ -188,9 +188,9 @@ class Updates:
 
 
 def _describe_strangers(optimizer: torch.optim.Optimizer, holdings: Holdings) -> Note | None:
-    """Say what an optimizer holds that no module seen owns. An optimizer made before `fully_shard`
-    or `parallelize_module` replaced the parameters holds the old ones, which get no gradient; one
-    that keeps master copies gives them theirs."""
+    """Name the parameters of an optimizer that no known module owns. An optimizer made before
+    `fully_shard` or `parallelize_module` holds the replaced parameters, which get no gradient; one
+    with master copies gives them gradients itself."""
     strangers = holdings.strangers
     if not strangers:
         return None
@@ -209,8 +209,8 @@ def _describe_strangers(optimizer: torch.optim.Optimizer, holdings: Holdings) ->
 
 
 def _describe_rates(optimizer: torch.optim.Optimizer) -> Note | None:
-    """Say how many parameters with a gradient a step leaves as they are, for a learning rate of 0.
-    A rate that is a tensor is not read: it may lie on an accelerator."""
+    """Count the parameters with a gradient that a step leaves unchanged because of a learning rate
+    of 0. A rate that is a tensor is not read: it may be on an accelerator."""
     with invisible():
         still = sum(
             parameter.grad is not None
@@ -223,8 +223,8 @@ def _describe_rates(optimizer: torch.optim.Optimizer) -> Note | None:
 
 
 def _describe_options(optimizer: torch.optim.Optimizer) -> Note | None:
-    """Say with which options an optimizer steps: values that groups of parameters do not share in
-    the order of the groups, `0.1 | 0.0`; none that choose an implementation (`foreach`)."""
+    """Return an optimizer's options: values that differ between groups in the order of the groups,
+    `0.1 | 0.0`; none that only choose an implementation (`foreach`)."""
     values_by_name: dict[str, list[str]] = {}
     for group in getattr(optimizer, "param_groups", ()):
         for name, value in group.items():

@@ -73,9 +73,9 @@ the same queue, and some of those queue another one."""
 
 
 class GradientHooks:
-    """Registers tensor hooks for one traced step; none changes a gradient. They notice the
-    outermost backward passes too: a pass inside of another (reentrant checkpointing) leaves no
-    gradient that is final."""
+    """Registers tensor hooks for one traced step; none changes a gradient. They also notice
+    outermost backward passes: a pass inside another (reentrant checkpointing) leaves no final
+    gradient."""
 
     def __init__(self, guard: Guard, recorder: Recorder, values: ValueReader) -> None:
         self._guard = guard
@@ -268,8 +268,8 @@ class AccumulatedGradients:
     def _is_wiped(
         self, parameter: torch.Tensor, gradient: torch.Tensor | None, before: _LeftGradient
     ) -> bool:
-        """True where the gradient is gone, and nothing stepped with it: the parameter is as it was.
-        FSDP1 itself takes gradients of earlier passes away while backward runs, and adds them."""
+        """True if the gradient is gone without an optimizer step: the parameter is unchanged. FSDP1
+        itself removes gradients of earlier passes during backward, and adds them later."""
         if is_flattened(parameter) or self._values.state_of(parameter) != before.parameter_state:
             return False
         return gradient is None or self._values.is_zero(gradient)
@@ -314,8 +314,8 @@ class AccumulatedGradients:
         before: _LeftGradient | None,
         restarted: int,
     ) -> _LeftGradient | None:
-        """Return the gradient as it is now, `before` itself where the pass did not touch it; None
-        where it cannot be read, or is of an earlier step."""
+        """Return the current gradient, `before` itself if the pass did not touch it; None if it is
+        unreadable or of an earlier step."""
         gradient = gradient_of(parameter)
         if gradient is None:
             return None

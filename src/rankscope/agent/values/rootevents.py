@@ -61,9 +61,9 @@ class RootEvents:
                 yield info, module
 
     def setup(self, root: Root) -> None:
-        """Record modules, parameters and buffers before the first forward of a root. Where full
-        tensors are kept, parameters on a mesh are described even if unasked: a local tensor of a
-        sharded model may not say how it lies."""
+        """Record modules, parameters and buffers before the first forward of a root. If full
+        tensors are kept, parameters on a mesh are always described: a local tensor of a sharded
+        model may not show its placement."""
         self._definitions.write_root(root)
         self._write_marks(root)
         if self.wants(Phase.SETUP) or (self.values.keeps and _is_placed(root)):
@@ -175,9 +175,9 @@ class RootEvents:
         record: Callable[[ModuleInfo, _Part, int], None],
         time_ns: int = 0,
     ) -> None:
-        """Write one event of a root: a call for it, and one below for every module of `parts` that
-        has something. The first part is the root's own call, and may have nothing. `record` writes
-        one thing of a module into the call of that number, under `invisible()`."""
+        """Write one event of a root: a call for it, and one below for every module of `parts` with
+        values. The first part is the root's own call, and may be empty. `record` writes one value
+        of a module into the call of that number, under `invisible()`."""
         top: int | None = None
         for info, items in parts:
             if top is not None and not items:

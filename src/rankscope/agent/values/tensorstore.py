@@ -207,8 +207,8 @@ class TensorStore:
         return is_taken
 
     def keep(self, tensor: torch.Tensor, described: Described) -> int:
-        """Keep a tensor of this rank, as `Describer.describe` gave it, as it is now; afterwards it
-        may change or be freed. Return the reference of its bytes, 0 where it is not kept."""
+        """Keep a tensor of this rank, described by `Describer.describe`, as it is now; it may
+        change or be freed afterwards. Return the reference of its bytes, 0 if it is not kept."""
         if self._store.closed_why:
             return self._miss(self._store.closed_why, tensor)
         token, holder = (get_ident(),), self._holder

@@ -276,8 +276,8 @@ class ValueReader:
         samples: bool = True,
         earlier: HeldValue | None = None,
     ) -> bool:
-        """Digest one tensor as it is now and record it under a call of the module with this path;
-        the caller holds `invisible()`. True where it is still what `earlier` was read from."""
+        """Digest one tensor as it is now and record it under a call of the module at this path; the
+        caller holds `invisible()`. True if it is still the value that `earlier` was read from."""
         described, local = self._describer.describe(tensor)
         is_pending = described.is_pending or self.in_flight.has(local)
         reference = 0
@@ -505,8 +505,8 @@ class ValueReader:
         self.collect()
 
     def flush(self) -> None:
-        """Have accelerators begin to send finished digests: they are here when the next step
-        begins, and are not lost with a device that fails in it."""
+        """Make accelerators send finished digests: they arrive before the next step begins, and
+        survive a device that fails in it."""
         self._on_devices.flush()
 
     def collect(self, *, wait: bool = False) -> None:

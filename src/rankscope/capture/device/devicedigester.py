@@ -47,7 +47,7 @@ Tell = Callable[[str], None]
 @dataclass(slots=True)
 class _DeviceForm:
     """How values of one dtype, shape, strides and layout are read on one stream (the driver's
-    handle); by torch operations only when that is first asked for. `size`: numbers of a row."""
+    handle); the form of torch operations is made on demand. `size`: numbers of a row."""
 
     plan: FoldPlan
     size: int
@@ -90,8 +90,7 @@ class _Buffer:
 
 class DeviceDigester:
     """Reads digests of tensors on one accelerator; on the CPU too, by the same operations. `fused`
-    makes forms of fused kernels, if this device has any; `tell` takes, once, what became of them.
-    """
+    makes forms of fused kernels, if this device has any; `tell` takes their outcome, once."""
 
     def __init__(
         self,
@@ -117,9 +116,9 @@ class DeviceDigester:
     def read(
         self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, *, samples: bool
     ) -> int | None:
-        """Enqueue the digest of a tensor on this device as it is now, on the current stream. Return
-        the ticket under which `collect` gives the reading; None once the device failed, and while a
-        CUDA graph is captured, which whatever we enqueue would become part of."""
+        """Enqueue the digest of a tensor as it is now, on the current stream. Return the ticket for
+        `collect`; None once the device failed, and while a CUDA graph is captured, of which the
+        work would become part."""
         if self.failure or self._accelerator.is_capturing():
             return None
         with invisible():
@@ -160,9 +159,8 @@ class DeviceDigester:
             self._forget_forms()
 
     def collect(self, *, wait: bool = False) -> list[tuple[int, ValueNumbers | None]]:
-        """Return (ticket, reading) of every value that has arrived, in the order they were read;
-        None for a reading that cannot be believed. `wait`: flush, and wait for the device, at the
-        end of a trace only."""
+        """Return (ticket, reading) of every value that has arrived, in reading order; None for an
+        unreliable reading. `wait` (at the end of a trace only): flush, and wait for the device."""
         if wait:
             self.flush()
         arrived: list[tuple[int, ValueNumbers | None]] = []

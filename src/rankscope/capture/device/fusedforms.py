@@ -162,10 +162,10 @@ class FusedForm:
         self.held_bytes = sum(table.nbytes for table in tables[:-1])
 
     def fill(self, row: int, words: int, stream: int) -> ReadVariant:
-        """Enqueue what computes the row of a value (`operations.SKETCH`), and return the kernel
-        that reads it. `row` and `words` are addresses, of the row and of the value with conjugate
-        and negative bits resolved; `stream` is the driver's handle. Raises OSError where the driver
-        refuses: nothing, or a part of it, is enqueued then."""
+        """Enqueue the row of a value (`operations.SKETCH`), and return the kernel that reads it.
+        `row` and `words` are addresses, of the row and of the value with conjugate and negative
+        bits resolved; `stream` is the driver's handle. Raises OSError if the driver refuses: then
+        nothing, or a part, is enqueued."""
         self._words.value, self._row.value = words, row
         variant, read = self._read[words % 16 == 0]
         read(stream)
@@ -193,9 +193,9 @@ class FusedReader:
         storage: Storage,
         stream: Any,
     ) -> FusedForm | None:
-        """Return the form of values such as `local`, which is not empty, its tables enqueued on the
-        current stream; None where a kernel is missing, or no plan of bounded size serves. Raises
-        OSError: the driver refuses a kernel."""
+        """Return the form of values like `local`, which is not empty, its tables enqueued on the
+        current stream; None if a kernel is missing, or no plan of bounded size exists. Raises
+        OSError if the driver refuses a kernel."""
         shape, strides = plan.shape, _word_strides(local, storage)
         spans = None
         if ranges is not None:

@@ -95,8 +95,8 @@ _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 @dataclass(frozen=True, slots=True)
 class OperationsForm:
     """How values of one dtype, shape and layout are read, with tables on the device: powers of the
-    hash's base, of every _KEYS elements and [_KEYS] within them; [256] normalized words of an 8-bit
-    float."""
+    hash's base, one for every _KEYS elements and [_KEYS] within these; [256] normalized words of an
+    8-bit float."""
 
     plan: FoldPlan
     folds: tuple[_DeviceFold, ...]

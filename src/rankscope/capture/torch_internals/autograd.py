@@ -26,16 +26,16 @@ _current_node: Callable[[], Any] = getattr(_C, "_current_autograd_node", lambda:
 
 
 def current_node() -> tuple[int, torch.Tensor | None] | None:
-    """Return the number of the node of the graph that backward is at on this thread, and the leaf
-    whose gradient it accumulates; None outside. Without torch's names always None."""
+    """Return the number of the graph node that backward executes on this thread, and the leaf whose
+    gradient it accumulates; None outside. Without torch's names always None."""
     node = _current_node()
     number = getattr(node, "_sequence_nr", None)
     return None if number is None else (int(number()), getattr(node, "variable", None))
 
 
 def call_at_end_of_backward(function: Callable[[], None]) -> bool:
-    """Have a function called when the backward pass of this thread has added its last gradient,
-    behind earlier requests; False, and nothing, without torch's name."""
+    """Call a function when this thread's backward pass has added its last gradient, after earlier
+    requests; False, and no call, without torch's name."""
     engine = getattr(torch.autograd.Variable, "_execution_engine", None)
     queue = getattr(engine, "queue_callback", None)
     if queue is None:

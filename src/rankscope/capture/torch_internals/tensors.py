@@ -95,9 +95,8 @@ def overrides_dispatch(kind: type) -> bool:
 def registered_children(
     value: object, libraries: frozenset[str]
 ) -> list[tuple[str, object]] | None:
-    """Return the named children, by the registered flatten function, of an instance of a pytree
-    node that one of these libraries registered, else None. Without torch's table nothing is
-    registered."""
+    """Return the named children of an instance of a pytree node that one of these libraries
+    registered, by the registered flatten function, else None. Without torch's table always None."""
     from torch.utils import _pytree  # here: it imports optree machinery that most runs never need
 
     node = getattr(_pytree, "SUPPORTED_NODES", {}).get(type(value))

@@ -130,8 +130,8 @@ def begun_chunk(stream: StreamId, number: int, region_bytes: int) -> bytes:
 
 
 def begun_rank(region: bytes) -> tuple[int, int] | None:
-    """Return the rank and the number of an unfinished chunk, None where it does not say them: older
-    ranks left zeros, and one that was killed may have begun to write the header of all tensors."""
+    """Return the rank and the number of an unfinished chunk, None if it does not have them: older
+    ranks left zeros, and a killed rank may have begun to write the final header."""
     try:
         header = parse_header(b"{" + region[1:].rstrip(b"\0"), 0)
     except ChunkError:
@@ -159,7 +159,7 @@ def write_header(descriptor: int, text: bytes, region_bytes: int) -> None:
 
 def parse_header(text: bytes, data_bytes: int) -> ChunkHeader:
     """Return the header of a finished chunk, checked against the bytes that follow it in the file.
-    Raises ChunkError where it is no header of ours, or does not fit the file."""
+    Raises ChunkError for other headers, or one that does not fit the file."""
     try:
         about, entries = parse_entries(text, data_bytes)
         if about["format"] != CHUNK_FORMAT:
@@ -208,8 +208,8 @@ class ChunkReport:
 def recorded_tensors(
     tensors: Array, definitions: Mapping[int, Mapping[str, Any]], number: int
 ) -> list[HeldTensor]:
-    """Return the tensors of one chunk by the TENSOR records of a stream (TENSOR_DTYPE, in the order
-    of their commits), each place once, in the order of the data."""
+    """Return the tensors of one chunk according to a stream's TENSOR records (TENSOR_DTYPE, in
+    commit order), each place once, in the order of the data."""
     rows = tensors[tensors["chunk"] == number]
     _, firsts = np.unique(rows["index"], return_index=True)
     stored = []
@@ -254,9 +254,9 @@ def read_header(
 def finish_chunks(
     folder: Path, stream: StreamId, tensors: Array, definitions: Mapping[int, Mapping[str, Any]]
 ) -> list[ChunkReport]:
-    """Finish every chunk of a stream whose rank has ended, by its TENSOR records; safe to call
-    again. Return one report a chunk, also for chunks that records name and that are not there.
-    Raises ChunkError where the folder cannot be listed."""
+    """Finish every chunk of a stream whose rank has ended, from its TENSOR records; safe to call
+    again. Return one report per chunk, including missing chunks that records name. Raises
+    ChunkError if the folder cannot be listed."""
     present = chunk_numbers(folder)
     reports = []
     for number in present:
@@ -360,8 +360,8 @@ def _whole_tensors(
 
 
 def damaged_references(path: Path, place: tuple[StreamId, int] | None = None) -> list[int]:
-    """Return the references of a finished chunk whose bytes are not what its checksums say. Raises
-    as `read_header`, and ChunkError where the chunk is unfinished."""
+    """Return the references of a finished chunk whose bytes do not have their checksums. Raises as
+    `read_header`, and ChunkError for an unfinished chunk."""
     chunk, header = read_header(path, place)
     if header is None:
         raise ChunkError(f"{path}: is unfinished; rankscope recover finishes it")

@@ -260,8 +260,8 @@ class ChunkWriter:
         self._reserved_end = self._data_start
 
     def _finish_chunk(self) -> None:
-        """Cut the file behind the last tensor and fill the header in; a chunk of none is removed.
-        Where the disk refuses, the file is left as far as it got."""
+        """Cut the file behind the last tensor and fill in the header; an empty chunk is removed. If
+        the disk refuses, the file stays as far as it got."""
         file = self._file
         if file is None:
             return
