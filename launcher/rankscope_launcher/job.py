@@ -109,7 +109,7 @@ class TracedJob:
         self._settings = settings
         self._shape = shape
         self._verdict = ""
-        self._made = prepared.made
+        self._made = prepared.new_folders
         self._is_over = self._has_dataset = False
         self._reached: list[Reached] = []
         say(prepared.announcement)
@@ -241,7 +241,7 @@ class TracedJob:
 
 def _prepared(settings: Settings, shape: JobShape) -> PreparedRun:
     """Prepare the run on this host; errors are those of a `TracedJob`."""
-    collection = Collection.asked(settings.collector, is_one_host=shape.hosts == 1)
+    collection = Collection.of_setting(settings.collector, is_one_host=shape.hosts == 1)
     collection.check(settings.keys)
     if collection.is_shared and shape.hosts > 1 and settings.out is None:
         raise SettingError(

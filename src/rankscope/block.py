@@ -55,7 +55,7 @@ class Begun(NamedTuple):
 
 
 def begin_block(model: nn.Module | None, keywords: Mapping[str, object]) -> Begun:
-    """Trace from here on. Never raises: what fails is said on stderr."""
+    """Trace from here on. Never raises: failures are reported on stderr."""
     begun, problem = _guarded(lambda: _begin(model, keywords))
     return begun or Begun(None, problem)
 
@@ -80,8 +80,8 @@ def _begin(model: nn.Module | None, keywords: Mapping[str, object]) -> Begun:
 
 
 def _guarded(begin: Callable[[], _MadeT]) -> tuple[_MadeT | None, str]:
-    """Return what `begin` made and ""; where it fails, say why once and return None and that:
-    nothing before a block runs may be raised into the program."""
+    """Return the result of `begin` and "", or after a failure None and its text, which is printed
+    once: nothing before a block runs may be raised into the program."""
     results: list[_MadeT] = []
     error = attempt(lambda: results.append(begin()))
     if error is None:
@@ -101,7 +101,7 @@ def _settings(keywords: Mapping[str, object]) -> Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnParts:
-    """What stands in place of a block's own where its records are read, and no tree is built."""
+    """Parts from a caller that takes the block's records itself, so that no tree is built."""
 
     options: CallOptions
     """Options for calls, beyond the settings."""
@@ -112,14 +112,14 @@ class OwnParts:
 def begin_rank_block(
     model: nn.Module, keywords: Mapping[str, object], parts: OwnParts
 ) -> RankBlock | None:
-    """Begin to trace this process alone; None where that could not begin, and why was said.
-    `model`: the root whose path is ""; `out` of `keywords` is of this rank alone."""
+    """Begin to trace this process alone; None if that failed, and the reason was printed. `model`:
+    the root whose path is ""; `out` of `keywords` is of this rank alone."""
     return _guarded(lambda: RankBlock(model, _settings(keywords), parts))[0]
 
 
 class RankBlock:
-    """Traces this process alone, whatever ranks there are beside it. The trace ends by `finish`,
-    which builds its tree, or by `end`, which returns its records instead."""
+    """Traces this process alone, whatever other ranks there are. The trace ends by `finish`, which
+    builds its tree, or by `end`, which returns its records instead."""
 
     def __init__(
         self, model: nn.Module | None, settings: Settings, parts: OwnParts | None = None
@@ -145,7 +145,7 @@ class RankBlock:
             if parts is None:
                 self._replica.parent.mkdir(mode=0o700)  # others may look in
                 undo.callback(shutil.rmtree, self._replica.parent, ignore_errors=True)
-            self._taken = 0
+            self._replica_bytes = 0
             """Bytes of the spool in whole segments."""
             writer = SpoolWriter(
                 stream_folder(self._run_folder, self._stream),
@@ -177,13 +177,13 @@ class RankBlock:
 
     def _take_segment(self, path: Path, offset: int) -> None:
         """Move a full segment behind the records already in the trace folder."""
-        if offset != self._taken:
+        if offset != self._replica_bytes:
             return  # the one before it waits for room: the writer asks again
         self._replica.parent.mkdir(mode=0o700, exist_ok=True)
         with self._replica.open("ab") as replica, path.open("rb") as segment:
             replica.truncate(offset)  # of a try before this one, which a full disk cut short
             shutil.copyfileobj(segment, replica, 1 << 20)
-        self._taken = self._replica.stat().st_size
+        self._replica_bytes = self._replica.stat().st_size
         path.unlink()
 
     def look(self) -> StreamBytes:
@@ -197,8 +197,8 @@ class RankBlock:
         return self._records(None)
 
     def end(self) -> StreamBytes:
-        """End the trace and return its records. What keeps its tensors stays as it is. Raises
-        SpoolError: the records cannot be read; OSError: those that were moved away cannot be."""
+        """End the trace and return its records. The store of its tensors stays as it is. Raises
+        SpoolError if the records cannot be read, OSError if moved ones cannot be."""
         hold(None)
         try:
             self.session.close(EndReason.CLOSED)
@@ -207,7 +207,7 @@ class RankBlock:
             shutil.rmtree(self._run_folder, ignore_errors=True)
 
     def _records(self, end: EndReason | None) -> StreamBytes:
-        moved_bytes, pieces = self._taken, list[bytes]()
+        moved_bytes, pieces = self._replica_bytes, list[bytes]()
         if moved_bytes:
             with self._replica.open("rb") as replica:
                 pieces.append(replica.read(moved_bytes))
@@ -223,8 +223,7 @@ class RankBlock:
         )
 
     def finish(self) -> None:
-        """Close the spool and build the tree; a failure is said, and the records stay where they
-        are."""
+        """Close the spool and build the tree; a failure is reported, and the records stay."""
         if (error := attempt(self._finish)) is not None:
             attempt(self._say_unfinished, error)
 
@@ -248,8 +247,8 @@ class RankBlock:
         """Append what the last segments hold, and mark the stream as ended."""
         folder = stream_folder(self._run_folder, self._stream)
         with StreamReader(folder) as reader, self._replica.open("ab") as replica:
-            replica.truncate(self._taken)
-            for chunk in reader.chunks(self._taken):
+            replica.truncate(self._replica_bytes)
+            for chunk in reader.chunks(self._replica_bytes):
                 replica.write(chunk)
         committed = self._replica.stat().st_size
         write_end(self._replica, StreamEnd(committed=committed, end=EndReason.CLOSED))

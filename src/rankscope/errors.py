@@ -139,4 +139,4 @@ class LayoutError(RankscopeError):
 
 class TensorWarning(UserWarning):
     """About a global tensor that is returned all the same: ranks that should hold the same do not,
-    or could not be compared, or how its pieces belong together was inferred."""
+    or could not be compared, or the arrangement of its pieces was inferred."""

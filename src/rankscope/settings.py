@@ -32,8 +32,7 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that `256M`, `1.5GiB` or `4096` mean (powers of 1024); SettingError: no
-    size."""
+    """Return the bytes of `256M`, `1.5GiB` or `4096` (powers of 1024). Raises SettingError."""
     match = _SIZE.match(text.strip())
     if not match:
         raise SettingError(f"{text!r} is not a size: write 256M, 1.5G or a number of bytes")
@@ -124,7 +123,7 @@ def _parse_roundings(text: str) -> int:
 
 
 def _word(*words: str, problem: str) -> Callable[[str], str]:
-    """Return what takes one of these words; `problem` says which they are."""
+    """Return a parser for one of these words; `problem` names them."""
 
     def parse(text: str) -> str:
         if text not in words:
@@ -394,8 +393,8 @@ def settings_from(
     texts: Mapping[str, object] | None = None, environ: Mapping[str, str] = os.environ
 ) -> Settings:
     """Return the settings: given texts (keywords) first, then `RANKSCOPE_*`, then defaults. Raises
-    SettingError: a value that cannot be read or does not fit another, or a keyword that is no
-    setting; names both."""
+    SettingError, with the names, for an unreadable value, two that do not fit each other, or a
+    keyword that is no setting."""
     texts_left = dict(texts or {})
     values: dict[str, object] = {}
     for setting in SETTINGS:
@@ -428,8 +427,8 @@ def settings_from(
 
 
 def settings_of_run(texts: Mapping[str, str]) -> Settings:
-    """Return the settings that `run.json` says, whatever the variables of this process say; without
-    the layout, whose file the ranks have read. SettingError: one cannot be read."""
+    """Return the settings in `run.json`, whatever the variables of this process say; without the
+    layout, whose file the ranks have read. Raises SettingError for an unreadable one."""
     keywords = {name.replace("-", "_"): text for name, text in texts.items()}
     keywords.pop("layout", None)
     steps = keywords.pop("steps", "")

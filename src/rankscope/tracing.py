@@ -78,7 +78,7 @@ def open_trace(
 
 
 class TraceHandle:
-    """What `with rankscope.trace(...)` hands out."""
+    """Yielded by `with rankscope.trace(...)`."""
 
     def __init__(self, path: Path | None, problem: str = "") -> None:
         self.path = path
@@ -104,9 +104,8 @@ class TraceHandle:
 
 
 def _loaded(name: str) -> tuple[Any, str]:
-    """Return a module of ours and ""; None and what was said where it cannot be loaded, as in a
-    process that may open no more files.
-    """
+    """Return a module of rankscope and "", or None and the printed reason if it cannot be loaded,
+    as in a process that may open no more files."""
     try:
         return importlib.import_module(name), ""
     except Exception as error:  # noqa: BLE001  # the program goes on, whatever is wrong with ours

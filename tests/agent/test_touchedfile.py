@@ -279,7 +279,7 @@ class OrderedJob(Job):
         step = self.steps[number]
         super().step(number)
         if step in self.traced[number]:
-            orders = self.ranks[number].asked  # two, where one was put off to steps of the next
+            orders = self.ranks[number].orders  # two, where one was put off to steps of the next
             self.paths[number][step] = tuple(path for order in orders for path in order.paths)
 
 

@@ -98,8 +98,8 @@ def arm(
 
 
 def _after_fork() -> None:
-    """Arm a forked child again: it may become a rank of its own. A child of a process that traces
-    stays untraced, and so does one that is in no process group by its first module call."""
+    """Arm a forked child again: it may become a rank of its own. A child of a tracing process stays
+    untraced, and so does one without a process group at its first module call."""
     global _session, _joined, _keywords, _is_forked
     keywords, has_joined = _keywords, _joined is not None
     _session = _joined = _keywords = None
@@ -133,9 +133,8 @@ def _open(settings: Settings) -> OpenedSpool | None:
 
 
 def close(reason: EndReason = EndReason.EXIT) -> Path | None:
-    """End the session, then wait for the tree where no launcher does; safe to call again. What
-    fails is said, never raised. Returns the trace folder on the one rank that waited for the tree.
-    """
+    """End the session, then wait for the tree unless a launcher does; safe to call again. Failures
+    are reported, never raised. Returns the trace folder on the rank that waited for the tree."""
     folders: list[Path | None] = []
     error = attempt(lambda: folders.append(_close(reason)))
     if error is not None:
@@ -200,10 +199,10 @@ def _owner() -> tuple[str, str]:
 
 
 def _is_child_of_a_rank() -> bool:
-    """True in a process that a rank started: it must not pose as one, whatever it inherited. A rank
-    leaves its name in the environment of its children. A name without a local rank may be that of a
-    launcher that was itself given a RANK (the number of its node): only a process with exactly that
-    name is its child."""
+    """True in a process that a rank started: it must not trace as that rank. Ranks leave their name
+    in the environment of their children. A name without a local rank may come from a launcher that
+    was given a RANK itself (its node's number): then only a process of exactly that name is a
+    child."""
     rank = os.environ.get("RANK")
     rank_name = "" if rank is None else f"{rank}/{os.environ.get('LOCAL_RANK', '')}"
     name, pid = _owner()

@@ -91,7 +91,7 @@ class RunningMedian:
 
 
 class BlackBoxWatch:
-    """Tells everybody of what happened."""
+    """Reports events to all ranks."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class BlackBoxWatch:
         self._norms.add(norm)
 
     def tell(self, trigger: Trigger, mode: Mode, step: int, **fields: object) -> None:
-        """Tell what happened, unless a step that is held with it had its like."""
+        """Report an event, unless a step that is held with it had a like event."""
         text = trigger.text(rank=self._rank, step=step, **fields)
         event = Happening(trigger=trigger, mode=mode, step=step, text=text)
         try:
@@ -242,7 +242,7 @@ class _LeapWatch:
         self._calls: dict[int, tuple[_WatchedModule, Mode, int]] = {}
         """Calls of watched modules, in the order in which they began, with their steps."""
         self._matched_globs: set[int] = set()
-        self._begun = 0
+        self._steps_begun = 0
 
     def look(self, calls: Structured, values: ValueRows) -> None:
         """Look at the calls of a batch, then at its values: they come after their call."""
@@ -264,13 +264,13 @@ class _LeapWatch:
             self._compare(values)
 
     def step_begins(self, mode: Mode, step: int) -> None:
-        """Forget calls whose digests an accelerator would have handed out by now."""
+        """Forget calls whose digests an accelerator would have delivered by now."""
         for sequence, (_, its_mode, its_step) in list(self._calls.items()):
             if its_mode is mode and its_step >= step - _LATE:
                 break
             self._calls.pop(sequence, None)
-        self._begun += 1
-        if self._begun == _STEPS_UNTIL_TOLD + 1 and self._say is not None:
+        self._steps_begun += 1
+        if self._steps_begun == _STEPS_UNTIL_TOLD + 1 and self._say is not None:
             for number, glob in enumerate(self._globs):
                 if number not in self._matched_globs and not self._board.has_taken(number):
                     self._say(

@@ -84,9 +84,9 @@ class _Coalescing(threading.local):
 
 
 class MessageCount:
-    """Numbers the sends and receives of each channel since a point that all ranks have in common.
-    The k-th send of a channel is its k-th receive; their steps may differ, because a stage receives
-    before its own step begins. A message that is not seen ends the count until the next point."""
+    """Numbers the sends and receives of each channel from a point that all ranks share. The k-th
+    send of a channel is its k-th receive, but perhaps in another step, because a stage receives
+    before its own step begins. An unseen message ends the count until the next such point."""
 
     def __init__(self) -> None:
         self.since = ""
@@ -108,7 +108,7 @@ class MessageCount:
 
 
 class Collectives:
-    """The collectives of one session's traced steps, as `CollectiveWatch` tells of them."""
+    """The collectives of one session's traced steps, as `CollectiveWatch` reports them."""
 
     def __init__(self, place: Callable[[str], EventPlace | None]) -> None:
         """`place` returns where in which traced step this thread is; it calls `open` before."""
@@ -287,7 +287,7 @@ class Collectives:
         return outputs
 
     def _read(self, call: _PendingCollective, kind: str, tensors: tuple[torch.Tensor, ...]) -> None:
-        for slot, tensor in self._wanted(call, kind, tensors):
+        for slot, tensor in self._selected(call, kind, tensors):
             if call.is_object:
                 self._values.describe(tensor, call.sequence, slot, Phase.COLLECTIVE)
             else:
@@ -296,10 +296,10 @@ class Collectives:
                 )
 
     def _leave_unread(self, call: _PendingCollective, outputs: tuple[torch.Tensor, ...]) -> None:
-        for slot, tensor in self._wanted(call, "output", outputs):
+        for slot, tensor in self._selected(call, "output", outputs):
             self._values.describe(tensor, call.sequence, slot, Phase.COLLECTIVE, _PENDING)
 
-    def _wanted(
+    def _selected(
         self, call: _PendingCollective, kind: str, tensors: tuple[torch.Tensor, ...]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         if call.place.is_selected and self._values.is_on:
@@ -308,7 +308,7 @@ class Collectives:
                     yield slot, tensor
 
     def end_step(self, mode: Mode | None, step: int | None) -> None:
-        """Close what nobody has waited for in a step; everything without a mode."""
+        """Close the collectives of a step that nobody has waited for; without a mode, all."""
         for call in list(self._open.values()):
             if mode is None or (call.place.mode, call.place.step) == (mode, step):
                 self._break_off(call, CallStatus.NOT_WAITED)
@@ -342,8 +342,8 @@ class _Depth(threading.local):
 
 
 class CollectiveWatch(StandIns):
-    """Tells of every collective between `put_on` and `take_off`; both may be called at any time.
-    Each call has a list: what `begins` or `waits` leaves in it comes back in `ends` and `fails`."""
+    """Reports every collective between `put_on` and `take_off`, which may be called at any time.
+    Each call has a list: entries of `begins` or `waits` come back in `ends` and `fails`."""
 
     def __init__(self, guard: Guard, listener: Collectives) -> None:
         super().__init__()
@@ -360,19 +360,19 @@ class CollectiveWatch(StandIns):
         if classes is None:
             return
         group, work, future = classes
-        replace = self.put
+        replace = self.replace
         for name in (*METHODS, *_COALESCING):
             replace(group, name, functools.partial(self._issuing, name, True))
         for name in _WAITS:
-            replace(work, name, self._waiting)
-        replace(future, "wait", self._waiting)
+            replace(work, name, self._around_wait)
+        replace(future, "wait", self._around_wait)
         replace(work, "get_future", self._deriving)
         if only_groups:
             return
         for name, operator in functional_operators(FUNCTIONAL):
             replace(operator, "_op", functools.partial(self._issuing, name, False))
         for _, operator in functional_operators(_WAIT_TENSORS):
-            replace(operator, "_op", self._waiting)
+            replace(operator, "_op", self._around_wait)
 
     # ------------------------------------------------------------------ in place of torch's
 
@@ -402,7 +402,7 @@ class CollectiveWatch(StandIns):
 
         return issue
 
-    def _waiting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _around_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not self._is_recorded():
                 return original(work, *args, **kwargs)
@@ -440,11 +440,11 @@ class CollectiveTracing:
         open_session: Callable[[], bool],
         running: Callable[[bool], RunningStep | None],
     ) -> None:
-        """`open_session` opens the spool and calls `open`; False where this process is not traced.
-        `running` returns the traced step of what runs outside every module call; told whether that
-        is a send or a receive."""
+        """`open_session` opens the spool and calls `open`; False if this process is not traced.
+        `running` takes whether the call is a send or a receive, and returns the traced step of a
+        call outside every module call."""
         self._open_session = open_session
-        self._running = running
+        self._running_step = running
         self._is_wanted = Phase.COLLECTIVE.word in settings.phases
         self._paths = settings.paths
         self.select_too(())
@@ -461,7 +461,7 @@ class CollectiveTracing:
     def open(
         self, recorder: Recorder, values: ValueReader, tracer: Tracer, table: ModuleTable
     ) -> None:
-        """Take what an open spool gives."""
+        """Use an open spool."""
         self._recorder, self._tracer, self._table = recorder, tracer, table
         self._outside = 0
         self._collectives.open(recorder, values)
@@ -476,7 +476,7 @@ class CollectiveTracing:
             self._messages.begin("start")
 
     def select_too(self, paths: tuple[str, ...]) -> None:
-        """Take collectives outside every module call where the setting or these globs take ""."""
+        """Take collectives outside every module call if the setting or these globs match ""."""
         self._takes_outside = any(glob_matches(glob, "") for glob in (*self._paths, *paths))
 
     def count_messages_from(self, point: str) -> None:
@@ -500,7 +500,7 @@ class CollectiveTracing:
             self._tracer.nodes = None
 
     def end_step(self, mode: Mode, step: int) -> None:
-        """Close what is open of a step."""
+        """Close the open collectives of a step."""
         self._nodes.clear()
         self._owners.clear()
         self._collectives.end_step(mode, step)
@@ -514,7 +514,7 @@ class CollectiveTracing:
     def _place(self, name: str) -> EventPlace | None:
         is_message = name in METHODS and METHODS[name].op in MESSAGES
         place = None
-        if self._tracer is not None or (self._running(is_message) and self._open_session()):
+        if self._tracer is not None or (self._running_step(is_message) and self._open_session()):
             place = self._place_of(is_message)
         if place is None and is_message:
             self._messages.lose()
@@ -532,7 +532,7 @@ class CollectiveTracing:
             if span is not None:
                 return tracer.place_in(span.info, span.scope, span.sequence, "backward")
             issuer = "backward"
-        running = self._running(is_message)
+        running = self._running_step(is_message)
         if running is None:
             return None
         if running.is_inside_optimizer:

@@ -74,7 +74,7 @@ _WAIT = timedelta(seconds=30)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """What the head host tells the others."""
+    """The head host's message to the other hosts."""
 
     run_id: str
     out: str
@@ -101,8 +101,7 @@ def find_agents_store() -> Store | None:
 
 
 def agree(store: Store, key: str, value: str) -> str:
-    """Return what the first process of the job to ask said under this key. Raises SpoolError where
-    the store does not answer."""
+    """Return the first text put under this key. Raises SpoolError if the store does not answer."""
     return _compared(store, key, "", value) or value
 
 
@@ -166,8 +165,7 @@ _begun_traces: Counter[str] = Counter()
 
 def find_or_prepare_run(settings: Settings, identity: RankIdentity) -> Path:
     """Return the run folder of this host; the first rank to ask prepares it and its companion.
-    Raises RankscopeError where the run cannot be prepared here, or another rank does not get on
-    with it."""
+    Raises RankscopeError if the run cannot be prepared, or the preparing rank gets stuck."""
     base = spool_base(settings.spool)
     store = find_store() if identity.world_size > 1 else None
     which = _which_trace(settings)
@@ -192,9 +190,9 @@ def find_or_prepare_run(settings: Settings, identity: RankIdentity) -> Path:
 
 
 def _which_trace(settings: Settings) -> str:
-    """Return what tells this trace from others of the same launch. A rank may enter the next block
-    while another still finishes the first, whose trace it must not join. So ranks count, per trace
-    folder, the traces that each of them has begun."""
+    """Return a name for this trace among those of the same launch. A rank may enter the next block
+    while another still finishes the first, whose trace it must not join. So each rank counts its
+    traces per trace folder."""
     out = "" if settings.out is None else str(settings.out)
     begun = _begun_traces[out]
     _begun_traces[out] += 1
@@ -255,9 +253,9 @@ def _is_placed(identity: RankIdentity) -> bool:
 def _prepare(
     settings: Settings, identity: RankIdentity, run_folder: Path, store: Store | None, which: str
 ) -> None:
-    """Prepare the run; on several hosts the head chooses the trace folder for all. The head is the
-    host of rank 0 under an elastic agent, which counts the ranks of a host in a row; else the host
-    that asks first."""
+    """Prepare the run; on several hosts the head chooses the trace folder for all. Under an elastic
+    agent, which numbers the ranks of a host in a row, the head is rank 0's host; else the first
+    host to ask."""
     is_alone = identity.local_world_size >= identity.world_size and (
         identity.world_size == 1 or _is_placed(identity)
     )
@@ -267,7 +265,7 @@ def _prepare(
     elif store is not None and ELASTIC_RUN not in os.environ:
         proposal = f"{identity.host}/{run_folder.name}"
         is_head = agree(store, f"head{which}", proposal) == proposal
-    collection = Collection.asked(settings.collector, is_one_host=is_alone)
+    collection = Collection.of_setting(settings.collector, is_one_host=is_alone)
     collection.check(settings.keys)
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{run_folder.name[:8]}"
     if store is None and not is_alone:  # every host comes to this name by itself
@@ -349,9 +347,9 @@ def _ensure_companion(settings: Settings, run_folder: Path, header: RunHeader) -
 
 
 def has_companion(run_folder: Path) -> bool:
-    """True while the companion lives that a rank started last, or another holds its lock. A
-    companion takes the lock once its modules are loaded. A second one, started meanwhile, may find
-    that lock free again after the whole run."""
+    """True while the companion started last lives, or another process holds its lock. A companion
+    takes the lock only after loading its modules. A second one, started meanwhile, may find the
+    lock free again after the whole run."""
     with contextlib.suppress(OSError):
         if is_process_alive((run_folder / COMPANION_STARTED_NAME).read_text()):
             return True
@@ -359,8 +357,7 @@ def has_companion(run_folder: Path) -> bool:
 
 
 def restart_companion(run_folder: Path) -> bool:
-    """Start a companion again that was killed: it goes on where the records say. False where it
-    cannot be started."""
+    """Restart a companion that was killed; it continues from the records. False on failure."""
     try:
         _start(run_folder, read_run_header(run_folder).out / COLLECTOR_LOG_NAME)
     except SpoolError as error:

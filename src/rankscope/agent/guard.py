@@ -27,9 +27,9 @@ def say(text: str) -> None:
 
 
 class GuardedHook:
-    """A function as a hook that never raises and does nothing while a graph is being compiled.
-    torch is handed `run`. A copied or saved module has a hook that does nothing in its place, and
-    the file can be read without rankscope."""
+    """Makes a function a hook that never raises and does nothing while a graph is compiled. torch
+    receives `run`. Copied and saved modules get an empty hook instead, so that their files can be
+    read without rankscope."""
 
     __slots__ = ("_guard", "body")
 
@@ -133,8 +133,8 @@ def _code_of(handler: Any) -> object:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return a bounded, address-free text of an exception: of a long one beginning and end, since
-    an exception that another process raised again tells what happened in its last line."""
+    """Return a bounded, address-free text of an exception. Of a long one it has begin and end: an
+    exception passed on from another process names the cause in its last line."""
     text = _ADDRESS.sub("0x…", without_known_secrets(text_of(error)))
     if len(text) <= _MAX_ERROR_CHARACTERS:
         return text

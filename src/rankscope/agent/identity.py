@@ -44,7 +44,7 @@ class LauncherPlace:
 
 
 def launcher_place(environ: Mapping[str, str] = os.environ) -> LauncherPlace | None:
-    """Return what the launcher's variables say; None where no launcher set any."""
+    """Return the place that the launcher's variables give; None where no launcher set any."""
     for variable, world, local_rank, local_size in _RANK_VARIABLES:
         rank, size = environ.get(variable, ""), environ.get(world, "")
         if not (rank.isdecimal() and size.isdecimal()) or _is_batch_script(variable, environ):

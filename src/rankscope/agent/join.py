@@ -133,8 +133,8 @@ def who_am_i() -> RankIdentity:
 
 
 def settings_here(keywords: Mapping[str, object] | None) -> Settings:
-    """Return the settings: keywords first, then `run.json` of a prepared run, else variables.
-    Raises RankscopeError: a setting, or `run.json`, cannot be read."""
+    """Return the settings: from keywords, then `run.json` of a prepared run, else variables. Raises
+    RankscopeError if a setting or `run.json` is unreadable."""
     prepared = os.environ.get(RUN_FOLDER_VARIABLE)
     if not prepared:
         return settings_from(keywords)
@@ -143,9 +143,8 @@ def settings_here(keywords: Mapping[str, object] | None) -> Settings:
 
 
 def join_run(settings: Settings) -> JoinedRun | None:
-    """Open this rank's spool in the run it belongs to; None where the rank is not selected, or a
-    parent process traces under the same rank. Raises RankscopeError where the spool or the trace
-    folder cannot be used."""
+    """Open this rank's spool in its run; None if the rank is not selected, or a parent process
+    traces as the same rank. Raises RankscopeError if the spool or the trace folder is unusable."""
     identity = who_am_i()
     is_selected = settings.ranks is None or identity.rank in settings.ranks
     prepared = os.environ.get(RUN_FOLDER_VARIABLE)
@@ -209,9 +208,9 @@ def _open_spool(
 
 
 def _life(identity: RankIdentity, earlier: Sequence[StreamId]) -> int:
-    """Return the number of this life of the rank: on several hosts the one that they agree on. Else
-    it is what the agent of this host counts, or the next without records here: two programs in a
-    row, or a restart that another host began."""
+    """Return the number of this life of the rank: the one that hosts agree on, if there are
+    several. Else the count of this host's agent, or the first without records here: after another
+    program, or a restart that another host began."""
     free = max((stream.incarnation + 1 for stream in earlier), default=0)
     if ELASTIC_RUN in os.environ and identity.world_size > identity.local_world_size:
         store = find_agents_store()
@@ -238,7 +237,7 @@ def _agreement(
 def define_rank(
     recorder: Recorder, identity: RankIdentity, run_id: str, settings: Settings
 ) -> None:
-    """Write the first record of a stream: who, where, with what."""
+    """Write the first record of a stream: rank, host and environment."""
     recorder.define(
         "rank",
         format=FORMAT_VERSION,

@@ -84,8 +84,7 @@ def has_left(error: BaseException, module: torch.nn.Module) -> bool:
 
 
 def raise_site(trace: TracebackType | None) -> str:
-    """Return `file.py:12 function` of the innermost line that an exception left, if possible of the
-    program."""
+    """Return `file.py:12 function` of the innermost line, if possible of the program."""
     program_line = installed = ""
     for frame, number in walk_tb(trace):
         name = frame.f_code.co_filename
@@ -161,9 +160,9 @@ class Raised:
 
 
 def what_ends_the_program() -> Raised | None:
-    """Return the uncaught exception, or the exit code other than 0, that ends this process. The
-    interpreter notes an exception before it runs `atexit`, but not a SystemExit; a process of
-    `multiprocessing` ends while either is being handled."""
+    """Return the uncaught exception, or the nonzero exit code, that ends this process. The
+    interpreter notes an exception before it runs `atexit`, but no SystemExit; a process of
+    `multiprocessing` ends while handling either."""
     running = uncaught()
     if running is None:
         return _exiting
@@ -213,9 +212,9 @@ _exit = sys.exit
 
 
 class _Mark:
-    """Lives as long as the traceback of one SystemExit. The interpreter takes a SystemExit before
-    `atexit`. Where the program catches one, its traceback goes while a line of Python runs; where
-    nobody does, it goes when none is left."""
+    """Lives as long as the traceback of one SystemExit. The interpreter clears a SystemExit before
+    `atexit`. If the program catches it, the traceback dies while a line of Python runs; if not,
+    when no line is left."""
 
     __slots__ = ("_raised",)
 
@@ -255,6 +254,6 @@ def note_exits() -> None:
 
 
 def forget_exits() -> None:
-    """Give `sys.exit` back, unless somebody else stands there now."""
+    """Restore `sys.exit`, unless other code has replaced it since."""
     if sys.exit is _noting_exit:
         sys.exit = _exit

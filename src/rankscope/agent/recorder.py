@@ -64,7 +64,7 @@ class Recorder:
         """Number of a module's definition -> its path, where an observer puts a table here."""
         self._writer = writer
         self._ring = writer if isinstance(writer, RingWriter) else None
-        self._kept = writer if self._ring is None else self._ring.kept
+        self._lasting_writer = writer if self._ring is None else self._ring.lasting_stream
         self._keeps_all = self._ring is None
         """Every record written now is kept."""
         self._write = writer.write
@@ -81,7 +81,7 @@ class Recorder:
 
     def define(self, kind: str, **fields: object) -> int:
         """Commit a definition and return its number; a ring lets go of _GROWING kinds alone."""
-        writer = self._writer if kind in _GROWING and not self._keeps_all else self._kept
+        writer = self._writer if kind in _GROWING and not self._keeps_all else self._lasting_writer
         with self._defining:
             number = next(self._numbers)
             packed = msgpack.packb(
@@ -94,7 +94,7 @@ class Recorder:
         return number
 
     def observe(self, observer: Callable[[Records], None]) -> None:
-        """Have an observer handed what is recorded of steps, in batches (`SpoolWriter.hand_on`)."""
+        """Hand an observer the records of steps, in batches (`SpoolWriter.hand_on`)."""
         self._writer.observers.append(observer)
 
     def hand_on(self) -> bool:
@@ -109,7 +109,7 @@ class Recorder:
             return
         before = self._write, self._metas, self._collectives
         self._keeps_all = True
-        self._write = self._kept.write
+        self._write = self._lasting_writer.write
         self._metas, self._collectives = self._kept_tables
         try:
             yield

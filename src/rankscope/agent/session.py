@@ -69,7 +69,7 @@ class Session:
         self._start = start
         self._beginning = threading.RLock()
         """Held to open the session or begin a step: several threads may run forwards."""
-        self._opened: OpenedSpool | None = None
+        self._opened_spool: OpenedSpool | None = None
         self._is_open = False
         """Set when the spool is open and everything that depends on it exists."""
         self._is_closed = False
@@ -97,7 +97,7 @@ class Session:
         if opened is None:
             self.disarm(is_inside_hook=True)
             return False
-        self._opened = opened
+        self._opened_spool = opened
         self._record_into(opened)
         preferred, self._steps.preferred = self._steps.preferred, []
         for module in preferred:
@@ -144,7 +144,7 @@ class Session:
             self._hooks.remove_all()  # which a hook could only ask for
             return
         self.disarm()
-        opened = self._opened
+        opened = self._opened_spool
         if opened is None or not self._is_open:
             if opened is not None:  # what records into it could not be made
                 opened.writer.close(reason)
@@ -219,7 +219,7 @@ class Session:
         if not self._is_open:
             self.disarm()
             say(f"not tracing: {text_of(error)}")
-            opened = self._opened or self._start()
+            opened = self._opened_spool or self._start()
             if opened is not None:  # else a trace without a record would call itself complete
                 opened.recorder.error(None, text_of(error)[:500])
                 opened.writer.close(EndReason.SWITCHED_OFF)
@@ -264,7 +264,7 @@ class Session:
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], forward: _Call
     ) -> object:
         """Call a module's `forward` as `Module.__call__` does, without the module's own hooks: for
-        a program that calls `forward` itself, which no hook of torch's sees."""
+        programs that call `forward` themselves, unseen by torch's hooks."""
         self._hooks.enter(module, args, kwargs)
         ended: tuple[object, ...] = (None,)  # as torch tells a hook that `forward` raised
         try:

@@ -28,14 +28,12 @@ _MOST_PAUSE_S: Final = 0.002
 
 
 class HostCopy(NamedTuple):
-    """A copy to the host that may be on its way; `is_done` raises RuntimeError on a device in
-    error."""
+    """A copy to the host; `is_done` raises RuntimeError on a device in error."""
 
     is_done: Callable[[], bool]
 
     def wait(self) -> None:
-        """Wait for the device, as long as a working one needs. Raises RuntimeError where the device
-        is in error; TimeoutError: it stands still."""
+        """Wait. Raises RuntimeError if the device is in error, TimeoutError if it stands still."""
         deadline, pause = time.monotonic() + _MOST_WAIT_S, 0.0001
         while not self.is_done():
             if time.monotonic() > deadline:
@@ -62,8 +60,8 @@ class Accelerator:
         self._has_streams = None not in (self._stream, self._current, self._within, self._event)
 
     def is_capturing(self) -> bool:
-        """True while a graph is captured on the current stream. What is enqueued then becomes part
-        of the graph; and to ask an event or to pin memory breaks the capture."""
+        """True while a graph is captured on the current stream. Work enqueued then would become
+        part of the graph, and querying an event or pinning memory breaks the capture."""
         return self._capturing is not None and bool(self._capturing())
 
     def current_stream(self) -> Any:
@@ -81,12 +79,12 @@ class Accelerator:
         return torch.cuda.device(self._device)
 
     def new_stream(self) -> Any:
-        """Return a stream beside the others; None where there is one queue for all."""
+        """Return another stream; None on devices with a single queue."""
         return self._stream(self._device) if self._has_streams else None
 
     def host_memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return host memory for `copy_to_host`: pinned where the device can write to it late.
-        Raises RuntimeError where there is no memory to be had."""
+        """Return host memory for `copy_to_host`, pinned if the device writes to it asynchronously.
+        Raises RuntimeError if none is left."""
         if not is_host(self._device) and self._event is not None:
             # a backend that pins nothing refuses: its copies block
             with contextlib.suppress(NotImplementedError):

@@ -103,8 +103,7 @@ group, the one before it (if any) the reduction."""
 
 
 class CallOrigin(NamedTuple):
-    """Where a call comes from: one of `record.collective.ISSUERS`, and the line of the program that
-    made it."""
+    """Origin of a call: one of `record.collective.ISSUERS`, and the program's line that made it."""
 
     issuer: str
     at: str
@@ -126,18 +125,18 @@ class Groups:
     """Names and members of process groups, each looked up once; keeps none alive."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Any], str, tuple[int, ...]]] = {}
+        self._by_identity: dict[int, tuple[weakref.ref[Any], str, tuple[int, ...]]] = {}
 
     def find(self, group: Any) -> tuple[str, tuple[int, ...]]:
         """Return a group's name and global ranks, in its own order."""
-        entry = self._known.get(id(group))
+        entry = self._by_identity.get(id(group))
         if entry is not None and entry[0]() is group:
             return entry[1], entry[2]
         members = group_ranks(group)
         if members is None:  # not made by torch's functions: it knows its own numbers only
             members = tuple(range(int(group.size())))
         name = str(group.group_name)
-        self._known[id(group)] = weakref.ref(group), name, members
+        self._by_identity[id(group)] = weakref.ref(group), name, members
         return name, members
 
 
@@ -149,8 +148,7 @@ def read_method(
     groups: Groups,
     where: CallOrigin,
 ) -> IssuedCall:
-    """Return what a call of a process group's method, one of METHODS, says; `args` follow the
-    group."""
+    """Return the call of a process group's method (METHODS); `args` follow the group."""
     form = METHODS[name]
     arguments = [*args, *(kwargs[key] for key in form.names[len(args) :] if key in kwargs)]
     # a single tensor in place of a list of them comes under another keyword
@@ -200,8 +198,7 @@ _REDUCING: Final = frozenset(op for op, facts in OPS.items() if "reduce" in fact
 def read_functional(
     op: str, args: Sequence[Any], kwargs: dict[str, Any], groups: Groups, where: CallOrigin
 ) -> IssuedCall:
-    """Return what a call of a functional collective's operator says; `op` is a word of
-    FUNCTIONAL's."""
+    """Return the call of a functional collective's operator `op`, a key of FUNCTIONAL."""
     arguments = [*args, *kwargs.values()]
     texts = [value for value in arguments if isinstance(value, str)]
     group_kinds = (str, torch.distributed.ProcessGroup)

@@ -88,12 +88,12 @@ class _MeshTable:
     """The meshes seen so far. It keeps none alive: a mesh holds process groups."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Any], int, Mesh]] = {}
+        self._meshes: dict[int, tuple[weakref.ref[Any], int, Mesh]] = {}
         self._numbers: dict[Mesh, int] = {}
 
     def find(self, device_mesh: Any) -> tuple[int, Mesh]:
         """Return a number that stands for this mesh, and its record; equal meshes share both."""
-        entry = self._known.get(id(device_mesh))
+        entry = self._meshes.get(id(device_mesh))
         if entry is not None and entry[0]() is device_mesh:
             return entry[1], entry[2]
         with invisible_operations():
@@ -102,7 +102,7 @@ class _MeshTable:
         names = device_mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(len(shape)))
         mesh = Mesh(axes=tuple(str(name) for name in names), shape=shape, ranks=ranks)
         number = self._numbers.setdefault(mesh, len(self._numbers) + 1)
-        self._known[id(device_mesh)] = weakref.ref(device_mesh), number, mesh
+        self._meshes[id(device_mesh)] = weakref.ref(device_mesh), number, mesh
         return number, mesh
 
 
@@ -116,7 +116,7 @@ class Describer:
             torch.Tensor: _TensorKind.PLAIN,
             torch.nn.Parameter: _TensorKind.PLAIN,
         }
-        self._known: dict[object, Described] = {}
+        self._descriptions: dict[object, Described] = {}
 
     def describe(self, tensor: torch.Tensor) -> tuple[Described, torch.Tensor]:
         """Return the description, and the tensor to digest: a DTensor's local one, else itself.
@@ -125,7 +125,7 @@ class Describer:
         try:
             if kind is _TensorKind.PLAIN:
                 key = (tensor.dtype, tensor.shape, tensor.requires_grad, dispatch_bits(tensor))
-                described = self._known.get(key)
+                described = self._descriptions.get(key)
                 if described is None:
                     described = self._plain(tensor, key)
                 if described.can_digest or described.can_digest_on_device:
@@ -165,7 +165,7 @@ class Describer:
     def describe_text(self, note: str) -> Described:
         """Return the description of a value that is no tensor, in these words."""
         key = ("python", note)
-        return self._known.get(key) or self._keep(
+        return self._descriptions.get(key) or self._keep(
             key, Described(meta=_meta("python", "", (), note))
         )
 
@@ -181,15 +181,15 @@ class Describer:
         return tensor_kind
 
     def _keep(self, key: object, described: Described) -> Described:
-        if len(self._known) >= _MOST_CACHED:
-            self._known.clear()
-        self._known[key] = described
+        if len(self._descriptions) >= _MOST_CACHED:
+            self._descriptions.clear()
+        self._descriptions[key] = described
         return described
 
     def _plain(self, tensor: torch.Tensor, key: object) -> Described:
         device, reason = str(tensor.device), _why_not(tensor)
         full_key = (key, device, reason)
-        described = self._known.get(full_key)
+        described = self._descriptions.get(full_key)
         if described is not None:
             return described
         is_on_host = tensor.device.type == "cpu"
@@ -205,7 +205,7 @@ class Describer:
         return self._keep(key if described.can_digest else full_key, described)
 
     def _unread(self, tensor: torch.Tensor, key: object, problem: str) -> Described:
-        described = self._known.get((problem, key))
+        described = self._descriptions.get((problem, key))
         return described or self._keep((problem, key), self._structure(tensor, problem))
 
     def _structure(self, tensor: torch.Tensor, note: str, is_pending: bool = False) -> Described:
@@ -218,7 +218,7 @@ class Describer:
             shape, requires_grad, dtype, device = (), False, "unknown", "unknown"
         note = note[:_MOST_TEXT]
         key = ("structure", shape, requires_grad, dtype, device, note, is_pending)
-        described = self._known.get(key)
+        described = self._descriptions.get(key)
         if described is not None:
             return described
         meta = _meta(dtype, device, shape, note)
@@ -233,7 +233,7 @@ class Describer:
         shape = tensor.shape if spec.tensor_meta is None else spec.tensor_meta.shape
         # `inner` is cached itself, so its identity stands for all that it says
         key = (number, placements, shape, id(inner), tensor.requires_grad, shard_order(spec))
-        return self._known.get(key) or self._keep(
+        return self._descriptions.get(key) or self._keep(
             key, self._with_layout(inner, mesh, spec, tuple(shape), tensor.requires_grad)
         )
 
@@ -310,7 +310,7 @@ def _ranges(
     order: tuple[int, ...] | None,
     local_shape: tuple[int, ...],
 ) -> tuple[tuple[Ranges, ...] | None, str | None]:
-    """Return the global indices held, or None and what speaks against them."""
+    """Return the global indices held, or None and the reason."""
     axes = list(range(len(placements)))
     if order is not None:
         axes = [*(a for a in axes if a not in order), *order]
@@ -397,7 +397,7 @@ class ParameterMarks:
                 self._flat[id(parameter)] = mark
 
     def of(self, module: torch.nn.Module, parameter: torch.Tensor) -> LayoutMark | None:
-        """Return what stands on a parameter of this module, None where nothing does."""
+        """Return the marks on a parameter of this module, None if there are none."""
         return self._flat.get(id(parameter)) or _megatron(module, parameter)
 
 

@@ -40,7 +40,7 @@ class Storage:
     """Copies stored words without -0 and NaN payloads; None for dtypes that have neither."""
 
     def values(self, words: Array) -> Floats:
-        """Return the values of flat stored words; the same array where they are native."""
+        """Return the values of flat stored words: the same array for native dtypes."""
         if self.is_native:
             return words
         values: Floats = self.widen(words) if self.widen else words.astype(self.floats)

@@ -94,8 +94,7 @@ class FoldSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldPlan:
-    """How values of one shape, layout and dtype are folded; the batch dim is None without
-    samples."""
+    """Plan for values of one shape, layout and dtype; the batch dim is None without samples."""
 
     count: int
     shape: tuple[int, ...]
@@ -303,8 +302,8 @@ def contiguous_runs(view: npt.NDArray[np.generic]) -> Iterator[npt.NDArray[np.ge
 
 
 def flat_copy(view: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
-    """Return the elements of an array in row-major order, flat and contiguous. A transposed one is
-    copied in tiles: whole rows of it would touch a page for every element."""
+    """Return the elements of an array in row-major order, flat and contiguous. A transposed array
+    is copied in tiles: whole rows would touch a page for every element."""
     if view.ndim < 2 or abs(view.strides[-1]) <= abs(view.strides[-2]):
         return np.ascontiguousarray(view).reshape(-1)
     copy = np.empty(view.shape, view.dtype)

@@ -31,8 +31,8 @@ ByteArray = npt.NDArray[np.uint8]
 
 
 def why_not_stored(meta: ValueMeta, *, can_read: bool) -> str | None:
-    """Return why the bytes of a value cannot be stored, None where they can; `can_read`: it lies in
-    memory that the host or an accelerator may read."""
+    """Return why the bytes of a value cannot be stored, None if they can; `can_read`: host or
+    accelerator may read its memory."""
     if not can_read:
         return meta.note or "it cannot be read"
     if meta.dtype not in STORED_TYPES:
@@ -43,8 +43,8 @@ def why_not_stored(meta: ValueMeta, *, can_read: bool) -> str | None:
 
 
 def own_bytes(tensor: torch.Tensor) -> ByteArray | None:
-    """Return a strided CPU tensor's memory where it lies in row-major order, None elsewhere. It
-    keeps nothing alive: use it while the tensor is."""
+    """Return a strided CPU tensor's memory if it is in row-major order, else None. The result keeps
+    nothing alive: use it while the tensor exists."""
     if not tensor.is_contiguous() or tensor.is_neg():
         return None
     if tensor.is_complex() and tensor.is_conj():
@@ -59,7 +59,7 @@ def own_bytes(tensor: torch.Tensor) -> ByteArray | None:
 
 def byte_pieces(tensor: torch.Tensor) -> Iterator[ByteArray]:
     """Yield copies of a non-empty strided CPU tensor's bytes in row-major order, PIECE_BYTES at a
-    time. What another thread writes into the tensor meanwhile does not reach them."""
+    time. Later writes to the tensor do not change them."""
     storage = storage_of_digested(tensor.dtype)
     is_negative = tensor.is_neg()
     is_conjugate = tensor.is_complex() and tensor.is_conj()
@@ -95,8 +95,8 @@ class DeviceStaging:
     """Carries tensors of one device to the host. For one thread at a time."""
 
     def __init__(self, device: torch.device, limit_bytes: int) -> None:
-        """Prepare; at most `limit_bytes` are held, in the ring (made with the first tensor) and on
-        the device."""
+        """Hold at most `limit_bytes`, in the ring (made with the first tensor) and on the
+        device."""
         self._device = device
         self._accelerator = Accelerator(device)
         self._limit_bytes = limit_bytes - limit_bytes % _ALIGNMENT
@@ -118,9 +118,9 @@ class DeviceStaging:
         return self._accelerator.is_capturing()
 
     def stage(self, local: torch.Tensor) -> int | None:
-        """Enqueue the copy of a tensor as it is now, on the current stream. Return the ticket under
-        which `arrived` gives its bytes; None where there is no room or memory for the copy, once
-        the device failed, and while a CUDA graph is captured, which it would become part of."""
+        """Enqueue the copy of a tensor as it is now, on the current stream. Return the ticket for
+        `arrived`; None without room or memory for the copy, once the device failed, and while a
+        CUDA graph is captured, of which the copy would become part."""
         if self.failure or self.is_capturing():
             return None
         nbytes = local.numel() * local.element_size()
@@ -146,9 +146,8 @@ class DeviceStaging:
         return self._next_ticket
 
     def arrived(self, *, wait: bool = False) -> Iterator[tuple[int, ByteArray]]:
-        """Yield (ticket, bytes) of every tensor that has arrived, in the order they were staged.
-        The bytes are good until the next one is asked for. `wait` for the device at the end of a
-        trace only."""
+        """Yield (ticket, bytes) of every tensor that has arrived, in staging order. The bytes are
+        valid until the next pair. `wait` for the device at the end of a trace only."""
         if self.is_capturing():
             return
         while self._flights and self._is_there(self._flights[0].copy, wait=wait):
@@ -159,7 +158,7 @@ class DeviceStaging:
                 self._flights.popleft()
 
     def _is_there(self, copy: HostCopy, *, wait: bool) -> bool:
-        """True where a copy has arrived; gives up what is on its way where the device failed."""
+        """True if a copy has arrived; gives up all copies in flight if the device failed."""
         try:
             if wait:
                 copy.wait()

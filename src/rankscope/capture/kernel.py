@@ -65,7 +65,7 @@ def no_folder() -> str:
 
 
 def made_folders() -> Iterator[Path]:
-    """Yield those of `code_folders` that exist now, and in which nobody else can write."""
+    """Yield the `code_folders` that exist and that no other user can write to."""
     for folder in code_folders():
         try:
             for part in (folder.parent, folder):
@@ -120,7 +120,7 @@ class _KernelPlan(ctypes.Structure):
 
 
 class Workspace:
-    """Where one thread's results are written."""
+    """Memory for one thread's results."""
 
     __slots__ = ("_rows32", "address", "memory")
 
@@ -141,17 +141,17 @@ class Workspace:
 class BoundKernel:
     """The kernel for values of one dtype and fold; holds the memory it points to."""
 
-    __slots__ = ("_held", "_look", "_plan")
+    __slots__ = ("_look", "_plan", "_references")
 
     def __init__(self, look: Any, plan: _KernelPlan, tables: tuple[object, ...]) -> None:
         self._look = look
         self._plan = ctypes.addressof(plan)
-        self._held = (plan, tables)
+        self._references = (plan, tables)
 
     def look(self, address: int, into: Workspace) -> tuple[Any, ...] | None:
-        """Look at the contiguous stored words at `address`: return low, high, mean, std, norm,
-        deviation, the sketch's 8 numbers, zeros, has -0; None where the value has to be looked at
-        carefully: NaN, infinities, extreme magnitudes."""
+        """Measure the contiguous stored words at `address`: return low, high, mean, std, norm,
+        deviation, the sketch's 8 numbers, zeros, has -0; None for values that need care: NaN,
+        infinities, extreme magnitudes."""
         if self._look(self._plan, address, into.address):
             return None
         return _NUMBERS.unpack_from(into.memory)
@@ -161,13 +161,12 @@ class Kernel:
     """A compiled kernel."""
 
     def __init__(self, path: Path) -> None:
-        """Load the library. Raises OSError where that fails, AttributeError where it is another
-        one."""
+        """Load the library. Raises OSError if that fails, AttributeError for another library."""
         self.path = path
         library = ctypes.CDLL(str(path))
-        self._alone: Any = library.rankscope_look
+        self._without_lock: Any = library.rankscope_look
         self._with_lock: Any = ctypes.PyDLL(str(path)).rankscope_look
-        for look in (self._alone, self._with_lock):
+        for look in (self._without_lock, self._with_lock):
             look.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
             look.restype = ctypes.c_int
         self._squares: Any = library.rankscope_squares_around
@@ -210,7 +209,7 @@ class Kernel:
             None if table is None else table.ctypes.data,
         )  # fmt: skip
         is_small = len(weights) * inner <= _MOST_WITH_LOCK
-        look = self._with_lock if is_small else self._alone
+        look = self._with_lock if is_small else self._without_lock
         return BoundKernel(look, plan, (factors, turned, batch, table))
 
 
@@ -316,7 +315,7 @@ def build() -> Path | None:
 
 
 def prepare(say: Callable[[str], object]) -> None:
-    """Build the kernel; where that fails, say once what a user has to know."""
+    """Build the kernel; if that fails, tell the user once."""
     if build() is None and not is_off() and (reason := why_none()) not in _TOLD:
         _TOLD.add(reason)
         say(f"{reason}: numpy takes the digests on CPU, about three times slower; rankscope doctor")
@@ -334,8 +333,8 @@ def why_none() -> str:
 
 
 def load() -> Kernel | None:
-    """Return the kernel that `build` left on this host, None without one to be trusted: library and
-    folder belong to this user alone, and it gives the numbers of numpy."""
+    """Return the kernel that `build` left on this host, None without a trusted one: library and
+    folder belong to this user alone, and its numbers are those of numpy."""
     if is_off():
         return None
     name = _library_name()
@@ -347,8 +346,8 @@ def load() -> Kernel | None:
 
 @functools.cache
 def _library_name() -> str | None:
-    """Return the name for this source on this kind of machine, None without the source. A home
-    shared by machines of several kinds holds one library for each."""
+    """Return the library's name for this source and kind of machine, None without the source. A
+    home shared by machines of several kinds has one library for each."""
     try:
         source = _SOURCE.read_bytes()
     except OSError:

@@ -68,9 +68,9 @@ def is_plain_text(kind: type) -> bool:
 
 
 def walk(prefix: str, value: object) -> Leaves:
-    """Return (slot, leaf) of every leaf of a value of any nesting, in order; an empty or absent
-    value has none. The value is only read; cycles and excessive depth or width end as leaves.
-    `prefix` is the slot of the value itself."""
+    """Return (slot, leaf) of every leaf of a nested value, in order; an empty or absent value has
+    none. The value is only read; cycles and excessive depth or width end as leaves. `prefix` is the
+    slot of the value itself."""
     if type(value) is torch.Tensor:
         return [(prefix, value)]
     if type(value) is tuple and all(type(item) is torch.Tensor for item in value):
@@ -135,8 +135,7 @@ def _of_data(data: Any) -> Leaves | None:
 
 
 def _stored(value: object, name: str) -> object:
-    """Return what is stored under a name: in the object itself, a slot, or as its class's default;
-    None where it would have to be computed."""
+    """Return a value stored in the object, a slot or its class; None if it would be computed."""
     try:
         attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:  # slots only
@@ -168,7 +167,7 @@ def _named(items: object) -> Leaves:
 
 
 def key_names(keys: Iterable[object]) -> list[str]:
-    """Return what stands for the keys of one mapping in the names of slots, all different."""
+    """Return names for the keys of one mapping in slots, all different."""
     names: list[str] = []
     used: set[str] = set()
     for key in keys:
@@ -215,7 +214,7 @@ def describe_leaf(value: Any) -> str:
 
 
 def _name_of(kind: type) -> str:
-    """Return module and name of a class, past what its metaclass makes of them."""
+    """Return module and name of a class without running its metaclass's code."""
     module, name = (type.__dict__[key].__get__(kind) for key in ("__module__", "__qualname__"))
     return f"{module}.{name}"
 
@@ -253,8 +252,8 @@ Say = Callable[[object], str]  # the text of what is no tensor and no container
 
 
 def call_form(args: object, kwargs: object, modules: int, say: Say) -> str | None:
-    """Return the form of the arguments of a call, with how many modules the called one holds:
-    `{"args": [...], "kwargs": {...}, "modules": 2}`; None where it would be too long. Slots are
+    """Return the form of a call's arguments, with the number of modules that the called module
+    holds: `{"args": [...], "kwargs": {...}, "modules": 2}`; None if it would be too long. Slots are
     `input.0`, `input.name`."""
     if not kwargs and type(args) is tuple and all(map(_is_usual, args)):
         return _of_usual(len(args), modules)
@@ -291,8 +290,8 @@ def form_of(slot: str, value: object, say: Say) -> Any:
 
 
 def plain_text_of(value: object) -> str:
-    """Return what stands for a leaf where no line of the program's own code may run: its repr,
-    without addresses, where that is of Python, torch or transformers; else its class."""
+    """Return the text of a leaf without running code of the program: its repr, without addresses,
+    for types of Python, torch and transformers; else its class."""
     kind = type(value)
     if is_plain_text(kind):
         return repr(value)[:_MOST_SAID]
@@ -350,17 +349,15 @@ def _items(slot: str, value: dict[object, object], say: Say, path: list[int]) ->
 
 
 def _text_of_key(key: object, name: str) -> str:
-    """Return what a key of a dict is written as: a tuple as Python writes it, else its name in
-    slots."""
+    """Return the text of a dict's key: a tuple as Python writes it, else its name in slots."""
     is_plain = type(key) is tuple and all(is_plain_text(type(part)) for part in key)
     text = repr(key) if is_plain else name
     return text if len(text) <= _MOST_KEY else name
 
 
 def _opened(slot: str, value: object, say: Say, path: list[int]) -> Any:
-    """Return the form of any other container: its parts if a tensor is among them, else its repr. A
-    cache and other registered nodes are said by their repr, as the debugger of transformers
-    does."""
+    """Return the form of any other container: its parts if a tensor is among them, else its repr.
+    Caches and other registered nodes appear as their repr, as in the debugger of transformers."""
     kind = type(value)
     if kind.__module__.startswith(_TRUSTED_REPRS) and UserDict not in kind.__mro__:
         return say(value)

@@ -55,8 +55,8 @@ _ones: Final = functools.lru_cache(maxsize=256)(np.ones)
 
 
 class _ValueBlock(NamedTuple):
-    """What one block adds to a digest. Deviation is the root of the sum of squared deviations from
-    the mean, norm the root of the sum of squares."""
+    """Contribution of one block to a digest. Deviation is the root of the sum of squared deviations
+    from the mean, norm the root of the sum of squares."""
 
     finite: int
     nan: int
@@ -77,17 +77,17 @@ class _Flags:
     """Booleans of one thread, searched as bytes: finding none is faster than counting."""
 
     def __init__(self) -> None:
-        self._held = bytearray(1 << 17)
-        self._array = np.frombuffer(self._held, dtype=np.bool_)
+        self._buffer = bytearray(1 << 17)
+        self._array = np.frombuffer(self._buffer, dtype=np.bool_)
 
     def count_zeros(self, flat: Floats) -> int:
         count = flat.size
         if count > self._array.size:
-            self._held = bytearray(count)
-            self._array = np.frombuffer(self._held, dtype=np.bool_)
+            self._buffer = bytearray(count)
+            self._array = np.frombuffer(self._buffer, dtype=np.bool_)
         is_zero = self._array[:count]
         np.equal(flat, 0, out=is_zero)
-        return 0 if self._held.find(1, 0, count) < 0 else int(np.count_nonzero(is_zero))
+        return 0 if self._buffer.find(1, 0, count) < 0 else int(np.count_nonzero(is_zero))
 
 
 def _measure(flat: Floats, width: int, flags: _Flags) -> _ValueBlock | None:
@@ -138,8 +138,8 @@ def _measure_small(flat: npt.NDArray[np.float64]) -> _ValueBlock | None:
 
 
 def _measure_carefully(flat: Floats) -> tuple[_ValueBlock, npt.NDArray[np.float64], float]:
-    """Return the moments of any flat values, and what to project: the values as float64, with 0 for
-    those that are not finite, divided by a scale; and that scale, a power of two."""
+    """Return the moments of any flat values, the array to project (float64, 0 for elements that are
+    not finite, divided by a scale), and that scale, a power of two."""
     values = flat.astype(np.float64)
     finite = np.isfinite(values)
     count = int(np.count_nonzero(finite))
@@ -176,7 +176,7 @@ def _squares(values: npt.NDArray[np.float64]) -> float:
 
 def _combined(first: _ValueBlock, second: _ValueBlock) -> _ValueBlock:
     """Return the moments of two blocks together (pairwise update: Chan, Golub, LeVeque 1979). Roots
-    are combined by hypot, so that nothing overflows before the result itself does."""
+    are combined by hypot, so that nothing overflows before the final number does."""
     if not first.finite:
         first, second = second, first
     low, high, mean, deviation, norm = first[5:]
@@ -219,7 +219,7 @@ class ValueNumbers(NamedTuple):
 
 
 class ValueForm(NamedTuple):
-    """What is the same for all values of one dtype, shape and layout; `samples` are kept apart."""
+    """Plan shared by all values of one dtype, shape and layout; `samples` are kept apart."""
 
     plan: FoldPlan
     storage: Storage
@@ -431,7 +431,7 @@ def has_minus_zero(array: Array, storage: Storage) -> bool:
 
 
 def hash_words(array: Array, storage: Storage | None = None) -> int:
-    """Return xxh3 of the words in row-major order, normalized where a storage is given."""
+    """Return xxh3 of the words in row-major order, normalized if a storage is given."""
     state: Any = xxhash.xxh3_64()
     for run in contiguous_runs(array):
         for start in range(0, run.size, BLOCK_ELEMENTS):

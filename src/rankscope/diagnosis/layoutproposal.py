@@ -177,7 +177,7 @@ class _Placing(Proof):
     def has_own_data(self, axis: str) -> bool:
         """True where what roots are handed differs along an axis."""
         facts = (self.shown.facts.get((("", slot), axis)) for slot in ("input.0", "input"))
-        return any(each.other > 0 for each in facts if each is not None)
+        return any(each.unequal > 0 for each in facts if each is not None)
 
     def read_module(self, call: str, axis: str) -> None:
         """Add what a module's own collectives say of its weight, input and output."""
@@ -193,7 +193,7 @@ class _Placing(Proof):
         weight = (call, "param:weight")
         shape = self.shown.shape(weight)
         facts = self.shown.facts.get((weight, axis))
-        if len(shape) == 2 and facts is not None and facts.apart and not facts.same:
+        if len(shape) == 2 and facts is not None and facts.distinct and not facts.equal:
             is_lookup = any(own == call and slot.startswith("input") for own, slot in
                             self.shown.integers)  # fmt: skip
             if "forward" in sums and is_lookup and made[-1] == shape[1]:
@@ -227,7 +227,7 @@ class _Placing(Proof):
         root = self.key("", "input")
         shape = self.shown.shape(root) if root else ()
         facts = self.shown.facts.get((root, axis)) if root else None
-        if root is None or facts is None or facts.same or not facts.apart or len(shape) < 2:
+        if root is None or facts is None or facts.equal or not facts.distinct or len(shape) < 2:
             return
         runs = {key: size for (key, own), size in self.shown.runs.items() if own == axis}
         dims = {dim for size in runs.values() for dim in (0, 1) if shape[dim] == size}
@@ -266,7 +266,7 @@ def _entries(placed: _Placing, names: Mapping[str, tuple[str, str]]) -> Iterator
         said = placed.known.get((key, axis))
         if said is not None:
             families.setdefault(family, {}).setdefault(said[0], said[1])
-        elif facts.same or facts.other:
+        elif facts.equal or facts.unequal:
             refused.add(family)
     merged: dict[tuple[str, str], dict[str, tuple[Placement, str]]] = {}
     for (path, slot, axis), said_of in families.items():

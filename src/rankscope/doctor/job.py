@@ -371,7 +371,7 @@ def _read_settings(
 
 def _trace_folder(settings: Settings, hosts: int) -> Condition:
     """Say whether the trace folder can be made; it is, with its parents, and removed again."""
-    if Collection.asked(settings.collector).is_elsewhere:
+    if Collection.of_setting(settings.collector).is_elsewhere:
         return Condition.ok("trace folder", f"the collector at {settings.collector} has its own")
     if hosts > 1 and settings.out is None:
         return Condition.failed(
@@ -404,7 +404,7 @@ def _trace_folder(settings: Settings, hosts: int) -> Condition:
 
 def _collector(settings: Settings) -> Condition:
     address = settings.collector
-    collection = Collection.asked(address)
+    collection = Collection.of_setting(address)
     keyed = " --keys FILE" if is_tcp(address) else ""
     remedy = f"start it: rankscope collect --bind {address}{keyed} --world-size N --out DIR"
     try:

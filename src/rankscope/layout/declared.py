@@ -80,8 +80,8 @@ class LayoutMark:
 def believed_groups(
     candidates: Mapping[int, Collection[Members]], cut: Iterable[Mapping[int, int]]
 ) -> dict[int, Members]:
-    """Return the group of an axis that each rank belongs to, of those ranks where it is certain.
-    `cut`: of every cut parameter that is no constant {rank: hash of what it held at setup}."""
+    """Return the group of an axis that each rank belongs to, for ranks where it is certain. `cut`:
+    of every cut parameter that is no constant {rank: hash of its shard at setup}."""
     groups_named = {group for groups in candidates.values() for group in groups if len(group) > 1}
     cut = list(cut)
     proven = {group for group in groups_named if _holds_parts(group, cut)}
@@ -115,10 +115,10 @@ def declared_pieces(
     shapes: Mapping[int, Sequence[int]],
     source: LayoutSource = LayoutSource.DECLARED,
 ) -> dict[int, Piece]:
-    """Return each rank's piece of the value declared to lie so, for `plan_assemblies`, of {axis:
-    placement} for the axes that are described and {rank: local shape} of every rank that recorded
-    the value. Where the local sizes of a row contradict its placements, its pieces carry the
-    refusal. Raises LayoutError for an axis or a rank that the mesh does not have."""
+    """Return each rank's piece of a value with declared placements, for `plan_assemblies`, from
+    {axis: placement} of the described axes and {rank: local shape} of every rank that recorded the
+    value. If the local sizes of a row contradict its placements, its pieces carry the refusal.
+    Raises LayoutError for an axis or a rank outside the mesh."""
     unknown = set(placements) - set(mesh.axes)
     if unknown:
         raise LayoutError(f"no axis {sorted(unknown)} among the declared axes {list(mesh.axes)}")
@@ -175,8 +175,8 @@ def _pieces_of(layout: Layout, mesh: Mesh, sizes: Mapping[int, _Shape]) -> dict[
 def _lengths(
     place_of: Mapping[int, _Coordinate], dim: int, sizes: Mapping[int, _Shape]
 ) -> dict[_Coordinate, int]:
-    """Return how much of a dim each place along its axes holds, as its ranks' shapes say. The shape
-    of an empty piece counts only where there is no other."""
+    """Return how much of a dim each place along its axes holds, according to its ranks' shapes. The
+    shape of an empty piece counts only if there is no other."""
     members: dict[_Coordinate, list[int]] = {}
     for rank, place in place_of.items():
         members.setdefault(place, []).append(rank)

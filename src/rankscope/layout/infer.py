@@ -71,8 +71,8 @@ def flat_mesh(ranks: Iterable[int]) -> Mesh:
 
 
 def largest_mesh(parameters: Iterable[HeldParameter], ranks: frozenset[int]) -> Mesh:
-    """Return the mesh with the most axes that parameters lie on, over all of the ranks: the meshes
-    that repeat it are one more axis in front, "data". A flat mesh without such parameters."""
+    """Return the mesh with the most axes that parameters lie on, over all ranks: meshes that repeat
+    it become one more axis in front, "data". A flat mesh without such parameters."""
     best: Mesh | None = None
     for parameter in parameters:
         if best and len(best.axes) >= len(parameter.placements):
@@ -120,7 +120,7 @@ class HeldParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisFacts:
-    """What a trace shows of one axis; `use` is None where parameters are neither along it."""
+    """Facts about one axis; `use` is None if parameters are neither equal nor cut along it."""
 
     axis: str
     use: AxisUse | None
@@ -161,7 +161,7 @@ def axes_of(
 
 
 def differ_along(lines: Iterable[Iterable[int]], prints: Mapping[int, Hashable]) -> bool:
-    """True where ranks of one line hold different values."""
+    """True if ranks along one line hold different values."""
     return any(len({prints[rank] for rank in line if rank in prints}) > 1 for line in lines)
 
 

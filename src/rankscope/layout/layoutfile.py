@@ -66,7 +66,7 @@ class LayoutEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutFile:
-    """What one file declares."""
+    """The declarations of one file."""
 
     name: str
     text: str
@@ -75,8 +75,7 @@ class LayoutFile:
 
     @classmethod
     def load(cls, path: Path) -> LayoutFile:
-        """Read a file. Raises LayoutError where it cannot be read, or does not say what it should;
-        says where."""
+        """Read a file. Raises LayoutError with the place of the fault."""
         trouble = os_errors_as(LayoutError, f"layout file {path}: cannot be read")
         with trouble, path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
@@ -90,8 +89,7 @@ class LayoutFile:
 
     @classmethod
     def parse(cls, text: str, name: str = "layout") -> LayoutFile:
-        """Read a file's text. Raises LayoutError where it does not say what it should; names the
-        entry."""
+        """Read a file's text. Raises LayoutError with the name of the faulty entry."""
         try:
             content = tomllib.loads(text)
         except (ValueError, RecursionError) as error:  # its own error is a ValueError
@@ -129,8 +127,8 @@ class LayoutFile:
         )
 
     def placements(self, path: str, slot: str) -> dict[str, Placement]:
-        """Return {axis: placement} of a slot, {} where no entry describes it. Raises LayoutError
-        where two entries place it differently; names both."""
+        """Return {axis: placement} of a slot, {} if no entry describes it. Raises LayoutError with
+        both names if two entries place it differently."""
         by_axis: dict[str, tuple[Placement, LayoutEntry]] = {}
         for entry in self.entries:
             if not entry.describes(path, slot):
@@ -186,8 +184,8 @@ def _entry(number: int, data: Any, axes: Mapping[str, int], where: str) -> Layou
 
 
 def layout_of_run(run: Mapping[str, Any]) -> tuple[LayoutFile, Mesh] | str | None:
-    """Return the layout file in a run header with its axes over all ranks; in words why it is of no
-    use, or None without a file (or with one rank, which holds everything whole)."""
+    """Return the layout file in a run header with its axes over all ranks; a text if it is
+    unusable, or None without a file (or with one rank, which holds everything whole)."""
     declared = run.get("layout")
     if declared is None or int(run["world_size"]) < 2:
         return None

@@ -44,7 +44,7 @@ class PieceKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindFacts:
-    """How placements of one kind are written and read, and what they do."""
+    """How placements of one kind are written and read, and their effect."""
 
     spelled: str
     torch_class: str
@@ -134,14 +134,13 @@ class Placement:
 
     @property
     def pieces(self) -> PieceKind:
-        """What the pieces are to the whole."""
+        """How the pieces relate to the whole."""
         facts = self.kind.facts
         return facts.pieces if facts else PieceKind.UNKNOWN
 
     @property
     def is_composable(self) -> bool:
-        """True where digests of the pieces give that of the whole (sum and avg partials
-        included)."""
+        """True if digests of the pieces give that of the whole (also for sums and averages)."""
         if self.pieces is PieceKind.SUMMANDS:
             return self.reduce_op in ("sum", "avg")
         return self.pieces is not PieceKind.UNKNOWN
@@ -187,7 +186,7 @@ def parse_placement(text: str) -> Placement:
 
 
 class LayoutSource(str, enum.Enum):
-    """Where a layout comes from, in falling order of trust."""
+    """Source of a layout, in falling order of trust."""
 
     DTENSOR = "dtensor"
     MARKED = "marked"
@@ -204,8 +203,8 @@ class LayoutSource(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """A device mesh: named axes ("axis0", "axis1" ... where torch has no names) over global ranks
-    in row-major order."""
+    """A device mesh: named axes ("axis0", "axis1" ... if torch has no names) over global ranks in
+    row-major order."""
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
@@ -223,8 +222,7 @@ class Mesh:
         return zip(itertools.product(*map(range, self.shape)), self.ranks)
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Return the position of a global rank on every axis, None where the mesh lacks the
-        rank."""
+        """Return the position of a global rank on every axis, None for a rank outside the mesh."""
         if rank not in self.ranks:
             return None
         flat, position = self.ranks.index(rank), []

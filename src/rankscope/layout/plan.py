@@ -52,8 +52,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """One axis of a Partial: every `size` (2 or more) neighbours become one by an op of
-    REDUCE_OPS."""
+    """One axis of a Partial: an op of REDUCE_OPS reduces every `size` (2 or more) neighbours."""
 
     op: str
     size: int
@@ -339,8 +338,8 @@ def join_batches(
     mesh: Mesh, axes: Sequence[str], plans: Sequence[AssemblyPlan], dim: int = 0
 ) -> AssemblyPlan:
     """Return the plan of all data-parallel batches in one tensor, in rank order along the batch
-    dim, along which alone they may differ in size: of one plan per place along the data `axes` of
-    the run's mesh, in any order. Raises LayoutError where these are no batches; says why."""
+    dim, the only one in which sizes may differ. Takes one plan per place along the data `axes` of
+    the run's mesh, in any order. Raises LayoutError with the reason if these are no batches."""
     positions = [mesh.axes.index(axis) for axis in axes]
     by_place: dict[tuple[int, ...], AssemblyPlan] = {}
     for plan in plans:
@@ -366,8 +365,7 @@ def join_batches(
 
 
 def join_replicas(plans: Sequence[AssemblyPlan]) -> AssemblyPlan:
-    """Return the plan of one tensor that several sets of ranks hold each. Raises LayoutError where
-    they cut it differently."""
+    """Join plans of rank sets that each hold the tensor. Raises LayoutError if cuts differ."""
     first = plans[0]
     parts = [{(box.ranges, box.reductions): box for box in plan.boxes} for plan in plans]
     for plan, boxes_here in zip(plans, parts):

@@ -39,13 +39,13 @@ def cut(dim: int) -> Placement:
 
 
 def may_be_cut(axis: str, *, is_fsdp: bool) -> bool:
-    """True where parameters that lie cut along an axis are computed with as they lie: FSDP gathers
-    them first, so of its jobs only along an axis whose name is not data's."""
+    """True if parameters cut along an axis are used in computations as they lie: FSDP gathers them
+    first, so in its jobs only along an axis whose name is not data's."""
     return not is_fsdp or named_as(axis) is AxisName.NOT_DATA
 
 
 class Claim(NamedTuple):
-    """How a value lies along one axis."""
+    """A placement of a value along one axis, and the reason."""
 
     placement: Placement
     reason: str
@@ -55,17 +55,17 @@ class Claim(NamedTuple):
 
 @dataclass(slots=True)
 class SlotFacts:
-    """In how many records of one slot all ranks along one axis held the same bytes (and not a
+    """Numbers of a slot's records in which all ranks along one axis held the same bytes (and not a
     constant), some did not, and no two did."""
 
-    same: int = 0
-    other: int = 0
-    apart: int = 0
+    equal: int = 0
+    unequal: int = 0
+    distinct: int = 0
 
 
 @dataclass(slots=True)
 class ShownValues:
-    """What a run shows of its values."""
+    """What a run shows about its values."""
 
     lines: Mapping[str, Sequence[tuple[int, ...]]]
     """{axis: the ranks along it, for every place on the others}"""
@@ -110,9 +110,9 @@ class ShownValues:
             if max(map(len, held_prints)) < 2 or any(None in line for line in held_prints):
                 continue
             is_same = all(len({*line}) == 1 for line in held_prints if line)
-            facts.same += is_same
-            facts.other += not is_same and not is_near(lines)
-            facts.apart += all(len({*line}) == len(line) for line in held_prints)
+            facts.equal += is_same
+            facts.unequal += not is_same and not is_near(lines)
+            facts.distinct += all(len({*line}) == len(line) for line in held_prints)
         if is_twin and prints and all(math.prod(shape) >= _FEWEST for shape in self.shapes[key]):
             self.twins.setdefault(tuple(sorted(prints.items())), {})[key] = None
 
@@ -147,8 +147,8 @@ class Proof:
         self.known: dict[tuple[SlotKey, str], Claim] = {**values.placed}
         self._refused: set[tuple[SlotKey, str]] = set()
         for (key, axis), facts in values.facts.items():
-            if facts.same and not facts.other:
-                text = f"the same bytes on all ranks in {facts.same} of {facts.same} records"
+            if facts.equal and not facts.unequal:
+                text = f"the same bytes on all ranks in {facts.equal} of {facts.equal} records"
                 self.say(key, axis, Claim(WHOLE, text))
         for axis in values.lines:
             for call in values.modules:
@@ -161,7 +161,7 @@ class Proof:
         """Say what follows along an axis from all modules together: here, nothing."""
 
     def read_module(self, call: str, axis: str) -> None:
-        """Say how what goes into a module and comes out lies where its weight is a cut DTensor."""
+        """Place a module's input and output if its weight is a cut DTensor."""
         path, class_name = self.shown.modules[call]
         placed = self.shown.placed.get(((path, "param:weight"), axis))
         if placed is not None:
@@ -170,8 +170,8 @@ class Proof:
                 self.say_last(call, _LAST_DIM[class_name, dim], axis, dim, placed.length)
 
     def say_last(self, call: str, kind: str, axis: str, dim: int, length: int = 0) -> None:
-        """Say that the last dim of the only slot of a kind is cut, where it is on every rank as
-        long as a dim of the weight, which is so long in all."""
+        """Claim that the last dim of the only slot of a kind is cut, if on every rank it is as long
+        as a dim of the weight that has this length on all ranks."""
         key, path = self.key(call, kind), self.shown.modules[call][0]
         weight = self.shown.shapes.get((path, "param:weight"), ())
         shapes = self.shown.shapes[key] if key else ()
@@ -180,7 +180,7 @@ class Proof:
             self.say(key, axis, Claim(cut(len(shapes[0]) - 1), text, length))
 
     def say(self, key: SlotKey, axis: str, claim: Claim) -> bool:
-        """Keep how a value lies unless something else speaks against it; True where it is new."""
+        """Keep a claim unless another one contradicts it; True if it is new."""
         place = (key, axis)
         if place in self._refused or place in self.shown.placed:
             return False
@@ -192,7 +192,7 @@ class Proof:
                 self._refused.add(place)
             return False
         facts = self.shown.facts.get(place)
-        if facts is None or (facts.other if claim.placement == WHOLE else facts.same):
+        if facts is None or (facts.unequal if claim.placement == WHOLE else facts.equal):
             return False
         self.known[place] = claim
         return True
@@ -256,8 +256,8 @@ class Proof:
         return is_new
 
     def _is_residual(self, call: str, axis: str, dim: int) -> bool:
-        """True where modules inside hand out what is cut along the same dim, of the same shape as
-        the module's output, and none anything else of that shape."""
+        """True if modules inside return values cut along this dim, of the shape of the module's
+        output, and none returns another value of that shape."""
         shapes = self.shown.shapes
         keys = [self.key(child, "output") for child in self.shown.inner[call]]
         after = self.key(call, "output")
@@ -278,8 +278,8 @@ def _is_by_row(before: Shape, after: Shape, dim: int) -> bool:
 def _as_laid(
     claim: Claim, source_shape: Shape, target_shape: Shape, source: SlotKey
 ) -> Claim | None:
-    """Return how the bytes of a known value lie in another shape; None where several dims of it may
-    be the cut one: those of one element may have stood elsewhere."""
+    """Return the placement of a known value's bytes in another shape; None if several dims of it
+    may be the cut one, because one element's bytes may then have lain elsewhere."""
     reason, dim = f"the same bytes as {source[0] or '(root)'}:{source[1]}", claim.placement.dim
     if dim is None or source_shape == target_shape:
         return claim._replace(reason=reason)

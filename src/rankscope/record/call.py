@@ -56,7 +56,7 @@ IN_ORDER = (CallStatus.RETURNED.word, CallStatus.STOPPED.word, CallStatus.NOT_EN
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class CallKey:
-    """What makes two ranks' calls the same node."""
+    """Calls of different ranks with an equal key are the same node."""
 
     mode: Mode
     step: int

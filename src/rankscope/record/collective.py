@@ -67,8 +67,7 @@ class Collective:
 
     @classmethod
     def from_fields(cls, data: Mapping[str, Any]) -> Collective:
-        """Return the collective of `as_fields`. Raises KeyError, TypeError, ValueError: the fields
-        are not those of one."""
+        """Return the collective of `as_fields`. Raises KeyError, TypeError or ValueError."""
         names = ("src", "dst", "peer", "tag")
         numbers = {name: int(data[name]) for name in names if data.get(name) is not None}
         return cls(

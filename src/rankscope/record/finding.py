@@ -49,7 +49,7 @@ class Kind(str, enum.Enum):
 
     @property
     def advice(self) -> str:
-        """What to look at; "" where a finding of this kind says so itself."""
+        """What to look at; "" for a kind whose findings say so themselves."""
         return _ADVICE.get(self, "")
 
 
@@ -106,7 +106,7 @@ class Verdict(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that is wrong, where, and what follows from it."""
+    """One fault: where it is, and what follows from it."""
 
     kind: Kind
     severity: Severity

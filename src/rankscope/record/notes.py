@@ -25,7 +25,7 @@ BLACK_BOX: Final = "black box: "
 
 class NoteKind(enum.Enum):
     """The kinds of notes, each with its sentence: fields in braces, numbers with `:d`. Traces
-    without facts are read by these sentences: one that is reworded reads as words alone."""
+    without facts are read by these sentences: a reworded one would be read as text alone."""
 
     TEXT = "{text}"
     """Words for people alone, such as the text of an exception."""
@@ -83,13 +83,13 @@ class Note:
 
     @property
     def fact(self) -> dict[str, str | int] | None:
-        """What a program may know of it; None for words alone."""
+        """The note's fields for programs; None for a text alone."""
         return (
             None if self.kind is NoteKind.TEXT else {"kind": self.kind.name.lower(), **self.fields}
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return how `trace.json` says it: the sentence, and the fact where there is one."""
+        """Return the note for `trace.json`: the sentence, and the fact if there is one."""
         return {"note": str(self)} | ({} if self.fact is None else {"fact": self.fact})
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class RanksNote:
-    """What some ranks noted."""
+    """A note of some ranks."""
 
     ranks: tuple[int, ...]
     note: Note
@@ -154,7 +154,7 @@ def options_text(options: Mapping[str, Sequence[str]]) -> str:
 
 
 def read_options(text: str) -> dict[str, set[str]]:
-    """Return {name: values} of such a text."""
+    """Return {name: values} of a text of `OPTIMIZER_OPTIONS`."""
     parts = (option.partition("=") for option in text.split(_OPTIONS))
     return {name: set(values.split(_VALUES)) for name, _, values in parts}
 

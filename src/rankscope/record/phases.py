@@ -52,7 +52,7 @@ class Phase(enum.IntEnum):
 
     @property
     def facts(self) -> PhaseFacts:
-        """What is true of the phase."""
+        """Facts about the phase."""
         return _FACTS[self]
 
     @classmethod

@@ -126,8 +126,7 @@ def others_text(ranks: Iterable[int], world_size: int) -> str:
 
 @lru_cache(maxsize=4096)  # small traces ask for the same few ranks thousands of times
 def parse_ranks(text: str, world_size: int = MAX_RANKS) -> tuple[int, ...]:
-    """Return the ranks that `ranks_text` wrote, sorted. Raises TraceError where the text is no list
-    of ranks of this world."""
+    """Return the ranks of `ranks_text`, sorted. Raises TraceError for ranks outside this world."""
     ranks: list[int] = []
     behind = 0
     for part in filter(None, text.split(",")):

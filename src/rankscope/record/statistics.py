@@ -110,7 +110,7 @@ def numbers_with_first(*first: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combined:
-    """Statistics of one global tensor; None where a number cannot be known."""
+    """Statistics of one global tensor; None for a number that cannot be known."""
 
     ranks: tuple[int, ...]
     note: Note | None = None

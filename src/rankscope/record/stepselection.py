@@ -61,8 +61,7 @@ class StepSelection:
         return not trigger.value.option or any(self.given[trigger])
 
     def check(self, *, keeps_tensors: bool, keeps_numbers: bool, spool_bytes: int) -> None:
-        """Refuse what cannot be held back, or not be watched. Raises SettingError: names the
-        setting that does not fit."""
+        """Raise SettingError, with the setting's name, for steps that cannot be held or watched."""
         if self.last and keeps_tensors:
             raise SettingError(
                 "steps: full tensors are not held back, they would fill the disk: leave "
@@ -83,9 +82,9 @@ class StepSelection:
     @classmethod
     def parse(cls, text: str, *, is_known: bool = False) -> StepSelection:
         """Read `0-2,10`, `every:100`, `all`, `at:FILE`, or several of them separated by commas; or
-        `last:N`, alone or with `at:FILE` and options of triggers. `is_known`: a run goes on with
-        it, and the folder of its file may be gone by now. Raises SettingError for any other part,
-        or a file that cannot be touched."""
+        `last:N`, alone or with `at:FILE` and options of triggers. `is_known`: the run exists
+        already, and the folder of its file may be gone. Raises SettingError for any other part, or
+        a file that cannot be touched."""
         ranges: list[tuple[int, int]] = []
         periods: list[int] = []
         file: Path | None = None
@@ -132,8 +131,7 @@ class StepSelection:
 
 
 def rank_ranges(text: str) -> tuple[tuple[int, int], ...]:
-    """Return the inclusive ranges of `0-3,8`. Raises SettingError where the text is something else;
-    names the setting."""
+    """Return the inclusive ranges of `0-3,8`. Raises SettingError for any other text."""
     remedy = "write ranks as 0-3,8 or all"
     return tuple(_range("a rank", part.strip(), remedy) for part in text.split(","))
 

@@ -75,8 +75,8 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 
 
 def without_known_secrets(text: str) -> str:
-    """Return a text with `***` in place of the user of a URL and of tokens. In a sentence names
-    mean nothing: "unexpected token: int32"."""
+    """Return a text with `***` in place of tokens and the user of a URL. Names are ignored, because
+    sentences contain them: "unexpected token: int32"."""
     return _SECRET_VALUE.sub(_MASK, text)
 
 

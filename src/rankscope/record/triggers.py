@@ -40,7 +40,7 @@ class TriggerFacts:
     """Sentence for a job in which it did not happen."""
     is_end: bool = False
     """Ends or stops a life of the job, at most once, and always finds room among the events. One
-    rank's step stands for all, some of which may be a little ahead."""
+    rank's step stands for all ranks, though some may be a little ahead."""
     option: str = ""
     """As `--rs-steps last:N` takes it: `spike:K`."""
     parse: Callable[[str], Any] = str
@@ -111,7 +111,7 @@ class Trigger(enum.Enum):
         return self.name.lower()
 
     def text(self, **fields: object) -> str:
-        """Return its sentence with these fields."""
+        """Return the trigger's sentence with these fields."""
         return self.value.words.format(**fields)
 
 

@@ -85,8 +85,8 @@ UNFOLDED_FLAGS: Final = int(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digest:
     """The numbers kept for a value instead of its bytes (`rankscope.record.statistics`). Statistics
-    are over the finite elements. `min`, `max` and `mean` are NaN where there is none, `std`
-    (divisor n - 1, as in torch) where there are fewer than two; l2 is then 0."""
+    are over the finite elements. Without one, `min`, `max` and `mean` are NaN and l2 is 0; with
+    fewer than two, `std` (divisor n - 1, as in torch) is NaN."""
 
     count: int
     """Elements, finite or not. A complex element counts as two, real and imaginary part."""
@@ -191,7 +191,7 @@ _Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleName:
-    """What one rank calls one module."""
+    """One rank's name for one module."""
 
     path: str
     raw_path: str
@@ -210,8 +210,8 @@ class ModuleName:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> ModuleName:
-        """Return the name of `as_fields`, without a path. Raises KeyError, TypeError, ValueError:
-        the fields are not those of one."""
+        """Return the name of `as_fields`, without a path. Raises KeyError, TypeError or
+        ValueError."""
         return cls(
             path="",
             raw_path=str(fields["raw_path"]),
@@ -279,8 +279,8 @@ class TensorFacts:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> TensorFacts:
-        """Return the facts of `as_fields`. Raises KeyError, TypeError, ValueError, AttributeError:
-        the fields are not those of one."""
+        """Return the facts of `as_fields`. Raises KeyError, TypeError, ValueError or
+        AttributeError."""
         global_shape, ranges, note = (
             fields["global_shape"],
             fields.get("ranges"),

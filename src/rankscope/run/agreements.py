@@ -106,20 +106,20 @@ class EventBoard:
         """Events read so far: entries never change."""
 
     def events(self) -> list[Happening]:
-        """Return what happened so far, in the order in which it was told."""
+        """Return the events so far, in the order in which they were reported."""
         while (entry := agreed_text(self._folder, str(len(self._events) + 1))) is not None:
             self._events.append(Happening.read(entry))
         return [*self._events]
 
     def tell(self, event: Happening) -> bool:
-        """Write an event, or raise OSError; False where there are too many."""
+        """Write an event, or raise OSError; False if there are too many."""
         limit = _MOST_EVENTS - (0 if event.trigger.value.is_end else _OF_ENDS)
         # of ranks that tell at once each gets another number: the links decide
         numbers = range(len(self.events()) + 1, limit)
         return any(self._agree(str(number), event.entry) == event.entry for number in numbers)
 
     def was_told(self, trigger: Trigger, text: str) -> bool:
-        """True where this was told, or for an end any of its trigger."""
+        """True if this event was reported; an end counts for any event of its trigger."""
         texts = [event.text for event in self.events() if event.trigger is trigger]
         return bool(texts) if trigger.value.is_end else text[:_MOST_CHARACTERS] in texts
 
@@ -142,7 +142,7 @@ class EventBoard:
 
 
 def event_folder(run_folder: Path, header: RunHeader, incarnation: int) -> Path:
-    """Return where the ranks and relays of one life tell what happened: all of them see it."""
+    """Return the folder in which ranks and relays of one life report events: all of them see it."""
     return seen_by_all(run_folder, header) / f"{EVENT_FOLDER}.{incarnation}"
 
 
@@ -152,8 +152,8 @@ def seen_by_all(run_folder: Path, header: RunHeader) -> Path:
 
 
 def mark_copied(ring_folder: Path, windows: int, offset: int) -> None:
-    """Say beside a ring, or raise OSError, that what lies before `offset` is in the copy, as far as
-    the first `windows` events of its life ask for it."""
+    """Note beside a ring that the bytes before `offset` are in the copy, as far as the first
+    `windows` events of its life ask for them. Raises OSError."""
     draft = ring_folder / f"{_COPIED_NAME}.new"
     # a link cannot be changed: the new one is renamed over the old
     draft.unlink(missing_ok=True)
@@ -162,7 +162,7 @@ def mark_copied(ring_folder: Path, windows: int, offset: int) -> None:
 
 
 def copied_so_far(ring_folder: Path) -> tuple[int, int]:
-    """Return what `mark_copied` said last; (0, 0) where it said nothing."""
+    """Return the last numbers of `mark_copied`; (0, 0) before the first."""
     try:
         windows, offset = map(int, (agreed_text(ring_folder, _COPIED_NAME) or "0 0").split())
     except ValueError:
@@ -171,7 +171,7 @@ def copied_so_far(ring_folder: Path) -> tuple[int, int]:
 
 
 def held_anything(run_folder: Path) -> bool:
-    """True where a rank of this host held steps back."""
+    """True if a rank of this host held steps back."""
     folder = run_folder / HELD_FOLDER
     return folder.is_dir() and bool(streams(folder))
 
@@ -198,7 +198,7 @@ def file_time(path: Path) -> Callable[[], int]:
 
 
 def agree(folder: Path, name: str, text: str) -> str:
-    """Return what the first who came said under this name, or raise OSError."""
+    """Return the text that was put first under this name, or raise OSError."""
     entry = folder / name
     try:
         os.symlink(text, entry)
@@ -208,7 +208,7 @@ def agree(folder: Path, name: str, text: str) -> str:
 
 
 def agreed_text(folder: Path, name: str) -> str | None:
-    """Return what was said under this name, None where nothing was."""
+    """Return the text under this name, None before any was put there."""
     try:
         return os.readlink(folder / name)
     except OSError:
@@ -226,7 +226,7 @@ _MOST_BYTES: Final = 2 * _LONGEST
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What is asked for."""
+    """An order of `rankscope capture`."""
 
     number: int
     steps: int = 1
@@ -314,7 +314,7 @@ def orders_come_to(run_folder: Path, header: RunHeader) -> Path:
 
 
 def agreement_folder(run_folder: Path, header: RunHeader, life: int) -> Path:
-    """Return where the ranks of one life agree on orders."""
+    """Return the folder in which ranks of one life agree on orders."""
     return orders_come_to(run_folder, header) / f"{ORDER_FOLDER}.{life}"
 
 
@@ -365,7 +365,7 @@ def tell_seen(out: Path, relay: str, sighting: OrderSeen) -> None:
 
 
 def sightings(out: Path, number: int) -> list[OrderSeen]:
-    """Return what the relays said of an order."""
+    """Return the relays' answers to an order."""
     orders = []
     for path in sorted((out / REPLICA_FOLDER).glob(f"{ORDER_SEEN_PREFIX}*.json")):
         with contextlib.suppress(SpoolError, KeyError, TypeError, ValueError, OverflowError):

@@ -37,9 +37,9 @@ def is_ipv6(address: str) -> bool:
 
 
 def check_address(address: str, *, has_keys: bool) -> str:
-    """Return the address, `tcp://HOST:PORT` or `ipc:///path`, if it may be used; raise BindError
-    where it is malformed, an ipc path is too long, or it is TCP without keys: then any process that
-    reaches the port could write into the trace, on this host alone too."""
+    """Return the address, `tcp://HOST:PORT` or `ipc:///path`, if it may be used. Raises BindError
+    if it is malformed, an ipc path is too long, or it is TCP without keys: then any process that
+    reaches the port, even on this host, could write into the trace."""
     if address.startswith("ipc://"):
         path = address.removeprefix("ipc://")
         if not path.startswith("/"):
@@ -111,8 +111,8 @@ def write_keys(path: Path, keys: CurveKeys) -> None:
 
 
 def read_keys(path: Path, *, is_collector: bool) -> CurveKeys:
-    """Return the keys of a file, with the secret one of the collector or the relays; raise
-    KeysError where it cannot be read, others may read it, or it is no such file."""
+    """Return the keys of a file, with the secret one of the collector or the relays. Raises
+    KeysError if it cannot be read, others may read it, or it is no key file."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())

@@ -43,9 +43,9 @@ def read_json_map(path: Path) -> dict[str, Any]:
 
 
 def free_place(out: Path, *, is_folder: bool = False, is_forced: bool = False) -> Path:
-    """Return where to write what `--out` names, its links followed and its parents made. With
-    `is_folder` that may be an empty folder, with `is_forced` a file that is there. Raises
-    FolderError: something else has that name; says what to do; OSError: a parent cannot be made."""
+    """Return the path to write for `--out`, with links followed and parents made. `is_folder`
+    allows an empty folder, `is_forced` an existing file. Raises FolderError with a remedy if
+    something else has that name, OSError if a parent cannot be made."""
     place = Path(os.path.realpath(os.path.expanduser(out)))
     is_file = not is_folder and place.is_file()
     is_empty = is_folder and place.is_dir() and not any(place.iterdir())
@@ -57,8 +57,7 @@ def free_place(out: Path, *, is_folder: bool = False, is_forced: bool = False) -
 
 
 def new_file(path: Path) -> BinaryIO:
-    """Make a file for this user alone (0600), as all of a trace is, and open it; raise OSError
-    where something has its name."""
+    """Make and open a file for this user alone (0600). Raises OSError if the name is taken."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, 0o600), "wb")
 
@@ -78,8 +77,8 @@ def sync_by_name(path: Path) -> None:
 @contextmanager
 def replacing(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
     """Give a new file (0600) that takes the place of `path` when the block ends; `is_synced`: its
-    bytes are on disk before they are seen there, and then their name. On OSError the draft is gone:
-    a full disk has better use for it."""
+    bytes, and then its name, are on disk before it is visible. On OSError the draft is removed,
+    because the disk may be full."""
     draft = path.with_name(f".{path.name[:60]}.{os.getpid()}.new")  # a name has 255 bytes at most
     try:
         draft.unlink(missing_ok=True)  # of a process that died with our number, or somebody's
@@ -122,9 +121,8 @@ def bytes_on_disk(status: os.stat_result) -> int:
 
 
 def check_folder_found(path: Path, option: str = "--rs-out") -> None:
-    """Raise FolderError for a trace folder that is another user's, or holds links, and OSError
-    where it cannot be read. A link to a folder of one's own is fine; `option` names another folder.
-    """
+    """Raise FolderError for a trace folder that is another user's, or contains links, and OSError
+    if it cannot be read. A link to a folder of one's own is fine; `option` names another folder."""
     owner = os.stat(path).st_uid
     if owner not in _our_names(path) and not _is_given_to_root(path):
         raise FolderError(
@@ -140,8 +138,7 @@ def check_folder_found(path: Path, option: str = "--rs-out") -> None:
 
 
 def own_subfolder(path: Path) -> Path:
-    """Make a folder (0700) in one of ours, or take it; raise OSError for a link or another
-    user's."""
+    """Make a folder (0700) or take our own. Raises OSError for links and other users' folders."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     status = path.lstat()
@@ -153,8 +150,8 @@ def own_subfolder(path: Path) -> Path:
 
 
 def open_own_log(path: Path) -> int:
-    """Open a file (0600 if it is new) for lines at its end; return its descriptor. Raise OSError
-    where it is a link, a pipe, another user's, or has a second name."""
+    """Open a file (0600 if it is new) to append lines; return its descriptor. Raises OSError for a
+    link, a pipe, another user's file, or one with a second name."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o600)
     try:
@@ -251,8 +248,8 @@ def map_file(descriptor: int, nbytes: int, **flags: int) -> mmap.mmap:
 
 
 def leave_mapping(mapped: mmap.mmap, identity: Identity, *, but: int = -1) -> bool:
-    """Say before a mapping is let go whether it may be: before Python 3.13 it closes a duplicate of
-    its descriptor, and that number may by now be a file of the program's. Then it stays for good.
+    """Keep a mapping for good if it cannot be let go safely; True if it may go. Before Python 3.13
+    it closes a duplicate of its descriptor, whose number may be a file of the program's by now.
     `but`: a descriptor of that file that is not the duplicate."""
     if sys.version_info < (3, 13) and not _is_open(identity, but):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapped))
@@ -284,8 +281,8 @@ _LEAST_FREE_BYTES: Final = 1 << 30
 
 
 def _find_fallocate() -> Any:
-    """Return the C library's call; not posix_fallocate, which writes into every block where the
-    file system cannot do it, and makes the file longer."""
+    """Return the C library's fallocate. Not posix_fallocate, which writes into every block on file
+    systems without support, and makes the file longer."""
     library = ctypes.CDLL(None, use_errno=True)
     function = getattr(library, "fallocate64", None) or getattr(library, "fallocate", None)
     if function is not None:
@@ -305,9 +302,8 @@ def free_bytes(folder: Path) -> int:
 
 
 def reserve(descriptor: int, start: int, nbytes: int) -> bool:
-    """Reserve blocks for bytes of a file from `start` on; False where that cannot be done, or less
-    than a GiB is free. `ftruncate` gives back what is not written, also to the length the file has.
-    """
+    """Reserve blocks for bytes of a file from `start` on; False if that cannot be done, or less
+    than a GiB is free. `ftruncate`, even to the present length, gives back unwritten blocks."""
     if _fallocate is None:
         return False
     try:
@@ -351,7 +347,7 @@ class Mount:
 
     @property
     def is_local(self) -> bool:
-        """False for what lies elsewhere, and for FUSE, which may."""
+        """False for file systems on other machines, and for FUSE, which may be."""
         return self.kind not in _NETWORK and not self.kind.startswith("fuse")
 
     @property
@@ -361,7 +357,7 @@ class Mount:
 
 
 def mount_of(path: Path, table: str = "/proc/mounts") -> Mount | None:
-    """Return where a path is mounted, or will be once it is made; None where nobody says."""
+    """Return the mount of a path that may not exist yet; None if it is unknown."""
     real = Path(os.path.realpath(path))
     try:
         lines = Path(table).read_text(errors="surrogateescape").splitlines()
@@ -381,7 +377,7 @@ def mount_of(path: Path, table: str = "/proc/mounts") -> Mount | None:
 
 
 class Removable(enum.Enum):
-    """What is to go."""
+    """A kind of records to remove."""
 
     TURN = "turn"
     """A run of steps of a ring, freed by its rank (`spool.ringwriter`)."""
@@ -394,7 +390,7 @@ class Removable(enum.Enum):
 
 
 class Reach(enum.IntEnum):
-    """How far another place of the same records goes."""
+    """How far copying these records to another place has come."""
 
     NOWHERE = 0
     BEGUN = 1
@@ -417,9 +413,9 @@ class Place:
 
 def may_remove(piece: Removable, place: Place) -> bool:
     """Return whether these records may be removed or freed: the one decision about that. A rank, a
-    relay, a collector, the process beside the steps and the commands all remove records, and what
-    each knows of other places of them is its `Place`. A disk without room is no reason: what is
-    asked for stays, and the rank drops what is new."""
+    relay, a collector, the process beside the steps and the commands all remove records; `Place` is
+    what each knows about other copies. A full disk is no reason: requested records stay, and the
+    rank drops new ones."""
     if place.has_writer and piece in (Removable.STREAM, Removable.HELD):
         return False
     if piece in (Removable.TURN, Removable.HELD):  # held back: a copy on this disk is enough

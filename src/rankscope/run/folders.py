@@ -42,7 +42,7 @@ _ASKED_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHeader:
-    """What `run.json` says."""
+    """Contents of `run.json`."""
 
     run_id: str
     out: Path
@@ -88,8 +88,8 @@ def run_key(run_id: str) -> str:
 
 
 def host_run_folder(base: Path, key: str) -> Path:
-    """Make `<base>/<key>` (0700 each, of `spool_base` and `run_key`), or take what is there; raise
-    SpoolError where it cannot be made, belongs to somebody else, or is open to others."""
+    """Make `<base>/<key>` (0700 each, of `spool_base` and `run_key`), or take an existing one.
+    Raises SpoolError if it cannot be made, belongs to another user, or is open to others."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", key):
         raise SpoolError(f"run key {key!r} is no file name; use run_key(run_id)")
     for folder in (base, base / key):
@@ -136,12 +136,12 @@ def find_runs(bases: Iterable[Path], run_id: str) -> list[Path]:
 
 
 def stream_folder(run_folder: Path, stream: StreamId) -> Path:
-    """Where the spool of one stream lies."""
+    """Folder of one stream's spool."""
     return run_folder / stream.name
 
 
 def segment_path(folder: Path, index: int) -> Path:
-    """Where segment `index` of a stream lies: `000003.cells`."""
+    """Path of segment `index` of a stream: `000003.cells`."""
     return folder / f"{index:06d}{CELLS_SUFFIX}"
 
 
@@ -217,8 +217,8 @@ class FolderLock:
     __slots__ = ("_descriptor", "_path")
 
     def __init__(self, path: Path, holder: str) -> None:
-        """Take the lock file at `path`; `holder` names what would hold it, for the message. Raises
-        FolderBusyError: another process holds it; SpoolError: it cannot be made."""
+        """Lock the file at `path`; `holder` names its user for the message. Raises FolderBusyError
+        if another process holds it, SpoolError if it cannot be made."""
         self._path = path
         self._descriptor = -1
         deadline = time.monotonic() + _ASKED_S
@@ -263,8 +263,8 @@ class FolderLock:
 
 
 def is_held(path: Path) -> bool:
-    """True while some process that this one may look at holds the FolderLock at `path`. Makes no
-    lock file, and needs no right to write."""
+    """True while some process visible to this one holds the FolderLock at `path`. Makes no lock
+    file, and needs no right to write."""
     try:
         os.close(_locked(path, os.O_RDONLY, fcntl.LOCK_SH))
     except BlockingIOError:

@@ -149,7 +149,7 @@ _MOST_NAMED: Final = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnd:
-    """What is known beside the records."""
+    """Facts about the end of a job that no record holds."""
 
     outcome: str = ""
     """Name of the signal that the launcher received, "failed", "returned", or "" if unknown."""
@@ -178,7 +178,7 @@ def has_failed(error: BaseException | None) -> bool:
 
 
 def note_job_end(out: Path, error: BaseException | None) -> None:
-    """Note what a launcher saw; `error` left it, None where the job returned."""
+    """Note the end that a launcher saw; `error` ended the job, None if the job returned."""
     outcome = signal_of(error) or ("failed" if has_failed(error) else "returned")
     killed = [
         f"{rank}={failure.signal_name()}"
@@ -198,7 +198,7 @@ def first_failures(error: BaseException | None) -> dict[int, Any]:
 
 
 def job_end(folders: Iterable[Path]) -> JobEnd:
-    """Return what is noted in trace folders of one run."""
+    """Return the end noted in trace folders of one run."""
     places = [*folders]
     notes = (agreed_text(folder / REPLICA_FOLDER, JOB_END_NAME) for folder in places)
     # padded with "": without a note there is neither outcome nor time

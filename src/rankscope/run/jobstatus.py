@@ -40,7 +40,7 @@ class EndedStep:
 
     @property
     def own_s(self) -> float:
-        """What it took outside those collectives."""
+        """Time outside those collectives."""
         return max(0.0, self.seconds - self.waited_s)
 
 
@@ -114,7 +114,7 @@ class JobStatus:
 
     @property
     def age_s(self) -> float | None:
-        """Seconds since this was written; None where nobody did."""
+        """Seconds since the status was written; None if nobody wrote it."""
         return max(0.0, (time.time_ns() - self.written_ns) / 1e9) if self.written_ns else None
 
 

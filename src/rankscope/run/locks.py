@@ -44,8 +44,8 @@ class StreamLock:
     __slots__ = ("_file", "_path", "_pid")
 
     def __init__(self, folder: Path) -> None:
-        """Take the lock of `folder`. Raises SpoolError where another writer holds it, in this
-        process or another; or it cannot be made."""
+        """Lock `folder`. Raises SpoolError if another writer holds it or the file cannot
+        be made."""
         self._path = path = folder / STREAM_LOCK_NAME
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self._pid = os.getpid()

@@ -204,8 +204,8 @@ def is_visible(out: Path, run_id: str) -> bool:
 
 def prepare_out(path: Path, option: str = "--rs-out", *, is_shared: bool = False) -> Path:
     """Make a trace folder (0700, with its parents), or take an empty one, or with `is_shared` one
-    in which others of the run have begun. Raise FolderError, which names `option` for another one.
-    """
+    in which others of the run have begun. Raises FolderError, which names `option`, for another
+    folder."""
     try:
         is_new = not path.exists()
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -257,9 +257,9 @@ QUIET = "nothing happened, so there is no trace"
 def announcement(
     out: Path, typed_out: str | None = None, *, is_complete: bool = True, remark: str = ""
 ) -> str:
-    """Return the line that tells of a finished trace, the same wherever it is printed; `typed_out`
-    is the folder as it may be typed here; `is_complete`: all records of all ranks are there, and
-    every rank ended in order; `remark`: what has to be known before that."""
+    """Return the line that reports a finished trace, the same wherever it is printed; `typed_out`
+    is the folder as typed in a command here; `is_complete`: all records of all ranks exist, and
+    every rank ended in order; `remark`: text in front of that."""
     typed_out = typed_out or str(out)
     if remark:
         return f"{remark}; what there is lies in {out}: {command_text('verify', typed_out)}"
@@ -270,7 +270,7 @@ def announcement(
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """Where the records of a run are collected: one of three ways."""
+    """How the records of a run are collected: one of three ways."""
 
     address: str
     """"" for a job on this host alone; `SHARED` where every host writes into the trace folder
@@ -278,18 +278,18 @@ class Collection:
     its own."""
 
     @classmethod
-    def asked(cls, setting: str, *, is_one_host: bool = True) -> Collection:
+    def of_setting(cls, setting: str, *, is_one_host: bool = True) -> Collection:
         """Return what the setting `collector` asks for; "" means whatever all hosts can reach."""
         return cls(setting or ("" if is_one_host else SHARED))
 
     @classmethod
     def of_run(cls, header: RunHeader) -> Collection:
-        """Return what `run.json` says."""
+        """Return the collection that `run.json` names."""
         return cls(header.collector)
 
     def check(self, keys: Path | None) -> CurveKeys | None:
-        """See that records may be sent there, before anything is made; return the keys for that.
-        Raise BindError for the address, KeysError for the keys."""
+        """Check, before anything is made, that records may be sent there; return the keys for that.
+        Raises BindError for the address, KeysError for the keys."""
         if keys is not None and not is_tcp(self.address):
             raise KeysError(
                 f"{keys}: keys are those of a collector on TCP, and none is named",
@@ -319,7 +319,7 @@ class Collection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """What a run needs on this host."""
+    """Requirements of a run on this host."""
 
     run_id: str
     key: str
@@ -347,7 +347,7 @@ class PreparedRun:
     run_folder: Path
     collection: Collection
     announcement: str
-    made: Sequence[Path]
+    new_folders: Sequence[Path]
     undo: ExitStack
 
     def remove(self) -> None:
@@ -366,8 +366,8 @@ def prepare_run(
     request: RunRequest, announce: Callable[[Path, str], object] = lambda out, line: None
 ) -> PreparedRun:
     """Make the trace folder and the run folder of a run; start nothing. `announce` is called with
-    the trace folder once it can be used, before `run.json` lets anybody in. Raise FolderError or
-    SpoolError where a folder cannot be used or a disk has no room, and leave nothing behind."""
+    the trace folder once it is usable, before `run.json` admits other ranks. Raises FolderError or
+    SpoolError if a folder is unusable or a disk full, and then leaves nothing behind."""
     with ExitStack() as undo:
         collection, settings = request.collection, request.settings
         base = spool_base(settings.spool)
@@ -417,6 +417,6 @@ def prepare_run(
             run_folder=run_folder,
             collection=collection,
             announcement=announcement,
-            made=new_folders,
+            new_folders=new_folders,
             undo=undo.pop_all(),
         )

@@ -55,9 +55,9 @@ def started_at() -> float:
 
 
 def launcher_of(variables: Mapping[str, str]) -> int:
-    """Return the process that launched this rank: its nearest ancestor that is not of the rank.
-    Shells and wrappers between the two (`torchrun --no-python bind.sh ...`) were started with the
-    variables that number the rank; what stands above them all ranks of a host share."""
+    """Return the process that launched this rank: its nearest ancestor outside the rank. Shells and
+    wrappers between the two (`torchrun --no-python bind.sh ...`) were started with the variables
+    that number the rank; processes above them are shared by all ranks of a host."""
     pid = os.getppid()
     for _ in range(_MOST_ANCESTORS):
         parent = _status(pid, 1)
@@ -105,7 +105,7 @@ def _status(pid: int, field: int) -> str:
 
 
 def _has(pid: int, variables: Mapping[str, str]) -> bool:
-    """True where a process was started with all these variables; False where that is unreadable."""
+    """True if a process was started with all these variables; False if that is unreadable."""
     try:
         entries = set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
     except OSError:
@@ -147,8 +147,8 @@ def reader_command(run_folder: Path) -> list[str]:
 
 
 def tree_command(out: Path, *, keep_spool: bool) -> list[str]:
-    """The command that builds the tree, as long as this process lives; it writes lines of `PART
-    WHAT` while it does. The run folder may be gone by then."""
+    """The command that builds the tree while this process lives; it prints lines of `PART WHAT`.
+    The run folder may be gone by then."""
     return [*_child("--build-tree", out), *(["--keep-spool"] if keep_spool else [])]
 
 
@@ -160,7 +160,7 @@ def dataset_command(out: Path) -> list[str]:
 def settings_of_gathering(header: RunHeader) -> Settings:
     """The settings by which the companion of the head host, and its children, gather a run. Hosts
     that keep their records apart keep them for `recover`, whose trace has the dataset. Raises
-    SettingError where one cannot be read."""
+    SettingError if one cannot be read."""
     settings = settings_of_run(header.settings)
     return replace(
         settings,
@@ -190,10 +190,10 @@ def metrics_trouble(port: int) -> str:
 
 
 def companion_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of a companion: no RANKSCOPE variable, so that it never traces itself; no
+    """The environment of a companion: no RANKSCOPE variables, so that it never traces itself; no
     rank variables; no working directory of the job on the module path, whose entries are made
-    absolute because a companion works elsewhere; one thread for numpy; this package is found
-    wherever it was imported from."""
+    absolute because a companion works elsewhere; one thread for numpy; this package, wherever it
+    was imported from."""
     left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTHONINSPECT")
     variables = {
         name: value
@@ -221,8 +221,8 @@ def start_child(
     *,
     stdout: int = subprocess.DEVNULL,
 ) -> subprocess.Popen[bytes]:
-    """Start a command above beside the companion, in a session of its own, at work in the trace
-    folder; its errors go into the companion's log. Raise OSError where it cannot be started."""
+    """Start one of the commands above beside the companion, in a session of its own and in the
+    trace folder; its errors go into the companion's log. Raises OSError if it cannot be started."""
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

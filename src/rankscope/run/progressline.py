@@ -24,9 +24,9 @@ def _write(text: str) -> None:
 
 
 def write_to_stderr(text: str) -> None:
-    """Write past Python's buffer where stderr is the process's own: what a full disk refuses would
-    stay in it, and the program would end with code 120 when that is flushed once more. Raise
-    OSError, ValueError, or what a program's own object in place of stderr raises."""
+    """Write past Python's buffer if stderr is the process's own: text that a full disk refuses
+    would stay in the buffer, and the flush at exit would end the program with code 120. Raises
+    OSError, ValueError, or any exception of a program's own object in place of stderr."""
     stream = sys.stderr
     if stream is None:  # closed before the process began
         return
@@ -40,9 +40,8 @@ def write_to_stderr(text: str) -> None:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str, float | None], None]]:
-    """Give a function that shows progress on stderr, where that is a terminal, from the first
-    second on: what is being done, and which part of it is. The line is gone when the work is done.
-    """
+    """Give a function that shows progress on stderr, if that is a terminal, from the first second
+    on: the work in progress, and the part that is done. The line vanishes at the end."""
     begin = last_shown = time.monotonic()
     width = 0
     is_shown = False

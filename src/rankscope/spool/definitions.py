@@ -152,7 +152,7 @@ _KINDS: Final = {
 
 def decode_definition(payload: bytes) -> dict[str, Any]:
     """Return the definition in the payload of a DEFINITION record. Raises SpoolError for anything
-    else, or a field that is not what its kind has there."""
+    else, or a field of another type than its kind requires."""
     start = DEFINITION_LENGTH.size
     (length,) = DEFINITION_LENGTH.unpack_from(payload)
     if not 0 < length <= len(payload) - start:
@@ -196,8 +196,7 @@ def _shown(value: Any) -> str:
 
 
 def unpack_map(packed: bytes) -> dict[str, Any]:
-    """Decode one msgpack map with text keys, no extension types. Raises SpoolError for anything
-    else."""
+    """Decode one msgpack map: text keys, no extension types. Raises SpoolError for others."""
     size = len(packed)
     lengths = dict.fromkeys(("str", "bin", "array", "map"), size) | {"ext": 0}
     limits = {f"max_{kind}_len": limit for kind, limit in lengths.items()}

@@ -92,8 +92,8 @@ _RULES: Final[Mapping[RecordKind, tuple[tuple[str, Callable[[Rows], Mask]], ...]
 
 
 def sound_mask(kind: RecordKind, rows: Rows) -> tuple[Mask | None, Counter[str]]:
-    """Return which rows of a kind of record make sense, [rows], None where all of them do, and how
-    many break which rule, each counted for the first it breaks. Not for definitions and samples."""
+    """Return which rows of a kind of record are sound, [rows], None if all are, and how many rows
+    break which rule, each counted for the first it breaks. Not for definitions and samples."""
     is_sound: Mask | None = None
     broken_rules: Counter[str] = Counter()
     for reason, rule in _RULES.get(kind, ()):
@@ -109,8 +109,7 @@ def sound_mask(kind: RecordKind, rows: Rows) -> tuple[Mask | None, Counter[str]]
 
 
 def sound_rows(kind: RecordKind, rows: Rows) -> tuple[Rows, Counter[str]]:
-    """Return the rows that make sense, the same array where all do, and what was set aside
-    (`sound_mask`)."""
+    """Return the sound rows (`sound_mask`), the same array if all are, and the others."""
     is_sound, broken_rules = sound_mask(kind, rows)
     return (rows if is_sound is None else rows[is_sound]), broken_rules
 
@@ -227,15 +226,15 @@ class ValueRows:
     __slots__ = ("_cells", "_start", "has_digest")
 
     def __init__(self, cells: Cells, start: Positions, has_digest: npt.NDArray[np.bool_]) -> None:
-        """Hold the values whose records begin at `start` in `cells` ([N, 64], without a hole); the
-        columns of those without a digest are 0."""
+        """Hold the values whose records begin at `start` in `cells` ([N, 64], without a hole);
+        columns of values without a digest are 0."""
         self._cells, self._start, self.has_digest = cells, start, has_digest
 
     def __len__(self) -> int:
         return len(self._start)
 
     def chosen(self, rows: npt.NDArray[np.bool_]) -> ValueRows:
-        """Return some of them."""
+        """Return a selection of the rows."""
         return ValueRows(self._cells, self._start[rows], self.has_digest[rows])
 
     def without_digest(self, rows: npt.NDArray[np.bool_]) -> ValueRows:
@@ -265,7 +264,7 @@ class ValueRows:
 
 def records(buffer: bytes | memoryview | Cells, *, is_verified: bool = False) -> Records:
     """Index the committed records of a buffer that begins at a record boundary. `is_verified`: it
-    is known to be whole valid records, so their crcs are left alone."""
+    has only whole valid records, so their crcs are not checked."""
     cells = as_cells(buffer)
     heads = cell_heads(cells) if is_verified else committed_heads(cells)
     cells = cells[: len(heads)]

@@ -49,7 +49,7 @@ LATEST_NS = 1 << 62
 
 
 class RecordKind(enum.IntEnum):
-    """What a record says. Never renumber."""
+    """Kind of a record. Never renumber."""
 
     DEFINITION = 1
     """u32 byte length, then msgpack: a name, shape ... that later records refer to by number."""
@@ -87,8 +87,8 @@ NO_MICRO_BATCH = 0xFFFF_FFFF
 
 
 def record_bytes(head: bytes) -> int:
-    """Return the bytes of the record whose first cell begins with `head`; 0 where nothing was
-    written yet, or less than a cell's header is there."""
+    """Return the bytes of the record whose first cell begins with `head`; 0 if nothing was written
+    yet, or `head` is shorter than a cell's header."""
     if len(head) < HEADER_BYTES or head[4] == 0:
         return 0
     return (int.from_bytes(head[6:8], "little") + 1) * CELL_BYTES

@@ -52,28 +52,27 @@ class SettledPrefix:
 
     settled_to: int
     """Bytes of the replica that are settled; a record begins behind them."""
-    kept: bytes
+    payload: bytes
     late_records: int = 0
     """Records dropped because they came after their step had been written."""
 
     def __post_init__(self) -> None:
-        if self.settled_to % CELL_BYTES or len(self.kept) % CELL_BYTES:
-            raise ValueError(f"{len(self.kept)} bytes kept of {self.settled_to} are no whole cells")
-        if len(self.kept) > self.settled_to or bool(self.kept) != bool(self.settled_to):
-            raise ValueError(f"{len(self.kept)} bytes cannot stand for {self.settled_to}")
+        if self.settled_to % CELL_BYTES or len(self.payload) % CELL_BYTES:
+            raise ValueError(f"{len(self.payload)} bytes of {self.settled_to} are no whole cells")
+        if len(self.payload) > self.settled_to or bool(self.payload) != bool(self.settled_to):
+            raise ValueError(f"{len(self.payload)} bytes cannot stand for {self.settled_to}")
 
     @property
     def hidden_bytes(self) -> int:
         """Bytes of the stream that were let go."""
-        return self.settled_to - len(self.kept)
+        return self.settled_to - len(self.payload)
 
 
 NOTHING_SETTLED: Final = SettledPrefix(0, b"")
 
 
 def read_settled(replica: Path) -> SettledPrefix:
-    """Return what stands for the begin of a replica. Raises SpoolError where the file of it cannot
-    be read, or is damaged."""
+    """Return the settled begin of a replica. Raises SpoolError if unreadable or damaged."""
     parts = _read(replica)
     if parts is None:
         return NOTHING_SETTLED
@@ -94,8 +93,8 @@ def settled_to(replica: Path) -> int:
 
 
 def _read(replica: Path, most_bytes: int = -1) -> tuple[tuple[int, int, int, int], bytes] | None:
-    """Return bytes settled, bytes kept, late records and crc of the bytes kept, and what follows
-    the head, as far as it was read; None where nothing is settled."""
+    """Return settled bytes, payload bytes, late records and crc of the payload, and the bytes read
+    behind the head; None if nothing is settled."""
     path = replica.with_suffix(SETTLED_SUFFIX)
     try:
         with path.open("rb") as file:
@@ -122,13 +121,13 @@ def _damaged(path: Path) -> SpoolError:
 
 def write_settled(replica: Path, prefix: SettledPrefix) -> None:
     """Write the prefix, whole or not at all, and sync it: bytes are destroyed after this. Raises
-    ValueError where less would be settled than is now, OSError where it cannot be written, and
-    SpoolError where the file that is there cannot be read."""
+    ValueError if it settles less than before, OSError if it cannot be written, and SpoolError if
+    the existing file cannot be read."""
     before = settled_to(replica)
     if prefix.settled_to < before:
         raise ValueError(f"{replica}: {before} bytes are settled, not {prefix.settled_to}")
     path = replica.with_suffix(SETTLED_SUFFIX)
-    payload = prefix.kept
+    payload = prefix.payload
     numbers = _NUMBERS.pack(
         _MAGIC, prefix.settled_to, len(payload), prefix.late_records, zlib.crc32(payload)
     )
@@ -138,8 +137,8 @@ def write_settled(replica: Path, prefix: SettledPrefix) -> None:
 
 
 def lock_for_reading(descriptor: int) -> None:
-    """Have nothing of an open replica freed until it is closed or unlocked; `free` needs a lock
-    too, where the file system has none."""
+    """Prevent freeing of an open replica until it is closed or unlocked; on file systems without
+    locks `free` never frees."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_SH)
 
@@ -147,33 +146,32 @@ def lock_for_reading(descriptor: int) -> None:
 def read_replica(
     replica: Path, end: int | None = None
 ) -> tuple[npt.NDArray[np.uint8], SettledPrefix]:
-    """Return the records of a replica up to `end`, as far as they are still there, and what is
-    settled: [bytes] from the first record on, the replica mapped, or what is kept of its settled
-    begin and then the rest, read. Nothing is freed while that map lives. Raises SpoolError where
-    it cannot be read."""
+    """Return the records of a replica up to `end`, as far as they still exist, and the settled
+    prefix: [bytes] from the first record on, mapped, or the prefix's payload and then the rest,
+    read. Nothing is freed while that map lives. Raises SpoolError if it cannot be read."""
     try:
         with replica.open("rb") as file:
             lock_for_reading(file.fileno())
             prefix = read_settled(replica)
-            first = first_record(prefix.kept)
+            first = first_record(prefix.payload)
             if os.pread(file.fileno(), len(first), 0) != first:
                 raise SpoolError(f"{replica}: what is settled of it is of another stream")
             if os.fstat(file.fileno()).st_size <= prefix.settled_to:
-                return np.frombuffer(prefix.kept, np.uint8), prefix
+                return np.frombuffer(prefix.payload, np.uint8), prefix
             # the map has a descriptor of its own of this open file, and with it the lock
             data = np.memmap(file, np.uint8, "r").view(np.ndarray)[prefix.settled_to : end]
             if prefix.settled_to:
-                data = np.concatenate([np.frombuffer(prefix.kept, np.uint8), data])
+                data = np.concatenate([np.frombuffer(prefix.payload, np.uint8), data])
             return data, prefix
     except OSError as error:
         raise SpoolError(f"{replica}: cannot be read: {error.strerror}") from error
 
 
 def free(replica: Path, end: int) -> bool:
-    """Give the settled bytes of a replica up to `end` back to the disk, all but its first record.
-    False where the file system cannot, or where the replica is being read: the next call frees them
-    with its own. Raises OSError where the replica cannot be opened, or the disk fails, and
-    SpoolError where what is settled cannot be read."""
+    """Return the settled bytes of a replica up to `end`, except its first record, to the disk.
+    False if the file system cannot, or while the replica is being read: the next call frees them
+    too. Raises OSError if the replica cannot be opened or the disk fails, and SpoolError if the
+    settled prefix cannot be read."""
     # nothing is freed that the file beside the replica does not stand for
     end = min(end, settled_to(replica))
     descriptor = os.open(replica, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -202,7 +200,7 @@ class StreamEnd:
 
 
 def replica_path(out: Path, stream: StreamId) -> Path:
-    """Where the replica of a stream lies in a trace folder."""
+    """Path of a stream's replica in a trace folder."""
     return out / REPLICA_FOLDER / f"{stream.name}{CELLS_SUFFIX}"
 
 
@@ -218,8 +216,8 @@ def replicated(out: Path) -> dict[StreamId, int]:
 
 
 def write_end(replica: Path, end: StreamEnd) -> bool:
-    """Write the end marker beside a replica; False where one is there that tells of as many bytes.
-    Raises SpoolError where the marker cannot be written."""
+    """Write the end marker beside a replica; False if there is one for as many bytes. Raises
+    SpoolError if the marker cannot be written."""
     earlier = read_end(replica)
     if earlier is not None and earlier.committed >= end.committed:
         return False

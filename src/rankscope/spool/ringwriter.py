@@ -1,7 +1,7 @@
 """The write side of a rank that holds its last steps back: a stream that lets go of its own begin.
 
 Two streams lie in one folder. The *ring* takes the records of steps, and with them the definitions
-that grow with the number of steps (shapes, collectives). The stream `kept` takes all that is never
+that grow with the number of steps (shapes, collectives). The *lasting stream* takes what is never
 let go: who this rank is, its modules, their first values.
 
 The ring is let go in *turns*. A turn is a run of steps that need no definition of an earlier turn:
@@ -48,8 +48,8 @@ class _Turn(NamedTuple):
     step: int
 
     def is_asked(self, after: _Turn, window: Window) -> bool:
-        """True where the window may ask for a record of this turn, which `after` follows: values
-        that an accelerator hands out late stand in the step that follows theirs."""
+        """True if the window may ask for a record of this turn, which `after` follows: values that
+        an accelerator delivers late are recorded in the step after theirs."""
         if window.mode is Mode.EVAL:  # eval steps count before the first train step alone
             is_past = after.mode is Mode.EVAL and after.step <= window.first
             return self.mode is Mode.EVAL and self.step <= window.last + 1 and not is_past
@@ -62,13 +62,13 @@ class RingWriter(SpoolWriter):
     """One rank's last steps."""
 
     def __init__(self, folder: Path, *, limit_bytes: int, steps: int, board: EventBoard) -> None:
-        """Make both streams. `limit_bytes` is for both together, and for what a relay makes of
-        them; `steps`: whole steps to be held beside the one that runs; `board` has the events that
-        ask for steps. Raises SpoolError as `SpoolWriter` does."""
+        """Make both streams. `limit_bytes` is for both together, and for a relay's copies of them;
+        `steps`: whole steps to hold beside the running one; `board` has the events that ask for
+        steps. Raises SpoolError as `SpoolWriter` does."""
         ring_bytes = limit_bytes // 2
         super().__init__(folder, limit_bytes=ring_bytes, segment_bytes=_SEGMENT_BYTES)
         try:
-            self.kept = SpoolWriter(
+            self.lasting_stream = SpoolWriter(
                 folder / KEPT_FOLDER, limit_bytes=limit_bytes // 8, segment_bytes=_SEGMENT_BYTES
             )
         except SpoolError:
@@ -126,9 +126,9 @@ class RingWriter(SpoolWriter):
         return is_new
 
     def close(self, reason: EndReason = EndReason.EXIT) -> None:
-        """Write END in both; the ring's comes last, and says that all is there."""
-        self.hand_on()  # an observer may have something to write in `kept`
-        self.kept.close(reason)
+        """Write END in both streams; the ring's, written last, says that all records are there."""
+        self.hand_on()  # an observer may have something to write in `lasting_stream`
+        self.lasting_stream.close(reason)
         super().close(reason)
 
     def _let_go(self) -> bool:
@@ -169,8 +169,6 @@ class RingWriter(SpoolWriter):
         return super()._roll_over()
 
     def _make_segment_free(self) -> None:
-        while (
-            len([segment for segment in self._kept if segment.exists()]) >= self._segments_allowed
-        ):
+        while sum(segment.exists() for segment in self._segments) >= self._segments_allowed:
             if not self._let_go():
                 return

@@ -58,8 +58,8 @@ class WriteLock:
         self.holder: dict[int, Token] = {}
 
     def wait(self, token: Token) -> bool:
-        """Take the lock after somebody else's write; False inside a write of this very thread,
-        which a signal handler or a finalizer has interrupted, and where another takes too long."""
+        """Take the lock after another thread's write; False inside a write of this very thread,
+        interrupted by a signal handler or a finalizer, and if another thread takes too long."""
         deadline = time.monotonic() + _PATIENCE_S
         while (owner := self.holder.setdefault(0, token)) is not token:
             if owner[0] == token[0] or time.monotonic() > deadline:
@@ -71,15 +71,15 @@ class WriteLock:
 class Segment:
     """A mapped segment and how far it is filled. The writer alone moves `at`."""
 
-    __slots__ = ("_identity", "at", "data_end", "end", "index", "map", "path", "seen")
+    __slots__ = ("_identity", "at", "data_end", "end", "index", "map", "observed_bytes", "path")
 
     def __init__(self, folder: Path, index: int, size_bytes: int) -> None:
-        """Make, preallocate and map segment `index`. Raises OSError where there is no space or
-        permission, or the name is taken."""
+        """Make, preallocate and map segment `index`. Raises OSError without space or permission, or
+        if the name is taken."""
         self.index = index
         self.path = segment_path(folder, index)
         self.at = 0
-        self.seen = 0
+        self.observed_bytes = 0
         """Bytes that were handed to the observers."""
         self.end = size_bytes
         self.data_end = 0

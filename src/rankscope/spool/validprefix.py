@@ -6,7 +6,7 @@ reads past the first cell that fails: behind it may be a record half written, or
 CRC-32 is linear over GF(2), which saves a Python loop over the cells of sound streams. The crc of a
 whole block of cells, stored crcs included, is one call of zlib; what it has to be follows from the
 stored crcs alone. Let Z append 64 zero bytes to the input of a crc, s_i be the stored crc of cell
-i, and d_i what it differs by from the crc of 60 zero bytes. The block's crc then differs from that
+i, and d_i its difference from the crc of 60 zero bytes. The block's crc then differs from that
 of a block of all-zero sound cells by
 
     (Z + 1) (Z^(n-1) d_0 + Z^(n-2) d_1 + ... + d_(n-1))
@@ -54,8 +54,7 @@ _LEFT_SHIFT = 16
 
 
 def committed_heads(cells: Cells) -> Heads:
-    """Return the heads (kind, flags, left) of the whole valid records with which these cells begin,
-    [N, 64] from a record boundary on."""
+    """Return the heads (kind, flags, left) of the valid records at the begin of cells [N, 64]."""
     check = BlockCheck()
     heads = np.empty(len(cells), np.uint32)
     end, before = 0, np.uint32(0)
@@ -195,14 +194,14 @@ class BlockCheck:
     """Takes blocks of cells while they are in the cache, and says which blocks are sound."""
 
     def __init__(self) -> None:
-        self._found: list[int] = []
+        self._checksums: list[int] = []
         self._stored: list[Words] = []
 
     def add(self, block: npt.NDArray[np.uint8], stored: Words) -> None:
         """Take the next block, at most CHECK_BLOCK cells, and the crcs stored in them."""
         # a shorter block is taken for one that begins with all-zero cells: they contribute nothing
         crc = _sound_zeros()[CHECK_BLOCK - len(block)]
-        self._found.append(zlib.crc32(np.ascontiguousarray(block).data, crc))
+        self._checksums.append(zlib.crc32(np.ascontiguousarray(block).data, crc))
         self._stored.append(stored)
 
     def first_damaged(self) -> int | None:
@@ -215,5 +214,5 @@ class BlockCheck:
         for power in _powers()[:levels]:
             sums = _times(power, sums[:, 0::2]) ^ sums[:, 1::2]
         expected = _times(_powers()[0], sums) ^ sums ^ np.uint32(_sound_zeros()[CHECK_BLOCK])
-        wrong = np.flatnonzero(expected.reshape(-1) != np.array(self._found, np.uint32))
+        wrong = np.flatnonzero(expected.reshape(-1) != np.array(self._checksums, np.uint32))
         return int(wrong[0]) if len(wrong) else None

@@ -60,8 +60,8 @@ _MOST_WAITING_BYTES: Final = 64 << 20
 
 
 class _Backlog:
-    """What one stream has left unwritten: definitions that wait for room, and a gap for each mode:
-    first step, last step, records, bytes. The writer's lock guards all of it but `outside`."""
+    """Unwritten parts of one stream: definitions that wait for room, and a gap for each mode: first
+    step, last step, records, bytes. The writer's lock guards all of it but `outside`."""
 
     def __init__(self) -> None:
         self.step, self.mode = 0, 0
@@ -80,7 +80,7 @@ class _Backlog:
         return sum(-(-len(payload) // PAYLOAD_BYTES) + 1 for payload in self.definitions)
 
     def keep(self, definition: bytes) -> bool:
-        """Keep a definition until there is room; False where too many wait."""
+        """Keep a definition until there is room; False if too many are waiting."""
         if self._bytes + len(definition) > _MOST_WAITING_BYTES:
             return False
         self.definitions.append(definition)
@@ -101,7 +101,7 @@ class _Backlog:
             self._has_begun = write(RecordKind.GAP, packed)
 
     def settle(self, write: Callable[[RecordKind, bytes], bool]) -> bool:
-        """Write what waits, definitions first; False where a definition found no room."""
+        """Write the waiting records, definitions first; False if a definition found no room."""
         while self.definitions and write(RecordKind.DEFINITION, self.definitions[0]):
             self._bytes -= len(self.definitions.pop(0))
         while self.outside:
@@ -165,7 +165,7 @@ class SpoolWriter:
         self.is_dropping = False
         self._records: dict[int, int] = {}
         """Records in each segment left behind, by its index, so that none is counted twice."""
-        self._kept: list[Segment] = []
+        self._segments: list[Segment] = []
         self._segment: Segment | Closed = CLOSED
         self.observers: list[Callable[[Records], None]] = []
         """Observers that `hand_on` hands the records, in batches."""
@@ -176,7 +176,7 @@ class SpoolWriter:
         try:
             first = first_segment(folder, self.segment_bytes)
             first.data_end = first.end - _LAST_WORDS_BYTES
-            self._segment, self._kept = first, [first]
+            self._segment, self._segments = first, [first]
         except SpoolError:
             self._lock.release()
             raise
@@ -272,9 +272,10 @@ class SpoolWriter:
         return True
 
     def _show(self, segment: Segment) -> None:
-        begin = segment.seen
+        begin = segment.observed_bytes
         cells = segment.cells(begin)
-        segment.seen = begin + cells.size  # now: nobody is handed again what an observer raised at
+        # at once: records at which an observer raised are not handed on again
+        segment.observed_bytes = begin + cells.size
         if len(cells):
             batch = records(cells, is_verified=True)
             for observer in self.observers:
@@ -310,7 +311,7 @@ class SpoolWriter:
         self._lock.release()
 
     def _repair(self) -> None:
-        """Go on behind a write that an exception left: over its record if whole, as it may be sent
+        """Go on behind a write that an exception interrupted; a whole record may be sent
         already."""
         self._is_half_done = False
         segment = self._segment
@@ -416,15 +417,15 @@ class SpoolWriter:
     def _refresh_data_end(self) -> None:
         """Allow data up to the last words, or to the middle of the last segment allowed."""
         segment = self._segment
-        self._kept = [s for s in self._kept if s is segment or s.exists()]
-        is_last = len(self._kept) >= self._segments_allowed
+        self._segments = [s for s in self._segments if s is segment or s.exists()]
+        is_last = len(self._segments) >= self._segments_allowed
         middle = segment.end // 2 // CELL_BYTES * CELL_BYTES
         segment.data_end = middle if is_last else segment.end - _LAST_WORDS_BYTES
 
     def _roll_over(self) -> bool:
         old = self._segment
-        self._kept = [s for s in self._kept if s is old or s.exists()]
-        if not isinstance(old, Segment) or len(self._kept) >= self._segments_allowed:
+        self._segments = [s for s in self._segments if s is old or s.exists()]
+        if not isinstance(old, Segment) or len(self._segments) >= self._segments_allowed:
             return False
         try:
             new = Segment(self.folder, old.index + 1, self.segment_bytes)
@@ -436,7 +437,7 @@ class SpoolWriter:
             put(old, RecordKind.FILLER, bytes(unused_cells * PAYLOAD_BYTES))
         self._origin = self._origin or origin_of(old.map)
         put(new, RecordKind.FILLER, STAMP.pack(self._origin, new.index))
-        self._kept = [*(s for s in self._kept if s.index != new.index), new]
+        self._segments = [*(s for s in self._segments if s.index != new.index), new]
         self._segment = new
         if not self.is_dropping:
             self._refresh_data_end()
@@ -451,7 +452,7 @@ class SpoolWriter:
         """Retire every full segment still here: the last time may have been interrupted."""
         if self._retire is None:
             return
-        for full in self._kept[:-1]:
+        for full in self._segments[:-1]:
             with contextlib.suppress(OSError):  # of a full disk: asked again with the next segment
                 if full.exists():
                     self._retire(full.path, full.index * self.segment_bytes)

@@ -31,7 +31,7 @@ ENTRIES = {
         "ScheduleWatch._around.step",
     },
     "rankscope.agent.collectives": {
-        *("CollectiveWatch._issuing.issue", "CollectiveWatch._waiting.wait"),
+        *("CollectiveWatch._issuing.issue", "CollectiveWatch._around_wait.wait"),
         *("CollectiveWatch._is_recorded", "CollectiveWatch._deriving.derive"),
     },
     "rankscope.agent.pythonstack": {"_noting_exit"},

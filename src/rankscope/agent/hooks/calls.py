@@ -70,7 +70,7 @@ class OpenCall:
 
 
 class EventPlace(NamedTuple):
-    """Where in a step something happens that is no module call."""
+    """Place in a step of an event that is no module call."""
 
     module: int
     """Definition of the module that was called."""
@@ -89,7 +89,7 @@ class CallStacks(threading.local):
 
     def __init__(self) -> None:
         self.frames: list[OpenCall] = []
-        self.ended: OpenCall | None = None
+        self.last_ended: OpenCall | None = None
         """The call whose global forward hook ran last; its own hooks may still be running."""
 
     def pop(self, module: nn.Module) -> list[OpenCall]:
@@ -115,8 +115,7 @@ class NodeSpan(NamedTuple):
 
 class NodeMap:
     """The spans of one step's calls. torch numbers the nodes of a graph in the order in which a
-    thread makes them, so the nodes of one module call are a span of numbers, and calls nest as
-    spans do."""
+    thread makes them, so each module call has a span of numbers, and spans nest as calls do."""
 
     def __init__(self) -> None:
         self._spans: dict[int, list[NodeSpan]] = {}
@@ -124,11 +123,11 @@ class NodeMap:
         self._latest: dict[ModuleInfo, NodeSpan] = {}
 
     def begin(self, frame: OpenCall) -> None:
-        """Note where a call begins."""
+        """Note the begin of a call."""
         frame.first_node = next_node()
 
     def end(self, frame: OpenCall) -> None:
-        """Note where it ends; called again, where what follows it (its own hooks) ends."""
+        """Note the end of a call; a second time after the module's own hooks."""
         last = next_node()
         span = NodeSpan(frame.first_node, last, frame.info, frame.scope, frame.sequence)
         # what a module's own hooks make next is a span of the same call
@@ -163,7 +162,7 @@ _UNSEEN = int(ValueFlag.UNSEEN)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions:
-    """What a block asks of calls beyond what settings can say."""
+    """A block's options for calls, beyond the settings."""
 
     say_leaf: Callable[[object], str] = plain_text_of
     """Text of an argument that is no tensor; by default none whose text needs the program's
@@ -225,7 +224,7 @@ class CallValues:
         return tensors
 
     def finish(self, frame: OpenCall, args: object, kwargs: object, output: object) -> None:
-        """Read what a call hands out."""
+        """Read the output of a call."""
         self.values.read_pending()
         assert frame.sequence is not None and isinstance(args, tuple) and isinstance(kwargs, dict)
         sequence, path, phase = frame.sequence, frame.info.path, frame.phase
@@ -246,7 +245,7 @@ class CallValues:
             frame.outputs = tuple(tensor for _, tensor in tensors)
 
     def returned(self, frame: OpenCall, output: object) -> None:
-        """Read what the module's own hooks put in place of what `forward` returned."""
+        """Read the output that the module's own hooks put in place of that of `forward`."""
         assert frame.sequence is not None  # recorded frames have one
         before = frozenset(id(tensor) for tensor in frame.outputs)
         self.values.read_all(
@@ -268,8 +267,8 @@ class CallValues:
         kind: str,
         gradient_kind: str,
     ) -> None:
-        """Have the gradients of these tensors recorded, each under a call that ran forward. Calls
-        that share a tensor share its hook. So each (call, slot) is watched at most once, under the
+        """Record the gradients of these tensors, each under a call that ran forward. Calls that
+        share a tensor share its hook. So each (call, slot) is watched at most once, under the
         sequence of its forward call: backward mirrors forward in the tree."""
         if not self._wants_backward or frame.sequence is None:
             return

@@ -151,7 +151,7 @@ class HookSet:
             self._enter(*call)
 
     def leave(self, *call: object) -> None:
-        """Do what the global forward hook does, for the same."""
+        """Do what the global forward hook does for a call that torch runs without hooks."""
         if self._is_on:
             self._leave(*call)
 
@@ -192,9 +192,9 @@ class HookSet:
     # ------------------------------------------------------------------ the end
 
     def remove_all(self, *, is_inside_hook: bool = False) -> None:
-        """Leave nothing of ours in torch. Inside a hook torch may be walking its tables, and would
-        raise into the program if they changed: the hooks then do nothing any more, and go at the
-        next call of a module."""
+        """Remove all hooks from torch. Inside a hook torch may be iterating over its tables, and a
+        change would raise into the program: then the hooks only stop working, and go at the next
+        call of a module."""
         if not (is_inside_hook or self._guard.is_failing):
             self._remove_now()
             return
@@ -225,10 +225,10 @@ class _Calls(threading.local):
 
 
 class Perturbation:
-    """Multiplies the floating inputs of every outermost module call by 1 plus or minus some
-    roundings; where it has none, the first floating output of a module inside. The sign of each
-    element follows from its value, so the random numbers of the program stay. Keyword inputs and
-    what recomputation runs again are left alone."""
+    """Multiplies the floating-point inputs of every outermost module call by 1 plus or minus some
+    roundings; without any, the first such output of a module inside. An element's sign follows from
+    its value, so the program's random numbers stay. Keyword inputs and recomputed calls are left
+    alone."""
 
     def __init__(self, roundings: int) -> None:
         """Put the hooks on; `roundings` is in units of `torch.finfo(dtype).eps`."""
@@ -268,7 +268,7 @@ class Perturbation:
         return changed
 
     def _attempt(self, change: Callable[[], Any]) -> Any:
-        """Return what was changed; None, and change nothing from then on, where that fails."""
+        """Return the changed value; None, and change nothing from then on, if changing fails."""
         changed: list[Any] = []
         error = attempt(lambda: changed.append(change()))
         if error is None:

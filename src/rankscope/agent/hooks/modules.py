@@ -61,9 +61,9 @@ def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return what backward left in a parameter. FSDP1 puts views of its flat parameter in a
-    parameter's place between forward and backward: no leaves, so they hold no gradient, and torch
-    warns of the question."""
+    """Return the gradient that backward left for a parameter. Between forward and backward FSDP1
+    replaces parameters by views of its flat one: as non-leaves they hold no gradient, and torch
+    would warn."""
     return parameter.grad if parameter.is_leaf or parameter.retains_grad else None
 
 
@@ -96,7 +96,7 @@ def _qualified(cls: type) -> str:
 
 
 def wrapper_of(module: nn.Module) -> tuple[str, str] | None:
-    """Return where a wrapper holds what it wraps, and the trace's word for it; None for others."""
+    """Return a wrapper's attribute for the wrapped module and the trace's word, or None."""
     cls = type(module)
     if cls not in _wrappers:
         wrappers = (_WRAPPED_ATTRIBUTE.get(_qualified(base)) for base in cls.__mro__)
@@ -115,7 +115,7 @@ def own_class(cls: type) -> tuple[type, tuple[str, ...]]:
 
 
 def class_behind_wrappers(module: nn.Module) -> type:
-    """Return the class the user wrote of what stands inside all wrappers."""
+    """Return the user's class of the module inside all wrappers."""
     while (wrapper := wrapper_of(module)) is not None:
         module = getattr(module, wrapper[0])
     return own_class(type(module))[0]
@@ -212,14 +212,14 @@ class ModuleTable:
         paths: tuple[str, ...] = ("*",),
         find_network: Callable[[nn.Module], nn.Module | None] | None = None,
     ) -> None:
-        """With `enters_compiled` compile wrappers are folded like any other: traced steps run as
-        written. `find_network` returns the trained network of a module that no root holds."""
+        """With `enters_compiled` compile wrappers are folded like others: traced steps run
+        uncompiled. `find_network` returns the trained network of a module that no root holds."""
         self._enters_compiled = enters_compiled
         self._find_network = find_network
         self._paths = self._selected = paths
         self._infos: dict[int, tuple[weakref.ReferenceType[nn.Module], ModuleInfo]] = {}
         self._loose: dict[tuple[Root | None, str, type], ModuleInfo] = {}
-        self._most = _FEWEST_KEPT
+        self._prune_above = _FEWEST_KEPT
         self._paths_of_dead: set[str] = set()
         self.roots: list[Root] = []
         self.contained: list[tuple[Root, Root, str]] = []
@@ -237,8 +237,8 @@ class ModuleTable:
         caller: nn.Module | None = None,
         forward: object = None,
     ) -> ModuleInfo:
-        """Make a module known that is called for the first time, `inside` the root whose forward is
-        running (None at the outermost level); `forward` identifies this one forward of the root."""
+        """Add a module at its first call, `inside` the root whose forward is running (None at the
+        outermost level); `forward` identifies this forward of the root."""
         if inside is None and _owns_parameters(module):
             return self._learn_root(module)
         if inside is not None:
@@ -261,9 +261,9 @@ class ModuleTable:
     def _learn_registered(
         self, module: nn.Module, root: Root, caller: nn.Module | None, forward: object
     ) -> ModuleInfo | None:
-        """Find a module that was registered after the first forward of its root. Programs make
-        modules inside `forward`, so no walk for each: what its caller holds is added alone, and a
-        forward has one walk for what nobody near holds."""
+        """Find a module that was registered after the first forward of its root. Programs may
+        create modules in every forward, so only the caller's new children are added, and the root
+        is walked at most once a forward."""
         holder = self.get(caller) if caller is not None else None
         if (
             caller is not None
@@ -330,20 +330,20 @@ class ModuleTable:
 
     def paths(self) -> set[str]:
         """Return the canonical paths of all modules seen."""
-        return self._paths_of_dead | {info.path for _, info in self._known()}
+        return self._paths_of_dead | {info.path for _, info in self._living()}
 
     def unsynced_parameters(self) -> frozenset[int]:
         """Return the identities of the parameters whose gradients are not to be reduced now."""
         return frozenset(
             id(parameter)
-            for reference, _ in self._known()
+            for reference, _ in self._living()
             if (module := reference()) is not None and is_sync_off(module)
             for parameter in parameters_of_module(module)
         )
 
     def with_wrappers(self, root: Root) -> list[nn.Module]:
         """Return the known modules of a root, wrappers among them."""
-        modules = (module() for module, info in self._known() if info.root is root)
+        modules = (module() for module, info in self._living() if info.root is root)
         return [module for module in modules if module is not None]
 
     def with_hooks(self, root: Root) -> list[nn.Module]:
@@ -390,10 +390,10 @@ class ModuleTable:
         selected = (*self._paths, *paths)
         if selected != self._selected:
             self._selected = selected
-            for info in (*(info for _, info in self._known()), *self._loose.values()):
+            for info in (*(info for _, info in self._living()), *self._loose.values()):
                 info.is_selected = self._is_selected(info.path)
 
-    def _known(self) -> list[tuple[weakref.ReferenceType[nn.Module], ModuleInfo]]:
+    def _living(self) -> list[tuple[weakref.ReferenceType[nn.Module], ModuleInfo]]:
         return [*self._infos.values()]  # at once: another thread may add to them
 
     def _is_selected(self, path: str) -> bool:
@@ -462,8 +462,8 @@ class ModuleTable:
         return info
 
     def _add_loose(self, module: nn.Module, path: str, inside: Root | None) -> None:
-        """Add a module that no root holds; a program may make one in every forward, so those of one
-        class and place share what is known."""
+        """Add a module that no root holds. A program may make one in every forward, so modules of
+        one class and place share an entry."""
         key = (inside, path, type(module))
         info = self._loose.get(key)
         if info is not None:
@@ -476,9 +476,9 @@ class ModuleTable:
 
     def _keep(self, module: nn.Module, info: ModuleInfo) -> None:
         self._infos[id(module)] = weakref.ref(module), info
-        if len(self._infos) > self._most:
+        if len(self._infos) > self._prune_above:
             self.forget_dead()
-            self._most = max(_FEWEST_KEPT, 2 * len(self._infos))
+            self._prune_above = max(_FEWEST_KEPT, 2 * len(self._infos))
 
     def forget_dead(self) -> None:
         """Forget modules that are gone: a program may make new ones in every step."""

@@ -35,8 +35,8 @@ class Tracer:
         open_scope: Callable[[ModuleInfo, nn.Module], Scope | None],
         calls_side: Callable[[Root | None, Root], None],
     ) -> None:
-        """`open_scope` returns the scope of an outermost call, None where that is not traced;
-        `calls_side` is told where modules of one root call one of another."""
+        """`open_scope` returns the scope of an outermost call, None if the call is not traced;
+        `calls_side` learns of modules of one root that call one of another."""
         self._recorder = recorder
         self._define = definitions.of
         self._table = definitions.table
@@ -133,8 +133,9 @@ class Tracer:
     def own_input_hook(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object] | None = None
     ) -> None:
-        """Instance pre-hook behind a module's own pre-hooks: its inputs as `forward` receives them.
-        torch hands it no kwargs where the step that began with this very call put it on again."""
+        """Instance pre-hook behind a module's own pre-hooks: reads the inputs that `forward`
+        receives. torch passes no kwargs if this very call began the step and put the hook on
+        again."""
         frames = self._stacks.frames
         if not (frames and frames[-1].module is module and frames[-1].is_recorded):
             return
@@ -163,7 +164,7 @@ class Tracer:
             self.nodes.end(frame)
         if len(result) == 1:
             self.raised(sys.exc_info()[1])
-        stacks.ended = frame if is_hooked and len(result) == 2 else None
+        stacks.last_ended = frame if is_hooked and len(result) == 2 else None
         if not frame.is_recorded or frame.sequence is None:
             return
         if len(result) == 1:
@@ -181,10 +182,10 @@ class Tracer:
         self._recorder.exit(frame.sequence)
 
     def raised(self, error: BaseException | None) -> None:
-        """Say of the call that ended last that it raised, where one of its own forward hooks did.
-        It has been written as one that returned: our hook behind those never ran. The traceback
-        tells it from a hook whose exception the program has caught."""
-        frame, self._stacks.ended = self._stacks.ended, None
+        """Mark the call that ended last as raised if one of its own forward hooks raised. It was
+        written as returned, because our hook behind those never ran. The traceback distinguishes
+        this from an exception that the program caught."""
+        frame, self._stacks.last_ended = self._stacks.last_ended, None
         if error is None or frame is None or not frame.is_recorded or frame.sequence is None:
             return
         if has_left(error, frame.module):
@@ -200,7 +201,7 @@ class Tracer:
 
     def own_output_hook(self, module: nn.Module, args: object, output: object) -> None:
         """Instance forward hook behind a module's own hooks: what the caller really gets."""
-        frame, self._stacks.ended = self._stacks.ended, None
+        frame, self._stacks.last_ended = self._stacks.last_ended, None
         if frame is None or frame.module is not module:
             return
         if self.nodes is not None:
@@ -245,12 +246,12 @@ class Tracer:
         self._call_values.end_step()
         self._compiled_in_place.clear()
         self._scopes.clear()
-        self._stacks.ended = None
+        self._stacks.last_ended = None
 
     def frame_around(self) -> OpenCall | None:
         """Return the innermost module call around this thread, the module's own hooks included."""
         stacks = self._stacks
-        ended = stacks.ended
+        ended = stacks.last_ended
         if ended is not None and self._hooks.stands_behind_outputs_of(ended.module):
             return ended
         return stacks.frames[-1] if stacks.frames else None

@@ -91,7 +91,7 @@ class ChosenSteps:
         asking = [file for file in self._files if file.begins(mode, step)]
         if mode is Mode.TRAIN:
             self._ordered.clear()
-        self._ordered[mode] = tuple(order for file in asking for order in file.asked)
+        self._ordered[mode] = tuple(order for file in asking for order in file.orders)
         is_chosen = bool(asking) or step in self._selection
         self._has_begun = self._has_begun or is_chosen
         return is_chosen
@@ -128,7 +128,7 @@ class ChosenSteps:
 # ---- what asks for steps while the job runs ------------------------------------------------------
 
 
-class _Asked(NamedTuple):
+class _PlannedTouch(NamedTuple):
     touch: int
     attempt: int
     order: Order | None
@@ -192,25 +192,25 @@ class TouchedFile:
         self._lead = 0 if is_alone or folder is None else LEAD
         self._last_begun = dict.fromkeys(Mode, -1)
         self._last_planned = dict.fromkeys(Mode, -1)
-        self._planned: dict[tuple[Mode, int], list[_Asked]] = {}
+        self._planned: dict[tuple[Mode, int], list[_PlannedTouch]] = {}
         self._runs: list[_Run] = []
-        self.asked: tuple[Order, ...] = ()
+        self.orders: tuple[Order, ...] = ()
         self._pace = (0.0, Mode.TRAIN, 0)
         """When a step of this mode began about a second ago: shows how fast steps are."""
         self._next_touch = 1
-        self._seen = ABSENT
+        self._seen_ns = ABSENT
         if not holds_orders:
-            self._seen = self._look()
+            self._seen_ns = self._look()
             try:
                 if folder is not None:
                     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._seen = int(self._agree("0", str(self._seen)))
+                self._seen_ns = int(self._agree("0", str(self._seen_ns)))
             except OSError as error:
                 self._give_up(error)
-        self._times = {self._seen}
+        self._times = {self._seen_ns}
 
     def begins(self, mode: Mode, step: int) -> bool:
-        """Note that a step begins; True where a touch asks for it."""
+        """Note the begin of a step; True if a touch asks for it."""
         self._last_begun[mode] = step - 1  # the step itself may still be planned
         is_asked = False
         if not self._is_off:
@@ -218,11 +218,11 @@ class TouchedFile:
                 if self._is_distant:
                     self._keep_pace(mode, step)
                 touch_ns = self._look()
-                if touch_ns != self._seen and touch_ns != ABSENT and self._counts(mode):
-                    self._seen = touch_ns
+                if touch_ns != self._seen_ns and touch_ns != ABSENT and self._counts(mode):
+                    self._seen_ns = touch_ns
                     self._see(touch_ns, mode, step)
                 if self._planned or self._runs:
-                    self.asked = ()
+                    self.orders = ()
                     is_asked = self._stands(mode, step)
             except OSError as error:
                 self._give_up(error)
@@ -251,11 +251,11 @@ class TouchedFile:
             while (answer := self._read(f"{number}.{attempt}")) not in (None, STANDS):
                 step, attempt = int(answer or step), attempt + 1
             if answer == STANDS:
-                self._miss(mode, step, order, f"{self._what} was not seen here")
+                self._miss(mode, step, order, f"{self._trigger_text} was not seen here")
             number += 1
 
     @property
-    def _what(self) -> str:
+    def _trigger_text(self) -> str:
         return "the order" if self._holds_orders else f"the touch of {self._path}"
 
     def _miss(self, mode: Mode, first: int, order: Order | None, why: str) -> None:
@@ -273,8 +273,8 @@ class TouchedFile:
         self._failed(f"{subject} are not answered on this rank: {error}")
 
     def _keep_pace(self, mode: Mode, step: int) -> None:
-        """Note how fast steps are: the first step of an order must lie so far ahead that the last
-        host to see the order is in time."""
+        """Note the pace of steps: an order's first step must be so far ahead that the last host
+        sees it in time."""
         now = time.monotonic()
         since, of_mode, at = self._pace
         seconds = now - since
@@ -300,7 +300,7 @@ class TouchedFile:
         self._learn(order.number, order.text, mode, step)
 
     def _learn(self, touch_ns: int, words: str, mode: Mode, step: int) -> None:
-        """Read the touches others have seen, up to this one; where nobody has seen it, decide."""
+        """Read the touches seen by other ranks, up to this one; decide if none has seen it."""
         while touch_ns not in self._times:
             # never inside the steps of an earlier touch: each touch has steps of its own
             ahead = max(step + self._lead, self._last_planned[mode] + 1)
@@ -309,9 +309,9 @@ class TouchedFile:
             where, planned_step, agreed_ns, order = _plan(text)
             self._times.add(agreed_ns)
             self._next_touch += 1
-            self._plan(where, planned_step, _Asked(touch, 1, order))
+            self._plan(where, planned_step, _PlannedTouch(touch, 1, order))
 
-    def _plan(self, mode: Mode, step: int, asked: _Asked) -> None:
+    def _plan(self, mode: Mode, step: int, asked: _PlannedTouch) -> None:
         """Wait for a step; where it has begun here already, put it off for everybody."""
         touch, attempt, order = asked
         last = 0 if order is None else order.steps - 1
@@ -320,11 +320,11 @@ class TouchedFile:
             later = self._last_begun[mode] + 1 + self._lead
             answer = self._agree(f"{touch}.{attempt}", str(later))
             if answer == STANDS:
-                self._miss(mode, step, order, f"this rank saw {self._what} too late")
+                self._miss(mode, step, order, f"this rank saw {self._trigger_text} too late")
                 self._runs.append(_Run(touch, mode, step + last, order))
                 return
             step, attempt = int(answer), attempt + 1
-        self._planned.setdefault((mode, step), []).append(_Asked(touch, attempt, order))
+        self._planned.setdefault((mode, step), []).append(_PlannedTouch(touch, attempt, order))
         self._last_planned[mode] = max(self._last_planned[mode], step + last)
 
     def _stands(self, mode: Mode, step: int) -> bool:
@@ -344,7 +344,7 @@ class TouchedFile:
                 continue
             is_traced = True
             if run.order is not None:
-                self.asked += (run.order,)
+                self.orders += (run.order,)
         return is_traced
 
     def _end(self, run: _Run) -> None:

@@ -40,8 +40,8 @@ class StandIns:
         self._restores: dict[tuple[int, str], Callable[[], None]] = {}
         self.is_on = False
 
-    def put(self, owner: Any, name: str, around: Callable[[_Function], _Function]) -> None:
-        """Put `around(original)` in its place, once, where this torch has such a name."""
+    def replace(self, owner: Any, name: str, around: Callable[[_Function], _Function]) -> None:
+        """Replace a function by `around(original)`, once, if this torch has it."""
         attribute = vars(owner).get(name)
         if attribute is None or (id(owner), name) in self._restores:
             return
@@ -57,8 +57,8 @@ class StandIns:
         self.is_on = True
 
     def take_off(self) -> None:
-        """Put the originals back. Where somebody else has put theirs over ours since, ours is still
-        called: each of ours asks whether this is on."""
+        """Restore the originals. If other code has replaced a function since, ours is still called,
+        and then does nothing but call the original."""
         self.is_on = False
         restores, self._restores = self._restores, {}
         for restore in restores.values():
@@ -70,7 +70,7 @@ _MAKING = ("__init__", "__setstate__")
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """Whose parameters are whose when one optimizer steps; all by identity."""
+    """Which parameters belong to which owner at one optimizer's step; all by identity."""
 
     owned: frozenset[int]
     """Parameters of known roots that this optimizer holds."""
@@ -85,14 +85,14 @@ OptimizersById = weakref.WeakValueDictionary[int, torch.optim.Optimizer]
 
 
 class OptimizerSearch(StandIns):
-    """Knows the optimizers that are alive in this process, made before or after attaching. Those
-    made after `put_on` are seen in `__init__`, copies and unpickled ones in `__setstate__`. For
-    those made before the heap is searched, once, and only where torch says that there was one: it
-    marks the `step` of a class as hooked when its first object is made."""
+    """Knows the living optimizers of this process, made before or after attaching. Later ones are
+    seen in `__init__`, copies and unpickled ones in `__setstate__`. For earlier ones the heap is
+    searched, once, if torch has marked the `step` of a class as hooked, as it does with the first
+    object of a class."""
 
     def __init__(self, guard: Guard) -> None:
         super().__init__()
-        self._found = OptimizersById()
+        self._optimizers = OptimizersById()
         self._made = guard.hook(self.saw)
         self._may_have_missed = False
         """An optimizer may be alive that was made before `put_on`."""
@@ -103,7 +103,7 @@ class OptimizerSearch(StandIns):
             return
         self._may_have_missed = any(_has_been_made(cls) for cls in _optimizer_classes())
         for name in _MAKING:
-            self.put(torch.optim.Optimizer, name, self._around)
+            self.replace(torch.optim.Optimizer, name, self._around)
 
     def _around(self, original: Callable[..., None]) -> Callable[..., None]:
         def making(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -114,15 +114,15 @@ class OptimizerSearch(StandIns):
         return making
 
     def __contains__(self, optimizer: torch.optim.Optimizer) -> bool:
-        return self._found.get(id(optimizer)) is optimizer
+        return self._optimizers.get(id(optimizer)) is optimizer
 
     def exists(self) -> bool:
         """True where an optimizer is alive."""
-        return len(self._found) > 0 or self._finds_earlier()
+        return len(self._optimizers) > 0 or self._finds_earlier()
 
     def saw(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember an optimizer that steps: its class may not call torch's constructor."""
-        self._found[id(optimizer)] = optimizer
+        self._optimizers[id(optimizer)] = optimizer
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Yield the parameters of every optimizer found so far."""
@@ -130,11 +130,11 @@ class OptimizerSearch(StandIns):
             yield from parameters_of(optimizer)
 
     def _alive(self) -> list[torch.optim.Optimizer]:
-        references = self._found.valuerefs()  # at once: another thread may make one
+        references = self._optimizers.valuerefs()  # at once: another thread may make one
         return [optimizer for reference in references if (optimizer := reference()) is not None]
 
     def holder_of(self, parameters: frozenset[int]) -> torch.optim.Optimizer | None:
-        """Return an optimizer that holds one of these parameters (identities), if any does."""
+        """Return an optimizer that holds one of these parameters (identities), or None."""
         if self.exists():
             for optimizer in self._alive():
                 if not parameters.isdisjoint(held_parameters(optimizer)):
@@ -164,11 +164,11 @@ class OptimizerSearch(StandIns):
         # every object refers to its class: the collector finds the objects of a few classes without
         # handing over all others. By type, since to ask a proxy for its __class__ may import a
         # module, or warn.
-        count = len(self._found)
+        count = len(self._optimizers)
         for candidate in gc.get_referrers(*classes):
             if any(type(candidate) is cls for cls in classes):
                 self.saw(candidate)
-        return len(self._found) > count
+        return len(self._optimizers) > count
 
 
 def _optimizer_classes(top: type = torch.optim.Optimizer) -> Iterator[type]:
@@ -220,7 +220,7 @@ class ScalerWatch(StandIns):
 
     def put_on(self) -> None:
         """Stand in `GradScaler.step`."""
-        self.put(GradScaler, "step", self._around)
+        self.replace(GradScaler, "step", self._around)
 
     def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(
@@ -237,8 +237,8 @@ class ScalerWatch(StandIns):
 
 
 def scaling_of(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
-    """Return (slot, tensor) of the loss scale, and of whether inf or NaN was found, that a
-    GradScaler hands a fused optimizer: that unscales and skips in its own kernel."""
+    """Return (slot, tensor) of the loss scale and of the inf/NaN flag that a GradScaler passes to a
+    fused optimizer, which unscales and skips in its own kernel."""
     slots = (
         (f"scaler:{name}", getattr(optimizer, name, None)) for name in ("grad_scale", "found_inf")
     )
@@ -287,7 +287,7 @@ class ScheduleWatch(StandIns):
         codes = (getattr(vars(cls)["step"], "__code__", None) for cls in classes)
         step_codes = frozenset(code for code in codes if code is not None)
         for cls in classes:
-            self.put(cls, "step", self._around)
+            self.replace(cls, "step", self._around)
         frame = next((frame for frame in frames_here() if frame.f_code in step_codes), None)
         if frame is not None:  # the first run of all: it has brought us here
             self._run, self._codes = next(self._numbers), step_codes
@@ -323,10 +323,10 @@ EAGER_IS_ANOTHER_RUN = (
 
 
 class HiddenSteps:
-    """Notices the train steps whose root forward no hook saw: the model was compiled. A parameter
-    that an optimizer moves again, with a gradient that came since, has been through another train
-    step. Parameters and not optimizers are asked: one optimizer may step group by group (ZeRO 1 and
-    2 of DeepSpeed), each group once a train step."""
+    """Notices train steps whose root forward no hook saw because the model was compiled. A
+    parameter that is updated again, with a newer gradient, has been through another train step. The
+    test is by parameter: one optimizer may step group by group (ZeRO 1 and 2 of DeepSpeed), each
+    group once a train step."""
 
     def __init__(self) -> None:
         self._moved: set[int] = set()
@@ -340,8 +340,8 @@ class HiddenSteps:
         self._moved.clear()
 
     def begins(self, optimizer: torch.optim.Optimizer, *, is_first: bool) -> bool:
-        """True where nothing announced the train step that an optimizer ends; `is_first`: the
-        process has begun none before."""
+        """True if the train step that an optimizer ends was not announced; `is_first`: no step has
+        begun in this process."""
         with invisible():
             first = next(
                 ((id(p), p.grad) for p in parameters_of(optimizer) if p.grad is not None), None
@@ -374,8 +374,8 @@ class HiddenSteps:
 
 
 def outermost_modules_of(optimizer: torch.optim.Optimizer) -> list[nn.Module]:
-    """Return the outermost living modules that own what an optimizer moves: walks all objects of
-    the garbage collector, for where no call of a module was ever seen."""
+    """Return the outermost living modules that own an optimizer's parameters. Walks all objects of
+    the garbage collector: only for programs without a visible module call."""
     # not isinstance: asking a proxy for its __class__ may import a module, or warn
     modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
     inside = {id(child) for module in modules for child in module._modules.values()}
@@ -397,7 +397,7 @@ class EagerStance:
 
     @property
     def note(self) -> Note | None:
-        """What a step says that began under it; None where compiled regions run compiled."""
+        """Note for a step that began in the stance; None if compiled regions run compiled."""
         return Note.of(NoteKind.RUN_EAGERLY) if self._restore else None
 
     def choose(self, *, is_eager: bool) -> None:

@@ -12,11 +12,11 @@ from rankscope.record.call import Mode
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """What one root forward means."""
+    """Meaning of one root forward."""
 
     mode: Mode
     step: int
-    opened: bool
+    opens_step: bool
     """True where this forward begins a new step of its mode."""
 
 
@@ -64,7 +64,7 @@ class StepMachine:
 
     def __init__(self, chosen: ChosenSteps, optimizer_exists: Callable[[], bool]) -> None:
         """`optimizer_exists` may search the heap: it is asked only where the answer decides."""
-        self._chosen = chosen
+        self._chosen_steps = chosen
         self._optimizer_exists = optimizer_exists
         self.train = -1
         self.eval = -1
@@ -85,8 +85,9 @@ class StepMachine:
     # ------------------------------------------------------------------ forwards
 
     def root_forward(self, *, has_gradients: bool, run: int | None = None) -> Tick:
-        """Return the step this root forward belongs to, counting a new one where one begins.
-        `has_gradients`: it builds a graph that reaches a parameter; `run`: of a pipeline."""
+        """Return the step of this root forward, counting a new one where it begins.
+        `has_gradients`: it builds a graph that reaches a parameter; `run`: of a pipeline
+        schedule."""
         if not has_gradients:
             is_new = run is None or run != self._eval_run
             self._eval_run = run
@@ -107,14 +108,14 @@ class StepMachine:
 
     def begins(self, mode: Mode, step: int) -> bool:
         """Decide whether a step that begins is traced."""
-        is_traced = self._chosen.begins(mode, step)
+        is_traced = self._chosen_steps.begins(mode, step)
         if mode is Mode.EVAL:
             self.traced_eval = step if is_traced else None
             self.is_eval_open = is_traced or self.traced_train is not None
         elif is_traced:
             self.traced_train = step
         else:
-            self.is_train_over = self._chosen.is_over(step)
+            self.is_train_over = self._chosen_steps.is_over(step)
         return is_traced
 
     def end_train(self) -> int | None:
@@ -163,17 +164,17 @@ class StepMachine:
 
     def expects_next_train(self) -> bool:
         """True where the train step after this one is going to be traced, as far as is known."""
-        return self._chosen.expects(self.train + 1)
+        return self._chosen_steps.expects(self.train + 1)
 
     def expects_run(self) -> bool:
         """True where a run of a pipeline schedule that begins now may be of a traced step."""
         steps = [self._step_of_next_run(mode) for mode in (Mode.TRAIN, Mode.EVAL)]
-        return any(map(self._chosen.expects, steps))
+        return any(map(self._chosen_steps.expects, steps))
 
     def run_begins(self, mode: Mode) -> bool:
         """Note what a run of a pipeline schedule is going to be; True where it will be traced."""
         self._mode_of_run = mode
-        return self._chosen.expects(self._step_of_next_run(mode))
+        return self._chosen_steps.expects(self._step_of_next_run(mode))
 
     def _step_of_next_run(self, mode: Mode) -> int:
         if mode is Mode.EVAL:
@@ -195,7 +196,7 @@ class StepMachine:
         if mode is Mode.TRAIN and step == self.train:
             is_traced = self.traced_train is not None
         else:
-            is_traced = self._chosen.expects(step)
+            is_traced = self._chosen_steps.expects(step)
         return RunningStep(mode, step, False) if is_traced else None
 
     def step_of_collective(
@@ -213,11 +214,11 @@ class StepMachine:
         if self.train < 0:
             mode = Mode.TRAIN if self._optimizer_exists() else Mode.EVAL
             step = self.eval + 1 if mode is Mode.EVAL else 0
-            return RunningStep(mode, step, False) if self._chosen.expects(step) else None
+            return RunningStep(mode, step, False) if self._chosen_steps.expects(step) else None
         if self.is_ended and not is_busy:
             mode = Mode.EVAL if is_message and not has_gradients else Mode.TRAIN
             step = 1 + (self.train if mode is Mode.TRAIN else self.eval)
-            if not self._chosen.expects(step):
+            if not self._chosen_steps.expects(step):
                 return None
             if is_message:
                 return RunningStep(mode, step, False)

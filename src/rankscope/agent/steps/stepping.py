@@ -173,7 +173,7 @@ class Stepping:
         self.sides.frozen = None
         self._hidden.root_was_seen()
         self._updates.training_threads.add(threading.get_ident())
-        if tick.opened:
+        if tick.opens_step:
             self._begin_train(tick.step)
         if machine.traced_train is None:
             return None
@@ -192,7 +192,7 @@ class Stepping:
 
     def _eval_forward(self, tick: Tick, root: Root) -> Scope | None:
         machine = self.machine
-        if tick.opened:
+        if tick.opens_step:
             self._end_eval()
             if self._is_traced(Mode.EVAL, tick.step):
                 self._turn_on(Mode.EVAL, tick.step)
@@ -264,7 +264,7 @@ class Stepping:
 
     def _accumulating_step(self) -> int | None:
         """Return the traced train step that gathers gradients. None inside an optimizer's step,
-        whose closure makes its own, and where another thread may write gradients now."""
+        whose closure makes its own, and while another thread may write gradients."""
         if self.machine.is_inside_optimizer or self._updates.are_threads_training:
             return None
         return self.machine.traced_train
@@ -433,8 +433,8 @@ def _is_train_forward(info: ModuleInfo, module: nn.Module) -> bool:
 
 
 class SideNetworks:
-    """Networks that a frozen model's modules call and do not hold: adapters in the place of the
-    layers' own `forward`. The model's forward builds a graph where theirs does."""
+    """Networks that a frozen model's modules call and do not hold: adapters in place of the layers'
+    own `forward`. The model's forward builds a graph when theirs does."""
 
     def __init__(self, optimizers: OptimizerSearch, record_setup: Callable[[Root], None]) -> None:
         self._optimizers = optimizers

@@ -53,7 +53,7 @@ class Updates:
         self.training_threads: set[int] = set()
         self._count = 0
         """Optimizer steps of this step so far, skipped and failed ones included."""
-        self._running = ""
+        self._running_class = ""
         """Class of the optimizer whose step (without a closure) has begun and not ended."""
         self._noted: set[Note] = set()
         self._options: set[Note] = set()
@@ -75,8 +75,8 @@ class Updates:
 
     @property
     def are_threads_training(self) -> bool:
-        """True where several threads have trained: another may write any gradient, but those that
-        an optimizer steps with."""
+        """True if several threads have trained: any gradient may then be written by another one,
+        unless an optimizer steps with it."""
         return len(self.training_threads) > 1
 
     def begins(self, optimizer: torch.optim.Optimizer, step: int, *, has_closure: bool) -> None:
@@ -85,13 +85,13 @@ class Updates:
         if has_closure:
             self.accumulated.forget()
         else:
-            self._running = type(optimizer).__name__
+            self._running_class = type(optimizer).__name__
             self._count += 1
             self._gradients(optimizer, step)
 
     def ends(self, optimizer: torch.optim.Optimizer, step: int, *, has_closure: bool) -> None:
         """Record parameters after an outermost optimizer step."""
-        self._running = ""
+        self._running_class = ""
         if has_closure:
             self._count += 1
             self._gradients(optimizer, step)
@@ -116,7 +116,7 @@ class Updates:
         self._gradients(optimizer, step, flags=_SKIPPED)
 
     def close_step(self, step: int) -> None:
-        """Forget a step; record what it did to parameters where no optimizer has stepped."""
+        """Forget a step; record its effect on parameters if no optimizer has stepped."""
         self._note_raised(step)
         if not self._count and not self._optimizers.exists():
             has_gradients = self._events.has_gradients()
@@ -155,10 +155,10 @@ class Updates:
         as_left = self._events.gradients(
             step, self._count - 1, concerned, flags=flags, unheld=holdings.unheld,
             carried=self._carried, unsynced=self.accumulated.unsynced,
-            left=self.accumulated.left(),
+            left=self.accumulated.left_gradients(),
             extras=scaling_of(optimizer),
         )  # fmt: skip
-        self.accumulated.taken(step, as_left)
+        self.accumulated.write_untaken(step, as_left)
 
     def _holdings(self, optimizer: torch.optim.Optimizer) -> Holdings:
         parameters = frozenset(map(id, self._events.table.parameters()))
@@ -168,9 +168,9 @@ class Updates:
         return holdings
 
     def _note_raised(self, step: int) -> None:
-        if self._running:
-            self._note(step, Note.of(NoteKind.OPTIMIZER_RAISED, optimizer=self._running))
-            self._running = ""
+        if self._running_class:
+            self._note(step, Note.of(NoteKind.OPTIMIZER_RAISED, optimizer=self._running_class))
+            self._running_class = ""
 
     def _note_options(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         note = _describe_options(optimizer)
@@ -188,9 +188,9 @@ class Updates:
 
 
 def _describe_strangers(optimizer: torch.optim.Optimizer, holdings: Holdings) -> Note | None:
-    """Say what an optimizer holds that no module seen owns. An optimizer made before `fully_shard`
-    or `parallelize_module` replaced the parameters holds the old ones, which get no gradient; one
-    that keeps master copies gives them theirs."""
+    """Name the parameters of an optimizer that no known module owns. An optimizer made before
+    `fully_shard` or `parallelize_module` holds the replaced parameters, which get no gradient; one
+    with master copies gives them gradients itself."""
     strangers = holdings.strangers
     if not strangers:
         return None
@@ -209,8 +209,8 @@ def _describe_strangers(optimizer: torch.optim.Optimizer, holdings: Holdings) ->
 
 
 def _describe_rates(optimizer: torch.optim.Optimizer) -> Note | None:
-    """Say how many parameters with a gradient a step leaves as they are, for a learning rate of 0.
-    A rate that is a tensor is not read: it may lie on an accelerator."""
+    """Count the parameters with a gradient that a step leaves unchanged because of a learning rate
+    of 0. A rate that is a tensor is not read: it may be on an accelerator."""
     with invisible():
         still = sum(
             parameter.grad is not None
@@ -223,8 +223,8 @@ def _describe_rates(optimizer: torch.optim.Optimizer) -> Note | None:
 
 
 def _describe_options(optimizer: torch.optim.Optimizer) -> Note | None:
-    """Say with which options an optimizer steps: values that groups of parameters do not share in
-    the order of the groups, `0.1 | 0.0`; none that choose an implementation (`foreach`)."""
+    """Return an optimizer's options: values that differ between groups in the order of the groups,
+    `0.1 | 0.0`; none that only choose an implementation (`foreach`)."""
     values_by_name: dict[str, list[str]] = {}
     for group in getattr(optimizer, "param_groups", ()):
         for name, value in group.items():

@@ -73,9 +73,9 @@ the same queue, and some of those queue another one."""
 
 
 class GradientHooks:
-    """Registers tensor hooks for one traced step; none changes a gradient. They notice the
-    outermost backward passes too: a pass inside of another (reentrant checkpointing) leaves no
-    gradient that is final."""
+    """Registers tensor hooks for one traced step; none changes a gradient. They also notice
+    outermost backward passes: a pass inside another (reentrant checkpointing) leaves no final
+    gradient."""
 
     def __init__(self, guard: Guard, recorder: Recorder, values: ValueReader) -> None:
         self._guard = guard
@@ -121,7 +121,7 @@ class GradientHooks:
             ordinal = watched.firings  # double backward and retain_graph fire again
             watched.firings += 1
             self.has_fired = True
-            self._reached(watched.is_of_root)
+            self._note_pass(watched.is_of_root)
             if watched.is_of_root and not self._has_begun:
                 self._has_begun = True
                 self.begins()
@@ -140,7 +140,7 @@ class GradientHooks:
         if is_leaf:
             watched.handle = handle
 
-    def _reached(self, is_of_root: bool) -> None:
+    def _note_pass(self, is_of_root: bool) -> None:
         task = current_graph_task()
         if task == -1 or task in self._passes:
             return
@@ -198,7 +198,7 @@ _MOST_FORWARDS = 64
 class _LeftGradient:
     info: ModuleInfo
     slot: str
-    held: HeldValue
+    value: HeldValue
     parameter_state: tuple[int, int]
     flags: int
     is_written: bool = False
@@ -225,13 +225,13 @@ class AccumulatedGradients:
         """Number of the train step that is traced, None where nothing is to be read."""
         self._latest: _PassEnd | None = None
         self._count = 0
-        self._gone: set[int] = set()
+        self._vanished_gradients: set[int] = set()
         """Parameters whose gradient of an earlier pass had vanished when a later pass began."""
         self._lines: list[int] = []
         """Lines that called the forwards of passes which have not ended yet."""
-        self._found: dict[int, tuple[int, int]] = {}
+        self._states_before: dict[int, tuple[int, int]] = {}
         """Identity of a parameter -> state of its gradient at the begin of the running pass."""
-        self._kept: set[int] = set()
+        self._untouched: set[int] = set()
         """Parameters whose gradient was untouched at the begin of the running pass."""
         self.unsynced: frozenset[int] | None = None
         """Parameters whose gradients the last pass was not to reduce; None before any ended."""
@@ -244,8 +244,8 @@ class AccumulatedGradients:
     def pass_begins(self, is_before_all: bool) -> None:
         """Look what became of the gradients of the pass before."""
         step, latest = self.running_step(), self._latest
-        self._kept.clear()
-        self._found.clear()
+        self._untouched.clear()
+        self._states_before.clear()
         if step is None or not is_before_all or not self.is_on:
             return
         gone = set()
@@ -253,29 +253,29 @@ class AccumulatedGradients:
             for parameter in self._table.parameters():
                 gradient = gradient_of(parameter)
                 if gradient is not None:
-                    self._found[id(parameter)] = self._values.state_of(gradient)
+                    self._states_before[id(parameter)] = self._values.state_of(gradient)
                 before = latest.gradients.get(id(parameter)) if latest is not None else None
                 if before is None:
                     continue
-                if gradient is not None and self._values.state_of(gradient) == before.held.state:
-                    self._kept.add(id(parameter))
+                if gradient is not None and self._values.state_of(gradient) == before.value.state:
+                    self._untouched.add(id(parameter))
                 elif self._is_wiped(parameter, gradient, before):
                     gone.add(id(parameter))
         if gone and latest is not None:
             self._write(latest, step)
-            self._gone |= gone
+            self._vanished_gradients |= gone
 
     def _is_wiped(
         self, parameter: torch.Tensor, gradient: torch.Tensor | None, before: _LeftGradient
     ) -> bool:
-        """True where the gradient is gone, and nothing stepped with it: the parameter is as it was.
-        FSDP1 itself takes gradients of earlier passes away while backward runs, and adds them."""
+        """True if the gradient is gone without an optimizer step: the parameter is unchanged. FSDP1
+        itself removes gradients of earlier passes during backward, and adds them later."""
         if is_flattened(parameter) or self._values.state_of(parameter) != before.parameter_state:
             return False
         return gradient is None or self._values.is_zero(gradient)
 
     def pass_ends(self) -> None:
-        """Read what the pass left, where it left anything."""
+        """Read the gradients that the pass left, if any."""
         lines = tuple(self._lines)
         self._lines.clear()
         if self.running_step() is None:
@@ -289,13 +289,13 @@ class AccumulatedGradients:
             self.unsynced = self._table.unsynced_parameters()
             for info, name, parameter in self._parameters():
                 before = latest.gradients.get(id(parameter)) if latest else None
-                entry = self._left(info, name, parameter, before, restarted)
+                entry = self._left_gradient(info, name, parameter, before, restarted)
                 if entry is not None:
                     ended.gradients[id(parameter)] = entry
                     is_any_new |= entry is not before
         if is_any_new:
             self._latest, self._count = ended, self._count + 1
-            self._gone -= ended.gradients.keys()
+            self._vanished_gradients -= ended.gradients.keys()
 
     def _parameters(self) -> Iterator[tuple[ModuleInfo, str, torch.Tensor]]:
         for root in self._table.roots if self.is_on else ():
@@ -306,7 +306,7 @@ class AccumulatedGradients:
                     if parameter is not None and self._values.wants(f"grad:{name}"):
                         yield info, name, parameter
 
-    def _left(
+    def _left_gradient(
         self,
         info: ModuleInfo,
         name: str,
@@ -314,34 +314,34 @@ class AccumulatedGradients:
         before: _LeftGradient | None,
         restarted: int,
     ) -> _LeftGradient | None:
-        """Return the gradient as it is now, `before` itself where the pass did not touch it; None
-        where it cannot be read, or is of an earlier step."""
+        """Return the current gradient, `before` itself if the pass did not touch it; None if it is
+        unreadable or of an earlier step."""
         gradient = gradient_of(parameter)
         if gradient is None:
             return None
         state = self._values.state_of(gradient)
-        if before is None and self._found.get(id(parameter)) == state:
+        if before is None and self._states_before.get(id(parameter)) == state:
             return None  # a pass that touches no gradient: `torch.autograd.grad`
-        if before is not None and id(parameter) in self._kept and before.held.state == state:
+        if before is not None and id(parameter) in self._untouched and before.value.state == state:
             return before
         value = self._values.hold(gradient)
         if value is None:
             return None
-        flags = restarted if id(parameter) in self._gone else 0
+        flags = restarted if id(parameter) in self._vanished_gradients else 0
         if before is not None and not before.is_written:  # the pass before has no record of its own
             flags |= before.flags & (_RESTARTED | _SAME_LINES)
         if self.unsynced and id(parameter) in self.unsynced:
             flags |= _NO_SYNC
         return _LeftGradient(info, f"grad:{name}", value, self._values.state_of(parameter), flags)
 
-    def left(self) -> Mapping[int, HeldValue]:
+    def left_gradients(self) -> Mapping[int, HeldValue]:
         """Return what the last pass left and no optimizer took, by identity of the parameter."""
         gradients = self._latest.gradients if self._latest is not None else {}
-        return {key: entry.held for key, entry in gradients.items()}
+        return {key: entry.value for key, entry in gradients.items()}
 
-    def taken(self, step: int, gradients: Mapping[int, bool]) -> None:
-        """Write what the last pass left where an optimizer takes something else: `gradients` says
-        by identity of the parameter whether the optimizer takes what was left."""
+    def write_untaken(self, step: int, gradients: Mapping[int, bool]) -> None:
+        """Write the gradients of the last pass if an optimizer takes different ones: `gradients`
+        says by identity of the parameter whether it takes those of the pass."""
         latest = self._latest
         if latest is None:
             return
@@ -350,15 +350,15 @@ class AccumulatedGradients:
             self._write(latest, step)
         for key in concerned:
             del latest.gradients[key]
-        self._gone -= gradients.keys()
+        self._vanished_gradients -= gradients.keys()
 
     def forget(self) -> None:
         """Forget the passes so far: the step is over, or gradients are not accumulated in it."""
         self._latest, self._count = None, 0
-        self._gone.clear()
+        self._vanished_gradients.clear()
         self._lines.clear()
-        self._kept.clear()
-        self._found.clear()
+        self._untouched.clear()
+        self._states_before.clear()
         self.unsynced = None
 
     def _write(self, end: _PassEnd, step: int) -> None:
@@ -372,7 +372,7 @@ class AccumulatedGradients:
 
         def record(info: ModuleInfo, entry: _LeftGradient, sequence: int) -> None:
             flags = entry.flags
-            self._values.record_held(entry.held, sequence, entry.slot, Phase.ACCUMULATED, flags)
+            self._values.record_held(entry.value, sequence, entry.slot, Phase.ACCUMULATED, flags)
 
         for root, modules in by_root.items():
             module = root.module()

@@ -61,9 +61,9 @@ class RootEvents:
                 yield info, module
 
     def setup(self, root: Root) -> None:
-        """Record modules, parameters and buffers before the first forward of a root. Where full
-        tensors are kept, parameters on a mesh are described even if unasked: a local tensor of a
-        sharded model may not say how it lies."""
+        """Record modules, parameters and buffers before the first forward of a root. If full
+        tensors are kept, parameters on a mesh are always described: a local tensor of a sharded
+        model may not show its placement."""
         self._definitions.write_root(root)
         self._write_marks(root)
         if self.wants(Phase.SETUP) or (self.values.keeps and _is_placed(root)):
@@ -175,9 +175,9 @@ class RootEvents:
         record: Callable[[ModuleInfo, _Part, int], None],
         time_ns: int = 0,
     ) -> None:
-        """Write one event of a root: a call for it, and one below for every module of `parts` that
-        has something. The first part is the root's own call, and may have nothing. `record` writes
-        one thing of a module into the call of that number, under `invisible()`."""
+        """Write one event of a root: a call for it, and one below for every module of `parts` with
+        values. The first part is the root's own call, and may be empty. `record` writes one value
+        of a module into the call of that number, under `invisible()`."""
         top: int | None = None
         for info, items in parts:
             if top is not None and not items:
@@ -214,7 +214,8 @@ class RootEvents:
             else:
                 is_as_left = self.values.read(
                     tensor, sequence, info.path, slot, event.phase,
-                    flags=flags, samples=False, earlier=event.left.get(owner) if owner else None,
+                    flags=flags, samples=False,
+                    earlier=event.left_gradients.get(owner) if owner else None,
                 )  # fmt: skip
             if as_left is not None and owner:
                 as_left[owner] = is_as_left
@@ -282,7 +283,7 @@ class _Event:
     chosen: frozenset[int] | None = None
     marks: tuple[tuple[frozenset[int], int], ...] = ()
     """Parameters by identity, and the flag that their gradients get."""
-    left: Mapping[int, HeldValue] = field(default_factory=dict)
+    left_gradients: Mapping[int, HeldValue] = field(default_factory=dict)
     extras: tuple[tuple[str, torch.Tensor], ...] = ()
 
 

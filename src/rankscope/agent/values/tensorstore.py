@@ -68,8 +68,7 @@ class Store(ABC):
         """Store bytes under a new reference, or find equal ones; None where `refusal` says why."""
 
     def finish(self) -> None:
-        """Store no more; what is there stays. Raises ChunkError where the disk refused what was
-        left to do."""
+        """Store no more; stored tensors stay. Raises ChunkError if the disk refuses the rest."""
         self._is_finished = True
 
 
@@ -156,7 +155,7 @@ class TensorStore:
             tell: called once for each reason for which something is not kept, and for the sums.
             note: told the same, the reason before the text, for the trace.
         """
-        self._own = tuple(globs)
+        self._setting_globs = tuple(globs)
         self._globs: dict[str, tuple[str, str]] = {}
         self.unmatched_globs: dict[str, None] = {}
         """Globs that have selected nothing so far, most likely misspelt."""
@@ -178,10 +177,10 @@ class TensorStore:
         self._missed: dict[str, list[int]] = {}
 
     def select_too(self, globs: tuple[str, ...]) -> None:
-        """Keep what these globs and those of the setting take, until the next call."""
-        self._globs = {glob: split_place(glob) for glob in (*self._own, *globs)}
+        """Keep the tensors that these globs and those of the setting match, until the next call."""
+        self._globs = {glob: split_place(glob) for glob in (*self._setting_globs, *globs)}
         self._takes_all = any({path, slot} <= {"*", "**"} for path, slot in self._globs.values())
-        self._wanted: dict[tuple[str, str], bool] = {}
+        self._choices: dict[tuple[str, str], bool] = {}
         if not self._takes_all:
             self.unmatched_globs |= dict.fromkeys(
                 glob for glob in self._globs if glob not in self._ever
@@ -192,7 +191,7 @@ class TensorStore:
         """True where the globs take this slot of this path."""
         if self._takes_all:
             return True
-        is_taken = self._wanted.get((path, slot))
+        is_taken = self._choices.get((path, slot))
         if is_taken is None:
             taking = {
                 glob
@@ -202,14 +201,14 @@ class TensorStore:
             for glob in taking:
                 self.unmatched_globs.pop(glob, None)
             is_taken = bool(taking)
-            if len(self._wanted) >= _MOST_NAMES:
-                self._wanted.clear()
-            self._wanted[path, slot] = is_taken
+            if len(self._choices) >= _MOST_NAMES:
+                self._choices.clear()
+            self._choices[path, slot] = is_taken
         return is_taken
 
     def keep(self, tensor: torch.Tensor, described: Described) -> int:
-        """Keep a tensor of this rank, as `Describer.describe` gave it, as it is now; afterwards it
-        may change or be freed. Return the reference of its bytes, 0 where it is not kept."""
+        """Keep a tensor of this rank, described by `Describer.describe`, as it is now; it may
+        change or be freed afterwards. Return the reference of its bytes, 0 if it is not kept."""
         if self._store.closed_why:
             return self._miss(self._store.closed_why, tensor)
         token, holder = (get_ident(),), self._holder
@@ -232,12 +231,13 @@ class TensorStore:
         """Store what has arrived from accelerators; wait for all at the end of a trace alone."""
         if not self._staged:
             return
-        self._alone(lambda: self._collect(wait=wait))
+        self._exclusively(lambda: self._collect(wait=wait))
 
     def close(self) -> None:
         """Store what is still on its way, finish the open chunk, and tell what was not kept."""
         try:
-            self._alone(self._finish)  # nested in a write: the chunk is finished from the records
+            # nested in a write: the chunk is finished from the records
+            self._exclusively(self._finish)
         except ChunkError as error:
             self._tell(str(error))
         for reason, line in zip(self._missed, self.notes()):
@@ -254,7 +254,7 @@ class TensorStore:
 
     # ------------------------------------------------------------------ storing
 
-    def _alone(self, work: Callable[[], None]) -> None:
+    def _exclusively(self, work: Callable[[], None]) -> None:
         """Do what no other thread may do meanwhile; nothing inside of a write (`WriteLock`)."""
         token, holder = (get_ident(),), self._holder
         try:

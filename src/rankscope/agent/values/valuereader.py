@@ -46,7 +46,7 @@ class InFlight:
         """Collectives by the storage they write; None stands for memory without a storage."""
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """True where a collective may still write what a plain tensor shows."""
+        """True while a collective may still write the memory of a plain tensor."""
         if not self._writers:
             return False
         memory = memory_of(tensor)
@@ -75,7 +75,7 @@ def memory_of(tensor: torch.Tensor) -> int | None:
 
 
 def overlaps(tensors: Iterable[torch.Tensor], written: Iterable[torch.Tensor]) -> bool:
-    """True where one of the tensors lies among the elements of one of the others."""
+    """True if tensors of the one set share elements with tensors of the other."""
     spans = [_span(tensor) for tensor in written]
     for memory, first, end in map(_span, tensors):
         if memory is not None and any(memory == m and first < e and f < end for m, f, e in spans):
@@ -129,7 +129,7 @@ class DeviceValues:
         self._digesters: dict[torch.device, DeviceDigester] = {}
         self._remarks: list[str] = []
         self._uncompiled: set[str] = set()  # architectures: their compiler runs beside the job
-        self._told: set[torch.device] = set()
+        self._reported_devices: set[torch.device] = set()
         self._places: dict[tuple[torch.device, int], ValuePlace | HeldValue] = {}
 
     def read(self, local: torch.Tensor, place: ValuePlace | HeldValue, *, samples: bool) -> bool:
@@ -171,8 +171,8 @@ class DeviceValues:
         """Return in words which devices failed and which fused kernels are not used, each once."""
         with self._lock:
             failed = [d for d, digester in self._digesters.items() if digester.failure]
-            new = [device for device in failed if device not in self._told]
-            self._told.update(new)
+            new = [device for device in failed if device not in self._reported_devices]
+            self._reported_devices.update(new)
             failures = [f"no digest came back from {d}: {self._digesters[d].failure}" for d in new]
             remarks, self._remarks = self._remarks, []
             return remarks + failures
@@ -234,7 +234,7 @@ class ValueReader:
         self._digests = settings.digest == "full"
         self._describer = describer
         self._globs = None if settings.slots == ("*",) else settings.slots
-        self._wanted: dict[str, bool] = {}
+        self._choices: dict[str, bool] = {}
         self._digester = Digester(settings.batch_dim)
         self._on_devices = DeviceValues(settings.batch_dim)
         self.in_flight = InFlight()
@@ -258,9 +258,9 @@ class ValueReader:
         """True where the setting `slots` takes this slot."""
         if self._globs is None:
             return True
-        is_taken = self._wanted.get(slot)
+        is_taken = self._choices.get(slot)
         if is_taken is None:
-            is_taken = self._wanted[slot] = any(slot_matches(glob, slot) for glob in self._globs)
+            is_taken = self._choices[slot] = any(slot_matches(glob, slot) for glob in self._globs)
         return is_taken
 
     def read(
@@ -276,8 +276,8 @@ class ValueReader:
         samples: bool = True,
         earlier: HeldValue | None = None,
     ) -> bool:
-        """Digest one tensor as it is now and record it under a call of the module with this path;
-        the caller holds `invisible()`. True where it is still what `earlier` was read from."""
+        """Digest one tensor as it is now and record it under a call of the module at this path; the
+        caller holds `invisible()`. True if it is still the value that `earlier` was read from."""
         described, local = self._describer.describe(tensor)
         is_pending = described.is_pending or self.in_flight.has(local)
         reference = 0
@@ -368,7 +368,7 @@ class ValueReader:
     def _is_read_on_device(
         self, local: torch.Tensor, place: ValuePlace | HeldValue, *, samples: bool
     ) -> bool:
-        """Have an accelerator digest what lies there, which comes back later; else False."""
+        """Start a digest on an accelerator, whose result comes later; False if none can."""
         described = place.described
         return (
             self._digests
@@ -478,7 +478,7 @@ class ValueReader:
                     self._record(place, None)
 
     def forget_pending(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Leave pending what shows the memory of these: nobody has waited for it."""
+        """Leave values in this memory pending: nobody has waited for the collective."""
         if self._pending:
             lost = {memory_of(tensor) for tensor in tensors}
             self._pending = [value for value in self._pending if memory_of(value[0]) not in lost]
@@ -505,8 +505,8 @@ class ValueReader:
         self.collect()
 
     def flush(self) -> None:
-        """Have accelerators begin to send finished digests: they are here when the next step
-        begins, and are not lost with a device that fails in it."""
+        """Make accelerators send finished digests: they arrive before the next step begins, and
+        survive a device that fails in it."""
         self._on_devices.flush()
 
     def collect(self, *, wait: bool = False) -> None:

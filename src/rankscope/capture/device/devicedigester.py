@@ -47,7 +47,7 @@ Tell = Callable[[str], None]
 @dataclass(slots=True)
 class _DeviceForm:
     """How values of one dtype, shape, strides and layout are read on one stream (the driver's
-    handle); by torch operations only when that is first asked for. `size`: numbers of a row."""
+    handle); the form of torch operations is made on demand. `size`: numbers of a row."""
 
     plan: FoldPlan
     size: int
@@ -58,8 +58,7 @@ class _DeviceForm:
 
 
 class _Ticket(NamedTuple):
-    """Where the rows of a value lie: that of the fused kernel `variant`, and, where its proof is
-    due, that of torch operations."""
+    """Places of a value's rows: of the fused kernel `variant`, and of its proof if one is due."""
 
     number: int
     plan: FoldPlan
@@ -91,8 +90,7 @@ class _Buffer:
 
 class DeviceDigester:
     """Reads digests of tensors on one accelerator; on the CPU too, by the same operations. `fused`
-    makes forms of fused kernels, if this device has any; `tell` takes, once, what became of them.
-    """
+    makes forms of fused kernels, if this device has any; `tell` takes their outcome, once."""
 
     def __init__(
         self,
@@ -108,7 +106,7 @@ class DeviceDigester:
         self._tell = tell
         self._forms: dict[object, _DeviceForm] = {}
         self._table_bytes = 0
-        self._asked: set[ReadVariant] = set()
+        self._requested: set[ReadVariant] = set()
         self._distrusted: set[ReadVariant] = set()
         self._buffers: dict[Any, _Buffer] = {}
         self._flights: deque[_RowsInTransfer] = deque()
@@ -118,9 +116,9 @@ class DeviceDigester:
     def read(
         self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, *, samples: bool
     ) -> int | None:
-        """Enqueue the digest of a tensor on this device as it is now, on the current stream. Return
-        the ticket under which `collect` gives the reading; None once the device failed, and while a
-        CUDA graph is captured, which whatever we enqueue would become part of."""
+        """Enqueue the digest of a tensor as it is now, on the current stream. Return the ticket for
+        `collect`; None once the device failed, and while a CUDA graph is captured, of which the
+        work would become part."""
         if self.failure or self._accelerator.is_capturing():
             return None
         with invisible():
@@ -138,8 +136,8 @@ class DeviceDigester:
             buffer.used += form.size
             if variant is None:
                 self._fill(form, buffer, start, local)
-            elif variant not in self._asked:
-                self._asked.add(variant)
+            elif variant not in self._requested:
+                self._requested.add(variant)
                 proof = buffer.used
                 buffer.used += form.size
                 self._fill(form, buffer, proof, local)
@@ -161,9 +159,8 @@ class DeviceDigester:
             self._forget_forms()
 
     def collect(self, *, wait: bool = False) -> list[tuple[int, ValueNumbers | None]]:
-        """Return (ticket, reading) of every value that has arrived, in the order they were read;
-        None for a reading that cannot be believed. `wait`: flush, and wait for the device, at the
-        end of a trace only."""
+        """Return (ticket, reading) of every value that has arrived, in reading order; None for an
+        unreliable reading. `wait` (at the end of a trace only): flush, and wait for the device."""
         if wait:
             self.flush()
         arrived: list[tuple[int, ValueNumbers | None]] = []
@@ -180,7 +177,7 @@ class DeviceDigester:
 
     @contextlib.contextmanager
     def _noting_failure(self) -> Iterator[None]:
-        """Give up what is on its way where the device is in error or stands still."""
+        """Give up all digests in flight if the device is in error or stands still."""
         try:
             yield
         except (RuntimeError, TimeoutError) as error:

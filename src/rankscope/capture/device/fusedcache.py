@@ -53,7 +53,7 @@ class CompiledImage:
 
 class ReadVariant(NamedTuple):
     """A kernel that reads values. `is_plain`: neighbouring columns are neighbours in memory;
-    `is_aligned`: rows are full (`fusedplan`) and begin at multiples of 16 bytes, as usual
+    `is_aligned`: rows are full (`fusedplan`) and begin at multiples of 16 bytes, as most
     activations."""
 
     kind: str
@@ -62,7 +62,7 @@ class ReadVariant(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is filed under."""
+        """Name of its file."""
         columns = "plain" if self.is_plain else "scattered"
         return f"read-{self.kind}-{columns}{'-aligned' if self.is_aligned else ''}"
 
@@ -99,7 +99,7 @@ class CombineVariant(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is filed under."""
+        """Name of its file."""
         return f"combine-{'float64' if self.is_double else 'float32'}"
 
 
@@ -125,7 +125,7 @@ def find_image(architecture: str, variant: ReadVariant | CombineVariant) -> Comp
 def save_image(
     architecture: str, variant: ReadVariant | CombineVariant, image: CompiledImage
 ) -> Path | None:
-    """File a compiled kernel; None where there is no folder that is ours alone."""
+    """Save a compiled kernel; None if no folder belongs to this user alone."""
     return _save(_file_name(architecture, variant), asdict(image))
 
 
@@ -178,8 +178,8 @@ def missing_variants(architecture: str) -> list[ReadVariant | CombineVariant]:
 
 
 def compiler_of(architecture: str) -> tuple[list[str], Path] | None:
-    """Return the command that compiles what is missing, and the file for its output; None where
-    nothing is missing, nothing can be compiled, or this Triton failed before."""
+    """Return the command that compiles missing kernels, and its output file; None if none is
+    missing, none can be compiled, or this Triton failed before."""
     if not missing_variants(architecture) or obstacle(architecture):
         return None
     folder = next(made_folders())
@@ -217,14 +217,14 @@ _NODES: Final = Path("/sys/class/kfd/kfd/topology/nodes")
 
 
 def architectures_of_host(library: str = _LIBRARY, nodes: Path = _NODES) -> list[str]:
-    """Return what fused kernels have to be compiled for here (`cuda-90`, `hip-gfx942`), by NVIDIA's
-    management library and the folder in which the driver of AMD GPUs (KFD) describes each."""
+    """Return the GPU architectures of this host (`cuda-90`, `hip-gfx942`), by NVIDIA's management
+    library and the folder in which AMD's driver (KFD) describes its GPUs."""
     return sorted({*_of_nvidia(library), *_of_amd(nodes)})
 
 
 def compilers_of_host() -> list[tuple[list[str], Path]]:
-    """Return the commands that compile what is missing for this host's GPUs, each with the file for
-    its output. Run them beside the job: ranks load what lies ready."""
+    """Return the commands that compile missing kernels for this host's GPUs, each with its output
+    file. Run them beside the job: ranks load kernels that are ready."""
     compilers = (compiler_of(architecture) for architecture in architectures_of_host())
     return [compiler for compiler in compilers if compiler is not None]
 

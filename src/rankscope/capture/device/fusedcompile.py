@@ -113,8 +113,8 @@ def _begin(folder: str) -> None:
 
 
 def build(architecture: str) -> int:
-    """Compile what is missing for an architecture; return how many kernels that was, 0 while
-    another process is at it. The last line on stderr says why kernels are missing still."""
+    """Compile missing kernels for an architecture; return their number, 0 while another process
+    compiles. The last line on stderr says why kernels are still missing."""
     if reason := obstacle():
         sys.stderr.write(f"no kernels for {architecture} can be compiled: {reason}\n")
         return 0

@@ -66,8 +66,7 @@ class LoadedKernel:
 
 
 class BoundLaunch:
-    """Launches of one kernel over one grid, with the numbers that its ctypes arguments then
-    have."""
+    """Launches of one kernel over one grid; the numbers are its ctypes arguments."""
 
     __slots__ = ("_arguments", "_before", "_call", "_name", "_pointers")
 
@@ -83,7 +82,7 @@ class BoundLaunch:
         self._before = (kernel.function, *grid, 1, image.threads, 1, 1, image.shared)
 
     def __call__(self, stream: int) -> None:
-        """Enqueue; raises OSError where the driver refuses."""
+        """Enqueue the kernel. Raises OSError if the driver refuses."""
         status: int = self._call(*self._before, stream, self._pointers, None)
         if status != 0:
             raise OSError(f"the driver refuses to launch {self._name} with status {status}")
@@ -140,8 +139,7 @@ class _PartialResults:
 
     @property
     def numbers(self) -> int:
-        """Address of the floating-point results: like `counts` a multiple of 16, for any
-        `programs`."""
+        """Address of the floating-point results, a multiple of 16 like that of `counts`."""
         return self.memory.data_ptr() + 8 * COUNTS * self.programs
 
 
@@ -164,10 +162,10 @@ class FusedForm:
         self.held_bytes = sum(table.nbytes for table in tables[:-1])
 
     def fill(self, row: int, words: int, stream: int) -> ReadVariant:
-        """Enqueue what computes the row of a value (`operations.SKETCH`), and return the kernel
-        that reads it. `row` and `words` are addresses, of the row and of the value with conjugate
-        and negative bits resolved; `stream` is the driver's handle. Raises OSError where the driver
-        refuses: nothing, or a part of it, is enqueued then."""
+        """Enqueue the row of a value (`operations.SKETCH`), and return the kernel that reads it.
+        `row` and `words` are addresses, of the row and of the value with conjugate and negative
+        bits resolved; `stream` is the driver's handle. Raises OSError if the driver refuses: then
+        nothing, or a part, is enqueued."""
         self._words.value, self._row.value = words, row
         variant, read = self._read[words % 16 == 0]
         read(stream)
@@ -185,7 +183,7 @@ class FusedReader:
         self._find = find
         self._loaded: dict[ReadVariant | CombineVariant, LoadedKernel] = {}
         self._scratch: dict[Any, _PartialResults] = {}
-        self._missing: set[ReadVariant | CombineVariant] = set()
+        self._missing_variants: set[ReadVariant | CombineVariant] = set()
 
     def make_form(
         self,
@@ -195,9 +193,9 @@ class FusedReader:
         storage: Storage,
         stream: Any,
     ) -> FusedForm | None:
-        """Return the form of values such as `local`, which is not empty, its tables enqueued on the
-        current stream; None where a kernel is missing, or no plan of bounded size serves. Raises
-        OSError: the driver refuses a kernel."""
+        """Return the form of values like `local`, which is not empty, its tables enqueued on the
+        current stream; None if a kernel is missing, or no plan of bounded size exists. Raises
+        OSError if the driver refuses a kernel."""
         shape, strides = plan.shape, _word_strides(local, storage)
         spans = None
         if ranges is not None:
@@ -254,9 +252,9 @@ class FusedReader:
         return FusedForm((*tables, scratch.memory), words_at, launches, row_at, combined)
 
     def has_news(self) -> bool:
-        """True, once, where a kernel that was missing lies ready now."""
-        arrived = {variant for variant in self._missing if self._find(variant) is not None}
-        self._missing -= arrived
+        """True, once, when a missing kernel has become available."""
+        arrived = {variant for variant in self._missing_variants if self._find(variant) is not None}
+        self._missing_variants -= arrived
         return bool(arrived)
 
     def _kernel(self, variant: ReadVariant | CombineVariant) -> LoadedKernel | None:
@@ -264,7 +262,7 @@ class FusedReader:
         if kernel is None:
             image = self._find(variant)
             if image is None:
-                self._missing.add(variant)
+                self._missing_variants.add(variant)
                 return None
             kernel = self._loaded[variant] = self._driver.load(image)
         return kernel

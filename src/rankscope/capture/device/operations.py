@@ -58,7 +58,7 @@ def reading_of_row(
 
 
 def agree(fused: ValueNumbers, reference: ValueNumbers) -> bool:
-    """True where two ways of reading the same value gave the same numbers, to rounding."""
+    """True if two readings of the same value gave the same numbers, up to rounding."""
     slack = _SAME_STATISTICS * reference.l2 + _LEAST
     about = _SAME_STATISTICS * reference.l2 / math.sqrt(max(reference.count, 1)) + _LEAST
     is_close = partial(np.allclose, rtol=_SAME_STATISTICS, equal_nan=True)
@@ -95,8 +95,8 @@ _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 @dataclass(frozen=True, slots=True)
 class OperationsForm:
     """How values of one dtype, shape and layout are read, with tables on the device: powers of the
-    hash's base, of every _KEYS elements and [_KEYS] within them; [256] normalized words of an 8-bit
-    float."""
+    hash's base, one for every _KEYS elements and [_KEYS] within these; [256] normalized words of an
+    8-bit float."""
 
     plan: FoldPlan
     folds: tuple[_DeviceFold, ...]
@@ -111,8 +111,7 @@ class OperationsForm:
         return folds + self.row_keys.nbytes + self.column_keys.nbytes
 
     def fill(self, row: torch.Tensor, local: torch.Tensor) -> None:
-        """Enqueue what computes the row of a non-empty value (`resultrow`); nothing
-        synchronizes."""
+        """Enqueue the row of a non-empty value (`resultrow`), without synchronizing."""
         memory = local.detach().resolve_conj().resolve_neg()
         if memory.is_complex():
             memory = torch.view_as_real(memory)
@@ -214,7 +213,7 @@ def _table(accelerator: Accelerator, array: npt.NDArray[np.float64]) -> torch.Te
 
 
 def _boxes(plan: FoldPlan) -> list[FoldSegment]:
-    """Return what covers one sample of a tensor, or the whole of it where one product can."""
+    """Return boxes that cover one sample, or the whole tensor if one product can."""
     if plan.whole is not None:
         return [plan.whole]
     return [segment for segment in plan.segments if segment.sample == 0]

@@ -30,8 +30,8 @@ def forget_keyword_hook(number: int) -> None:
 
 def global_hook_tables() -> tuple[HookTable, HookTable, HookTable, HookTable] | None:
     """Return torch's tables of global forward hooks by number: pre-hooks, hooks, which of these are
-    always called, and which take keywords. None where one is missing: hooks are then registered
-    each time, and each time what was compiled is compiled again."""
+    always called, and which take keywords. None if one is missing: then hooks are registered anew
+    each time, and compiled code is compiled again each time."""
     first, second, third, fourth = (getattr(_hooks, name, None) for name in _GLOBAL_HOOKS)
     if first is None or second is None or third is None or fourth is None:
         return None
@@ -39,8 +39,8 @@ def global_hook_tables() -> tuple[HookTable, HookTable, HookTable, HookTable] | 
 
 
 def own_hook_tables(module: torch.nn.Module) -> tuple[HookTable, HookTable, HookTable] | None:
-    """Return a module's own pre-hooks, which of them take keywords, and its forward hooks; None
-    where the module lacks one: what its hooks replace is not seen then."""
+    """Return a module's own pre-hooks, which of them take keywords, and its forward hooks; None if
+    the module lacks one, so that values replaced by its hooks are not seen."""
     attributes = vars(module)
     before, keywords = (
         attributes.get("_forward_pre_hooks"),
@@ -114,9 +114,8 @@ def is_being_captured() -> bool:
 
 
 def is_compiled_graph(module: torch.nn.Module) -> bool:
-    """True for what backends of torch.compile call in place of a model: its graph, with the
-    parameters among the arguments, and what the compiler's own classes put around a graph (DDP's
-    buckets)."""
+    """True for objects that backends of torch.compile call in place of a model: its graph, with the
+    parameters among the arguments, and the compiler's wrappers of graphs (DDP's buckets)."""
     cls = type(module)
     if cls.__module__.startswith("torch._dynamo.") and cls.__name__ != "OptimizedModule":
         return True
@@ -142,8 +141,8 @@ def dynamo_has_compiled() -> bool:
 
 
 def run_compiled_eagerly() -> Callable[[], None]:
-    """Have everything compiled run as written, and return what ends that: the program's stance
-    comes back then, unless it chose another meanwhile."""
+    """Run all compiled code uncompiled, and return a function that ends this: it restores the
+    program's stance unless the program has chosen another since."""
     stance = torch.compiler.set_stance("force_eager")
 
     def restore() -> None:
@@ -155,9 +154,9 @@ def run_compiled_eagerly() -> Callable[[], None]:
 
 
 def constant_while_tracing(func: Function) -> Function:
-    """Have torch.compile call a function while it traces, and take its result for a constant:
-    `torch.compiler.assume_constant_result` without the import of the compiler. A torch that does
-    not know the mark traces the function."""
+    """Make torch.compile call a function while it traces, and use the result as a constant:
+    `torch.compiler.assume_constant_result` without importing the compiler. A torch without the mark
+    traces the function."""
     func._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return func
 
@@ -176,8 +175,7 @@ _unseen: dict[Any, Any] = {}
 
 
 def unseen_by_compiler(func: Function) -> Function:
-    """Return a function in a form that runs as written inside compiled code, once there can be any:
-    a graph ends before it."""
+    """Return a function that runs uncompiled in compiled code: a graph ends before it."""
     if "torch._dynamo" not in _modules:
         return func
     if func not in _unseen:

@@ -70,16 +70,16 @@ def default_store() -> Any:
 
 
 def collective_classes() -> tuple[Any, Any, Any] | None:
-    """Return the classes of process groups, of the work they hand out and of a work's future, as
-    C++ made them; None in a torch without distributed."""
+    """Return the C++ classes of process groups, of their work objects and of a work's future; None
+    in a torch without distributed."""
     c10d, future = getattr(_C, "_distributed_c10d", None), getattr(_C, "Future", None)
     group, work = getattr(c10d, "ProcessGroup", None), getattr(c10d, "Work", None)
     return None if group is None or work is None or future is None else (group, work, future)
 
 
 def functional_operators(names: Iterable[tuple[str, str]]) -> list[tuple[str, Any]]:
-    """Return (name, operator) of those of the (namespace, name) operators this torch has. Every
-    Python call of one goes through its attribute `_op`; an operator without is left out and not
+    """Return (name, operator) of the (namespace, name) operators that this torch has. Every Python
+    call of an operator uses its attribute `_op`; an operator without it is left out and not
     seen."""
     operators = []
     for space, name in names:
@@ -161,8 +161,8 @@ _INFERENCE = ("_forward_metadata_inference", "_backward_metadata_inference", "_s
 
 
 def shape_inference() -> frozenset[CodeType]:
-    """Return the functions in which a pipeline stage runs once on empty memory, to learn shapes.
-    Without their names there are none: that run then counts as a micro-batch."""
+    """Return the functions in which a pipeline stage runs once on empty memory to learn shapes.
+    Empty without torch's names: then that run counts as a micro-batch."""
     stage = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "PipelineStage", None)
     if stage is None:
         return frozenset()
@@ -171,8 +171,7 @@ def shape_inference() -> frozenset[CodeType]:
 
 
 def pipeline_schedules() -> tuple[type, ...]:
-    """Return the classes whose `step` runs all micro-batches of a batch; every schedule inherits
-    one."""
+    """Return the base classes of all schedules, whose `step` runs all micro-batches."""
     schedules = sys.modules.get("torch.distributed.pipelining.schedules")
     names = ("PipelineScheduleSingle", "PipelineScheduleMulti")
     classes = (getattr(schedules, name, None) for name in names)
@@ -212,8 +211,8 @@ _MOST_FRAMES = 20
 
 def sharded_module_in_hand() -> torch.nn.Module | None:
     """Return the module whose gradients FSDP2 is reducing on this thread's Python stack: at the end
-    of backward it does so for what no hook of the graph has reached. Without its names, None: such
-    a reduction then belongs to no module."""
+    of backward, for gradients that no hook of the graph has reached. Without torch's names, None:
+    such a reduction then belongs to no module."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_MOST_FRAMES):
         if frame is None:
@@ -230,8 +229,8 @@ def sharded_originals(
     modules: Iterable[torch.nn.Module],
 ) -> Iterator[tuple[torch.nn.Parameter, object]]:
     """Yield the original parameters that FSDP1 keeps as runs of a flat one
-    (`use_orig_params=True`), each with the process group between whose ranks it is cut. Without
-    torch's names there are none."""
+    (`use_orig_params=True`), each with the process group whose ranks share it. Without torch's
+    names there are none."""
     kind = loaded_class("torch.distributed.fsdp._flat_param", "FlatParamHandle")
     if kind is None:
         return

@@ -18,7 +18,7 @@ import torch
 
 
 def loaded_class(module: str, name: str) -> type | None:
-    """Return a class of a module somebody else imported: else no such object exists."""
+    """Return a class of a module that the program imported: otherwise no such object exists."""
     candidate = getattr(sys.modules.get(module), name, None)
     return candidate if isinstance(candidate, type) else None
 
@@ -56,8 +56,7 @@ _KEYS = _hidden_keys()
 
 
 def operation_guards() -> Iterable[contextlib.AbstractContextManager[object]]:
-    """Return fresh guards that keep autograd (without torch's names that alone) and all modes
-    out."""
+    """Return fresh guards against autograd and (with torch's names for it) all modes."""
     yield disable_torch_function()
     exclude = getattr(_C, "_ExcludeDispatchKeyGuard", None)
     if exclude is not None and _KEYS is not None:
@@ -96,9 +95,8 @@ def overrides_dispatch(kind: type) -> bool:
 def registered_children(
     value: object, libraries: frozenset[str]
 ) -> list[tuple[str, object]] | None:
-    """Return the named children, by the registered flatten function, of an instance of a pytree
-    node that one of these libraries registered, else None. Without torch's table nothing is
-    registered."""
+    """Return the named children of an instance of a pytree node that one of these libraries
+    registered, by the registered flatten function, else None. Without torch's table always None."""
     from torch.utils import _pytree  # here: it imports optree machinery that most runs never need
 
     node = getattr(_pytree, "SUPPORTED_NODES", {}).get(type(value))
@@ -127,7 +125,7 @@ class PrintOptions(NamedTuple):
 
 
 def print_options() -> PrintOptions:
-    """Return what counts now; without torch's name for it, what torch begins with."""
+    """Return the current print options; without torch's name for them, its defaults."""
     options = getattr(sys.modules.get("torch._tensor_str"), "PRINT_OPTS", PrintOptions())
     return PrintOptions(options.precision, options.threshold, options.edgeitems)
 

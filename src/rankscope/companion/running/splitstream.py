@@ -167,7 +167,7 @@ class SplitStream:
         prefix = read_settled(self._path)
         self.close()
         self._last_dropped.clear()
-        self._take(records(prefix.kept), is_told=prefix.settled_to > self._tail_from)
+        self._take(records(prefix.payload), is_told=prefix.settled_to > self._tail_from)
         self.offset, self.late_records = prefix.settled_to, prefix.late_records
         self.settled = self.offset
 

@@ -81,13 +81,13 @@ class ChunkHeader:
 
 
 def chunk_folder(trace: Path, stream: StreamId) -> Path:
-    """Where the chunks of one stream lie; the name is made of integers only."""
+    """Folder of the chunks of one stream; its name is made of integers only."""
     life = f".{stream.incarnation}" if stream.incarnation else ""
     return trace / TENSOR_FOLDER / f"rank{stream.rank:05d}{life}"
 
 
 def stream_of_folder(folder: Path) -> StreamId | None:
-    """The stream whose chunks a folder holds, None where it is no such folder."""
+    """The stream whose chunks a folder holds, None for any other folder."""
     match = _FOLDER_NAME.fullmatch(folder.name)
     if match is None or int(match[1]) >= MAX_RANKS or int(match[2] or 0) >= MAX_INCARNATIONS:
         return None
@@ -96,13 +96,12 @@ def stream_of_folder(folder: Path) -> StreamId | None:
 
 
 def chunk_path(folder: Path, number: int) -> Path:
-    """Where chunk `number` (from 1) of a stream lies."""
+    """Path of chunk `number` (from 1) of a stream."""
     return folder / f"{number:06d}.safetensors"
 
 
 def chunk_numbers(folder: Path) -> list[int]:
-    """Numbers of the chunks in a stream's folder, ascending; [] where there is no such folder.
-    Raises ChunkError where the folder cannot be listed."""
+    """Numbers of the chunks in a folder, ascending, or []. Raises ChunkError if unlistable."""
     try:
         matches = [_CHUNK_NAME.fullmatch(path.name) for path in folder.iterdir()]
     except FileNotFoundError:
@@ -131,8 +130,8 @@ def begun_chunk(stream: StreamId, number: int, region_bytes: int) -> bytes:
 
 
 def begun_rank(region: bytes) -> tuple[int, int] | None:
-    """Return the rank and the number of an unfinished chunk, None where it does not say them: older
-    ranks left zeros, and one that was killed may have begun to write the header of all tensors."""
+    """Return the rank and the number of an unfinished chunk, None if it does not have them: older
+    ranks left zeros, and a killed rank may have begun to write the final header."""
     try:
         header = parse_header(b"{" + region[1:].rstrip(b"\0"), 0)
     except ChunkError:
@@ -160,7 +159,7 @@ def write_header(descriptor: int, text: bytes, region_bytes: int) -> None:
 
 def parse_header(text: bytes, data_bytes: int) -> ChunkHeader:
     """Return the header of a finished chunk, checked against the bytes that follow it in the file.
-    Raises ChunkError where it is no header of ours, or does not fit the file."""
+    Raises ChunkError for other headers, or one that does not fit the file."""
     try:
         about, entries = parse_entries(text, data_bytes)
         if about["format"] != CHUNK_FORMAT:
@@ -196,7 +195,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkReport:
-    """What became of one chunk; `tensors` counts the readable ones."""
+    """State of one chunk; `tensors` counts the readable ones."""
 
     path: Path
     tensors: int = 0
@@ -209,8 +208,8 @@ class ChunkReport:
 def recorded_tensors(
     tensors: Array, definitions: Mapping[int, Mapping[str, Any]], number: int
 ) -> list[HeldTensor]:
-    """Return the tensors of one chunk by the TENSOR records of a stream (TENSOR_DTYPE, in the order
-    of their commits), each place once, in the order of the data."""
+    """Return the tensors of one chunk according to a stream's TENSOR records (TENSOR_DTYPE, in
+    commit order), each place once, in the order of the data."""
     rows = tensors[tensors["chunk"] == number]
     _, firsts = np.unique(rows["index"], return_index=True)
     stored = []
@@ -255,9 +254,9 @@ def read_header(
 def finish_chunks(
     folder: Path, stream: StreamId, tensors: Array, definitions: Mapping[int, Mapping[str, Any]]
 ) -> list[ChunkReport]:
-    """Finish every chunk of a stream whose rank has ended, by its TENSOR records; safe to call
-    again. Return one report a chunk, also for chunks that records name and that are not there.
-    Raises ChunkError where the folder cannot be listed."""
+    """Finish every chunk of a stream whose rank has ended, from its TENSOR records; safe to call
+    again. Return one report per chunk, including missing chunks that records name. Raises
+    ChunkError if the folder cannot be listed."""
     present = chunk_numbers(folder)
     reports = []
     for number in present:
@@ -339,8 +338,7 @@ def _set_aside(path: Path, data_bytes: int) -> ChunkReport:
 def _whole_tensors(
     descriptor: int, start: int, data_bytes: int, recorded: Sequence[HeldTensor]
 ) -> tuple[list[HeldTensor], tuple[int, ...]]:
-    """Return the recorded tensors that are in the file, holes filled, and the references of the
-    others."""
+    """Return the recorded tensors in the file, holes filled, and the other references."""
 
     def checksum(begin: int, end: int) -> int:
         return checksum_of(descriptor, start + begin, start + end)
@@ -362,8 +360,8 @@ def _whole_tensors(
 
 
 def damaged_references(path: Path, place: tuple[StreamId, int] | None = None) -> list[int]:
-    """Return the references of a finished chunk whose bytes are not what its checksums say. Raises
-    as `read_header`, and ChunkError where the chunk is unfinished."""
+    """Return the references of a finished chunk whose bytes do not have their checksums. Raises as
+    `read_header`, and ChunkError for an unfinished chunk."""
     chunk, header = read_header(path, place)
     if header is None:
         raise ChunkError(f"{path}: is unfinished; rankscope recover finishes it")

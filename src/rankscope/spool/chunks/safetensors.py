@@ -58,15 +58,15 @@ def header_text(entries: Iterable[str], about: Mapping[str, str] | None = None) 
 
 
 def framed_header(header: bytes, room: int = 0) -> bytes:
-    """Return a header as a file begins with it: its length before it, blanks behind it up to `room`
-    bytes, or to a multiple of eight."""
+    """Return a header as it begins a file: with its length in front, and padded with blanks to
+    `room` bytes, or to a multiple of eight."""
     room = room or len(header) + -len(header) % LENGTH_BYTES
     return room.to_bytes(LENGTH_BYTES, "little") + header.ljust(room)
 
 
 def write_tensors(path: Path, tensors: Sequence[Outgoing]) -> int:
-    """Write tensors, one in memory at a time, under another name until the file is whole; one that
-    is there is replaced. Return its size. Raises OSError where it cannot be written."""
+    """Write tensors, one in memory at a time, under another name until the file is whole; an
+    existing file is replaced. Return the size. Raises OSError if it cannot be written."""
     entries, offset = [], 0
     for key, dtype, shape, _ in tensors:
         stored, begin = STORED_TYPES[dtype], offset
@@ -89,9 +89,9 @@ def write_arrays(
     *,
     is_synced: bool = True,
 ) -> None:
-    """Write arrays of shapes that are not known before, otherwise as `write_tensors`: each is made
-    once, and the header, which says where they are, is written last and has a checksum of all the
-    file. Raises OSError where it cannot be written."""
+    """Write arrays whose shapes are not known before, otherwise as `write_tensors`: each is made
+    once, and the header, which has their places, is written last, with a checksum of the whole
+    file. Raises OSError if it cannot be written."""
     about = {**about, _CHECKSUM: _NOT_YET}
     widest = [entry_text(key, "BOOL", (_MANY, _MANY), _MANY, _MANY) for key in arrays]
     # room for the widest entries there can be; the data begins 8 bytes behind a
@@ -122,9 +122,9 @@ def write_tensor(
     data: NDArray[np.uint8],
     written: str | None = None,
 ) -> None:
-    """Write a file of one tensor under the key `data`. A file of that name is removed before, not
-    overwritten: its bytes may be those of another name too. `written`, a file of the same tensor,
-    gets one more name where the file system can. Raises OSError where it cannot be written."""
+    """Write a file of one tensor under the key `data`. An existing file of that name is removed
+    first, not overwritten: its bytes may have another name too. `written`, a file of the same
+    tensor, gets one more name where the file system can. Raises OSError if it cannot be written."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     if written is not None:
@@ -152,8 +152,7 @@ class MappedFile:
     """A file whose header is read with its blanks, and whose other bytes are mapped."""
 
     def __init__(self, path: Path, error: type[RankscopeError]) -> None:
-        """Read and map; `error` is raised where that fails, or the header does not fit the file's
-        size."""
+        """Read and map. Raises `error` if that fails or the header does not fit the size."""
         with os_errors_as(error, f"{path}: cannot be read"), path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
@@ -176,7 +175,7 @@ class MappedFile:
 
 def parse_entries(text: bytes, data_bytes: int) -> tuple[dict[str, str], list[Entry]]:
     """Return the metadata of a header (with its blanks) and its entries, in its order. Raises
-    ValueError: it is no header, or does not fit the `data_bytes` that follow it in the file."""
+    ValueError for no header, or one that does not fit the `data_bytes` behind it."""
     try:
         # json looks at blanks one by one, and most of a header may be blanks
         end = text.rfind(b"}") + 1
@@ -217,8 +216,8 @@ def fits(dtype: str, shape: object, nbytes: int) -> bool:
 
 
 def as_array(data: NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> NDArray[Any]:
-    """Return the bytes of a tensor as an array over them. Raises TraceError where numpy has no such
-    dtype (bfloat16, the 8-bit floats)."""
+    """Return the bytes of a tensor as an array over them. Raises TraceError for dtypes that numpy
+    lacks (bfloat16, the 8-bit floats)."""
     if dtype.startswith(("bfloat", "float8")):
         raise TraceError(f"numpy has no {dtype}: read its bytes, or open it with torch")
     array: NDArray[Any] = data.view(np.dtype(dtype).newbyteorder("<")).reshape(shape)

@@ -52,7 +52,7 @@ class StoredTensor:
 
     @property
     def is_intact(self) -> bool:
-        """True where the bytes are those that were written. Reads all of them."""
+        """True if the bytes have their recorded checksum. Reads all of them."""
         return int(_xxh3(self.data)) == self.checksum
 
     def array(self) -> NDArray[Any]:
@@ -88,7 +88,7 @@ class TensorFiles:
         self._folder = folder
         self._records = records or {}
         self._unopened: dict[StreamId, list[int]] = {}
-        self._opened: dict[StreamId, list[_Chunk]] = {}
+        self._open_chunks: dict[StreamId, list[_Chunk]] = {}
         self._problems: dict[Path, str] = {}
 
     def streams(self) -> list[StreamId]:
@@ -98,8 +98,7 @@ class TensorFiles:
         return sorted(stream for stream in names if stream is not None)
 
     def find(self, rank: int, incarnation: int, reference: int) -> StoredTensor:
-        """Return one tensor. Raises TraceError, which says what is wrong with that rank's
-        chunks."""
+        """Return one tensor. Raises TraceError with the fault of that rank's chunks."""
         stream = StreamId(rank=rank, incarnation=incarnation)
         for chunk in self._chunks(stream):
             if reference in chunk:
@@ -107,7 +106,7 @@ class TensorFiles:
         folder = chunk_folder(self._folder, stream)
         wrong = [text for path, text in self._problems.items() if path.parent == folder]
         reason = "; ".join(wrong) or (
-            f"none of the {len(self._opened[stream])} chunks in {folder} has it"
+            f"none of the {len(self._open_chunks[stream])} chunks in {folder} has it"
             if folder.is_dir()
             else f"there is no {folder}: copy it from where the trace was made"
         )
@@ -127,7 +126,7 @@ class TensorFiles:
 
     def _chunks(self, stream: StreamId) -> Iterator[_Chunk]:
         folder = chunk_folder(self._folder, stream)
-        opened = self._opened.setdefault(stream, [])
+        opened = self._open_chunks.setdefault(stream, [])
         yield from [*opened]
         if stream not in self._unopened:
             try:

@@ -175,7 +175,7 @@ class ChunkWriter:
             assert self._file is not None  # made by `_next_chunk`
             number = self._file.check()
             self._reserve(number, self._data_start + begin + nbytes)
-            written, digest = self._put(number, pieces, self._data_start + begin, checksum)
+            written, digest = self._write_pieces(number, pieces, self._data_start + begin, checksum)
         except OSError as error:
             raise self._give_up(error) from error
         if written != nbytes:
@@ -225,7 +225,7 @@ class ChunkWriter:
             ahead = sys.maxsize
         self._reserved_end = end + max(ahead, 0)
 
-    def _put(
+    def _write_pieces(
         self, number: int, pieces: Iterable[ByteArray], at: int, checksum: int | None
     ) -> tuple[int, int]:
         start = at
@@ -260,8 +260,8 @@ class ChunkWriter:
         self._reserved_end = self._data_start
 
     def _finish_chunk(self) -> None:
-        """Cut the file behind the last tensor and fill the header in; a chunk of none is removed.
-        Where the disk refuses, the file is left as far as it got."""
+        """Cut the file behind the last tensor and fill in the header; an empty chunk is removed. If
+        the disk refuses, the file stays as far as it got."""
         file = self._file
         if file is None:
             return
@@ -306,8 +306,8 @@ class ChunkWriter:
 
 
 def _hold(descriptor: int) -> None:
-    """Lock a chunk for as long as it is open, where the file system can: nobody finishes it then.
-    Raises OSError where somebody else holds it."""
+    """Lock a chunk while it is open, if the file system can, so that no other process finishes it.
+    Raises OSError if another process holds it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
