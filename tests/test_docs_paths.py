@@ -121,10 +121,10 @@ def names_in(file: Path) -> set[str]:
 
 
 def test_the_way_of_one_value_names_functions_that_exist() -> None:
-    rows = NAMED_IN_A_FILE.findall((HOME / "docs/how-it-works/one-value.md").read_text())
-    assert len(rows) > 30
+    rows = NAMED_IN_A_FILE.findall((HOME / "docs/how-it-works.md").read_text())
+    assert len(rows) > 10
     for file, name in rows:
-        assert name in names_in(SOURCE / file), f"one-value.md: {file} has no {name}"
+        assert name in names_in(SOURCE / file), f"how-it-works.md: {file} has no {name}"
 
 
 def test_the_glossary_explains_classes_that_exist() -> None:

@@ -87,7 +87,7 @@ def _guarded(begin: Callable[[], _MadeT]) -> tuple[_MadeT | None, str]:
     made: list[_MadeT] = []
     error = attempt(lambda: made.append(begin()))
     if error is None:
-        return made[0], ""
+        return next(iter(made), None), ""
     text = str(error) if isinstance(error, RankscopeError) else text_of(error)
     problem = as_keywords(f"not tracing: {text}")
     attempt(say, problem)

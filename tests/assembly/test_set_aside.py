@@ -20,8 +20,8 @@ from rankscope.run.filenames import INDEX_NAME, REPLICA_FOLDER, STEPS_FOLDER
 from rankscope.spool.recordformat import CELL_BYTES, HEADER_BYTES, RecordKind
 from rankscope.tree.build import build, recover
 from rankscope.tree.reader import open_trace
-from tests.fuzz import samples
-from tests.fuzz.decoders import run_command
+from tests.lab.fuzz import samples
+from tests.lab.fuzz.decoders import run_command
 from tests.tree.ranks_on_paper import PaperRank
 
 _OTHER = ("text", -1, 1 << 70, 2.5, None, True, [[1]], {"a": 1}, ["x"], [1 << 40], [3, 3])

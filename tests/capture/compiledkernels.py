@@ -15,7 +15,7 @@ import traceback
 
 from rankscope.capture.device.fusedcache import CombineVariant, ReadVariant
 from rankscope.capture.device.fusedcompile import compile_for, image_of
-from tests.perf.devicedigest import FIGURES, figures
+from tests.lab.perf.devicedigest import FIGURES, figures
 
 CASES = {
     "cuda": [

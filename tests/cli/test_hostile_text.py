@@ -11,8 +11,8 @@ import pytest
 from rankscope.cli.terminal import echo, shown
 from rankscope.run.filenames import REPLICA_FOLDER
 from rankscope.tree.build import recover
-from tests.fuzz import samples
-from tests.fuzz.decoders import UNPRINTABLE, run_command
+from tests.lab.fuzz import samples
+from tests.lab.fuzz.decoders import UNPRINTABLE, run_command
 
 ORDERS = "\x1b[2J\x1b]0;owned\x07\x1b[8m\r\u202e\x9b31m\n"
 """Clear the screen, name the window, hide what follows, go back, turn round, a line more."""

@@ -13,7 +13,7 @@ from rankscope.record.streams import StreamId
 from rankscope.spool.replication import replica_path, replicated
 from rankscope.spool.settledprefix import free, write_settled
 from rankscope.tree.assembly.sources import find_streams
-from tests.soak.disks import Disk
+from tests.lab.soak.disks import Disk
 from tests.spool.streams import settle, settled, write_some
 from tests.spool.test_reader import record_ends
 

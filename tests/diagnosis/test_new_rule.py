@@ -49,6 +49,7 @@ import torch
 
 import rankscope
 from rankscope.record.finding import Kind
+from tests.companion.running.replayed import replayed
 from tests.launcher import test_docs
 
 folder = Path(sys.argv[1])
@@ -74,7 +75,8 @@ def is_missing(test, row):
         return True
     return False
 
-trace = traced("trace")
+trace = traced("trace", keep_spool=True)
+(folder / "live").mkdir()
 run("report", trace, "--out", folder / "page.html")
 answer = json.loads(run("check", trace, "--json"))
 print(json.dumps({
@@ -82,6 +84,7 @@ print(json.dumps({
     "terminal": run("check", trace),
     "json": answer.get("result", answer)["findings"],
     "page": (folder / "page.html").read_text(),
+    "while it ran": replayed(trace, folder / "live"),
     "without": run("check", traced("bare", phases="setup")),
     "not in the pages": [
         kind.value for kind in Kind
@@ -119,6 +122,11 @@ def test_a_new_rule_says_its_finding_as_data(found: dict[str, Any]) -> None:
 
 def test_a_new_rule_says_its_finding_on_the_page(found: dict[str, Any]) -> None:
     assert "too-cold" in found["page"] and "Warm it up." in found["page"]
+
+
+def test_a_new_rule_says_its_finding_while_the_job_runs(found: dict[str, Any]) -> None:
+    kinds = {(line.get("kind"), line.get("path")) for line in found["while it ran"]}
+    assert ("too-cold", "0") in kinds
 
 
 def test_a_new_rule_is_silent_where_the_trace_lacks_what_it_needs(found: dict[str, Any]) -> None:

@@ -37,10 +37,10 @@ from tests.diagnosis.test_unlike_steps import averages
 from tests.diagnosis.traced import traced
 from tests.distributed import collectives_job
 from tests.distributed.pool import RankPool
-from tests.faults import ranks as fault_ranks
-from tests.faults.rows import BY_NAME
-from tests.faults.runs import FAULTS
-from tests.faults.setup import Setup, Shape
+from tests.lab.faults import ranks as fault_ranks
+from tests.lab.faults.rows import BY_NAME
+from tests.lab.faults.runs import FAULTS
+from tests.lab.faults.setup import Setup, Shape
 from tests.tree.ranks_on_paper import PaperRank
 from tests.tree.record_golden import JOBS, rebuilt, unpacked
 

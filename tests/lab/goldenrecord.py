@@ -18,12 +18,12 @@ from pathlib import Path
 
 from tests.diagnosis.traced import RECORDS_VARIABLE
 from tests.distributed.pool import RankFailure, RankPool
-from tests.faults.__main__ import FAULTS, REFERENCE, for_children
-from tests.faults.runs import HANG, every_run, reference_of, report_of
-from tests.faults.setup import Shape
+from tests.lab.faults.__main__ import FAULTS, REFERENCE, for_children
+from tests.lab.faults.runs import HANG, every_run, reference_of, report_of
+from tests.lab.faults.setup import Shape
 from tests.lab.golden import REPOSITORY, Job, write_board
 
-REAL = "tests.real.rows"
+REAL = "tests.lab.real.rows"
 TABLES = {"faults": FAULTS, "reference": REFERENCE, "real": REAL}
 SHAPE = Shape(layers=2, hidden=8, context=4)
 TESTS = tuple(f"tests/diagnosis/test_{name}.py" for name in ("right_programs", "pipelines"))

@@ -9,7 +9,6 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +71,7 @@ for step in range(40):
         (folder / f"passed.{rank}").touch()
 os.write(1, f"{rank} {loss.item().hex()}\\n".encode())
 """
-LAST = ("--rs-steps", "last:4", "--rs-spool-bytes", "8M")
+OPTIONS = ("--rs-steps", "last:4", "--rs-spool-bytes", "8M")
 CALM = """
 import sys
 import torch
@@ -143,13 +142,6 @@ for step in range(40):
 waits = [wait for wait in work.synchronizations if wait.is_of_rankscope]
 pathlib.Path(sys.argv[1], "waits").write_text(repr(waits))
 """
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Start]:
-    """Start a job of `SCRIPT`: `launch(ways, options...)`."""
-    with launching(tmp_path, SCRIPT, *LAST) as start:
-        yield start
 
 
 def steps_of(out: Path) -> dict[int, set[int]]:
@@ -267,7 +259,7 @@ def test_the_steps_before_a_watched_value_leaps_are_the_trace(launch: Start):
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_an_accelerator_that_is_steps_behind_is_not_waited_for(tmp_path: Path):
     """What leaps is known when the digest comes back, and told of the step of its call."""
-    with launching(tmp_path, LATE, *LAST) as start:
+    with launching(tmp_path, LATE, *OPTIONS) as start:
         job = start(["-"], "--rs-steps", "last:4,watch:0:output")
         assert job.wait() == 0, job.logs
     assert (job.meeting / "waits").read_text() == "[]"
@@ -280,7 +272,7 @@ def test_an_accelerator_that_is_steps_behind_is_not_waited_for(tmp_path: Path):
 def test_right_programs_in_which_all_values_are_watched_write_nothing(tmp_path: Path):
     """Warm-up, micro-batches, sets of other sizes in turn, eval steps, a loss that goes to nothing,
     one that changes its sign, a penalty in some steps, a module that not every rank has."""
-    with launching(tmp_path, CALM, *LAST) as start:
+    with launching(tmp_path, CALM, *OPTIONS) as start:
         job = start(
             ["-", "-"],
             "--rs-steps",
@@ -294,7 +286,7 @@ def test_right_programs_in_which_all_values_are_watched_write_nothing(tmp_path: 
 
 
 def test_a_job_that_stands_still_has_its_last_steps_in_the_trace_while_it_stands(launch: Start):
-    job = launch(["none", "wait@20"], *LAST, "--rs-stall-seconds", 2)
+    job = launch(["none", "wait@20"], *OPTIONS, "--rs-stall-seconds", 2)
     assert wait_until(lambda: " has moved since " in job.err), job.err
     # the records come by themselves: no rank does anything
     assert wait_until(lambda: {16, 17, 18} <= replicated_steps(job.out)), job.logs
@@ -351,7 +343,7 @@ def test_a_killed_companion_goes_on_with_the_black_box(launch: Start):
 
 def test_a_copy_that_cannot_be_made_is_named_and_its_records_stay(launch: Start):
     """Rank 1's: a file stands where it is drafted, which no relay can remove."""
-    job = launch(["wait@10", "nan@20"], *LAST, "--rs-finish-seconds", 2)
+    job = launch(["wait@10", "nan@20"], *OPTIONS, "--rs-finish-seconds", 2)
     assert wait_until(lambda: (job.meeting / "waiting.0").exists()), job.err
     (run_folder,) = (path.parent for path in job.spool.glob("*/*/held"))
     (run_folder / "rank00001.0").mkdir()
@@ -430,7 +422,7 @@ def test_hosts_of_one_job_agree_without_a_word_between_them(tmp_path: Path, way:
     port = free_port()
     hosts = [
         forked.Popen(
-            [str(Path(sys.executable).parent / "rankscope"), "run", *LAST]
+            [str(Path(sys.executable).parent / "rankscope"), "run", *OPTIONS]
             + ["--rs-steps", "last:4,watch:**:output"]
             + ["--rs-out", str(tmp_path / "trace"), "--rs-spool", str(tmp_path / f"spool{node}")]
             + ["--rs-drain-seconds", "2", "--nnodes", "2", "--node-rank", str(node)]

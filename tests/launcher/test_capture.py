@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from rankscope.run.filenames import ORDER_NAME
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
 from tests import forked
-from tests.launcher.launches import BIN, Launch, Start, kill, launching, rankscope
+from tests.launcher.launches import BIN, Launch, Start, kill, rankscope
 from tests.launcher.ways import installed
 from tests.noted import remarks
 from tests.ports import free_port
@@ -65,14 +64,7 @@ for step in range(10**6):
     time.sleep(0.005)
 dist.barrier()
 """
-FEW = ("--rs-steps", "0", "--rs-paths", "first")
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Start]:
-    """Start a job of `SCRIPT`: `launch(ways, options...)`."""
-    with launching(tmp_path, SCRIPT, *FEW) as start:
-        yield start
+OPTIONS = ("--rs-steps", "0", "--rs-paths", "first")
 
 
 def step_of(job: Launch, rank: int = 0) -> int:
@@ -319,7 +311,7 @@ def test_hosts_that_share_the_folder_trace_the_same_steps(tmp_path: Path):
     port = free_port()
     hosts = [
         forked.Popen(
-            [str(BIN / "rankscope"), "run", *FEW, "--rs-out", str(tmp_path / "trace")]
+            [str(BIN / "rankscope"), "run", *OPTIONS, "--rs-out", str(tmp_path / "trace")]
             + ["--rs-spool", str(tmp_path / f"spool{node}"), "--rs-drain-seconds", "2"]
             + ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1"]
             + ["--master-port", port, "--nproc-per-node", "1"]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rankscope.tree.reader import open_trace
-from tests.launcher.launches import Start, kill, launching
+from tests.launcher.launches import Start, kill
 from tests.launcher.ways import installed
 from tests.waiting import wait_until
 
@@ -34,13 +33,6 @@ while step < 20 or not (folder / "leave").exists():
         (folder / f"trained.0.{rank}").touch()
     time.sleep(0.2)
 """
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Start]:
-    """Start a job of `SCRIPT`: `launch(ways, options...)`."""
-    with launching(tmp_path, SCRIPT) as start:
-        yield start
 
 
 def test_a_dataset_grows_and_is_whole_in_the_end(launch: Start):

@@ -25,7 +25,9 @@ from tests import forked
 from tests.keyed import key_file
 from tests.launcher.launches import (
     Launch,
+    command_line,
     kill,
+    pids,
     rankscope,
     run_named_command,
     wait_until_it_watches,
@@ -291,6 +293,22 @@ def test_killed_companions_are_started_again_beside_another_run_of_the_same_host
     assert wait_until(lambda: (other.out / "trace.json").exists())
     assert verified(other.out)["status"] == "clean"
     assert wait_until(lambda: is_empty(other.spool))
+
+
+def test_a_builder_of_the_tree_that_is_stopped_for_good_is_replaced(launch: Start):
+    job = launch("job", ["exit"])
+
+    def builder() -> int:
+        words = {b"--build-tree", os.fsencode(job.out)}
+        return next((pid for pid in pids() if words <= {*command_line(pid)}), 0)
+
+    assert wait_until(builder), job.logs
+    stopped = builder()
+    kill(stopped, signal.SIGSTOP)
+    assert job.wait() == 0
+    assert job.last_line == f"rankscope: trace in {job.out}; read it: rankscope show trace"
+    assert verified(job.out)["status"] == "clean"
+    assert stopped not in pids()
 
 
 def test_a_killed_launcher_leaves_a_tree_or_what_recover_makes_one_of(launch: Start):

@@ -6,7 +6,6 @@ import collections
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from rankscope.run.filepieces import bytes_on_disk
 from rankscope.tree.build import recover
 from rankscope.tree.growingtree import grown_steps
 from rankscope.tree.reader import open_trace
-from tests.launcher.launches import Launch, Start, kill, launching
+from tests.launcher.launches import Launch, Start, kill
 from tests.launcher.ways import installed
 from tests.waiting import wait_until
 
@@ -57,13 +56,6 @@ while True:
     optimizer.zero_grad()
 dist.destroy_process_group()
 """
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Start]:
-    """Start a job of `SCRIPT`: `launch(ways, options...)`."""
-    with launching(tmp_path, SCRIPT) as start:
-        yield start
 
 
 def parts(job: Launch) -> int:

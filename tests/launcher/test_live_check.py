@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rankscope.tree.reader import open_trace
 from tests.companion.running.replayed import told
-from tests.launcher.launches import Start, kill, launching
+from tests.launcher.launches import Start, kill
 from tests.launcher.ways import installed
 from tests.waiting import wait_until
 
@@ -51,13 +50,6 @@ while not everywhere("leave"):
     time.sleep(0.05)
 dist.destroy_process_group()
 """
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Start]:
-    """Start a job of `SCRIPT`: `launch(ways, options...)`."""
-    with launching(tmp_path, SCRIPT) as start:
-        yield start
 
 
 def test_a_drift_is_on_stderr_while_the_job_runs(launch: Start, tmp_path: Path):

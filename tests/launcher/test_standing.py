@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from rankscope.companion.shipping import Shipment
 from rankscope.companion.stallmonitor import StallMonitor
 from rankscope.run.folders import read_run_header, streams
 from rankscope.run.stallrecords import stalls_in
-from tests.launcher.launches import Launch, Start, launching, rankscope
+from tests.launcher.launches import Launch, Start, rankscope
 from tests.launcher.ways import installed
 from tests.waiting import wait_until
 
@@ -60,13 +59,6 @@ if way in ("rests", "skips"):
     wait_for("leave")
 dist.barrier()
 """
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Start]:
-    """Start a job of `SCRIPT`: `launch(ways, options...)`."""
-    with launching(tmp_path, SCRIPT) as start:
-        yield start
 
 
 def said(job: Launch) -> list[str]:

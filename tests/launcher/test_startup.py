@@ -210,7 +210,7 @@ def test_a_zipped_program_in_isolated_mode_is_traced(tmp_path: Path):
 
 
 def test_without_the_variable_the_start_up_file_costs_less_than_a_millisecond():
-    from tests.perf.startup import measure
+    from tests.lab.perf.startup import measure
 
     plain_us, ours_us = measure(5)["site, us"]
     assert ours_us - plain_us < 1000

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests import forked
-from tests.launcher.launches import Start, command_line, launching, pids
+from tests.launcher.launches import Start, command_line, pids
 from tests.launcher.ways import BIN, installed
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.launch, pytest.mark.xdist_group("verdict"), installed]
 
+OPTIONS = ("--rs-steps", "all")
 SCRIPT = """
 import pathlib, sys
 import torch
@@ -35,12 +36,6 @@ import sys, time
 if "check" in sys.orig_argv:
     time.sleep(600)
 """
-
-
-@pytest.fixture
-def launch(tmp_path: Path):
-    with launching(tmp_path, SCRIPT, "--rs-steps", "all") as start:
-        yield start
 
 
 def checked(out: Path) -> tuple[str, str]:

@@ -2,8 +2,8 @@
 
     python -m tests.page.bigtrace OUT [--ranks 256] [--modules 2000] [--steps 10] [--values 1]
 
-The records are those of tests/perf/assemble.py. One rank holds other values from the middle of the
-run on, as in tests/perf/check.py.
+The records are those of tests/lab/perf/assemble.py. One rank holds other values from the middle of
+the run on, as in tests/lab/perf/check.py.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rankscope.record.streams import StreamId
 from rankscope.tree.assembly.rankstreams import StreamBytes
 from rankscope.tree.build import assemble, write_trace
 from rankscope.tree.reader import open_trace
-from tests.perf.assemble import peak_gib, rank_cells
-from tests.perf.check import spoil
+from tests.lab.perf.assemble import peak_gib, rank_cells
+from tests.lab.perf.check import spoil
 
 __all__ = ["big_trace"]
 

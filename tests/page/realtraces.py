@@ -18,13 +18,13 @@ from pathlib import Path
 
 from tests.diagnosis.traced import traced_with_answers
 from tests.distributed.pool import RankPool
-from tests.faults import hang, ranks
-from tests.faults.setup import Setup, Shape
+from tests.lab.faults import hang, ranks
+from tests.lab.faults.setup import Setup, Shape
 
 __all__ = ["REAL", "Made"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-FAULTS, REFERENCE = "tests.faults.rows", "tests.faults.referencerows"
+FAULTS, REFERENCE = "tests.lab.faults.rows", "tests.lab.faults.referencerows"
 Made = Callable[[RankPool, Path], None]
 
 

@@ -35,8 +35,8 @@ from rankscope.words.page.pagecontent import (
     served_data,
 )
 from rankscope.words.page.verdicthtml import job_html
-from tests.faults.model import GPT
-from tests.faults.setup import Shape
+from tests.lab.faults.model import GPT
+from tests.lab.faults.setup import Shape
 from tests.page.driven import write_page
 from tests.page.papertraces import PAPER
 from tests.torches import GLOO_SUMS_FOR_AVERAGES

@@ -22,6 +22,7 @@ from rankscope.record.graceseconds import FINISH_SECONDS
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.companions import (
     TREE_TROUBLE,
+    ChildWatch,
     ExitOutcome,
     dataset_command,
     metrics_trouble,
@@ -283,11 +284,12 @@ def _builder(
     with start_child(command, options.out, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
+        watch = ChildWatch(process)
         said, code = b"", None
         while code is None:
             yield
             source.work(wait_s)
-            code = process.poll()  # first, so that the last words are read
+            code = watch.poll()  # first, so that the last words are read
             said += process.stdout.read() or b""
             *lines, said = said.split(b"\n")
             for line in lines:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from rankscope.companion.log import log
-from rankscope.run.companions import reader_command, start_child
+from rankscope.run.companions import ChildWatch, reader_command, start_child
 
 __all__ = ["ReaderProcess"]
 
@@ -32,7 +32,7 @@ class ReaderProcess:
         """Start nothing yet."""
         self._command, self._out = reader_command(run_folder), out
         self._starts_left = _STARTS
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: ChildWatch | None = None
         self._first_at: float | None = None
         self._started_at = 0.0
 
@@ -43,12 +43,12 @@ class ReaderProcess:
             self._first_at = now
         if now - self._first_at < _AFTER_S:
             return
-        if self._process is not None:
-            code = self._process.poll()
+        if self._child is not None:
+            code = self._child.poll()
             if code is None:
                 return
             log(f"the process beside the job's steps ended with {code}")
-            self._process = None
+            self._child = None
             if now - self._started_at > _LONG_S:
                 self._starts_left = _STARTS
         if not self._starts_left:
@@ -56,16 +56,16 @@ class ReaderProcess:
         self._starts_left -= 1
         self._started_at = now
         try:
-            self._process = start_child(self._command, self._out)
+            self._child = ChildWatch(start_child(self._command, self._out))
         except OSError as error:
             log(f"the process beside the job's steps cannot be started: {error.strerror}")
 
     def close(self) -> None:
         """End it: the job is over, and the tree is about to be built."""
         self._starts_left = 0
-        process, self._process = self._process, None
-        if process is None:
+        if self._child is None:
             return
+        process, self._child = self._child.process, None
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_END_S)

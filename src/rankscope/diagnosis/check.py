@@ -21,6 +21,7 @@ from rankscope.diagnosis.finalreport import made_report
 from rankscope.diagnosis.rules.collectives import wrong_messages
 from rankscope.diagnosis.rules.endings import MOST_STALLS, ended_badly, ends_of
 from rankscope.diagnosis.rules.gradientorigins import at_innermost_taker, origins_of_gradients
+from rankscope.diagnosis.rules.installed import installed_rules
 from rankscope.diagnosis.rules.stages import note_stages
 from rankscope.diagnosis.rules.table import STEP_RULES
 from rankscope.diagnosis.unreduced import note_unreduced, without_unreduced
@@ -35,6 +36,7 @@ from rankscope.tree.views import Step, Trace
 __all__ = ["check"]
 
 EachStep = Callable[[StepView, CheckContext], None]
+Rule = Callable[[JudgedStep], Iterable[Candidate]]
 _LAST_STEPS: Final = 3
 """How many steps at the end of a job are asked where its ranks stand."""
 _MOST_LOOKED_AT: Final = 256
@@ -74,6 +76,7 @@ def _checked(
         evidence=recorded_evidence(trace.run.get("settings", {})),
         hosts={rank["rank"]: str(rank["host"]) for rank in trace.completeness["ranks"]},
     )
+    rules: tuple[Rule, ...] = (*STEP_RULES, *installed_rules(context.coverage))
     steps = [*trace.setup, *trace.steps]
     candidates: list[Candidate] = []
     messages, matched = Messages(), MatchedCollectives()
@@ -81,7 +84,7 @@ def _checked(
         if progress is not None:
             progress("checking", number / len(steps))
         step_view = _view(step, context)
-        candidates += _judged(step_view)
+        candidates += _judged(step_view, rules)
         messages.note(step_view, number)
         matched.note(step_view, number)
         apart = [line for lines in step_view.life.data_lines.values() for line in lines]
@@ -139,13 +142,13 @@ def _wrongly_received(messages: Messages, steps: Sequence[Step]) -> Iterator[Can
         yield from wrong_messages(step_view_of(steps[number]), received)
 
 
-def _judged(step_view: JudgedStep) -> list[Candidate]:
+def _judged(step_view: JudgedStep, rules: Iterable[Rule]) -> list[Candidate]:
     if step_view.is_setup:
         step_view.context.begin(step_view.incarnation, step_view)
     note_stages(step_view)
     candidates = [
         candidate
-        for rule in STEP_RULES
+        for rule in rules
         for candidate in rule(step_view)
         if candidate.unless_always or candidate.once not in step_view.life.told
     ]

@@ -6,7 +6,8 @@ A format is a module with a function
 
 that writes what the selection takes of the trace to `place.target`, a file or a folder as its row
 of the table says, and returns lines for the person who asked: first what is in it, then what is
-not. To add one: its file, and its row here.
+not. To add one: its file, and its row here; from another package, an entry point of the group
+`rankscope.exports` that names such a row.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from rankscope.errors import FolderError, SelectionError, SettingError
 from rankscope.globs import glob_matches
@@ -113,6 +115,9 @@ class Selection:
             raise nothing_matched("--path", self.path, paths)
 
 
+_GROUP: Final = "rankscope.exports"
+
+
 class Format(NamedTuple):
     """One row of the table."""
 
@@ -144,11 +149,25 @@ FORMATS = {
 
 
 def format_named(name: str) -> Format:
-    """Return a format; SettingError: an unknown name; lists the formats."""
-    if name not in FORMATS:
-        listed = "; ".join(f"{format_name} ({row.summary})" for format_name, row in FORMATS.items())
-        raise SettingError(f"--format: no format {name!r}; choose from {listed}")
-    return FORMATS[name]
+    """Return a format of ours, else of another package: an entry point of `rankscope.exports`.
+
+    Raises:
+        SettingError: an unknown name, or an entry point that cannot be loaded.
+    """
+    if name in FORMATS:
+        return FORMATS[name]
+    entries = {entry.name: entry for entry in entry_points(group=_GROUP)}
+    if name not in entries:
+        listed = [f"{format_name} ({row.summary})" for format_name, row in FORMATS.items()]
+        listed += [f"{other_name} ({entries[other_name].module})" for other_name in sorted(entries)]
+        raise SettingError(f"--format: no format {name!r}; choose from {'; '.join(listed)}")
+    try:
+        row = entries[name].load()
+    except (ImportError, AttributeError) as error:
+        raise SettingError(f"--format {name}: {entries[name].value}: {error}") from error
+    if not isinstance(row, Format):
+        raise SettingError(f"--format {name}: {entries[name].value} is no Format")
+    return row
 
 
 def export(

@@ -44,6 +44,8 @@ class Kind(str, enum.Enum):
     DUPLICATE = "duplicate-data"
     """Data-parallel ranks that were handed the same batch, or shards that hold the same numbers."""
     CRASH = "crash"
+    INSTALLED = "installed-rule"
+    """What a rule of another package found; its message says what."""
 
     @property
     def advice(self) -> str:

@@ -14,14 +14,16 @@ import shlex
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from rankscope.errors import SpoolError
 from rankscope.run.folders import RunHeader
 from rankscope.run.ownership import open_own_log
-from rankscope.run.processes import process_name
+from rankscope.run.processes import is_suspended, process_name
 from rankscope.settings import Settings, settings_of_run
 
 GROWS_FROM_BYTES = 64 << 20
@@ -147,6 +149,25 @@ def start_child(
         cwd=out,
         start_new_session=True,
     )
+
+
+class ChildWatch:
+    """Kills a child that stays suspended: the companion would wait for it in vain."""
+
+    _SUSPENDED_S: Final = 10.0
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        """Watch from now on."""
+        self.process, self._ran_at = process, time.monotonic()
+
+    def poll(self) -> int | None:
+        """Return the exit code, None while the child lives; called several times a second."""
+        code, now = self.process.poll(), time.monotonic()
+        if code is None and not is_suspended(self.process.pid):
+            self._ran_at = now
+        elif code is None and now - self._ran_at > self._SUSPENDED_S:
+            self.process.kill()
+        return code
 
 
 def start_daemon(command: Sequence[str], log: Path, folder: Path) -> str:

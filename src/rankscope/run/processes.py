@@ -24,6 +24,11 @@ def is_process_alive(name: str) -> bool:
     return is_there and _status(int(pid), 0) not in {"", "Z"}
 
 
+def is_suspended(pid: int) -> bool:
+    """True while a process is stopped (SIGSTOP, Ctrl-Z); one that a debugger holds is not."""
+    return _status(pid, 0) == "T"
+
+
 def started_at() -> float:
     """Return when this process was started, in seconds since the epoch by this host's clock."""
     ticks = _status(os.getpid(), 19)

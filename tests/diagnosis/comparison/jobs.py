@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import rankscope
 from tests.diagnosis.traced import traced
 from tests.distributed.pool import RankPool
-from tests.faults.model import batch, loss_of, whole
-from tests.faults.parallel import Leave
-from tests.faults.programs.data import sgd
-from tests.faults.programs.tensor import cut_by_hand, one_step
-from tests.faults.setup import Setup, Trained, train
+from tests.lab.faults.model import batch, loss_of, whole
+from tests.lab.faults.parallel import Leave
+from tests.lab.faults.programs.data import sgd
+from tests.lab.faults.programs.tensor import cut_by_hand, one_step
+from tests.lab.faults.setup import Setup, Trained, train
 
 Change = Callable[[nn.Module], None]
 

@@ -18,9 +18,9 @@ from tests.diagnosis.comparison import jobs
 from tests.diagnosis.comparison.test_diff import compared, of_row
 from tests.diagnosis.traced import traced
 from tests.distributed.pool import RankPool
-from tests.faults.model import batch, loss_of, whole
-from tests.faults.programs.data import sgd
-from tests.faults.setup import Setup, Trained, train
+from tests.lab.faults.model import batch, loss_of, whole
+from tests.lab.faults.programs.data import sgd
+from tests.lab.faults.setup import Setup, Trained, train
 
 
 def replicas(setup: Setup, fault: str, out: str) -> None:

@@ -17,8 +17,8 @@ from rankscope.testing import assert_same
 from tests.diagnosis.comparison import jobs
 from tests.diagnosis.traced import traced
 from tests.distributed.pool import RankPool
-from tests.faults import ranks as rank_jobs
-from tests.faults.setup import Setup
+from tests.lab.faults import ranks as rank_jobs
+from tests.lab.faults.setup import Setup
 from tests.torches import GLOO_SUMS_FOR_AVERAGES
 
 DTYPES = ("float32", "bfloat16")
@@ -53,7 +53,7 @@ def of_row(
 ) -> Path:
     """Trace a program of the fault benchmark."""
     setup = Setup(ranks=size, dtype=dtype, is_faulty=is_faulty)
-    job = (rank_jobs.traced, "tests.faults.rows", name, setup, False)
+    job = (rank_jobs.traced, "tests.lab.faults.rows", name, setup, False)
     return traced(ranks, *job, folder=folder, world=size)
 
 
@@ -224,7 +224,7 @@ def test_experts_that_every_rank_numbers_from_zero_raise_no_alarm(
 ) -> None:
     setup = Setup(ranks=1, dtype=dtype)
     out = tmp_path / "alone" / "trace"
-    job = (rank_jobs.traced, "tests.faults.rows", "expert-parallel", setup, False)
+    job = (rank_jobs.traced, "tests.lab.faults.rows", "expert-parallel", setup, False)
     ranks.run(*job, str(out), world_size=1)
     report = compared(out, of_row(ranks, "expert-parallel", dtype, tmp_path / "split"))
     assert report.verdict.value == "clean"
@@ -237,7 +237,7 @@ def test_a_router_whose_gradient_one_rank_keeps_is_named_with_that_rank(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     out = tmp_path / "alone" / "trace"
-    job = (rank_jobs.traced, "tests.faults.rows", "router-gradient-kept", Setup(ranks=1), False)
+    job = (rank_jobs.traced, "tests.lab.faults.rows", "router-gradient-kept", Setup(ranks=1), False)
     ranks.run(*job, str(out), world_size=1)
     name = "router-gradient-kept"
     found = of_row(ranks, name, "float32", tmp_path / "split", size=4, is_faulty=True)

@@ -25,7 +25,7 @@ from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.finding import Kind, Report
 from tests.distributed import global_tensors_job as job
 from tests.distributed.pool import RankPool
-from tests.faults.layouttext import layout_text
+from tests.lab.faults.layouttext import layout_text
 from tests.torches import GLOO_SUMS_FOR_AVERAGES
 
 SIZES = {"tp": 2, "ddp": 2, "fsdp x tp": 4}

@@ -1,0 +1,300 @@
+"""What watching costs: traced and untraced steps beside plain ones, and beside other tools, in one
+process.
+
+    python -m tests.lab.perf.overhead [--rounds 9] [--peers] [--training] [--calls] [--profile]
+    python -m tests.lab.perf.overhead --device cuda --training      after: rankscope doctor
+
+Every figure is the ratio of medians against plain steps timed in the same rounds, so that a slow or
+busy machine shifts both. The model is a Llama (hidden 512, intermediate 1536, 8 layers, 8 heads,
+vocabulary 4096), batch 2 x 128, one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import cProfile
+import functools
+import io
+import os
+import pstats
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from torch import nn
+
+import rankscope
+from rankscope.record.phases import Phase
+
+Step = Callable[[], None]
+DEVICE = torch.device("cuda" if "cuda" in sys.argv else "cpu")
+MICRO_BATCHES = 4
+PHASES = frozenset(phase.word for phase in Phase)
+HEADER = "\n| {} | ratio to plain | quartiles | plain ms | watched ms |\n|---|---|---|---|---|"
+
+
+def llama() -> nn.Module:
+    """Build the model of the overhead bars."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=8, vocab_size=4096, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(DEVICE)
+
+
+def inference(model: nn.Module) -> Step:
+    """Return one forward without gradients."""
+    model.eval()
+    tokens = torch.randint(0, 4096, (2, 128), generator=torch.Generator().manual_seed(1))
+    tokens = tokens.to(DEVICE)
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(input_ids=tokens, use_cache=False)
+
+    return forward
+
+
+def training(model: nn.Module, micro_batches: int = 1) -> Step:
+    """Return one whole training step."""
+    model.train()
+    tokens = torch.randint(0, 4096, (2, 128), generator=torch.Generator().manual_seed(1))
+    tokens = tokens.to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def train() -> None:
+        for _ in range(micro_batches):
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            (loss / micro_batches).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return train
+
+
+def seconds(step: Step, repeats: int) -> list[float]:
+    """Time single steps."""
+    taken = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        step()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return taken
+
+
+@contextlib.contextmanager
+def traced(model: nn.Module, **settings: object) -> Iterator[None]:
+    """Trace into a new folder that is thrown away."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        rankscope.trace(model, out=Path(folder) / "trace", **settings),  # type: ignore[arg-type]
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def hf_debugger(model: nn.Module) -> Iterator[None]:
+    """Trace with transformers' debugger."""
+    from transformers.model_debugging_utils import model_addition_debugger_context
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        model_addition_debugger_context(model, debug_path=folder, do_prune_layers=False),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def torch_debug_mode(model: nn.Module) -> Iterator[None]:
+    """Trace with torch's DebugMode, tensor hashes on."""
+    from torch.utils._debug_mode import DebugMode
+
+    with DebugMode() as mode, DebugMode.log_tensor_hashes(hash_inputs=True):
+        yield
+    del mode
+
+
+@contextlib.contextmanager
+def msprobe(model: nn.Module) -> Iterator[None]:
+    """Trace with msProbe, statistics of every module (level L0)."""
+    import json
+
+    from msprobe.pytorch import PrecisionDebugger
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        config = Path(folder) / "config.json"
+        config.write_text(
+            json.dumps({"task": "statistics", "dump_path": folder, "rank": [], "step": [], "level":
+            "L0",
+                        "statistics": {"scope": [], "list": [], "data_mode": ["all"]}})
+        )  # fmt: skip
+        debugger = PrecisionDebugger(config_path=str(config))
+        debugger.start(model=model)
+        yield
+        debugger.stop()
+
+
+def compare(
+    name: str,
+    step: Step,
+    watched: Callable[[], contextlib.AbstractContextManager[None]],
+    rounds: int,
+) -> None:
+    """Print the ratio of a watched step to a plain one: the median over rounds of both, side by
+    side.
+    """
+    ratios, plain, watching = [], [], []
+    for _ in range(rounds):
+        base = seconds(step, 3)
+        with watched():
+            step()  # set-up, first calls
+            cost = seconds(step, 3)
+        base += seconds(step, 2)
+        ratios.append(statistics.median(cost) / statistics.median(base))
+        plain += base
+        watching += cost
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    print(
+        f"| {name} | {middle:.3f} | {low:.3f} to {high:.3f} "
+        f"| {statistics.median(plain) * 1e3:.1f} | {statistics.median(watching) * 1e3:.1f} |",
+        flush=True,
+    )
+
+
+def compare_untraced(step: Step, model: nn.Module, rounds: int) -> None:
+    """Print the ratio of an untraced step while attached to a plain one."""
+    compare("attached, step not traced", step, lambda: traced(model, steps="0"), rounds)
+
+
+class ManySmall(nn.Module):
+    """10,000 modules called once each."""
+
+    def __init__(self, count: int = 10_000) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.layers = nn.ModuleList(nn.Identity() for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Call every module once."""
+        for layer in self.layers:
+            layer(x)
+        return x * self.scale
+
+
+def cost_per_call(rounds: int) -> None:
+    """Print microseconds per module call: bare, with empty hooks, structure, digest."""
+    model, x = ManySmall(), torch.zeros(4)
+
+    def step() -> None:
+        with torch.no_grad():
+            model(x)
+
+    def per_call(watched: Callable[[], contextlib.AbstractContextManager[None]]) -> float:
+        taken = []
+        for _ in range(rounds):
+            with watched():
+                step()
+                taken += seconds(step, 3)
+        return statistics.median(taken) / 10_001 * 1e6
+
+    @contextlib.contextmanager
+    def empty_hooks() -> Iterator[None]:
+        from torch.nn.modules.module import (
+            register_module_forward_hook,
+            register_module_forward_pre_hook,
+        )
+
+        before = register_module_forward_pre_hook(lambda module, args: None)
+        after = register_module_forward_hook(lambda module, args, output: None)
+        yield
+        before.remove()
+        after.remove()
+
+    bare = per_call(contextlib.nullcontext)
+    print(f"\n10,000 modules, microseconds per call: bare {bare:.2f}")
+    for name, watched in (
+        ("empty pre and post hook", empty_hooks),
+        ("structure", lambda: traced(model, digest="none")),
+        ("digest of input and output", lambda: traced(model)),
+    ):
+        print(f"  {name}: +{per_call(watched) - bare:.2f}", flush=True)
+
+
+def profile(step: Step, model: nn.Module) -> None:
+    """Print where a traced step spends its time."""
+    with traced(model):
+        step()
+        profiler = cProfile.Profile()
+        profiler.enable()
+        for _ in range(3):
+            step()
+        profiler.disable()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--peers", action="store_true", help="measure other tools beside")
+    parser.add_argument(
+        "--training", action="store_true", help="whole training steps beside forwards"
+    )
+    parser.add_argument("--calls", action="store_true", help="cost per call over 10,000 modules")
+    parser.add_argument("--profile", action="store_true", help="profile instead of timing")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    model = llama()
+    step = inference(model)
+    step()
+    if options.profile:
+        profile(training(model) if options.training else step, model)
+        return
+    print(HEADER.format("forward, no gradients"))
+    compare("whole digest", step, lambda: traced(model), options.rounds)
+    compare("structure only", step, lambda: traced(model, digest="none"), options.rounds)
+    compare_untraced(step, model, options.rounds)
+    if options.peers:
+        for name, peer in (
+            ("transformers' debugger", hf_debugger), ("torch DebugMode with hashes",
+            torch_debug_mode), ("msProbe L0 statistics", msprobe),
+        ):  # fmt: skip
+            try:
+                compare(name, step, lambda peer=peer: peer(model), max(options.rounds // 3, 2))
+            except ImportError as error:
+                print(f"| {name} | not installed: {error} | | | |")
+    if options.training:
+        step = training(model)
+        step()
+        print(HEADER.format("training step"))
+        compare("whole digest", step, lambda: traced(model), options.rounds)
+        compare("structure only", step, lambda: traced(model, digest="none"), options.rounds)
+        compare_untraced(step, model, options.rounds)
+        step = training(model, MICRO_BATCHES)
+        print(HEADER.format(f"training step of {MICRO_BATCHES} micro-batches"))
+        for name, phases in (
+            ("whole digest", PHASES),
+            ("gradients read at the optimizer's step alone", PHASES - {"accumulated"}),
+        ):
+            taken = ",".join(sorted(phases))
+            watched = functools.partial(traced, model, phases=taken)
+            compare(name, step, watched, max(options.rounds // 2, 2))
+    if options.calls:
+        cost_per_call(options.rounds)
+
+
+if __name__ == "__main__":
+    main()
