@@ -15,7 +15,7 @@ from typing import TypeVar
 from rankscope.companion.collector import Intake
 from rankscope.companion.log import log
 from rankscope.companion.readerprocess import ReaderProcess
-from rankscope.companion.sharedwatch import SharedWatch
+from rankscope.companion.replica import SharedWatch
 from rankscope.companion.waitingrule import Decision, HostState, JobState, StreamSource, decide
 from rankscope.errors import FolderError
 from rankscope.record.graceseconds import FINISH_SECONDS
@@ -83,7 +83,7 @@ class Observer:
     def quiet(self) -> None:
         """Every rank held its steps back, and nothing ever happened: there is no tree."""
 
-    def building(self, what: str, part: float) -> None:
+    def building(self, phase: str, part: float) -> None:
         """The tree is being built."""
 
 
@@ -210,7 +210,7 @@ def _gather(
     is_in_place: Callable[[], bool],
 ) -> Turns[Decision | None]:
     settings = options.settings
-    started = looked = seen = time.monotonic()
+    started = looked = last_seen = time.monotonic()
     while True:
         yield
         source.work(wait_s)
@@ -221,8 +221,8 @@ def _gather(
             source.excuse(now - looked)
         looked = now
         if is_in_place():
-            seen = now
-        elif now - seen > _GONE_S:
+            last_seen = now
+        elif now - last_seen > _GONE_S:
             return None
         streams, peers = source.streams(), source.peers()
         observer.gathering(streams)
@@ -285,19 +285,19 @@ def _builder(
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
         watch = ChildWatch(process)
-        said, code = b"", None
+        output, code = b"", None
         while code is None:
             yield
             source.work(wait_s)
             code = watch.poll()  # first, so that the last words are read
-            said += process.stdout.read() or b""
-            *lines, said = said.split(b"\n")
+            output += process.stdout.read() or b""
+            *lines, output = output.split(b"\n")
             for line in lines:
-                part, _, what = line.decode(errors="replace").partition(" ")
+                part, _, phase = line.decode(errors="replace").partition(" ")
                 if part == TREE_TROUBLE:
-                    log(what)
+                    log(phase)
                 else:
-                    observer.building(what, float(part))
+                    observer.building(phase, float(part))
     return code
 
 
@@ -321,6 +321,6 @@ def _finish_dataset(options: CollectorOptions) -> Turns[bool]:
             process.wait()
             trouble = f"it took longer than {most_s:g} s"
     if trouble:
-        whole = f"{typed('export', options.out, out='NEW')} --format parquet"
-        log(f"{options.out / PARQUET_FOLDER} is not whole: {trouble}; a whole one: {whole}")
+        command = f"{typed('export', options.out, out='NEW')} --format parquet"
+        log(f"{options.out / PARQUET_FOLDER} is not whole: {trouble}; a whole one: {command}")
     return not trouble

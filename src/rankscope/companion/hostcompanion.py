@@ -45,7 +45,7 @@ class HostCompanion:
         Args:
             run_folder: of the host; of a collector by hand its trace folder.
             is_stopped: true once somebody asked for an end (SIGTERM).
-            observer: who wants to know how far the gathering is.
+            observer: told how far the gathering is.
 
         Raises:
             FolderBusyError: another one is at work there.

@@ -146,10 +146,8 @@ def write_step(
         TraceError: the trace is damaged.
         OSError: a file cannot be written.
     """
-    chosen_ranks = (
-        frozenset(int(rank["rank"]) for rank in trace.run["ranks"]) if ranks is None else ranks
-    )
-    exported = ExportedStep(step, nodes, chosen_ranks)
+    chosen = frozenset(int(rank["rank"]) for rank in trace.run["ranks"]) if ranks is None else ranks
+    exported = ExportedStep(step, nodes, chosen)
     about = {
         "rankscope.run": str(trace.run["id"]),
         "rankscope.mode": mode_word(step),

@@ -257,14 +257,14 @@ def write(
     return _said(written, lives_written, left_out, max_events)
 
 
-def _said(written: int, lives: list[_Rank], left_out: list[str], limit: int) -> list[str]:
+def _said(written: int, lives: list[_Rank], omitted: list[str], limit: int) -> list[str]:
     lines = [
         f"{written} events of ranks {ranks_text(life.rank for life in lives)}; open it in "
         "https://ui.perfetto.dev or trace_processor, v58.2 or newer for host names"
     ]
-    if left_out:
-        listed = ", ".join(left_out[:5]) + (
-            f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
+    if omitted:
+        listed = ", ".join(omitted[:5]) + (
+            f" and {len(omitted) - 5} more" if len(omitted) > 5 else ""
         )
         lines.append(
             f"left out, beyond {limit} events: {listed}; choose with "
@@ -278,15 +278,11 @@ def _said(written: int, lives: list[_Rank], left_out: list[str], limit: int) -> 
     return lines
 
 
-def _lives(
-    trace: Trace, ranks_chosen: frozenset[int], folder: Path
-) -> dict[tuple[int, int], _Rank]:
+def _lives(trace: Trace, chosen: frozenset[int], folder: Path) -> dict[tuple[int, int], _Rank]:
     """Return what becomes a process, by rank and incarnation."""
     lives = {}
     starts = (step.columns()["calls.start_ns"] for step in (*trace.setup, *trace.steps))
-    epoch_ns = min(
-        (int(starts_of_step.min()) for starts_of_step in starts if len(starts_of_step)), default=0
-    )
+    epoch_ns = min((int(column.min()) for column in starts if len(column)), default=0)
     processes = set[tuple[str, int]]()
     for number, life in enumerate(trace.run["ranks"]):
         rank, incarnation = int(life["rank"]), int(life["incarnation"])
@@ -297,7 +293,7 @@ def _lives(
         ) in processes or pid <= 0:  # containers of one host name count pids of their own
             pid = _FIRST_FREE_PID + number
         processes.add((host, pid))
-        if rank in ranks_chosen:
+        if rank in chosen:
             name = f"rank{rank:05d}" + (f".{incarnation}" if incarnation else "") + ".pftrace"
             lives[rank, incarnation] = _Rank(rank, incarnation, host, pid, folder / name, epoch_ns)
     return lives
@@ -445,14 +441,14 @@ def _numbers(digest: Digest | None) -> dict[str, Argument]:
     }
 
 
-def _pack(target: Path, trace: Trace, lives: list[_Rank], left_out: list[str]) -> None:
+def _pack(target: Path, trace: Trace, lives: list[_Rank], omitted: list[str]) -> None:
     """Put the ranks' files and the manifest into one archive; the files go as they are packed."""
     attributes: dict[str, str] = {
         "rankscope.run": str(trace.run["id"]),
         "rankscope.complete": "true" if trace.is_complete else "false",
     }
-    if left_out:
-        attributes["rankscope.left_out"] = "; ".join(left_out)
+    if omitted:
+        attributes["rankscope.left_out"] = "; ".join(omitted)
     manifest = {
         "perfetto_manifest": {
             "version": 1,

@@ -1,4 +1,4 @@
-"""Defaults of how long is waited: see `companion/waitingrule.py`, `companion/stallmonitor.py`."""
+"""Defaults of how long is waited: see `companion/waitingrule.py`, `companion/relay.py`."""
 
 from __future__ import annotations
 

@@ -169,8 +169,7 @@ def build(
 
 
 def _to_finish(out: Path) -> GrowingTree:
-    """Return what was written of a tree while its job ran, once nobody writes it any more;
-    FolderError: somebody does for long."""
+    """Return the tree so far, once nobody else writes it; FolderError: somebody does for long."""
     if not (out / STEPS_FOLDER / INDEX_NAME).exists():
         return GrowingTree(out)
     deadline = time.monotonic() + _MOST_WAIT_S
@@ -219,10 +218,8 @@ def recover(folders: Sequence[Path], out: Path, *, progress: Progress | None = N
         except OSError as error:
             raise FolderError(f"{out}: cannot be made: {error.strerror}") from error
         named = tuple(f"written while the job ran, and damaged since: {fault}" for fault in faults)
-        streams = [
-            replace(stream, notes=(*stream.notes, *named[:_MOST_FAULTS])) for stream in streams
-        ]
-        return [finish_kept(out, stream) for stream in told_of_lost(streams, tree)]
+        streams = [replace(s, notes=(*s.notes, *named[:_MOST_FAULTS])) for s in streams]
+        return [finish_kept(out, s) for s in told_of_lost(streams, tree)]
 
     document = assemble(
         sources,
@@ -238,8 +235,7 @@ def recover(folders: Sequence[Path], out: Path, *, progress: Progress | None = N
 
 
 def told_of_lost(streams: Iterable[RankStream], tree: GrowingTree) -> list[RankStream]:
-    """Return streams with a note where records of them are gone, and no step of the tree says
-    which."""
+    """Return streams with a note where records are gone and no step of the tree has them."""
     lives = {name.incarnation for name in tree.written}
     return [
         stream

@@ -28,7 +28,7 @@ from rankscope.tree.assembly.interning import Interned, Vocabulary
 from rankscope.tree.assembly.layouts import declare_layouts, mark_layouts, placed_meshes
 from rankscope.tree.assembly.rankstreams import RankStream
 from rankscope.tree.assembly.steprecords import Group, StepRecords
-from rankscope.tree.assembly.tables import CallTable, Tables, build_tables, factorize
+from rankscope.tree.assembly.tables import KEY_COLUMNS, CallTable, Tables, build_tables, factorize
 from rankscope.tree.step import LazyColumns, StepColumns, StepHead, StepTexts
 
 Array = NDArray[Any]
@@ -44,8 +44,8 @@ _MOST_PARTS: Final = 4
 
 
 class Document:
-    """A whole trace in memory. Its steps are put together, some at a time, when they are asked
-    for: what ranks recorded of them lies in the records until then."""
+    """A trace in memory; its steps are put together on demand, until then they lie in the
+    records."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Document:
         first, last = np.searchsorted(merged.group, [place, place + 1]).tolist()
         calls = slice(*merged.call_start[[first, last]].tolist())
         values = slice(*np.searchsorted(merged.value_node, [first, last]).tolist())
-        columns = {
+        makers = {
             **_of_nodes(part, first, last, first_text),
             **self._of_calls(part, calls, first, first_text),
             **self._of_values(part, values, first, first_text),
@@ -115,7 +115,7 @@ class Document:
         }
         return StepColumns(
             head=self.heads[group],
-            columns=LazyColumns(columns),
+            columns=LazyColumns(makers),
             texts=texts,
             began_ns=self.began_ns,
         )
@@ -130,8 +130,7 @@ class Document:
         return _MergedPart(tables, merge(tables, self._vocabulary))
 
     def _place_values(self, streams: Sequence[RankStream]) -> None:
-        """Give values the layouts that no rank knew alone, for which calls of all steps are looked
-        at."""
+        """Give values the layouts that no rank knew alone; this looks at the calls of all steps."""
         if "layout" not in self.run and not any(stream.defined("mark") for stream in streams):
             return
         steps = [self._tables(number) for number in range(len(set(self._records.part_of_group)))]
@@ -225,11 +224,11 @@ class _MergedPart:
         self._columns: dict[str, Array] = {}
 
     def column(self, name: str, rows: slice) -> Array:
-        """Return rows of a column of values, in order. Where they are all of it, as of a large
-        step, nothing here keeps it."""
+        """Return rows of a column of values, in order; kept where others may ask for the rest."""
         column = self._columns.get(name)
         if column is None:
             column = self.tables.put_in_order(name, self.merged.place)
+            # a part of one large step is read once, column by column: kept, it would lie here twice
             if rows.stop - rows.start < len(column):
                 self._columns[name] = column
         return column[rows]
@@ -260,7 +259,6 @@ def _numbered(column: Array, first: int) -> Array:
 
 MAX_DEPTH = 50
 """Deeper nodes are hung onto their ancestor at this depth: readers of JSON recurse."""
-KEY_COLUMNS = ("incarnation", "mode", "step", "micro_batch", "phase", "path", "ordinal")
 _OF_NODES = (*KEY_COLUMNS, "forward_ordinal", "pass")
 _OF_CALLS = (
     "stream", "start", "end", "module", "status", "text", "collective", "number", "issued",
@@ -380,7 +378,7 @@ def _walk(
     order: list[int] = []
     lineage: list[int] = []
     waiting = [(node, 0) for node in reversed(tops)]
-    while waiting:
+    while waiting:  # a loop, because Python's own recursion ends at a thousand calls
         node, depth = waiting.pop()
         del lineage[depth:]
         if depth >= MAX_DEPTH:
@@ -405,12 +403,12 @@ def _slots(tables: Tables, vocabulary: Vocabulary, node: NDArray[np.int64]) -> d
     stream = tables.calls["stream"][tables.call]
     shared: Interned[Any] = Interned()
     local: Interned[Any] = Interned()
-    described = [description.facts for description in vocabulary.descriptions.items]
+    described = [d.facts for d in vocabulary.descriptions.items]
     kinds = [shared.number(tuple(facts.shared.values())) for facts in described]
+    # every array here has a row per value, in a large step most of the memory: each goes at once
     variant = np.array(kinds, np.int64)[tables.description]
-    piece = np.array([local.number(facts.local) for facts in described], np.int64)[
-        tables.description
-    ]
+    pieces = np.array([local.number(facts.local) for facts in described], np.int64)
+    piece = pieces[tables.description]
     flags = tables.column("flags") & ~np.uint32(UNFOLDED_FLAGS)
     pair, pairs = factorize(node, tables.slot)
     turn = _first_seen(pair, pairs, stream, tables.time_ns)

@@ -121,7 +121,7 @@ def write_steps(
 
     def whole(column: Column) -> Array:
         parts = [step.once(column.name) for step in steps]
-        lengths[column.table] = [len(name_of) for name_of in parts]
+        lengths[column.table] = [len(part) for part in parts]
         return _in_file(column, parts[0] if len(parts) == 1 else np.concatenate(parts), texts)
 
     makers: dict[str, Callable[[], Array]] = {
@@ -131,9 +131,14 @@ def write_steps(
     }
     ends, utf8 = _joined(steps[0].texts, texts)
     makers |= {"texts.end": lambda: ends, "utf8.byte": lambda: utf8}
-    widest = sorted(makers, key=lambda name_of: -np.dtype(COLUMNS[name_of].dtype).itemsize)
-    ordered = {name_of: makers[name_of] for name_of in widest}
-    write_arrays(folder / name, ordered, {"format": STEPS_FORMAT}, is_synced=is_synced)
+    # widest first: a mapped column is aligned only where all columns before it are at least as wide
+    widest = sorted(makers, key=lambda key: -np.dtype(COLUMNS[key].dtype).itemsize)
+    write_arrays(
+        folder / name,
+        {key: makers[key] for key in widest},
+        {"format": STEPS_FORMAT},
+        is_synced=is_synced,
+    )
     ends_of = {table: [0, *itertools.accumulate(lengths[table])] for table in _OF_STEPS}
     return [
         entry_of(step.head)
@@ -151,8 +156,8 @@ def entry_of(head: StepHead) -> dict[str, Any]:
 
 
 def head_of(entry: Entry) -> StepHead | None:
-    """Return the head of an entry; None where only a newer rankscope knows its mode. KeyError,
-    TypeError, ValueError: it is none."""
+    """Return the head of an entry; None for a newer mode. KeyError, TypeError, ValueError:
+    damaged."""
     word = str(entry.get("mode", Mode.TRAIN.word))
     if word.upper() not in Mode.__members__:
         return None
@@ -166,8 +171,7 @@ def head_of(entry: Entry) -> StepHead | None:
 
 
 def known_entries(entries: Sequence[Entry]) -> tuple[list[tuple[StepHead, Entry]], frozenset[str]]:
-    """Return entries with their heads, and what of them only a newer rankscope knows; errors as of
-    `head_of`."""
+    """Return entries with heads, and the names of newer modes; errors as of `head_of`."""
     read = [(head_of(entry), entry) for entry in entries]
     newer = frozenset(f"mode {entry['mode']!r}" for head, entry in read if head is None)
     return [(head, entry) for head, entry in read if head is not None], newer
@@ -189,8 +193,7 @@ class StepFiles:
         return self._folder / name
 
     def step(self, entry: Entry, head: StepHead, began_ns: int) -> StepColumns:
-        """Return the step of an entry with this head; TraceError: the file is damaged, or not
-        there."""
+        """Return the step of an entry; TraceError: the file is damaged, or not there."""
         path = self.path(entry)
         columns, texts = self._file(path)
         try:
@@ -281,8 +284,7 @@ def _in_file(column: Column, values: Array, texts: Array) -> Array:
 
 
 def _check(step: StepColumns, world_size: int) -> None:
-    """Refuse, with ValueError or KeyError, rows that name rows or texts that are not there, and
-    ranks that nobody is."""
+    """Refuse, with ValueError or KeyError, rows that name missing rows, texts or ranks."""
     nodes, texts = len(step["nodes.id"]), len(step.texts)
     parent = step["nodes.parent"]
     if ((parent < -1) | (parent >= np.arange(nodes))).any():

@@ -25,14 +25,12 @@ T = TypeVar("T")
 
 
 def damage(file: object, error: Exception, where: str = "") -> TraceError:
-    """Return what to raise from one of `UNREADABLE`; `where`: in what of the file, a clause with a
-    space before it."""
+    """Return the error for one of `UNREADABLE`; `where`: place in the file, after a space."""
     return TraceError(f"{file}: {type(error).__name__} {error}{where}: the trace is damaged")
 
 
 def damaged_is_trace_error(view: type[T]) -> type[T]:
-    """Make properties and public methods of a class raise TraceError where the data is damaged; its
-    instances have `_where.file`, what their data was read from."""
+    """Make properties and methods raise TraceError on damaged data; needs `_where.file`."""
     for name, item in [*vars(view).items()]:
         if isinstance(item, property) and item.fget is not None:
             setattr(view, name, property(_guarded(item.fget), doc=item.__doc__))
@@ -120,8 +118,7 @@ _SHOWN: Final = 60
 
 
 def check_json(data: Any, definition: str, file: Path) -> None:
-    """Hold JSON data to one definition under the schema's `$defs`; TraceError says where `file` is
-    something else."""
+    """Hold JSON data to a definition under the schema's `$defs`; TraceError: it leaves it."""
     try:
         wrong = _rule(definition)(data)
     except RecursionError:

@@ -104,8 +104,7 @@ class TraceSource(Protocol):
 
 
 class TensorReaders(NamedTuple):
-    """What makes tensors of the values of a trace; `rankscope.open_trace` gives them to it, because
-    this room knows no torch."""
+    """What makes tensors of values; set by `rankscope.open_trace`: this room knows no torch."""
 
     local: Callable[[Value, int], torch.Tensor]
     full: Callable[[Value, LayoutFile | None], torch.Tensor]
@@ -236,8 +235,7 @@ class Node:
 
     @property
     def id(self) -> str:
-        """16 hex digits that depend on the key alone: the same node has the same id in every
-        trace."""
+        """16 hex digits of the key alone: the same in every trace."""
         return f"{int(self.step['nodes.id'][self.row]):016x}"
 
     @property
@@ -473,8 +471,7 @@ class Step:
             yield from node.walk()
 
     def passing(self) -> Iterator[Node]:
-        """Yield what `walk` yields, and keep none of it: a pass over a large trace holds one step
-        at a time."""
+        """Yield what `walk` yields, and keep none of it: one step is in memory at a time."""
         for node in self.fresh():
             yield from node.walk()
 
@@ -528,8 +525,7 @@ class Trace:
 
     @property
     def unread(self) -> str:
-        """What was passed over of all that has been read so far, because only a newer rankscope
-        knows it; "" for nothing."""
+        """What was passed over so far, because only a newer rankscope knows it; "" for nothing."""
         if not self._passed_over:
             return ""
         maker = self.run.get("versions", {}).get("rankscope")
@@ -587,8 +583,7 @@ class Trace:
 
     @property
     def error_notes(self) -> list[list[Note]]:
-        """What the errors in `completeness` say by kind and fields: a list for each of its
-        ranks."""
+        """The errors in `completeness` as notes, a list for each of its ranks."""
         return [
             [Note.read("", fact) for fact in rank["facts"]]
             if "facts" in rank
@@ -605,17 +600,12 @@ class Trace:
     @property
     def happened(self) -> list[str]:
         """Why the trace of a black box was made: `train step 8: black box: rank 1 raised`."""
-        notes = (
-            (step.head.words, str(note_of_ranks.note))
-            for step in self.steps
-            for note_of_ranks in step.notes
-        )
+        notes = ((step.head.words, str(n.note)) for step in self.steps for n in step.notes)
         lines = (f"{words}: {note}" for words, note in notes if note.startswith(BLACK_BOX))
         return list(dict.fromkeys(lines))
 
     def close(self) -> None:
-        """Let go of its files: each is unmapped with the last view of it. Nothing is read of the
-        trace afterwards."""
+        """Let go of its files: each is unmapped with its last view."""
         self.setup = self.steps = ()  # each knows the trace
         self.__dict__.pop("tensor_files", None)
 

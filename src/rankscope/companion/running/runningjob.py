@@ -38,7 +38,7 @@ _AWAY_S: Final = 60.0
 
 
 class Listener(Protocol):
-    """Is told of a job while it runs."""
+    """Follows a job while it runs."""
 
     def look(self, is_stopped: Callable[[], bool]) -> None:
         """Something may be new: do what is to be done."""
@@ -100,14 +100,14 @@ class RunningJob:
     def look(self, is_stopped: Callable[[], bool] = lambda: False) -> bool:
         """Read what is new, have listeners look, let go what none needs; True where more waits."""
         self.taken_bytes = self.read(is_stopped)
-        for each in self.listeners:
-            each.look(is_stopped)
+        for listener in self.listeners:
+            listener.look(is_stopped)
         self.let_go()
         return self.taken_bytes > 0
 
     def let_go(self) -> None:
         """Let the records go that no listener needs."""
-        self.drop([k for k in self.held() if not any(one.needs(k) for one in self.listeners)])
+        self.drop([k for k in self.held() if not any(ear.needs(k) for ear in self.listeners)])
 
     def read(self, is_stopped: Callable[[], bool]) -> int:
         """Read what is new in every stream, a part of it where that is much; return the bytes."""
@@ -115,24 +115,24 @@ class RunningJob:
         self._discover()
         share = _LOOK_BYTES // max(1, len(self._streams))
         behind = self._behind() if self.held_bytes > _MOST_HELD else None
-        taken = 0
+        read_bytes = 0
         for rank, stream in self._streams.items():
             if is_stopped():
                 break
             if rank in self.trouble or (behind is not None and rank not in behind):
                 continue
             try:
-                taken += stream.read(share)
+                read_bytes += stream.read(share)
             except SpoolError as error:
                 self.trouble[rank] = str(error)
         now = time.monotonic()
         for stream in self._streams.values():
             for key in stream.ended_ns:
                 self._seen_at.setdefault(key, now)
-        return taken
+        return read_bytes
 
     def read_again(self) -> None:
-        """Begin anew with the first record that is there: the steps of some were let go."""
+        """Read again from the first record that is there: steps of earlier records were let go."""
         for rank, stream in self._streams.items():
             self._streams[rank] = SplitStream(self._out, stream.stream, self._definitions, stream)
         self._seen_at.clear()
@@ -142,7 +142,7 @@ class RunningJob:
         now = time.monotonic()
         has_accelerator = any(stream.has_accelerator for stream in self._streams.values())
         least_s = _DEVICE_S if has_accelerator else 0.0
-        found = []
+        keys = []
         for key, seen_at in self._seen_at.items():
             is_late = now - seen_at >= _ABSENT_S
             has_all_ranks = len(self._streams) >= self._traced_ranks
@@ -157,33 +157,33 @@ class RunningJob:
                     for rank, stream in self._streams.items()
                 )
             ):
-                found.append(key)
-        return sorted(found, key=self._when)
+                keys.append(key)
+        return sorted(keys, key=self._when)
 
     def past(self) -> list[StepKey]:
         """Return the held steps to which no rank will add a record, in the order of their ends."""
         now = time.monotonic()
-        found, lagging = [], []
+        past_keys, lagging = [], []
         for key, seen_at in self._seen_at.items():
             is_away = now - seen_at >= _AWAY_S
             if len(self._streams) < self._traced_ranks and not is_away:
                 continue
-            left = [
+            behind = [
                 stream
                 for rank, stream in self._streams.items()
                 if not self._is_past(rank, stream, key)
                 and not (is_away and key.mode not in stream.begun)
             ]
-            if not left:
-                found.append(key)
-            elif all(self._has_trained_on(stream, key) for stream in left):
+            if not behind:
+                past_keys.append(key)
+            elif all(self._has_trained_on(stream, key) for stream in behind):
                 lagging.append(key)
         room = _MOST_LAGGING
         for key in sorted(lagging, key=self._when, reverse=True):
             room -= self.bytes_of(key)
             if room < 0:
-                found.append(key)
-        return sorted(found, key=self._when)
+                past_keys.append(key)
+        return sorted(past_keys, key=self._when)
 
     def _is_past(self, rank: int, stream: SplitStream, key: StepKey) -> bool:
         if stream.is_over or rank in self._ends:
@@ -197,7 +197,7 @@ class RunningJob:
 
     def _has_trained_on(self, stream: SplitStream, key: StepKey) -> bool:
         """True for a step outside training, behind which a rank trained on without it."""
-        trained = max(each.trained_by_then.get(key, -1) for each in self._streams.values())
+        trained = max(stream.trained_by_then.get(key, -1) for stream in self._streams.values())
         is_side = key.mode != int(Mode.TRAIN)
         return is_side and stream.ended.get(int(Mode.TRAIN), -1) >= trained + _STEPS_PAST
 
@@ -213,18 +213,20 @@ class RunningJob:
         return sum(stream.held.get(key, 0) for stream in self._streams.values())
 
     def held(self) -> set[StepKey]:
-        """Return the steps of which records are held."""
+        """Return the steps whose records are in memory."""
         return {key for stream in self._streams.values() for key in stream.held}
 
     def _behind(self) -> set[int]:
-        found: set[int] = set()
-        seen: set[int] = set()
+        ranks: set[int] = set()
+        modes: set[int] = set()
         for key in sorted(self._seen_at, key=self._when):
-            if key.mode not in seen:
-                late = {r for r, each in self._streams.items() if not self._is_past(r, each, key)}
-                seen |= {key.mode} if late else set()
-                found |= late
-        return found or {*self._streams}
+            if key.mode not in modes:
+                late = {
+                    r for r, stream in self._streams.items() if not self._is_past(r, stream, key)
+                }
+                modes |= {key.mode} if late else set()
+                ranks |= late
+        return ranks or {*self._streams}
 
     def has_tensors(self, key: StepKey) -> bool:
         """True where full tensors of a step were asked for: which came is known at the end."""
@@ -259,11 +261,11 @@ class RunningJob:
         return assemble(self._sources(keys), decoded=self._definitions, began_ns=began_ns, end=end)
 
     def _sources(self, keys: Iterable[StepKey]) -> list[StreamBytes]:
-        wanted = set(keys)
+        chosen = set(keys)
         return [
             StreamBytes(
                 stream=stream.stream,
-                data=stream.cells(wanted),
+                data=stream.cells(chosen),
                 is_verified=True,
                 end=self._ends[rank].end if rank in self._ends else None,
             )
@@ -271,20 +273,20 @@ class RunningJob:
         ]
 
     def _discover(self) -> None:
-        self.lengths = found = replicated(self._out)
-        life = max((stream.incarnation for stream in found), default=0)
+        self.lengths = lengths = replicated(self._out)
+        life = max((stream.incarnation for stream in lengths), default=0)
         if life > self.life:  # the job began again: what was before is over
             self.life = life
-            for stream in self._streams.values():
-                stream.close()
+            for reader in self._streams.values():
+                reader.close()
             self._replaced += self._streams.values()
             self._streams.clear()
             self._ends.clear()
             self._seen_at.clear()
             self.trouble.clear()
-        for each in found:
-            if each.incarnation == life and each.rank not in self._streams:
-                self._streams[each.rank] = SplitStream(self._out, each, self._definitions)
+        for stream in lengths:
+            if stream.incarnation == life and stream.rank not in self._streams:
+                self._streams[stream.rank] = SplitStream(self._out, stream, self._definitions)
         self._streams = dict(sorted(self._streams.items()))
         for rank, split in self._streams.items():
             marker = None if rank in self._ends else read_end(replica_path(self._out, split.stream))

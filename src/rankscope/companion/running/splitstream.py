@@ -58,13 +58,13 @@ class SplitStream:
     """One stream: what was read of its replica."""
 
     def __init__(
-        self, out: Path, stream: StreamId, decoded: Decoded, again: SplitStream | None = None
+        self, out: Path, stream: StreamId, decoded: Decoded, earlier: SplitStream | None = None
     ) -> None:
-        """Read nothing yet; `decoded` as of `read_stream`; `again`: the same stream as far as it
+        """Read nothing yet; `decoded` as of `read_stream`; `earlier`: the same stream as far as it
         was read, to read it again from the begin on."""
         self.stream = stream
-        self.tail: StreamTail = StreamTail(has_values=True) if again is None else again.tail
-        self._tail_from: int = 0 if again is None else again.offset
+        self.tail: StreamTail = StreamTail(has_values=True) if earlier is None else earlier.tail
+        self._tail_from: int = 0 if earlier is None else earlier.offset
         """What lies before was taken by the tail."""
         self._decoded = decoded
         self.ended: dict[int, int] = {}
@@ -107,24 +107,24 @@ class SplitStream:
     def read(self, most_bytes: int) -> int:
         """Read at most about so many new bytes; return how many there were, or raise SpoolError."""
         self._begin_where_records_are()
-        taken, most = 0, min(max(most_bytes, _LEAST_BYTES), _PIECE_BYTES)
-        while taken < most_bytes:
+        read_bytes, most_piece = 0, min(max(most_bytes, _LEAST_BYTES), _PIECE_BYTES)
+        while read_bytes < most_bytes:
             before = self._tail_from - self.offset
-            size = min(most, before) if before > 0 else most
+            size = min(most_piece, before) if before > 0 else most_piece
             try:
-                left = self._path.stat().st_size - self.offset  # before: it grows meanwhile
-                found = records_at(self._path, self.offset, size)
+                unread = self._path.stat().st_size - self.offset  # before: it grows meanwhile
+                piece = records_at(self._path, self.offset, size)
             except OSError as error:
                 raise SpoolError(f"{self._path}: cannot be read: {error.strerror}") from error
-            if not found.committed_bytes:
-                if left > LONGEST_RECORD:
+            if not piece.committed_bytes:
+                if unread > LONGEST_RECORD:
                     raise SpoolError(f"{self._path}: damaged from byte {self.offset} on")
                 break
-            self._take(found, is_told=before <= 0)
-            self.offset += found.committed_bytes
-            taken += found.committed_bytes
-        self.is_read_out = not taken
-        return taken
+            self._take(piece, is_told=before <= 0)
+            self.offset += piece.committed_bytes
+            read_bytes += piece.committed_bytes
+        self.is_read_out = not read_bytes
+        return read_bytes
 
     def drop(self, key: StepKey) -> None:
         """Let the records of a step go."""
@@ -149,7 +149,10 @@ class SplitStream:
         """Return whole records, [bytes]: what holds for the whole job, and those of some steps."""
         if len(self._kept) > 1:
             self._kept = [np.concatenate(self._kept)]
-        parts = [*self._kept, *(p for key, own in self._held.items() if key in keys for p in own)]
+        parts = [
+            *self._kept,
+            *(p for key, parts_of in self._held.items() if key in keys for p in parts_of),
+        ]
         return np.concatenate(parts).reshape(-1) if parts else np.empty(0, np.uint8)
 
     def settle(self) -> None:
@@ -171,35 +174,35 @@ class SplitStream:
         self.offset, self.late_records = prefix.settled_to, prefix.late_records
         self.settled = self.offset
 
-    def _take(self, found: Records, *, is_told: bool) -> None:
-        owners = np.full(len(found), _KEPT, np.int64)
-        definitions = definitions_in(found, self._decoded)[0]
+    def _take(self, piece: Records, *, is_told: bool) -> None:
+        owners = np.full(len(piece), _KEPT, np.int64)
+        definitions = definitions_in(piece, self._decoded)[0]
         self._note_definitions(definitions.values())
         if is_told:
-            self.tail.take(found, definitions)
-        positions, enters = found.columns(RecordKind.ENTER)
+            self.tail.take(piece, definitions)
+        positions, enters = piece.columns(RecordKind.ENTER)
         is_setup = enters["phase"] == int(Phase.SETUP)
-        own = self._steps_of(step_codes(enters["mode"], enters["step"]))
-        owners[positions] = np.where(is_setup, _KEPT, own)
+        rows_of = self._steps_of(step_codes(enters["mode"], enters["step"]))
+        owners[positions] = np.where(is_setup, _KEPT, rows_of)
         self._remember(enters["sequence"], owners[positions])
-        positions, steps = found.columns(RecordKind.STEP)
+        positions, steps = piece.columns(RecordKind.STEP)
         owners[positions] = self._steps_of(step_codes(steps["mode"], steps["step"]))
         self._note_steps(steps)
-        positions, values = found.values()
-        own = self._owners_of(values["sequence"])
-        named = np.unique(own[(values["reference"] != 0) & (own >= 0)]).tolist()
+        positions, values = piece.values()
+        rows_of = self._owners_of(values["sequence"])
+        named = np.unique(rows_of[(values["reference"] != 0) & (rows_of >= 0)]).tolist()
         self.with_tensors.update(key for key, n in self._numbers.items() if n in named)
-        is_of_call = np.isin(found.kind, _OF_A_CALL)
-        owners[is_of_call] = self._owners_of(call_sequences(found)[is_of_call])
-        positions, errors = found.columns(RecordKind.ERROR)
+        is_of_call = np.isin(piece.kind, _OF_A_CALL)
+        owners[is_of_call] = self._owners_of(call_sequences(piece)[is_of_call])
+        positions, errors = piece.columns(RecordKind.ERROR)
         has_no_call = errors["sequence"] == np.uint64(NO_SEQUENCE)
         owners[positions[has_no_call]] = _KEPT
-        owners[found.positions(RecordKind.FILLER)] = _LATE
-        self.late_records += int((owners == _LATE).sum()) - len(found.positions(RecordKind.FILLER))
-        self.is_over |= len(found.positions(RecordKind.END)) > 0
+        owners[piece.positions(RecordKind.FILLER)] = _LATE
+        self.late_records += int((owners == _LATE).sum()) - len(piece.positions(RecordKind.FILLER))
+        self.is_over |= len(piece.positions(RecordKind.END)) > 0
         keys = {number: key for key, number in self._numbers.items()}
         for owner in np.unique(owners[owners != _LATE]).tolist():
-            cells = found.cells_of(np.flatnonzero(owners == owner))
+            cells = piece.cells_of(np.flatnonzero(owners == owner))
             if owner == _KEPT:
                 self._kept.append(cells)
             else:
@@ -241,14 +244,14 @@ class SplitStream:
                 self._held[key], self.held[key] = [], 0
                 self._numbers[key] = next(self._next_number)
             numbers[i] = self._numbers[key]
-        found: NDArray[np.int64] = numbers[inverse.reshape(-1)]
-        return found
+        steps: NDArray[np.int64] = numbers[inverse.reshape(-1)]
+        return steps
 
     def _remember(self, sequences: NDArray[Any], owners: NDArray[np.int64]) -> None:
         if len(sequences):
-            every = np.concatenate([self._sequences, sequences.astype(np.uint64)])
-            order = np.argsort(every, kind="stable")
-            self._sequences = every[order]
+            sequences_all = np.concatenate([self._sequences, sequences.astype(np.uint64)])
+            order = np.argsort(sequences_all, kind="stable")
+            self._sequences = sequences_all[order]
             self._owners = np.concatenate([self._owners, owners])[order]
 
     def _owners_of(self, sequences: NDArray[Any]) -> NDArray[np.int64]:

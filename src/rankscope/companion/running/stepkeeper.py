@@ -120,8 +120,8 @@ class StepKeeper:
                 return
             self._write(self._tree, part)
         job.let_go()
-        again = job.kept_bytes + job.held_bytes  # written anew each time
-        if job.settled_bytes >= max(self._sizes.free, 2 * again):
+        rewritten = job.kept_bytes + job.held_bytes  # rewritten each time
+        if job.settled_bytes >= max(self._sizes.free, 2 * rewritten):
             self._tree.sync()
             job.settle()
 

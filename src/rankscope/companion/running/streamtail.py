@@ -115,18 +115,18 @@ class StreamTail:
         definition = self.definitions.get(call.collective)
         return definition is not None and not definition.get("async", False)
 
-    def take(self, found: Records, definitions: Mapping[int, dict[str, Any]]) -> None:
+    def take(self, piece: Records, definitions: Mapping[int, dict[str, Any]]) -> None:
         """Take the next records of the stream, and the definitions among them."""
         for number, definition in definitions.items():
             if definition["kind"] in _KEPT_KINDS:
                 self.definitions[number] = definition
             elif Note.read("", definition.get("fact")).kind is NoteKind.MISSED_STEP:
                 self._missed_notes.add(number)
-        self.records += len(found) - len(found.positions(RecordKind.FILLER))
-        _, enters = found.columns(RecordKind.ENTER)
-        _, exits = found.columns(RecordKind.EXIT)
-        _, steps = found.columns(RecordKind.STEP)
-        _, values = found.values()
+        self.records += len(piece) - len(piece.positions(RecordKind.FILLER))
+        _, enters = piece.columns(RecordKind.ENTER)
+        _, exits = piece.columns(RecordKind.EXIT)
+        _, steps = piece.columns(RecordKind.STEP)
+        _, values = piece.values()
         for rows in (enters, exits, steps, values):
             if len(rows):
                 self.written_ns = max(self.written_ns, int(rows["time_ns"].max()))
@@ -135,9 +135,9 @@ class StreamTail:
         if self._has_values:
             self._note_values(enters, values)
         self._note_steps(steps)
-        _, gaps = found.columns(RecordKind.GAP)
+        _, gaps = piece.columns(RecordKind.GAP)
         self.lost_records += int(gaps["records"].sum())
-        ended = ending(found)
+        ended = ending(piece)
         if ended.reason is not None:
             self.end = ended.reason
             self.lost_records = max(self.lost_records, ended.dropped_records)
@@ -201,8 +201,8 @@ class StreamTail:
             number = float(means[place]) if not wrong[place] else math.nan
             self._losses[int(of["step"][place])] = number
         for step in np.unique(of["step"][is_grad]).tolist():
-            own = is_grad & (of["step"] == step)
-            sum_ = float(np.square(norms[own]).sum()) if not wrong[own].any() else math.nan
+            of_step = is_grad & (of["step"] == step)
+            sum_ = float(np.square(norms[of_step]).sum()) if not wrong[of_step].any() else math.nan
             self._squares[step] = self._squares.get(step, 0.0) + sum_
 
     def _note_backward(self, values: ValueRows, of: Rows, is_it: NDArray[np.bool_]) -> None:
@@ -254,9 +254,9 @@ class StreamTail:
                 )
             )
         sums: tuple[dict[int, Any], ...] = (self._waited_ns, self._losses, self._squares)
-        for each in sums:
-            for number in [n for n in each if n <= step]:
-                del each[number]
+        for step_sums in sums:
+            for number in [n for n in step_sums if n <= step]:
+                del step_sums[number]
 
 
 def _entered(row: Any) -> EnteredCall:
@@ -271,7 +271,7 @@ class RankActivity:
     """What a rank was inside of when it wrote its last record."""
 
     written_ns: int
-    """Monotonic time of that record on its host; 0 where there is none with a time."""
+    """Monotonic time of that record on its host; 0 for a record without a time."""
     inside: str
     """What it is inside of: `a collective of train step 2`; "" for nothing that is known."""
 
@@ -282,14 +282,14 @@ def activity_of(
     """Read what a rank is inside of, or raise SpoolError; `definitions` is a stream with more of
     them; `counts_steps`: a train step before its optimizer counts."""
     tail = StreamTail(is_whole=reader.lowest() == 0)
-    for each in filter(None, (definitions, reader)):
-        for chunk in each.chunks():
-            found = records(chunk, is_verified=True)
-            tail.take(found, definitions_in(found, {})[0])
+    for source in filter(None, (definitions, reader)):
+        for chunk in source.chunks():
+            piece = records(chunk, is_verified=True)
+            tail.take(piece, definitions_in(piece, {})[0])
     inside, call = "", tail.innermost
     if call is not None:
-        what = "a collective" if call.collective else "a call"
-        inside = f"{what} of {Mode(call.mode).word} step {call.step}"
+        noun = "a collective" if call.collective else "a call"
+        inside = f"{noun} of {Mode(call.mode).word} step {call.step}"
     elif counts_steps and tail.step_before_optimizer is not None:
         inside = f"train step {tail.step_before_optimizer}, before its optimizer"
     return RankActivity(written_ns=tail.written_ns, inside=inside)

@@ -46,15 +46,13 @@ def finish_kept(out: Path, stream: RankStream) -> RankStream:
         reports = finish_chunks(folder, stream.stream, stream.tensors, stream.definitions)
     except ChunkError as error:
         return dataclasses.replace(stream, notes=(*stream.notes, str(error)))
-    noted = [
-        (report, report.note.replace(f"{out}{os.sep}", "")) for report in reports if report.note
-    ]
-    lost = {reference for report in reports for reference in report.lost}
+    noted = [(r, r.note.replace(f"{out}{os.sep}", "")) for r in reports if r.note]
+    lost = {reference for r in reports for reference in r.lost}
     return dataclasses.replace(
         stream,
         tensors=_without(stream, lost) if lost else stream.tensors,
-        notes=(*stream.notes, *(text for report, text in noted if report.lost)),
-        kept_notes=(*stream.kept_notes, *(text for report, text in noted if not report.lost)),
+        notes=(*stream.notes, *(text for r, text in noted if r.lost)),
+        kept_notes=(*stream.kept_notes, *(text for r, text in noted if not r.lost)),
     )
 
 
@@ -84,8 +82,7 @@ def _without(stream: RankStream, lost: Iterable[int]) -> Array:
 
 
 def _adopt(folder: Path, records: RankStream) -> None:
-    """Write the life that a replaced node's chunks were put under into their headers, where the
-    records of that life name the bytes that are in them."""
+    """Write the new life of a replaced node's chunks into headers whose bytes its records name."""
     stream = records.stream
     for number in chunk_numbers(folder):
         path = chunk_path(folder, number)

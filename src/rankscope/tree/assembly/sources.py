@@ -117,8 +117,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _places(entries: Sequence[Path]) -> Iterator[tuple[StreamId, Path, _Length]]:
-    """Yield every replica with its valid length, or why it cannot be read, then every stream folder
-    (no length)."""
+    """Yield every replica with its valid length or error, then every stream folder (no length)."""
     replicas = [(path, path.stem, True) for path in entries if path.suffix == CELLS_SUFFIX]
     for entry, name, is_file in replicas + [(path, path.name, False) for path in entries]:
         stream = stream_named(name)
@@ -173,8 +172,8 @@ def _writer_of(entry: Path, length: _Length) -> tuple[int, StreamId | None]:
 
 
 def _named(stream: StreamId, writer: StreamId | None) -> StreamId:
-    """Return whose records a place of this name holds. Of a process that took the place of another
-    one the life is later than it says."""
+    """Return whose records a place holds; where a process replaced another, the later life
+    counts."""
     if writer is None or (writer.rank, writer.incarnation) == (stream.rank, stream.incarnation):
         return stream
     is_later = writer.rank == stream.rank and writer.incarnation < stream.incarnation
@@ -209,8 +208,8 @@ def _first_definition(data: Array | bytes) -> Mapping[str, Any]:
 
 
 def _join(copies: _StreamCopies) -> StreamBytes:
-    """Put together what several places hold of one stream: the longest replica, then segments
-    behind it, then whatever is whole behind a hole."""
+    """Put the copies of one stream together: the longest replica, segments, what lies behind
+    holes."""
     best: Path | None = None
     length = 0
     for path, valid in copies.replicas:
@@ -274,8 +273,7 @@ def _missing(begin: int, end: int) -> str:
 
 
 def _behind_holes(copies: _StreamCopies, length: int) -> Iterator[tuple[int, int, Array]]:
-    """Yield (begin, end, bytes) of each run of whole records in the stream, in order, behind its
-    first `length` bytes, which are whole."""
+    """Yield (begin, end, bytes) of the whole records behind the first `length` bytes, in order."""
     runs: list[tuple[int, int, Array]] = []
     for path, _ in copies.replicas:
         runs += _runs_in(path, 0, length)

@@ -66,8 +66,7 @@ class _Name:
 
     @classmethod
     def parse(cls, text: str, paths: Collection[str]) -> _Name:
-        """Split a name at its first colon, or at the first that gives a path: paths may hold colons
-        too."""
+        """Split a name at its first colon that gives a path: paths may hold colons too."""
         parts = text.split(":")
         split = []
         for end in range(1, len(parts) + 1):
@@ -246,9 +245,9 @@ def asked_tensors(
         LayoutError: nothing says how pieces belong together, or they contradict it.
         TraceError: bytes cannot be found.
     """
-    trace_ranks = {int(choice["rank"]) for choice in trace.run["ranks"]}
-    if rank is not None and rank not in trace_ranks:
-        raise SelectionError(f"--rank {rank}: the trace holds ranks {ranks_text(trace_ranks)}")
+    traced = {int(choice["rank"]) for choice in trace.run["ranks"]}
+    if rank is not None and rank not in traced:
+        raise SelectionError(f"--rank {rank}: the trace holds ranks {ranks_text(traced)}")
     chosen, notes = choose(trace, query)
     for line in notes:
         say(line)
@@ -302,10 +301,10 @@ def save_tensors(out: Path, asked: Iterable[AskedTensor], *, is_forced: bool = F
 
 def printed(asked: Iterable[AskedTensor]) -> Iterator[tuple[str, str]]:
     """Yield a headline and the numbers of each tensor; of large ones the edges."""
-    for tensor in asked:
+    for t in asked:
         yield (
-            f"{tensor.key}  {tensor.dtype}{list(tensor.shape)}  {tensor.whence}",
-            str(tensor.make()),
+            f"{t.key}  {t.dtype}{list(t.shape)}  {t.whence}",
+            str(t.make()),
         )
 
 

@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholePlan:
-    """Which ranks' bytes make up a value, and notes on what was inferred and what is not
-    compared."""
+    """Which ranks' bytes make up a value; notes on what was inferred and is not compared."""
 
     plan: AssemblyPlan
     dtype: str
@@ -299,8 +298,7 @@ class _GivenLayouts:
             self._who = f"{layouts.name}, given afterwards in place of {before},"
 
     def of(self, value: Value) -> tuple[dict[str, Placement], Sequence[str]]:
-        """Return {axis: placement} of a value that no DTensor describes, {} where the file has
-        nothing of it, and what is to be said of it."""
+        """Return {axis: placement} by the file, {} where it has nothing, and notes on it."""
         if self._layouts is None or self.mesh is None:
             return {}, [self.unused] if self.unused else []
         placements = self._layouts.placements(value.node.path, value.views[0].slot)

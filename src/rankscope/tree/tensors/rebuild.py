@@ -260,8 +260,7 @@ _CHUNK: Final = 1 << 22  # elements that are held as float64 at a time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactDistance:
-    """What two tensors have in common and what not. Elements that are not finite in one of them are
-    left out of the sums."""
+    """Distance of two tensors; elements that are not finite in one are left out of the sums."""
 
     cross: float
     """Sum of the products, element by element."""
@@ -280,8 +279,7 @@ class ExactDistance:
 
     @property
     def relative(self) -> float:
-        """L2 norm of the difference over that of the first tensor; inf where what is not finite
-        differs."""
+        """L2 norm of the difference over that of the first; inf where nonfinite elements differ."""
         if self.other_nonfinite:
             return math.inf
         if not self.unequal:

@@ -166,19 +166,17 @@ class _ValueLinks:
 
     def _link(self, taker: _ValueEnd, makers: list[_ValueEnd], key: tuple[Phase, int, int]) -> None:
         around = set(_around(taker.call))
-        if candidates := [maker for maker in makers if maker.call not in around]:
-            maker = candidates[-1]
-            outer = {candidate.call: candidate for candidate in candidates}
+        if outside := [maker for maker in makers if maker.call not in around]:
+            maker = outside[-1]
+            outer = {end.call: end for end in outside}
             for call in _around(maker.call):
                 if call in around:
                     break
                 maker = outer.get(call, maker)
         else:
             parent = taker.call.parent
-            parent_slots = () if parent is None else parent.slots.items()
-            handed = [
-                s for s, v in parent_slots if is_input(s, taker.call.phase) and _key(v) == key
-            ]
+            slots = () if parent is None else parent.slots.items()
+            handed = [s for s, v in slots if is_input(s, taker.call.phase) and _key(v) == key]
             if parent is None or not handed:
                 return
             maker = _ValueEnd(parent, handed[0])
@@ -263,10 +261,8 @@ def _groups(values: SlotValues, shapes: Mapping[int, tuple[int, ...]]) -> list[A
     """Return the places of ranks that hold the same, the largest group first."""
     hashes = values.hashes
     numbers: dict[tuple[int, ...], int] = {}
-    shape_numbers = [
-        numbers.setdefault(shapes.get(r, ()), len(numbers)) for r in values.ranks.tolist()
-    ]
-    columns = (hashes, values.counts, values.column("digested"), np.array(shape_numbers))
+    shape_of = [numbers.setdefault(shapes.get(r, ()), len(numbers)) for r in values.ranks.tolist()]
+    columns = (hashes, values.counts, values.column("digested"), np.array(shape_of))
     keys = np.stack([column.astype(np.uint64) for column in columns], axis=1)
     if (keys == keys[0]).all():
         return [np.arange(len(hashes))]
@@ -305,23 +301,19 @@ def _chosen(
     """Return the largest group, those of the extremes, and those of marked ranks and of the ranks
     that hold the same pieces as they."""
     norms = np.where(values.is_known, values.column("l2"), np.nan)
-    chosen_places = {int(groups[0][0])}
+    chosen = {int(groups[0][0])}
     if not np.isnan(norms).all():
-        chosen_places |= {int(np.nanargmin(norms)), int(np.nanargmax(norms))}
-    chosen_places |= set(np.flatnonzero(values.nonfinite)[:1].tolist())
+        chosen |= {int(np.nanargmin(norms)), int(np.nanargmax(norms))}
+    chosen |= set(np.flatnonzero(values.nonfinite)[:1].tolist())
     if marked:
         some = sorted(marked)[:_MOST_FOLDS]
         places = values.at(np.array(some, np.int64))
-        chosen_places |= set(places[places >= 0].tolist())
-        marked_pieces = {pieces[rank] for rank in some if rank in pieces}
-        peers = [
-            n for n, rank in enumerate(values.ranks.tolist()) if pieces.get(rank) in marked_pieces
-        ]
-        groups_of_peers = [
-            g for g in groups if marked_pieces and not set(peers).isdisjoint(g.tolist())
-        ]
-        chosen_places |= {int(g[0]) for g in groups_of_peers[:_MOST_FOLDS]}
-    return [places for places in groups if not chosen_places.isdisjoint(places.tolist())]
+        chosen |= set(places[places >= 0].tolist())
+        named = {pieces[rank] for rank in some if rank in pieces}
+        peers = [n for n, rank in enumerate(values.ranks.tolist()) if pieces.get(rank) in named]
+        groups_of_peers = [g for g in groups if named and not set(peers).isdisjoint(g.tolist())]
+        chosen |= {int(g[0]) for g in groups_of_peers[:_MOST_FOLDS]}
+    return [places for places in groups if not chosen.isdisjoint(places.tolist())]
 
 
 def _fold(

@@ -243,10 +243,9 @@ class CellPlanes:
             if not lines.size:
                 continue
             as_one = lines.view(np.dtype((np.void, lines.shape[1]))).ravel()
-            _, line_labels = np.unique(as_one, return_inverse=True)
-            _, labels = np.unique(
-                labels * (line_labels.max() + 1) + line_labels, return_inverse=True
-            )
+            _, lines_of = np.unique(as_one, return_inverse=True)
+            # renumbered after every plane, so that products of labels never overflow
+            _, labels = np.unique(labels * (lines_of.max() + 1) + lines_of, return_inverse=True)
         groups: dict[int, list[int]] = {}
         for rank, label in enumerate(labels.tolist()):
             groups.setdefault(label, []).append(rank)

@@ -93,20 +93,18 @@ def check_page(
 
 
 def _chosen(
-    cells: _CheckCells, report: Report, path: str, ranges: tuple[range, ...], limit: float
+    cells: _CheckCells, report: Report, path: str, spans: tuple[range, ...], limit: float
 ) -> ValueChoice:
-    if path == "*" and not ranges:
+    if path == "*" and not spans:
         return cells.chosen(report, limit)
     paths = cells.rows.paths
-    rows = frozenset(
-        row for row, module_path in enumerate(paths) if glob_matches(path, module_path)
-    )
+    rows = frozenset(row for row, p in enumerate(paths) if glob_matches(path, p))
     if not rows:
         raise nothing_matched("--path", path, paths)
     steps = [
         number
         for number, step in enumerate(cells.steps.all)
-        if not ranges or (not step.is_setup and any(step.step in w for w in ranges))
+        if not spans or (not step.is_setup and any(step.step in w for w in spans))
     ]
     note = "The map shows everything; values are here as --path and --step asked for."
     return ValueChoice(dict.fromkeys(steps, rows), note)
@@ -217,6 +215,7 @@ class _CheckCells(PageMap):
                 plane = self.planes.plane(step, phase, kind)[: len(self.rows)]
                 is_missing = plane.any(axis=1) & (plane[:, rank] == 0)
                 for row in np.flatnonzero(is_missing).tolist():
+                    # stages of a pipeline never call each other's modules: those are not missing
                     called = self._called[phase, row]
                     if called[rank] or rank not in self._last_of:
                         plane[row, rank] = CellClass.MISSING

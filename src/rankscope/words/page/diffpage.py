@@ -68,9 +68,7 @@ class _DiffCells(PageMap):
             if not step.is_setup:
                 break
 
-    def note(
-        self, key: StepKey | None, differences: StepDifferences, wrong: Collection[int]
-    ) -> None:
+    def note(self, key: StepKey | None, step_diff: StepDifferences, wrong: Collection[int]) -> None:
         """Take a step; hand this to `diff` as `each_step`."""
         mode, number = key or (Mode.TRAIN, 0)
         step = self.begin(StepHead(is_setup=key is None, mode=mode, step=number, incarnation=0))
@@ -78,7 +76,7 @@ class _DiffCells(PageMap):
         errors: defaultdict[str, dict[str, dict[int, float]]] = defaultdict(
             lambda: {"error": {}, "noise": {}}
         )
-        for compared in differences.compared:
+        for compared in step_diff.compared:
             values = compared.value.first_test
             row = self.rows.of(values.call.path)
             is_wrong = id(compared) in wrong
@@ -92,7 +90,7 @@ class _DiffCells(PageMap):
                 drawn = errors[compared.key.phase.word]
                 for line, distance in (("error", compared.error), ("noise", compared.allowed)):
                     drawn[line][row] = max(_finite(distance), drawn[line].get(row, 0.0))
-        for alone in (*differences.aligned.only_ref, *differences.aligned.only_test):
+        for alone in (*step_diff.aligned.only_ref, *step_diff.aligned.only_test):
             row = self.rows.of(alone.path)
             all_ranks = slice(None)
             self.planes.raise_to(

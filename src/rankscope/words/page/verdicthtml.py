@@ -198,7 +198,7 @@ def _model_size(trace: Trace) -> Iterator[str]:
     settings = trace.run.get("settings", {})
     if not trace.setup or settings.get("paths", "*") != "*" or settings.get("slots", "*") != "*":
         return
-    total = lowest_total = 0
+    total = lowest_sum = 0
     is_known = True
     for node in trace.setup[0].passing():
         named = [slot for slot in node.slots if slot.slot.startswith("param:")]
@@ -207,15 +207,13 @@ def _model_size(trace: Trace) -> Iterator[str]:
             shapes = slot.shapes()
             lowest = min(shapes, default=0)
             size = prod(shapes.get(lowest, (0,)))
-            lowest_total += size if lowest == trace.run["ranks"][0]["rank"] else 0
+            lowest_sum += size if lowest == trace.run["ranks"][0]["rank"] else 0
             total += size if slot.global_shape is None else prod(slot.global_shape)
             is_one = len(shapes) == 1 or (slot.distinct == 1 and any(slot.per_rank().values()))
             is_known &= slot.global_shape is not None or is_one
     if total:
         yield (
-            f"{total:,} parameters"
-            if is_known
-            else f"{lowest_total:,} parameters on the lowest rank"
+            f"{total:,} parameters" if is_known else f"{lowest_sum:,} parameters on the lowest rank"
         )
 
 
