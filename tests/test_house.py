@@ -144,7 +144,7 @@ WITHOUT_TORCH = [
     "rankscope.layout.plan",
     "rankscope.layout.infer",
     "rankscope.layout.proof",
-    "rankscope.layout.batches",
+    "rankscope.layout.plan",
     "rankscope.layout.declared",
     "rankscope.layout.layoutfile",
     "rankscope.cli.tensor",
@@ -355,7 +355,7 @@ def test_one_function_opens_step_files_and_one_writes_them() -> None:
     """What is checked when a file is opened, and what it may lack, is known in one place."""
     assert calling("MappedFile") == {
         "tree/stepfile.py:map_columns",
-        "spool/chunks/finishing.py:read_header",  # of full tensors
+        "spool/chunks/chunkfiles.py:read_header",  # of full tensors
         "compat/debugger/filetrace.py:find",  # a tensor that a debugger wrote
     }
     assert {each.partition(":")[0] for each in calling("map_columns")} == {

@@ -13,13 +13,12 @@ from rankscope.errors import RankscopeError
 from rankscope.record.notes import NoteKind
 from rankscope.record.stepselection import StepSelection
 from rankscope.record.triggers import Trigger
-from rankscope.run.companions import ExitOutcome
-from rankscope.run.eventboard import held_anything
+from rankscope.run.agreements import held_anything
 from rankscope.run.filenames import CELLS_SUFFIX, COLLECTOR_LOG_NAME, REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.folders import streams
 from rankscope.run.jobend import first_failures, has_failed, signal_of
-from rankscope.run.outfolder import QUIET, announced, recovering, typed
-from rankscope.run.prepare import Collection
+from rankscope.run.prepare import QUIET, Collection, announced, recovering, typed
+from rankscope.run.processes import ExitOutcome
 from rankscope.tree.crashes import Crash, crashes
 from rankscope.tree.reader import open_trace
 from rankscope_launcher.companions import Companion

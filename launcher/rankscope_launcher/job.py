@@ -21,16 +21,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from rankscope.capture.device.hostgpus import compilers_of_host
+from rankscope.capture.device.fusedcache import compilers_of_host
 from rankscope.capture.kernel import prepare as prepare_kernel
 from rankscope.errors import RankscopeError, SettingError
-from rankscope.run.companions import (
-    companion_command,
-    dataset_trouble,
-    metrics_trouble,
-    start_extras,
-)
-from rankscope.run.eventboard import held_anything
+from rankscope.run.agreements import held_anything
 from rankscope.run.filenames import (
     COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
@@ -48,8 +42,13 @@ from rankscope.run.folders import (
     streams,
 )
 from rankscope.run.jobend import note_job_end
-from rankscope.run.outfolder import remove_empty
-from rankscope.run.prepare import Collection, PreparedRun, RunRequest, prepare_run
+from rankscope.run.prepare import Collection, PreparedRun, RunRequest, prepare_run, remove_empty
+from rankscope.run.processes import (
+    companion_command,
+    dataset_trouble,
+    metrics_trouble,
+    start_extras,
+)
 from rankscope.run.progressline import progress, say
 from rankscope.settings import Settings
 from rankscope.words.joblines import JobNotices, job_verdict

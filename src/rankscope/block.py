@@ -18,21 +18,19 @@ from torch import nn
 
 from rankscope.agent.activation import arm, close, current_session, hold
 from rankscope.agent.guard import attempt, say, text_of
-from rankscope.agent.hooks.callvalues import CallOptions
+from rankscope.agent.hooks.calls import CallOptions
 from rankscope.agent.join import define_rank, settings_here, who_am_i
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.session import Opened, Session
-from rankscope.agent.values.bytestores import Store
-from rankscope.agent.values.tensorstore import make_tensor_store
+from rankscope.agent.values.tensorstore import Store, make_tensor_store
 from rankscope.capture.kernel import prepare as prepare_kernel
 from rankscope.errors import RankscopeError, SettingError, SpoolError
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason
 from rankscope.run.folders import run_key, stream_folder
-from rankscope.run.outfolder import recovering
-from rankscope.run.prepare import Collection, RunRequest, prepare_run
+from rankscope.run.prepare import Collection, RunRequest, prepare_run, recovering
 from rankscope.run.progressline import progress
 from rankscope.settings import Settings, as_keywords
-from rankscope.spool.replication import StreamEnd, replica_path, write_end
+from rankscope.spool.replicas import StreamEnd, replica_path, write_end
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 from rankscope.tree.assembly.rankstreams import StreamBytes

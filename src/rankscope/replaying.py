@@ -27,15 +27,15 @@ from torch import nn
 from rankscope.agent.guard import attempt, text_of
 from rankscope.capture.describe import dtype_name
 from rankscope.capture.pytree import is_tensor, walk
-from rankscope.capture.torch_internals.dtensor import is_dtensor
-from rankscope.diagnosis.comparison.tolerances import DEFAULTS
+from rankscope.capture.torch_internals.distributed import is_dtensor
+from rankscope.diagnosis.comparison.difference import DEFAULTS
 from rankscope.errors import LayoutError, ReplayError, SelectionError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named
+from rankscope.record.ranks import ranks_named
+from rankscope.record.statistics import Combined
 from rankscope.record.value import Digest, is_form
-from rankscope.record.wholestatistics import Combined
 from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.selection import named
 from rankscope.tree.slotview import by_slot

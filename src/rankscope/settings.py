@@ -16,12 +16,15 @@ from typing import Any
 
 from rankscope.errors import LayoutError, SettingError
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.record.graceseconds import DRAIN_SECONDS, FINISH_SECONDS, STALL_SECONDS
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_text
+from rankscope.record.ranks import MINIMUM_LIMIT_BYTES, ranks_text
 from rankscope.record.stepselection import LAST_HELP, StepSelection, rank_ranges
-from rankscope.record.streams import MINIMUM_LIMIT_BYTES
 
+DRAIN_SECONDS = 10.0
+"""Grace for ranks that vanished without an end record, where nobody says how long."""
+FINISH_SECONDS = 60.0
+"""How long a job that is over waits for its tree, where nobody says how long."""
+_STALL_SECONDS = 300.0
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?$", re.IGNORECASE)
 _MOST_RANKS = 1 << 20
 _MOST_ROUNDINGS = 16
@@ -328,7 +331,7 @@ class Settings:
     )
     stall_seconds: float = _setting(
         parse=_parse_seconds,
-        default=f"{STALL_SECONDS:g}",
+        default=f"{_STALL_SECONDS:g}",
         metavar="SECONDS",
         help="note it once no rank of a host has moved for that long inside a traced step; 0 never",
     )

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.agent.values import bytestores as stores
+from rankscope.agent.values import tensorstore as stores
 from rankscope.agent.values.tensorstore import free_disk_share
 from rankscope.settings import settings_from
-from rankscope.spool.chunks.finishing import damaged, finish_chunks
+from rankscope.spool.chunks.chunkfiles import damaged, finish_chunks
 from rankscope.spool.chunks.tensorfiles import standing_references
 from rankscope.spool.chunks.writing import HEADER_BYTES
 from tests.agent.keepers import STORED, STREAM, Rank, plainly, same, some

@@ -21,8 +21,8 @@ from rankscope.agent.steps.chosen import LEAD, TouchedFile
 from rankscope.errors import SettingError
 from rankscope.record.call import Mode
 from rankscope.record.stepselection import StepSelection
+from rankscope.run.agreements import Order, put_order, taken_in
 from rankscope.run.filenames import ORDER_NAME
-from rankscope.run.orders import Order, put_order, taken_in
 from rankscope.settings import settings_from
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace

@@ -19,14 +19,16 @@ import pytest
 from safetensors import SafetensorError, safe_open
 
 from rankscope.errors import ChunkError, ChunkFullError
-from rankscope.record.streams import StreamId
-from rankscope.spool.chunks.chunkheader import (
+from rankscope.record.ranks import StreamId
+from rankscope.spool.chunks.chunkfiles import (
     chunk_folder,
     chunk_path,
+    damaged,
+    finish_chunks,
     parse_header,
+    read_header,
     stream_of_folder,
 )
-from rankscope.spool.chunks.finishing import damaged, finish_chunks, read_header
 from rankscope.spool.chunks.writing import HEADER_BYTES, ChunkWriter
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import RecordKind

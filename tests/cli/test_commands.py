@@ -23,8 +23,8 @@ from rankscope.cli.arguments import SELECTIONS, ExitCode
 from rankscope.cli.terminal import fitted
 from rankscope.layout.placement import Mesh
 from rankscope.record.call import CallStatus
-from rankscope.record.streams import EndReason
-from rankscope.run.outfolder import typed
+from rankscope.record.ranks import EndReason
+from rankscope.run.prepare import typed
 from rankscope.settings import SETTINGS
 from rankscope.tree.build import build
 from tests import forked

@@ -19,8 +19,8 @@ import rankscope
 from rankscope.companion.collector import Intake
 from rankscope.companion.curve import new_keys
 from rankscope.doctor.job import Condition, Question, Status, interpreter_conditions, job_conditions
-from rankscope.run.keyfile import read_keys, relays_file, write_keys
-from rankscope.run.mounts import mount_of
+from rankscope.run.connection import read_keys, relays_file, write_keys
+from rankscope.run.files import mount_of
 from tests.keyed import key_file
 from tests.launcher.launches import rankscope as command
 

@@ -19,7 +19,7 @@ from rankscope.companion.protocol import (
     encode,
 )
 from rankscope.companion.shipping import GO_BACK_S, ChunkShipment
-from rankscope.record.streams import StreamId
+from rankscope.record.ranks import StreamId
 
 STREAM = StreamId(rank=3, incarnation=1)
 FOLDER = "tensors/rank00003.1"

@@ -8,7 +8,7 @@ import numpy as np
 
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason
 from rankscope.tree.reader import open_trace
 from rankscope.words.page.cellplanes import CALL_KIND, CellClass, CellPlanes, ModuleRows
 from rankscope.words.page.checkpage import check_page

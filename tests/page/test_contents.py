@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from rankscope.errors import FolderError, SelectionError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.finding import Report, Severity
-from rankscope.record.ranklists import parse_ranks
-from rankscope.record.visibletext import visible
+from rankscope.record.ranks import parse_ranks
+from rankscope.record.texts import visible
 from rankscope.testing import save_golden
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace

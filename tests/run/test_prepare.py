@@ -11,8 +11,7 @@ import pytest
 from rankscope.errors import FolderError, SpoolError
 from rankscope.run.filenames import RUN_NAME, TENSOR_FOLDER
 from rankscope.run.folders import SHARED, read_run_header
-from rankscope.run.outfolder import prepare_out
-from rankscope.run.prepare import Collection, RunRequest, prepare_run
+from rankscope.run.prepare import Collection, RunRequest, prepare_out, prepare_run
 from rankscope.settings import settings_from
 
 NO_DISK_HAS = 1 << 60

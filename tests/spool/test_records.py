@@ -6,7 +6,7 @@ import struct
 import msgpack
 import numpy as np
 
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason
 from rankscope.spool.recordcolumns import ending, records
 from rankscope.spool.recordformat import (
     DEFINITION_LENGTH,

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from rankscope.errors import SpoolError
-from rankscope.record.streams import StreamId
+from rankscope.record.ranks import StreamId
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import RecordKind
-from rankscope.spool.replication import replica_path
-from rankscope.spool.settledprefix import (
+from rankscope.spool.replicas import (
     NOTHING_SETTLED,
     SettledPrefix,
     free,
     read_replica,
     read_settled,
+    replica_path,
     settled_to,
     write_settled,
 )
@@ -161,7 +161,7 @@ SETTLE_AGAIN_AND_AGAIN = """
 import sys
 from pathlib import Path
 from rankscope.spool.recordformat import RecordKind
-from rankscope.spool.settledprefix import free, write_settled
+from rankscope.spool.replicas import free, write_settled
 from tests.spool.streams import record_begins, settled
 replica = Path(sys.argv[1])
 whole = replica.read_bytes()

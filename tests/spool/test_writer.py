@@ -10,7 +10,7 @@ import msgpack
 import pytest
 
 from rankscope.errors import SpoolError
-from rankscope.record.streams import EndReason, StreamId
+from rankscope.record.ranks import EndReason, StreamId
 from rankscope.run.folders import segment_indexes, segment_path
 from rankscope.run.locks import is_alive
 from rankscope.spool.recordcolumns import ending, records

@@ -12,15 +12,15 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
-from rankscope.agent.ending import forget_exits, note_exits, what_ends_the_program
 from rankscope.agent.guard import attempt, say, text_of
 from rankscope.agent.identity import placed
 from rankscope.agent.join import RUN_FOLDER_VARIABLE, Joined, join_run, settings_here, who_am_i
+from rankscope.agent.pythonstack import forget_exits, note_exits, what_ends_the_program
 from rankscope.agent.session import Opened, Session
-from rankscope.agent.steps.compiled import HIDDEN
+from rankscope.agent.steps.optimizers import HIDDEN
 from rankscope.capture.torch_internals.compiling import dynamo_has_compiled
 from rankscope.errors import FolderError, RankscopeError, SettingError
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason
 from rankscope.settings import Settings, as_keywords, as_variables, misspelt_variables
 
 _OWNER_VARIABLE = "RANKSCOPE_OWNER"

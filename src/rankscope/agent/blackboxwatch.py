@@ -27,7 +27,7 @@ from rankscope.record.phases import Phase
 from rankscope.record.stepselection import StepSelection
 from rankscope.record.triggers import Trigger
 from rankscope.record.value import ValueFlag
-from rankscope.run.eventboard import EventBoard, Happening
+from rankscope.run.agreements import EventBoard, Happening
 from rankscope.spool.recordcolumns import Records, Structured, ValueRows
 from rankscope.spool.recordformat import RecordKind, StepEvent
 from rankscope.spool.ringwriter import RingWriter

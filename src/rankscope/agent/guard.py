@@ -11,7 +11,7 @@ from traceback import walk_tb
 from typing import Any
 
 from rankscope.capture.torch_internals.compiling import is_compiling
-from rankscope.record.secretwords import without_known_secrets
+from rankscope.record.texts import without_known_secrets
 from rankscope.run.progressline import write_to_stderr
 
 MAX_FAILURES = 20

@@ -17,6 +17,8 @@ import rankscope
 from rankscope.agent.blackboxwatch import BlackBoxWatch
 from rankscope.agent.firstrank import (
     ELASTIC_RUN,
+    agree_on_life,
+    find_agents_store,
     find_or_prepare_run,
     has_companion,
     restart_companion,
@@ -24,22 +26,19 @@ from rankscope.agent.firstrank import (
 from rankscope.agent.guard import say
 from rankscope.agent.identity import identify, restarts_left
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.rendezvous import agree_on_life, find_agents_store
 from rankscope.agent.session import Opened
 from rankscope.agent.steps.chosen import Agreement
 from rankscope.agent.values.tensorstore import make_tensor_store
 from rankscope.errors import LayoutError, SpoolError
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.record.secretwords import without_secrets
-from rankscope.record.streams import MAX_INCARNATIONS, EndReason, RankIdentity, StreamId
-from rankscope.run.eventboard import EventBoard, event_folder, seen_by_all
+from rankscope.record.ranks import MAX_INCARNATIONS, EndReason, RankIdentity, StreamId
+from rankscope.record.texts import without_secrets
+from rankscope.run.agreements import EventBoard, agreement_folder, event_folder, seen_by_all
 from rankscope.run.filenames import HELD_FOLDER, ORDER_NAME, STEP_TRIGGER_FOLDER, TRACE_NAME
+from rankscope.run.files import own_subfolder
 from rankscope.run.folders import RunHeader, read_run_header, stream_folder, streams
 from rankscope.run.locks import is_alive
-from rankscope.run.orders import agreement_folder
-from rankscope.run.outfolder import QUIET, announced, recovering, typed
-from rankscope.run.ownership import own_subfolder
-from rankscope.run.prepare import Collection
+from rankscope.run.prepare import QUIET, Collection, announced, recovering, typed
 from rankscope.run.processes import started_at
 from rankscope.settings import SETTINGS, Settings, settings_from
 from rankscope.spool.recordformat import FORMAT_VERSION

@@ -11,6 +11,7 @@ from dataclasses import asdict
 
 import msgpack  # type: ignore[import-untyped]  # ships no types
 
+from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
 from rankscope.capture.describe import Described
 from rankscope.capture.reading import ValueNumbers
 from rankscope.layout.placement import Mesh
@@ -18,7 +19,7 @@ from rankscope.record.call import CallStatus, Mode
 from rankscope.record.collective import Collective
 from rankscope.record.notes import Note
 from rankscope.record.phases import Phase
-from rankscope.record.streams import ProcessGroup
+from rankscope.record.ranks import ProcessGroup
 from rankscope.record.value import ValueFlag
 from rankscope.spool.chunks.writing import ChunkEntry
 from rankscope.spool.recordcolumns import Records
@@ -313,3 +314,63 @@ class Recorder:
         call = NO_SEQUENCE if sequence is None else sequence
         packed = ERROR.pack(call, time.monotonic_ns(), self.text(said), 0)
         self._write(RecordKind.ERROR, packed)
+
+
+_MOST_DEFINITIONS = 1 << 16
+
+
+class DefinitionWriter:
+    """Writes definitions of modules and roots, on first sight."""
+
+    def __init__(self, recorder: Recorder, table: ModuleTable) -> None:
+        self._recorder = recorder
+        self.table = table
+        self._rootless: dict[tuple[object, ...], int] = {}
+
+    def of(self, info: ModuleInfo) -> int:
+        """Return the number of a module in the spool, defining it (and its root) on first sight."""
+        if not info.definition:
+            root = info.root
+            if root is not None and not root.definition:
+                self._define_root(root)
+            fields: dict[str, object] = {
+                "root": root.definition if root is not None else 0,
+                "path": info.path,
+                "raw_path": info.raw_path,
+                "class": info.class_name,
+                "wrappers": info.wrappers,
+                "opaque": info.is_opaque,
+            }
+            known = root.definitions if root is not None else self._rootless
+            kind = tuple(fields.values())  # known of a module that this one has replaced
+            if len(known) >= _MOST_DEFINITIONS:
+                known.clear()
+            if kind not in known:
+                known[kind] = self._recorder.define("module", **fields)
+            info.definition = known[kind]
+        return info.definition
+
+    def _define_root(self, root: Root) -> None:
+        root.definition = self._recorder.define(
+            "root",
+            **{"class": root.class_name},
+            parameters=root.parameter_count,
+            preferred=root.is_preferred,
+        )
+
+    def write_root(self, root: Root) -> None:
+        """Define every module of a root, and which roots were found inside others."""
+        for each, _ in self.table.of_root(root):
+            self.of(each)
+        self.write_contained()
+
+    def write_contained(self) -> None:
+        """Write down which roots were found inside others since the last time."""
+        for inner, outer, path in self.table.contained:
+            for each in (inner, outer):
+                if not each.definition:  # it was named before any call of it
+                    self._define_root(each)
+            self._recorder.define(
+                "inside", root=inner.definition, **{"in": outer.definition}, path=path
+            )
+        self.table.contained.clear()

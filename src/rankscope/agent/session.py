@@ -14,28 +14,26 @@ from dataclasses import asdict, dataclass, field, replace
 
 from torch import nn
 
-from rankscope.agent.ending import Raised, uncaught
 from rankscope.agent.guard import MAX_FAILURES, Guard, say, text_of
-from rankscope.agent.hooks.callstack import Scope
-from rankscope.agent.hooks.callvalues import CallOptions, CallValues
-from rankscope.agent.hooks.definitions import DefinitionWriter
+from rankscope.agent.hooks.calls import CallOptions, CallValues, Scope
+from rankscope.agent.hooks.install import Perturbation
 from rankscope.agent.hooks.modules import ModuleInfo
 from rankscope.agent.hooks.tracer import Tracer
-from rankscope.agent.perturbation import Perturbation
-from rankscope.agent.recorder import Recorder
+from rankscope.agent.pythonstack import Raised, uncaught
+from rankscope.agent.recorder import DefinitionWriter, Recorder
 from rankscope.agent.steps.chosen import Agreement
-from rankscope.agent.steps.compiled import EAGER_IS_ANOTHER_RUN, HIDDEN
+from rankscope.agent.steps.optimizers import EAGER_IS_ANOTHER_RUN, HIDDEN
 from rankscope.agent.steps.stepping import Stepping
 from rankscope.agent.steps.updates import Updates
 from rankscope.agent.values.rootevents import RootEvents
 from rankscope.agent.values.tensorstore import TensorStore
 from rankscope.agent.values.valuereader import ValueReader
 from rankscope.capture.describe import Describer
-from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.compiling import dynamo_has_compiled
+from rankscope.capture.torch_internals.tensors import invisible
 from rankscope.globs import glob_matches
 from rankscope.record.notes import Note, NoteKind
-from rankscope.record.streams import EndReason, RankIdentity
+from rankscope.record.ranks import EndReason, RankIdentity
 from rankscope.settings import Settings
 from rankscope.spool.writer import SpoolWriter
 

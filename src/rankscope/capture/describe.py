@@ -1,40 +1,47 @@
-"""What a tensor is, without its numbers: dtype, shapes, layout, and whether it has a digest.
+"""What a tensor is, without its numbers: dtype, shapes, layout, whether it has a digest, and what
+frameworks say of how it lies.
 
 Descriptions are cached by what they are made of: the same kind of value is described once and is
 then known by its identity. Everything about a DTensor is read off its local tensor and its spec; no
 collective is issued, nothing is waited for. A value that a collective may still be writing is
-`pending`.
+`pending`. Marks are read off plain attributes, without importing a framework or running code of the
+program's (`layout/declared.py` says what is made of them).
 """
 
 from __future__ import annotations
 
 import enum
+import sys
 import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any, Final
 
 import torch
 
 from rankscope.capture.dtypestorage import storage_of
-from rankscope.capture.invisible import invisible_operations
 from rankscope.capture.pytree import describe_leaf
-from rankscope.capture.torch_internals.dispatch import (
-    dispatch_bits,
-    is_functorch_wrapper,
-    overrides_dispatch,
-)
 from rankscope.capture.torch_internals.distributed import (
     async_collective_result,
-    is_async_collective,
-)
-from rankscope.capture.torch_internals.dtensor import (
     dtensor_parts,
+    group_ranks,
+    is_async_collective,
     is_dtensor,
     mesh_ranks,
     placement_class,
     shard_order,
+    sharded_originals,
+)
+from rankscope.capture.torch_internals.tensors import (
+    dispatch_bits,
+    invisible_operations,
+    is_functorch_wrapper,
+    loaded_class,
+    overrides_dispatch,
 )
 from rankscope.errors import LayoutError
+from rankscope.layout.declared import FSDP1_AXIS, LayoutMark
 from rankscope.layout.placement import (
     Layout,
     LayoutSource,
@@ -364,3 +371,110 @@ def _why_not(tensor: torch.Tensor) -> str | None:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return torch's name of a dtype without the prefix."""
     return str(dtype).removeprefix("torch.")
+
+
+_WHOLE: Final = Placement(kind=PlacementKind.REPLICATE)
+_RUN: Final = Placement(kind=PlacementKind.SHARD, dim=0)
+
+
+class ParameterMarks:
+    """Marks of frameworks on the parameters of some modules.
+
+    * Megatron-core and Transformer Engine mark what is cut over the tensor-parallel ranks with
+      `tensor_model_parallel`, `partition_dim` and `partition_stride`. A parameter that has
+      `sequence_parallel`, or `tensor_model_parallel = False`, is whole on all of them.
+      `allreduce = False` marks an expert's, whose axis is another one.
+    * FSDP1 with `use_orig_params=True` keeps of each parameter a run of its elements on each rank.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self._flat: dict[int, LayoutMark] = {}
+        for parameter, group in sharded_originals(modules):
+            members = group_ranks(group)
+            if members is not None:
+                mark = LayoutMark(axis=FSDP1_AXIS, placement=_RUN, members=members)
+                self._flat[id(parameter)] = mark
+
+    def of(self, module: torch.nn.Module, parameter: torch.Tensor) -> LayoutMark | None:
+        """Return what stands on a parameter of this module, None where nothing does."""
+        return self._flat.get(id(parameter)) or _megatron(module, parameter)
+
+
+def _megatron(module: torch.nn.Module, parameter: torch.Tensor) -> LayoutMark | None:
+    own: dict[str, Any] = getattr(parameter, "__dict__", {})
+    is_cut = own.get("tensor_model_parallel")
+    is_expert = own.get("allreduce") is False
+    if is_cut is True:
+        placement = _cut(own.get("partition_dim"), own.get("partition_stride", 1), parameter.dim())
+    elif is_expert or (is_cut is not False and not isinstance(own.get("sequence_parallel"), bool)):
+        return None
+    else:
+        placement = _WHOLE
+    if placement is None:
+        return None
+    members = None
+    group = module.__dict__.get("tp_group")
+    if torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup):
+        members = group_ranks(group)
+    return LayoutMark(axis="etp" if is_expert else "tp", placement=placement, members=members)
+
+
+def _cut(dim: object, stride: object, dims: int) -> Placement | None:
+    """Return the placement of a cut along a dim, in `stride` blocks each of which is cut."""
+    if type(dim) is not int or type(stride) is not int or not 0 <= dim < dims or stride < 1:
+        return None
+    if stride == 1:
+        return Placement(kind=PlacementKind.SHARD, dim=dim)
+    return Placement(kind=PlacementKind.STRIDED_SHARD, dim=dim, split_factor=stride)
+
+
+_TP_STYLES: Final = "transformers.distributed.tensor_parallel"
+_OF_STYLE: Final[dict[str, dict[str, str]]] = {
+    "ColwiseParallel": {"input.0": "input_layouts", "output": "output_layouts"},
+    "RowwiseParallel": {"input.0": "input_layouts", "output": "output_layouts"},
+    "EmbeddingParallel": {"input.0": "", "output": ""},
+    "AllReduceParallel": {"output": ""},
+}
+"""{class of transformers: {slot: its attribute that says how that lies, "" where it is whole}}.
+The other classes leave it to the module how values lie."""
+
+
+def activation_marks(module: torch.nn.Module) -> Iterator[tuple[str, LayoutMark]]:
+    """Yield what transformers' `tp_plan` says of the first input of a module and of its output,
+    each with the name of its slot.
+
+    Where the plan is applied, it replaces the `forward` of the module: what a call is handed and
+    hands out is what the style says. Style and mesh are read where the new `forward` has them: they
+    are those that were applied, whatever the plan says. An older transformers hooks the module
+    instead: nothing is yielded, because a value may be read before its hook.
+    """
+    theirs = getattr(sys.modules.get(_TP_STYLES), "__dict__", {})
+    forward = module.__dict__.get("forward")
+    if type(forward) is not FunctionType or forward.__globals__ is not theirs:
+        return
+    try:
+        inside = [cell.cell_contents for cell in forward.__closure__ or ()]
+    except ValueError:  # a cell is empty
+        return
+    held: dict[str, Any] = dict(zip(forward.__code__.co_freevars, inside))
+    style: Any = held.get("self")
+    mesh: Any = held.get("mesh")
+    slots = next((own for name, own in _OF_STYLE.items() if theirs.get(name) is type(style)), {})
+    is_mesh = type(mesh) is loaded_class("torch.distributed.device_mesh", "DeviceMesh")
+    if not slots or not is_mesh or mesh.ndim != 1:
+        return
+    with invisible_operations():
+        members = mesh_ranks(mesh)
+    axis = str((mesh.mesh_dim_names or ("tp",))[0])
+    for slot, attribute in slots.items():
+        said: Any = style.__dict__.get(attribute)
+        kind = placement_class(said) if attribute else "Replicate"
+        is_last = kind == "Shard" and said.dim == -1
+        if kind == "Replicate":
+            placement = _WHOLE
+        elif kind == "Shard" and type(said.dim) is int and said.dim >= -1:
+            placement = Placement(kind=PlacementKind.SHARD, dim=max(said.dim, 0))
+        else:
+            continue
+        mark = LayoutMark(axis=axis, placement=placement, is_of_last_dim=is_last, members=members)
+        yield slot, mark

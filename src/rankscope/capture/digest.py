@@ -51,7 +51,7 @@ class _RememberedTensor(NamedTuple):
 class Digester:
     """Reads digests of CPU tensors, and remembers them until the step ends; serves any number of
     threads. Call `read` with torch's function modes out of the way
-    (`rankscope.capture.invisible`)."""
+    (`rankscope.capture.torch_internals.tensors`)."""
 
     def __init__(self, batch_dim: int = 0) -> None:
         self._batch_dim = batch_dim

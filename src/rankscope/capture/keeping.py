@@ -1,23 +1,32 @@
-"""The bytes of a CPU tensor as a safetensors file holds them: row-major, without a torch operation.
+"""The bytes of full tensors as a safetensors file holds them: row-major, seen by nobody.
 
-A contiguous tensor gives its own memory. Any other is brought into order piece by piece, so that
-what is held beside it stays a few MB whatever its size; conjugate and negative bits, which exist
-only as flags, are resolved in the pieces.
+A contiguous CPU tensor gives its own memory. Any other is brought into order piece by piece, so
+that what is held beside it stays a few MB whatever its size; conjugate and negative bits, which
+exist only as flags, are resolved in the pieces.
+
+From an accelerator bytes come without ever waiting for it. On the caller's stream the tensor is
+copied into memory of our own: what arrives is the value at the call. From there a side stream
+copies it into a ring of pinned host memory and records an event; `arrived` gives what has passed
+its event. Copies and ring are bounded by one limit: what does not fit is not kept. Nothing in a
+hook synchronizes; only `arrived(wait=True)`, at the end of a trace, waits.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections import deque
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from rankscope.capture.accelerator import Accelerator, HostCopy
 from rankscope.capture.dtypestorage import memory_type, storage_of_digested, stored_words
 from rankscope.capture.fold import BLOCK_ELEMENTS, contiguous_runs
-from rankscope.record.dtypes import STORED_TYPES
-from rankscope.record.value import ValueMeta
+from rankscope.capture.torch_internals.tensors import invisible_operations
+from rankscope.record.value import STORED_TYPES, ValueMeta
 
 PIECE_BYTES: Final = BLOCK_ELEMENTS * 8  # the largest piece that is copied
 _MOST_DIMS: Final = 64
@@ -71,3 +80,130 @@ def byte_pieces(tensor: torch.Tensor) -> Iterator[ByteArray]:
             if is_conjugate:
                 np.negative(part[1::2], out=part[1::2])
             yield part.view(np.uint8)
+
+
+_ALIGNMENT: Final = 64
+
+
+class _TensorInTransfer(NamedTuple):
+    """One tensor on its way: its place in the ring, and its source, kept until the copy is done."""
+
+    ticket: int
+    start: int
+    stop: int
+    nbytes: int
+    source: torch.Tensor
+    copy: HostCopy
+
+
+class DeviceStaging:
+    """Carries tensors of one device to the host. For one thread at a time."""
+
+    def __init__(self, device: torch.device, limit_bytes: int) -> None:
+        """Prepare; at most `limit_bytes` are held, in the ring (made with the first tensor) and on
+        the device."""
+        self._device = device
+        self._accelerator = Accelerator(device)
+        self._limit_bytes = limit_bytes - limit_bytes % _ALIGNMENT
+        self._flights: deque[_TensorInTransfer] = deque()
+        self._head = 0
+        """Where the ring is free, up to the oldest flight."""
+        self._next_ticket = 0
+        self._ring: torch.Tensor | None = None
+        self._side: Any = None
+        self.failure = ""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of tensors on their way."""
+        return sum(flight.stop - flight.start for flight in self._flights)
+
+    def is_capturing(self) -> bool:
+        """True while a CUDA graph is captured: nothing is staged then."""
+        return self._accelerator.is_capturing()
+
+    def stage(self, local: torch.Tensor) -> int | None:
+        """Enqueue the copy of a tensor as it is now, on the current stream.
+
+        Returns:
+            The ticket under which `arrived` gives its bytes; None where it does not fit beside what
+            is on its way, where there is no memory for the copy, once the device failed, and while
+            a CUDA graph is captured, which the copy would become part of.
+        """
+        if self.failure or self.is_capturing():
+            return None
+        nbytes = local.numel() * local.element_size()
+        place = self._place_for(max(_ALIGNMENT, -(-nbytes // _ALIGNMENT) * _ALIGNMENT))
+        if place is None:
+            return None
+        try:
+            with invisible_operations():
+                if self._ring is None:
+                    self._ring = self._accelerator.host_memory(self._limit_bytes, torch.uint8)
+                source = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+                if nbytes:
+                    # a copy also resolves conjugate and negative bits
+                    source.view(local.dtype).view(local.shape).copy_(local.detach())
+                copy = self._send(source, self._ring[place[0] : place[0] + nbytes])
+        except RuntimeError:  # out of memory there or here: the program needs it more than we do
+            if self._ring is None:
+                self._limit_bytes = 0  # and none to pin: do not try again
+            return None
+        self._next_ticket += 1
+        self._flights.append(_TensorInTransfer(self._next_ticket, *place, nbytes, source, copy))
+        self._head = place[1]
+        return self._next_ticket
+
+    def arrived(self, *, wait: bool = False) -> Iterator[tuple[int, ByteArray]]:
+        """Yield (ticket, bytes) of every tensor that has arrived, in the order they were staged.
+        The bytes are good until the next one is asked for. `wait` for the device at the end of a
+        trace only."""
+        if self.is_capturing():
+            return
+        while self._flights and self._is_there(self._flights[0].copy, wait=wait):
+            flight = self._flights[0]
+            try:
+                yield flight.ticket, self._bytes(flight)
+            finally:
+                self._flights.popleft()
+
+    def _is_there(self, copy: HostCopy, *, wait: bool) -> bool:
+        """True where a copy has arrived; gives up what is on its way where the device failed."""
+        try:
+            if wait:
+                copy.wait()
+            return wait or copy.is_done()
+        except (RuntimeError, TimeoutError) as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            self._flights.clear()
+            return False
+
+    def close(self) -> None:
+        """Let go of the ring: no tensor of ours is alive when the interpreter ends."""
+        self._flights.clear()
+        self._ring = self._side = None
+
+    def _place_for(self, size: int) -> tuple[int, int] | None:
+        if not self._flights:
+            return (0, size) if size <= self._limit_bytes else None
+        tail = self._flights[0].start
+        if self._head > tail:
+            if self._head + size <= self._limit_bytes:
+                return self._head, self._head + size
+            return (0, size) if size <= tail else None
+        return (self._head, self._head + size) if self._head + size <= tail else None
+
+    def _bytes(self, flight: _TensorInTransfer) -> ByteArray:
+        if not flight.nbytes:
+            return np.empty(0, np.uint8)
+        assert self._ring is not None  # a flight has a place in it
+        address = self._ring.data_ptr() + flight.start
+        memory: Any = (ctypes.c_char * flight.nbytes).from_address(address)
+        data: ByteArray = np.frombuffer(memory, np.uint8)
+        return data
+
+    def _send(self, source: torch.Tensor, target: torch.Tensor) -> HostCopy:
+        if self._side is None:
+            self._side = self._accelerator.new_stream()
+        self._accelerator.follow_current(self._side)
+        return self._accelerator.copy_to_host(source, target, self._side)

@@ -29,8 +29,7 @@ from rankscope.capture.fold import (
     multiply_rows,
     sum_width,
 )
-from rankscope.capture.kernel import load
-from rankscope.capture.kernelcalls import BoundKernel, Kernel, Workspace
+from rankscope.capture.kernel import BoundKernel, Kernel, Workspace, load
 from rankscope.record.statistics import ADDED_UNKNOWN
 from rankscope.record.value import SKETCH_SIZE
 

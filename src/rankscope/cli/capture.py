@@ -15,14 +15,13 @@ from rankscope.cli.arguments import ExitCode, TraceArgument
 from rankscope.cli.terminal import echo, remark
 from rankscope.errors import FolderBusyError, FolderError, SettingError, TraceError
 from rankscope.record.call import Mode
-from rankscope.record.ranklists import ranks_named
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason, ranks_named
+from rankscope.run.agreements import Order, TakenOrder, order_in, put_order, seen_by, taken_in
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
+from rankscope.run.files import own_subfolder
 from rankscope.run.folders import SHARED, find_runs, streams
 from rankscope.run.jobstatus import OLD_S, RankStatus
-from rankscope.run.orders import Order, TakenOrder, order_in, put_order, seen_by, taken_in
-from rankscope.run.outfolder import typed
-from rankscope.run.ownership import own_subfolder
+from rankscope.run.prepare import typed
 from rankscope.settings import settings_from
 from rankscope.tree.reader import trace_folder
 from rankscope.tree.unfinished import is_at_work, received_bytes, spool_bases, status_in

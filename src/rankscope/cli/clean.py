@@ -21,7 +21,7 @@ from rankscope.errors import SettingError, SpoolError
 from rankscope.run import filenames as names
 from rankscope.run.folders import is_held, read_run_header, spool_base
 from rankscope.run.locks import is_abandoned
-from rankscope.run.outfolder import recovering
+from rankscope.run.prepare import recovering
 from rankscope.run.processes import is_process_alive
 
 _JUST_BEGUN_S = 60.0

@@ -13,20 +13,19 @@ from typing import Annotated
 import typer
 
 from rankscope.cli.arguments import ExitCode
-from rankscope.cli.terminal import progress, remark
+from rankscope.cli.terminal import remark
 from rankscope.companion.finish import Observer
 from rankscope.companion.hostcompanion import HostCompanion
 from rankscope.companion.log import log_into
 from rankscope.errors import SettingError
-from rankscope.record.graceseconds import DRAIN_SECONDS, FINISH_SECONDS
-from rankscope.record.streams import EndReason, StreamId
-from rankscope.run.address import check_address, is_tcp
-from rankscope.run.companions import dataset_trouble, metrics_trouble
+from rankscope.record.ranks import EndReason, StreamId
+from rankscope.run.connection import check_address, is_tcp, read_keys
 from rankscope.run.filenames import COLLECTOR_LOG_NAME, TRACE_NAME
 from rankscope.run.folders import SHARED, RunHeader, write_run_header
-from rankscope.run.keyfile import read_keys
-from rankscope.run.outfolder import QUIET, announced, default_out, free_out, prepare_out, recovering
-from rankscope.settings import settings_from
+from rankscope.run.prepare import QUIET, announced, default_out, free_out, prepare_out, recovering
+from rankscope.run.processes import dataset_trouble, metrics_trouble
+from rankscope.run.progressline import progress
+from rankscope.settings import DRAIN_SECONDS, FINISH_SECONDS, settings_from
 from rankscope.tree.reader import open_trace
 from rankscope.words.joblines import JobNotices
 

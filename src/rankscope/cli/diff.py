@@ -18,13 +18,14 @@ from rankscope.cli.arguments import (
     LayoutOption,
     part_of,
 )
-from rankscope.cli.terminal import Paint, echo_fitted, echo_json, opened, progress, remark
+from rankscope.cli.terminal import Paint, echo_fitted, echo_json, opened, remark
 from rankscope.compat.debugger.treefiles import trees_in
 from rankscope.diagnosis.comparison.alignment import PathMap
 from rankscope.diagnosis.comparison.diff import diff
 from rankscope.errors import FolderError, SettingError
 from rankscope.record.finding import Report, Verdict
-from rankscope.run.outfolder import typed
+from rankscope.run.prepare import typed
+from rankscope.run.progressline import progress
 from rankscope.tree.summary import extent
 from rankscope.tree.views import Trace
 from rankscope.words.page.diffpage import diff_page

@@ -7,13 +7,13 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankscope.cli.terminal import Paint, cut, visible
+from rankscope.cli.terminal import Paint, cut
 from rankscope.cli.treetext import layout_text
 from rankscope.record.call import IN_ORDER, CallStatus
 from rankscope.record.finding import Finding, Report, Severity
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import parse_ranks, ranks_named, ranks_text
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason, parse_ranks, ranks_named, ranks_text
+from rankscope.record.texts import visible
 from rankscope.tree.alikemodules import (
     AlikeModules,
     ModuleDifference,

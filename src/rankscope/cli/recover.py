@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
-from rankscope.cli.terminal import echo, progress
+from rankscope.cli.terminal import echo
 from rankscope.companion.blackbox import copy_what_is_held
 from rankscope.companion.cleanup import is_in_tree, remove_run
-from rankscope.run.eventboard import held_anything
+from rankscope.run.agreements import held_anything
 from rankscope.run.filenames import TRACE_NAME
 from rankscope.run.locks import is_abandoned
-from rankscope.run.outfolder import typed
+from rankscope.run.prepare import typed
+from rankscope.run.progressline import progress
 from rankscope.tree.build import recover
 
 

@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from rankscope.cli.arguments import ForceOption, LayoutOption, TraceArgument, selection_option
-from rankscope.cli.terminal import echo, opened, remark, size_text, visible
+from rankscope.cli.terminal import echo, opened, remark, size_text
 from rankscope.errors import SelectionError, SettingError
-from rankscope.record.ranklists import ranks_text
+from rankscope.record.ranks import ranks_text
+from rankscope.record.texts import visible
 from rankscope.tree.selection import default_phase, parse_mode, parse_phase
 from rankscope.tree.summary import counted
 from rankscope.tree.tensors.ask import Wanted, asked_tensors, choose, printed, save_tensors

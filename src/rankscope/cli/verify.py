@@ -13,11 +13,11 @@ import typer
 from rankscope.cli.arguments import ExitCode, JsonOption, TraceArgument
 from rankscope.cli.terminal import Paint, echo, echo_json, opened
 from rankscope.companion.cleanup import is_in_tree
-from rankscope.record.ranklists import ranks_named
-from rankscope.run.eventboard import held_anything
+from rankscope.record.ranks import ranks_named
+from rankscope.run.agreements import held_anything
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.folders import find_runs, streams
-from rankscope.run.outfolder import typed
+from rankscope.run.prepare import typed
 from rankscope.tree.crashes import as_json, crashes
 from rankscope.tree.summary import NO_STEP, counted, ended_words, endings, said_by_ranks
 from rankscope.tree.tensors.kept import missing_chunks, tensor_faults

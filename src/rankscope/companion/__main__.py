@@ -11,8 +11,7 @@ from pathlib import Path
 from rankscope.companion.hostcompanion import HostCompanion
 from rankscope.companion.log import log
 from rankscope.errors import RankscopeError
-from rankscope.run.companions import ExitOutcome
-from rankscope.run.processes import watch_signals
+from rankscope.run.processes import ExitOutcome, watch_signals
 
 _FILES_WANTED = 65536
 

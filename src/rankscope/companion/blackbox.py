@@ -2,7 +2,7 @@
 
 A rank that ended otherwise than in order, a job that stands still, a touch of the watched file and
 an order are seen here; what stands in values is seen by the ranks. All of it goes on one board for
-each life of the job (`run.eventboard`), with the step at which it was: that is all hosts agree on.
+each life of the job (`run.agreements`), with the step at which it was: that is all hosts agree on.
 Hosts without a folder that all of them see tell each other by the collector (`hear`).
 
 A box is *quiet* once the ranks of its host have ended in order and nothing was told: nothing is
@@ -21,16 +21,21 @@ from rankscope.companion.log import log
 from rankscope.companion.waitingrule import JobState
 from rankscope.errors import SpoolError
 from rankscope.record.call import Mode
-from rankscope.record.ranklists import ranks_named
+from rankscope.record.ranks import EndReason, StreamId, ranks_named
 from rankscope.record.stepselection import StepSelection
-from rankscope.record.streams import EndReason, StreamId
 from rankscope.record.triggers import Trigger
-from rankscope.run.eventboard import ABSENT, EventBoard, Happening, Window, event_folder, file_time
+from rankscope.run.agreements import (
+    ABSENT,
+    EventBoard,
+    Happening,
+    Order,
+    Window,
+    event_folder,
+    file_time,
+)
 from rankscope.run.filenames import HELD_FOLDER
 from rankscope.run.folders import RunHeader, read_run_header, streams
-from rankscope.run.jobend import job_end
-from rankscope.run.orders import Order
-from rankscope.run.stallrecords import Stall
+from rankscope.run.jobend import Stall, job_end
 from rankscope.settings import settings_of_run
 
 _LOOK_S = 0.1

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from rankscope.companion.heldstream import HeldStream
 from rankscope.errors import ChunkError, SpoolError
-from rankscope.record.streams import StreamId
+from rankscope.record.ranks import StreamId
 from rankscope.run import filenames as names
+from rankscope.run.files import Place, Reach, Removable, may_remove
 from rankscope.run.folders import remove_run_folder, stream_folder, streams
+from rankscope.run.jobend import remove_stalls
 from rankscope.run.locks import is_alive
-from rankscope.run.removal import Place, Reach, Removable, may_remove
-from rankscope.run.stallrecords import remove_stalls
-from rankscope.spool.chunks.chunkheader import chunk_folder, chunk_numbers
-from rankscope.spool.origin import origin_text
+from rankscope.spool.chunks.chunkfiles import chunk_folder, chunk_numbers
+from rankscope.spool.recordformat import origin_text
 from rankscope.spool.streamreader import StreamReader
 
 

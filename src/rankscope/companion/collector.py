@@ -50,14 +50,13 @@ from rankscope.companion.protocol import (
 from rankscope.companion.replica import BackgroundSync, ReplicaFiles
 from rankscope.companion.waitingrule import HostState, JobState, PeerState, StreamSource
 from rankscope.errors import BindError, FolderError, SpoolError, WireError
-from rankscope.record.streams import EndReason, StreamId
-from rankscope.run.address import check_address, is_ipv6, is_tcp
-from rankscope.run.keyfile import CurveKeys
-from rankscope.run.replacing import sync_by_name
-from rankscope.run.stallrecords import Stall, keep_stall
-from rankscope.spool.chunks.chunkheader import chunk_folder, chunk_numbers, chunk_path
+from rankscope.record.ranks import EndReason, StreamId
+from rankscope.run.connection import CurveKeys, check_address, is_ipv6, is_tcp
+from rankscope.run.files import sync_by_name
+from rankscope.run.jobend import Stall, keep_stall
+from rankscope.spool.chunks.chunkfiles import chunk_folder, chunk_numbers, chunk_path
 from rankscope.spool.chunks.safetensors import checksum_of, write_all
-from rankscope.spool.replication import StreamEnd, read_end, replica_path, replicated, write_end
+from rankscope.spool.replicas import StreamEnd, read_end, replica_path, replicated, write_end
 
 DEFAULT_QUOTA_BYTES = 1 << 40
 _PART_SUFFIX = ".part"

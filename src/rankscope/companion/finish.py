@@ -18,9 +18,19 @@ from rankscope.companion.readerprocess import ReaderProcess
 from rankscope.companion.replica import SharedWatch
 from rankscope.companion.waitingrule import Decision, HostState, JobState, StreamSource, decide
 from rankscope.errors import FolderError
-from rankscope.record.graceseconds import FINISH_SECONDS
-from rankscope.record.streams import EndReason, StreamId
-from rankscope.run.companions import (
+from rankscope.record.ranks import EndReason, StreamId
+from rankscope.run.connection import read_keys
+from rankscope.run.filenames import (
+    COLLECTOR_LOCK_NAME,
+    COLLECTOR_LOG_NAME,
+    PARQUET_FOLDER,
+    REPLICA_FOLDER,
+    TRACE_NAME,
+)
+from rankscope.run.files import check_folder_found
+from rankscope.run.folders import FolderLock
+from rankscope.run.prepare import typed
+from rankscope.run.processes import (
     TREE_TROUBLE,
     ChildWatch,
     ExitOutcome,
@@ -29,19 +39,8 @@ from rankscope.run.companions import (
     start_child,
     tree_command,
 )
-from rankscope.run.filenames import (
-    COLLECTOR_LOCK_NAME,
-    COLLECTOR_LOG_NAME,
-    PARQUET_FOLDER,
-    REPLICA_FOLDER,
-    TRACE_NAME,
-)
-from rankscope.run.folders import FolderLock
-from rankscope.run.keyfile import read_keys
-from rankscope.run.outfolder import typed
-from rankscope.run.ownership import check_folder_found
-from rankscope.settings import Settings
-from rankscope.spool.replication import replicated
+from rankscope.settings import FINISH_SECONDS, Settings
+from rankscope.spool.replicas import replicated
 
 Ended = TypeVar("Ended")
 Turns = Generator[None, None, Ended]

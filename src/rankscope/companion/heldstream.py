@@ -29,14 +29,11 @@ from rankscope.companion.log import log
 from rankscope.errors import SpoolError
 from rankscope.record.call import Mode
 from rankscope.record.notes import BLACK_BOX
-from rankscope.record.streams import EndReason, StreamId
-from rankscope.run.eventboard import Happening, Window, mark_copied
+from rankscope.record.ranks import EndReason, StreamId
+from rankscope.run.agreements import Happening, Window, mark_copied
 from rankscope.run.filenames import HELD_FOLDER, KEPT_FOLDER
 from rankscope.run.folders import segment_indexes, segment_path, stream_folder
 from rankscope.run.locks import StreamLock, is_alive
-from rankscope.spool.mappedsegment import Segment
-from rankscope.spool.origin import first_record
-from rankscope.spool.packing import Closed, put
 from rankscope.spool.recordcolumns import Records, call_sequences, records
 from rankscope.spool.recordformat import (
     CELL_BYTES,
@@ -49,7 +46,9 @@ from rankscope.spool.recordformat import (
     TO_ITS_END,
     RecordKind,
     StepEvent,
+    first_record,
 )
+from rankscope.spool.segments import Closed, Segment, put
 from rankscope.spool.streamreader import StreamReader
 
 _COPIED_KIND: Final = "copied"
@@ -183,7 +182,7 @@ class HeldStream:
         if self._state.is_done or not (windows or is_final):
             return False
         if windows:
-            if not self._state.kept:  # its first record says whose it is (`spool.origin`)
+            if not self._state.kept:  # its first record says whose it is (`spool.recordformat`)
                 self._copy_kept()
                 if not (self._state.kept or is_final):
                     return False

@@ -46,16 +46,15 @@ from rankscope.companion.replica import BackgroundSync, ReplicaFiles, write_host
 from rankscope.companion.shipping import Shipment
 from rankscope.companion.waitingrule import HostState, JobState
 from rankscope.errors import FolderError, RankscopeError, SpoolError, WireError
-from rankscope.record.streams import StreamId
+from rankscope.record.ranks import StreamId
 from rankscope.record.triggers import Trigger
-from rankscope.run.address import check_address, is_tcp
-from rankscope.run.eventboard import agreed
+from rankscope.run.agreements import agreed
+from rankscope.run.connection import check_address, is_tcp, read_keys
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME, VANISHED_NAME
 from rankscope.run.folders import RunHeader
-from rankscope.run.keyfile import read_keys
+from rankscope.run.jobend import Stall, keep_stall
 from rankscope.run.locks import is_alive
-from rankscope.run.stallrecords import Stall, keep_stall
-from rankscope.spool.replication import StreamEnd, replica_path, write_end
+from rankscope.spool.replicas import StreamEnd, replica_path, write_end
 
 _BEAT_S = 0.25
 _SHARED_BEAT_S = 1.0

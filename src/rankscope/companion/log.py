@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rankscope.record.visibletext import visible
+from rankscope.record.texts import visible
 
 _files: list[Path] = []
 

@@ -50,8 +50,8 @@ import zmq
 from rankscope.companion.log import log
 from rankscope.companion.waitingrule import HostState, JobState
 from rankscope.errors import WireError
-from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS, EndReason, StreamId
-from rankscope.run.stallrecords import Stall
+from rankscope.record.ranks import MAX_INCARNATIONS, MAX_RANKS, EndReason, StreamId
+from rankscope.run.jobend import Stall
 from rankscope.spool.recordformat import CELL_BYTES, MAX_RECORD_CELLS
 
 PROTOCOL_VERSION = 7
@@ -91,7 +91,7 @@ class OpenStream:
 
     stream: StreamId
     origin: int
-    """Which process wrote it (`spool.origin`): a node that was replaced counts from 0 again."""
+    """Which process wrote it (`spool.recordformat`): a node that was replaced begins at 0."""
     chunk: int = 0
 
 
@@ -150,7 +150,7 @@ class Happened:
 
     incarnation: int
     entry: str
-    """As a board has it (`run.eventboard`)."""
+    """As a board has it (`run.agreements`)."""
 
 
 @dataclass(frozen=True, slots=True)

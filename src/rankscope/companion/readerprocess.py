@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from rankscope.companion.log import log
-from rankscope.run.companions import ChildWatch, reader_command, start_child
+from rankscope.run.processes import ChildWatch, reader_command, start_child
 
 __all__ = ["ReaderProcess"]
 

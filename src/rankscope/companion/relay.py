@@ -9,7 +9,7 @@ steps are over, it evaluates, it saves. Only three things say that a record was 
 call that was not left, a collective that the program waits for, and a train step whose optimizer
 has not stepped. The last stands in for what no record shows, such as DDP's own reduction in
 backward. Where no rank has moved for the time that was set, and one at least is inside such a thing
-(`activity_of`), that is a stall: it and its end are written down (`rankscope.run.stallrecords`).
+(`activity_of`), that is a stall: it and its end are written down (`rankscope.run.jobend`).
 """
 
 from __future__ import annotations
@@ -32,10 +32,17 @@ from rankscope.companion.shipping import Shipment
 from rankscope.companion.waitingrule import HostState, JobState
 from rankscope.errors import SpoolError
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named
-from rankscope.record.streams import StreamId
-from rankscope.run.companions import ExitOutcome
-from rankscope.run.eventboard import ABSENT, file_time
+from rankscope.record.ranks import StreamId, ranks_named
+from rankscope.run.agreements import (
+    ABSENT,
+    Order,
+    OrderSeen,
+    file_time,
+    order_in,
+    orders_come_to,
+    put_order,
+    tell_seen,
+)
 from rankscope.run.filenames import (
     JOB_OVER_NAME,
     LAUNCHER_LOCK_NAME,
@@ -44,11 +51,10 @@ from rankscope.run.filenames import (
     TRACE_NAME,
 )
 from rankscope.run.folders import RunHeader, is_held, relay_name, streams
+from rankscope.run.jobend import Stall, keep_stall, stalls_in
 from rankscope.run.locks import is_alive
-from rankscope.run.orders import Order, OrderSeen, order_in, orders_come_to, put_order, tell_seen
 from rankscope.run.prepare import Collection
-from rankscope.run.processes import is_process_alive
-from rankscope.run.stallrecords import Stall, keep_stall, stalls_in
+from rankscope.run.processes import ExitOutcome, is_process_alive
 from rankscope.settings import settings_of_run
 from rankscope.spool.streamreader import StreamReader
 
@@ -223,7 +229,7 @@ class StallMonitor:
 _DISCOVER_S = 0.1
 _PATIENCE_S = 300.0
 """How long a relay whose ranks have all ended waits for a collector it does not hear."""
-_ABANDONED_S = 10.0
+_ABANDONED_S = 30.0
 """The same where no launcher is left to start that collector again."""
 _SILENT_S = 2.0
 _FIRST_STREAM_S = 3600.0

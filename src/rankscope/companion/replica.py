@@ -1,4 +1,4 @@
-"""The replicas of a trace folder (`spool.replication`), open for appending.
+"""The replicas of a trace folder (`spool.replicas`), open for appending.
 
 The length of a replica is the collector's whole state: it is opened by cutting it to its valid
 prefix (a kill may have torn the last write; what is settled of it counts as valid, `settledprefix`)
@@ -31,8 +31,8 @@ from typing import Generic, TypeVar
 from rankscope.companion.log import log
 from rankscope.companion.waitingrule import HostState, JobState, PeerState, StreamSource
 from rankscope.errors import FolderError, SpoolError
-from rankscope.record.streams import MAX_INCARNATIONS, EndReason, StreamId
-from rankscope.run.eventboard import agree
+from rankscope.record.ranks import MAX_INCARNATIONS, EndReason, StreamId
+from rankscope.run.agreements import agree
 from rankscope.run.filenames import (
     CELLS_SUFFIX,
     HOST_STATE_PREFIX,
@@ -40,13 +40,16 @@ from rankscope.run.filenames import (
     RUN_ID_NAME,
     VANISHED_NAME,
 )
-from rankscope.run.filepieces import bytes_on_disk
-from rankscope.run.ownership import own_subfolder
-from rankscope.run.replacing import read_json_map, sync_by_name, write_by_rename
+from rankscope.run.files import (
+    bytes_on_disk,
+    own_subfolder,
+    read_json_map,
+    sync_by_name,
+    write_by_rename,
+)
 from rankscope.spool.chunks.safetensors import write_all
-from rankscope.spool.origin import UNKNOWN, origin_of, origin_text
-from rankscope.spool.recordformat import CELL_BYTES
-from rankscope.spool.replication import read_end, replica_path, replicated
+from rankscope.spool.recordformat import CELL_BYTES, UNKNOWN, origin_of, origin_text
+from rankscope.spool.replicas import read_end, replica_path, replicated
 from rankscope.spool.validprefix import valid_prefix
 
 DEFAULT_QUOTA_BYTES = 64 << 30
@@ -194,7 +197,7 @@ class ReplicaFiles:
 
         Args:
             stream: as the host that has them calls it.
-            origin: which process wrote them (`spool.origin`).
+            origin: which process wrote them (`spool.recordformat`).
 
         Raises:
             FolderError: every life is taken, or a replica cannot be read.

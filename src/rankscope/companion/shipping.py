@@ -35,13 +35,13 @@ from rankscope.companion.protocol import (
     Synced,
 )
 from rankscope.errors import ChunkError, SpoolError
-from rankscope.record.streams import EndReason, StreamId
+from rankscope.record.ranks import EndReason, StreamId
+from rankscope.run.files import Place, Reach, Removable, may_remove
 from rankscope.run.folders import stream_folder
 from rankscope.run.locks import is_alive
-from rankscope.run.removal import Place, Reach, Removable, may_remove
-from rankscope.spool.chunks.chunkheader import chunk_folder, chunk_numbers, chunk_path
+from rankscope.spool.chunks.chunkfiles import chunk_folder, chunk_numbers, chunk_path
 from rankscope.spool.chunks.safetensors import LENGTH_BYTES, checksum_of
-from rankscope.spool.origin import UNKNOWN
+from rankscope.spool.recordformat import UNKNOWN
 from rankscope.spool.streamreader import StreamReader
 
 _MOST_DISBELIEVED = 3

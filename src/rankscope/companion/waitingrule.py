@@ -1,6 +1,6 @@
 """How long a collector waits, and when a run is over: a pure decision from states of streams and
 relays. Its seconds are the settings `drain-seconds` and `finish-seconds`, whose defaults are in
-`record/graceseconds.py`.
+`settings.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from rankscope.record.streams import EndReason, StreamId
+from rankscope.record.ranks import EndReason, StreamId
 
 _LEAST_SILENCE_S = 5.0
 """A relay is heard every second at least; a shorter silence proves nothing, whatever the grace."""

@@ -22,15 +22,15 @@ from typing import Any
 
 import rankscope
 from rankscope.agent.identity import identify, placed
-from rankscope.capture.codefolders import is_off
 from rankscope.capture.device.fusedcache import COMPILER, missing
 from rankscope.capture.kernel import build as build_kernel
-from rankscope.capture.kernel import why_none
+from rankscope.capture.kernel import is_off, why_none
 from rankscope.companion.curve import handshake_trouble
 from rankscope.errors import KeysError, RankscopeError
-from rankscope.record.streams import MAX_RANKS
-from rankscope.record.torchversions import OLDEST_TORCH, is_older, untested
-from rankscope.run.address import is_tcp
+from rankscope.record.ranks import MAX_RANKS
+from rankscope.record.texts import OLDEST_TORCH, is_older, untested
+from rankscope.run.connection import is_tcp
+from rankscope.run.files import mount_of
 from rankscope.run.folders import (
     check_free_space,
     host_run_folder,
@@ -38,8 +38,8 @@ from rankscope.run.folders import (
     run_key,
     spool_base,
 )
-from rankscope.run.mounts import mount_of
-from rankscope.run.outfolder import (
+from rankscope.run.prepare import (
+    Collection,
     default_out,
     free_out,
     missing_folders,
@@ -47,7 +47,6 @@ from rankscope.run.outfolder import (
     prepare_out,
     remove_empty,
 )
-from rankscope.run.prepare import Collection
 from rankscope.settings import Settings, as_variables, is_enabled, misspelt_variables, settings_from
 
 
@@ -116,7 +115,7 @@ try:
 except (ImportError, OSError, RuntimeError) as error:
     found["no_torch"] = repr(error)
 try:
-    from rankscope.capture.device.gpudriver import architectures
+    from rankscope.capture.device.fusedforms import architectures
     found["gpus"] = architectures()
 except (ImportError, OSError, RuntimeError):
     found["gpus"] = []

@@ -26,9 +26,9 @@ from rankscope.errors import FolderError, SelectionError, SettingError
 from rankscope.globs import glob_matches
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_text
+from rankscope.record.ranks import ranks_text
 from rankscope.run.filenames import Progress
-from rankscope.run.replacing import free_place, sync_by_name
+from rankscope.run.files import free_place, sync_by_name
 from rankscope.tree.selection import (
     nothing_matched,
     parse_mode,

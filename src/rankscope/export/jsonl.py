@@ -17,9 +17,8 @@ from rankscope.errors import SelectionError
 from rankscope.export.formats import ExportPlace, Selection
 from rankscope.layout.placement import LayoutSource
 from rankscope.record.call import CallStatus
-from rankscope.record.descriptions import TensorFacts
 from rankscope.record.stepcolumns import Column, Told, told
-from rankscope.record.value import is_form
+from rankscope.record.value import TensorFacts, is_form
 from rankscope.run.filenames import Progress
 from rankscope.tree.jsontext import number
 from rankscope.tree.slotview import flag_words

@@ -27,7 +27,7 @@ from rankscope.export.formats import ExportPlace, Selection
 from rankscope.export.jsonl import Cells, ExportedStep, mode_word
 from rankscope.record.stepcolumns import COLUMNS, Column, told
 from rankscope.run.filenames import Progress
-from rankscope.run.replacing import replacing
+from rankscope.run.files import replacing
 from rankscope.tree.views import Node, Step, Trace
 
 try:

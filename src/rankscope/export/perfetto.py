@@ -24,7 +24,7 @@ from rankscope.errors import SelectionError
 from rankscope.export.formats import ExportPlace, Selection
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_text
+from rankscope.record.ranks import ranks_text
 from rankscope.record.statistics import COUNTS, numbers_with_first
 from rankscope.record.value import Digest
 from rankscope.run.filenames import Progress

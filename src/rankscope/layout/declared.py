@@ -1,17 +1,24 @@
-"""Places of plain tensors whose layout a user declared, or a framework marked: offsets from rank
-order and local sizes.
+"""How plain tensors lie that a user declared or a framework marked, from plain data alone.
 
 A declared layout says along which axes a value is cut, not where: ranks of a "tp" axis that hold 3,
 3 and 2 columns of a value declared ``tp = "Shard(1)"`` hold columns 0-2, 3-5 and 6-7. Along axes
 that the declaration leaves out lie different values: every row of the described axes is a mesh of
 its own.
+
+Megatron marks a weight that it cut with `tensor_model_parallel` and `partition_dim`: which dim is
+cut, not between which ranks. The ranks are looked for where the module names its process group,
+where a group of the job is described as the axis' own, or among the groups of the collectives that
+modules with cut parameters issue. Such a group is believed where its ranks held different values of
+most cut parameters when training began. transformers' `tp_plan` names the ranks. The marks are read
+in `capture/describe.py`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from rankscope.errors import LayoutError
 from rankscope.layout.infer import lines_along
@@ -19,6 +26,7 @@ from rankscope.layout.placement import (
     Layout,
     LayoutSource,
     Mesh,
+    PieceKind,
     Placement,
     PlacementKind,
     Ranges,
@@ -26,6 +34,80 @@ from rankscope.layout.placement import (
     length_of,
 )
 from rankscope.layout.plan import Piece, ranks_words
+
+Members = tuple[int, ...]
+"""Global ranks in the order of their group."""
+
+AXIS_GROUPS: Final[Mapping[str, str]] = {
+    "tp": "TENSOR_MODEL_PARALLEL_GROUP",
+    "etp": "EXPERT_TENSOR_PARALLEL_GROUP",
+}
+"""How Megatron describes the process group of an axis."""
+FSDP1_AXIS: Final = "fsdp"
+LAST_DIM: Final = "Shard(-1)"
+"""Stands in a mark for a cut of the last dim, however many there are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutMark:
+    """What a framework says of one parameter or activation of one rank."""
+
+    axis: str
+    """Name of the axis it speaks of: "tp", "etp" (tensor parallelism of experts), "fsdp"."""
+    placement: Placement
+    is_of_last_dim: bool = False
+    members: Members | None = None
+    """Ranks along the axis, where the framework says that too."""
+
+    @property
+    def is_cut(self) -> bool:
+        """True where each rank of the axis holds another part."""
+        return self.placement.pieces is PieceKind.SLICES
+
+    def as_fields(self) -> dict[str, Any]:
+        """Return the fields of its definition in a spool."""
+        members = None if self.members is None else list(self.members)
+        placement = LAST_DIM if self.is_of_last_dim else str(self.placement)
+        return {"axis": self.axis, "placement": placement, "members": members}
+
+    def placed(self, dims: int) -> Placement:
+        """Return how a value of so many dims lies."""
+        if not self.is_of_last_dim:
+            return self.placement
+        return replace(self.placement, dim=max(dims - 1, 0))
+
+
+def believed_groups(
+    candidates: Mapping[int, Collection[Members]], cut: Iterable[Mapping[int, int]]
+) -> dict[int, Members]:
+    """Return the group of an axis that each rank belongs to, of those ranks where it is certain.
+
+    Args:
+        candidates: {rank: groups it may be}.
+        cut: of every cut parameter that is no constant {rank: hash of what it held at setup}.
+    """
+    every = {group for groups in candidates.values() for group in groups if len(group) > 1}
+    cut = list(cut)
+    proven = {group for group in every if _holds_parts(group, cut)}
+    own = {
+        rank: {g for g in groups if g in proven and rank in g}
+        for rank, groups in candidates.items()
+    }
+    found = {rank: groups.pop() for rank, groups in own.items() if len(groups) == 1}
+    # a group is one only where all of its ranks take it for theirs
+    return {r: g for r, g in found.items() if all(found.get(member) == g for member in g)}
+
+
+def _holds_parts(group: Members, cut: Iterable[Mapping[int, int]]) -> bool:
+    apart = alike = 0
+    for hashes in cut:
+        held = [hashes[rank] for rank in group if rank in hashes]
+        if len(held) > 1:
+            is_apart = len(set(held)) == len(held) == len(group)
+            apart += is_apart
+            alike += not is_apart
+    return apart > alike
+
 
 _Coordinate = tuple[int, ...]
 _Shape = tuple[int, ...]

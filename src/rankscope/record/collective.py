@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_text
+from rankscope.record.ranks import ranks_text
 
 ISSUERS = (*(phase.word for phase in Phase if phase.facts.is_activation), "optimizer", "outside")
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
-from rankscope.record.ranklists import ranks_named
+from rankscope.record.ranks import ranks_named
 
 _MOST_VALUES: Final = 8
 """Of an option, that are named."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
+
+from rankscope.record.notes import Note
 
 if TYPE_CHECKING:  # a finished tree is read without numpy
     import numpy as np
@@ -104,3 +106,48 @@ def finite_counts(rows: Any) -> npt.NDArray[Any]:
 def numbers_with_first(*first: str) -> tuple[str, ...]:
     """Return the names of all numbers that are no counts, the given ones first."""
     return (*first, *(name for name in NUMBERS if name not in first))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Combined:
+    """Statistics of one global tensor; None where a number cannot be known."""
+
+    ranks: tuple[int, ...]
+    note: Note | None = None
+    """Why numbers are missing; None where all are there."""
+    count: int | None = None
+    nan: int | None = None
+    posinf: int | None = None
+    neginf: int | None = None
+    zero: int | None = None
+    min: float | None = None
+    max: float | None = None
+    mean: float | None = None
+    std: float | None = None
+    l2: float | None = None
+    sketch: tuple[float, ...] | None = None
+    added: Mapping[str, float | None] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        numbers: Mapping[str, Any],
+        *,
+        ranks: tuple[int, ...],
+        sketch: tuple[float, ...] | None,
+        note: Note | None = None,
+    ) -> Combined:
+        """Return the whole with these statistics, by name; None for those that are left out."""
+        added = {s.name: numbers.get(s.name) for s in ADDED}
+        measured = {s.name: numbers.get(s.name) for s in MEASURED}
+        return cls(ranks=ranks, note=note, **measured, sketch=sketch, added=added)
+
+    def number(self, name: str) -> float | int | None:
+        """Return a statistic by its name in the table, None where it is not known."""
+        found: float | int | None = self.added[name] if name in self.added else getattr(self, name)
+        return found
+
+    @property
+    def is_known(self) -> bool:
+        """True where at least the mean and the sketch of the whole could be combined."""
+        return self.count is not None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.errors import SettingError
-from rankscope.record.streams import LEAST_BLACK_BOX_BYTES
+from rankscope.record.ranks import LEAST_BLACK_BOX_BYTES
 from rankscope.record.triggers import TRIGGER_WORDS, Trigger
 
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")

@@ -1,7 +1,7 @@
 """What makes ranks that hold their last steps back (`--rs-steps last:N`) send them: the only list.
 
 A trigger is a row here and the place that sees it happen, which tells it to the board of events
-(`run.eventboard`). Notes, `completeness.asked`, `--rs-steps` and the help follow from the row.
+(`run.agreements`). Notes, `completeness.asked`, `--rs-steps` and the help follow from the row.
 """
 
 from __future__ import annotations

@@ -27,10 +27,9 @@ from pathlib import Path
 from typing import Final
 
 from rankscope.errors import FolderBusyError, SpoolError
-from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS, StreamId
-from rankscope.run.diskspace import free_bytes
+from rankscope.record.ranks import MAX_INCARNATIONS, MAX_RANKS, StreamId
 from rankscope.run.filenames import CELLS_SUFFIX, JOB_OVER_NAME, RUN_NAME
-from rankscope.run.replacing import read_json_map, write_by_rename
+from rankscope.run.files import free_bytes, read_json_map, write_by_rename
 
 RUN_FORMAT = "rankscope.run/1"
 SHARED = "shared"

@@ -16,10 +16,9 @@ from typing import Any, Final
 from rankscope.errors import SpoolError, TraceError
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import parse_ranks, ranks_text
-from rankscope.record.rankplace import RankPlace
+from rankscope.record.ranks import RankPlace, parse_ranks, ranks_text
 from rankscope.run.filenames import REPLICA_FOLDER, RUN_ID_NAME, STATUS_FORMAT, STATUS_NAME
-from rankscope.run.replacing import read_json_map, write_by_rename
+from rankscope.run.files import read_json_map, write_by_rename
 
 OLD_S: Final = 10.0
 """A status that is older is said to be: nobody has read the records since."""

@@ -26,8 +26,8 @@ from rankscope.run.filenames import (
     START_LOCK_NAME,
     STREAM_LOCK_NAME,
 )
+from rankscope.run.files import OwnFile, above_standard_streams
 from rankscope.run.folders import is_held, stream_folder, streams
-from rankscope.run.ownfile import OwnFile, above_standard_streams
 from rankscope.run.processes import is_process_alive, process_name
 
 _RETRY_S = 0.2

@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgpack  # type: ignore[import-untyped]  # ships no annotations
 
 from rankscope.errors import SpoolError
-from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS
+from rankscope.record.ranks import MAX_INCARNATIONS, MAX_RANKS
 from rankscope.spool.recordformat import DEFINITION_LENGTH, FORMAT_VERSION, LATEST_NS
 
 Decoded = dict[bytes, "dict[str, Any] | str"]

@@ -1,25 +1,34 @@
-"""Records as columns: where they are, what they say, definitions decoded.
+"""Records as columns: where they are, what they say, which make sense, definitions decoded.
 
-found = records(buffer)                 committed records of a replica, nothing copied
-found.columns(RecordKind.ENTER)         positions among all records, and a structured array
-found.values()                          the same for values; a column is taken when it is asked for
-found.definitions()                     msgpack maps, checked; what does not decode is left out
+    batch = records(buffer)                 committed records of a replica, nothing copied
+    batch.columns(RecordKind.ENTER)         positions among all records, and a structured array
+    batch.values()                          the same for values; a column is taken when asked for
+    batch.definitions()                     msgpack maps, checked; what does not decode is left out
+
+A valid crc says that the bytes are those which were written, not that a rank wrote them. So what
+all later code counts on is checked here, once: times that can be added, known phases and modes,
+counts that fit each other. Other records are set aside, and counted with the reason.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from numpy.typing import NDArray
 
 from rankscope.errors import SpoolError
-from rankscope.record.streams import EndReason
-from rankscope.run.filepieces import piece_of
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
+from rankscope.record.ranks import EndReason
+from rankscope.record.statistics import COUNTS, NONFINITE
+from rankscope.run.files import piece_of
 from rankscope.spool.definitions import decode_definition
 from rankscope.spool.recordformat import (
     CELL_BYTES,
@@ -31,6 +40,7 @@ from rankscope.spool.recordformat import (
     FIRST,
     GAP_DTYPE,
     HEADER_BYTES,
+    LATEST_NS,
     LONGEST_RECORD,
     NO_SEQUENCE,
     PAYLOAD_BYTES,
@@ -40,8 +50,82 @@ from rankscope.spool.recordformat import (
     VALUE_DTYPE,
     RecordKind,
 )
-from rankscope.spool.soundness import judged
 from rankscope.spool.validprefix import Cells, as_cells, cell_heads, committed_heads
+
+Rows = Any
+"""Records by column: a structured array, or `ValueRows`."""
+Mask = NDArray[np.bool_]
+
+_MOST: Final = 1 << 48
+"""Bytes, records or elements; more of them no rank has."""
+_NUMBERS: Final = np.arange(256)
+KNOWN_PHASES: Final[Mask] = np.isin(_NUMBERS, [int(phase) for phase in Phase])
+KNOWN_MODES: Final[Mask] = np.isin(_NUMBERS, [int(mode) for mode in Mode])
+"""By number: a newer rankscope may have added more."""
+
+
+def _few(*names: str) -> Callable[[Rows], Mask]:
+    return lambda rows: np.logical_and.reduce([rows[name] < _MOST for name in names])
+
+
+_TIME: Final = (
+    "time out of range",
+    lambda rows: (rows["time_ns"] >= 0) & (rows["time_ns"] < LATEST_NS),
+)
+_MODE: Final = ("unknown mode", lambda rows: KNOWN_MODES[rows["mode"]])
+_PHASE: Final = ("unknown phase", lambda rows: KNOWN_PHASES[rows["phase"]])
+_RULES: Final[Mapping[RecordKind, tuple[tuple[str, Callable[[Rows], Mask]], ...]]] = {
+    RecordKind.ENTER: (_TIME, _MODE, _PHASE),
+    RecordKind.EXIT: (_TIME,),
+    RecordKind.VALUE: (_TIME, _PHASE, ("element count out of range", _few("count"))),
+    RecordKind.STEP: (_TIME, _MODE),
+    RecordKind.ERROR: (_TIME,),
+    RecordKind.TENSOR: (("place out of range", _few("offset", "nbytes")),),
+    RecordKind.GAP: (
+        _TIME,
+        _MODE,
+        ("counts out of range", _few("records", "bytes")),
+        ("steps in the wrong order", lambda rows: rows["first_step"] <= rows["last_step"]),
+    ),
+    RecordKind.END: (_TIME, ("counts out of range", _few("records", "dropped"))),
+}
+
+
+def judged(kind: RecordKind, rows: Rows) -> tuple[Mask | None, Counter[str]]:
+    """Return which rows of a kind of record make sense, [rows], None where all of them do, and how
+    many break which rule, each counted for the first it breaks. Not for definitions and samples."""
+    is_sound: Mask | None = None
+    found: Counter[str] = Counter()
+    for reason, rule in _RULES.get(kind, ()):
+        holds = rule(rows)
+        if holds.all():
+            continue
+        left = np.ones(len(rows), bool) if is_sound is None else is_sound
+        broken = int((left & ~holds).sum())
+        if broken:
+            found[f"{kind.name} with {reason}"] = broken
+        is_sound = left & holds
+    return is_sound, found
+
+
+def sound_rows(kind: RecordKind, rows: Rows) -> tuple[Rows, Counter[str]]:
+    """Return the rows that make sense, the same array where all do, and what was set aside
+    (`judged`)."""
+    is_sound, found = judged(kind, rows)
+    return (rows if is_sound is None else rows[is_sound]), found
+
+
+def sound_digests(rows: Rows) -> Mask:
+    """Return [rows] which digests, whole records of values, have counts that fit each other."""
+    left = rows["count"]
+    fits = np.ones(len(rows), bool)
+    for name in NONFINITE:
+        fits &= rows[name] <= left
+        left = left - np.where(fits, rows[name], 0)
+    for name in set(COUNTS) - {"count", *NONFINITE}:
+        fits &= rows[name] <= left
+    return fits
+
 
 COLUMNS: Mapping[RecordKind, np.dtype[Any]] = {
     RecordKind.ENTER: ENTER_DTYPE,

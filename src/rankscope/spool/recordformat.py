@@ -1,4 +1,4 @@
-"""The bytes of a spool: 64-byte cells, and the records made of them.
+"""The bytes of a spool: 64-byte cells, the records made of them, and whose they are.
 
 A spool is an append-only stream of records; a record is one or more cells, committed as one:
 
@@ -12,19 +12,30 @@ The writer fills the first cell last. A cell half written fails its crc, and unw
 is never valid: a record whose every cell is valid is whole, and any other is not committed yet. All
 numbers are little-endian. Records never cross a segment: the rest of a segment is one FILLER
 record, and every segment but the first begins with a FILLER that says whose it is.
+
+The *origin* of a stream tells it from another of the same rank and life: a node that was replaced
+starts the same rank in the same life again. It is the hash of the first record, which says which
+process wrote it, and when; a file beside the segments keeps it when the first segment goes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import hashlib
 import math
 import struct
+from mmap import mmap
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from rankscope.errors import SpoolError
+from rankscope.record.ranks import EndReason
 from rankscope.record.statistics import ADDED, MEASURED, MOST_ADDED
-from rankscope.record.streams import EndReason
+from rankscope.run.files import write_by_rename
 
 FORMAT_VERSION = 1
 CELL_BYTES = 64
@@ -193,8 +204,9 @@ END_DTYPE = np.dtype(
 """records: committed; text: 0; reason: index in END_REASONS."""
 END = _packing(END_DTYPE)
 STAMP = struct.Struct("<QQ")
-"""Origin of the stream (`spool.origin`) and number of the segment, from 1: the first segment says
-whose it is with its first record. Zeros in a spool that is older."""
+"""Origin of the stream (`spool.recordformat`) and number of the segment, from 1: the first segment
+says whose it is with its first record. Zeros in a spool that is older.
+"""
 
 END_REASONS = (EndReason.EXIT, EndReason.CLOSED, EndReason.SWITCHED_OFF, EndReason.RAISED)
 """What the number in an END record means. Never reorder."""
@@ -206,3 +218,44 @@ DEFINITION_LENGTH = struct.Struct("<I")
 assert VALUE_HEAD.size == TENSOR.size == ENTER.size == EXIT.size == PAYLOAD_BYTES
 assert VALUE.size == VALUE_CELLS * PAYLOAD_BYTES
 assert max(each.size for each in (SAMPLES, STEP, ERROR, GAP, END)) <= PAYLOAD_BYTES
+
+
+UNKNOWN = 0
+"""Of a stream without a record, or one whose first record is nowhere any more."""
+_NAME = "origin"
+
+
+def first_record(stream: bytes | mmap | npt.NDArray[np.uint8]) -> bytes:
+    """Return the cells of the record these bytes begin with, b"" where it is not whole."""
+    size = record_bytes(bytes(stream[:CELL_BYTES]))
+    record = bytes(stream[:size])
+    return record if len(record) == size else b""
+
+
+def origin_of(stream: bytes | mmap | npt.NDArray[np.uint8]) -> int:
+    """Return the origin of a stream that begins with these bytes, whose cells were checked."""
+    record = first_record(stream)
+    if not record:
+        return UNKNOWN
+    return int.from_bytes(hashlib.blake2b(record, digest_size=8).digest(), "little") or 1
+
+
+def origin_text(origin: int) -> str:
+    """Return an origin as files and the tree spell it: 16 hexadecimal digits."""
+    return f"{origin:016x}"
+
+
+def keep_origin(folder: Path, origin: int) -> bool:
+    """Note the origin before the first segment goes; False where the segment has to stay."""
+    with contextlib.suppress(SpoolError):
+        if origin != UNKNOWN:
+            write_by_rename(folder / _NAME, origin_text(origin))
+            return True
+    return False
+
+
+def kept_origin(folder: Path) -> int:
+    """Return the origin noted in a stream folder, UNKNOWN where none is."""
+    with contextlib.suppress(OSError, ValueError):
+        return int((folder / _NAME).read_text()[:16], 16)
+    return UNKNOWN

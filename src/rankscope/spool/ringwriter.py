@@ -24,11 +24,11 @@ from typing import Final, NamedTuple
 
 from rankscope.errors import SpoolError
 from rankscope.record.call import Mode
-from rankscope.record.streams import EndReason
-from rankscope.run.eventboard import MOST_AHEAD, EventBoard, Window, copied_so_far
+from rankscope.record.ranks import EndReason
+from rankscope.run.agreements import MOST_AHEAD, EventBoard, Window, copied_so_far
 from rankscope.run.filenames import KEPT_FOLDER
+from rankscope.run.files import Place, Reach, Removable, may_remove
 from rankscope.run.folders import segment_path
-from rankscope.run.removal import Place, Reach, Removable, may_remove
 from rankscope.spool.recordformat import CELL_BYTES
 from rankscope.spool.writer import SpoolWriter
 

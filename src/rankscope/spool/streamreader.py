@@ -8,16 +8,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rankscope.errors import SpoolError
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason
 from rankscope.run.folders import segment_indexes, segment_path
-from rankscope.spool.origin import UNKNOWN, keep_origin, kept_origin, origin_of
 from rankscope.spool.recordcolumns import ending, records
 from rankscope.spool.recordformat import (
     CELL_BYTES,
     END_REASONS,
     HEADER_BYTES,
     STAMP,
+    UNKNOWN,
     RecordKind,
+    keep_origin,
+    kept_origin,
+    origin_of,
     record_bytes,
 )
 from rankscope.spool.validprefix import as_cells, cell_crcs, valid_prefix

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from rankscope.errors import SpoolError
 from rankscope.spool.recordformat import CELL_BYTES, FIRST, MAX_RECORD_CELLS
-from rankscope.spool.settledprefix import lock_for_reading, settled_to
+from rankscope.spool.replicas import lock_for_reading, settled_to
 
 _CHUNK = 4 << 20
 _WINDOW = _CHUNK // CELL_BYTES

@@ -23,21 +23,8 @@ from pathlib import Path
 from typing import Final
 
 from rankscope.errors import SpoolError
-from rankscope.record.streams import MINIMUM_LIMIT_BYTES, EndReason
+from rankscope.record.ranks import MINIMUM_LIMIT_BYTES, EndReason
 from rankscope.run.locks import StreamLock
-from rankscope.spool.mappedsegment import Segment, first_segment
-from rankscope.spool.origin import UNKNOWN, origin_of
-from rankscope.spool.packing import (
-    CLOSED,
-    FOUR,
-    QUAD,
-    SINGLE,
-    Closed,
-    pack_cell,
-    put,
-    put_four,
-    whole_record,
-)
 from rankscope.spool.recordcolumns import Records, records
 from rankscope.spool.recordformat import (
     CELL_BYTES,
@@ -50,10 +37,25 @@ from rankscope.spool.recordformat import (
     STAMP,
     STEP,
     TO_ITS_END,
+    UNKNOWN,
     RecordKind,
     StepEvent,
+    origin_of,
 )
-from rankscope.spool.writelock import WriteLock
+from rankscope.spool.segments import (
+    CLOSED,
+    FOUR,
+    QUAD,
+    SINGLE,
+    Closed,
+    Segment,
+    WriteLock,
+    first_segment,
+    pack_cell,
+    put,
+    put_four,
+    whole_record,
+)
 
 _MOST_WAITING_BYTES: Final = 64 << 20
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import parse_ranks, ranks_text
+from rankscope.record.ranks import parse_ranks, ranks_text
 from rankscope.record.value import is_form
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.summary import counted

@@ -24,11 +24,9 @@ from rankscope.run.filenames import (
     TREE_NAME,
     Progress,
 )
-from rankscope.run.jobend import JobEnd, job_end
-from rankscope.run.outfolder import typed
-from rankscope.run.removal import Place, Reach, Removable, may_remove
-from rankscope.run.replacing import replacing
-from rankscope.run.stallrecords import carry_stalls
+from rankscope.run.files import Place, Reach, Removable, may_remove, replacing
+from rankscope.run.jobend import JobEnd, carry_stalls, job_end
+from rankscope.run.prepare import typed
 from rankscope.spool.definitions import Decoded
 from rankscope.tree.assembly.interning import build_vocabulary
 from rankscope.tree.assembly.keptchunks import carry_chunks, finish_kept, with_places

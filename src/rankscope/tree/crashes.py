@@ -8,7 +8,7 @@ from typing import Any
 
 from rankscope.record.call import CallStatus, Mode
 from rankscope.record.phases import Phase
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason
 from rankscope.tree.views import Node, Step, Trace
 
 

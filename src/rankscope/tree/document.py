@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from rankscope.record.call import CallStatus, Mode
 from rankscope.record.phases import Phase
+from rankscope.record.ranks import StreamId
 from rankscope.record.statistics import STATISTICS
-from rankscope.record.streams import StreamId
 from rankscope.record.value import UNFOLDED_FLAGS
 from rankscope.spool.chunks.tensorfiles import TensorRecords
 from rankscope.tree.assembly.interning import Interned, Vocabulary

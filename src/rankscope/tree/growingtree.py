@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from rankscope.errors import TraceError, TraceVersionError
 from rankscope.record.call import Mode
-from rankscope.record.streams import MAX_RANKS
+from rankscope.record.ranks import MAX_RANKS
 from rankscope.run.filenames import (
     INDEX_FORMAT,
     INDEX_NAME,
@@ -29,8 +29,7 @@ from rankscope.run.filenames import (
     TRACE_NAME,
     Progress,
 )
-from rankscope.run.ownership import own_subfolder
-from rankscope.run.replacing import new_file, sync_by_name
+from rankscope.run.files import new_file, own_subfolder, sync_by_name
 from rankscope.tree.older import OlderTrace, is_older
 from rankscope.tree.step import StepColumns, StepHead, StepName
 from rankscope.tree.stepfile import StepFiles, known_entries, write_steps
@@ -38,7 +37,7 @@ from rankscope.tree.tracejson import check_json, load_json
 from rankscope.tree.views import Trace, TraceSource
 
 if TYPE_CHECKING:
-    from rankscope.record.streams import StreamId
+    from rankscope.record.ranks import StreamId
     from rankscope.spool.chunks.tensorfiles import TensorRecords
     from rankscope.tree.document import Document
 

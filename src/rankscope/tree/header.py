@@ -12,14 +12,11 @@ import numpy as np
 from rankscope.errors import TraceError
 from rankscope.record.call import Mode
 from rankscope.record.notes import Note
-from rankscope.record.ranklists import others_text, parse_ranks, ranks_text
-from rankscope.record.streams import EndReason
-from rankscope.record.timetext import utc_text
-from rankscope.record.torchversions import untested
+from rankscope.record.ranks import EndReason, others_text, parse_ranks, ranks_text
+from rankscope.record.texts import untested, utc_text
 from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
 from rankscope.run.jobend import JobEnd
-from rankscope.spool.origin import origin_text
-from rankscope.spool.recordformat import NO_SEQUENCE, TO_ITS_END
+from rankscope.spool.recordformat import NO_SEQUENCE, TO_ITS_END, origin_text
 from rankscope.tree.assembly.interning import MeshFamily, mesh_of
 from rankscope.tree.assembly.layouts import layout_header
 from rankscope.tree.assembly.rankstreams import RankStream

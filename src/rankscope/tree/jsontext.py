@@ -14,11 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_text
-from rankscope.record.statistics import COUNTS, NUMBERS
+from rankscope.record.ranks import ranks_text
+from rankscope.record.statistics import COUNTS, NUMBERS, Combined
 from rankscope.record.stepcolumns import DIGEST
 from rankscope.record.value import ValueFlag
-from rankscope.record.wholestatistics import Combined
 from rankscope.run.filenames import TREE_FORMAT, Progress
 from rankscope.tree.slotview import SlotView, flag_words
 from rankscope.tree.step import StepColumns

@@ -24,11 +24,10 @@ from numpy.typing import NDArray
 from rankscope.errors import TraceError
 from rankscope.layout.placement import Mesh, Ranges, global_ranges, parse_placement
 from rankscope.record.call import CallStatus
-from rankscope.record.descriptions import ModuleName, TensorFacts, read_ranges
-from rankscope.record.ranklists import parse_ranks
+from rankscope.record.ranks import parse_ranks
 from rankscope.record.statistics import MEASURED
 from rankscope.record.stepcolumns import COLUMNS, Column
-from rankscope.record.value import SKETCH_SIZE
+from rankscope.record.value import SKETCH_SIZE, ModuleName, TensorFacts, read_ranges
 from rankscope.run.filenames import STEPS_FOLDER, TRACE_NAME, VALUES_NAME
 from rankscope.tree.assembly.interning import Interned
 from rankscope.tree.step import Columns, StepColumns, StepHead, StepTexts
@@ -37,7 +36,7 @@ from rankscope.tree.tracejson import UNREADABLE, damage, load_json
 from rankscope.tree.views import meshes_of
 
 if TYPE_CHECKING:
-    from rankscope.record.streams import StreamId
+    from rankscope.record.ranks import StreamId
     from rankscope.spool.chunks.tensorfiles import TensorRecords
 
 Array = NDArray[Any]

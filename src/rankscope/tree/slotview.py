@@ -27,12 +27,10 @@ from rankscope.layout.placement import (
     parse_placement,
 )
 from rankscope.layout.plan import Piece
-from rankscope.record.descriptions import TensorFacts
 from rankscope.record.notes import Note
-from rankscope.record.ranklists import ranks_named
-from rankscope.record.streams import MAX_RANKS
-from rankscope.record.value import UNFOLDED_FLAGS, Digest, Samples, ValueFlag
-from rankscope.record.wholestatistics import Combined
+from rankscope.record.ranks import MAX_RANKS, ranks_named
+from rankscope.record.statistics import Combined
+from rankscope.record.value import UNFOLDED_FLAGS, Digest, Samples, TensorFacts, ValueFlag
 from rankscope.tree.assembly.combine import CombinationPlan, apply_to_all, plan_rows
 from rankscope.tree.step import StepColumns
 from rankscope.tree.tracejson import damaged_is_trace_error

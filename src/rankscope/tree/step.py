@@ -20,12 +20,9 @@ from numpy.typing import NDArray
 
 from rankscope.record.call import CallStatus, Mode
 from rankscope.record.collective import Collective
-from rankscope.record.descriptions import ModuleName, TensorFacts
-from rankscope.record.ranklists import ranks_text
-from rankscope.record.rankplace import step_label
-from rankscope.record.statistics import COUNTS, NUMBERS
-from rankscope.record.value import UNFOLDED_FLAGS, Digest
-from rankscope.record.wholestatistics import Combined
+from rankscope.record.ranks import ranks_text, step_label
+from rankscope.record.statistics import COUNTS, NUMBERS, Combined
+from rankscope.record.value import UNFOLDED_FLAGS, Digest, ModuleName, TensorFacts
 from rankscope.tree.tracejson import UNREADABLE, damage
 
 Array = NDArray[Any]

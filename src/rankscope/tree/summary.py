@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from rankscope.record.ranklists import ranks_named
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason, ranks_named
 
 NO_STEP: Final = "no step was traced"
 _ENDED: Final = {

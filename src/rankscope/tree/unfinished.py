@@ -14,8 +14,8 @@ from rankscope.run.filenames import COLLECTOR_LOCK_NAME, HOST_STATE_PREFIX, REPL
 from rankscope.run.folders import find_runs, is_held, relay_name, spool_base, stream_folder, streams
 from rankscope.run.jobstatus import JobStatus, read_status
 from rankscope.run.locks import is_abandoned, is_alive
-from rankscope.spool.origin import origin_text
-from rankscope.spool.replication import read_end, replica_path, replicated
+from rankscope.spool.recordformat import origin_text
+from rankscope.spool.replicas import read_end, replica_path, replicated
 from rankscope.spool.streamreader import StreamReader
 from rankscope.tree.assembly.sources import run_in
 

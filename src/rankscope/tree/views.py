@@ -17,16 +17,14 @@ from rankscope.errors import SelectionError, TraceError
 from rankscope.globs import glob_matches
 from rankscope.layout.placement import Layout, Mesh
 from rankscope.record.call import CallKey, CallStatus, Mode
-from rankscope.record.descriptions import ModuleName
 from rankscope.record.notes import BLACK_BOX, Note, RanksNote
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import parse_ranks, ranks_named, ranks_text
-from rankscope.record.statistics import STATISTICS
+from rankscope.record.ranks import parse_ranks, ranks_named, ranks_text
+from rankscope.record.statistics import STATISTICS, Combined
 from rankscope.record.stepcolumns import COLUMNS
-from rankscope.record.value import Digest, Samples
-from rankscope.record.wholestatistics import Combined
-from rankscope.run.outfolder import typed
-from rankscope.run.stallrecords import Stall, stalls_in
+from rankscope.record.value import Digest, ModuleName, Samples
+from rankscope.run.jobend import Stall, stalls_in
+from rankscope.run.prepare import typed
 from rankscope.tree.selection import default_phase, named, nothing_matched
 from rankscope.tree.slotview import SlotView, Whereabouts, shape_text
 from rankscope.tree.step import Columns, LazyColumns, StepColumns, StepHead
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
     import torch
 
     from rankscope.layout.layoutfile import LayoutFile
-    from rankscope.record.streams import StreamId
+    from rankscope.record.ranks import StreamId
     from rankscope.spool.chunks.tensorfiles import TensorFiles, TensorRecords
 
 

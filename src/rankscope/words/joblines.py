@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope.record.visibletext import visible
-from rankscope.run.companions import companion_environment
+from rankscope.record.texts import visible
 from rankscope.run.filenames import FINDINGS_NAME
-from rankscope.run.outfolder import typed
-from rankscope.run.stallrecords import stalls_in
+from rankscope.run.jobend import stalls_in
+from rankscope.run.prepare import typed
+from rankscope.run.processes import companion_environment
 from rankscope.tree.summary import NO_STEP
 from rankscope.words.reportdata import report_of
 from rankscope.words.reports import verdict_line, where_line

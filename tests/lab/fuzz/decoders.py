@@ -31,28 +31,33 @@ from rankscope.errors import RankscopeError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.layout.placement import parse_placement
 from rankscope.record.notes import Note
-from rankscope.record.ranklists import parse_ranks
+from rankscope.record.ranks import StreamId, parse_ranks
 from rankscope.record.stepselection import StepSelection
-from rankscope.record.streams import StreamId
+from rankscope.run.agreements import Order, seen_by
 from rankscope.run.filenames import (
     FINDINGS_NAME,
     HOST_STATE_PREFIX,
     INDEX_NAME,
     ORDER_SEEN_PREFIX,
     REPLICA_FOLDER,
+    RUN_NAME,
     STEPS_FOLDER,
     TRACE_NAME,
 )
-from rankscope.run.folders import RUN_NAME, RunHeader, read_run_header, write_run_header
-from rankscope.run.orders import Order, seen_by
-from rankscope.run.stallrecords import stalls_in
+from rankscope.run.folders import RunHeader, read_run_header, write_run_header
+from rankscope.run.jobend import stalls_in
 from rankscope.settings import SETTINGS
-from rankscope.spool.chunks.chunkheader import parse_header
+from rankscope.spool.chunks.chunkfiles import parse_header
 from rankscope.spool.definitions import decode_definition
 from rankscope.spool.recordcolumns import COLUMNS, ending, records
 from rankscope.spool.recordformat import DEFINITION_LENGTH
-from rankscope.spool.replication import read_end
-from rankscope.spool.settledprefix import SettledPrefix, read_settled, settled_to, write_settled
+from rankscope.spool.replicas import (
+    SettledPrefix,
+    read_end,
+    read_settled,
+    settled_to,
+    write_settled,
+)
 from rankscope.tree.assembly.rankstreams import StreamBytes, definitions_in, read_stream
 from rankscope.tree.assembly.sources import find_streams
 from rankscope.tree.build import assemble, write_trace

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgpack
 import numpy as np
 
-from rankscope.record.streams import StreamId
+from rankscope.record.ranks import StreamId
 from rankscope.spool import recordformat
 from rankscope.spool.recordformat import RecordKind, StepEvent
 from rankscope.spool.validprefix import cell_crcs

@@ -30,7 +30,7 @@ from rankscope.cli import show
 from rankscope.cli.app import main as cli
 from rankscope.diagnosis.check import check
 from rankscope.record.finding import Report
-from rankscope.record.streams import StreamId
+from rankscope.record.ranks import StreamId
 from rankscope.tree.assembly.rankstreams import StreamBytes
 from rankscope.tree.build import assemble, write_trace
 from rankscope.tree.reader import open_trace

@@ -1,8 +1,11 @@
-"""Which module is which: roots, canonical paths, wrappers.
+"""Which module is which: roots, canonical paths, wrappers, and what a module holds.
 
 The canonical path is the path from the root with every wrapper removed, so that the same model has
 the same paths however it is parallelized; the raw path is kept beside it. A wrapper (DDP, FSDP1,
 checkpoint wrapper, `torch.compile`) is no node of its own: it shares the path of what it wraps.
+
+Members are read off torch's own tables: a user's class may override every method that lists
+modules, parameters or buffers.
 """
 
 from __future__ import annotations
@@ -15,11 +18,111 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from rankscope.agent.hooks.members import modules_of, own_parameters, parameters_of_module
-from rankscope.agent.hooks.wrappers import class_behind_wrappers, own_class, wrapper_of
 from rankscope.capture.torch_internals.compiling import dynamo_has_compiled, is_compiled_in_place
-from rankscope.capture.torch_internals.parallel import is_sync_off
+from rankscope.capture.torch_internals.distributed import is_sync_off
 from rankscope.globs import glob_matches
+
+
+def modules_of(top: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (raw path, module) of a module and all below it, each once, in torch's own order."""
+    seen: set[int] = set()
+    waiting = [("", top)]
+    while waiting:
+        path, module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield path, module
+        children = [
+            (f"{path}.{name}" if path else name, child)
+            for name, child in module._modules.items()
+            if child is not None
+        ]
+        waiting.extend(reversed(children))
+
+
+def parameters_of_module(top: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of a module and of all below it, each once, in torch's own order."""
+    seen: set[int] = set()
+    for _, module in modules_of(top):
+        for parameter in own_parameters(module).values():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield parameter
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return a module's own parameters by name; scripted modules keep theirs in C++."""
+    found = module._parameters
+    return found if isinstance(found, dict) else dict(found.items())
+
+
+def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return a module's own buffers by name; scripted modules keep theirs in C++."""
+    found = module._buffers
+    return found if isinstance(found, dict) else dict(found.items())
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return what backward left in a parameter. FSDP1 puts views of its flat parameter in a
+    parameter's place between forward and backward: no leaves, so they hold no gradient, and torch
+    warns of the question."""
+    return parameter.grad if parameter.is_leaf or parameter.retains_grad else None
+
+
+_WRAPPED_ATTRIBUTE = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": ("module", "DDP"),
+    "torch.nn.parallel.data_parallel.DataParallel": ("module", "DataParallel"),
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
+        "_fsdp_wrapped_module",
+        "FSDP1",
+    ),
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper": (
+        "_checkpoint_wrapped_module",
+        "checkpoint",
+    ),
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.OffloadWrapper": (
+        "_checkpoint_wrapped_module",
+        "offload",
+    ),
+    "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod", "compile"),
+}
+"""Wrapper class -> (attribute holding the wrapped module, the word the trace uses)."""
+_FSDP2 = "torch.distributed.fsdp.FSDPModule"
+"""Base of the class that fully_shard() gives a module: no wrapper, but it has another name."""
+
+_wrappers: dict[type, tuple[str, str] | None] = {}
+
+
+def _qualified(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def wrapper_of(module: nn.Module) -> tuple[str, str] | None:
+    """Return where a wrapper holds what it wraps, and the trace's word for it; None for others."""
+    cls = type(module)
+    if cls not in _wrappers:
+        found = (_WRAPPED_ATTRIBUTE.get(_qualified(base)) for base in cls.__mro__)
+        _wrappers[cls] = next((wrapper for wrapper in found if wrapper is not None), None)
+    return _wrappers[cls]
+
+
+def own_class(cls: type) -> tuple[type, tuple[str, ...]]:
+    """Return the class the user wrote and the words for what was put over it in place."""
+    if any(_qualified(base) == _FSDP2 for base in cls.__mro__):
+        own = next(
+            c for c in cls.__mro__[1:] if issubclass(c, nn.Module) and _qualified(c) != _FSDP2
+        )
+        return own, ("FSDP2",)
+    return cls, ()
+
+
+def class_behind_wrappers(module: nn.Module) -> type:
+    """Return the class the user wrote of what stands inside all wrappers."""
+    while (wrapper := wrapper_of(module)) is not None:
+        module = getattr(module, wrapper[0])
+    return own_class(type(module))[0]
+
 
 _Named = tuple[str, list[str], str | None]
 """Canonical path of a module, the wrappers that end with it, the name of what it wraps."""

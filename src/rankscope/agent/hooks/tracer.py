@@ -9,16 +9,14 @@ import torch
 from torch import nn
 
 from rankscope.agent.guard import describe_error
-from rankscope.agent.hooks.callstack import CallStacks, EventPlace, NodeMap, OpenCall, Scope
-from rankscope.agent.hooks.callvalues import CallValues
-from rankscope.agent.hooks.definitions import DefinitionWriter
+from rankscope.agent.hooks.calls import CallStacks, CallValues, EventPlace, NodeMap, OpenCall, Scope
 from rankscope.agent.hooks.install import HookSet
 from rankscope.agent.hooks.modules import ModuleInfo, Root
-from rankscope.agent.hooks.pythonstack import has_left, keyword_arguments, module_calls_running
-from rankscope.agent.recorder import Recorder
-from rankscope.capture.invisible import invisible
+from rankscope.agent.pythonstack import has_left, keyword_arguments, module_calls_running
+from rankscope.agent.recorder import DefinitionWriter, Recorder
 from rankscope.capture.torch_internals.autograd import current_graph_task, stops_recomputation
 from rankscope.capture.torch_internals.compiling import is_being_captured, is_compiled_graph
+from rankscope.capture.torch_internals.tensors import invisible
 from rankscope.record.call import CallStatus, Mode
 from rankscope.record.phases import Phase
 from rankscope.settings import Settings

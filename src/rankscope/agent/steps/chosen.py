@@ -14,8 +14,17 @@ from rankscope.agent.recorder import Recorder
 from rankscope.record.call import Mode
 from rankscope.record.notes import Note, NoteKind
 from rankscope.record.stepselection import StepSelection
-from rankscope.run.eventboard import ABSENT, agree, agreed, file_time
-from rankscope.run.orders import OVER, STANDS, Order, is_taken_before, order_in
+from rankscope.run.agreements import (
+    ABSENT,
+    OVER,
+    STANDS,
+    Order,
+    agree,
+    agreed,
+    file_time,
+    is_taken_before,
+    order_in,
+)
 from rankscope.spool.recordformat import StepEvent
 
 LEAD = 2

@@ -15,38 +15,45 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from rankscope.agent.collectives.stepcollectives import CollectiveTracing
+from rankscope.agent.collectives import CollectiveTracing
 from rankscope.agent.guard import Guard, say
-from rankscope.agent.hooks.callstack import Scope
+from rankscope.agent.hooks.calls import Scope
 from rankscope.agent.hooks.install import HookSet
-from rankscope.agent.hooks.members import modules_of, parameters_of_module
-from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
-from rankscope.agent.hooks.pythonstack import (
+from rankscope.agent.hooks.modules import (
+    ModuleInfo,
+    ModuleTable,
+    Root,
+    modules_of,
+    parameters_of_module,
+)
+from rankscope.agent.hooks.tracer import Tracer
+from rankscope.agent.pythonstack import (
     has_room_for,
     is_inferring_shapes,
     module_calls_running,
 )
-from rankscope.agent.hooks.tracer import Tracer
 from rankscope.agent.steps.chosen import Agreement, ChosenSteps
-from rankscope.agent.steps.compiled import HIDDEN, EagerStance, HiddenSteps, outermost_modules_of
-from rankscope.agent.steps.optimizersearch import (
+from rankscope.agent.steps.optimizers import (
+    HIDDEN,
+    EagerStance,
+    HiddenSteps,
     OptimizerSearch,
+    ScalerWatch,
+    ScheduleWatch,
     held_parameters,
+    outermost_modules_of,
     runs_closure,
     steps_running,
 )
-from rankscope.agent.steps.scalers import ScalerWatch
-from rankscope.agent.steps.schedules import ScheduleWatch
 from rankscope.agent.steps.stepmachine import RunningStep, StepMachine, Tick
 from rankscope.agent.steps.updates import Updates
 from rankscope.agent.values.rootevents import RootEvents
-from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.autograd import current_graph_task
-from rankscope.capture.torch_internals.distributed import process_groups
-from rankscope.capture.torch_internals.parallel import stage_modules
+from rankscope.capture.torch_internals.distributed import process_groups, stage_modules
+from rankscope.capture.torch_internals.tensors import invisible
 from rankscope.record.call import Mode
-from rankscope.record.streams import EndReason
-from rankscope.run.orders import Order
+from rankscope.record.ranks import EndReason
+from rankscope.run.agreements import Order
 from rankscope.settings import Settings
 from rankscope.spool.recordformat import StepEvent
 

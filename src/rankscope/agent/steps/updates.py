@@ -12,13 +12,16 @@ from dataclasses import replace
 
 import torch
 
-from rankscope.agent.steps.optimizersearch import Holdings, OptimizerSearch
-from rankscope.agent.steps.scalers import is_skipped_inside, scaling_of
-from rankscope.agent.values.accumulated import AccumulatedGradients
-from rankscope.agent.values.gradients import GradientHooks
+from rankscope.agent.steps.optimizers import (
+    Holdings,
+    OptimizerSearch,
+    is_skipped_inside,
+    scaling_of,
+)
+from rankscope.agent.values.gradients import AccumulatedGradients, GradientHooks
 from rankscope.agent.values.rootevents import RootEvents, has_gradient
-from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.autograd import current_graph_task
+from rankscope.capture.torch_internals.tensors import invisible
 from rankscope.record.call import Mode
 from rankscope.record.notes import Note, NoteKind, options_text
 from rankscope.record.value import ValueFlag

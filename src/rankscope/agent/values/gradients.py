@@ -1,25 +1,37 @@
-"""Gradients of activations, by one hook a tensor. The same hooks tell where a backward pass begins,
-and torch's own queue of functions for the end of a pass where it ends."""
+"""Gradients of activations, by one hook a tensor, and gradients of parameters as each backward pass
+of a step left them.
+
+The hooks on activations tell where a backward pass begins, and torch's own queue of functions for
+the end of a pass where it ends. What a pass left is read then. It is written only where it tells
+more than the optimizer's own gradients: another value (clipping, averaging, unscaling by hand), or
+an earlier pass whose gradients were gone when a later one began.
+"""
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from rankscope.agent.guard import Guard
+from rankscope.agent.hooks.modules import ModuleInfo, Root, gradient_of, own_parameters
+from rankscope.agent.pythonstack import program_lines
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.values.valuereader import ValueReader
-from rankscope.capture.invisible import invisible
+from rankscope.agent.values.rootevents import RootEvents
+from rankscope.agent.values.valuereader import HeldValue, ValueReader
 from rankscope.capture.torch_internals.autograd import (
     call_at_end_of_backward,
     current_graph_task,
     has_hook,
 )
+from rankscope.capture.torch_internals.distributed import is_flattened
+from rankscope.capture.torch_internals.tensors import invisible
 from rankscope.record.phases import Phase
+from rankscope.record.value import ValueFlag
 
 
 class GradientTarget(NamedTuple):
@@ -174,3 +186,198 @@ class GradientHooks:
 def _is_rewritten(watched: _Watched) -> bool:
     tensor = watched.tensor() if watched.tensor is not None else None
     return tensor is not None and tensor._version != watched.version
+
+
+_RESTARTED, _NO_SYNC = int(ValueFlag.RESTARTED), int(ValueFlag.NO_SYNC)
+_SAME_LINES = int(ValueFlag.SAME_LINES)
+_MOST_FORWARDS = 64
+
+
+@dataclass(slots=True)
+class _LeftGradient:
+    info: ModuleInfo
+    slot: str
+    held: HeldValue
+    parameter_state: tuple[int, int]
+    flags: int
+    is_written: bool = False
+
+
+@dataclass(slots=True)
+class _PassEnd:
+    ordinal: int
+    time_ns: int
+    lines: tuple[int, ...]
+    """From where in the program its forwards were called: more than one where several roots make
+    one loss, none where the pass before shared its forward."""
+    gradients: dict[int, _LeftGradient] = field(default_factory=dict)
+
+
+class AccumulatedGradients:
+    """Holds what the latest pass of a step left, and writes it where that is asked for."""
+
+    def __init__(self, events: RootEvents) -> None:
+        self._events = events
+        self._table, self._values = events.table, events.values
+        self.is_on = events.wants(Phase.GRADS) and events.wants(Phase.ACCUMULATED)
+        self.running_step: Callable[[], int | None] = lambda: None
+        """Number of the train step that is traced, None where nothing is to be read."""
+        self._latest: _PassEnd | None = None
+        self._count = 0
+        self._gone: set[int] = set()
+        """Parameters whose gradient of an earlier pass was gone when a later pass began."""
+        self._lines: list[int] = []
+        """From where the forwards were called that no pass has ended yet."""
+        self._found: dict[int, tuple[int, int]] = {}
+        """Identity of a parameter -> state of its gradient when the running pass began."""
+        self._kept: set[int] = set()
+        """Parameters whose gradient was untouched when the running pass began."""
+        self.unsynced: frozenset[int] | None = None
+        """Parameters whose gradients the last pass was not to reduce; None before any ended."""
+
+    def forward_begins(self) -> None:
+        """Note from which lines of the program the forward of a root is called."""
+        if self.is_on and len(self._lines) <= _MOST_FORWARDS:
+            self._lines.append(program_lines())
+
+    def pass_begins(self, is_before_all: bool) -> None:
+        """Look what became of the gradients of the pass before."""
+        step, latest = self.running_step(), self._latest
+        self._kept.clear()
+        self._found.clear()
+        if step is None or not is_before_all or not self.is_on:
+            return
+        gone = set()
+        with invisible():
+            for parameter in self._table.parameters():
+                gradient = gradient_of(parameter)
+                if gradient is not None:
+                    self._found[id(parameter)] = self._values.state_of(gradient)
+                left = latest.gradients.get(id(parameter)) if latest is not None else None
+                if left is None:
+                    continue
+                if gradient is not None and self._values.state_of(gradient) == left.held.state:
+                    self._kept.add(id(parameter))
+                elif self._is_wiped(parameter, gradient, left):
+                    gone.add(id(parameter))
+        if gone and latest is not None:
+            self._write(latest, step)
+            self._gone |= gone
+
+    def _is_wiped(
+        self, parameter: torch.Tensor, gradient: torch.Tensor | None, left: _LeftGradient
+    ) -> bool:
+        """True where the gradient is gone, and nothing stepped with it: the parameter is as it was.
+        FSDP1 itself takes gradients of earlier passes away while backward runs, and adds them."""
+        if is_flattened(parameter) or self._values.state_of(parameter) != left.parameter_state:
+            return False
+        return gradient is None or self._values.is_zero(gradient)
+
+    def pass_ends(self) -> None:
+        """Read what the pass left, where it left anything."""
+        lines = tuple(self._lines)
+        self._lines.clear()
+        if self.running_step() is None:
+            return
+        latest, own = self._latest, _PassEnd(self._count, time.monotonic_ns(), lines)
+        is_any_new = False
+        restarted = _RESTARTED
+        if latest is not None and lines == latest.lines and 0 < len(lines) <= _MOST_FORWARDS:
+            restarted |= _SAME_LINES
+        with invisible():
+            self.unsynced = self._table.unsynced_parameters()
+            for info, name, parameter in self._parameters():
+                before = latest.gradients.get(id(parameter)) if latest else None
+                left = self._left(info, name, parameter, before, restarted)
+                if left is not None:
+                    own.gradients[id(parameter)] = left
+                    is_any_new |= left is not before
+        if is_any_new:
+            self._latest, self._count = own, self._count + 1
+            self._gone -= own.gradients.keys()
+
+    def _parameters(self) -> Iterator[tuple[ModuleInfo, str, torch.Tensor]]:
+        for root in self._table.roots if self.is_on else ():
+            for info, module in self._events.modules(root):
+                parameters = own_parameters(module)
+                for name in info.own_parameters:
+                    parameter = parameters.get(name)
+                    if parameter is not None and self._values.wants(f"grad:{name}"):
+                        yield info, name, parameter
+
+    def _left(
+        self,
+        info: ModuleInfo,
+        name: str,
+        parameter: torch.Tensor,
+        before: _LeftGradient | None,
+        restarted: int,
+    ) -> _LeftGradient | None:
+        """Return the gradient as it is now, `before` itself where the pass did not touch it; None
+        where it cannot be read, or is of an earlier step."""
+        gradient = gradient_of(parameter)
+        if gradient is None:
+            return None
+        state = self._values.state_of(gradient)
+        if before is None and self._found.get(id(parameter)) == state:
+            return None  # a pass that touches no gradient: `torch.autograd.grad`
+        if before is not None and id(parameter) in self._kept and before.held.state == state:
+            return before
+        held = self._values.hold(gradient)
+        if held is None:
+            return None
+        flags = restarted if id(parameter) in self._gone else 0
+        if before is not None and not before.is_written:  # the pass before has no record of its own
+            flags |= before.flags & (_RESTARTED | _SAME_LINES)
+        if self.unsynced and id(parameter) in self.unsynced:
+            flags |= _NO_SYNC
+        return _LeftGradient(info, f"grad:{name}", held, self._values.state_of(parameter), flags)
+
+    def left(self) -> Mapping[int, HeldValue]:
+        """Return what the last pass left and no optimizer took, by identity of the parameter."""
+        gradients = self._latest.gradients if self._latest is not None else {}
+        return {key: left.held for key, left in gradients.items()}
+
+    def taken(self, step: int, gradients: Mapping[int, bool]) -> None:
+        """Write what the last pass left where an optimizer takes something else: `gradients` says
+        by identity of the parameter whether the optimizer takes what was left."""
+        latest = self._latest
+        if latest is None:
+            return
+        own = {key: left for key, left in latest.gradients.items() if key in gradients}
+        if any(left.flags & _RESTARTED or not gradients[key] for key, left in own.items()):
+            self._write(latest, step)
+        for key in own:
+            del latest.gradients[key]
+        self._gone -= gradients.keys()
+
+    def forget(self) -> None:
+        """Forget the passes so far: the step is over, or gradients are not accumulated in it."""
+        self._latest, self._count = None, 0
+        self._gone.clear()
+        self._lines.clear()
+        self._kept.clear()
+        self._found.clear()
+        self.unsynced = None
+
+    def _write(self, end: _PassEnd, step: int) -> None:
+        """Record what a pass left as one event of each root, at the time when the pass ended."""
+        by_root: dict[Root, dict[ModuleInfo, list[_LeftGradient]]] = {}
+        for left in end.gradients.values():
+            root = left.info.root
+            if root is not None and not left.is_written:
+                left.is_written = True
+                by_root.setdefault(root, {}).setdefault(left.info, []).append(left)
+
+        def record(info: ModuleInfo, left: _LeftGradient, sequence: int) -> None:
+            flags = left.flags
+            self._values.record_held(left.held, sequence, left.slot, Phase.ACCUMULATED, flags)
+
+        for root, modules in by_root.items():
+            module = root.module()
+            top = self._table.get(module) if module is not None else None
+            if top is not None:
+                parts = [(top, []), *modules.items()]
+                self._events.write(
+                    root, Phase.ACCUMULATED, step, end.ordinal, parts, record, end.time_ns
+                )

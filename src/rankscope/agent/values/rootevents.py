@@ -8,20 +8,20 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from rankscope.agent.hooks.definitions import DefinitionWriter
-from rankscope.agent.hooks.members import (
+from rankscope.agent.hooks.modules import (
+    ModuleInfo,
+    ModuleTable,
+    Root,
     gradient_of,
     own_buffers,
     own_parameters,
     parameters_of_module,
 )
-from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
-from rankscope.agent.recorder import Recorder
-from rankscope.agent.values.onaccelerator import HeldValue
-from rankscope.agent.values.valuereader import ValueReader
-from rankscope.capture.frameworkmarks import ParameterMarks, activation_marks
-from rankscope.capture.invisible import invisible
-from rankscope.capture.torch_internals.dtensor import is_dtensor
+from rankscope.agent.recorder import DefinitionWriter, Recorder
+from rankscope.agent.values.valuereader import HeldValue, ValueReader
+from rankscope.capture.describe import ParameterMarks, activation_marks
+from rankscope.capture.torch_internals.distributed import is_dtensor
+from rankscope.capture.torch_internals.tensors import invisible
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag

@@ -26,12 +26,17 @@ import torch
 from rankscope.capture.accelerator import Accelerator, HostCopy
 from rankscope.capture.device.fusedcache import ReadVariant
 from rankscope.capture.device.fusedforms import FusedForm, FusedReader
-from rankscope.capture.device.operations import OperationsForm, make_operations_form
-from rankscope.capture.device.resultrow import agree, reading_of_row, row_size
+from rankscope.capture.device.operations import (
+    OperationsForm,
+    agree,
+    make_operations_form,
+    reading_of_row,
+    row_size,
+)
 from rankscope.capture.dtypestorage import Storage, storage_of_digested
 from rankscope.capture.fold import FoldPlan, make_plan
-from rankscope.capture.invisible import invisible, invisible_operations
 from rankscope.capture.reading import ValueNumbers
+from rankscope.capture.torch_internals.tensors import invisible, invisible_operations
 from rankscope.layout.placement import Ranges
 
 _CAPACITY: Final = 1 << 15

@@ -1,13 +1,16 @@
-"""The fused kernels of this host: which there are, where they lie compiled, and who compiles them.
+"""The fused kernels of this host: which there are, where they lie compiled, who compiles them, and
+for which GPUs.
 
 A process of its own compiles them ahead, once for each kind of GPU and version of the source, into
 a folder that only this user can write; ranks load what lies ready, and use torch operations until
-then.
+then. GPUs are asked for without touching one (no context, no torch): NVIDIA's management library
+tells its own; the kernel's driver of AMD's writes its own down.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import importlib.util
@@ -20,13 +23,13 @@ from typing import Any, Final, NamedTuple
 
 import msgpack  # type: ignore[import-untyped]
 
-from rankscope.capture.codefolders import is_off, made_folders, no_folder, trusted_files
+from rankscope.capture.kernel import is_off, made_folders, no_folder, trusted_files
 from rankscope.errors import FolderBusyError, SpoolError
+from rankscope.run.files import replacing
 from rankscope.run.folders import FolderLock
-from rankscope.run.replacing import replacing
 
 COMPILER: Final = "rankscope.capture.device.fusedcompile"
-_SOURCES: Final = ("fusedkernels.py", "fusedcompile.py", "fusedplan.py", "mix64.py")
+_SOURCES: Final = ("fusedkernels.py", "fusedcompile.py", "fusedplan.py")
 _KINDS: Final = (
     "bfloat16", "float32", "float16", "uint8", "int64", "table", "float64", "int32", "int8",
     "int16", "uint16", "uint32", "uint64",
@@ -207,3 +210,54 @@ def _save(name: str, held: dict[str, Any]) -> Path | None:
 
 def _file_name(architecture: str, variant: ReadVariant | CombineVariant) -> str:
     return f"{architecture}-{variant.name}-{_source_key()}.kernel"
+
+
+_LIBRARY: Final = "libnvidia-ml.so.1"
+_NODES: Final = Path("/sys/class/kfd/kfd/topology/nodes")
+
+
+def architectures_of_host(library: str = _LIBRARY, nodes: Path = _NODES) -> list[str]:
+    """Return what fused kernels have to be compiled for here (`cuda-90`, `hip-gfx942`), by NVIDIA's
+    management library and the folder in which the driver of AMD GPUs (KFD) describes each."""
+    return sorted({*_of_nvidia(library), *_of_amd(nodes)})
+
+
+def compilers_of_host() -> list[tuple[list[str], Path]]:
+    """Return the commands that compile what is missing for this host's GPUs, each with the file for
+    its output. Run them beside the job: ranks load what lies ready."""
+    found = (compiler_of(architecture) for architecture in architectures_of_host())
+    return [compiler for compiler in found if compiler is not None]
+
+
+def _of_nvidia(name: str) -> Iterator[str]:
+    try:
+        library: Any = ctypes.CDLL(name)
+        if library.nvmlInit_v2() != 0:
+            return
+    except (OSError, AttributeError):
+        return
+    count = ctypes.c_uint()
+    try:
+        if library.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+            return
+        for index in range(count.value):
+            device, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+            status = library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device))
+            if status == 0:
+                status = library.nvmlDeviceGetCudaComputeCapability(
+                    device, ctypes.byref(major), ctypes.byref(minor)
+                )
+            if status == 0:
+                yield f"cuda-{major.value}{minor.value}"
+    finally:
+        library.nvmlShutdown()
+
+
+def _of_amd(nodes: Path) -> Iterator[str]:
+    for properties in nodes.glob("*/properties"):
+        with contextlib.suppress(OSError, ValueError):
+            for line in properties.read_text().splitlines():
+                name, _, number = line.partition(" ")
+                if name == "gfx_target_version" and int(number):
+                    major, minor, step = int(number) // 10000, int(number) // 100 % 100, int(number)
+                    yield f"hip-gfx{major}{minor:x}{step % 100:x}"

@@ -20,8 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rankscope.capture.device.fusedplan import COUNTS, NUMBERS
-from rankscope.capture.device.mix64 import FIRST, SECOND
+from rankscope.capture.device.fusedplan import COUNTS, FIRST, NUMBERS, SECOND
 
 _FIRST = tl.constexpr(FIRST)
 _SECOND = tl.constexpr(SECOND)

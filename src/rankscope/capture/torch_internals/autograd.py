@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rankscope.capture.torch_internals.loaded import loaded_class
+from rankscope.capture.torch_internals.tensors import loaded_class
 
 _C: Any = torch._C
 

@@ -21,10 +21,9 @@ from rankscope.companion.running.runningjob import RunningJob
 from rankscope.companion.running.stepjudge import MOST_REST_S, FindingsFile, LiveCheck
 from rankscope.companion.running.stepkeeper import KeepSizes, StepKeeper
 from rankscope.errors import FolderError, RankscopeError
-from rankscope.run.companions import TREE_TROUBLE, ExitOutcome, settings_of_gathering
 from rankscope.run.filenames import PARQUET_FOLDER, TRACE_NAME
 from rankscope.run.folders import read_run_header
-from rankscope.run.processes import watch_signals
+from rankscope.run.processes import TREE_TROUBLE, ExitOutcome, settings_of_gathering, watch_signals
 from rankscope.tree.build import build
 from rankscope.tree.growingtree import grown_steps, trace_files
 from rankscope.tree.views import Trace

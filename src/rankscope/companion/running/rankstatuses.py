@@ -21,8 +21,7 @@ from rankscope.errors import SpoolError
 from rankscope.record.call import Mode
 from rankscope.record.collective import MESSAGES
 from rankscope.record.phases import Phase
-from rankscope.record.rankplace import RankPlace, step_label
-from rankscope.record.streams import EndReason, StreamId
+from rankscope.record.ranks import EndReason, RankPlace, StreamId, step_label
 from rankscope.run.folders import find_runs, stream_folder, streams
 from rankscope.run.jobstatus import JobStatus, JobTotals, RankStatus, write_status
 from rankscope.run.locks import is_alive

@@ -12,10 +12,10 @@ from typing import Final, Protocol
 from rankscope.companion.running.splitstream import SplitStream, StepKey
 from rankscope.errors import SpoolError
 from rankscope.record.call import Mode
-from rankscope.record.streams import StreamId
+from rankscope.record.ranks import StreamId
 from rankscope.run.jobend import job_end
 from rankscope.spool.definitions import Decoded
-from rankscope.spool.replication import StreamEnd, read_end, replica_path, replicated
+from rankscope.spool.replicas import StreamEnd, read_end, replica_path, replicated
 from rankscope.tree.assembly.rankstreams import StreamBytes
 from rankscope.tree.build import assemble
 from rankscope.tree.document import Document

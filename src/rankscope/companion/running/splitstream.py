@@ -18,7 +18,7 @@ from rankscope.companion.running.streamtail import StreamTail
 from rankscope.errors import SpoolError
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
-from rankscope.record.streams import StreamId
+from rankscope.record.ranks import StreamId
 from rankscope.spool.definitions import Decoded
 from rankscope.spool.recordcolumns import (
     Records,
@@ -28,11 +28,11 @@ from rankscope.spool.recordcolumns import (
     step_codes,
 )
 from rankscope.spool.recordformat import LONGEST_RECORD, NO_SEQUENCE, RecordKind, StepEvent
-from rankscope.spool.replication import replica_path
-from rankscope.spool.settledprefix import (
+from rankscope.spool.replicas import (
     SettledPrefix,
     free,
     read_settled,
+    replica_path,
     settled_to,
     write_settled,
 )

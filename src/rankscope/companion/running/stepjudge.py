@@ -24,10 +24,10 @@ from rankscope.companion.running.splitstream import StepKey
 from rankscope.diagnosis.check import check
 from rankscope.errors import RankscopeError
 from rankscope.record.finding import Finding, Kind, Severity
-from rankscope.record.timetext import utc_text
+from rankscope.record.texts import utc_text
 from rankscope.run.filenames import FINDINGS_FORMAT, FINDINGS_NAME
-from rankscope.run.outfolder import typed
-from rankscope.run.stallrecords import stalls_in
+from rankscope.run.jobend import stalls_in
+from rankscope.run.prepare import typed
 from rankscope.tree.views import Trace
 from rankscope.words.joblines import told_in
 from rankscope.words.reportdata import finding_json

@@ -11,7 +11,7 @@ from typing import Final
 from rankscope.companion.running.runningjob import RunningJob
 from rankscope.companion.running.splitstream import StepKey
 from rankscope.errors import RankscopeError
-from rankscope.run.companions import GROWS_FROM_BYTES
+from rankscope.run.processes import GROWS_FROM_BYTES
 from rankscope.tree.growingtree import GrowingTree, trace_of
 from rankscope.tree.step import StepName
 from rankscope.tree.views import Trace

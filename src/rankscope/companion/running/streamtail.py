@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from rankscope.record.call import Mode
 from rankscope.record.notes import Note, NoteKind
 from rankscope.record.phases import Phase
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason
 from rankscope.record.value import ValueFlag
 from rankscope.run.jobstatus import EndedStep
 from rankscope.spool.recordcolumns import Records, Sequences, ValueRows, ending, records

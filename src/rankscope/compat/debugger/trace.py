@@ -22,11 +22,11 @@ from torch import nn
 
 from rankscope.agent.activation import current_session, hold
 from rankscope.agent.guard import attempt, say, text_of
-from rankscope.agent.hooks.callvalues import CallOptions
+from rankscope.agent.hooks.calls import CallOptions
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.session import Session
 from rankscope.block import OwnParts, begin_rank_block
-from rankscope.capture.forms import plain_text_of, without_addresses
+from rankscope.capture.pytree import plain_text_of, without_addresses
 from rankscope.compat.debugger.kept import DebuggerStore
 from rankscope.compat.debugger.layers import LayerWatch
 from rankscope.compat.debugger.treefiles import Files, write_rank

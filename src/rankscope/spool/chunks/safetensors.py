@@ -24,9 +24,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from rankscope.errors import RankscopeError, TraceError
-from rankscope.record.dtypes import STORED_TYPES, TORCH_NAMES
-from rankscope.run.diskspace import reserve
-from rankscope.run.replacing import replacing
+from rankscope.record.value import STORED_TYPES, TORCH_NAMES
+from rankscope.run.files import replacing, reserve
 
 LENGTH_BYTES: Final = 8
 MOST_HEADER_BYTES: Final = 100_000_000  # what safetensors itself reads at most

@@ -20,16 +20,17 @@ import xxhash
 from numpy.typing import NDArray
 
 from rankscope.errors import ChunkError, TraceError
-from rankscope.record.streams import StreamId
+from rankscope.record.ranks import StreamId
 from rankscope.run.filenames import TENSOR_FOLDER
-from rankscope.spool.chunks.chunkheader import (
+from rankscope.spool.chunks.chunkfiles import (
     HeldTensor,
     chunk_folder,
     chunk_numbers,
     chunk_path,
+    read_header,
+    recorded_tensors,
     stream_of_folder,
 )
-from rankscope.spool.chunks.finishing import read_header, recorded_tensors
 from rankscope.spool.chunks.safetensors import MappedFile, as_array
 
 TensorRecords = tuple[NDArray[Any], Mapping[int, Mapping[str, Any]]]

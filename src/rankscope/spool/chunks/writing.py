@@ -3,7 +3,7 @@
 A chunk is a safetensors file that is written from front to back: a header region of fixed size is
 reserved, the bytes of each tensor follow, and when the chunk is full the header is filled in with
 one write. There is no footer and no rename: a chunk that was left unfinished is finished from the
-TENSOR records of the spool (`rankscope.spool.chunks.finishing`).
+TENSOR records of the spool (`rankscope.spool.chunks.chunkfiles`).
 
 Bytes go from the tensor's memory to the file with `pwrite`: nothing is copied on the way, nothing
 is mapped (a full disk is an error here, not a SIGBUS), and once `write` has returned the tensor may
@@ -27,11 +27,10 @@ import numpy.typing as npt
 import xxhash
 
 from rankscope.errors import ChunkError, ChunkFullError
-from rankscope.record.dtypes import STORED_TYPES
-from rankscope.record.streams import StreamId
-from rankscope.run.diskspace import reserve
-from rankscope.run.ownfile import OwnFile, above_standard_streams
-from rankscope.spool.chunks.chunkheader import (
+from rankscope.record.ranks import StreamId
+from rankscope.record.value import STORED_TYPES
+from rankscope.run.files import OwnFile, above_standard_streams, reserve
+from rankscope.spool.chunks.chunkfiles import (
     CHUNK_TEXT_BYTES,
     begun_chunk,
     chunk_folder,

@@ -25,9 +25,8 @@ from numpy.typing import NDArray
 from rankscope.layout.placement import PieceKind
 from rankscope.layout.plan import Piece, pieces_of, tiling_problem
 from rankscope.record.notes import Note, NoteKind
-from rankscope.record.ranklists import ranks_named, ranks_text
-from rankscope.record.statistics import STATISTICS, OverShards, finite_counts
-from rankscope.record.wholestatistics import Combined
+from rankscope.record.ranks import ranks_named, ranks_text
+from rankscope.record.statistics import STATISTICS, Combined, OverShards, finite_counts
 
 PARTIAL_NOTE = "a partial is reduced later: only mean and sketch are linear"
 NO_OFFSETS_NOTE = "no offsets were recorded: the sketches of its shards do not add up"

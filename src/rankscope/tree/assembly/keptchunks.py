@@ -18,19 +18,21 @@ from pathlib import Path
 import numpy as np
 
 from rankscope.errors import ChunkError
-from rankscope.record.streams import StreamId
+from rankscope.record.ranks import StreamId
 from rankscope.record.value import ValueFlag
-from rankscope.spool.chunks.chunkheader import (
+from rankscope.spool.chunks.chunkfiles import (
     chunk_folder,
     chunk_numbers,
     chunk_path,
+    finish_chunks,
+    read_header,
     rebuilt_json,
+    recorded_tensors,
     write_header,
 )
-from rankscope.spool.chunks.finishing import finish_chunks, read_header, recorded_tensors
 from rankscope.spool.chunks.safetensors import LENGTH_BYTES, write_all
 from rankscope.spool.chunks.tensorfiles import TensorFiles, standing_references
-from rankscope.spool.origin import UNKNOWN
+from rankscope.spool.recordformat import UNKNOWN
 from rankscope.tree.assembly.rankstreams import Array, RankStream, ValueColumns
 from rankscope.tree.assembly.sources import origins_in
 

@@ -18,12 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.errors import LayoutError
-from rankscope.layout.declared import declared_pieces
+from rankscope.layout.declared import (
+    AXIS_GROUPS,
+    LayoutMark,
+    Members,
+    believed_groups,
+    declared_pieces,
+)
 from rankscope.layout.layoutfile import layout_given
-from rankscope.layout.marks import AXIS_GROUPS, LayoutMark, Members, believed_groups
 from rankscope.layout.placement import LayoutSource, Mesh, Placement
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_text
+from rankscope.record.ranks import ranks_text
 from rankscope.record.value import ValueFlag
 from rankscope.tree.assembly.interning import MeshFamily, Vocabulary, mark_of
 from rankscope.tree.assembly.rankstreams import RankStream

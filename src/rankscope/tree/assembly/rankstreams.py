@@ -18,14 +18,22 @@ from numpy.typing import NDArray
 
 from rankscope.errors import SpoolError, TraceVersionError
 from rankscope.record.phases import Phase
-from rankscope.record.streams import EndReason, StreamId
+from rankscope.record.ranks import EndReason, StreamId
 from rankscope.record.value import SKETCH_SIZE
 from rankscope.spool import recordformat
 from rankscope.spool.definitions import Decoded, decode_definition
-from rankscope.spool.origin import origin_of
-from rankscope.spool.recordcolumns import VALUE_COLUMNS, Records, ending, records
-from rankscope.spool.recordformat import NO_SEQUENCE, RecordKind, StepEvent
-from rankscope.spool.soundness import KNOWN_MODES, KNOWN_PHASES, judged, sound_digests, sound_rows
+from rankscope.spool.recordcolumns import (
+    KNOWN_MODES,
+    KNOWN_PHASES,
+    VALUE_COLUMNS,
+    Records,
+    ending,
+    judged,
+    records,
+    sound_digests,
+    sound_rows,
+)
+from rankscope.spool.recordformat import NO_SEQUENCE, RecordKind, StepEvent, origin_of
 
 Array = NDArray[Any]
 
@@ -99,7 +107,7 @@ class RankStream:
     tensors: Array
     committed: int | None
     origin: int
-    """Which process wrote it (`spool.origin`), 0 where nothing arrived."""
+    """Which process wrote it (`spool.recordformat`), 0 where nothing arrived."""
     received: int
     """Valid bytes of the stream: those at hand, and those let go once their step was written."""
     hidden_bytes: int = 0

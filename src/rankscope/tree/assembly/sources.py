@@ -21,16 +21,27 @@ from typing import Any
 import numpy as np
 
 from rankscope.errors import FolderError, SpoolError
-from rankscope.record.streams import EndReason, StreamId
+from rankscope.record.ranks import EndReason, StreamId
 from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER
-from rankscope.run.filepieces import piece_of
+from rankscope.run.files import piece_of
 from rankscope.run.folders import segment_indexes, segment_path, stream_named
 from rankscope.run.locks import is_alive
-from rankscope.spool.origin import UNKNOWN, first_record, origin_of
 from rankscope.spool.recordcolumns import records
-from rankscope.spool.recordformat import CELL_BYTES, MAX_RECORD_CELLS
-from rankscope.spool.replication import read_end, replica_path, replicated
-from rankscope.spool.settledprefix import NOTHING_SETTLED, lock_for_reading, read_replica
+from rankscope.spool.recordformat import (
+    CELL_BYTES,
+    MAX_RECORD_CELLS,
+    UNKNOWN,
+    first_record,
+    origin_of,
+)
+from rankscope.spool.replicas import (
+    NOTHING_SETTLED,
+    lock_for_reading,
+    read_end,
+    read_replica,
+    replica_path,
+    replicated,
+)
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.validprefix import as_cells, valid_prefix, valid_runs
 from rankscope.tree.assembly.rankstreams import Array, StreamBytes

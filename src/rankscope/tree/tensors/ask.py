@@ -18,8 +18,8 @@ from rankscope.globs import glob_matches, slot_matches
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_text
-from rankscope.run.replacing import free_place
+from rankscope.record.ranks import ranks_text
+from rankscope.run.files import free_place
 from rankscope.spool.chunks.safetensors import Outgoing, write_tensors
 from rankscope.tree.selection import default_phase, nothing_matched
 from rankscope.tree.tensors.globalvalues import assembled, local_tensor, plan_whole

@@ -17,11 +17,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rankscope.errors import LayoutError, SelectionError, TensorWarning, TraceError
-from rankscope.layout.batches import join_batches, join_replicas
 from rankscope.layout.declared import declared_pieces
 from rankscope.layout.layoutfile import LayoutFile, layout_given
 from rankscope.layout.placement import Layout, LayoutSource, Mesh, Placement
-from rankscope.layout.plan import AssemblyPlan, Piece, plan_assemblies, plan_assembly, ranks_words
+from rankscope.layout.plan import (
+    AssemblyPlan,
+    Piece,
+    join_batches,
+    join_replicas,
+    plan_assemblies,
+    plan_assembly,
+    ranks_words,
+)
 from rankscope.layout.proof import WHOLE
 from rankscope.tree.tensors.kept import (
     held_pieces,

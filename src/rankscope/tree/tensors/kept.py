@@ -13,11 +13,9 @@ import numpy as np
 from rankscope.errors import ChunkError, TraceError
 from rankscope.globs import place_matches
 from rankscope.layout.plan import Piece, ranks_words
-from rankscope.record.dtypes import STORED_TYPES
-from rankscope.record.ranklists import ranks_text
-from rankscope.record.streams import StreamId
-from rankscope.spool.chunks.chunkheader import chunk_folder, chunk_numbers, chunk_path
-from rankscope.spool.chunks.finishing import damaged
+from rankscope.record.ranks import StreamId, ranks_text
+from rankscope.record.value import STORED_TYPES
+from rankscope.spool.chunks.chunkfiles import chunk_folder, chunk_numbers, chunk_path, damaged
 from rankscope.spool.chunks.tensorfiles import TensorFiles
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.views import Node, Trace

@@ -23,9 +23,9 @@ from rankscope.diagnosis.evidence.stepview import (
 from rankscope.layout.placement import Mesh
 from rankscope.record.collective import collective_words
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import ranks_named, ranks_text
+from rankscope.record.ranks import ranks_named, ranks_text
 from rankscope.record.statistics import NUMBERS, STATISTICS
-from rankscope.record.visibletext import visible
+from rankscope.record.texts import visible
 from rankscope.tree.slotview import SlotView, shapes_of
 from rankscope.words.page.cellplanes import ModuleRows
 

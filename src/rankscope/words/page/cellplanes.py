@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from rankscope.record.call import Mode
 from rankscope.record.finding import Finding
 from rankscope.record.phases import Phase
-from rankscope.record.visibletext import visible
+from rankscope.record.texts import visible
 from rankscope.tree.step import StepHead
 
 Array = NDArray[Any]

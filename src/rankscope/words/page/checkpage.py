@@ -11,15 +11,14 @@ from numpy.typing import NDArray
 
 from rankscope.diagnosis.check import check
 from rankscope.diagnosis.context import CheckContext
-from rankscope.diagnosis.evidence.lastcalls import ORDERLY
 from rankscope.diagnosis.evidence.stepview import CallView, SlotValues, StepView, step_view_of
-from rankscope.diagnosis.rules.endings import ends_of
+from rankscope.diagnosis.rules.endings import ORDERLY, ends_of
 from rankscope.globs import glob_matches
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import CallStatus, Mode
 from rankscope.record.finding import Finding, Kind, Report, Severity
 from rankscope.record.phases import Phase
-from rankscope.record.streams import EndReason
+from rankscope.record.ranks import EndReason
 from rankscope.run.filenames import Progress
 from rankscope.tree.selection import nothing_matched
 from rankscope.tree.step import StepHead

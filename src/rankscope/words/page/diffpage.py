@@ -17,7 +17,7 @@ from rankscope.diagnosis.comparison.tracesides import StepKey
 from rankscope.record.call import Mode
 from rankscope.record.finding import Report
 from rankscope.record.phases import Phase
-from rankscope.record.visibletext import visible
+from rankscope.record.texts import visible
 from rankscope.tree.step import StepHead
 from rankscope.tree.views import Trace
 from rankscope.words.page.calldetails import slot_detail

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from rankscope.errors import FolderError
 from rankscope.record.finding import Finding, Report
-from rankscope.record.ranklists import ranks_named, ranks_text
-from rankscope.record.visibletext import visible
-from rankscope.run.replacing import replacing
+from rankscope.record.ranks import ranks_named, ranks_text
+from rankscope.record.texts import visible
+from rankscope.run.files import replacing
 from rankscope.tree.step import StepHead
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace

@@ -23,7 +23,7 @@ from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
 from rankscope.errors import RankscopeError, SettingError
-from rankscope.record.visibletext import visible
+from rankscope.record.texts import visible
 from rankscope.tree.tracejson import UNREADABLE
 from rankscope.words.page.pagecontent import PageContent, page_html, served_data
 

@@ -13,13 +13,11 @@ from math import prod
 from typing import Any, Final
 from urllib.parse import quote
 
-from rankscope.diagnosis.evidence.lastcalls import LastCall, last_calls
 from rankscope.diagnosis.evidence.stepview import step_view_of
-from rankscope.diagnosis.rules.endings import ends_of
+from rankscope.diagnosis.rules.endings import LastCall, ends_of, last_calls
 from rankscope.record.finding import Finding, Report
-from rankscope.record.ranklists import ranks_named
-from rankscope.record.rankplace import NOTHING, RankPlace, alike_places, step_label
-from rankscope.record.visibletext import visible
+from rankscope.record.ranks import NOTHING, RankPlace, alike_places, ranks_named, step_label
+from rankscope.record.texts import visible
 from rankscope.tree.summary import counted, extent
 from rankscope.tree.views import Trace, steps_named
 from rankscope.words.page.cellplanes import PageSteps

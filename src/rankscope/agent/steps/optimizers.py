@@ -1,0 +1,406 @@
+"""What tells of steps besides module calls: optimizers and what they hold, steps that a GradScaler
+skipped, runs of pipeline schedules, and train steps that torch.compile hides from hooks.
+
+A skipped step runs no hook of torch's, and all forwards of a run of a schedule belong to one step,
+which nothing else tells where no optimizer steps. So functions of ours stand in the place of
+torch's for a while (`StandIns`).
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+
+from rankscope.agent.guard import Guard
+from rankscope.agent.hooks.modules import parameters_of_module
+from rankscope.agent.pythonstack import calls_running, frames_here
+from rankscope.capture.dtypestorage import number_on_host
+from rankscope.capture.torch_internals.compiling import dynamo_has_compiled, run_compiled_eagerly
+from rankscope.capture.torch_internals.distributed import pipeline_schedules
+from rankscope.capture.torch_internals.tensors import invisible
+from rankscope.record.notes import Note, NoteKind
+
+_Function = Callable[..., Any]
+
+
+class StandIns:
+    """Replaces attributes of classes and operators, and puts the originals back."""
+
+    def __init__(self) -> None:
+        self._restores: dict[tuple[int, str], Callable[[], None]] = {}
+        self.is_on = False
+
+    def put(self, owner: Any, name: str, around: Callable[[_Function], _Function]) -> None:
+        """Put `around(original)` in its place, once, where this torch has such a name."""
+        kept = vars(owner).get(name)
+        if kept is None or (id(owner), name) in self._restores:
+            return
+        original = getattr(owner, name)
+        ours = functools.update_wrapper(around(original), original)
+        setattr(owner, name, ours)
+
+        def restore() -> None:
+            if vars(owner).get(name) is ours:
+                setattr(owner, name, kept)
+
+        self._restores[id(owner), name] = restore
+        self.is_on = True
+
+    def take_off(self) -> None:
+        """Put the originals back. Where somebody else has put theirs over ours since, ours is still
+        called: each of ours asks whether this is on."""
+        self.is_on = False
+        restores, self._restores = self._restores, {}
+        for restore in restores.values():
+            restore()
+
+
+_MAKING = ("__init__", "__setstate__")
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """Whose parameters are whose when one optimizer steps; all by identity."""
+
+    own: frozenset[int]
+    """Those of the roots seen that this optimizer holds."""
+    unheld: frozenset[int]
+    """Those of the roots seen that no optimizer alive holds."""
+    strangers: tuple[torch.Tensor, ...]
+    """What it holds that belongs to no root seen: flattened, sharded or replaced parameters."""
+
+
+OptimizersById = weakref.WeakValueDictionary[int, torch.optim.Optimizer]
+"""Living optimizers by identity: a class of somebody's own may compare and not hash."""
+
+
+class OptimizerSearch(StandIns):
+    """Knows the optimizers that are alive in this process, made before or after attaching. Those
+    made after `put_on` are seen in `__init__`, copies and unpickled ones in `__setstate__`. For
+    those made before the heap is searched, once, and only where torch says that there was one: it
+    marks the `step` of a class as hooked when its first object is made."""
+
+    def __init__(self, guard: Guard) -> None:
+        super().__init__()
+        self._found = OptimizersById()
+        self._made = guard.hook(self.saw)
+        self._may_have_missed = False
+        """One may be alive that was made before `put_on`."""
+
+    def put_on(self) -> None:
+        """See every optimizer that is made from now on."""
+        if self.is_on:
+            return
+        self._may_have_missed = any(_has_been_made(cls) for cls in _optimizer_classes())
+        for name in _MAKING:
+            self.put(torch.optim.Optimizer, name, self._around)
+
+    def _around(self, original: Callable[..., None]) -> Callable[..., None]:
+        def making(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            if self.is_on:
+                self._made(optimizer)
+
+        return making
+
+    def __contains__(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self._found.get(id(optimizer)) is optimizer
+
+    def exists(self) -> bool:
+        """True where an optimizer is alive."""
+        return len(self._found) > 0 or self._finds_earlier()
+
+    def saw(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember an optimizer that steps: its class may not call torch's constructor."""
+        self._found[id(optimizer)] = optimizer
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Yield the parameters of every optimizer found so far."""
+        for optimizer in self._alive():
+            yield from parameters_of(optimizer)
+
+    def _alive(self) -> list[torch.optim.Optimizer]:
+        references = self._found.valuerefs()  # at once: another thread may make one
+        return [optimizer for each in references if (optimizer := each()) is not None]
+
+    def holder_of(self, wanted: frozenset[int]) -> torch.optim.Optimizer | None:
+        """Return an optimizer that holds one of these parameters (identities), if any does."""
+        if self.exists():
+            for optimizer in self._alive():
+                if not wanted.isdisjoint(held_parameters(optimizer)):
+                    return optimizer
+        return None
+
+    def holdings(self, optimizer: torch.optim.Optimizer, known: frozenset[int]) -> Holdings:
+        """Say which of the known parameters an optimizer holds, and which nobody does."""
+        held = {id(parameter): parameter for parameter in parameters_of(optimizer)}
+        unheld = self._unheld(known)
+        if unheld and self._finds_earlier():
+            unheld = self._unheld(known)
+        strangers = tuple(tensor for key, tensor in held.items() if key not in known)
+        return Holdings(known & held.keys(), unheld, strangers)
+
+    def _unheld(self, known: frozenset[int]) -> frozenset[int]:
+        return known.difference(*(held_parameters(o) for o in self._alive()))
+
+    def _finds_earlier(self) -> bool:
+        """Search the heap, once, for optimizers made before `put_on`; True where one was found."""
+        if not self._may_have_missed:
+            return False
+        self._may_have_missed = False
+        classes = list(_optimizer_classes())
+        # every object refers to its class: the collector finds the objects of a few classes without
+        # handing over all others. By type, since to ask a proxy for its __class__ may import a
+        # module, or warn.
+        known = len(self._found)
+        for candidate in gc.get_referrers(*classes):
+            if any(type(candidate) is cls for cls in classes):
+                self.saw(candidate)
+        return len(self._found) > known
+
+
+def _optimizer_classes(top: type = torch.optim.Optimizer) -> Iterator[type]:
+    yield top
+    children: list[type] = type.__subclasses__(top)
+    for child in children:
+        yield from _optimizer_classes(child)
+
+
+def _has_been_made(cls: type) -> bool:
+    return getattr(cls.__dict__.get("step"), "hooked", False)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield all parameters in an optimizer's groups."""
+    # an optimizer found while its __init__ runs has no groups yet
+    for group in getattr(optimizer, "param_groups", ()):
+        yield from group["params"]
+
+
+def held_parameters(optimizer: torch.optim.Optimizer) -> frozenset[int]:
+    """Return the identities of all parameters in an optimizer's groups."""
+    return frozenset(id(parameter) for parameter in parameters_of(optimizer))
+
+
+def runs_closure(arguments: tuple[object, ...], keywords: dict[str, object]) -> bool:
+    """True where `step` was called with a closure: gradients are only final after it."""
+    closure = keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
+    return closure is not None
+
+
+def steps_running() -> int:
+    """Return how many optimizer steps are on this thread's Python stack."""
+    return calls_running("wrapper", "torch/optim/optimizer.py")
+
+
+class ScalerWatch(StandIns):
+    """Tells of skipped steps between `put_on` and `take_off`; both may be called at any time."""
+
+    def __init__(self, skipped: Callable[[torch.optim.Optimizer], None]) -> None:
+        """`skipped` is told of an optimizer that a GradScaler did not step; it must not raise."""
+        super().__init__()
+        self._skipped = skipped
+        self._stepped = 0
+
+    def stepped(self) -> None:
+        """Take note that an optimizer step began."""
+        self._stepped += 1
+
+    def put_on(self) -> None:
+        """Stand in `GradScaler.step`."""
+        self.put(GradScaler, "step", self._around)
+
+    def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(
+            scaler: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+        ) -> Any:
+            before = self._stepped
+            result = original(scaler, optimizer, *args, **kwargs)
+            if self.is_on and self._stepped == before:
+                self._stepped += 1  # another of ours may stand around theirs, around this one
+                self._skipped(optimizer)
+            return result
+
+        return step
+
+
+def scaling_of(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
+    """Return (slot, tensor) of the loss scale, and of whether inf or NaN was found, that a
+    GradScaler hands a fused optimizer: that unscales and skips in its own kernel."""
+    found = (
+        (f"scaler:{name}", getattr(optimizer, name, None)) for name in ("grad_scale", "found_inf")
+    )
+    return [(slot, tensor) for slot, tensor in found if isinstance(tensor, torch.Tensor)]
+
+
+def is_skipped_inside(optimizer: torch.optim.Optimizer) -> bool:
+    """True where a fused optimizer is known to skip its step; on an accelerator nobody is asked."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    if not isinstance(found_inf, torch.Tensor):
+        return False
+    with invisible():
+        return bool(number_on_host(found_inf))
+
+
+class ScheduleWatch(StandIns):
+    """Says in which run of a schedule this process is, from the first question until `take_off`."""
+
+    def __init__(self, begins: Callable[[object], None]) -> None:
+        """`begins` is told of the schedule when a run begins, and must not raise."""
+        super().__init__()
+        self._begins = begins
+        self._numbers = itertools.count()
+        self._run: int | None = None
+        self._codes: frozenset[CodeType] = frozenset()
+        """Code of torch's own `step`, while a run goes on that began before ours stood there."""
+        self._is_over = False
+
+    def current(self) -> int | None:
+        """Return the number of the run that goes on, counted from 0; None outside every run."""
+        if not (self.is_on or self._is_over):
+            self._put_on()
+        if self._codes and not any(frame.f_code in self._codes for frame in frames_here()):
+            self._run, self._codes = None, frozenset()
+        return self._run
+
+    def take_off(self) -> None:
+        """Put the originals back, for good."""
+        self._is_over = True
+        super().take_off()
+
+    def _put_on(self) -> None:
+        classes = pipeline_schedules()
+        if not classes:
+            return
+        codes = (getattr(vars(cls)["step"], "__code__", None) for cls in classes)
+        known = frozenset(code for code in codes if code is not None)
+        for cls in classes:
+            self.put(cls, "step", self._around)
+        frame = next((frame for frame in frames_here() if frame.f_code in known), None)
+        if frame is not None:  # the first run of all: it has brought us here
+            self._run, self._codes = next(self._numbers), known
+            self._begins(frame.f_locals.get(frame.f_code.co_varnames[0]))
+
+    def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(schedule: object, *args: Any, **kwargs: Any) -> Any:
+            if self._is_over or self.current() is not None:
+                return original(schedule, *args, **kwargs)
+            self._run = next(self._numbers)
+            try:
+                self._begins(schedule)
+                return original(schedule, *args, **kwargs)
+            finally:
+                self._run = None
+
+        return step
+
+
+_MOST_GRADIENTS = 1000
+HIDDEN = (
+    "what was compiled as a whole shows no call to hooks. Steps are counted where an optimizer "
+    "steps, gradients and parameters are recorded, activations are not; --rs-compile eager runs "
+    "traced steps as written and sees all"
+)
+
+
+EAGER_IS_ANOTHER_RUN = (
+    "--rs-compile eager changes this run: traced steps run as written, so from the first of them "
+    "on its numbers are not those of the compiled run (other rounding; where the model draws "
+    "random numbers, as dropout does, other random numbers)"
+)
+
+
+class HiddenSteps:
+    """Notices the train steps whose root forward no hook saw: the model was compiled. A parameter
+    that an optimizer moves again, with a gradient that came since, has been through another train
+    step. Parameters and not optimizers are asked: one optimizer may step group by group (ZeRO 1 and
+    2 of DeepSpeed), each group once a train step."""
+
+    def __init__(self) -> None:
+        self._moved: set[int] = set()
+        """First parameter with a gradient of each optimizer step since a train step began."""
+        self._asked_first = OptimizersById()
+        self._gradients: dict[int, tuple[weakref.ref[object], int]] = {}
+        """Identity of a parameter -> proxy and version of its gradient when it was last moved."""
+
+    def root_was_seen(self) -> None:
+        """Note that a root forward has announced its step as usual."""
+        self._moved.clear()
+
+    def begins(self, optimizer: torch.optim.Optimizer, *, is_first: bool) -> bool:
+        """True where nothing announced the train step that an optimizer ends; `is_first`: the
+        process has begun none before."""
+        with invisible():
+            found = next(
+                ((id(p), p.grad) for p in parameters_of(optimizer) if p.grad is not None), None
+            )
+            if found is None:
+                return False
+            parameter, gradient = found
+            is_new = self._is_new(parameter, gradient)
+        is_hidden = parameter in self._moved
+        self._moved.add(parameter)
+        if not dynamo_has_compiled() or not is_new:
+            return False
+        if is_first:
+            is_hidden = self._asked_first.get(id(optimizer)) is not optimizer
+            self._asked_first[id(optimizer)] = optimizer
+        if is_hidden:
+            self._moved = {parameter}
+        return is_hidden
+
+    def _is_new(self, parameter: int, gradient: torch.Tensor) -> bool:
+        """True where a backward ran since: two steps of an optimizer may follow one backward."""
+        # stands for the gradient: torch cannot swap (`Module.to`) one that has a weak reference
+        proxy = gradient if gradient.layout is not torch.strided else gradient.untyped_storage()
+        known, version = self._gradients.get(parameter, (None, -1))
+        is_new = known is None or known() is not proxy or version != gradient._version
+        if len(self._gradients) > _MOST_GRADIENTS:
+            self._gradients.clear()
+        self._gradients[parameter] = (weakref.ref(proxy), gradient._version)
+        return is_new
+
+
+def outermost_modules_of(optimizer: torch.optim.Optimizer) -> list[nn.Module]:
+    """Return the outermost living modules that own what an optimizer moves: walks all objects of
+    the garbage collector, for where no call of a module was ever seen."""
+    # not isinstance: asking a proxy for its __class__ may import a module, or warn
+    modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
+    inside = {id(child) for module in modules for child in module._modules.values()}
+    held = held_parameters(optimizer)
+    return [
+        module
+        for module in modules
+        if id(module) not in inside and any(id(p) in held for p in parameters_of_module(module))
+    ]
+
+
+class EagerStance:
+    """Has compiled regions run as written while traced steps run, where the user asked for that."""
+
+    def __init__(self, *, is_wanted: bool) -> None:
+        self._is_wanted = is_wanted
+        self._restore: Callable[[], None] | None = None
+
+    @property
+    def note(self) -> Note | None:
+        """What a step says that began under it; None where compiled regions run compiled."""
+        return Note.of(NoteKind.RUN_EAGERLY) if self._restore else None
+
+    def choose(self, *, is_eager: bool) -> None:
+        """Begin or end it; safe to call in any state."""
+        if is_eager and self._is_wanted and self._restore is None:
+            self._restore = run_compiled_eagerly()
+        elif not is_eager and self._restore is not None:
+            restore, self._restore = self._restore, None
+            restore()

@@ -1,0 +1,402 @@
+"""A chunk of full tensors: where it lies, the header that makes it a safetensors file, and how one
+that its rank left unfinished is finished.
+
+<trace>/tensors/rank00003/000001.safetensors      rank 3; rank00003.1/ in its incarnation 1
+
+    u64        length N of the header region, written when the file is made
+    N bytes    zeros as long as the chunk is written to; then the JSON header, filled with spaces,
+               its first byte last: a chunk is finished when that is no zero. Behind a zero stands
+               the header of a chunk without tensors, which says whose it is
+    the rest   the bytes of the tensors, one behind the other
+
+A tensor's key is its reference, a number in decimal. Bytes that no record accounts for are named
+"unrecorded.<n>", because a safetensors file may have no holes. The metadata says whose chunk it is
+and, under "xxh3", the checksum of each tensor: 16 hexadecimal digits, in the order of the keys.
+
+A rank that was killed leaves one chunk without its header, and perhaps the first bytes of a tensor
+behind the last whole one. The TENSOR records say where each whole tensor lies: the header is made
+of them, and what follows the last is cut off.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rankscope.errors import ChunkError
+from rankscope.record.ranks import MAX_INCARNATIONS, MAX_RANKS, StreamId
+from rankscope.record.value import STORED_TYPES
+from rankscope.run.filenames import TENSOR_FOLDER
+from rankscope.spool.chunks.safetensors import (
+    CHECKSUM_DIGITS,
+    LENGTH_BYTES,
+    MOST_HEADER_BYTES,
+    MappedFile,
+    checksum_of,
+    entry_text,
+    fits,
+    framed,
+    header_text,
+    parse_entries,
+    write_all,
+)
+
+CHUNK_FORMAT: Final = "rankscope.tensors/1"
+CHUNK_TEXT_BYTES: Final = 256  # more than the header takes without entries and checksums
+_CHUNK_NAME: Final = re.compile(r"(\d{6,9})\.safetensors")
+_FOLDER_NAME: Final = re.compile(r"rank(\d{5,8})(?:\.([1-9]\d{0,4}))?")
+_UNRECORDED: Final = "unrecorded."
+_REFERENCE: Final = re.compile(r"[1-9][0-9]{0,19}")
+
+
+class HeldTensor(NamedTuple):
+    """One tensor of a chunk: its reference (0 for bytes that no record accounts for), torch's name
+    of its dtype, its place from the end of the header region, and xxh3_64 of the stored bytes."""
+
+    reference: int
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkHeader:
+    """What the header of a finished chunk says."""
+
+    stream: StreamId
+    number: int
+    tensors: tuple[HeldTensor, ...]
+
+
+def chunk_folder(trace: Path, stream: StreamId) -> Path:
+    """Where the chunks of one stream lie; the name is made of integers only."""
+    life = f".{stream.incarnation}" if stream.incarnation else ""
+    return trace / TENSOR_FOLDER / f"rank{stream.rank:05d}{life}"
+
+
+def stream_of_folder(folder: Path) -> StreamId | None:
+    """The stream whose chunks a folder holds, None where it is no such folder."""
+    found = _FOLDER_NAME.fullmatch(folder.name)
+    if found is None or int(found[1]) >= MAX_RANKS or int(found[2] or 0) >= MAX_INCARNATIONS:
+        return None
+    stream = StreamId(rank=int(found[1]), incarnation=int(found[2] or 0))
+    return stream if chunk_folder(Path(), stream).name == folder.name else None
+
+
+def chunk_path(folder: Path, number: int) -> Path:
+    """Where chunk `number` (from 1) of a stream lies."""
+    return folder / f"{number:06d}.safetensors"
+
+
+def chunk_numbers(folder: Path) -> list[int]:
+    """Numbers of the chunks in a stream's folder, ascending; [] where there is no such folder.
+    Raises ChunkError where the folder cannot be listed."""
+    try:
+        found = [_CHUNK_NAME.fullmatch(path.name) for path in folder.iterdir()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ChunkError(f"{folder}: cannot be listed: {error.strerror}") from error
+    return sorted(int(match[1]) for match in found if match is not None)
+
+
+def header_json(stream: StreamId, number: int, texts: Sequence[str], checksums: str) -> bytes:
+    """Return the header of a chunk without its padding."""
+    metadata = {
+        "format": CHUNK_FORMAT,
+        "rank": str(stream.rank),
+        "incarnation": str(stream.incarnation),
+        "chunk": str(number),
+        "xxh3": checksums,
+    }
+    return header_text(texts, metadata)
+
+
+def begun_chunk(stream: StreamId, number: int, region_bytes: int) -> bytes:
+    """Return what an unfinished chunk begins with: a header region whose first byte is a zero."""
+    header = b"\0" + header_json(stream, number, (), "")[1:]
+    return framed(header.ljust(region_bytes, b"\0"), region_bytes)
+
+
+def begun_rank(region: bytes) -> tuple[int, int] | None:
+    """Return the rank and the number of an unfinished chunk, None where it does not say them: older
+    ranks left zeros, and one that was killed may have begun to write the header of all tensors."""
+    try:
+        header = parse_header(b"{" + region[1:].rstrip(b"\0"), 0)
+    except ChunkError:
+        return None
+    return header.stream.rank, header.number
+
+
+def rebuilt_json(stream: StreamId, number: int, tensors: Iterable[HeldTensor]) -> bytes:
+    """Return the header for these tensors, which follow each other without a hole."""
+    texts, checksums = [], []
+    for index, held in enumerate(tensors):
+        key = str(held.reference) if held.reference else f"{_UNRECORDED}{index}"
+        stored_type = STORED_TYPES[held.dtype].name
+        texts.append(entry_text(key, stored_type, held.shape, held.begin, held.end))
+        checksums.append(f"{held.checksum:016x}")
+    return header_json(stream, number, texts, "".join(checksums))
+
+
+def write_header(descriptor: int, text: bytes, region_bytes: int) -> None:
+    """Fill the header region of a chunk; the first byte last, as it marks the chunk as finished."""
+    write_all(descriptor, text[1:].ljust(region_bytes - 1, b" "), LENGTH_BYTES + 1)
+    write_all(descriptor, text[:1], LENGTH_BYTES)
+
+
+def parse_header(text: bytes, data_bytes: int) -> ChunkHeader:
+    """Return the header of a finished chunk, checked against the bytes that follow it in the file.
+    Raises ChunkError where it is no header of ours, or does not fit the file."""
+    try:
+        about, found = parse_entries(text, data_bytes)
+        if about["format"] != CHUNK_FORMAT:
+            raise ValueError(f"format {about['format']!r}, expected {CHUNK_FORMAT!r}")
+        stream = StreamId(rank=int(about["rank"]), incarnation=int(about["incarnation"]))
+        number, digits, size = int(about["chunk"]), about["xxh3"], CHECKSUM_DIGITS
+        if len(digits) != size * len(found):
+            raise ValueError(f"{len(digits)} digits of checksums for {len(found)} tensors")
+        checksums = [int(digits[at : at + size], 16) for at in range(0, len(digits), size)]
+        tensors = tuple(
+            HeldTensor(_reference(key), dtype, shape, begin, end, checksum)
+            for (key, dtype, shape, begin, end), checksum in zip(found, checksums)
+        )
+    except KeyError as error:
+        raise ChunkError(f"its header does not say its {error}") from error
+    except ValueError as error:
+        raise ChunkError(str(error)) from error
+    return ChunkHeader(stream=stream, number=number, tensors=tensors)
+
+
+def _reference(key: str) -> int:
+    if key.startswith(_UNRECORDED):
+        return 0
+    if _REFERENCE.fullmatch(key) is None:
+        raise ValueError(f"key {key!r} is no reference")
+    return int(key)
+
+
+_UNFINISHED: Final = b"\0"
+"""First byte of a header region that was never filled in."""
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkReport:
+    """What became of one chunk; `tensors` counts the readable ones."""
+
+    path: Path
+    tensors: int = 0
+    lost: tuple[int, ...] = ()
+    """References whose bytes are not there, or not as they were recorded."""
+    note: str = ""
+    """What is wrong, "" where the chunk is whole and nothing was lost."""
+
+
+def recorded_tensors(
+    tensors: Array, definitions: Mapping[int, Mapping[str, Any]], number: int
+) -> list[HeldTensor]:
+    """Return what TENSOR records of a stream (TENSOR_DTYPE, in the order of their commits) say of
+    one chunk, each place once, in the order of the data."""
+    rows = tensors[tensors["chunk"] == number]
+    _, firsts = np.unique(rows["index"], return_index=True)
+    found = []
+    for row in rows[firsts]:
+        meta = definitions.get(int(row["meta"]), {})
+        dtype, shape = meta.get("dtype"), meta.get("shape")
+        begin, nbytes = int(row["offset"]), int(row["nbytes"])
+        if isinstance(dtype, str) and dtype in STORED_TYPES and fits(dtype, shape, nbytes):
+            end, checksum = begin + nbytes, int(row["checksum"])
+            found.append(
+                HeldTensor(int(row["reference"]), dtype, tuple(shape or ()), begin, end, checksum)
+            )
+    return sorted(found, key=lambda held: (held.begin, held.end))
+
+
+def read_header(
+    path: Path, place: tuple[StreamId, int] | None = None
+) -> tuple[MappedFile, ChunkHeader | None]:
+    """Return a chunk, mapped, and what its header says, None where it is unfinished.
+
+    An unfinished chunk may be of another life of the rank of `place`: its records tell whether its
+    bytes are theirs.
+
+    Raises:
+        ChunkError: it cannot be read, is no chunk, or says that it is of another place.
+    """
+    file, header = MappedFile(path, ChunkError), None
+    try:
+        if file.header[:1] == _UNFINISHED:
+            says = begun_rank(file.header)
+            is_other = place and says and says != (place[0].rank, place[1])
+        else:
+            header = parse_header(file.header, len(file.data))
+            says = header.stream.rank, header.number
+            is_other = place and (header.stream, header.number) != place
+    except ChunkError as error:
+        raise ChunkError(f"{path}: {error}; the chunk is damaged") from error
+    if is_other and says:
+        whose = header.stream.name if header else f"rank {says[0]}"
+        raise ChunkError(f"{path}: says it is chunk {says[1]} of {whose}; it was moved or renamed")
+    return file, header
+
+
+def finish_chunks(
+    folder: Path, stream: StreamId, tensors: Array, definitions: Mapping[int, Mapping[str, Any]]
+) -> list[ChunkReport]:
+    """Finish every chunk of a stream whose rank has ended, by its TENSOR records; safe to call
+    again.
+
+    Returns:
+        One report a chunk, also for chunks that records name and that are not there.
+
+    Raises:
+        ChunkError: the folder cannot be listed.
+    """
+    present = chunk_numbers(folder)
+    reports = []
+    for number in present:
+        path = chunk_path(folder, number)
+        held = recorded_tensors(tensors, definitions, number)
+        try:
+            reports.append(_finish(path, stream, number, held))
+        except _StillWrittenError as error:
+            reports.append(ChunkReport(path=path, tensors=len(held), note=str(error)))
+        except (ChunkError, OSError) as error:
+            lost = tuple(tensor.reference for tensor in held)
+            text = str(error) if isinstance(error, ChunkError) else f"{path}: {error.strerror}"
+            reports.append(ChunkReport(path=path, lost=lost, note=text))
+    for number in sorted({*tensors["chunk"].tolist()} - {*present}):
+        path = chunk_path(folder, number)
+        lost = tuple(held.reference for held in recorded_tensors(tensors, definitions, number))
+        note = f"{path}: is not there; the records name {len(lost)} tensors in it"
+        reports.append(ChunkReport(path=path, lost=lost, note=note))
+    return reports
+
+
+def _finish(path: Path, stream: StreamId, number: int, held: list[HeldTensor]) -> ChunkReport:
+    if not held and _is_torn(path):
+        path.unlink()
+        return ChunkReport(path=path)
+    file, header = read_header(path, (stream, number))
+    start = file.start
+    if header is not None:
+        there = {(tensor.reference, tensor.checksum) for tensor in header.tensors}
+        lost = tuple(t.reference for t in held if (t.reference, t.checksum) not in there)
+        note = f"{path}: lacks {len(lost)} tensors that were recorded" if lost else ""
+        count = sum(tensor.reference > 0 for tensor in header.tensors)
+        return ChunkReport(path=path, tensors=count, lost=lost, note=note)
+    with _held_alone(path) as descriptor:
+        data_bytes = os.fstat(descriptor).st_size - start
+        if not held:
+            if data_bytes:
+                return _set_aside(path, data_bytes)
+            path.unlink()
+            return ChunkReport(path=path)
+        whole, lost = _whole_tensors(descriptor, start, data_bytes, held)
+        end = whole[-1].end if whole else 0
+        text = rebuilt_json(stream, number, whole)
+        if len(text) > start - LENGTH_BYTES:
+            raise ChunkError(f"{path}: its header has no room for {len(whole)} entries")
+        os.ftruncate(descriptor, start + end)
+        write_header(descriptor, text, start - LENGTH_BYTES)
+    count = sum(tensor.reference > 0 for tensor in whole)
+    cut = data_bytes - end
+    parts = [f"was left unfinished with {count} whole tensors"]
+    parts += [f"{cut} bytes of a tensor that never became whole were cut off"] if cut else []
+    parts += [f"{len(lost)} recorded tensors are not as they were written"] if lost else []
+    note = f"{path}: {'; '.join(parts)}"
+    return ChunkReport(path=path, tensors=count, lost=lost, note=note)
+
+
+def _is_torn(path: Path) -> bool:
+    """True where a rank was killed while it made the chunk: not even its header region is whole."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(LENGTH_BYTES + 1)
+    length = int.from_bytes(head[:LENGTH_BYTES], "little")
+    is_blank = head[LENGTH_BYTES:] in (b"", _UNFINISHED)
+    return size < LENGTH_BYTES or (
+        is_blank and length <= MOST_HEADER_BYTES and size < LENGTH_BYTES + length
+    )
+
+
+def _set_aside(path: Path, data_bytes: int) -> ChunkReport:
+    """Take a chunk out of the way in which no tensor became whole; nothing is thrown away."""
+    aside = path.with_suffix(".unfinished")
+    path.rename(aside)
+    note = f"{path}: was left before its first tensor was whole; it is now {aside.name}"
+    return ChunkReport(path=path, note=note)
+
+
+def _whole_tensors(
+    descriptor: int, start: int, data_bytes: int, held: Sequence[HeldTensor]
+) -> tuple[list[HeldTensor], tuple[int, ...]]:
+    """Return the recorded tensors that are in the file, holes filled, and the references of the
+    others."""
+
+    def checksum(begin: int, end: int) -> int:
+        return checksum_of(descriptor, start + begin, start + end)
+
+    whole: list[HeldTensor] = []
+    lost: list[int] = []
+    end = 0
+    for tensor in held:
+        is_inside = end <= tensor.begin <= tensor.end <= data_bytes
+        if not is_inside or checksum(tensor.begin, tensor.end) != tensor.checksum:
+            lost.append(tensor.reference)
+            continue
+        if tensor.begin > end:
+            shape, found = (tensor.begin - end,), checksum(end, tensor.begin)
+            whole.append(HeldTensor(0, "uint8", shape, end, tensor.begin, found))
+        whole.append(tensor)
+        end = tensor.end
+    return whole, tuple(lost)
+
+
+def damaged(path: Path, place: tuple[StreamId, int] | None = None) -> list[int]:
+    """Return the references of a finished chunk whose bytes are not what its checksums say. Raises
+    as `read_header`, and ChunkError where the chunk is unfinished."""
+    chunk, header = read_header(path, place)
+    if header is None:
+        raise ChunkError(f"{path}: is unfinished; rankscope recover finishes it")
+    start = chunk.start
+    try:
+        with path.open("rb") as file:
+            return [
+                each.reference
+                for each in header.tensors
+                if checksum_of(file.fileno(), start + each.begin, start + each.end) != each.checksum
+            ]
+    except OSError as error:
+        raise ChunkError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+class _StillWrittenError(ChunkError):
+    """A chunk whose rank is alive: it finishes it itself."""
+
+
+@contextmanager
+def _held_alone(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise _StillWrittenError(f"{path}: its rank still writes it") from error
+        yield descriptor
+    finally:
+        os.close(descriptor)

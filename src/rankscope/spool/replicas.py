@@ -1,0 +1,255 @@
+"""Replicas in a trace folder: byte-identical copies of streams, what stands for their settled
+begin, and their end markers.
+
+    <trace>/spool/rank00003.0.cells      the replica
+    <trace>/spool/rank00003.0.json       its end marker, written once the stream has ended
+    <trace>/spool/rank00003.0.settled    a head, then whole records: definitions, setup, gaps, and
+                                         what belongs to steps that were not written yet
+
+Once its steps were written into the trace, the begin of a replica is settled. The replica keeps its
+length, so that every offset in it means what it did. Its settled bytes, all but the first record,
+may become a hole at any moment (`free`): readers take the `.settled` file instead of them.
+
+A reader locks the replica (shared) before it asks what is settled, and has it locked while it uses
+its bytes; a map has it locked for as long as the map lives. `free` needs the lock for itself, and
+frees nothing where it does not get it: the next call does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from rankscope.errors import SpoolError
+from rankscope.record.ranks import EndReason, StreamId
+from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER, SETTLED_SUFFIX
+from rankscope.run.files import punch_hole, read_json_map, replacing, write_by_rename
+from rankscope.run.folders import stream_named
+from rankscope.spool.recordformat import CELL_BYTES, first_record, record_bytes
+
+_NUMBERS: Final = struct.Struct("<8sQQQI")
+"""Magic with the format's number, bytes of the replica that are settled, bytes that follow, late
+records, crc of what follows."""
+_CRC: Final = struct.Struct("<I")
+_HEAD_BYTES: Final = _NUMBERS.size + _CRC.size
+_MAGIC: Final = b"rsSETTL1"
+_BLOCK: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class SettledPrefix:
+    """What stands for the first bytes of a replica: whole records, the stream's first one first."""
+
+    settled_to: int
+    """Bytes of the replica; a record begins behind them."""
+    kept: bytes
+    late_records: int = 0
+    """Records that came after their step was written, and were let go."""
+
+    def __post_init__(self) -> None:
+        if self.settled_to % CELL_BYTES or len(self.kept) % CELL_BYTES:
+            raise ValueError(f"{len(self.kept)} bytes kept of {self.settled_to} are no whole cells")
+        if len(self.kept) > self.settled_to or bool(self.kept) != bool(self.settled_to):
+            raise ValueError(f"{len(self.kept)} bytes cannot stand for {self.settled_to}")
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of the stream that were let go."""
+        return self.settled_to - len(self.kept)
+
+
+NOTHING_SETTLED: Final = SettledPrefix(0, b"")
+
+
+def read_settled(replica: Path) -> SettledPrefix:
+    """Return what stands for the begin of a replica. Raises SpoolError where the file of it cannot
+    be read, or is damaged."""
+    found = _read(replica)
+    if found is None:
+        return NOTHING_SETTLED
+    (settled, size, late, crc), kept = found
+    path = replica.with_suffix(SETTLED_SUFFIX)
+    if size != len(kept) or zlib.crc32(kept) != crc:
+        raise _damaged(path)
+    try:
+        return SettledPrefix(settled, kept, late)
+    except ValueError as error:
+        raise SpoolError(f"{path}: {error}; it is damaged") from error
+
+
+def settled_to(replica: Path) -> int:
+    """Return how many bytes of a replica are settled; raises as `read_settled`."""
+    found = _read(replica, _HEAD_BYTES)
+    return 0 if found is None else found[0][0]
+
+
+def _read(replica: Path, most_bytes: int = -1) -> tuple[tuple[int, int, int, int], bytes] | None:
+    """Return bytes settled, bytes kept, late records and crc of the bytes kept, and what follows
+    the head, as far as it was read; None where nothing is settled."""
+    path = replica.with_suffix(SETTLED_SUFFIX)
+    try:
+        with path.open("rb") as file:
+            whole = file.read(most_bytes)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise SpoolError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(whole) >= _HEAD_BYTES:
+        magic, *numbers = _NUMBERS.unpack_from(whole)
+        (own,) = _CRC.unpack_from(whole, _NUMBERS.size)
+        if magic == _MAGIC and own == zlib.crc32(whole[: _NUMBERS.size]):
+            settled, size, late, crc = numbers
+            return (settled, size, late, crc), whole[_HEAD_BYTES:]
+    raise _damaged(path)
+
+
+def _damaged(path: Path) -> SpoolError:
+    return SpoolError(
+        f"{path}: is damaged, and what it stands for may be gone from the replica beside it: take "
+        f"both out of the folder to read what the other ranks recorded"
+    )
+
+
+def write_settled(replica: Path, prefix: SettledPrefix) -> None:
+    """Write the prefix, whole or not at all, and sync it: bytes are destroyed after this.
+
+    Raises:
+        ValueError: less would be settled than is now.
+        OSError: it cannot be written.
+        SpoolError: the file that is there cannot be read.
+    """
+    before = settled_to(replica)
+    if prefix.settled_to < before:
+        raise ValueError(f"{replica}: {before} bytes are settled, not {prefix.settled_to}")
+    path = replica.with_suffix(SETTLED_SUFFIX)
+    kept = prefix.kept
+    numbers = _NUMBERS.pack(
+        _MAGIC, prefix.settled_to, len(kept), prefix.late_records, zlib.crc32(kept)
+    )
+    with replacing(path) as file:
+        file.write(numbers + _CRC.pack(zlib.crc32(numbers)))
+        file.write(kept)
+
+
+def lock_for_reading(descriptor: int) -> None:
+    """Have nothing of an open replica freed until it is closed or unlocked; `free` needs a lock
+    too, where the file system has none."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+
+
+def read_replica(
+    replica: Path, end: int | None = None
+) -> tuple[npt.NDArray[np.uint8], SettledPrefix]:
+    """Return the records of a replica up to `end`, as far as they are still there, and what is
+    settled.
+
+    Returns:
+        [bytes] from the first record on: the replica mapped, or what is kept of its settled begin
+        and then the rest, read. Nothing is freed while that map lives.
+
+    Raises:
+        SpoolError: it cannot be read.
+    """
+    try:
+        with replica.open("rb") as file:
+            lock_for_reading(file.fileno())
+            prefix = read_settled(replica)
+            first = first_record(prefix.kept)
+            if os.pread(file.fileno(), len(first), 0) != first:
+                raise SpoolError(f"{replica}: what is settled of it is of another stream")
+            if os.fstat(file.fileno()).st_size <= prefix.settled_to:
+                return np.frombuffer(prefix.kept, np.uint8), prefix
+            # the map has a descriptor of its own of this open file, and with it the lock
+            data = np.memmap(file, np.uint8, "r").view(np.ndarray)[prefix.settled_to : end]
+            if prefix.settled_to:
+                data = np.concatenate([np.frombuffer(prefix.kept, np.uint8), data])
+            return data, prefix
+    except OSError as error:
+        raise SpoolError(f"{replica}: cannot be read: {error.strerror}") from error
+
+
+def free(replica: Path, end: int) -> bool:
+    """Give the settled bytes of a replica up to `end` back to the disk, all but its first record.
+
+    Returns:
+        False where the file system cannot, or where the replica is being read: the next call frees
+        them with its own.
+
+    Raises:
+        OSError: the replica cannot be opened, or the disk fails.
+        SpoolError: what is settled cannot be read.
+    """
+    end = min(end, settled_to(replica))
+    descriptor = os.open(replica, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        first = record_bytes(os.pread(descriptor, CELL_BYTES, 0))
+        begin = -(-first // _BLOCK) * _BLOCK
+        size = end // _BLOCK * _BLOCK - begin
+        if size <= 0:
+            return True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return punch_hole(descriptor, begin, size)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamEnd:
+    """How a stream ended, and how many bytes its rank committed, as its marker says."""
+
+    committed: int
+    end: EndReason
+
+
+def replica_path(out: Path, stream: StreamId) -> Path:
+    """Where the replica of a stream lies in a trace folder."""
+    return out / REPLICA_FOLDER / f"{stream.name}{CELLS_SUFFIX}"
+
+
+def replicated(out: Path) -> dict[StreamId, int]:
+    """Streams that have a replica, and its length in bytes."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError), os.scandir(out / REPLICA_FOLDER) as entries:
+        for entry in entries:
+            stream = stream_named(entry.name.removesuffix(CELLS_SUFFIX))
+            if stream is not None and entry.name.endswith(CELLS_SUFFIX):
+                found[stream] = entry.stat(follow_symlinks=False).st_size
+    return found
+
+
+def write_end(replica: Path, end: StreamEnd) -> bool:
+    """Write the end marker beside a replica; False where one is there that tells of as many bytes.
+    Raises SpoolError where the marker cannot be written."""
+    known = read_end(replica)
+    if known is not None and known.committed >= end.committed:
+        return False
+    fields = {"committed": end.committed, "end": end.end.value}
+    write_by_rename(_marker_of(replica), json.dumps(fields) + "\n")
+    return True
+
+
+def read_end(replica: Path) -> StreamEnd | None:
+    """Read the end marker beside a replica; None where there is none, or none that can be read."""
+    try:
+        fields = read_json_map(_marker_of(replica))
+        return StreamEnd(committed=int(fields["committed"]), end=EndReason(fields["end"]))
+    except (SpoolError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _marker_of(replica: Path) -> Path:
+    return replica.with_suffix(".json")
