@@ -76,8 +76,7 @@ def _reach_of_copy(run_folder: Path, stream: StreamId) -> Reach:
 
 
 def is_in_tree(run_folder: Path, stream: StreamId, tree: Path) -> bool:
-    """True where a finished `trace.json` has every byte this host's spool of a dead rank holds, and
-    the full tensors beside it are those of the run folder."""
+    """True where a finished tree has all records of a dead rank's spool, and its full tensors."""
     if is_alive(stream_folder(run_folder, stream)):
         return False
     try:

@@ -216,13 +216,9 @@ class Intake(StreamSource):
     def __init__(
         self, out: Path, bind: Sequence[str], *, world_size: int, keys: CurveKeys | None = None
     ) -> None:
-        """Bind, and pick up the replicas that are there; `keys`: for TCP addresses.
-
-        Raises:
-            BindError: an address may not or cannot be bound.
-            KeysError: the keys are none.
-            FolderError: the trace folder cannot be written.
-        """
+        """Bind, and pick up the replicas that are there; `keys`: for TCP addresses. BindError: an
+        address may not or cannot be bound; KeysError: the keys are none; FolderError: the trace
+        folder cannot be written."""
         for address in bind:
             check_address(address, has_keys=keys is not None)
         self._out, self._world_size = out, world_size

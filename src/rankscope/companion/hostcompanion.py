@@ -68,11 +68,8 @@ class HostCompanion:
         self._looked_at = float("-inf")
 
     def run(self) -> ExitOutcome:
-        """Work until the run is finished, or this host can do no more for it.
-
-        Raises:
-            RankscopeError: it cannot begin.
-        """
+        """Work until the run is finished, or this host can do no more for it. RankscopeError: it
+        cannot begin."""
         try:
             header = self._header
             collection = Collection.of_run(header)

@@ -135,12 +135,8 @@ class SocketLink(Link):
     """To a collector that listens."""
 
     def __init__(self, header: RunHeader, name: str, box: BlackBox | None = None) -> None:
-        """Connect, which never waits; the box is told what other hosts saw happen.
-
-        Raises:
-            BindError: the address may not be used.
-            KeysError: its keys cannot be read.
-        """
+        """Connect, which never waits; the box is told what other hosts saw happen. BindError: the
+        address may not be used; KeysError: its keys cannot be read."""
         super().__init__(header, name, box)
         self._told_held = 0
         self._is_done = False

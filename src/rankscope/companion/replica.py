@@ -177,11 +177,7 @@ class ReplicaFiles:
 
     def claim(self, run_id: str) -> None:
         """Say whose records these are; the first to say so decides, also after a restart.
-
-        Raises:
-            FolderError: they are another run's.
-            SpoolError: it cannot be written, now.
-        """
+        FolderError: they are another run's; SpoolError: it cannot be written, now."""
         if run_id == self._run_id:
             return
         holder_id = _first_word(self._out / REPLICA_FOLDER / RUN_ID_NAME, run_id)
@@ -252,11 +248,8 @@ class ReplicaFiles:
 
     def append(self, stream: StreamId, offset: int, body: bytes) -> int:
         """Write `body` if `offset` is the replica's end; return the length afterwards either way.
-
-        Raises:
-            FolderError: the quota is used up; a disk that refuses is logged and tried again.
-            SpoolError: the replica cannot be opened, now.
-        """
+        FolderError: the quota is used up; a disk that refuses is logged and tried again;
+        SpoolError: the replica cannot be opened, now."""
         length = self.length(stream)
         if offset != length:
             return length

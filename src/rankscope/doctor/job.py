@@ -117,7 +117,7 @@ except (ImportError, OSError, RuntimeError) as error:
 try:
     from rankscope.capture.device.fusedforms import architectures
     found["gpus"] = architectures()
-except (ImportError, OSError, RuntimeError):
+except (AttributeError, ImportError, OSError, RuntimeError):
     found["gpus"] = []
 arming = sys.modules.get("rankscope.agent.activation")
 found["is_armed"] = arming is not None and arming.current_session() is not None

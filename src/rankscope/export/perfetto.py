@@ -36,6 +36,8 @@ _SEQUENCE = 1
 _EXPLICIT = 3
 """Tracks of a process in the order of their ranks, not by name."""
 _VARINT, _FIXED64, _BYTES = 0, 1, 2
+_BEGIN, _END, _INSTANT = 1, 2, 3
+"""Kinds of events: a slice begins, the innermost slice of its track ends, no duration."""
 
 
 def _clock_packet(time_ns: int) -> bytes:
@@ -58,21 +60,6 @@ def _track_packet(uuid: int, parent: int, name: str, place: int) -> bytes:
     """Return the packet that describes a track of a process."""
     described = _number_field(1, uuid) + _bytes_field(2, _text(name)) + _number_field(5, parent)
     return _packet(_bytes_field(60, described + _number_field(12, place)))
-
-
-def _begin_packet(uuid: int, time_ns: int, content: bytes) -> bytes:
-    """Return the packet that begins a slice; `content` is what `_arguments` makes."""
-    return _event(uuid, time_ns, 1, content)
-
-
-def _end_packet(uuid: int, time_ns: int) -> bytes:
-    """Return the packet that ends the innermost slice of a track."""
-    return _event(uuid, time_ns, 2, b"")
-
-
-def _instant_packet(uuid: int, time_ns: int, content: bytes) -> bytes:
-    """Return the packet of something that has no duration."""
-    return _event(uuid, time_ns, 3, content)
 
 
 def _arguments(name: str, category: str, values: Mapping[str, Argument]) -> bytes:
@@ -370,18 +357,18 @@ def _step_packets(
     track = life.track(_STEPS, 0, packets)
     fields: dict[str, Argument] = {"step": step.step, "incarnation": step.incarnation}
     first = min(span.start for span in all_spans)
-    packets.append(_begin_packet(track, first, _arguments(step.head.words, "step", fields)))
+    packets.append(_event(track, first, _BEGIN, _arguments(step.head.words, "step", fields)))
     last = max(span.start if span.end == math.inf else int(span.end) for span in all_spans)
-    packets.append(_end_packet(track, last))
+    packets.append(_event(track, last, _END, b""))
     for phase, spans in slices.items():
         for edge in edges(spans):
             track = life.track(phase, edge.lane, packets)
             if edge.begins is None:
-                packets.append(_end_packet(track, edge.time))
+                packets.append(_event(track, edge.time, _END, b""))
             else:
-                packets.append(_begin_packet(track, edge.time, edge.begins))
+                packets.append(_event(track, edge.time, _BEGIN, edge.begins))
     for time_ns, content in instants:
-        packets.append(_instant_packet(life.track(_ERRORS, 0, packets), time_ns, content))
+        packets.append(_event(life.track(_ERRORS, 0, packets), time_ns, _INSTANT, content))
     return packets
 
 

@@ -176,9 +176,9 @@ def _facts(nodes: Iterable[Node]) -> dict[Fact, Any]:
     for node in nodes:
         phase = node.phase.word
         if node.phase is Phase.COLLECTIVE:
-            issued.update(
-                {_issued(fields) for _, fields in node.collectives if _is_forward(fields)}
-            )
+            # backward's collectives stand wherever they overlap best, other ones in each layer
+            of_forward = (f for _, f in node.collectives if f.get("issuer", "forward") == "forward")
+            issued.update({*map(_issued, of_forward)})
             continue
         calls[phase] += 1
         sets.setdefault((phase, "ranks"), set()).add(node.ranks_text)
@@ -215,12 +215,6 @@ def _slot_facts(slot: SlotView) -> tuple[str, ...]:
         f"of {counted(slot.distinct, 'value')} over the ranks",
         f"other {differing} by rank" if differing else "alike on its ranks",
     )
-
-
-def _is_forward(facts: Mapping[str, Any]) -> bool:
-    """True for collectives of a module's own forward: those of backward stand wherever they overlap
-    best."""
-    return str(facts.get("issuer", "forward")) == "forward"
 
 
 def _issued(facts: Mapping[str, Any]) -> str:
@@ -303,20 +297,20 @@ def difference(
         )  # fmt: skip
     facts = sorted(module.facts.keys() | model.facts.keys(), key=_order)
     differing = [fact for fact in facts if module.facts.get(fact) != model.facts.get(fact)]
-    gaps = [
+    mismatches = [
         ModuleDifference(
             path=inside, phase=phase, fact=fact,
             value=module.facts.get((phase, fact)), other_value=model.facts.get((phase, fact)),
         )
         for phase, fact in differing
     ]  # fmt: skip
-    if gaps and _order(differing[0])[0] <= len(_CALL_FACTS):
-        return gaps[0]
+    if mismatches and _order(differing[0])[0] <= len(_CALL_FACTS):
+        return mismatches[0]
     for name, child in module.children.items():
         below = difference(child, model.children[name], f"{inside}.{name}".lstrip("."))
         if below is not None:
             return below
-    return gaps[0] if gaps else None
+    return mismatches[0] if mismatches else None
 
 
 def _order(fact: Fact) -> tuple[int, int, str]:

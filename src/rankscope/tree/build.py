@@ -133,11 +133,8 @@ def build(
 
     The replicas and the index of freed steps are removed afterwards, unless they are to be kept, or
     something is missing (full tensors too) or was set aside: then `rankscope recover` can join them
-    with the spools that hosts still hold.
-
-    Raises:
-        TraceError: no records were found.
-        FolderError: the trace cannot be written.
+    with the spools that hosts still hold. TraceError: no records were found; FolderError: the trace
+    cannot be written.
     """
     tree = _to_finish(out)
     document = assemble(
@@ -188,11 +185,8 @@ def _to_finish(out: Path) -> GrowingTree:
 
 def recover(folders: Sequence[Path], out: Path, *, progress: Progress | None = None) -> Document:
     """Build the trace of all streams found in trace and spool folders, into the new folder `out`.
-
-    Raises:
-        FolderError: a folder does not exist, holds no records, or `out` is not empty.
-        TraceError: the records say nothing, or belong to different runs.
-    """
+    FolderError: a folder does not exist, holds no records, or `out` is not empty; TraceError: the
+    records say nothing, or belong to different runs."""
     sources = find_streams(folders)
     if not sources:
         listed = ", ".join(map(str, folders))

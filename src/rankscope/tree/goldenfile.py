@@ -140,7 +140,7 @@ class GoldenFile(OlderSteps):
         return listed_nodes(self._groups[group], self._file)
 
     def _rows(self, nodes: Any) -> FileRows:
-        return FileRows(self._columns)
+        return self._columns, 0, 0
 
     def faults(self) -> Iterator[str]:
         """Yield nothing: the file was read whole."""

@@ -259,10 +259,10 @@ def _lacking(stream: RankStream, event: _AskedSteps) -> list[tuple[str, str]]:
                     "says how many it holds, its companion's log whether they waited"),
             *_named(_both(asked, torn), "its spool was full, and it dropped records of them"),
         ]  # fmt: skip
-    safe = _without(copied, torn if state["is_done"] else [*torn, (state["step"], state["step"])])
+    intact = _without(copied, torn if state["is_done"] else [*torn, (state["step"], state["step"])])
     late, early = "asked for after its records were copied", "its copy ends before their end"
     why = late if state["is_done"] else early
-    return _named(_without(asked, safe), why)
+    return _named(_without(asked, intact), why)
 
 
 def _named(runs: _Runs, why: str) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,13 +58,9 @@ def is_older(head: Data) -> bool:
     return str(head["format"]) in ("rankscope.trace/1", "rankscope.trace/2")
 
 
-class FileRows(NamedTuple):
-    """The values file in which a step lies; rows of the step are counted through all files."""
-
-    columns: Columns
-    first_value: int = 0
-    """Rows of values in the files before it."""
-    first_sample: int = 0
+FileRows = tuple[Columns, int, int]
+"""The values file of a step, and how many rows of values and samples lie in the files before it:
+rows of a step are counted through all files."""
 
 
 class OlderSteps(ABC):
@@ -171,7 +167,7 @@ class OlderTrace(OlderSteps):
         """Return the file of a step's first value, without values of its first call, and so of
         all."""
         if len(self._values) == 1 or not nodes:
-            return FileRows(self._opened(0))
+            return self._opened(0), 0, 0
         values, samples = (
             [0, *itertools.accumulate(int(part[kind]) for part in self._values)]
             for kind in ("values", "samples")
@@ -184,7 +180,7 @@ class OlderTrace(OlderSteps):
             number = next((n for n in files if node_id in self._opened(n).get("calls.node", ())), 0)
         else:
             number = min(bisect.bisect_right(values, first), len(self._values)) - 1
-        return FileRows(self._opened(number), values[number], samples[number])
+        return self._opened(number), values[number], samples[number]
 
     @functools.cached_property
     def _began_ns(self) -> int:
@@ -409,18 +405,18 @@ class _Reader:
 
     def _tensors(self, slot: Data, value: Data, ranks: Array) -> Array | int:
         """Return the number of what each rank holds."""
-        layout, shape_all = slot["layout"], slot["shape"]
+        layout, full_shape = slot["layout"], slot["shape"]
         mesh = str(layout.get("mesh", ""))
         placements = tuple((str(a), str(p)) for a, p in layout.get("placements", {}).items())
         shape = tuple(map(int, value["shape"]))
         common: dict[str, Any] = {
             "dtype": str(slot["dtype"]), "device": str(slot["device"]), "shape": shape,
-            "global_shape": None if shape_all is None else tuple(map(int, shape_all)),
+            "global_shape": None if full_shape is None else tuple(map(int, full_shape)),
             "source": str(layout["source"]), "mesh": mesh, "placements": placements,
             "note": value.get("note"), "requires_grad": bool(value.get("requires_grad", False)),
         }  # fmt: skip
         is_told = "summary" not in slot and shape != common["global_shape"]
-        if "ranges" in value or is_told or not mesh or shape_all is None:
+        if "ranges" in value or is_told or not mesh or full_shape is None:
             ranges = read_ranges(value["ranges"]) if "ranges" in value else None
             return self._number(TensorFacts(**common, ranges=ranges))
         parts = [self._ranges(mesh, placements, common["global_shape"], r) for r in ranks.tolist()]

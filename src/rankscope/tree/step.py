@@ -318,19 +318,16 @@ class StepColumns:
 
     def digests(self, rows: slice | Array) -> Array:
         """Return the numbers in some rows of values, of any shape, as a structured array."""
-        digests = np.empty(self["values.hash"][rows].shape, self._digest_dtype)
-        for name in _DIGEST:
-            digests[name] = self[f"values.{name}"][rows]
+        columns = {name: self[f"values.{name}"] for name in _DIGEST}
+        dtype = [(name, column.dtype, column.shape[1:]) for name, column in columns.items()]
+        digests = np.empty(columns["hash"][rows].shape, np.dtype(dtype))
+        for name, column in columns.items():
+            digests[name] = column[rows]
         return digests
 
     def ranks_text(self, ranks: tuple[int, ...]) -> str:
         """Return ranks as people write them: `0-7`."""
         return _ranks_text(ranks)
-
-    @cached_property
-    def _digest_dtype(self) -> np.dtype[Any]:
-        columns = ((name, self[f"values.{name}"]) for name in _DIGEST)
-        return np.dtype([(name, column.dtype, column.shape[1:]) for name, column in columns])
 
     @cached_property
     def _kinds_and_pieces(self) -> tuple[Array, Array]:

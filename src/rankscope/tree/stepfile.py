@@ -53,13 +53,9 @@ def map_columns(
     path: Path, world_size: int = MAX_RANKS, *, is_checked: bool = False
 ) -> dict[str, Array]:
     """Return every column of a values file, mapped and not copied; with `is_checked` all of it is
-    read, and held to the checksum in its header. No rank is as high as `world_size`.
-
-    Raises:
-        TraceError: the file is missing, or no safetensors file whose header fits its size, or its
-            columns do not fit each other, or it was changed; asking for a column that is not there
-            raises it too.
-    """
+    read, and held to the checksum in its header. No rank is as high as `world_size`. TraceError:
+    the file is missing, or no safetensors file whose header fits its size, or its columns do not
+    fit each other, or it was changed; asking for a column that is not there raises it too."""
     file, columns = MappedFile(path, TraceError), FileColumns(path)
     try:
         about, entries = parse_entries(file.header, len(file.data))
@@ -122,7 +118,10 @@ def write_steps(
     def whole(column: Column) -> Array:
         parts = [step.once(column.name) for step in steps]
         lengths[column.table] = [len(part) for part in parts]
-        return _in_file(column, parts[0] if len(parts) == 1 else np.concatenate(parts), texts)
+        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if column.is_text:  # the numbers that texts have in the file
+            rows = np.where(rows >= 0, np.searchsorted(texts, rows), -1)
+        return rows.astype(column.dtype, copy=False)
 
     makers: dict[str, Callable[[], Array]] = {
         column.name: functools.partial(whole, column)
@@ -274,13 +273,6 @@ def _joined(texts: StepTexts, numbers: Array) -> tuple[Array, Array]:
     data = [texts.text(number).encode(errors="surrogatepass") for number in numbers.tolist()]
     ends = np.cumsum([len(text_bytes) for text_bytes in data], dtype=np.int64)
     return ends, np.frombuffer(b"".join(data), np.uint8)
-
-
-def _in_file(column: Column, values: Array, texts: Array) -> Array:
-    """Return a column as it stands in a file: with the numbers that texts have there."""
-    if column.is_text:
-        values = np.where(values >= 0, np.searchsorted(texts, values), -1)
-    return values.astype(column.dtype, copy=False)
 
 
 def _check(step: StepColumns, world_size: int) -> None:

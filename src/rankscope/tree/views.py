@@ -118,11 +118,8 @@ class Value:
 
     def local(self, rank: int) -> torch.Tensor:
         """Return what a rank held, over the bytes in the trace folder: mapped, not read. Writing to
-        it leaves the trace as it is.
-
-        Raises:
-            SelectionError: the rank has no value here, or its bytes were not kept; says why.
-        """
+        it leaves the trace as it is. SelectionError: the rank has no value here, or its bytes were
+        not kept; says why."""
         return self._tensors().local(self, rank)
 
     def full(self, layouts: LayoutFile | None = None) -> torch.Tensor:
@@ -386,14 +383,10 @@ class Node:
     @property
     def time(self) -> Timing:
         """When it began and how long it took."""
-        begin, least, longest, whose = self.step.durations
-        is_known = whose[self.row] >= 0
-        return Timing(
-            start_us=begin[self.row],
-            min_us=least[self.row] if is_known else None,
-            max_us=longest[self.row] if is_known else None,
-            slowest=whose[self.row] if is_known else None,
-        )
+        begin, shortest, longest, slowest = (c[self.row] for c in self.step.durations)
+        if slowest < 0:
+            return Timing(start_us=begin, min_us=None, max_us=None, slowest=None)
+        return Timing(start_us=begin, min_us=shortest, max_us=longest, slowest=int(slowest))
 
     @property
     def slots(self) -> tuple[SlotView, ...]:
@@ -538,11 +531,8 @@ class Trace:
 
     @property
     def batch_dim(self) -> int:
-        """Dimension of activations that counts samples, as the job was told.
-
-        Raises:
-            TraceError: what stands there is no dimension.
-        """
+        """Dimension of activations that counts samples, as the job was told. TraceError: what
+        stands there is no dimension."""
         return number_setting(self, "batch-dim", "-?[0-9]{1,2}")
 
     @property

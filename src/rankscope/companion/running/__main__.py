@@ -39,8 +39,8 @@ _REST: Final = 3
 
 
 def _end_with(parent: int) -> None:
-    """Have this process killed with the one that started it, which another one may replace: two of
-    a kind would write the same files."""
+    """Have this process killed with its parent: another one may replace both, and two would
+    write."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit("rankscope: what started this process is gone")

@@ -107,7 +107,8 @@ class RunningJob:
 
     def let_go(self) -> None:
         """Let the records go that no listener needs."""
-        self.drop([k for k in self.held() if not any(ear.needs(k) for ear in self.listeners)])
+        needed = {k for k in self.held() for listener in self.listeners if listener.needs(k)}
+        self.drop(self.held() - needed)
 
     def read(self, is_stopped: Callable[[], bool]) -> int:
         """Read what is new in every stream, a part of it where that is much; return the bytes."""

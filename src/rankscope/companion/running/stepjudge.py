@@ -55,8 +55,7 @@ class FindingCommand:
     """Hands each new finding to a command of the user's, one at a time."""
 
     def __init__(self, command: str, folder: Path, say: Callable[[str], object]) -> None:
-        """Take a command for the shell, "" for none, at work in `folder`; `say` hears of
-        trouble."""
+        """Take a shell command, "" for none, at work in `folder`; `say` hears of trouble."""
         self._command, self._folder, self._say = command, folder, say
         self._waiting: deque[str] = deque()
         self._more = 0
@@ -83,8 +82,7 @@ class FindingCommand:
             self._more = 0
 
     def close(self) -> None:
-        """Have what waits handed over as one line, by a shell that outlives this process and waits
-        for the command that runs."""
+        """Hand over what waits as one line, by a shell that outlives this process."""
         is_single = len(self._waiting) == 1 and not self._more
         if not is_single:
             self._more += len(self._waiting)

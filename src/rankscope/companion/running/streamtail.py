@@ -64,8 +64,7 @@ class StreamTail:
     """What the records say that were taken so far."""
 
     def __init__(self, *, is_whole: bool = True, has_values: bool = False) -> None:
-        """Know nothing yet; `is_whole`: it begins with the stream; `has_values`: read losses
-        too."""
+        """Know nothing yet; `is_whole`: it begins with the stream; `has_values`: read losses."""
         self._is_whole = is_whole
         self._has_values = has_values
         self.definitions: dict[int, dict[str, Any]] = {}

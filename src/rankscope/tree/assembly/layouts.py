@@ -46,9 +46,11 @@ def layout_header(streams: Sequence[RankStream]) -> dict[str, Any]:
     first = next((f for f in files.values() if f is not None), None)
     if first is None:
         return {}
-    odd = [rank for rank, f in files.items() if f is None or f[1] != first[1]]
-    note = f"ranks {ranks_text(odd)} were given another layout file, or none"
-    return {"layout": {"file": first[0], "text": first[1], **({"notes": [note]} if odd else {})}}
+    deviating = [rank for rank, f in files.items() if f is None or f[1] != first[1]]
+    note = f"ranks {ranks_text(deviating)} were given another layout file, or none"
+    return {
+        "layout": {"file": first[0], "text": first[1], **({"notes": [note]} if deviating else {})}
+    }
 
 
 def _given(stream: RankStream) -> tuple[str, str] | None:

@@ -184,6 +184,8 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
         committed = received
     full_from = _full_from(stream_records)
     gaps = _gaps(rows[RecordKind.GAP], is_open=full_from is not None and ended.reason is None)
+    drops = by_kind["not_kept"].values()
+    not_kept = {str(d.get("reason")): str(d.get("text")) for d in drops}  # the latest of a reason
     return RankStream(
         stream=source.stream,
         identity=identity,
@@ -208,18 +210,18 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
         raised=_raised(by_kind["raised"]),
         notes=tuple(notes),
         has_set_aside=len(notes) > len(source.notes),
-        kept_notes=_not_kept(by_kind["not_kept"]),
+        kept_notes=tuple(not_kept.values()),
     )
 
 
 def _calls_and_values(
-    read: Records, identity: Mapping[str, Any], notes: list[str]
+    source: Records, identity: Mapping[str, Any], notes: list[str]
 ) -> tuple[Array, ValueColumns, Counter[str]]:
     """Return calls, values, and what was set aside for which reason; adds to `notes` where a newer
     rankscope wrote some of them. `identity`: the definition of kind "rank"."""
-    begins = read.positions(RecordKind.ENTER)
-    enters, left_out = _known_calls(read.rows_at(begins, RecordKind.ENTER))
-    values = read.values_at(read.positions(RecordKind.VALUE))
+    begins = source.positions(RecordKind.ENTER)
+    enters, left_out = _known_calls(source.rows_at(begins, RecordKind.ENTER))
+    values = source.values_at(source.positions(RecordKind.VALUE))
     of_known = KNOWN_PHASES[values["phase"]]
     if len(left_out) or not of_known.all():
         of_known = of_known & ~np.isin(values["sequence"], left_out)
@@ -311,11 +313,6 @@ def _one_line(text: object) -> str:
     return " ".join(str(text or "").split())
 
 
-def _not_kept(definitions: dict[int, dict[str, Any]]) -> tuple[str, ...]:
-    """Return what a rank noted of tensors it did not keep, the latest for each reason."""
-    return tuple({str(d.get("reason")): str(d.get("text")) for d in definitions.values()}.values())
-
-
 def definitions_in(
     stream_records: Records, decoded: Decoded
 ) -> tuple[dict[int, dict[str, Any]], Counter[str]]:
@@ -341,12 +338,12 @@ def definitions_in(
     return definitions, refused
 
 
-def _samples(read: Records) -> tuple[SampleSketches, Counter[str]]:
+def _samples(source: Records) -> tuple[SampleSketches, Counter[str]]:
     """Read all samples records, those of one shape at once; return what was set aside too."""
-    positions = read.positions(RecordKind.SAMPLES)
-    starts, sizes = read.start[positions], read.size[positions]
+    positions = source.positions(RecordKind.SAMPLES)
+    starts, sizes = source.start[positions], source.size[positions]
     begin, head = recordformat.HEADER_BYTES, recordformat.SAMPLES_DTYPE.itemsize
-    packed = np.ascontiguousarray(read.cells.take(starts, axis=0)[:, begin : begin + head])
+    packed = np.ascontiguousarray(source.cells.take(starts, axis=0)[:, begin : begin + head])
     heads = packed.view(recordformat.SAMPLES_DTYPE).reshape(-1)
     counts = heads["count"].astype(np.int64)
     ends = head + counts * SKETCH_SIZE * 4
@@ -357,7 +354,7 @@ def _samples(read: Records) -> tuple[SampleSketches, Counter[str]]:
     firsts = np.cumsum(counts) - counts
     for size, count in {*zip(sizes.tolist(), counts.tolist())}:
         chosen = np.flatnonzero((sizes == size) & (counts == count))
-        cells = read.cells.take(starts[chosen, None] + np.arange(size), axis=0)
+        cells = source.cells.take(starts[chosen, None] + np.arange(size), axis=0)
         body = np.ascontiguousarray(cells[:, :, begin:]).reshape(len(chosen), -1)
         flat = np.ascontiguousarray(body[:, head : head + count * SKETCH_SIZE * 4])
         numbers = flat.view("<f4").reshape(len(chosen), count, SKETCH_SIZE)

@@ -85,12 +85,8 @@ class _StreamCopies:
 
 def find_streams(folders: Sequence[Path]) -> list[StreamBytes]:
     """Return the bytes of every stream found in trace, spool and replica folders, lowest rank
-    first; a file that cannot be read is named in the notes of its stream.
-
-    Raises:
-        FolderError: one of the folders does not exist.
-        SpoolError: a folder cannot be listed.
-    """
+    first; a file that cannot be read is named in the notes of its stream. FolderError: one of the
+    folders does not exist; SpoolError: a folder cannot be listed."""
     entries = []
     for folder in folders:
         if not folder.is_dir():

@@ -195,10 +195,10 @@ def _values(
         codes, _ = factorize(*places)
         at = Sequences(codes[: len(values)]).find(codes[len(values) :])
         firsts = np.cumsum(heads["count"], dtype=np.int64) - heads["count"] + first_sample
-        has = at >= 0
-        start[at[has]] = firsts[has]
-        count[at[has]] = heads["count"][has]
-        dim[at[has]] = heads["dim"][has]
+        has_sample = at >= 0
+        start[at[has_sample]] = firsts[has_sample]
+        count[at[has_sample]] = heads["count"][has_sample]
+        dim[at[has_sample]] = heads["dim"][has_sample]
     slot = common_numbers(vocabulary.lookups[number]["slot"], values["slot"])
     description = common_numbers(vocabulary.lookups[number]["meta"], values["meta"])
     return values, {

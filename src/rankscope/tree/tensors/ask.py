@@ -238,12 +238,9 @@ def asked_tensors(
     put together from all.
 
     What a glob takes and cannot be handed out is left out and said; a name that means one value has
-    to give it.
-
-    Raises:
-        SelectionError: a name means nothing, or was not kept; says why.
-        LayoutError: nothing says how pieces belong together, or they contradict it.
-        TraceError: bytes cannot be found.
+    to give it. SelectionError: a name means nothing, or was not kept; says why; LayoutError:
+    nothing says how pieces belong together, or they contradict it; TraceError: bytes cannot be
+    found.
     """
     traced = {int(choice["rank"]) for choice in trace.run["ranks"]}
     if rank is not None and rank not in traced:
@@ -278,12 +275,8 @@ def asked_tensors(
 
 
 def save_tensors(out: Path, asked: Iterable[AskedTensor], *, is_forced: bool = False) -> int:
-    """Write tensors under their keys, and return the size of the file. A file that is
-    there is replaced where `is_forced` says so.
-
-    Raises:
-        FolderError: something is there, or it cannot be written.
-    """
+    """Write tensors under their keys, and return the size of the file. A file that is there is
+    replaced where `is_forced` says so. FolderError: something is there, or it cannot be written."""
     from rankscope.tree.tensors.rebuild import bytes_of
 
     def outgoing(tensor: AskedTensor) -> Outgoing:

@@ -58,12 +58,8 @@ class WholePlan:
 
 def local_tensor(value: Value, rank: int, *, is_checked: bool = False) -> torch.Tensor:
     """Return what one rank held, mapped; where `is_checked`, all of it is read and held to its
-    checksum.
-
-    Raises:
-        SelectionError: the rank has no value here, or it was not kept; says why.
-        TraceError: its bytes cannot be found, or are not those that were written.
-    """
+    checksum. SelectionError: the rank has no value here, or it was not kept; says why; TraceError:
+    its bytes cannot be found, or are not those that were written."""
     places = references(value)
     if rank not in places:
         raise SelectionError(why_not_kept(value, [rank]))
@@ -87,13 +83,9 @@ def full_tensor(value: Value, layouts: LayoutFile | None = None) -> torch.Tensor
 
 
 def whole_value(value: Value, layouts: LayoutFile | None = None) -> Whole:
-    """Return the global tensor of a value.
-
-    Raises:
-        SelectionError: bytes that are needed were not kept; says why.
-        LayoutError: nothing says how the pieces belong together, or they contradict it.
-        TraceError: bytes cannot be found, or are not those that were written.
-    """
+    """Return the global tensor of a value. SelectionError: bytes that are needed were not kept;
+    says why; LayoutError: nothing says how the pieces belong together, or they contradict it;
+    TraceError: bytes cannot be found, or are not those that were written."""
     planned = plan_whole(value, layouts)
     return replace(assembled(value, planned.plan), notes=planned.notes)
 
@@ -106,11 +98,8 @@ def assembled(value: Value, plan: AssemblyPlan) -> Whole:
 
 
 def plan_whole(value: Value, layouts: LayoutFile | None = None) -> WholePlan:
-    """Return whose bytes make up the global tensor, without reading one.
-
-    Raises:
-        SelectionError, LayoutError, TraceError: as of `whole_value`.
-    """
+    """Return whose bytes make up the global tensor, without reading one. SelectionError,
+    LayoutError, TraceError: as of `whole_value`."""
     shapes = held_shapes(value)
     places = references(value)
     if not places:

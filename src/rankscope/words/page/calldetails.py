@@ -91,7 +91,7 @@ class CallDetails:
             "t": step,
             "p": call.phase.word,
             "r": node.ranks_text,
-            "us": [_tenth(timing.min_us), _tenth(timing.max_us), timing.slowest],
+            "us": [timing.min_us, timing.max_us, timing.slowest],
         }
         if call.micro_batch is not None:
             detail["b"] = call.micro_batch
@@ -130,10 +130,6 @@ def _collective(ranks: str, facts: Mapping[str, Any]) -> str:
     more = (("group", "in group"), ("issuer", "issued by"), ("at", "at"))
     words = [*collective_words(facts), *(f"{word} {facts[n]}" for n, word in more if facts.get(n))]
     return f"{ranks_named(ranks)}: {visible(' '.join(words))}"
-
-
-def _tenth(us: float | None) -> float | None:
-    return None if us is None else round(us, 1)
 
 
 class _ValueEnd(NamedTuple):
@@ -213,7 +209,7 @@ def _around(call: CallView) -> list[CallView]:
 
 
 def slot_detail(values: SlotValues, marked: Collection[int] = ()) -> dict[str, Any]:
-    """Return a value as JSON data; what `marked` ranks, those of findings, hold is always
+    """Return a value as JSON data; values of `marked` ranks (those of findings) are always
     listed."""
     dtypes = " | ".join(dict.fromkeys(visible(view.dtype) for view in values.views))
     detail: dict[str, Any] = {"n": visible(values.slot), "d": dtypes}
@@ -274,8 +270,7 @@ def _groups(values: SlotValues, shapes: Mapping[int, tuple[int, ...]]) -> list[A
 
 
 def _pieces(values: SlotValues) -> Mapping[int, int]:
-    """Return which ranks hold the same piece of the value, as far as its layout tells: a number of
-    the piece by rank."""
+    """Return a number of the piece by rank, equal for equal pieces, as far as the layout tells."""
     if len(values.views) != 1 or not values.views[0].placements:
         return {}
     view = values.views[0]
@@ -298,8 +293,7 @@ def _pieces_of(meshes: tuple[Mesh, ...], is_cut: tuple[bool, ...]) -> Mapping[in
 def _chosen(
     values: SlotValues, groups: list[Array], marked: Collection[int], pieces: Mapping[int, int]
 ) -> list[Array]:
-    """Return the largest group, those of the extremes, and those of marked ranks and of the ranks
-    that hold the same pieces as they."""
+    """Return the largest group, the extremes, marked ranks, and ranks that hold the same pieces."""
     norms = np.where(values.is_known, values.column("l2"), np.nan)
     chosen = {int(groups[0][0])}
     if not np.isnan(norms).all():
@@ -309,9 +303,13 @@ def _chosen(
         some = sorted(marked)[:_MOST_FOLDS]
         places = values.at(np.array(some, np.int64))
         chosen |= set(places[places >= 0].tolist())
-        named = {pieces[rank] for rank in some if rank in pieces}
-        peers = [n for n, rank in enumerate(values.ranks.tolist()) if pieces.get(rank) in named]
-        groups_of_peers = [g for g in groups if named and not set(peers).isdisjoint(g.tolist())]
+        same_pieces = {pieces[rank] for rank in some if rank in pieces}
+        peers = [
+            n for n, rank in enumerate(values.ranks.tolist()) if pieces.get(rank) in same_pieces
+        ]
+        groups_of_peers = [
+            g for g in groups if same_pieces and not set(peers).isdisjoint(g.tolist())
+        ]
         chosen |= {int(g[0]) for g in groups_of_peers[:_MOST_FOLDS]}
     return [places for places in groups if not chosen.isdisjoint(places.tolist())]
 

@@ -110,8 +110,7 @@ def _chosen(
 
 
 class _CheckCells(PageMap):
-    """What the rules judged and found, call by call and rank by rank: takes every step that `check`
-    has been through; then the findings."""
+    """What the rules judged, call by call and rank by rank, then the findings."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace, CellClass)
@@ -180,8 +179,11 @@ class _CheckCells(PageMap):
             if finding.severity is not Severity.FAULT or step is None or row is None:
                 continue
             cell = _OF_KIND.get(finding.kind, CellClass.DIFFERS)
-            if finding.kind is Kind.CRASH and self._are_lost(finding.ranks, step):
-                cell = CellClass.NOT_LEFT
+            if finding.kind is Kind.CRASH:
+                life = self.steps.all[step].incarnation
+                ends = {self._ends.get((rank, life)) for rank in finding.ranks}
+                if ends <= {EndReason.LOST.value}:  # killed: nothing raised
+                    cell = CellClass.NOT_LEFT
             kind = slot_kind(finding.slot) if finding.slot else CALL_KIND
             ranks = [rank for rank in finding.ranks if rank < self.planes.world]
             self.planes.raise_to(step, finding.phase, kind, row, ranks, cell)
@@ -198,11 +200,6 @@ class _CheckCells(PageMap):
                 view = step_view_of(step)
                 details.add(number, view, self._held[number], choice.rows_of[number])
         return details.calls
-
-    def _are_lost(self, ranks: Iterable[int], step: int) -> bool:
-        """True for ranks that were killed: nothing raised."""
-        life = self.steps.all[step].incarnation
-        return all(self._ends.get((rank, life)) == EndReason.LOST.value for rank in ranks)
 
     def _mark_missing(self) -> None:
         """A rank that broke off misses the calls that others made from its last step on."""
@@ -221,8 +218,7 @@ class _CheckCells(PageMap):
 
 
 class _CheckCharts:
-    """What the page draws as lines: the loss, gradients and updates by module, time by rank. Takes
-    the steps that `check` has been through."""
+    """The lines of the page: loss, gradients and updates by module, time by rank."""
 
     def __init__(self, rows: ModuleRows, world: int) -> None:
         self._rows, self._world = rows, world
@@ -342,8 +338,7 @@ def _named(call: CallView, prefix: str) -> list[SlotValues]:
 
 
 def _whole(values: SlotValues) -> tuple[float | None, Array | None]:
-    """Return norm and sketch of the whole value: what the shards add up to, else what the lowest
-    rank holds."""
+    """Return norm and sketch of the whole value, by its shards or by the lowest rank."""
     if combined := values.views[0].combined:
         sketch = combined[0].sketch
         norm = combined[0].l2

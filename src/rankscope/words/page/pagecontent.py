@@ -221,8 +221,8 @@ def _map_text(planes: CellPlanes, rows: ModuleRows, steps: PageSteps, words: Seq
 def _lines(
     planes: CellPlanes, rows: ModuleRows, steps: PageSteps, words: Sequence[str]
 ) -> Iterator[str]:
-    """Yield `path  phase: as the others (ranks 0-3, steps 0-9); differs (rank 1, step 3)  phase: …`
-    for every module that was called."""
+    """Yield `path  phase: as the others (ranks 0-3, steps 0-9); differs …` for each called
+    module."""
     keys = list(dict.fromkeys((step, phase) for step, phase, _ in planes.made()))
     phases = sorted({phase for _, phase in keys})
     by_phase = {p: {step: planes.merged(step, p) for step, of in keys if of is p} for p in phases}
@@ -265,7 +265,7 @@ def _steps_named(numbers_listed: Sequence[int], steps: PageSteps) -> str:
     for number in numbers_listed:
         step = steps.all[number]
         if step.is_setup:
-            setups.append(steps.label(number))
+            setups.append(step.label)
         else:
             plain.setdefault((step.mode.word, step.incarnation), []).append(step.step)
     parts = []
@@ -362,11 +362,8 @@ _SCRIPTS: Final = (
 
 def write_file(content: PageContent, out: Path, *, is_forced: bool = False) -> Path:
     """Write a page by rename, so that all readers see a whole one; its owner alone may read it. A
-    page that is there is replaced, with `is_forced` any file.
-
-    Raises:
-        FolderError: the file cannot be written, or is something else than a page; says why.
-    """
+    page that is there is replaced, with `is_forced` any file. FolderError: the file cannot be
+    written, or is something else than a page; says why."""
     place = Path(os.path.realpath(out))
     try:
         if not out.name or not _may_be_replaced(place, is_forced):

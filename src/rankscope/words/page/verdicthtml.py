@@ -253,8 +253,8 @@ def places_in(
 
 
 def ranks_html(trace: Trace, *, reads_calls: bool = True) -> str:
-    """Return a table: state, last step, last call, in which collective, how long ago; `reads_calls`
-    as of `places_in`."""
+    """Return a table of state, last step, last call, collective, age; `reads_calls` as of
+    `places_in`."""
     places, began = places_in(trace, reads_calls=reads_calls)
     lines = alike_places(places)
     missing = str(trace.completeness["missing"])
