@@ -122,11 +122,11 @@ class Document:
     def _tables(self, number: int) -> Tables:
         return build_tables(self._records.streams(number), self._vocabulary)
 
-    def _made_part(self, number: int) -> _MergedPart:
+    def _made_part(self, number: int) -> MergedPart:
         tables = self._tables(number)
         if self._placed:
             tables.description = self._placed[number]
-        return _MergedPart(tables, self._vocabulary)
+        return MergedPart(tables, self._vocabulary)
 
     def _place_values(self, streams: Sequence[RankStream]) -> None:
         """Give values the layouts that no rank knew alone; this looks at the calls of all steps."""
@@ -158,7 +158,7 @@ class Document:
         return StepTexts(items), firsts
 
     def _of_calls(
-        self, part: _MergedPart, rows: slice, first_node: int, texts: dict[str, int]
+        self, part: MergedPart, rows: slice, first_node: int, texts: dict[str, int]
     ) -> dict[str, Any]:
         calls = part.calls.chosen(rows)
         node = part.call_start.searchsorted(np.arange(rows.start, rows.stop), "right") - 1
@@ -178,7 +178,7 @@ class Document:
         }
 
     def _of_values(
-        self, part: _MergedPart, rows: slice, first_node: int, texts: dict[str, int]
+        self, part: MergedPart, rows: slice, first_node: int, texts: dict[str, int]
     ) -> dict[str, Any]:
         tables = part.tables
         stream = part.value_stream[rows]
@@ -205,7 +205,7 @@ class Document:
         }
 
     def _of_failures(
-        self, part: _MergedPart, first: int, last: int, texts: dict[str, int]
+        self, part: MergedPart, first: int, last: int, texts: dict[str, int]
     ) -> dict[str, Any]:
         failures = part.failures
         rows = failures[(failures[:, 0] >= first) & (failures[:, 0] < last)]
@@ -216,7 +216,7 @@ class Document:
         }
 
 
-def _of_nodes(part: _MergedPart, first: int, last: int, texts: dict[str, int]) -> dict[str, Any]:
+def _of_nodes(part: MergedPart, first: int, last: int, texts: dict[str, int]) -> dict[str, Any]:
     rows = slice(first, last)
     heads = part.heads.chosen(rows)
     parent = part.parent[rows]
@@ -247,7 +247,7 @@ _OF_CALLS = (
 )  # fmt: skip
 
 
-class _MergedPart:
+class MergedPart:
     """Some steps whose calls are merged into nodes, and whose values are in order.
 
     Nodes are numbered in the order of a walk: groups (setup, then steps) behind each other,
